@@ -1,0 +1,1 @@
+"""Clock, errors, ids, units, tasks, log: what every floor may use; standard library only."""

@@ -1,0 +1,43 @@
+"""Time as a dependency: wall time, monotonic time and sleep behind one Protocol.
+
+Decisions take `now`; shells take a `Clock`. `_at` names wall seconds since the epoch, `_mono`
+monotonic seconds. Tests inject `tests/fakes.py: FakeClock`, which jumps to the next sleeper.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Where a part gets its time from."""
+
+    def wall(self) -> float:
+        """Seconds since the epoch; may jump."""
+        ...
+
+    def mono(self) -> float:
+        """Seconds that only grow; the zero is arbitrary."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait at least `seconds`."""
+        ...
+
+
+class SystemClock:
+    """The clock of the machine."""
+
+    def wall(self) -> float:
+        """Seconds since the epoch."""
+        return time.time()
+
+    def mono(self) -> float:
+        """Seconds of the monotonic clock."""
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep on the event loop."""
+        await asyncio.sleep(seconds)

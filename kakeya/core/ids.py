@@ -1,0 +1,20 @@
+"""Names of things, as types that cannot be mixed up, and how new ones are drawn."""
+
+from __future__ import annotations
+
+import random
+from typing import NewType
+
+NodeId = NewType("NodeId", str)
+ModelId = NewType("ModelId", str)
+SessionId = NewType("SessionId", str)
+
+NGRAM: ModelId = ModelId("ngram")
+"""Reserved on the wire for the model-free prompt-lookup proposer."""
+
+_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
+
+
+def draw_id(prefix: str, rng: random.Random, length: int = 12) -> str:
+    """Draw `prefix-xxxxxxxxxxxx` without letters that are easily confused."""
+    return prefix + "-" + "".join(rng.choice(_ALPHABET) for _ in range(length))

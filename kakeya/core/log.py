@@ -1,0 +1,78 @@
+"""Logging: standard library, a logger per module, key=value or JSON lines, to stderr."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+LogFormat = Literal["text", "json"]
+_FIELDS = "kakeya_fields"
+
+
+class _TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
+        fields = getattr(record, _FIELDS, {})
+        tail = "".join(f" {key}={_quoted(value)}" for key, value in fields.items())
+        room = record.name.removeprefix("kakeya.")
+        line = f"{stamp} {record.levelname.lower():<7} {room}: {record.getMessage()}{tail}"
+        return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "at": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, _FIELDS, {}),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def _quoted(value: object) -> str:
+    text = f"{value:.3g}" if isinstance(value, float) else str(value)
+    return json.dumps(text) if " " in text or not text else text
+
+
+def configure(log_format: LogFormat = "text", level: int = logging.INFO) -> None:
+    """Send every `kakeya` record to stderr in one format. Called once, by a composition root."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
+    root = logging.getLogger("kakeya")
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    root.propagate = False
+
+
+def event(
+    log: logging.Logger, message: str, *, level: int = logging.INFO, **fields: object
+) -> None:
+    """Log one line with key=value fields."""
+    _emit(log, level, message, fields)
+
+
+def _emit(log: logging.Logger, level: int, message: str, fields: Mapping[str, object]) -> None:
+    if log.isEnabledFor(level):
+        log.log(level, message, extra={_FIELDS: fields})
+
+
+@contextmanager
+def span(log: logging.Logger, name: str, **fields: object) -> Iterator[None]:
+    """Log `name` as done or failed, with its duration in seconds."""
+    started = time.monotonic()
+    try:
+        yield
+    except BaseException as failure:
+        timed = {"seconds": time.monotonic() - started, "error": repr(failure), **fields}
+        _emit(log, logging.WARNING, f"{name} failed", timed)
+        raise
+    _emit(log, logging.INFO, f"{name} done", {"seconds": time.monotonic() - started, **fields})

@@ -1,0 +1,121 @@
+"""Background work that cannot die unseen: a supervised group and a jittered period.
+
+A task that raises is logged, counted and started again after a backoff; it ends only when it
+returns or the group closes. `health()` is what metrics and status show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from kakeya.core.clock import Clock
+from kakeya.core.log import event
+
+_log = logging.getLogger(__name__)
+RESTART_BACKOFF_S = (0.1, 0.5, 2.0, 10.0, 30.0)
+"""Waits before the 1st, 2nd, ... restart in a row; the last one repeats."""
+
+
+@dataclass(slots=True)
+class TaskHealth:
+    """What a supervised task did so far."""
+
+    name: str
+    running: bool = True
+    failures: int = 0
+    last_error: str = ""
+
+
+class Supervisor:
+    """Owns named background tasks; an `async with` that cancels them on the way out."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._tasks: dict[asyncio.Task[None], TaskHealth] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def start(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Run `work()` until it returns; restart it when it raises."""
+        health = TaskHealth(name)
+        task = asyncio.get_running_loop().create_task(self._guard(health, work), name=name)
+        self._tasks[task] = health
+        task.add_done_callback(lambda done: setattr(self._tasks[done], "running", False))
+
+    def health(self) -> tuple[TaskHealth, ...]:
+        """Every task that was started, in order."""
+        return tuple(self._tasks.values())
+
+    async def aclose(self) -> None:
+        """Cancel all tasks and wait for their ends."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _guard(self, health: TaskHealth, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await work()
+            except Exception as failure:  # noqa: BLE001 - the one place where a task's fault ends
+                backoff = RESTART_BACKOFF_S[min(health.failures, len(RESTART_BACKOFF_S) - 1)]
+                health.failures += 1
+                health.last_error = repr(failure)
+                event(
+                    _log,
+                    "background task failed",
+                    level=logging.ERROR,
+                    task=health.name,
+                    error=repr(failure),
+                    restart_in_s=backoff,
+                )
+                _log.debug("traceback", exc_info=failure)
+                await self._clock.sleep(backoff)
+            else:
+                return
+
+
+async def every(
+    interval_s: float,
+    work: Callable[[], Awaitable[None]],
+    *,
+    clock: Clock,
+    rng: random.Random,
+    jitter: float = 0.1,
+    wake: asyncio.Event | None = None,
+) -> None:
+    """Run `work` now and then each `interval_s` +- `jitter`; `wake` starts the next run at once."""
+    while True:
+        if wake is not None:
+            wake.clear()
+        await work()
+        pause = interval_s * (1 + jitter * (2 * rng.random() - 1))
+        if wake is None:
+            await clock.sleep(pause)
+        else:
+            await _sleep_or_wake(clock, pause, wake)
+
+
+async def _sleep_or_wake(clock: Clock, seconds: float, wake: asyncio.Event) -> None:
+    sleeper = asyncio.ensure_future(clock.sleep(seconds))
+    waker = asyncio.ensure_future(wake.wait())
+    try:
+        await asyncio.wait((sleeper, waker), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for pending in (sleeper, waker):
+            pending.cancel()
+        await asyncio.gather(sleeper, waker, return_exceptions=True)

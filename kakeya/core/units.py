@@ -1,0 +1,37 @@
+"""Bytes and token ids in the forms people and wires use."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+
+def format_bytes(count: float) -> str:
+    """Write a byte count with one binary unit: `3.4 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    """Pack ids as little-endian uint32. Raises OverflowError on an id outside 0..2^32-1."""
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    """Read ids packed by `pack_ids`. Raises ValueError when the length is no multiple of 4."""
+    ids = array("I")
+    ids.frombytes(packed)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()

@@ -1,0 +1,1 @@
+"""Proposers, acceptance, sampling, controller, decoder: drafts change speed, never output."""

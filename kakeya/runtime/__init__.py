@@ -1,0 +1,1 @@
+"""The agent's side of decoding: sessions with token histories, and RuntimeService."""

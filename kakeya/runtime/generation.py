@@ -1,0 +1,232 @@
+"""What a generation is asked with and answers with, and the seam to whoever runs the model.
+
+RuntimeService and the HTTP gateway speak to models through `ServedModel`; an engine child behind
+a unix socket implements it. Token ids only: text and templates live above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, Protocol
+
+
+class StopReason(StrEnum):
+    """Why a generation ended by itself."""
+
+    MAX_TOKENS = "max_tokens"
+    STOP_TOKEN = "stop_token"
+    CONTEXT_FULL = "context_full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a token is selected. Temperature 0 is greedy; the seed then has no effect.
+
+    The same seed gives the same tokens with or without drafts and after a failover, because noise
+    is keyed by (seed, position). `top_p` 1 and `top_k` 0 keep the whole vocabulary.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSource:
+    """Where drafts may come from: in the engine itself, or a peer's ProposerService."""
+
+    kind: Literal["ngram", "remote"]
+    address: str = ""
+    model_id: str = ""
+    extended: bool = False
+
+    @property
+    def name(self) -> str:
+        """`ngram`, or MODEL@HOST:PORT."""
+        return "ngram" if self.kind == "ngram" else f"{self.model_id}@{self.address}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRequest:
+    """One generation: the whole history, where to stop, how to select, where to get drafts.
+
+    `kv_key` names the KV to continue from and to keep afterwards; "" keeps nothing.
+    """
+
+    token_ids: Sequence[int]
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    sampling: Sampling = Sampling()
+    draft_sources: tuple[DraftSource, ...] = ()
+    kv_key: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceUsage:
+    """What one draft source did during one generation; counts are tokens unless said."""
+
+    source: str
+    drafts: int = 0
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0
+    abstained: int = 0
+    failed: int = 0
+    late: int = 0
+    shadowed: int = 0
+    shadow_hits: int = 0
+    mean_wait_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a generation cost."""
+
+    prefill_s: float = 0.0
+    total_s: float = 0.0
+    cached_tokens: int = 0
+    forwards: int = 0
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0
+    sources: tuple[SourceUsage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Prefill so far."""
+
+    computed_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """What one step committed, in order; never empty."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The last frame."""
+
+    reason: StopReason
+    usage: Usage = field(default_factory=Usage)
+
+
+Frame = Progress | Tokens | Done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """A loaded model, as its engine describes it."""
+
+    model_id: str
+    model_path: str
+    vocab_size: int
+    context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    quantization: str = ""
+    dtype: str = ""
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    mlx_version: str = ""
+    tokens_per_second: float = 0.0
+    prefill_tokens_per_second: float = 0.0
+    load_s: float = 0.0
+    prefill_chunk_tokens: int = 0
+    vocabulary_digest: str = ""
+    device: str = ""
+    blas_accelerated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Live numbers of an engine child."""
+
+    kv_live_bytes: int = 0
+    kv_entries: int = 0
+    running: int = 0
+    waiting: int = 0
+    mlx_active_bytes: int = 0
+    mlx_peak_bytes: int = 0
+    resident_bytes: int = 0
+    cache_length_violations: int = 0
+    position_violations: int = 0
+    kv_bytes_by_key: dict[str, int] = field(default_factory=dict)
+
+
+class ModelState(StrEnum):
+    """The life of a served model."""
+
+    LOADING = "loading"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class ServedModel(Protocol):
+    """One model of this node, whoever runs it."""
+
+    @property
+    def model_id(self) -> str:
+        """The name that callers use."""
+        ...
+
+    @property
+    def state(self) -> ModelState:
+        """Where it is in its life now."""
+        ...
+
+    @property
+    def last_error(self) -> str:
+        """Why it is FAILED or RESTARTING, in one sentence; "" otherwise."""
+        ...
+
+    async def ready(self, timeout_s: float) -> ModelFacts:
+        """Wait until it serves. Raises PeerUnavailable (with retry_after_s) when it will not."""
+        ...
+
+    def decode(self, request: DecodeRequest) -> AsyncIterator[Frame]:
+        """Stream frames; exactly one Done, last. Closing the iterator stops the work in one step.
+
+        Survives the death of the engine: decoding goes on in the restarted one from the tokens
+        committed so far. Raises PeerUnavailable when it cannot be restarted in time.
+        """
+        ...
+
+    async def release(self, kv_key: str) -> None:
+        """Forget the KV kept under a key; unknown keys and dead engines are fine."""
+        ...
+
+    async def stats(self) -> EngineStats:
+        """Live numbers; zeros while the engine is not up."""
+        ...
+
+
+class ModelDirectory(Protocol):
+    """The models of this node by name."""
+
+    def get(self, model_id: str) -> ServedModel:
+        """Find a model that decodes; "" is the default. Raises NotFound naming the served ids."""
+        ...
+
+    def verifiers(self) -> tuple[ServedModel, ...]:
+        """Every model that decodes, the default first."""
+        ...
+
+
+class DraftRouter(Protocol):
+    """Who may draft for a model, by the placement of this moment."""
+
+    def sources(self, facts: ModelFacts, policy: str) -> tuple[DraftSource, ...]:
+        """Best first. Policies: "" or "auto", "off", "ngram", "peer", MODEL_ID@HOST:PORT.
+
+        Raises InvalidArgument for any other policy.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Channels and the error-to-status tables: how Kakeya speaks gRPC, whatever the service."""

@@ -1,0 +1,1 @@
+"""Fixtures that every floor's tests may use."""

@@ -1,0 +1,63 @@
+"""Fakes for time and chance; everything else in the tests is the real part."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from itertools import count
+
+
+class FakeClock:
+    """A clock that jumps to the next sleeper once nothing else can run.
+
+    `wall` and `mono` start at given values; `shift_wall` jumps the wall clock alone, as a person
+    who sets the time does.
+    """
+
+    def __init__(self, wall: float = 1_700_000_000.0, mono: float = 1_000.0) -> None:
+        self._wall = wall
+        self._mono = mono
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._order = count()
+        self._jumper: asyncio.Task[None] | None = None
+
+    def wall(self) -> float:
+        return self._wall
+
+    def mono(self) -> float:
+        return self._mono
+
+    def advance(self, seconds: float) -> None:
+        """Move both clocks; sleepers that are due wake on the next turn of the loop."""
+        self._wall += seconds
+        self._mono += seconds
+        self._wake_due()
+
+    def shift_wall(self, seconds: float) -> None:
+        self._wall += seconds
+
+    async def sleep(self, seconds: float) -> None:
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        due = self._mono + seconds
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (due, next(self._order), waiter))
+        if self._jumper is None or self._jumper.done():
+            self._jumper = asyncio.get_running_loop().create_task(self._jump())
+        await waiter
+
+    async def _jump(self) -> None:
+        while self._sleepers:
+            for _ in range(20):  # let everything that can run, run
+                await asyncio.sleep(0)
+            while self._sleepers and self._sleepers[0][2].done():
+                heapq.heappop(self._sleepers)
+            if self._sleepers:
+                self.advance(max(0.0, self._sleepers[0][0] - self._mono))
+
+    def _wake_due(self) -> None:
+        while self._sleepers and self._sleepers[0][0] <= self._mono:
+            waiter = heapq.heappop(self._sleepers)[2]
+            if not waiter.done():
+                waiter.set_result(None)
