@@ -1,0 +1,327 @@
+"""The configuration of a node: flags, environment and one TOML file become frozen dataclasses.
+
+Each subsystem gets its own section, never the whole. `SETTINGS` is the one table of what can be
+set; a flag or a key outside it is an error that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn, cast
+
+from kakeya.core.errors import ConfigError
+from kakeya.node import settings as s
+from kakeya.node.models import ModelSpec, parse_model, parse_proposer
+from kakeya.node.settings import Setting, Sources, is_loopback, nearest
+
+_NO_NAMES: tuple[str, ...] = ()
+_NO_MODELS: tuple[ModelSpec, ...] = ()
+
+BIND = Setting(
+    key="listen.bind",
+    flag="--bind",
+    variable="KAKEYA_BIND",
+    parse=s.bind_address,
+    default="127.0.0.1:50051",
+    metavar="HOST:PORT",
+    help="gRPC listens here; port 0 lets the system choose (127.0.0.1:50051)",
+)
+HTTP = Setting(
+    key="listen.http",
+    flag="--http",
+    variable="KAKEYA_HTTP",
+    parse=s.bind_address,
+    default="127.0.0.1:8210",
+    metavar="HOST:PORT",
+    help="HTTP listens here; port 0 lets the system choose (127.0.0.1:8210)",
+)
+ADVERTISE = Setting(
+    key="listen.advertise",
+    flag="--advertise",
+    variable="KAKEYA_ADVERTISE",
+    parse=s.peer_address,
+    default="",
+    metavar="HOST:PORT",
+    help="the gRPC address that peers are told (the one that is bound)",
+)
+INSECURE_LAN = Setting(
+    key="listen.insecure_lan",
+    flag="--insecure-lan",
+    variable="KAKEYA_INSECURE_LAN",
+    parse=s.switch,
+    default=False,
+    help="listen beyond this machine without encryption or authentication",
+    switch=True,
+)
+NODE_ID = Setting(
+    key="node.id",
+    flag="--node-id",
+    variable="KAKEYA_NODE_ID",
+    parse=s.text,
+    default="",
+    metavar="ID",
+    help="the name of this node in the fleet (drawn once and kept)",
+)
+DATA_DIR: Setting[Path | None] = Setting(
+    key="node.data_dir",
+    flag="--data-dir",
+    variable="KAKEYA_HOME",
+    parse=s.folder,
+    default=None,
+    metavar="DIR",
+    help="where this node keeps its files; one folder per node",
+)
+LOG_FORMAT = Setting(
+    key="node.log_format",
+    flag="--log-format",
+    variable="KAKEYA_LOG_FORMAT",
+    parse=s.one_of("text", "json"),
+    default="text",
+    metavar="text|json",
+    help="logs go to stderr in this format (text)",
+)
+PEERS = Setting(
+    key="fleet.peers",
+    flag="--peer",
+    variable="KAKEYA_PEERS",
+    parse=s.several(s.peer_address),
+    default=_NO_NAMES,
+    metavar="HOST:PORT",
+    help="gRPC address of another node; any number of times",
+    repeatable=True,
+)
+TTL = Setting(
+    key="fleet.ttl",
+    flag="--ttl",
+    variable="KAKEYA_TTL",
+    # Receivers clamp to the same bounds; shorter ones would fall to one lost round.
+    parse=s.number(10, 600, "seconds"),
+    default=120.0,
+    metavar="SECONDS",
+    help="how long peers believe this node's card without hearing of it again (120)",
+)
+INTERVAL = Setting(
+    key="fleet.exchange_interval",
+    flag="--exchange-interval",
+    variable="KAKEYA_EXCHANGE_INTERVAL",
+    parse=s.number(0.05, 600, "seconds"),
+    default=30.0,
+    metavar="SECONDS",
+    help="pause between two gossip rounds (30)",
+)
+FANOUT = Setting(
+    key="fleet.fanout",
+    flag="--fanout",
+    variable="KAKEYA_FANOUT",
+    parse=s.whole(1, 64, "peers"),
+    default=3,
+    metavar="PEERS",
+    help="how many peers one gossip round talks to (3)",
+)
+MODELS = Setting(
+    key="models.serve",
+    flag="--model",
+    variable="KAKEYA_MODELS",
+    parse=s.several(parse_model),
+    default=_NO_MODELS,
+    metavar="ID_OR_PATH[:ROLE]",
+    help="serve a model as verifier (the default role) or proposer; any number of times",
+    repeatable=True,
+)
+PROPOSERS = Setting(
+    key="models.proposers",
+    flag="--proposer",
+    variable="KAKEYA_PROPOSERS",
+    parse=s.several(parse_proposer),
+    default=_NO_MODELS,
+    metavar="ngram|ID_OR_PATH",
+    help="draft for peers with n-grams or a model; any number of times",
+    repeatable=True,
+)
+SETTINGS: tuple[Setting[object], ...] = (
+    BIND,
+    HTTP,
+    ADVERTISE,
+    INSECURE_LAN,
+    NODE_ID,
+    PEERS,
+    TTL,
+    INTERVAL,
+    FANOUT,
+    MODELS,
+    PROPOSERS,
+    DATA_DIR,
+    LOG_FORMAT,
+)
+CONFIG_FLAG, CONFIG_VARIABLE = "--config", "KAKEYA_CONFIG"
+_OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "KAKEYA_PYTHON"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenConfig:
+    """Where the node answers. `advertise` "" = the address that gRPC is bound to."""
+
+    bind: str
+    http: str
+    advertise: str
+    insecure_lan: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """How the node gossips; seconds. A card survives `ttl_s / interval_s` silent rounds."""
+
+    peers: tuple[str, ...]
+    ttl_s: float
+    interval_s: float
+    fanout: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """Everything that can be set. `node_id` "" = the one kept in the data directory."""
+
+    node_id: str
+    data_dir: Path | None
+    log_format: Literal["text", "json"]
+    listen: ListenConfig
+    fleet: FleetConfig
+    models: tuple[ModelSpec, ...]
+    warnings: tuple[str, ...] = ()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def load(argv: Sequence[str], environ: Mapping[str, str]) -> NodeConfig:
+    """Read flags, environment and file. Raises ConfigError; `--help` and `--version` exit."""
+    flags = parse_flags(argv)
+    file_name = flags.get(CONFIG_FLAG) or environ.get(CONFIG_VARIABLE, "")
+    file = read_file(Path(str(file_name)).expanduser()) if file_name else {}
+    sources = Sources(flags=flags, environ=environ, file=file, file_name=str(file_name))
+    return _build(sources)
+
+
+def parse_flags(argv: Sequence[str]) -> dict[str, object]:
+    """Return only the flags that were given, by flag name. Raises ConfigError."""
+    parser = _Parser(
+        prog="kakeya-node",
+        description="One node of a Kakeya fleet; without flags: the embedded model on loopback.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    for setting in SETTINGS:
+        if setting.switch:
+            parser.add_argument(
+                setting.flag, dest=setting.flag, action="store_true", help=setting.help
+            )
+        else:
+            parser.add_argument(
+                setting.flag,
+                dest=setting.flag,
+                metavar=setting.metavar,
+                help=setting.help,
+                action="append" if setting.repeatable else "store",
+            )
+    parser.add_argument(
+        CONFIG_FLAG, dest=CONFIG_FLAG, metavar="FILE.toml", help="read settings from a file"
+    )
+    given, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        known = [setting.flag for setting in SETTINGS] + [CONFIG_FLAG]
+        flag = unknown[0].partition("=")[0]
+        raise ConfigError(f"unknown argument {unknown[0]}{nearest(flag, known)}")
+    return dict(vars(given))
+
+
+def read_file(path: Path) -> dict[str, object]:
+    """Read a TOML file into `section.key` -> value. Raises ConfigError."""
+    try:
+        tree = tomllib.loads(path.read_text("utf-8"))
+    except OSError as problem:
+        reason = problem.strerror or problem
+        raise ConfigError(f"{path}: the configuration cannot be read: {reason}") from problem
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{path}: not a TOML file: {problem}") from problem
+    known = [setting.key for setting in SETTINGS]
+    flat: dict[str, object] = {}
+    for section, content in tree.items():
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path}: unknown key {section}{nearest(section, known)}")
+        flat |= {f"{section}.{key}": value for key, value in content.items()}
+    for key in flat:
+        if key not in known:
+            raise ConfigError(f"{path}: unknown key {key}{nearest(key, known)}")
+    return flat
+
+
+def _build(sources: Sources) -> NodeConfig:
+    listen = ListenConfig(
+        bind=sources.value(BIND),
+        http=sources.value(HTTP),
+        advertise=sources.value(ADVERTISE),
+        insecure_lan=sources.value(INSECURE_LAN),
+    )
+    _refuse_open_binds(listen)
+    fleet = FleetConfig(
+        peers=sources.value(PEERS),
+        ttl_s=sources.value(TTL),
+        interval_s=sources.value(INTERVAL),
+        fanout=sources.value(FANOUT),
+    )
+    node_id = sources.value(NODE_ID)
+    if len(node_id.encode()) > 128 or not node_id.isprintable():
+        raise ConfigError(f"node id {node_id[:40]!r} is not legal; give 1 to 128 printable bytes")
+    return NodeConfig(
+        node_id=node_id,
+        data_dir=sources.value(DATA_DIR),
+        log_format=cast('Literal["text", "json"]', sources.value(LOG_FORMAT)),
+        listen=listen,
+        fleet=fleet,
+        models=_models(sources),
+        warnings=_warnings(fleet, sources.environ),
+    )
+
+
+def _models(sources: Sources) -> tuple[ModelSpec, ...]:
+    chosen = sources.value(MODELS) + sources.value(PROPOSERS)
+    seen: dict[str, ModelSpec] = {}
+    for spec in chosen or (parse_model("kakeya-tiny"), parse_proposer("ngram")):
+        other = seen.setdefault(spec.model_id, spec)
+        if other is not spec:
+            raise ConfigError(
+                f"model {spec.model_id} is named twice, as {other.source} ({other.role}) and "
+                f"{spec.source} ({spec.role}); one node serves a model id once"
+            )
+    return tuple(seen.values())
+
+
+def _refuse_open_binds(listen: ListenConfig) -> None:
+    for flag, address in ((BIND.flag, listen.bind), (HTTP.flag, listen.http)):
+        if not listen.insecure_lan and not is_loopback(address):
+            raise ConfigError(
+                f"{flag} {address} is reachable from other machines without encryption or "
+                f"authentication; add {INSECURE_LAN.flag} on a trusted network, or bind 127.0.0.1"
+            )
+
+
+def _warnings(fleet: FleetConfig, environ: Mapping[str, str]) -> tuple[str, ...]:
+    found = []
+    if fleet.ttl_s < 3 * fleet.interval_s:
+        found.append(
+            f"ttl {fleet.ttl_s:g} s is less than 3 exchange intervals of {fleet.interval_s:g} s; "
+            "two lost rounds make this node vanish"
+        )
+    known = {setting.variable for setting in SETTINGS} | _OTHER_VARIABLES
+    found.extend(
+        f"environment variable {name} has no effect{nearest(name, known)}"
+        for name in sorted(environ)
+        if name.startswith("KAKEYA_") and name not in known
+    )
+    return tuple(found)

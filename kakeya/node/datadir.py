@@ -1,0 +1,233 @@
+"""One folder per node: its lock, its identity across starts, and where the running node answers.
+
+    node.lock      held (flock) while a node runs; its text is that node's pid
+    node.json      node id, incarnation, last stamp; versioned, with a checksum
+    node.run.json  pid and addresses of the running node, for the command line
+
+Files are replaced whole (write aside, fsync, rename). A damaged state file is set aside as
+`*.corrupt` and named in the log; the start goes on without it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kakeya.core.errors import ConfigError, Conflict
+from kakeya.core.log import event
+
+_log = logging.getLogger(__name__)
+STATE_VERSION = 1
+LOCK, STATE, RUN = "node.lock", "node.json", "node.run.json"
+
+
+class DamagedState(ValueError):
+    """The state file does not hold what was written to it."""
+
+
+def default_folder(environ: Mapping[str, str], *, platform: str, home: Path) -> Path:
+    """Return the data directory of a node that was told none."""
+    if environ.get("KAKEYA_HOME"):
+        return Path(environ["KAKEYA_HOME"]).expanduser()
+    if platform == "darwin":
+        return home / "Library" / "Application Support" / "kakeya"
+    return Path(environ.get("XDG_DATA_HOME") or home / ".local" / "share") / "kakeya"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeState:
+    """What a node remembers across starts. `last_stamp` orders its cards; wall seconds."""
+
+    node_id: str
+    incarnation: int
+    last_stamp: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """Where the running node answers."""
+
+    pid: int
+    node_id: str
+    grpc: str
+    http: str
+
+
+def encode_state(state: NodeState) -> bytes:
+    """Write a state with its version and the checksum of its content."""
+    content = json.dumps(asdict(state), sort_keys=True)
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    return json.dumps({"version": STATE_VERSION, "sha256": digest, "state": content}).encode()
+
+
+def decode_state(data: bytes) -> NodeState:
+    """Read what `encode_state` wrote. Raises DamagedState for anything else."""
+    try:
+        return _decode(data)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as problem:
+        raise DamagedState(str(problem)) from problem
+
+
+def _decode(data: bytes) -> NodeState:
+    outer = json.loads(data)
+    if not isinstance(outer, dict) or outer.get("version") != STATE_VERSION:
+        raise DamagedState(f"not a state of version {STATE_VERSION}")
+    content = outer.get("state")
+    if not isinstance(content, str):
+        raise DamagedState("no state in it")
+    if hashlib.sha256(content.encode()).hexdigest() != outer.get("sha256"):
+        raise DamagedState("the checksum does not match")
+    fields = json.loads(content)
+    state = NodeState(
+        node_id=str(fields["node_id"]),
+        incarnation=int(fields["incarnation"]),
+        last_stamp=float(fields["last_stamp"]),
+    )
+    if not state.node_id or state.incarnation < 0 or not math.isfinite(state.last_stamp):
+        raise DamagedState("values out of range")
+    return state
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file by one with this content, or leave it as it was. Raises OSError."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+class DataDir:
+    """A data directory that this process holds; a context manager that lets go of it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make the folder if needed and lock it.
+
+        Raises Conflict when another node holds it, ConfigError when it cannot be used.
+        """
+        self.folder = folder
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)
+            self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as problem:
+            reason = problem.strerror or problem
+            raise ConfigError(
+                f"data directory {folder} cannot be used: {reason}; name a writable folder "
+                "with --data-dir"
+            ) from problem
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(self._lock)
+            raise Conflict(
+                f"data directory {folder} is held by the node with pid {pid}; stop that node, "
+                "or give this one its own folder with --data-dir"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the run file and let another node start here."""
+        (self.folder / RUN).unlink(missing_ok=True)
+        os.close(self._lock)
+
+    def load_state(self) -> NodeState | None:
+        """Read the state; None at the first start, and when the file was damaged."""
+        path = self.folder / STATE
+        try:
+            return decode_state(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except DamagedState as problem:
+            aside = path.with_name(path.name + ".corrupt")
+            path.replace(aside)
+            event(
+                _log,
+                "state file was damaged and is set aside; starting without it",
+                level=logging.WARNING,
+                file=aside,
+                problem=problem,
+            )
+            return None
+
+    def save_state(self, state: NodeState) -> None:
+        """Replace the state file. Raises OSError; the old file then stays."""
+        write_atomically(self.folder / STATE, encode_state(state))
+
+    def write_run(self, info: RunInfo) -> None:
+        """Tell the command line where this node answers. Raises OSError."""
+        write_atomically(self.folder / RUN, json.dumps(asdict(info)).encode())
+
+
+def next_state(previous: NodeState | None, *, node_id: str, drawn_id: str, now: float) -> NodeState:
+    """Return the state of this start: the id that was asked for, kept or drawn; a new life.
+
+    Without a previous state the incarnation starts at the wall clock's seconds, above what an
+    earlier life with the same id, whose file is lost, can have counted to.
+    """
+    return NodeState(
+        node_id=node_id or (previous.node_id if previous else drawn_id),
+        incarnation=previous.incarnation + 1 if previous else max(1, int(now)),
+        last_stamp=previous.last_stamp if previous else 0.0,
+    )
+
+
+def find_running(folder: Path) -> RunInfo | None:
+    """Return where the node that holds `folder` answers; None when none runs or is ready."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_run(folder / RUN)
+    finally:
+        os.close(lock)
+    return None
+
+
+def _read_run(path: Path) -> RunInfo | None:
+    try:
+        fields = json.loads(path.read_bytes())
+        return RunInfo(
+            pid=int(fields["pid"]),
+            node_id=str(fields["node_id"]),
+            grpc=str(fields["grpc"]),
+            http=str(fields["http"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

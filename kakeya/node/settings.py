@@ -1,0 +1,198 @@
+"""One setting at a time: where its value may come from and what a legal value is.
+
+A value comes from a flag, else from the environment, else from the configuration file, else it is
+the default. Every refusal is one sentence that names the origin, the value and what would be right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from kakeya.core.errors import ConfigError
+
+Value = TypeVar("Value", covariant=True)
+
+
+class Illegal(ValueError):
+    """A value cannot be meant; the message follows "ORIGIN: "."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting(Generic[Value]):
+    """A named value: its key in the file (`section.key`), its flag, its variable, its meaning.
+
+    `parse` gets what the origin holds (text from flags and variables, TOML values from the file)
+    and raises Illegal with the sentence after "ORIGIN: ". A repeatable setting is parsed from
+    a list; its variable separates values by commas.
+    """
+
+    key: str
+    flag: str
+    variable: str
+    parse: Callable[[object], Value]
+    default: Value
+    metavar: str = ""
+    help: str = ""
+    repeatable: bool = False
+    switch: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """What each origin says; keys are flags, variables and file keys."""
+
+    flags: Mapping[str, object]
+    environ: Mapping[str, str]
+    file: Mapping[str, object]
+    file_name: str = ""
+
+    def value(self, setting: Setting[Value]) -> Value:
+        """Return the value of the strongest origin. Raises ConfigError."""
+        for origin, raw in self._found(setting):
+            try:
+                return setting.parse(raw)
+            except Illegal as problem:
+                raise ConfigError(f"{origin}: {problem}") from problem
+        return setting.default
+
+    def _found(self, setting: Setting[Value]) -> Iterable[tuple[str, object]]:
+        if setting.flag in self.flags:
+            yield setting.flag, self.flags[setting.flag]
+        text = self.environ.get(setting.variable, "")
+        if text:
+            yield setting.variable, _split(text) if setting.repeatable else text
+        if setting.key in self.file:
+            yield f"{self.file_name}: {setting.key}", self.file[setting.key]
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Write `; did you mean X?` for the nearest known word, or "" when none is near."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def text(raw: object) -> str:
+    """Accept non-empty text."""
+    if not isinstance(raw, str) or not raw.strip():
+        raise Illegal(f"{raw!r} is not a text; give a non-empty one")
+    return raw.strip()
+
+
+def folder(raw: object) -> Path:
+    """Accept a path; `~` is the home folder."""
+    return Path(text(raw)).expanduser()
+
+
+def switch(raw: object) -> bool:
+    """Accept true or false, in TOML or as a word."""
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if isinstance(raw, bool):
+        return raw
+    if isinstance(raw, str) and raw.lower() in words:
+        return words[raw.lower()]
+    raise Illegal(f"{raw!r} is not a switch; give true or false")
+
+
+def number(low: float, high: float, unit: str) -> Callable[[object], float]:
+    """Accept a finite number within low..high."""
+
+    def parse(raw: object) -> float:
+        wanted = f"give a number of {unit} from {low:g} to {high:g}"
+        if isinstance(raw, bool) or not isinstance(raw, str | int | float):
+            raise Illegal(f"{raw!r} is not a number; {wanted}")
+        try:
+            value = float(raw)
+        except ValueError:
+            raise Illegal(f"{raw!r} is not a number; {wanted}") from None
+        if not math.isfinite(value) or not low <= value <= high:
+            raise Illegal(f"{raw} is out of range; {wanted}")
+        return value
+
+    return parse
+
+
+def whole(low: int, high: int, unit: str) -> Callable[[object], int]:
+    """Accept a whole number within low..high."""
+    bounded = number(low, high, unit)
+
+    def parse(raw: object) -> int:
+        value = bounded(raw)
+        if value != int(value):
+            raise Illegal(f"{raw} is not whole; give a whole number of {unit}")
+        return int(value)
+
+    return parse
+
+
+def several(parse: Callable[[object], Value]) -> Callable[[object], tuple[Value, ...]]:
+    """Accept a list, each item by `parse`, without repetitions."""
+
+    def parse_all(raw: object) -> tuple[Value, ...]:
+        if not isinstance(raw, list):
+            raise Illegal(f"{raw!r} is not a list; write it in brackets")
+        return tuple(dict.fromkeys(parse(item) for item in raw))
+
+    return parse_all
+
+
+def one_of(*words: str) -> Callable[[object], str]:
+    """Accept one of a few words."""
+
+    def parse(raw: object) -> str:
+        if not isinstance(raw, str) or raw not in words:
+            raise Illegal(f"{raw!r} is not known; give {' or '.join(words)}")
+        return raw
+
+    return parse
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Take HOST:PORT apart; IPv6 hosts stand in brackets. Raises Illegal."""
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    bare = host[1:-1] if bracketed else host
+    wrong = f"{address!r} is no address; write HOST:PORT, as 127.0.0.1:50051 or [::1]:50051"
+    if not colon or not bare or (":" in bare) != bracketed or any(c.isspace() for c in address):
+        raise Illegal(wrong)
+    if not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise Illegal(f"port {port!r} of {address!r} is not a whole number from 0 to 65535")
+    return bare, int(port)
+
+
+def bind_address(raw: object) -> str:
+    """Accept an address to listen on; port 0 lets the system choose."""
+    address = text(raw)
+    split_address(address)
+    return address
+
+
+def peer_address(raw: object) -> str:
+    """Accept the address of another node."""
+    address = text(raw)
+    host, port = split_address(address)
+    if port == 0:
+        raise Illegal(f"{address!r} has port 0, which nobody listens on")
+    if host in ("0.0.0.0", "::"):
+        raise Illegal(f"{address!r} is every address of a machine; name one of them")
+    return address
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach an address."""
+    host = split_address(address)[0]
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,57 @@
+# Sourced by the other scripts: finds a Python, keeps .venv in step with pyproject.toml.
+# ensure_venv EXTRA installs `.[EXTRA]` (EXTRA may be empty) when pyproject.toml changed since.
+top=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$top/.venv
+
+say() { echo "$(basename "$0"): $*" >&2; }
+
+find_python() {
+  local candidate
+  for candidate in python3.11 python3.12 python3.13 python3.14 python3; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  say "Python 3.11 or newer is needed and none was found; install it (macOS: brew install" \
+    "python@3.13; Debian, Ubuntu: apt-get install python3 python3-venv) and run this again."
+  return 1
+}
+
+make_venv() {
+  local python
+  python=$(find_python) || return 1
+  say "making $venv with $python"
+  rm -rf "$venv"
+  if ! "$python" -m venv "$venv"; then
+    rm -rf "$venv"
+    say "$python cannot make a virtual environment; on Debian or Ubuntu: apt-get install python3-venv"
+    return 1
+  fi
+}
+
+ensure_venv() {
+  local extra=$1 stamp wanted
+  "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+    make_venv || return 1
+  stamp=$venv/.installed${extra:+-$extra}
+  wanted="$top $(cksum <"$top/pyproject.toml")"
+  [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return 0
+  say "installing Kakeya into .venv (once; a few minutes on a slow line)"
+  if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    --editable "$top${extra:+[$extra]}"; then
+    say "the installation failed; what pip says above names the package. Run this again to retry."
+    return 1
+  fi
+  # The test extra contains the plain installation.
+  printf '%s\n' "$wanted" | tee "$stamp" >"$venv/.installed"
+}
+
+hint_openblas() {
+  [ "$(uname -s)" = Linux ] || return 0
+  [ -e "$venv/.openblas-hint" ] && return 0
+  touch "$venv/.openblas-hint"
+  { ldconfig -p || /sbin/ldconfig -p; } 2>/dev/null | grep -q libopenblas && return 0
+  say "OpenBLAS is not installed. Kakeya works without it; with it, expect prompts to be read" \
+    "10 to 40 times faster: apt-get install libopenblas0-pthread"
+}

@@ -1,0 +1,153 @@
+"""Flags, environment and file: precedence, values, and refusals that say what would be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kakeya.core.errors import ConfigError
+from kakeya.node.config import SETTINGS, load
+from kakeya.node.models import Role
+from kakeya.node.settings import is_loopback, split_address
+
+
+def test_without_anything_the_embedded_model_and_ngram_run_on_loopback() -> None:
+    config = load([], {})
+    assert config.listen.bind == "127.0.0.1:50051"
+    assert config.listen.http == "127.0.0.1:8210"
+    assert [(spec.model_id, spec.role) for spec in config.models] == [
+        ("kakeya-tiny", Role.VERIFIER),
+        ("ngram", Role.PROPOSER),
+    ]
+    assert (config.fleet.ttl_s, config.fleet.interval_s, config.fleet.fanout) == (120, 30, 3)
+    assert not config.warnings
+
+
+def test_a_flag_beats_the_environment_and_that_beats_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('[fleet]\nttl = 30\nexchange_interval = 3\nfanout = 5\npeers = ["a:1"]\n')
+    argv = ["--config", str(file), "--ttl", "50"]
+    fleet = load(argv, {"KAKEYA_TTL": "40", "KAKEYA_EXCHANGE_INTERVAL": "4"}).fleet
+    assert fleet.ttl_s == 50
+    assert fleet.interval_s == 4
+    assert fleet.fanout == 5
+    assert fleet.peers == ("a:1",)
+
+
+def test_repeated_flags_and_comma_variables_become_tuples() -> None:
+    assert load(["--peer", "a:1", "--peer", "b:2"], {}).fleet.peers == ("a:1", "b:2")
+    assert load([], {"KAKEYA_PEERS": "a:1, b:2"}).fleet.peers == ("a:1", "b:2")
+
+
+def test_a_named_proposer_alone_serves_no_verifier() -> None:
+    config = load(["--proposer", "ngram", "--proposer", "kakeya-tiny-draft"], {})
+    assert [(spec.model_id, spec.role) for spec in config.models] == [
+        ("ngram", Role.PROPOSER),
+        ("kakeya-tiny-draft", Role.PROPOSER),
+    ]
+
+
+def test_every_setting_has_its_own_flag_variable_and_key() -> None:
+    for field in ("flag", "variable", "key"):
+        names = [getattr(setting, field) for setting in SETTINGS]
+        assert len(set(names)) == len(names)
+        assert all(names)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--bind", "127.0.0.1"], ["--bind", "HOST:PORT"]),
+        (["--bind", "127.0.0.1:70000"], ["--bind", "70000", "65535"]),
+        (["--http", "127.0.0.1:http"], ["--http", "'http'"]),
+        (["--bind", "0.0.0.0:50051"], ["--bind", "--insecure-lan"]),
+        (["--http", "192.168.1.2:80"], ["--http", "--insecure-lan"]),
+        (["--peer", "mini-2"], ["--peer", "mini-2"]),
+        (["--peer", "mini-2:0"], ["--peer", "port 0"]),
+        (["--peer", "0.0.0.0:50051"], ["--peer", "every address"]),
+        (["--peer", "::1:50051"], ["--peer", "[::1]"]),
+        (["--ttl", "5"], ["--ttl", "10", "600"]),
+        (["--ttl", "nan"], ["--ttl", "10"]),
+        (["--ttl", "soon"], ["--ttl", "soon"]),
+        (["--exchange-interval", "0"], ["--exchange-interval", "0"]),
+        (["--exchange-interval", "-1"], ["--exchange-interval", "-1"]),
+        (["--fanout", "1.5"], ["--fanout", "1.5", "whole"]),
+        (["--fanout", "0"], ["--fanout", "1"]),
+        (["--log-format", "xml"], ["--log-format", "xml", "json"]),
+        (["--modle", "x"], ["--modle", "--model"]),
+        (["--peer"], ["--peer"]),
+        (["extra"], ["extra"]),
+        (["--node-id", "a" * 129], ["node id", "128"]),
+        (["--node-id", "a\nb"], ["node id"]),
+        (["--model", "kakeya-tiny:verifer"], ["verifer", "verifier"]),
+        (["--model", "ngram"], ["--proposer ngram"]),
+        (["--model", "kakeya-tiny", "--proposer", "kakeya-tiny"], ["kakeya-tiny", "twice"]),
+        (["--config", "/nowhere/at/all.toml"], ["/nowhere/at/all.toml"]),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence_with_the_value(argv: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(argv, {})
+    for word in words:
+        assert word in refused.value.message
+    assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ("[fleet]\npeer = []", ["fleet.peer", "fleet.peers"]),
+        ("[fleat]\nttl = 30", ["fleat.ttl", "fleet.ttl"]),
+        ("ttl = 30", ["ttl", "fleet.ttl"]),
+        ("[fleet]\nttl = true", ["fleet.ttl", "True"]),
+        ("[fleet]\npeers = 'a:1'", ["fleet.peers", "list"]),
+        ("[fleet]\npeers = [1]", ["fleet.peers", "1"]),
+        ("[listen]\ninsecure_lan = 3", ["listen.insecure_lan", "true or false"]),
+        ("[models]\nserve = ['a:b']", ["models.serve", "'b'"]),
+        ("[fleet", ["not a TOML file"]),
+    ],
+)
+def test_a_wrong_file_is_one_sentence_that_names_file_and_key(
+    tmp_path: Path, toml: str, words: list[str]
+) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(toml)
+    with pytest.raises(ConfigError) as refused:
+        load([], {"KAKEYA_CONFIG": str(file)})
+    for word in [str(file), *words]:
+        assert word in refused.value.message
+
+
+def test_a_wrong_variable_is_named() -> None:
+    with pytest.raises(ConfigError, match="KAKEYA_FANOUT: 'many'"):
+        load([], {"KAKEYA_FANOUT": "many"})
+
+
+def test_risky_and_unknown_values_are_warned_about() -> None:
+    warnings = load(["--ttl", "20", "--exchange-interval", "10"], {"KAKEYA_PEER": "a:1"}).warnings
+    assert any("3 exchange intervals" in warning for warning in warnings)
+    assert any("KAKEYA_PEER " in text and "KAKEYA_PEERS" in text for text in warnings)
+
+
+def test_insecure_lan_opens_other_addresses() -> None:
+    config = load(["--insecure-lan", "--bind", "0.0.0.0:0", "--http", "[::]:0"], {})
+    assert config.listen.insecure_lan
+    assert split_address(config.listen.http) == ("::", 0)
+
+
+@pytest.mark.parametrize(
+    ("address", "loopback"),
+    [
+        ("127.0.0.1:1", True),
+        ("127.9.9.9:1", True),
+        ("[::1]:1", True),
+        ("localhost:1", True),
+        ("0.0.0.0:1", False),
+        ("[::]:1", False),
+        ("192.168.0.1:1", False),
+        ("localhost.example.org:1", False),
+    ],
+)
+def test_only_loopback_counts_as_loopback(address: str, loopback: bool) -> None:
+    assert is_loopback(address) is loopback
