@@ -6,7 +6,7 @@ a unix socket implements it. Token ids only: text and templates live above.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol
@@ -192,8 +192,10 @@ class ServedModel(Protocol):
         """Wait until it serves. Raises PeerUnavailable (with retry_after_s) when it will not."""
         ...
 
-    def decode(self, request: DecodeRequest) -> AsyncIterator[Frame]:
+    def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
         """Stream frames; exactly one Done, last. Closing the iterator stops the work in one step.
+
+        A stop token is committed: it is the last token of the stream that it ends.
 
         Survives the death of the engine: decoding goes on in the restarted one from the tokens
         committed so far. Raises PeerUnavailable when it cannot be restarted in time.
