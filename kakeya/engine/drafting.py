@@ -1,0 +1,184 @@
+"""Drafts for one sequence: asks its sources, lets the controller price them, keeps the score.
+
+The n-gram index lives here and costs microseconds. Remote sources are shared by all sequences of
+the engine (one channel and one breaker each); each sequence has its own book of drafts that are
+under way. A draft that is not verified is scored once plain decoding has caught up with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kakeya.decoding.controller import DraftController
+from kakeya.decoding.ngram import NGramIndex
+from kakeya.decoding.proposer import Draft
+from kakeya.decoding.remote import RemoteDraftBook, RemoteProposer
+from kakeya.engine.job import SourceSpec, SourceTally
+
+NGRAM_SOURCE = "ngram"
+_NOTHING = Draft(source="none")
+
+
+class RemoteBooks:
+    """One RemoteProposer per (address, model), for the engine's life."""
+
+    def __init__(self, timeout_s: float = 2.0) -> None:
+        self._timeout_s = timeout_s
+        self._proposers: dict[str, RemoteProposer] = {}
+
+    def open(self, spec: SourceSpec, vocab_size: int) -> RemoteDraftBook:
+        """A new book of drafts from a peer, for one sequence."""
+        proposer = self._proposers.get(spec.name)
+        if proposer is None:
+            proposer = RemoteProposer(
+                spec.address,
+                spec.model_id,
+                timeout_s=self._timeout_s,
+                vocab_size=vocab_size,
+                extended=spec.extended,
+            )
+            self._proposers[spec.name] = proposer
+        return RemoteDraftBook(proposer)
+
+
+@dataclass(slots=True)
+class _Shadow:
+    """A draft that nobody verifies, and where in the history it began."""
+
+    draft: Draft
+    base: int
+
+
+class Drafting:
+    """The draft sources of one sequence."""
+
+    def __init__(
+        self,
+        specs: Sequence[SourceSpec],
+        controller: DraftController,
+        books: RemoteBooks,
+        vocab_size: int,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._controller = controller
+        self._vocab_size = vocab_size
+        self._timer = timer
+        self._history: list[int] = []
+        self._index = (
+            NGramIndex() if any(spec.kind == NGRAM_SOURCE for spec in specs) else None
+        )
+        self._books = {
+            spec.name: books.open(spec, vocab_size) for spec in specs if spec.kind == "remote"
+        }
+        self._tallies = {spec.name: SourceTally(source=spec.name) for spec in specs}
+        self._shadows: dict[str, _Shadow] = {}
+
+    def begin(self, history: list[int]) -> None:
+        """Take the history, which the caller goes on extending."""
+        self._history = history
+        if self._index is not None:
+            self._index.extend(history)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Tokens joined the history."""
+        if self._index is not None:
+            self._index.extend(tokens)
+        if self._shadows:
+            self._settle_shadows()
+
+    def choose(self, history: list[int], room: int) -> tuple[Draft, int]:
+        """The draft that is worth most now and how many of its tokens to verify; 0 = none."""
+        if room < 1 or not self._tallies:
+            return _NOTHING, 0
+        best, best_rows = _NOTHING, 0
+        if self._index is not None:
+            tokens, match_length = self._index.draft(room)
+            best = Draft(source=NGRAM_SOURCE, tokens=tuple(tokens), match_length=match_length)
+            self._count(best)
+            best_rows = self._controller.rows(best) if tokens else 0
+        for name, book in self._books.items():
+            if best_rows > 0 or not self._controller.wants(name):
+                continue
+            draft, rows = self._ask(name, book, history, room)
+            if rows > best_rows or not best.tokens:
+                best, best_rows = draft, rows
+        return best, min(best_rows, room)
+
+    def ahead(self, history: list[int], block: Sequence[int]) -> None:
+        """`block` is about to be verified: let peers draft on as if all of it were accepted."""
+        for book in self._books.values():
+            book.ahead(history, block)
+
+    def verified(self, draft: Draft, offered: int, accepted: int) -> None:
+        """Score a draft of which `offered` leading tokens met the verifier's own."""
+        self._controller.observe_verified(draft, offered, accepted)
+        tally = self._tallies[draft.source]
+        tally.verified += offered
+        tally.accepted += accepted
+
+    def shadow(self, draft: Draft) -> None:
+        """Remember a draft that is not verified, unless an earlier one is still open."""
+        if draft.tokens and draft.source not in self._shadows:
+            self._shadows[draft.source] = _Shadow(draft, len(self._history))
+            self._tallies[draft.source].shadowed += 1
+
+    def tallies(self) -> tuple[SourceTally, ...]:
+        """What each source did."""
+        return tuple(self._tallies.values())
+
+    def close(self) -> None:
+        """Cancel what is under way."""
+        for book in self._books.values():
+            book.close()
+
+    def _ask(
+        self, name: str, book: RemoteDraftBook, history: list[int], room: int
+    ) -> tuple[Draft, int]:
+        wait_s = self._controller.wait_budget_s(name)
+        started = self._timer()
+        draft = book.poll(history, room, wait_s=wait_s)
+        waited = self._timer() - started
+        self._controller.observe_wait(name, waited)
+        self._tallies[name].wait_s += waited
+        draft = Draft(
+            source=name,
+            tokens=_within(draft.tokens, self._vocab_size),
+            confidence=draft.confidence,
+            match_length=draft.match_length,
+        )
+        self._count(draft)
+        return draft, self._controller.rows(draft)
+
+    def _count(self, draft: Draft) -> None:
+        tally = self._tallies[draft.source]
+        if draft.tokens:
+            tally.drafts += 1
+            tally.drafted += len(draft.tokens)
+        else:
+            tally.abstained += 1
+
+    def _settle_shadows(self) -> None:
+        """Score the drafts that the history has caught up with or contradicted."""
+        history = self._history
+        for source, shadow in list(self._shadows.items()):
+            actual = history[shadow.base : shadow.base + len(shadow.draft.tokens)]
+            agreed = 0
+            for guess, token in zip(shadow.draft.tokens, actual, strict=False):
+                if guess != token:
+                    break
+                agreed += 1
+            if agreed == len(actual) and len(actual) < len(shadow.draft.tokens):
+                continue
+            del self._shadows[source]
+            self._controller.observe_shadow(shadow.draft, actual)
+            self._tallies[source].shadow_hits += agreed
+
+
+def _within(tokens: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """The leading tokens that the vocabulary has."""
+    for index, token in enumerate(tokens):
+        if not 0 <= token < vocab_size:
+            return tuple(tokens[:index])
+    return tuple(tokens)

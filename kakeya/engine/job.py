@@ -1,0 +1,87 @@
+"""A generation as the engine is asked for it, and the frames that it answers with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kakeya.decoding.decoder import FinishReason
+from kakeya.decoding.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSpec:
+    """Where drafts may come from: the n-gram index of the sequence, or a peer's proposer."""
+
+    kind: Literal["ngram", "remote"]
+    address: str = ""
+    model_id: str = ""
+    extended: bool = False
+
+    @property
+    def name(self) -> str:
+        """`ngram`, or MODEL@HOST:PORT."""
+        return "ngram" if self.kind == "ngram" else f"{self.model_id}@{self.address}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeJob:
+    """One generation; `kv_key` names the KV to continue from and to keep, "" keeps none."""
+
+    token_ids: Sequence[int]
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    sampling: SamplingParams = SamplingParams()
+    sources: tuple[SourceSpec, ...] = ()
+    kv_key: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillFrame:
+    """Prompt tokens computed so far, reused ones included."""
+
+    computed_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensFrame:
+    """What one step committed."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoneFrame:
+    """The end of a generation; counts are tokens unless said."""
+
+    reason: FinishReason
+    prefill_s: float
+    total_s: float
+    cached_tokens: int
+    forwards: int
+    drafted: int
+    verified: int
+    accepted: int
+    sources: tuple[SourceTally, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class SourceTally:
+    """What one draft source did during one generation."""
+
+    source: str
+    drafts: int = 0
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0
+    abstained: int = 0
+    failed: int = 0
+    late: int = 0
+    shadowed: int = 0
+    shadow_hits: int = 0
+    wait_s: float = 0.0
+
+
+EngineFrame = PrefillFrame | TokensFrame | DoneFrame

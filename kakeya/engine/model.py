@@ -1,0 +1,133 @@
+"""The seam between scheduling and arithmetic: what the engine asks of a loaded model.
+
+`kakeya.mlx` implements it; tests of the scheduler use a toy. Every method runs on the one model
+thread. A state's `length` counts the tokens whose KV it holds; between steps it is `committed - 1`
+(the last token is pending) or `committed` (its row is in flight already).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kakeya.decoding.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedFacts:
+    """What is known of a model once it is loaded and probed."""
+
+    model_id: str
+    model_path: str
+    vocab_size: int
+    context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    quantization: str
+    dtype: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    mlx_version: str
+    tokens_per_second: float
+    prefill_tokens_per_second: float
+    load_s: float
+    prefill_chunk_tokens: int
+    vocabulary_digest: str
+    device: str
+    blas_accelerated: bool
+    forward_costs_s: Mapping[int, float]
+    """Seconds of one forward by its rows; 1 is the pipelined plain step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDraft:
+    """A draft of this model and what it cost."""
+
+    tokens: tuple[int, ...]
+    confidence: tuple[float, ...]
+    forward_passes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes that the model's framework holds, weights included."""
+
+    active_bytes: int
+    peak_bytes: int
+
+
+class SequenceState(Protocol):
+    """The KV of one sequence and the rows in flight on it."""
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV is held, rows in flight included."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV."""
+        ...
+
+    def select_with(self, sampling: SamplingParams) -> None:
+        """Choose tokens this way from now on."""
+        ...
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Append tokens and wait until their KV is computed."""
+        ...
+
+    def launch(self, token: int | None) -> None:
+        """Start a plain step on `token`; None = on what the step before it will select."""
+        ...
+
+    def collect(self) -> int:
+        """Wait for the oldest launched step; return the token that it selected."""
+        ...
+
+    def in_flight(self) -> int:
+        """Steps launched and not collected."""
+        ...
+
+    def verify(self, tokens: Sequence[int]) -> list[int]:
+        """Append `tokens` in one forward; return the token selected after each of them."""
+        ...
+
+    def verifiable_rows(self) -> int:
+        """How many rows may be appended such that any tail of them can be trimmed again."""
+        ...
+
+    def trim(self, count: int) -> bool:
+        """Drop the KV of the last `count` tokens; False, and nothing changed, where it can't."""
+        ...
+
+    def layer_length(self) -> int:
+        """What the cache layers themselves say about `length`; the check on the bookkeeping."""
+        ...
+
+
+class Model(Protocol):
+    """A loaded model."""
+
+    @property
+    def facts(self) -> LoadedFacts:
+        """What it is."""
+        ...
+
+    def open(self) -> SequenceState:
+        """A new, empty sequence."""
+        ...
+
+    def draft(
+        self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
+    ) -> ModelDraft:
+        """Draft `size` tokens after `prefix`, greedy or with the verifier's own noise."""
+        ...
+
+    def memory(self) -> MemoryUse:
+        """Bytes held now."""
+        ...
+
+    def tidy(self) -> None:
+        """Give buffers that are no longer needed back; called now and then between steps."""
+        ...

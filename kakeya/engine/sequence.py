@@ -1,0 +1,251 @@
+"""One generation on the model thread, as a generator of frames: one `next` is one step.
+
+    prefill   the part of the history that no kept KV covers, in chunks on a fixed grid, all but
+              the last token; a frame each, so a cancellation is noticed in between
+    flight    plain steps in a pipeline: the next row is launched before this one is read
+    quiet     nothing in flight; the last committed token is pending
+
+From flight, a draft is entered confirm-first: the row in flight is read, and only when it equals
+the first drafted token are the others verified. From quiet, a block is verified at once. Drafts
+that are not verified are scored against what plain decoding emits, for free.
+
+Law, checked after each step: the KV holds `committed - 1` tokens, plus the row in flight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kakeya.core.errors import InvalidArgument, InvariantBroken
+from kakeya.decoding.controller import DraftController
+from kakeya.decoding.decoder import Decoding
+from kakeya.decoding.proposer import Draft
+from kakeya.engine.drafting import Drafting, RemoteBooks
+from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, PrefillFrame, TokensFrame
+from kakeya.engine.model import Model, SequenceState
+from kakeya.engine.slots import KvSlots, shared_head
+
+
+@dataclass(slots=True)
+class Violations:
+    """Laws that did not hold, counted over the engine's life."""
+
+    cache_length: int = 0
+    position: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceTools:
+    """What all sequences of an engine share."""
+
+    slots: KvSlots
+    controller: DraftController
+    books: RemoteBooks
+    violations: Violations
+    max_draft_rows: int
+    timer: Callable[[], float] = time.perf_counter
+
+
+class SequenceRun:
+    """The life of one generation; made and used on the model thread only."""
+
+    def __init__(self, model: Model, tools: SequenceTools, job: DecodeJob) -> None:
+        facts = model.facts
+        _validate(job, facts.vocab_size, facts.context_tokens)
+        self._tools = tools
+        self._job = job
+        self._chunk = facts.prefill_chunk_tokens
+        self._decoding = Decoding(
+            job.token_ids,
+            max_tokens=job.max_tokens,
+            stop_token_ids=job.stop_token_ids,
+            context_tokens=facts.context_tokens,
+        )
+        self._drafting = Drafting(job.sources, tools.controller, tools.books, facts.vocab_size)
+        self._state, self._cached_tokens = self._reopen(model)
+        self._state.select_with(job.sampling)
+        self._finished = False
+        self._forwards = 0
+        self._drafted = self._verified = self._accepted = 0
+        self._prefill_s = 0.0
+
+    def frames(self) -> Iterator[EngineFrame]:
+        """Do one step per `next`; the last frame is a DoneFrame."""
+        timer = self._tools.timer
+        started = timer()
+        yield from self._prefill()
+        self._prefill_s = timer() - started
+        self._drafting.begin(self._decoding.history)
+        mark = timer()
+        while self._decoding.finish is None:
+            tokens, comparable_rows = self._step()
+            now = timer()
+            if comparable_rows:
+                self._tools.controller.observe_forward(comparable_rows, now - mark)
+            mark = now
+            self._check_length()
+            yield TokensFrame(token_ids=tokens)
+        done = self._done(timer() - started)
+        self.finish()
+        yield done
+
+    def finish(self) -> None:
+        """Keep the KV under the job's key. Done by the run itself, or by who cancels it."""
+        if self._finished:
+            return
+        self._finished = True
+        self._drafting.close()
+        while self._state.in_flight():
+            self._state.collect()
+        if self._job.kv_key:
+            tokens = self._decoding.history[: self._state.length]
+            self._tools.slots.keep(self._job.kv_key, tokens, self._state)
+
+    def abandon(self) -> None:
+        """Drop the KV: after a fault nobody knows what it holds."""
+        self._finished = True
+        self._drafting.close()
+
+    def _reopen(self, model: Model) -> tuple[SequenceState, int]:
+        """Continue the kept KV as far as it agrees with the history, else start empty."""
+        kept = self._tools.slots.take(self._job.kv_key) if self._job.kv_key else None
+        if kept is not None:
+            history = self._decoding.history
+            shared = min(shared_head(kept.tokens, history), len(history) - 1)
+            if shared > 0 and kept.state.trim(kept.state.length - shared):
+                return kept.state, shared
+        return model.open(), 0
+
+    def _prefill(self) -> Iterator[PrefillFrame]:
+        history, state = self._decoding.history, self._state
+        total = len(history) - 1
+        while state.length < total:
+            end = min(total, (state.length // self._chunk + 1) * self._chunk)
+            state.prefill(history[state.length : end])
+            self._forwards += 1
+            yield PrefillFrame(computed_tokens=state.length, total_tokens=total)
+
+    def _step(self) -> tuple[tuple[int, ...], int]:
+        """Commit at least one token.
+
+        Returns what was committed, and the rows of the forward that the step's time is a fair
+        sample for; 0 where it is none (the pipeline was filling or running dry).
+        """
+        draft, rows = self._choose()
+        in_flight = self._state.in_flight() > 0
+        if rows == 0:
+            return (self._plain_step(draft),), 1 if in_flight else 0
+        if in_flight:
+            return self._confirm(draft, rows), 0
+        return self._block(draft, draft.tokens[:rows]), rows + 1
+
+    def _choose(self) -> tuple[Draft, int]:
+        """The best draft of this moment, and how many of its tokens deserve a row."""
+        room = min(self._decoding.room(), self._tools.max_draft_rows)
+        if self._state.in_flight() == 0:
+            room = min(room, self._state.verifiable_rows() - 1)
+        else:
+            room = min(room, self._state.verifiable_rows())
+        return self._drafting.choose(self._decoding.history, room)
+
+    def _plain_step(self, draft: Draft) -> int:
+        state, decoding = self._state, self._decoding
+        if state.in_flight() == 0:
+            state.launch(decoding.history[-1])
+            self._forwards += 1
+        if decoding.room() > 0:
+            # Another token is needed after this one: start it before reading this one.
+            state.launch(None)
+            self._forwards += 1
+        self._drafting.shadow(draft)
+        token = state.collect()
+        decoding.commit((), (token,))
+        self._drafting.extend((token,))
+        return token
+
+    def _confirm(self, draft: Draft, rows: int) -> tuple[int, ...]:
+        """Read the row in flight; verify the rest of the draft only if it guessed that row."""
+        token = self._state.collect()
+        self._decoding.commit((), (token,))
+        self._drafting.extend((token,))
+        if token != draft.tokens[0]:
+            self._score(draft, offered=1, accepted=0)
+            return (token,)
+        if self._decoding.finish is not None:
+            return (token,)
+        block = draft.tokens[1 : min(rows, 1 + self._decoding.room())]
+        if not block:
+            return (token,)
+        return (token, *self._block(draft, block, confirmed=1))
+
+    def _block(self, draft: Draft, block: tuple[int, ...], confirmed: int = 0) -> tuple[int, ...]:
+        """Verify `block` after the pending token in one forward; roll the rejected rows back."""
+        state, decoding = self._state, self._decoding
+        if block:
+            self._drafting.ahead(decoding.history, block)
+        selected = state.verify((decoding.history[-1], *block))
+        self._forwards += 1
+        commit = decoding.commit(block, selected)
+        surplus = 1 + len(block) - commit.kept_rows
+        if not state.trim(surplus):
+            raise InvariantBroken("trim", f"{surplus} verified rows could not be trimmed again")
+        self._score(draft, confirmed + len(block), confirmed + commit.accepted)
+        self._drafting.extend(commit.tokens)
+        return commit.tokens
+
+    def _score(self, draft: Draft, offered: int, accepted: int) -> None:
+        """Count a draft of which `offered` leading tokens met the verifier's own."""
+        self._drafted += len(draft.tokens)
+        self._verified += offered
+        self._accepted += accepted
+        self._drafting.verified(draft, offered, accepted)
+
+    def _check_length(self) -> None:
+        """Hold the law of the module's head against what the cache layers say."""
+        state, committed = self._state, len(self._decoding.history)
+        expected = committed - 1 + state.in_flight()
+        if state.length != expected:
+            self._tools.violations.position += 1
+            raise InvariantBroken(
+                "position", f"KV holds {state.length} tokens, the history asks for {expected}"
+            )
+        if state.layer_length() != state.length:
+            self._tools.violations.cache_length += 1
+            raise InvariantBroken(
+                "cache_length",
+                f"cache layers hold {state.layer_length()} tokens, expected {state.length}",
+            )
+
+    def _done(self, total_s: float) -> DoneFrame:
+        finish = self._decoding.finish
+        if finish is None:
+            raise InvariantBroken("finish", "a generation ended without a reason")
+        return DoneFrame(
+            reason=finish,
+            prefill_s=self._prefill_s,
+            total_s=total_s,
+            cached_tokens=self._cached_tokens,
+            forwards=self._forwards,
+            drafted=self._drafted,
+            verified=self._verified,
+            accepted=self._accepted,
+            sources=self._drafting.tallies(),
+        )
+
+
+def _validate(job: DecodeJob, vocab_size: int, context_tokens: int) -> None:
+    """Refuse what the model cannot take, before anything is computed."""
+    if not job.token_ids:
+        raise InvalidArgument("the history is empty; give at least one token")
+    if job.max_tokens < 1:
+        raise InvalidArgument(f"max_tokens is {job.max_tokens}; it must be at least 1")
+    if len(job.token_ids) >= context_tokens:
+        raise InvalidArgument(
+            f"the history has {len(job.token_ids)} tokens, the model's context is "
+            f"{context_tokens}; leave room for at least one new token"
+        )
+    largest = max(job.token_ids)
+    if largest >= vocab_size or min(job.token_ids) < 0:
+        raise InvalidArgument(f"token id {largest} is outside the vocabulary of {vocab_size}")

@@ -1,0 +1,39 @@
+"""A fast BLAS under mlx's CPU backend, loaded before mlx is.
+
+The Linux wheel of mlx links a reference BLAS. A library loaded earlier with global symbols takes
+its place, and OpenBLAS makes float32 prefill 10-40 times faster. Nothing here imports mlx: it
+must run first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import sys
+
+_NAMES = ("libopenblas.so.0", "libopenblas.so")
+HINT = "apt-get install libopenblas0-pthread"
+"""The command that makes prefill fast on Debian and its relatives."""
+
+
+def preload_blas(threads: int) -> bool:
+    """Load OpenBLAS for everything that comes later; say whether the CPU backend is fast now.
+
+    `threads` is what OpenBLAS may use; one is best for small models, whose products are too
+    short to share. True on macOS, where mlx uses Accelerate.
+    """
+    if sys.platform == "darwin":
+        return True
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(threads))
+    if "mlx.core" in sys.modules:
+        return False
+    for name in (*_NAMES, ctypes.util.find_library("openblas")):
+        if name is None:
+            continue
+        try:
+            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+        except OSError:
+            continue
+        return True
+    return False

@@ -1,0 +1,208 @@
+"""Loading a model: a local folder or a Hugging Face id becomes a `LoadedModel`.
+
+mlx-lm's model classes, caches and weight formats are used as they are; its generate loops are
+not. On the CPU backend dense weights become float32, the only dtype that is fast there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from huggingface_hub import snapshot_download
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from kakeya.core.errors import ConfigError
+from kakeya.core.log import event
+
+_log = logging.getLogger(__name__)
+_PATTERNS = [
+    "*.json",
+    "model*.safetensors",
+    "tokenizer.model",
+    "*.tiktoken",
+    "*.txt",
+    "*.jinja",
+]
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+_DEFAULT_CONTEXT_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """Weights in memory, with what their folder says about them."""
+
+    model_id: str
+    path: Path
+    network: nn.Module
+    config: Mapping[str, Any]
+    context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    quantization: str
+    dtype: str
+    weight_bytes: int
+    vocabulary_digest: str
+
+    def make_cache(self) -> list[Any]:
+        """One cache object a layer, of the class that the architecture asks for."""
+        caches: list[Any] = make_prompt_cache(self.network)
+        return caches
+
+    def forward(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """Run rows through the network. Shapes: tokens [B, L] int32 -> logits [B, L, V]."""
+        return self.network(tokens, cache=cache)
+
+
+def resolve_folder(
+    id_or_path: str, download: Callable[..., str] = snapshot_download
+) -> Path:
+    """Find a model's folder, downloading a Hugging Face id that is not cached yet.
+
+    Raises ConfigError that says what is missing.
+    """
+    folder = Path(id_or_path).expanduser()
+    if folder.is_dir():
+        return _checked(folder)
+    if folder.exists():
+        raise ConfigError(f"model {id_or_path!r} is a file; name the folder that holds config.json")
+    looks_like_id = id_or_path.count("/") == 1 and not id_or_path.startswith((".", "/", "~"))
+    if not looks_like_id:
+        raise ConfigError(
+            f"model folder {id_or_path!r} does not exist; give an existing folder, "
+            "an org/name of Hugging Face, or kakeya-tiny"
+        )
+    try:
+        found = download(id_or_path, allow_patterns=_PATTERNS)
+    except Exception as failure:
+        raise ConfigError(
+            f"model {id_or_path!r} is neither a folder here nor could it be downloaded: "
+            f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
+        ) from failure
+    return _checked(Path(found))
+
+
+def load(id_or_path: str, model_id: str) -> LoadedModel:
+    """Load weights into memory.
+
+    Raises ConfigError when the folder lacks a part, or holds an architecture or weights that
+    mlx-lm cannot read.
+    """
+    folder = resolve_folder(id_or_path)
+    try:
+        network, config = load_model(folder, lazy=True)
+    except (ValueError, KeyError, TypeError, RuntimeError, OSError) as failure:
+        raise ConfigError(
+            f"model folder {str(folder)!r} cannot be loaded: {failure}; "
+            "it must hold config.json and weights of an architecture that mlx-lm knows"
+        ) from failure
+    quantization = _quantization(config)
+    if mx.default_device().type == mx.DeviceType.cpu:
+        _to_float32(network)
+    try:
+        mx.eval(network.parameters())
+    except RuntimeError as failure:
+        raise ConfigError(f"weights in {str(folder)!r} are damaged: {failure}") from failure
+    parameters = [value for _, value in tree_flatten(network.parameters())]
+    floats = {str(p.dtype).removeprefix("mlx.core.") for p in parameters if _is_float(p)}
+    event(_log, "weights loaded", model=model_id, folder=str(folder))
+    return LoadedModel(
+        model_id=model_id,
+        path=folder,
+        network=network,
+        config=config,
+        context_tokens=_context_tokens(config),
+        eos_token_ids=_eos_token_ids(folder, config),
+        quantization=quantization,
+        dtype="+".join(sorted(floats)),
+        weight_bytes=sum(p.nbytes for p in parameters),
+        vocabulary_digest=vocabulary_digest(folder),
+    )
+
+
+def vocabulary_digest(folder: Path) -> str:
+    """Sha256 over what maps text to ids; equal digests mean that ids mean the same.
+
+    Only the vocabulary and the added tokens count, so templates and casing options that do not
+    change ids do not matter. "" when the folder has no tokenizer.json.
+    """
+    try:
+        spec = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+        vocabulary = spec["model"]["vocab"]
+        added = {entry["content"]: entry["id"] for entry in spec.get("added_tokens", ())}
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    canonical = json.dumps([vocabulary, added], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _checked(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model folder {str(folder)!r} has no config.json")
+    if not any(folder.glob("model*.safetensors")):
+        raise ConfigError(f"model folder {str(folder)!r} has no model*.safetensors weights")
+    return folder
+
+
+def _is_float(value: mx.array) -> bool:
+    return bool(mx.issubdtype(value.dtype, mx.floating))
+
+
+def _to_float32(network: nn.Module) -> None:
+    """Widen 16-bit weights; quantized layers keep their packed words and scales."""
+    quantized = {
+        name
+        for name, module in network.named_modules()
+        if type(module).__name__.startswith(("Quantized", "QQ"))
+    }
+
+    def widened(name: str, value: mx.array) -> mx.array:
+        if name.rpartition(".")[0] in quantized or not _is_float(value):
+            return value
+        return value.astype(mx.float32)
+
+    flat = [(name, widened(name, value)) for name, value in tree_flatten(network.parameters())]
+    network.load_weights(flat, strict=True)
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
+def _context_tokens(config: Mapping[str, Any]) -> int:
+    for section in (_text_config(config), config):
+        for key in _CONTEXT_KEYS:
+            value = section.get(key)
+            if isinstance(value, int) and value > 0:
+                return value
+    return _DEFAULT_CONTEXT_TOKENS
+
+
+def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids that end an answer, by generation_config.json and config.json together."""
+    found: list[int] = []
+    sources: list[Mapping[str, Any]] = [config, _text_config(config)]
+    try:
+        sources.append(json.loads((folder / "generation_config.json").read_text("utf-8")))
+    except (OSError, ValueError):
+        pass
+    for source in sources:
+        value = source.get("eos_token_id")
+        found += value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
+
+
+def _quantization(config: Mapping[str, Any]) -> str:
+    spec = config.get("quantization")
+    if not isinstance(spec, dict) or "bits" not in spec:
+        return ""
+    return f"{spec['bits']}bit-g{spec.get('group_size', 64)}"

@@ -1,0 +1,169 @@
+"""A loaded and probed model, as the engine sees it.
+
+The probe runs on the model itself, right after loading: how large a prefill chunk stays under
+the time in which a cancellation must be noticed, how fast a pipelined plain step is, and what a
+forward costs by its rows. The controller starts from these costs and corrects them as it goes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from kakeya.core.log import event
+from kakeya.engine.model import LoadedFacts, MemoryUse, ModelDraft
+from kakeya.mlx.drafts import Drafter
+from kakeya.mlx.loader import LoadedModel
+from kakeya.mlx.verifier import Verifier
+
+_log = logging.getLogger(__name__)
+_CHUNKS = (32, 64, 128, 256)
+_CHUNK_LIMIT_S = 0.15
+"""A prefill chunk longer than this would make a cancelled request linger."""
+_PROBE_LIMIT_S = 2.0
+_BLOCK_ROWS = (2, 3, 5, 9, 17)
+_PLAIN_STEPS = 24
+_REPEATS = 3
+_KEPT_BUFFER_BYTES = 256 << 20
+
+
+class MlxModel:
+    """Implements `engine.model.Model`; every method runs on the thread that loaded it."""
+
+    def __init__(self, loaded: LoadedModel, load_s: float, blas_accelerated: bool) -> None:
+        self._loaded = loaded
+        mx.set_cache_limit(_KEPT_BUFFER_BYTES)
+        probe = _Probe(loaded)
+        self._facts = LoadedFacts(
+            model_id=loaded.model_id,
+            model_path=str(loaded.path),
+            vocab_size=probe.vocab_size,
+            context_tokens=loaded.context_tokens,
+            eos_token_ids=loaded.eos_token_ids,
+            quantization=loaded.quantization,
+            dtype=loaded.dtype,
+            weight_bytes=loaded.weight_bytes,
+            kv_bytes_per_token=probe.kv_bytes_per_token,
+            mlx_version=mx.__version__,
+            tokens_per_second=1 / probe.costs[1],
+            prefill_tokens_per_second=probe.prefill_tokens_per_second,
+            load_s=load_s,
+            prefill_chunk_tokens=probe.chunk_tokens,
+            vocabulary_digest=loaded.vocabulary_digest,
+            device=str(mx.default_device().type).removeprefix("DeviceType."),
+            blas_accelerated=blas_accelerated,
+            forward_costs_s=probe.costs,
+        )
+        self._drafter = Drafter(loaded, probe.chunk_tokens)
+        event(
+            _log,
+            "model probed",
+            model=loaded.model_id,
+            tokens_per_s=self._facts.tokens_per_second,
+            prefill_per_s=self._facts.prefill_tokens_per_second,
+            chunk=self._facts.prefill_chunk_tokens,
+            costs_ms={rows: round(cost * 1000, 2) for rows, cost in probe.costs.items()},
+        )
+
+    @property
+    def facts(self) -> LoadedFacts:
+        """What it is."""
+        return self._facts
+
+    def open(self) -> Verifier:
+        """A new, empty sequence."""
+        return Verifier(self._loaded)
+
+    def draft(
+        self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
+    ) -> ModelDraft:
+        """Draft `size` tokens after `prefix`."""
+        return self._drafter.draft(prefix, size, seed, temperature)
+
+    def memory(self) -> MemoryUse:
+        """Bytes that mlx holds."""
+        return MemoryUse(active_bytes=mx.get_active_memory(), peak_bytes=mx.get_peak_memory())
+
+    def tidy(self) -> None:
+        """Give buffers that no array uses back to the system."""
+        mx.clear_cache()
+
+
+class _Probe:
+    """Timed forwards on made-up ids, longest useful first; the whole takes a second or two."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._ends_at = time.perf_counter() + _PROBE_LIMIT_S
+        logits = loaded.forward(mx.array([[0]], dtype=mx.int32), loaded.make_cache())
+        mx.eval(logits)
+        self.vocab_size = int(logits.shape[-1])
+        self.chunk_tokens, self.prefill_tokens_per_second = self._prefill()
+        state = self._warm(64)
+        self.kv_bytes_per_token = self._kv_bytes_per_token()
+        self.costs = {1: self._plain(state)}
+        for rows in _BLOCK_ROWS:
+            if time.perf_counter() > self._ends_at or state.verifiable_rows() < rows:
+                break
+            self.costs[rows] = self._block(state, rows)
+
+    def _ids(self, count: int) -> list[int]:
+        return [(7919 * position) % self.vocab_size for position in range(count)]
+
+    def _warm(self, tokens: int) -> Verifier:
+        state = Verifier(self._loaded)
+        state.prefill(self._ids(min(tokens, self._loaded.context_tokens // 2)))
+        return state
+
+    def _prefill(self) -> tuple[int, float]:
+        """The largest chunk that stays under the limit, and tokens per second at it."""
+        chosen, rate = _CHUNKS[0], 0.0
+        for chunk in _CHUNKS:
+            if chunk * 2 > self._loaded.context_tokens:
+                break
+            self._warm(chunk)
+            started = time.perf_counter()
+            self._warm(chunk)
+            seconds = time.perf_counter() - started
+            if seconds > _CHUNK_LIMIT_S and rate:
+                break
+            chosen, rate = chunk, chunk / seconds
+            if 2 * seconds > _CHUNK_LIMIT_S:
+                break
+        return chosen, rate
+
+    def _kv_bytes_per_token(self) -> int:
+        """KV growth of one token, from the bytes that a cache allocates for many."""
+        small, large = self._warm(8), self._warm(8)
+        large.prefill(self._ids(256))
+        return max(0, large.nbytes - small.nbytes) // 256
+
+    def _plain(self, state: Verifier) -> float:
+        """Seconds of a pipelined plain step; the state ends where it began."""
+        before = state.length
+        state.launch(0)
+        state.launch(None)
+        state.collect()
+        started = time.perf_counter()
+        steps = 0
+        while steps < _PLAIN_STEPS and time.perf_counter() < self._ends_at:
+            state.launch(None)
+            state.collect()
+            steps += 1
+        seconds = (time.perf_counter() - started) / max(1, steps)
+        state.collect()
+        state.trim(state.length - before)
+        return max(seconds, 1e-6)
+
+    def _block(self, state: Verifier, rows: int) -> float:
+        """Best of a few: seconds of a forward over `rows` rows with its tail trimmed."""
+        best = float("inf")
+        for _ in range(_REPEATS):
+            started = time.perf_counter()
+            state.verify(self._ids(rows))
+            state.trim(rows)
+            best = min(best, time.perf_counter() - started)
+        return best

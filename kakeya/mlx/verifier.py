@@ -1,0 +1,178 @@
+"""One sequence's KV and the rows that run on it: plain steps in a pipeline, blocks to verify.
+
+A plain step is launched on the still-unread output of the step before it, so Python builds the
+next graph while the device works on this one. A block is one forward over several rows whose
+tail can be trimmed, which only some cache classes allow and only at some lengths:
+
+    KVCache, QuantizedKVCache, ConcatenateKVCache    any tail, always
+    RotatingKVCache                                  while offset + rows < max_size
+    CacheList                                        what all its members allow
+    anything else (recurrent state, ...)             never: no speculation on it
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    CacheList,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from kakeya.core.errors import InvariantBroken
+from kakeya.decoding.sampling import SamplingParams, noise_key
+from kakeya.mlx.loader import LoadedModel
+
+_FREELY_TRIMMABLE = (KVCache, QuantizedKVCache, ConcatenateKVCache)
+UNBOUNDED_ROWS = 1 << 30
+
+
+class Verifier:
+    """Implements `engine.model.SequenceState` on mlx-lm's caches."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._cache = model.make_cache()
+        self._length = 0
+        self._flight: deque[mx.array] = deque()
+        self._sampling = SamplingParams()
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV is held."""
+        return self._length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV."""
+        return sum(layer.nbytes for layer in self._cache)
+
+    def select_with(self, sampling: SamplingParams) -> None:
+        """Choose tokens this way from now on."""
+        self._sampling = sampling
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Append tokens and wait until their KV is computed; their logits are not."""
+        self._model.forward(mx.array(tokens, dtype=mx.int32)[None], self._cache)
+        mx.eval([layer.state for layer in self._cache])
+        self._length += len(tokens)
+
+    def launch(self, token: int | None) -> None:
+        """Start a plain step on `token`, or on what the newest launched step will select."""
+        row = self._flight[-1] if token is None else mx.array([token], dtype=mx.int32)
+        selected = self._select(self.step(row), first_position=self._length)
+        mx.async_eval(selected)
+        self._flight.append(selected)
+
+    def step(self, row: mx.array) -> mx.array:
+        """Append one row lazily; nothing is evaluated. Shapes: row [1] -> logits [1, V]."""
+        logits: mx.array = self._model.forward(row[None], self._cache)[0]
+        self._length += 1
+        return logits
+
+    def collect(self) -> int:
+        """Wait for the oldest launched step; return the token that it selected."""
+        token: int = self._flight.popleft().item()
+        return token
+
+    def in_flight(self) -> int:
+        """Steps launched and not collected."""
+        return len(self._flight)
+
+    def verify(self, tokens: Sequence[int]) -> list[int]:
+        """Append `tokens` in one forward; return the token selected after each of them."""
+        logits = self._model.forward(mx.array(tokens, dtype=mx.int32)[None], self._cache)[0]
+        selected = self._select(logits, first_position=self._length + 1)
+        self._length += len(tokens)
+        rows: list[int] = selected.tolist()
+        return rows
+
+    def verifiable_rows(self) -> int:
+        """Rows that may be appended such that any tail of them can be trimmed again."""
+        return min((_verifiable_rows(layer) for layer in self._cache), default=0)
+
+    def trim(self, count: int) -> bool:
+        """Drop the KV of the last `count` tokens; False, and nothing changed, where it can't.
+
+        Raises InvariantBroken when a layer that promised it trims another number of tokens.
+        """
+        if count == 0:
+            return True
+        if not all(_is_trimmable(layer) for layer in self._cache):
+            return False
+        for layer in self._cache:
+            trimmed = layer.trim(count)
+            if trimmed not in (count, None):
+                raise InvariantBroken("trim", f"asked a layer for {count}, it trimmed {trimmed}")
+        self._length -= count
+        return True
+
+    def layer_length(self) -> int:
+        """What the first layer with an offset says; the bookkeeping where none has one."""
+        for layer in self._cache:
+            members = layer.caches if isinstance(layer, CacheList) else (layer,)
+            for member in members:
+                if isinstance(member, (*_FREELY_TRIMMABLE, RotatingKVCache)):
+                    return int(member.offset)
+        return self._length
+
+    def _select(self, logits: mx.array, first_position: int) -> mx.array:
+        """Select a token per row. Shapes: logits [L, V] -> [L] int32.
+
+        Row i selects the token at absolute position `first_position + i`.
+        """
+        return select(logits, self._sampling, first_position)
+
+
+def select(logits: mx.array, sampling: SamplingParams, first_position: int) -> mx.array:
+    """Greedy or position-keyed selection. Shapes: logits [L, V] any float -> tokens [L] int32.
+
+    Sampling is argmax(logits / T + Gumbel noise keyed by (seed, absolute position)) over what
+    top-k and then top-p keep, in float32: the same seed selects the same token at a position
+    however the rows before it were computed.
+    """
+    if sampling.temperature == 0:
+        return mx.argmax(logits, axis=-1).astype(mx.int32)
+    scaled = logits.astype(mx.float32) / sampling.temperature
+    if 0 < sampling.top_k < scaled.shape[-1]:
+        kth = mx.sort(scaled, axis=-1)[:, -sampling.top_k][:, None]
+        scaled = mx.where(scaled < kth, -mx.inf, scaled)
+    if sampling.top_p < 1.0:
+        descending = -mx.sort(-scaled, axis=-1)
+        mass = mx.cumsum(mx.softmax(descending, axis=-1), axis=-1)
+        # A token stays while the mass before it is below top_p; the first one always does.
+        before = mx.concatenate([mx.zeros_like(mass[:, :1]), mass[:, :-1]], axis=-1)
+        kept = mx.where(before < sampling.top_p, descending, mx.inf)
+        scaled = mx.where(scaled < kept.min(axis=-1, keepdims=True), -mx.inf, scaled)
+    noise = mx.stack(
+        [
+            mx.random.gumbel(
+                (logits.shape[-1],),
+                key=mx.random.key(noise_key(sampling.seed, first_position + row)),
+            )
+            for row in range(logits.shape[0])
+        ]
+    )
+    return mx.argmax(scaled + noise, axis=-1).astype(mx.int32)
+
+
+def _is_trimmable(layer: Any) -> bool:  # noqa: ANN401 - mlx-lm's caches share no public type
+    if isinstance(layer, CacheList):
+        return all(_is_trimmable(member) for member in layer.caches)
+    if isinstance(layer, RotatingKVCache):
+        return bool(layer.is_trimmable())
+    return isinstance(layer, _FREELY_TRIMMABLE)
+
+
+def _verifiable_rows(layer: Any) -> int:  # noqa: ANN401
+    if isinstance(layer, CacheList):
+        return min((_verifiable_rows(member) for member in layer.caches), default=0)
+    if isinstance(layer, RotatingKVCache):
+        return max(0, int(layer.max_size) - int(layer.offset) - 1)
+    return UNBOUNDED_ROWS if isinstance(layer, _FREELY_TRIMMABLE) else 0

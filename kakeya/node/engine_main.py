@@ -1,0 +1,161 @@
+"""The engine child's main: one model, one model thread, EngineService on a unix socket.
+
+The parent holds the other end of this process's standard input: end of file there means that
+the parent is gone, and so is this process at once, whatever it was doing. Leaving goes through
+`os._exit`, since a normal interpreter exit beside a thread that used mlx can abort or hang.
+
+Exit status: 0 stopped, 1 fault, 2 the model cannot be loaded as configured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, NoReturn
+
+from kakeya.core.errors import KakeyaError
+from kakeya.core.log import configure, event
+
+if TYPE_CHECKING:
+    from kakeya.engine.model import Model
+
+_log = logging.getLogger(__name__)
+_STOP_GRACE_S = 2.0
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the engine until SIGTERM, the parent's death or a fault."""
+    options = _parse(argv)
+    configure(options.log_format)
+    threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
+    engine: Future[_Engine] = Future()
+    thread = threading.Thread(
+        target=_model_thread, args=(options, engine), name="model", daemon=True
+    )
+    thread.start()
+    try:
+        made = engine.result()
+    except KakeyaError as failure:
+        _leave(2, f"kakeya engine: {failure.message}")
+    except Exception as failure:
+        _log.exception("the model could not be started")
+        _leave(1, f"kakeya engine: {failure!r}")
+    asyncio.run(_serve(options.socket, made))
+    made.scheduler.stop()
+    thread.join(_STOP_GRACE_S)
+    _leave(0, "")
+
+
+class _Engine:
+    """What the model thread made and both threads use."""
+
+    def __init__(self, model: Model, kv_bytes: int, max_running: int, draft_rows: int) -> None:
+        from kakeya.decoding.controller import DraftController
+        from kakeya.engine.drafting import RemoteBooks
+        from kakeya.engine.scheduler import Scheduler
+        from kakeya.engine.sequence import SequenceTools, Violations
+        from kakeya.engine.slots import KvSlots
+
+        controller = DraftController()
+        controller.seed_costs(model.facts.forward_costs_s)
+        self.model = model
+        self.tools = SequenceTools(
+            slots=KvSlots(kv_bytes),
+            controller=controller,
+            books=RemoteBooks(),
+            violations=Violations(),
+            max_draft_rows=draft_rows,
+        )
+        self.scheduler = Scheduler(model, self.tools, max_running=max_running)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="kakeya-engine", description=__doc__)
+    parser.add_argument("--socket", required=True, help="path of the unix socket to serve on")
+    parser.add_argument("--model", required=True, help="local folder or Hugging Face id")
+    parser.add_argument("--model-id", required=True, help="the name it is served under")
+    parser.add_argument("--kv-bytes", type=int, default=2 << 30, help="KV kept between calls")
+    parser.add_argument("--max-running", type=int, default=8, help="sequences that take turns")
+    parser.add_argument("--draft-rows", type=int, default=16, help="most rows of one block")
+    parser.add_argument("--blas-threads", type=int, default=1)
+    parser.add_argument("--log-format", choices=("text", "json"), default="text")
+    return parser.parse_args(argv)
+
+
+def _model_thread(options: argparse.Namespace, engine: Future[_Engine]) -> None:
+    """Load on the thread that computes later: mlx keeps streams per thread."""
+    try:
+        made = _load(options)
+    except BaseException as failure:  # noqa: BLE001 - reported by the main thread
+        engine.set_exception(failure)
+        return
+    engine.set_result(made)
+    made.scheduler.run()
+
+
+def _load(options: argparse.Namespace) -> _Engine:
+    from kakeya.mlx.blas import preload_blas
+
+    accelerated = preload_blas(options.blas_threads)
+    started = time.perf_counter()
+    event(_log, "loading", model=options.model_id, source=options.model)
+    from kakeya.mlx.loader import load
+    from kakeya.mlx.model import MlxModel
+
+    loaded = load(options.model, options.model_id)
+    model = MlxModel(loaded, time.perf_counter() - started, accelerated)
+    return _Engine(model, options.kv_bytes, options.max_running, options.draft_rows)
+
+
+async def _serve(socket_path: str, engine: _Engine) -> None:
+    import grpc.aio
+
+    from kakeya.engine.service import EngineServicer
+    from kakeya.v1 import engine_pb2_grpc
+    from kakeya.wire.channels import MESSAGE_OPTIONS
+
+    server = grpc.aio.server(options=MESSAGE_OPTIONS)
+    servicer = EngineServicer(engine.model, engine.scheduler, engine.tools)
+    engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    server.add_insecure_port(f"unix:{socket_path}")
+    await server.start()
+    event(_log, "serving", socket=socket_path)
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    await stopped.wait()
+    await server.stop(_STOP_GRACE_S)
+
+
+def _die_with_parent() -> None:
+    """Wait for end of file on standard input."""
+    descriptor = sys.stdin.fileno()
+    while True:
+        try:
+            if not os.read(descriptor, 4096):
+                break
+        except OSError:
+            break
+    os._exit(0)
+
+
+def _leave(status: int, message: str) -> NoReturn:
+    """Flush and end without the interpreter's teardown."""
+    if message:
+        print(message, file=sys.stderr)  # noqa: T201 - the parent reads the last line
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""A real model with random weights, and the tools of an engine around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kakeya.decoding.controller import DraftController
+from kakeya.engine.drafting import RemoteBooks
+from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, TokensFrame
+from kakeya.engine.sequence import SequenceRun, SequenceTools, Violations
+from kakeya.engine.slots import KvSlots
+from kakeya.mlx.loader import load
+from kakeya.mlx.model import MlxModel
+from tests.mlx.random_models import write_model
+
+
+class EagerController(DraftController):
+    """Verifies every draft whole: equality must not depend on what pays."""
+
+    def rows(self, draft, *, wait_s=0.0):
+        return len(draft.tokens)
+
+    def wants(self, source):
+        return True
+
+    def wait_budget_s(self, source):
+        return 5.0
+
+
+@dataclass
+class Rig:
+    model: MlxModel
+    tools: SequenceTools
+
+    def run(self, job: DecodeJob) -> tuple[list[int], DoneFrame]:
+        return collect(SequenceRun(self.model, self.tools, job))
+
+
+def collect(run: SequenceRun) -> tuple[list[int], DoneFrame]:
+    frames: list[EngineFrame] = list(run.frames())
+    tokens = [token for f in frames if isinstance(f, TokensFrame) for token in f.token_ids]
+    done = frames[-1]
+    assert isinstance(done, DoneFrame)
+    assert sum(isinstance(f, DoneFrame) for f in frames) == 1
+    return tokens, done
+
+
+def tools(*, eager: bool = True, kv_bytes: int = 1 << 30, rows: int = 8) -> SequenceTools:
+    return SequenceTools(
+        slots=KvSlots(kv_bytes),
+        controller=EagerController() if eager else DraftController(),
+        books=RemoteBooks(),
+        violations=Violations(),
+        max_draft_rows=rows,
+    )
+
+
+def load_rig(folder: Path, architecture: str, *, eager: bool = True, **options: object) -> Rig:
+    write_model(folder, architecture, **options)
+    return Rig(MlxModel(load(str(folder), architecture), 0.0, False), tools(eager=eager))

@@ -1,0 +1,228 @@
+"""Drafts change speed, never output: every draft source, selection and cache class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+
+from kakeya.core.errors import InvalidArgument
+from kakeya.decoding.decoder import FinishReason
+from kakeya.decoding.proposer import Draft
+from kakeya.decoding.sampling import SamplingParams
+from kakeya.engine.job import DecodeJob, PrefillFrame, SourceSpec, TokensFrame
+from kakeya.engine.sequence import SequenceRun
+from tests.engine.rig import Rig, collect, load_rig, tools
+
+NGRAM = (SourceSpec(kind="ngram"),)
+CYCLE = [5, 9, 13, 2, 7] * 6
+KEYED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=11)
+ARCHITECTURES = ("llama", "qwen3", "gemma3", "mamba")
+
+
+@pytest.fixture(scope="module")
+def rigs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rig]:
+    root = tmp_path_factory.mktemp("models")
+    made = {name: load_rig(root / name, name) for name in ARCHITECTURES}
+    made["llama-4bit"] = load_rig(root / "llama-4bit", "llama", quantize_bits=4)
+    return made
+
+
+@pytest.fixture(params=[*ARCHITECTURES, "llama-4bit"])
+def rig(request: pytest.FixtureRequest, rigs: dict[str, Rig]) -> Rig:
+    rig = rigs[request.param]
+    return Rig(rig.model, tools())
+
+
+def job(**changes: object) -> DecodeJob:
+    values: dict[str, object] = {"token_ids": CYCLE, "max_tokens": 60}
+    return DecodeJob(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def reference(rig: Rig, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens of mlx-lm's own loop."""
+    network = rig.model.open()._model.network
+    steps = generate_step(mx.array(prompt), network, max_tokens=count)
+    return [int(token) for token, _ in steps]
+
+
+def test_plain_decoding_is_mlx_lms_greedy(rig: Rig) -> None:
+    tokens, done = rig.run(job())
+    assert tokens == reference(rig, CYCLE, 60)
+    assert done.reason is FinishReason.MAX_TOKENS
+    assert done.verified == 0
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), KEYED], ids=["greedy", "keyed"])
+def test_ngram_drafts_never_change_tokens(rig: Rig, sampling: SamplingParams) -> None:
+    plain, _ = rig.run(job(sampling=sampling))
+    drafted, done = rig.run(job(sampling=sampling, sources=NGRAM))
+    assert drafted == plain
+    assert done.accepted <= done.verified <= done.drafted
+
+
+def test_a_full_attention_model_really_verifies_blocks(rigs: dict[str, Rig]) -> None:
+    _, done = Rig(rigs["llama"].model, tools()).run(job(sources=NGRAM))
+    assert done.verified > 0
+
+
+def test_a_recurrent_model_never_verifies_blocks(rigs: dict[str, Rig]) -> None:
+    _, done = Rig(rigs["mamba"].model, tools()).run(job(sources=NGRAM))
+    assert done.verified == 0
+
+
+class Scripted:
+    """Stands in for the n-gram index: drafts what a script says of the true continuation."""
+
+    def __init__(self, truth: list[int], prompt: int, kind: str) -> None:
+        self.truth, self.prompt, self.kind = truth, prompt, kind
+        self.length = 0
+
+    def extend(self, tokens: list[int]) -> None:
+        self.length += len(tokens)
+
+    def draft(self, size: int) -> tuple[list[int], int]:
+        at = self.length - self.prompt
+        right = self.truth[at : at + size]
+        if self.kind == "oracle":
+            return right, 9
+        if self.kind == "wrong":
+            return [(token + 1) % 96 for token in right], 9
+        if self.kind == "half":
+            return [t if i % 2 == 0 else (t + 1) % 96 for i, t in enumerate(right, at)], 9
+        if self.kind == "foreign":
+            return [4_000_000_000] * size, 9
+        return [], 0
+
+
+@pytest.mark.parametrize("kind", ["oracle", "wrong", "half", "foreign", "empty"])
+@pytest.mark.parametrize("sampling", [SamplingParams(), KEYED], ids=["greedy", "keyed"])
+def test_whatever_is_drafted_the_tokens_stay(rig: Rig, kind: str, sampling: SamplingParams) -> None:
+    plain, plain_done = rig.run(job(sampling=sampling))
+    run = SequenceRun(rig.model, rig.tools, job(sampling=sampling, sources=NGRAM))
+    run._drafting._index = Scripted(plain, len(CYCLE), kind)  # type: ignore[assignment]
+    tokens, done = collect(run)
+    assert tokens == plain
+    if kind == "oracle" and done.verified:
+        assert done.accepted == done.verified
+    if kind in ("foreign", "empty"):
+        assert done.verified == 0
+    if kind == "oracle" and run._state.verifiable_rows() > 1000:
+        # Blocks of 8 drafts and their bonus token: 9 tokens a forward.
+        prefills = plain_done.forwards - len(plain)
+        assert done.forwards <= prefills + len(plain) // 9 + 3
+
+
+def test_the_kv_after_drafts_equals_a_fresh_prefill(rigs: dict[str, Rig]) -> None:
+    rig = Rig(rigs["llama"].model, tools())
+    run = SequenceRun(rig.model, rig.tools, job(sources=NGRAM, kv_key="s", max_tokens=40))
+    collect(run)
+    kept = rig.tools.slots.take("s")
+    assert kept is not None
+    fresh = rig.model.open()
+    fresh.prefill(kept.tokens)
+    for mine, theirs in zip(kept.state._cache, fresh._cache, strict=True):
+        for a, b in zip(mine.keys_and_values(), theirs.keys_and_values(), strict=True):
+            assert bool(mx.array_equal(a, b))
+
+
+def test_a_stop_token_inside_a_block_ends_it_there(rigs: dict[str, Rig]) -> None:
+    rig = Rig(rigs["llama"].model, tools())
+    plain, _ = rig.run(job())
+    stop = plain[7]
+    first = plain.index(stop)
+    run = SequenceRun(
+        rig.model, rig.tools, job(sources=NGRAM, stop_token_ids=frozenset({stop}), kv_key="s")
+    )
+    run._drafting._index = Scripted(plain, len(CYCLE), "oracle")  # type: ignore[assignment]
+    tokens, done = collect(run)
+    assert tokens == plain[: first + 1]
+    assert done.reason is FinishReason.STOP_TOKEN
+    kept = rig.tools.slots.take("s")
+    assert kept is not None
+    assert len(kept.tokens) <= len(CYCLE) + first + 1
+
+
+def test_kept_kv_is_continued_and_changes_nothing(rig: Rig) -> None:
+    whole, _ = rig.run(job(max_tokens=30))
+    first, _ = rig.run(job(max_tokens=12, kv_key="s"))
+    rest, done = rig.run(
+        job(token_ids=CYCLE + first, max_tokens=18, kv_key="s", sources=NGRAM)
+    )
+    assert first + rest == whole
+    assert done.cached_tokens in (0, len(CYCLE) + 11, len(CYCLE) + 12)
+
+
+def test_a_changed_history_reuses_only_what_agrees(rigs: dict[str, Rig]) -> None:
+    rig = Rig(rigs["llama"].model, tools())
+    rig.run(job(max_tokens=12, kv_key="s"))
+    other = CYCLE[:20] + [50, 51, 52]
+    cold, _ = rig.run(job(token_ids=other, max_tokens=12))
+    warm, done = rig.run(job(token_ids=other, max_tokens=12, kv_key="s"))
+    assert warm == cold
+    assert done.cached_tokens == 20
+
+
+def test_prefill_comes_in_chunks_with_progress(rigs: dict[str, Rig]) -> None:
+    rig = Rig(rigs["llama"].model, tools())
+    chunk = rig.model.facts.prefill_chunk_tokens
+    prompt = [(3 * i) % 96 for i in range(2 * chunk - 10)] if chunk < 200 else list(range(90)) * 3
+    frames = list(SequenceRun(rig.model, rig.tools, job(token_ids=prompt, max_tokens=2)).frames())
+    progress = [f.computed_tokens for f in frames if isinstance(f, PrefillFrame)]
+    assert progress[-1] == len(prompt) - 1
+    assert all(done % chunk == 0 for done in progress[:-1])
+
+
+def test_the_context_ends_a_generation(rigs: dict[str, Rig]) -> None:
+    rig = Rig(rigs["llama"].model, tools())
+    prompt = [(5 * i) % 96 for i in range(505)]
+    tokens, done = rig.run(job(token_ids=prompt, max_tokens=100, sources=NGRAM))
+    assert len(tokens) == 7
+    assert done.reason is FinishReason.CONTEXT_FULL
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"token_ids": []}, "empty"),
+        ({"token_ids": [96]}, "outside the vocabulary of 96"),
+        ({"token_ids": [1] * 512}, "context is 512"),
+        ({"max_tokens": 0}, "at least 1"),
+    ],
+)
+def test_bad_jobs_are_refused_before_anything_runs(
+    rigs: dict[str, Rig], changes: dict[str, object], said: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        SequenceRun(rigs["llama"].model, tools(), job(**changes))
+
+
+def test_an_abandoned_run_keeps_its_kv_consistent(rigs: dict[str, Rig]) -> None:
+    rig = Rig(rigs["llama"].model, tools())
+    whole, _ = rig.run(job(max_tokens=30))
+    run = SequenceRun(rig.model, rig.tools, job(max_tokens=30, kv_key="s"))
+    got: list[int] = []
+    for frame in run.frames():
+        if isinstance(frame, TokensFrame):
+            got += frame.token_ids
+        if len(got) >= 10:
+            break
+    run.finish()
+    rest, done = rig.run(job(token_ids=CYCLE + got, max_tokens=30 - len(got), kv_key="s"))
+    assert got + rest == whole
+    assert done.cached_tokens >= len(CYCLE) + len(got) - 1
+
+
+def test_text_without_matches_is_decoded_plainly(rigs: dict[str, Rig]) -> None:
+    rig = Rig(rigs["llama"].model, tools(eager=False))
+    prompt = list(range(90))
+    sampling = SamplingParams(temperature=5.0, seed=3)
+    plain, _ = rig.run(job(token_ids=prompt, sampling=sampling, max_tokens=150))
+    tokens, done = rig.run(
+        job(token_ids=prompt, sampling=sampling, sources=NGRAM, max_tokens=150)
+    )
+    assert tokens == plain
+    assert done.verified < 30
+    assert Draft(source="x").tokens == ()
