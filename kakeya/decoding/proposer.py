@@ -30,6 +30,20 @@ class Draft:
     draft_us: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockProposal:
+    """A draft in the form of the wire: exactly as many ids as were asked for.
+
+    The first `num_valid` are meant, the rest is padding that no verifier should look at.
+    """
+
+    token_ids: tuple[int, ...]
+    num_valid: int
+    forward_passes: int = 0
+    diffusion_steps: int = 0
+    peak_activation_bytes: int = 0
+
+
 @dataclass(slots=True)
 class ProposerStats:
     """Counts over a proposer's life; `drafted` and later are tokens, the others are calls."""

@@ -1,0 +1,194 @@
+"""Prompt lookup: what followed the last occurrence of the current suffix probably follows again.
+
+`NGramIndex` maps the hash of every n-gram of a growing text, for a few lengths n, to the position
+after its most recent occurrence. Appending a token writes one entry per n; drafting reads at most
+one per n, longest first: both O(1), whatever the length of the text.
+
+    text       ... x y z A B C D E ... x y z |
+    suffix                             x y z      longest n-gram seen before
+    draft                A B C D E                what followed it
+
+Where the match is so recent that its continuation runs into the end of the text, the draft goes
+round (overlapped copy): a text of period 3 drafts as many tokens as are asked for.
+
+A hash collision would draft nonsense, and nonsense costs a step, never a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kakeya.core.errors import InvalidArgument
+from kakeya.core.ids import NGRAM
+from kakeya.decoding.proposer import BlockProposal, Draft, ProposerStats
+
+LENGTHS = (8, 5, 3, 2, 1)
+"""Which n-grams are indexed. Gaps halve the cost of a token and change hardly any match."""
+
+_CONFIDENCE = ((17, 0.9), (9, 0.8), (5, 0.6), (3, 0.4), (2, 0.2), (1, 0.1))
+"""By match length, at least; a rank for the receiver to calibrate, not a promise."""
+
+
+class NGramIndex:
+    """The n-grams of one growing text. Not thread-safe."""
+
+    __slots__ = (
+        "_keys",
+        "_lengths",
+        "_match",
+        "_match_at",
+        "_match_end",
+        "_seen",
+        "_tail",
+        "_widest",
+        "tokens",
+    )
+
+    def __init__(self, max_n: int = 8, min_n: int = 1) -> None:
+        if not 1 <= min_n <= max_n:
+            raise InvalidArgument(
+                f"n-gram lengths {min_n}..{max_n}: min_n must be at least 1 and at most max_n"
+            )
+        between = {n for n in LENGTHS if min_n <= n <= max_n}
+        self._lengths = tuple(sorted(between | {min_n, max_n}, reverse=True))
+        self._widest = max_n
+        self.tokens: list[int] = []
+        self._tail: tuple[int, ...] = ()
+        self._keys: list[int] = []  # of the n-grams that end the text, not yet in `_seen`
+        self._seen: dict[int, int] = {}
+        self._match = 0
+        self._match_at = 0
+        self._match_end = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append to the text."""
+        text, seen, lengths, widest = self.tokens, self._seen, self._lengths, self._widest
+        tail, keys = self._tail, self._keys
+        for token in tokens:
+            at = len(text)
+            for key in keys:
+                seen[key] = at
+            text.append(token)
+            tail = (*tail, token)[-widest:]
+            keys = [hash(tail[-n:]) for n in lengths if n <= len(tail)]
+        self._tail, self._keys = tail, keys
+
+    def draft(self, size: int) -> tuple[list[int], int]:
+        """What may follow, `size` tokens or none, and how many tokens of suffix matched."""
+        at, length = self._latest()
+        tokens = self.tokens[at : at + max(size, 0)] if length else []
+        if not tokens:
+            return [], 0
+        if len(tokens) < size:
+            tokens = (tokens * (size // len(tokens) + 1))[:size]
+        return tokens, self._matched(at, length)
+
+    def _latest(self) -> tuple[int, int]:
+        """Where the longest known suffix was continued last, and its length; 0 = nowhere."""
+        keys, seen = self._keys, self._seen
+        for key, length in zip(keys, self._lengths[-len(keys) :], strict=False):
+            at = seen.get(key)
+            if at is not None:
+                return at, length
+        return 0, 0
+
+    def _matched(self, at: int, length: int) -> int:
+        """How long the match at `at` is known to be: it grows while drafts copy the same span."""
+        end = len(self.tokens)
+        grown = end - self._match_end
+        if end - at == self._match_end - self._match_at and grown <= length:
+            length = max(length, self._match + grown)
+        self._match, self._match_at, self._match_end = length, at, end
+        return length
+
+
+class NGramProposer:
+    """`NGramIndex` behind the stateless Proposer contract.
+
+    Keeps the indices of the last few texts: a prefix that continues one of them costs its new
+    tokens only. Whether it continues is told from its length and a handful of its tokens; a text
+    that agrees there and differs elsewhere gets a worse draft, nothing else. Not thread-safe:
+    ProposerService asks one request at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = NGRAM,
+        max_n: int = 8,
+        min_n: int = 1,
+        fallback_id: int = 0,
+        kept_texts: int = 8,
+    ) -> None:
+        self.name = name
+        self.stats = ProposerStats()
+        self._lengths = (max_n, min_n)
+        self._fallback_id = fallback_id
+        self._kept_texts = kept_texts
+        self._recent = [NGramIndex(max_n, min_n)]
+
+    def propose(self, prefix: Sequence[int], size: int) -> Draft:
+        """Draft at most `size` tokens; empty when no n-gram of the suffix occurred before."""
+        if not len(prefix):
+            raise InvalidArgument("the prefix is empty: there is nothing to continue")
+        if size < 1:
+            raise InvalidArgument(f"the draft size is {size}, it must be at least 1")
+        tokens, match = self._index_of(prefix).draft(size)
+        self.stats.calls += 1
+        self.stats.drafted += len(tokens)
+        if not tokens:
+            self.stats.abstained += 1
+            return Draft(source=self.name)
+        confidence = next(value for least, value in _CONFIDENCE if match >= least)
+        return Draft(
+            source=self.name,
+            tokens=tuple(tokens),
+            confidence=(confidence,) * len(tokens),
+            match_length=match,
+        )
+
+    def propose_block(
+        self, committed: Sequence[int], block_size: int, num_steps: int = 1
+    ) -> BlockProposal:
+        """Draft exactly `block_size` tokens, filled up with the fallback id.
+
+        `num_steps` must be positive and is otherwise ignored: nothing is iterated.
+        """
+        if num_steps < 1:
+            raise InvalidArgument(f"num_steps is {num_steps}, it must be at least 1")
+        draft = self.propose(committed, block_size)
+        self.stats.forward_passes += 1
+        padding = (self._fallback_id,) * (block_size - len(draft.tokens))
+        return BlockProposal(
+            token_ids=draft.tokens + padding, num_valid=len(draft.tokens), forward_passes=1
+        )
+
+    def _index_of(self, prefix: Sequence[int]) -> NGramIndex:
+        """The index of exactly this prefix, grown from the longest text that it continues."""
+        recent = self._recent
+        for at, index in enumerate(recent):
+            if _continues(prefix, index.tokens):
+                if at:
+                    recent.insert(0, recent.pop(at))
+                break
+        else:
+            index = NGramIndex(*self._lengths)
+            recent.insert(0, index)
+            del recent[self._kept_texts :]
+        if len(index) < len(prefix):
+            index.extend(prefix[len(index) :])
+        return index
+
+
+def _continues(prefix: Sequence[int], text: Sequence[int]) -> bool:
+    """Whether `prefix` begins with `text`, as far as its ends and some places between tell."""
+    end = len(text)
+    if not end or end > len(prefix) or prefix[end - 1] != text[end - 1]:
+        return False
+    near, far = max(0, end - 16), max(1, end // 16)
+    return list(prefix[near:end]) == list(text[near:end]) and all(
+        prefix[at] == text[at] for at in range(0, end, far)
+    )
