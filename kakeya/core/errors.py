@@ -4,6 +4,7 @@
       InvalidArgument      the caller's input cannot be meant
       ConfigError          a flag, a file or an environment value is wrong; the start ends with 2
       NotFound             no such model, session, node
+        PlacementError     no live node carries a role that a plan needs
       Conflict             another operation holds it now
       Refused              it could be done, not now
         QueueFull          too many wait already
@@ -64,6 +65,13 @@ class NotFound(KakeyaError):
     """No such model, session or node."""
 
     code = "not_found"
+
+
+class PlacementError(NotFound):
+    """No live node carries a role that a plan needs; a later card may."""
+
+    code = "no_placement"
+    retryable = True
 
 
 class Conflict(KakeyaError):

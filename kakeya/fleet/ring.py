@@ -1,0 +1,133 @@
+"""The optional mlx.distributed ring: is this process in one, and do two nodes share one.
+
+`mlx.launch` describes the ring in the environment: MLX_RANK, and a file with one entry per rank,
+the same on every rank (MLX_HOSTFILE for the TCP ring, MLX_IBV_DEVICES for Thunderbolt RDMA); other
+backends set MLX_WORLD_SIZE. Outside of a launch mlx still hands out a group, of size one: that is
+no ring. This module imports no mlx; whoever owns it passes `init` to have the claim checked.
+
+A ring is named by a digest of that file, so two launches on one desk are told apart. It rides
+in the host part of the advertised address, `HOST+RING:RANK`, which keeps the wire's form
+`hostname:rank`. Without a ring name on either side (older nodes) one launch per fleet is assumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+_RING_NAME_CHARS = 12
+_BACKEND_BY_FILE = {"MLX_HOSTFILE": "ring", "MLX_IBV_DEVICES": "jaccl"}
+"""Files with one JSON entry per rank, the same on every rank, and the backend that reads each."""
+
+
+class RingGroup(Protocol):
+    """What `mlx.core.distributed.init` returns."""
+
+    def rank(self) -> int:
+        """Our place, from 0."""
+        ...
+
+    def size(self) -> int:
+        """How many processes take part."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingEnvironment:
+    """What the probe found. `failure_reason` is "" exactly when the ring is available."""
+
+    is_available: bool
+    rank: int = 0
+    world_size: int = 1
+    backend: str = ""
+    ring_name: str = ""
+    failure_reason: str = ""
+
+    def address(self, hostname: str = "") -> str:
+        """The ring address to advertise; "" without a ring."""
+        if not self.is_available:
+            return ""
+        host = (hostname or socket.gethostname()).replace(":", "-").replace("+", "-")
+        ring = f"+{self.ring_name}" if self.ring_name else ""
+        return f"{host}{ring}:{self.rank}"
+
+
+def probe_ring_environment(
+    environ: Mapping[str, str] | None = None, *, init: Callable[[], RingGroup] | None = None
+) -> RingEnvironment:
+    """Tell whether this process runs in a ring of two or more. Never raises.
+
+    `init` joins the ring and is called only when the environment describes one; it may block
+    until the other ranks are there.
+    """
+    environ = os.environ if environ is None else environ
+    try:
+        return _probe(environ, init)
+    except Exception as failure:  # noqa: BLE001 - whatever init or the file does is the finding
+        return _unavailable(f"the ring could not be joined: {failure}")
+
+
+def _probe(environ: Mapping[str, str], init: Callable[[], RingGroup] | None) -> RingEnvironment:
+    rank_text = environ.get("MLX_RANK", "")
+    if not rank_text:
+        return _unavailable("not started by mlx.launch: MLX_RANK is not set")
+    if not rank_text.isdecimal():
+        return _unavailable(f"MLX_RANK is {rank_text!r}, which is no rank")
+    rank = int(rank_text)
+    backend, path = next(
+        ((kind, environ[name]) for name, kind in _BACKEND_BY_FILE.items() if environ.get(name)),
+        ("any", ""),
+    )
+    if path:
+        text = Path(path).read_text(encoding="utf-8")
+        world_size = len(json.loads(text)) if text.strip() else 1
+        name = hashlib.sha256(text.encode()).hexdigest()[:_RING_NAME_CHARS]
+    else:
+        world_size, name = int(environ.get("MLX_WORLD_SIZE", "1")), ""
+    if init is not None:
+        group = init()
+        rank, world_size = group.rank(), group.size()
+    if world_size < 2:
+        return _unavailable(
+            f"a group of {world_size} is no ring; mlx.launch needs two or more hosts"
+        )
+    if rank >= world_size:
+        return _unavailable(f"rank {rank} lies outside of a ring of {world_size}")
+    return RingEnvironment(
+        is_available=True, rank=rank, world_size=world_size, backend=backend, ring_name=name
+    )
+
+
+def _unavailable(reason: str) -> RingEnvironment:
+    return RingEnvironment(is_available=False, failure_reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    ring_name: str
+    rank: int
+
+
+def ring_path_available(a: str, b: str) -> bool:
+    """Whether two advertised ring addresses are different seats of the same ring.
+
+    Both must read `HOST:RANK` or `HOST+RING:RANK`, with equal ring names and unequal ranks.
+    """
+    here, there = _read_seat(a), _read_seat(b)
+    if here is None or there is None:
+        return False
+    return here.ring_name == there.ring_name and here.rank != there.rank
+
+
+def _read_seat(address: str) -> _Seat | None:
+    host, _, rank = address.rpartition(":")
+    hostname, _, ring_name = host.partition("+")
+    if not hostname or not rank.isdecimal():
+        return None
+    return _Seat(ring_name, int(rank))

@@ -1,0 +1,274 @@
+"""Exchanges between real nodes (S4.5, S4.6, S4.23): union, relay, failures as findings."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+
+from kakeya.core.ids import NodeId
+from kakeya.core.units import MIB
+from kakeya.fleet.cards import CardFault
+from kakeya.fleet.convert import join_cards
+from kakeya.fleet.exchange import EXCHANGE_METHOD
+from kakeya.v1 import distributed_pb2 as pb
+from kakeya.v1.distributed_pb2_grpc import CapabilityServiceStub
+from kakeya.wire.channels import MESSAGE_OPTIONS
+from tests.fleet.nodes import make_wire, running_node, verifier
+
+
+async def test_one_round_gives_both_sides_the_union() -> None:
+    async with running_node("a", models=[verifier("m")]) as a, running_node("b") as b:
+        done = await a.exchange(b.address)
+        assert done.errors == {}
+        assert done.outcomes[0].changed == ("b",)
+        assert a.known() == ["a", "b"]
+        assert b.known() == ["b", "a"]
+        assert b.registry.get("a", b.clock.wall()).offers(1)[0].model_id == "m"
+
+
+async def test_third_node_view_propagates_transitively() -> None:
+    async with running_node("a") as a, running_node("b") as b, running_node("c") as c:
+        await a.exchange(b.address)
+        await c.exchange(b.address)
+        assert sorted(c.known()) == ["a", "b", "c"]
+        await a.exchange(b.address)
+        assert sorted(a.known()) == ["a", "b", "c"]
+
+
+async def test_a_chain_converges_within_its_diameter() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        nodes = [await stack.enter_async_context(running_node(f"n{i}")) for i in range(5)]
+        for _ in range(4):
+            for left, right in itertools.pairwise(nodes):
+                await left.exchange(right.address)
+        assert all(len(node.known()) == 5 for node in nodes)
+
+
+async def test_a_card_relayed_through_a_third_node_arrives_byte_identical() -> None:
+    now = time.time()
+    message = pb.NodeCapability.FromString(make_wire("old", at=now))
+    message.models.add(model_id="x", role=77)  # type: ignore[arg-type]
+    message.caches.add(cache_address="10.0.0.7:1", evictions=3)
+    message.endpoints.add(address="[fe80::1%en0]:9", network="thunderbolt", priority=2)
+    future_field = bytes((0xFA, 0x3F, 3)) + b"new"  # field 1023, which nobody knows
+    wire = message.SerializeToString() + future_field
+    async with running_node("a") as a, running_node("b") as b, running_node("c") as c:
+        a.registry.merge([wire], now)
+        await b.exchange(a.address)
+        await c.exchange(b.address)
+        card = c.registry.get("old", now)
+        assert card is not None
+        assert card.wire == wire
+        assert [model.role for model in card.models] == [77]
+
+
+async def test_dead_peer_is_reported_not_raised() -> None:
+    async with running_node("a") as a, running_node("b") as b:
+        done = await a.exchange("127.0.0.1:1", b.address)
+        assert list(done.errors) == ["127.0.0.1:1"]
+        assert done.outcomes[0].error_code == "unavailable"
+        assert a.known() == ["a", "b"]
+
+
+async def test_peer_without_the_service_is_reported() -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with running_node("a") as a:
+            done = await a.exchange(f"127.0.0.1:{port}")
+            assert done.outcomes[0].error_code == "peer_protocol"
+            assert a.known() == ["a"]
+    finally:
+        await server.stop(None)
+
+
+@pytest.mark.parametrize("answer", [b"\x0a\xff\x01garbage", b"\xff" * 12, b"\x0b\x01"])
+async def test_peer_that_answers_garbage_is_reported(answer: bytes) -> None:
+    async with _bytes_peer(answer) as address, running_node("a") as a:
+        done = await a.exchange(address)
+        assert done.outcomes[0].error_code == "peer_protocol"
+        assert address in done.outcomes[0].error
+
+
+async def test_peer_that_speaks_no_http2_is_reported() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail.example ESMTP\r\n" * 50)
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    async with server, running_node("a") as a:
+        host, port = server.sockets[0].getsockname()
+        done = await a.exchange(f"{host}:{port}", timeout_s=2.0)
+        assert not done.outcomes[0].is_ok
+        assert a.known() == ["a"]
+
+
+async def test_garbage_cards_in_an_answer_cost_only_themselves() -> None:
+    good = make_wire("good", at=time.time())
+    async with _bytes_peer(join_cards([b"\xff\xff", good, b""])) as address:
+        async with running_node("a") as a:
+            done = await a.exchange(address)
+            assert done.errors == {}
+            assert done.dropped == {CardFault.MALFORMED: 1, CardFault.BAD_ID: 1}
+            assert a.known() == ["a", "good"]
+
+
+async def test_the_answer_lists_the_callee_first_and_includes_what_was_just_pushed() -> None:
+    async with running_node("z") as node, grpc.aio.insecure_channel(node.address) as channel:
+        stub = CapabilityServiceStub(channel)
+        pushed = pb.NodeCapability.FromString(make_wire("b", at=time.time()))
+        answer = await stub.ExchangeCapabilities(
+            pb.ExchangeCapabilitiesRequest(known_nodes=[pushed]), timeout=5
+        )
+        assert [card.node_id for card in answer.known_nodes] == ["z", "b"]
+        assert answer.known_nodes[0].announced_at_unix == pytest.approx(time.time(), abs=5)
+
+
+async def test_get_node_capability_is_the_own_card_and_never_expired() -> None:
+    async with running_node("z") as node, grpc.aio.insecure_channel(node.address) as channel:
+        stub = CapabilityServiceStub(channel)
+        first = (await stub.GetNodeCapability(pb.GetNodeCapabilityRequest(), timeout=5)).node
+        second = (await stub.GetNodeCapability(pb.GetNodeCapabilityRequest(), timeout=5)).node
+        assert first.node_id == "z"
+        assert first.announced_at_unix == pytest.approx(time.time(), abs=5)
+        assert second.announced_at_unix > first.announced_at_unix
+        assert (first.protocol_min, first.protocol_max) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "code"),
+    [
+        (b"\x0a\x05ab", grpc.StatusCode.INVALID_ARGUMENT),
+        (b"\x0b", grpc.StatusCode.INVALID_ARGUMENT),
+        (b"\x0a\x00" * 4097, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (b"\x0a" + b"\x80\x80\x80\x01" + bytes(2 * MIB), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ],
+)
+async def test_malformed_and_oversize_batches_get_their_status(
+    request_bytes: bytes, code: grpc.StatusCode
+) -> None:
+    async with running_node("z") as node:
+        async with grpc.aio.insecure_channel(node.address, options=MESSAGE_OPTIONS) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await channel.unary_unary(EXCHANGE_METHOD)(request_bytes, timeout=5)
+            assert failure.value.code() is code
+            assert "Error" not in (failure.value.details() or "")
+            answer = await channel.unary_unary(EXCHANGE_METHOD)(b"", timeout=5)
+            assert pb.ExchangeCapabilitiesResponse.FromString(answer).known_nodes[0].node_id == "z"
+
+
+async def test_a_channel_that_is_closed_during_the_call_is_a_failed_peer() -> None:
+    async with _hung_peer() as address, running_node("a") as a:
+        started = asyncio.create_task(a.exchange(address))
+        await asyncio.sleep(0.1)
+        await a.channels.discard(address)
+        done = await asyncio.wait_for(started, 5)
+        assert not done.outcomes[0].is_ok
+
+
+async def test_a_cancelled_round_ends_as_cancelled() -> None:
+    async with _hung_peer() as address, running_node("a") as a:
+        started = asyncio.create_task(a.exchange(address))
+        await asyncio.sleep(0.05)
+        started.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await started
+
+
+async def test_a_hung_round_keeps_its_deadline_and_hung_peers_do_not_delay_a_good_one() -> None:
+    """RELIABILITY row 31: 24 hung and one good peer; scaled to a timeout of 1 s."""
+    async with contextlib.AsyncExitStack() as stack:
+        hung = [await stack.enter_async_context(_hung_peer()) for _ in range(24)]
+        a = await stack.enter_async_context(running_node("a"))
+        good = await stack.enter_async_context(running_node("good"))
+        started = time.monotonic()
+        task = asyncio.create_task(a.exchange(*hung, good.address, timeout_s=1.0))
+        while "good" not in a.known():
+            await asyncio.sleep(0.01)
+        merged_s = time.monotonic() - started
+        done = await task
+        assert merged_s <= 1.0
+        assert time.monotonic() - started <= 2.0
+        assert len(done.errors) == 24
+        codes = {outcome.error_code for outcome in done.outcomes[:24]}
+        assert codes <= {"unavailable", "deadline_exceeded"}
+
+
+async def test_a_conflicting_node_id_is_reported_and_the_own_card_stays() -> None:
+    async with running_node("same") as a, running_node("same") as b:
+        b.registry.restamp(now=time.time() + 5, mono=b.clock.mono())
+        await a.exchange(b.address)
+        assert a.registry.own.grpc_address == a.address
+        assert b.registry.own.grpc_address == b.address
+        report = a.registry.merge([b.registry.own.wire], time.time())
+        assert report.conflicts == (b.address,)
+
+
+async def test_failures_make_an_address_suspect_and_an_answer_clears_it() -> None:
+    async with running_node("a") as a:
+        async with running_node("b") as b:
+            await a.exchange(b.address)
+            address = b.address
+        await a.exchange(address)
+        assert a.registry.is_suspect("b")
+        assert a.registry.suspects() == frozenset({NodeId("b")})
+        async with running_node("b", port=int(address.rpartition(":")[2]), incarnation=2):
+            while (await a.exchange(address)).errors:
+                await asyncio.sleep(0.05)
+            assert not a.registry.is_suspect("b")
+
+
+@contextlib.asynccontextmanager
+async def _bytes_peer(answer: bytes) -> AsyncIterator[str]:
+    """A gRPC server whose exchange answers fixed bytes."""
+
+    async def handle(request: bytes, context: object) -> bytes:
+        return answer
+
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler(
+                "kakeya.v1.CapabilityService",
+                {"ExchangeCapabilities": grpc.unary_unary_rpc_method_handler(handle)},
+            ),
+        )
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+@contextlib.asynccontextmanager
+async def _hung_peer() -> AsyncIterator[str]:
+    """A listener that accepts and never says a word."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+
+    server = await asyncio.start_server(swallow, "127.0.0.1", 0)
+    try:
+        host, port = server.sockets[0].getsockname()
+        yield f"{host}:{port}"
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
