@@ -38,7 +38,7 @@ ensure_venv() {
   wanted="$top $(cksum <"$top/pyproject.toml")"
   [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return 0
   say "installing Kakeya into .venv (once; a few minutes on a slow line)"
-  if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+  if ! "$venv/bin/python" -m pip install -qq --disable-pip-version-check \
     --editable "$top${extra:+[$extra]}"; then
     say "the installation failed; what pip says above names the package. Run this again to retry."
     return 1

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, cast
 
 from kakeya.core.errors import ConfigError
+from kakeya.fleet.cards import MAX_ID_BYTES, is_valid_node_id
 from kakeya.node import settings as s
 from kakeya.node.models import ModelSpec, parse_model, parse_proposer
 from kakeya.node.settings import Setting, Sources, is_loopback, nearest
@@ -276,8 +277,11 @@ def _build(sources: Sources) -> NodeConfig:
         fanout=sources.value(FANOUT),
     )
     node_id = sources.value(NODE_ID)
-    if len(node_id.encode()) > 128 or not node_id.isprintable():
-        raise ConfigError(f"node id {node_id[:40]!r} is not legal; give 1 to 128 printable bytes")
+    if node_id and not is_valid_node_id(node_id):
+        raise ConfigError(
+            f"node id {node_id[:40]!r} is not legal; "
+            f"give 1 to {MAX_ID_BYTES} bytes without slashes and control characters"
+        )
     return NodeConfig(
         node_id=node_id,
         data_dir=sources.value(DATA_DIR),

@@ -1,7 +1,7 @@
 """One folder per node: its lock, its identity across starts, and where the running node answers.
 
     node.lock      held (flock) while a node runs; its text is that node's pid
-    node.json      node id, incarnation, last stamp; versioned, with a checksum
+    node.json      node id and incarnation; versioned, with a checksum
     node.run.json  pid and addresses of the running node, for the command line
 
 Files are replaced whole (write aside, fsync, rename). A damaged state file is set aside as
@@ -14,7 +14,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from typing import Self
 
 from kakeya.core.errors import ConfigError, Conflict
 from kakeya.core.log import event
+from kakeya.fleet.cards import MAX_INCARNATION, is_valid_node_id
 
 _log = logging.getLogger(__name__)
 STATE_VERSION = 1
@@ -46,11 +46,10 @@ def default_folder(environ: Mapping[str, str], *, platform: str, home: Path) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
-    """What a node remembers across starts. `last_stamp` orders its cards; wall seconds."""
+    """What a node remembers across starts; `incarnation` counts them and orders its cards."""
 
     node_id: str
     incarnation: int
-    last_stamp: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +87,8 @@ def _decode(data: bytes) -> NodeState:
     if hashlib.sha256(content.encode()).hexdigest() != outer.get("sha256"):
         raise DamagedState("the checksum does not match")
     fields = json.loads(content)
-    state = NodeState(
-        node_id=str(fields["node_id"]),
-        incarnation=int(fields["incarnation"]),
-        last_stamp=float(fields["last_stamp"]),
-    )
-    if not state.node_id or state.incarnation < 0 or not math.isfinite(state.last_stamp):
+    state = NodeState(node_id=str(fields["node_id"]), incarnation=int(fields["incarnation"]))
+    if not is_valid_node_id(state.node_id) or not 0 <= state.incarnation < MAX_INCARNATION - 1:
         raise DamagedState("values out of range")
     return state
 
@@ -201,7 +196,6 @@ def next_state(previous: NodeState | None, *, node_id: str, drawn_id: str, now: 
     return NodeState(
         node_id=node_id or (previous.node_id if previous else drawn_id),
         incarnation=previous.incarnation + 1 if previous else max(1, int(now)),
-        last_stamp=previous.last_stamp if previous else 0.0,
     )
 
 

@@ -78,7 +78,7 @@ def test_every_setting_has_its_own_flag_variable_and_key() -> None:
         (["--modle", "x"], ["--modle", "--model"]),
         (["--peer"], ["--peer"]),
         (["extra"], ["extra"]),
-        (["--node-id", "a" * 129], ["node id", "128"]),
+        (["--node-id", "a" * 257], ["node id", "256"]),
         (["--node-id", "a\nb"], ["node id"]),
         (["--model", "kakeya-tiny:verifer"], ["verifer", "verifier"]),
         (["--model", "ngram"], ["--proposer ngram"]),

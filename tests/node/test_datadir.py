@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import ConfigError, Conflict
+from kakeya.fleet.cards import MAX_INCARNATION, is_valid_node_id
 from kakeya.node.datadir import (
     RUN,
     STATE,
@@ -31,7 +32,7 @@ from kakeya.node.datadir import (
     write_atomically,
 )
 
-GOOD = NodeState(node_id="mini-abc234", incarnation=7, last_stamp=1_700_000_000.25)
+GOOD = NodeState(node_id="mini-abc234", incarnation=7)
 RUNNING = RunInfo(pid=os.getpid(), node_id="n", grpc="127.0.0.1:1", http="127.0.0.1:2")
 
 
@@ -100,9 +101,8 @@ def test_the_state_survives_a_restart_and_each_start_is_a_new_life(tmp_path: Pat
 @given(
     st.builds(
         NodeState,
-        node_id=st.text(min_size=1),
-        incarnation=st.integers(0, 2**64 - 1),
-        last_stamp=st.floats(0, 1e12),
+        node_id=st.text(min_size=1, max_size=60).filter(is_valid_node_id),
+        incarnation=st.integers(0, MAX_INCARNATION - 2),
     )
 )
 def test_a_state_round_trips(state: NodeState) -> None:

@@ -1,0 +1,54 @@
+"""What this node offers to the fleet: a pure view of what is loaded now.
+
+A model is offered while its engine is ready and not before; n-grams always. Nothing here stamps
+or sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kakeya.core.ids import NGRAM, ModelId
+from kakeya.fleet.cards import Offer, OfferedModel
+from kakeya.fleet.cards import Role as CardRole
+from kakeya.node.models import Role
+from kakeya.runtime.generation import ModelFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What stays the same about a node while it runs. `ring_address` "" = not in a ring."""
+
+    grpc_address: str
+    platform: str
+    unified_memory_bytes: int
+    ttl_s: float
+    ring_address: str = ""
+
+
+_CARD_ROLES = {Role.VERIFIER: CardRole.VERIFIER, Role.PROPOSER: CardRole.PROPOSER}
+
+
+def make_offer(place: Place, ready: Iterable[tuple[Role, ModelFacts]]) -> Offer:
+    """Derive the offer from the models that are ready."""
+    loaded = tuple(ready)
+    models = tuple(
+        OfferedModel(
+            model_id=ModelId(facts.model_id),
+            role=_CARD_ROLES[role],
+            quantization=facts.quantization,
+            tokens_per_second=facts.tokens_per_second,
+            vocabulary_digest=facts.vocabulary_digest,
+        )
+        for role, facts in loaded
+    )
+    return Offer(
+        grpc_address=place.grpc_address,
+        ring_address=place.ring_address,
+        platform=place.platform,
+        unified_memory_bytes=place.unified_memory_bytes,
+        mlx_version=next((facts.mlx_version for _, facts in loaded), ""),
+        models=(*models, OfferedModel(model_id=NGRAM, role=CardRole.PROPOSER)),
+        ttl_s=place.ttl_s,
+    )

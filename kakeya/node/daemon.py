@@ -1,0 +1,95 @@
+"""The main of `kakeya-node`: configuration, signals and exit statuses around the agent.
+
+Exit status: 0 after SIGTERM or SIGINT and a drain, 2 for a wrong flag, value, address or model
+folder, 1 for a fault. Each refusal is one sentence on stderr. The process leaves by `os._exit`
+once everything is closed and flushed, so that no interpreter teardown can hang it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import NoReturn
+
+from kakeya.core import log
+from kakeya.core.errors import ConfigError, KakeyaError
+from kakeya.node import config
+
+_log = logging.getLogger(__name__)
+_HANG_S = 5.0
+"""How much longer than its grace a shutdown may take before the process ends itself."""
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run a node until it is told to stop."""
+    # gRPC's own stderr lines repeat, without our format, what our errors say.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    try:
+        settings = config.load(sys.argv[1:] if argv is None else argv, os.environ)
+        log.configure(settings.log_format)
+        status = asyncio.run(_run(settings))
+    except ConfigError as wrong:
+        status = _refuse(2, wrong.message)
+    except KakeyaError as fault:
+        status = _refuse(1, fault.message)
+    except Exception:  # noqa: BLE001 - the edge of the process; logged with its traceback
+        _log.exception("the node ended by a fault of its own")
+        status = 1
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _refuse(status: int, sentence: str) -> int:
+    sys.stderr.write(f"kakeya-node: {sentence}\n")
+    return status
+
+
+async def _run(settings: config.NodeConfig) -> int:
+    from kakeya.node.agent import GRACE_S, Agent  # after the flags: wrong ones end without gRPC
+
+    stopped = asyncio.Event()
+    _stop_on_signals(stopped, GRACE_S + _HANG_S)
+    for warning in settings.warnings:
+        _log.warning(warning)
+    async with Agent(settings) as agent:
+        ready = f"kakeya-node ready node_id={agent.node_id} grpc={agent.grpc} http={agent.http}"
+        sys.stdout.write(ready + "\n")
+        sys.stdout.flush()
+        await stopped.wait()
+        _log.info("stopping: no new work; what runs may end within %g s", GRACE_S)
+    _log.info("stopped")
+    return 0
+
+
+def _stop_on_signals(stopped: asyncio.Event, limit_s: float) -> None:
+    """Stop at the first signal, end at the second, and end when stopping takes too long."""
+
+    def stop() -> None:
+        if stopped.is_set():
+            _leave("a second signal came")
+        stopped.set()
+        watchdog = threading.Timer(limit_s, _leave, (f"stopping took longer than {limit_s:g} s",))
+        watchdog.daemon = True
+        watchdog.start()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+
+
+def _leave(why: str) -> NoReturn:
+    """End at once; engine children end with their standard input."""
+    sys.stderr.write(f"kakeya-node: {why}; ending at once\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

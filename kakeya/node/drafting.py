@@ -1,0 +1,134 @@
+"""Who may draft for a model: the caller's policy, answered from this node's view of the fleet.
+
+    auto, ""           n-grams in the engine, then the placement's draft model, if it fits
+    off                nobody
+    ngram              n-grams in the engine
+    peer               the placement's proposer on another node, n-grams there included
+    MODEL@HOST:PORT    exactly that one
+
+A draft model fits when it shares the verifier's vocabulary; asking any other would only ever
+yield wrong drafts. Drafts change speed, never tokens, so nothing here can spoil an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import InvalidArgument, PlacementError
+from kakeya.core.ids import NGRAM, ModelId
+from kakeya.fleet.cards import Card, OfferedModel, Role
+from kakeya.fleet.placement import SpecDecodePlacement, plan_spec_decode_placement
+from kakeya.fleet.registry import CapabilityRegistry
+from kakeya.node.models import EMBEDDED
+from kakeya.node.settings import Illegal, peer_address
+from kakeya.runtime.generation import DraftSource, ModelFacts
+
+LOCAL_NGRAM = DraftSource(kind="ngram")
+POLICIES = "auto, off, ngram, peer or MODEL_ID@HOST:PORT"
+
+
+class FleetDrafts:
+    """Chooses draft sources from the registry's view of this moment."""
+
+    def __init__(self, registry: CapabilityRegistry, clock: Clock) -> None:
+        self._registry = registry
+        self._clock = clock
+
+    def sources(self, facts: ModelFacts, policy: str) -> tuple[DraftSource, ...]:
+        """Best first. Raises InvalidArgument for a policy that is none."""
+        now = self._clock.wall()
+        return choose_sources(
+            facts,
+            policy,
+            self._registry.snapshot(now),
+            now=now,
+            suspects=self._registry.suspects(),
+        )
+
+
+def choose_sources(
+    facts: ModelFacts,
+    policy: str,
+    cards: Sequence[Card],
+    *,
+    now: float,
+    suspects: Collection[str] = frozenset(),
+) -> tuple[DraftSource, ...]:
+    """Answer a policy from the cards, the own one first; `suspects` are node ids to leave out."""
+    match policy:
+        case "" | "auto":
+            fitting = _fitting_cards(facts, cards, with_ngram=False)
+            plan = _place(facts, fitting, now=now, suspects=suspects)
+            return (LOCAL_NGRAM,) if plan is None else (LOCAL_NGRAM, _remote(plan))
+        case "off":
+            return ()
+        case "ngram":
+            return (LOCAL_NGRAM,)
+        case "peer":
+            fitting = _fitting_cards(facts, cards, with_ngram=True)
+            plan = _place(facts, fitting, now=now, suspects=suspects)
+            return () if plan is None or plan.colocated else (_remote(plan),)
+        case _:
+            return (_named(policy, cards),)
+
+
+def _place(
+    facts: ModelFacts, cards: Sequence[Card], *, now: float, suspects: Collection[str]
+) -> SpecDecodePlacement | None:
+    try:
+        return plan_spec_decode_placement(
+            cards, now=now, verifier_model=facts.model_id, suspects=suspects
+        )
+    except PlacementError:
+        return None
+
+
+def _fitting_cards(
+    facts: ModelFacts, cards: Sequence[Card], *, with_ngram: bool
+) -> tuple[Card, ...]:
+    """Reduce the cards to this node as the only verifier and the proposers that fit it."""
+    verifier = OfferedModel(ModelId(facts.model_id), Role.VERIFIER)
+    own, *peers = (
+        replace(card, models=_fitting(card, facts, with_ngram=with_ngram)) for card in cards
+    )
+    return (replace(own, models=(verifier, *own.models)), *peers)
+
+
+def _fitting(card: Card, facts: ModelFacts, *, with_ngram: bool) -> tuple[OfferedModel, ...]:
+    return tuple(
+        model
+        for model in card.offers(Role.PROPOSER)
+        if (with_ngram if model.model_id == NGRAM else shares_vocabulary(model, facts))
+    )
+
+
+def shares_vocabulary(model: OfferedModel, facts: ModelFacts) -> bool:
+    """Whether a proposer's token ids mean the same as the verifier's, as far as is known."""
+    if model.vocabulary_digest and facts.vocabulary_digest:
+        return model.vocabulary_digest == facts.vocabulary_digest
+    return model.model_id in EMBEDDED and facts.model_id in EMBEDDED
+
+
+def _remote(plan: SpecDecodePlacement) -> DraftSource:
+    return DraftSource(
+        kind="remote",
+        address=plan.proposer_address,
+        model_id=plan.proposer_model,
+        extended=plan.proposer.is_extended,
+    )
+
+
+def _named(policy: str, cards: Sequence[Card]) -> DraftSource:
+    model_id, _, address = policy.rpartition("@")
+    try:
+        peer_address(address)
+    except Illegal:
+        model_id = ""
+    if not model_id:
+        raise InvalidArgument(
+            f"draft policy {policy!r} cannot be meant; give {POLICIES}", param="draft_policy"
+        )
+    extended = any(card.grpc_address == address and card.is_extended for card in cards)
+    return DraftSource(kind="remote", address=address, model_id=model_id, extended=extended)
