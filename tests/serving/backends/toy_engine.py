@@ -19,7 +19,7 @@ from kakeya.core.units import unpack_ids
 from kakeya.runtime.generation import Sampling, StopReason
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceServicer, add_EngineServiceServicer_to_server
-from tests.runtime.toy import EOS, VOCAB, expected
+from tests.runtime.toy import EOS, VOCAB, expected, next_token
 
 _REASONS = {
     StopReason.MAX_TOKENS: pb.DecodeDone.REASON_MAX_TOKENS,
@@ -50,29 +50,38 @@ class ToyEngine(EngineServiceServicer):
     async def Decode(self, request, context):
         history = unpack_ids(request.token_ids_le32)
         self.record(f"decode {len(history)} {request.max_tokens} {request.kv_key}")
-        sampling = Sampling(temperature=request.temperature, seed=request.seed)
-        tokens, reason = expected(
-            history,
-            request.max_tokens,
-            sampling=sampling,
-            stop=frozenset(request.stop_token_ids),
-            context=self._options.context,
-        )
+        finished = False
         try:
             yield pb.DecodeResponse(
                 progress=pb.PrefillProgress(computed_tokens=len(history), total_tokens=len(history))
             )
-            for count, token in enumerate(tokens, 1):
-                await asyncio.sleep(self._options.delay_s)
-                yield pb.DecodeResponse(tokens=pb.CommittedTokens(token_ids=[token]))
-                if self._options.die_after and count >= self._options.die_after:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            yield pb.DecodeResponse(
-                done=pb.DecodeDone(reason=_REASONS[reason], forwards=len(tokens), total_seconds=0.5)
-            )
-        except asyncio.CancelledError:
-            self.record("cancelled")
-            raise
+            async for response in self._steps(request, history):
+                yield response
+            finished = True
+        finally:
+            if not finished:
+                self.record("cancelled")
+
+    async def _steps(self, request, history):
+        sampling = Sampling(temperature=request.temperature, seed=request.seed)
+        count, reason = 0, StopReason.MAX_TOKENS
+        while count < request.max_tokens:
+            if len(history) >= self._options.context:
+                reason = StopReason.CONTEXT_FULL
+                break
+            await asyncio.sleep(self._options.delay_s)
+            history.append(next_token(history, sampling))
+            count += 1
+            yield pb.DecodeResponse(tokens=pb.CommittedTokens(token_ids=history[-1:]))
+            if self._options.die_after and count >= self._options.die_after:
+                await asyncio.sleep(0.05)  # let the frame out
+                os.kill(os.getpid(), signal.SIGKILL)
+            if history[-1] in request.stop_token_ids:
+                reason = StopReason.STOP_TOKEN
+                break
+        yield pb.DecodeResponse(
+            done=pb.DecodeDone(reason=_REASONS[reason], forwards=count, total_seconds=0.5)
+        )
 
     async def Draft(self, request, context):
         history = unpack_ids(request.token_ids_le32)
