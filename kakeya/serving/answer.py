@@ -1,0 +1,71 @@
+"""One answer in the making: frames in, text and a finish reason out. Sans-I/O.
+
+The stop token is no text. A stop string cuts exactly before itself, wherever the frames were cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, assert_never
+
+from kakeya.runtime.generation import Done, Frame, Progress, StopReason, Tokens, Usage
+from kakeya.serving.text import Detokenizer, StopMatcher
+
+FinishReason = Literal["stop", "length"]
+
+
+class Answer:
+    """What one generation has said so far. `finish_reason` is set once nothing more is to come.
+
+    `usage` is the engine's account; None when the answer ended before the engine gave it, at a
+    stop string.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        *,
+        stops: Sequence[str] = (),
+        stop_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopMatcher(stops) if stops else None
+        self._stop_token_ids = stop_token_ids
+        self.finish_reason: FinishReason | None = None
+        self.completion_tokens = 0
+        self.usage: Usage | None = None
+
+    def take(self, frame: Frame) -> str:
+        """Take the next frame; returns the text that it adds."""
+        match frame:
+            case Tokens():
+                return self._add(frame.token_ids)
+            case Progress():
+                return ""
+            case Done():
+                return self._end(frame)
+            case _:
+                assert_never(frame)
+
+    def _add(self, token_ids: tuple[int, ...]) -> str:
+        self.completion_tokens += len(token_ids)
+        if token_ids[-1] in self._stop_token_ids:
+            token_ids = token_ids[:-1]
+        text = self._detokenizer.feed(token_ids)
+        if self._stops is None:
+            return text
+        text = self._stops.feed(text)
+        if self._stops.is_stopped:
+            self.finish_reason = "stop"
+        return text
+
+    def _end(self, done: Done) -> str:
+        self.usage = done.usage
+        self.finish_reason = "stop" if done.reason is StopReason.STOP_TOKEN else "length"
+        rest = self._detokenizer.finish()
+        if self._stops is None:
+            return rest
+        rest = self._stops.feed(rest)
+        if self._stops.is_stopped:
+            self.finish_reason = "stop"
+        return rest + self._stops.finish()

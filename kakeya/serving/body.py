@@ -1,0 +1,110 @@
+"""A JSON request body and its fields: read strictly, refused in a sentence that names the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from kakeya.core.errors import InvalidArgument
+
+
+def parse_json(body: bytes) -> dict[str, object]:
+    """Read a body that must be one JSON object: UTF-8, no NaN, no key twice, not too deep."""
+    try:
+        parsed = json.loads(
+            body.decode("utf-8"),
+            parse_constant=_refuse_constant,
+            object_pairs_hook=_without_duplicates,
+        )
+    except UnicodeDecodeError as fault:
+        raise InvalidArgument(f"the body is not UTF-8 at byte {fault.start}") from fault
+    except RecursionError as fault:
+        raise InvalidArgument("the body is nested too deeply; no parameter needs it") from fault
+    except ValueError as fault:
+        raise InvalidArgument(f"the body is not valid JSON: {fault}") from fault
+    if not isinstance(parsed, dict):
+        raise InvalidArgument(f"the body must be a JSON object, not {_kind(parsed)}")
+    return parsed
+
+
+def shown(value: object) -> str:
+    """A value as an error message quotes it: JSON, cut to 60 characters."""
+    try:
+        quoted = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        quoted = type(value).__name__
+    return quoted if len(quoted) <= 60 else quoted[:57] + "..."
+
+
+def text(value: object, at: str) -> str:
+    """Read a string that UTF-8 can carry."""
+    if not isinstance(value, str):
+        refuse(at, value, "a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as fault:
+        raise InvalidArgument(
+            f"{at} holds half of a surrogate pair at character {fault.start}", param=at
+        ) from fault
+    return value
+
+
+def flag(body: Mapping[str, object], name: str, prefix: str = "") -> bool:
+    """Read a truth value; absent is false."""
+    value = body.get(name)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        refuse(prefix + name, value, "true or false")
+    return value
+
+
+def integer(
+    body: Mapping[str, object], name: str, low: int, high: int, *, default: int | None
+) -> int | None:
+    """Read an integer in low..high; true and 1.0 are none."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or not low <= value <= high:
+        refuse(name, value, f"an integer from {low} to {high}")
+    return value
+
+
+def number(
+    body: Mapping[str, object], name: str, low: float, high: float, *, default: float
+) -> float:
+    """Read a number in low..high; true is none."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        refuse(name, value, f"a number from {low} to {high}")
+    if not low <= value <= high:  # false for NaN and infinities too
+        refuse(name, value, f"a number from {low} to {high}")
+    return float(value)
+
+
+def refuse(name: str, value: object, wanted: str) -> NoReturn:
+    """Raise InvalidArgument: the name, what was given, what would be right."""
+    given = "is missing" if value is None else f"is {shown(value)}"
+    raise InvalidArgument(f"{name} {given}; it must be {wanted}", param=name)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _without_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {shown(name)} occurs twice")
+        found[name] = value
+    return found
+
+
+def _kind(value: object) -> str:
+    kinds = {list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
+    return kinds.get(type(value), "a number")

@@ -1,0 +1,165 @@
+"""The HTTP gateway of a node: one Starlette application over the models of a directory.
+
+    GET  /v1/models, /v1/models/{id}     what is served
+    POST /v1/chat/completions            OpenAI chat, streamed or not
+    POST /v1/completions                 OpenAI completions, streamed or not
+    GET  /healthz                        200 while the process lives
+    GET  /readyz                         200 when the default model serves, else 503 and why
+    GET  /metrics                        Prometheus
+    GET  /api/v1/status, /api/v1/fleet   what the node tells of itself; fleet is its `fleet` entry
+
+Parsing is in `openai`, running in `generation`, admission and errors in `edge`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client.core import Metric
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kakeya.core.clock import Clock
+from kakeya.runtime.generation import DraftRouter, ModelDirectory, ModelState, ServedModel
+from kakeya.serving.edge import Admission, Edge, refuse_route
+from kakeya.serving.exchange import Limits
+from kakeya.serving.generation import GenerationRoute, Generations
+from kakeya.serving.metrics import CONTENT_TYPE, HttpMetrics
+from kakeya.serving.openai import parse_chat, parse_completion
+from kakeya.serving.text import Texts
+
+
+def build_app(
+    directory: ModelDirectory,
+    router: DraftRouter,
+    *,
+    status: Callable[[], Mapping[str, object]],
+    clock: Clock,
+    rng: random.Random,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+    hosts: frozenset[str] = frozenset(),
+    collect: Callable[[], Iterable[Metric]] = tuple,
+) -> Starlette:
+    """Build the application.
+
+    `status` is what /api/v1/status shows; `hosts` are names and addresses, without ports, that the
+    node may be called by beside loopback; `collect` gives the metrics of other floors per scrape.
+    """
+    metrics = HttpMetrics(collect)
+    generations = Generations(
+        directory,
+        router,
+        texts=Texts(clock.wall),
+        metrics=metrics,
+        limits=limits,
+        clock=clock,
+        rng=rng,
+    )
+    gateway = Gateway(directory, generations, status, metrics, created_at=int(clock.wall()))
+    app = Starlette(
+        routes=gateway.routes(),
+        middleware=[
+            Middleware(Edge, admission=Admission(hosts=hosts), metrics=metrics, mono=clock.mono),
+        ],
+        exception_handlers={HTTPException: refuse_route},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class Gateway:
+    """The endpoints that answer at once."""
+
+    def __init__(
+        self,
+        directory: ModelDirectory,
+        generations: Generations,
+        status: Callable[[], Mapping[str, object]],
+        metrics: HttpMetrics,
+        *,
+        created_at: int,
+    ) -> None:
+        self._directory = directory
+        self._generations = generations
+        self._status = status
+        self._metrics = metrics
+        self._created_at = created_at
+
+    def routes(self) -> list[Route]:
+        """Every path that is served."""
+        chat = GenerationRoute("chat", parse_chat, self._generations)
+        completion = GenerationRoute("completion", parse_completion, self._generations)
+        return [
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", completion, methods=["POST"]),
+            Route("/v1/models", self.list_models),
+            Route("/v1/models/{model_id:path}", self.describe_model),
+            Route("/healthz", self.health),
+            Route("/readyz", self.readiness),
+            Route("/metrics", self.metrics),
+            Route("/api/v1/status", self.node_status),
+            Route("/api/v1/fleet", self.fleet),
+        ]
+
+    async def list_models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        models = [self._model_body(model) for model in self._directory.verifiers()]
+        return _json({"object": "list", "data": models})
+
+    async def describe_model(self, request: Request) -> Response:
+        """GET /v1/models/{id}."""
+        return _json(self._model_body(self._generations.find(request.path_params["model_id"])))
+
+    async def health(self, request: Request) -> Response:
+        """GET /healthz."""
+        return _json({"status": "ok"})
+
+    async def readiness(self, request: Request) -> Response:
+        """GET /readyz."""
+        models = self._directory.verifiers()
+        if not models:
+            body = {"ready": False, "model": None, "state": None, "reason": "no model is served"}
+            return _json(body, 503)
+        default = models[0]
+        is_ready = default.state is ModelState.READY
+        body = {
+            "ready": is_ready,
+            "model": default.model_id,
+            "state": default.state.value,
+            "reason": "" if is_ready else default.last_error or f"the model is {default.state}",
+        }
+        return _json(body, 200 if is_ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+        return Response(
+            self._metrics.text(), media_type=None, headers={"content-type": CONTENT_TYPE}
+        )
+
+    async def node_status(self, request: Request) -> Response:
+        """GET /api/v1/status."""
+        return _json(self._status())
+
+    async def fleet(self, request: Request) -> Response:
+        """GET /api/v1/fleet."""
+        return _json(self._status().get("fleet", {}))
+
+    def _model_body(self, model: ServedModel) -> dict[str, object]:
+        return {
+            "id": model.model_id,
+            "object": "model",
+            "created": self._created_at,
+            "owned_by": "kakeya",
+        }
+
+
+def _json(value: object, status: int = 200) -> Response:
+    headers = {"retry-after": "1"} if status == 503 else None
+    body = json.dumps(value, default=str)
+    return Response(body, status, headers=headers, media_type="application/json")

@@ -1,0 +1,276 @@
+"""POST /v1/chat/completions and /v1/completions: from a body to an answer.
+
+parse -> find the model -> wait until it serves -> text to ids -> checks that need the model ->
+decode -> text as it settles. The frames of the decode iterator are the only thing waited for per
+token; the iterator is closed before the last byte is sent, or as soon as the client leaves.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope, Send
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, QueueFull
+from kakeya.core.ids import draw_id
+from kakeya.runtime.generation import (
+    DecodeRequest,
+    DraftRouter,
+    ModelDirectory,
+    ModelFacts,
+    Sampling,
+    ServedModel,
+    Tokens,
+)
+from kakeya.serving.answer import Answer
+from kakeya.serving.body import parse_json
+from kakeya.serving.edge import envelope, send_json
+from kakeya.serving.exchange import Connection, Limits, read_body
+from kakeya.serving.metrics import HttpMetrics
+from kakeya.serving.openai import (
+    ChatRequest,
+    CompletionRequest,
+    ContextLengthExceeded,
+    GenerationParams,
+    ModelNotFound,
+)
+from kakeya.serving.stream import (
+    DONE,
+    ChunkWriter,
+    Dialect,
+    compact,
+    usage_body,
+    whole_answer,
+)
+from kakeya.serving.text import TextModel, Texts
+
+Request = ChatRequest | CompletionRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One generation, ready to run."""
+
+    model: ServedModel
+    request: DecodeRequest
+    answer: Answer
+    answer_id: str
+    created_at: int
+    began_mono: float
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.token_ids)
+
+
+class Generations:
+    """Runs generations for HTTP clients; what the two routes share."""
+
+    def __init__(
+        self,
+        directory: ModelDirectory,
+        router: DraftRouter,
+        *,
+        texts: Texts,
+        metrics: HttpMetrics,
+        limits: Limits,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._directory = directory
+        self._router = router
+        self._texts = texts
+        self._metrics = metrics
+        self._clock = clock
+        self._rng = rng
+        self._running = 0
+        self.limits = limits
+
+    def connection(self, receive: Receive, send: Send, *, is_stream: bool) -> Connection:
+        """Watch over one client."""
+        return Connection(receive, send, is_stream=is_stream, clock=self._clock, limits=self.limits)
+
+    def find(self, model_id: str) -> ServedModel:
+        """Find a served model. Raises ModelNotFound with the ids that are served."""
+        try:
+            return self._directory.get(model_id)
+        except NotFound as fault:
+            served = ", ".join(model.model_id for model in self._directory.verifiers())
+            raise ModelNotFound(
+                f"the model {model_id!r} is not served here; served: {served or 'none'}"
+            ) from fault
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Hold one of the places. Raises QueueFull when all are taken."""
+        if self._running >= self.limits.generations:
+            raise QueueFull(f"{self._running} generations are running, which is the limit")
+        self._running += 1
+        self._metrics.running.set(self._running)
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._metrics.running.set(self._running)
+
+    async def prepare(self, dialect: Dialect, asked: Request, model: ServedModel) -> Job:
+        """Wait for the model, write the prompt in ids, check what only the model can tell."""
+        began_mono = self._clock.mono()
+        facts = await model.ready(self.limits.ready_s)
+        text = await self._texts.get(facts.model_path)
+        token_ids = await _prompt_ids(asked, text, facts)
+        params = asked.params
+        stop_token_ids = text.stop_token_ids | frozenset(facts.eos_token_ids)
+        request = DecodeRequest(
+            token_ids=token_ids,
+            max_tokens=_room(params, len(token_ids), facts),
+            stop_token_ids=stop_token_ids,
+            sampling=self._sampling(params, facts),
+            draft_sources=self._router.sources(facts, params.draft_policy),
+        )
+        detokenizer = text.detokenizer()
+        return Job(
+            model=model,
+            request=request,
+            answer=Answer(detokenizer, stops=params.stop, stop_token_ids=stop_token_ids),
+            answer_id=draw_id("chatcmpl" if dialect == "chat" else "cmpl", self._rng, 24),
+            created_at=int(self._clock.wall()),
+            began_mono=began_mono,
+        )
+
+    async def run(self, job: Job) -> AsyncGenerator[str, None]:
+        """Decode; yields text as it settles, never empty. The caller closes this iterator."""
+        model_id, answer = job.model.model_id, job.answer
+        self._metrics.generation_began(model_id, job.prompt_tokens)
+        try:
+            async with aclosing(job.model.decode(job.request)) as frames:
+                async for frame in frames:
+                    if answer.completion_tokens == 0 and isinstance(frame, Tokens):
+                        waited_s = self._clock.mono() - job.began_mono
+                        self._metrics.first_token(model_id, waited_s)
+                    text = answer.take(frame)
+                    if text:
+                        yield text
+                    if answer.finish_reason is not None:
+                        break
+        finally:
+            self._metrics.generation_ended(
+                model_id, answer.completion_tokens, is_abandoned=answer.finish_reason is None
+            )
+
+    def _sampling(self, params: GenerationParams, facts: ModelFacts) -> Sampling:
+        if params.top_k > facts.vocab_size:
+            raise InvalidArgument(
+                f"top_k is {params.top_k}; {facts.model_id} has {facts.vocab_size} tokens",
+                param="top_k",
+            )
+        return Sampling(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            seed=self._rng.getrandbits(64) if params.seed is None else params.seed,
+        )
+
+
+class GenerationRoute:
+    """The ASGI application behind one of the two paths."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        parse: Callable[[Mapping[str, object]], Request],
+        generations: Generations,
+    ) -> None:
+        self._dialect = dialect
+        self._parse = parse
+        self._generations = generations
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        generations = self._generations
+        body = await read_body(scope, receive, generations.limits)
+        asked = self._parse(parse_json(body))
+        model = generations.find(asked.params.model)
+        is_stream = asked.params.stream
+        with generations.admitted():
+            async with generations.connection(receive, send, is_stream=is_stream) as client:
+                if is_stream:
+                    await self._stream(asked, model, client)
+                else:
+                    await self._whole(asked, model, client, send)
+
+    async def _whole(
+        self, asked: Request, model: ServedModel, client: Connection, send: Send
+    ) -> None:
+        job = await self._generations.prepare(self._dialect, asked, model)
+        async with aclosing(self._generations.run(job)) as texts:
+            text = "".join([piece async for piece in texts])
+        body = whole_answer(
+            self._dialect,
+            job.answer,
+            text,
+            answer_id=job.answer_id,
+            created_at=job.created_at,
+            model=model.model_id,
+            prompt_tokens=job.prompt_tokens,
+        )
+        client.finish()
+        await send_json(send, 200, compact(body))
+
+    async def _stream(self, asked: Request, model: ServedModel, client: Connection) -> None:
+        try:
+            job = await self._generations.prepare(self._dialect, asked, model)
+            writer = ChunkWriter(
+                self._dialect,
+                answer_id=job.answer_id,
+                created_at=job.created_at,
+                model=model.model_id,
+                include_usage=asked.params.include_usage,
+            )
+            opening = writer.first()
+            async with aclosing(self._generations.run(job)) as texts:
+                async for text in texts:
+                    await client.send_event(opening + writer.text(text))
+                    opening = b""
+        except KakeyaError as error:
+            if not client.is_started:
+                raise
+            await client.end(b"data: " + envelope(error) + b"\n\n")
+            return
+        reason = job.answer.finish_reason or "length"
+        last = opening + writer.last(reason)
+        if asked.params.include_usage:
+            last += writer.usage(usage_body(job.answer, job.prompt_tokens))
+        await client.end(last + DONE)
+
+
+async def _prompt_ids(asked: Request, text: TextModel, facts: ModelFacts) -> tuple[int, ...]:
+    if isinstance(asked, ChatRequest):
+        return tuple(await text.encode_chat(asked.messages))
+    if isinstance(asked.prompt, str):
+        return tuple(await text.encode(asked.prompt))
+    highest = max(asked.prompt)
+    if highest >= facts.vocab_size:
+        raise InvalidArgument(
+            f"prompt holds the token id {highest}; {facts.model_id} has {facts.vocab_size} tokens",
+            param="prompt",
+        )
+    return asked.prompt
+
+
+def _room(params: GenerationParams, prompt_tokens: int, facts: ModelFacts) -> int:
+    """How many tokens may be generated: what was asked, at most what the context holds."""
+    if prompt_tokens == 0:
+        raise InvalidArgument("the prompt has no tokens; it needs at least one", param="prompt")
+    room = facts.context_tokens - prompt_tokens
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt_tokens} tokens and the answer needs at least 1; the context "
+            f"of {facts.model_id} holds {facts.context_tokens} tokens"
+        )
+    return room if params.max_tokens is None else min(params.max_tokens, room)

@@ -1,0 +1,104 @@
+"""What the gateway counts, for Prometheus: requests by route and status, tokens by model, delays.
+
+Labels have few values by construction: routes come from a fixed table, models from the directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from starlette.types import Scope
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_ROUTES = frozenset(
+    {"/v1/models", "/v1/chat/completions", "/v1/completions", "/healthz", "/readyz", "/metrics"}
+    | {"/api/v1/fleet", "/api/v1/status"}
+)
+_SECONDS = (0.005, 0.02, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)
+
+
+class _Extra(Collector):
+    """Metrics of other floors, asked for at each scrape."""
+
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._collect())
+
+
+class HttpMetrics:
+    """The gateway's own registry."""
+
+    def __init__(self, extra: Callable[[], Iterable[Metric]]) -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        self._registry = registry
+        self._requests = Counter(
+            "kakeya_http_requests",
+            "Requests by route and status; 499: the client left first",
+            ("route", "status"),
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "kakeya_http_request_seconds",
+            "Time from the request's head to the end of its answer",
+            ("route",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._first_text = Histogram(
+            "kakeya_http_first_token_seconds",
+            "Time from the request's head to the first token",
+            ("model",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "kakeya_http_tokens",
+            "Tokens of prompts and completions",
+            ("model", "kind"),
+            registry=registry,
+        )
+        self._abandoned = Counter(
+            "kakeya_http_abandoned",
+            "Generations that were stopped because the client left",
+            ("model",),
+            registry=registry,
+        )
+        self.running = Gauge(
+            "kakeya_http_generations_running", "Generations at this moment", registry=registry
+        )
+        registry.register(_Extra(extra))
+
+    def answered(self, scope: Scope, status: int, seconds: float) -> None:
+        """Count one request."""
+        route = _route(scope["path"])
+        self._requests.labels(route, str(status)).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    def generation_began(self, model: str, prompt_tokens: int) -> None:
+        """Count a prompt."""
+        self._tokens.labels(model, "prompt").inc(prompt_tokens)
+
+    def first_token(self, model: str, seconds: float) -> None:
+        """Count the delay to the first token."""
+        self._first_text.labels(model).observe(seconds)
+
+    def generation_ended(self, model: str, completion_tokens: int, *, is_abandoned: bool) -> None:
+        """Count an output, whole or abandoned."""
+        self._tokens.labels(model, "completion").inc(completion_tokens)
+        if is_abandoned:
+            self._abandoned.labels(model).inc()
+
+    def text(self) -> bytes:
+        """Write everything in the Prometheus text format."""
+        return generate_latest(self._registry)
+
+
+def _route(path: str) -> str:
+    if path in _ROUTES:
+        return path
+    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"

@@ -1,0 +1,303 @@
+"""Text <-> token ids of one model folder, without loading a model framework.
+
+`TextModel` encodes prompts and knows the stop tokens; `Detokenizer` turns committed tokens into
+text as they come; `StopMatcher` holds back what may become a stop string. The last two are sans-I/O
+and give the same text however the tokens were cut into frames.
+
+Message content cannot forge role markers: where a special token's text occurs in a message, the
+prompt is encoded in two pieces that meet inside it, so it stays the plain text that it is. A raw
+prompt of /v1/completions is encoded as it stands, special tokens included: there the caller writes
+the whole prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from kakeya.core.errors import Unsupported
+from kakeya.serving.template import (
+    ChatTemplate,
+    Message,
+    load_template,
+    read_config,
+    special_tokens,
+)
+
+OFFLOAD_CHARS = 64 * 1024
+"""Longer texts are tokenized in a thread: about 20 ms of work that the event loop need not feel."""
+_WINDOW_TOKENS = 64
+"""Most tokens that a decoder without a byte table holds back while its text is not settled."""
+
+
+class TextModel:
+    """The tokenizer, template and stop tokens of one folder. Loading blocks; use `Texts`."""
+
+    def __init__(self, folder: Path, wall: Callable[[], float]) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise Unsupported(
+                f"{folder} has no tokenizer.json, so this model is served over gRPC token ids only"
+            )
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as fault:
+            raise Unsupported(f"{path} cannot be loaded: {fault}") from fault
+        self._folder = folder
+        self._template: ChatTemplate | None = load_template(folder, wall)
+        added = self.tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(key for key, token in added.items() if token.special)
+        self._marker = _Marker([added[key].content for key in sorted(self._special_ids)])
+        self.stop_token_ids = self._stop_tokens()
+        self._bytes_of: dict[int, bytes] | None = {} if self._is_byte_level() else None
+
+    async def encode(self, prompt: str) -> list[int]:
+        """Encode a raw prompt; special tokens in it are special, and a BOS is added if usual."""
+        if len(prompt) <= OFFLOAD_CHARS:
+            return self._encode((prompt,), add_special_tokens=True)
+        return await asyncio.to_thread(self._encode, (prompt,), add_special_tokens=True)
+
+    async def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Render and encode a conversation.
+
+        Raises Unsupported without a template, InvalidArgument when the template refuses.
+        """
+        if sum(len(message["content"]) for message in messages) <= OFFLOAD_CHARS:
+            return self._encode_chat(messages)
+        return await asyncio.to_thread(self._encode_chat, messages)
+
+    def detokenizer(self) -> Detokenizer:
+        """Start a new output text."""
+        if self._bytes_of is None:
+            return WindowDetokenizer(self.tokenizer)
+        return ByteDetokenizer(self.tokenizer, self._special_ids, self._bytes_of)
+
+    def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        if self._template is None:
+            raise Unsupported(
+                f"{self._folder} has no chat template; ask /v1/completions with a plain prompt"
+            )
+        marker = self._marker.choose(messages)
+        marked = [self._marker.mark(message, marker) for message in messages]
+        return self._encode(self._template.render(marked).split(marker), add_special_tokens=False)
+
+    def _encode(self, pieces: Iterable[str], *, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = []
+        for piece in pieces:
+            (encoding,) = self.tokenizer.encode_batch_fast(
+                [piece], add_special_tokens=add_special_tokens
+            )
+            ids += encoding.ids
+        return ids
+
+    def _stop_tokens(self) -> frozenset[int]:
+        declared = read_config(self._folder / "generation_config.json").get("eos_token_id")
+        ids = declared if isinstance(declared, list) else [declared]
+        found = {entry for entry in ids if isinstance(entry, int) and not isinstance(entry, bool)}
+        config = read_config(self._folder / "tokenizer_config.json")
+        eos = self.tokenizer.token_to_id(special_tokens(config).get("eos_token", ""))
+        return frozenset(found if eos is None else found | {eos})
+
+    def _is_byte_level(self) -> bool:
+        decoder = json.loads(self.tokenizer.to_str())["decoder"]
+        return decoder is not None and decoder["type"] == "ByteLevel"
+
+
+class Texts:
+    """The text models of a node, each loaded once, in a thread."""
+
+    def __init__(self, wall: Callable[[], float]) -> None:
+        self._wall = wall
+        self._loaded: dict[str, asyncio.Task[TextModel]] = {}
+
+    async def get(self, folder: str) -> TextModel:
+        """Find or load. Raises Unsupported when the folder has no usable tokenizer."""
+        task = self._loaded.get(folder)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = asyncio.ensure_future(asyncio.to_thread(TextModel, Path(folder), self._wall))
+            self._loaded[folder] = task
+        return await asyncio.shield(task)
+
+
+class _Marker:
+    """Cuts the special tokens that occur in messages, so that they encode as plain text."""
+
+    def __init__(self, specials: Sequence[str]) -> None:
+        cuttable = [re.escape(special) for special in specials if len(special) > 1]
+        self._inside = re.compile(f"(?=(?:{'|'.join(cuttable)}))(.)", re.S) if cuttable else None
+
+    def choose(self, messages: Sequence[Message]) -> str:
+        """A private-use text that no message contains."""
+        number = 0
+        while any(f"\ue000{number}\ue001" in value for m in messages for value in m.values()):
+            number += 1
+        return f"\ue000{number}\ue001"
+
+    def mark(self, message: Message, marker: str) -> Message:
+        """Put the marker behind the first character of every special token, overlaps included."""
+        if self._inside is None:
+            return message
+        cut = self._inside.sub
+        return {
+            key: value if key == "role" else cut(lambda hit: hit[1] + marker, value)
+            for key, value in message.items()
+        }
+
+
+class ByteDetokenizer:
+    """Byte-level vocabularies: each token is a fixed string of bytes. O(1) per token."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, special_ids: frozenset[int], bytes_of: dict[int, bytes]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = special_ids
+        self._bytes_of = bytes_of
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that is settled by them, never half a character."""
+        known = self._bytes_of
+        try:
+            return self._utf8.decode(b"".join([known[token_id] for token_id in token_ids]))
+        except KeyError:
+            for token_id in token_ids:
+                known[token_id] = self._look_up(token_id)
+            return self.feed(token_ids)
+
+    def finish(self) -> str:
+        """End the text; an unfinished character becomes U+FFFD."""
+        return self._utf8.decode(b"", final=True)
+
+    def _look_up(self, token_id: int) -> bytes:
+        token = None if token_id in self._special_ids else self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        try:
+            return bytes(_BYTE_OF[character] for character in token)
+        except KeyError:
+            return token.encode()
+
+
+class WindowDetokenizer:
+    """Any other vocabulary: decodes a short window of tokens again and shows what is new."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._settled = 0  # window[:settled] is shown already; it gives the rest its context
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that is settled by them, never half a character."""
+        shown = ""
+        for token_id in token_ids:
+            self._window.append(token_id)
+            shown += self._new_text(held_back="\ufffd")
+        return shown
+
+    def finish(self) -> str:
+        """End the text; an unfinished character becomes U+FFFD."""
+        return self._new_text(held_back=None)
+
+    def _new_text(self, *, held_back: str | None) -> str:
+        whole = self._tokenizer.decode(self._window)
+        before = self._tokenizer.decode(self._window[: self._settled])
+        is_long = len(self._window) - self._settled > _WINDOW_TOKENS
+        if len(whole) <= len(before) and not is_long:
+            return ""
+        if held_back is not None and whole.endswith(held_back) and not is_long:
+            return ""
+        self._window = self._window[self._settled :]
+        self._settled = len(self._window)
+        return whole[len(before) :]
+
+
+Detokenizer = ByteDetokenizer | WindowDetokenizer
+
+
+class StopMatcher:
+    """Ends a text at the first stop string that completes in it, and shows nothing of that string.
+
+    Theory: one Knuth-Morris-Pratt automaton per stop string, fed character by character. Its state
+    is the length of the longest suffix of the text that begins the string; the greatest state is
+    how much must be held back. If two complete at the same character, the longer one cuts. So the
+    result does not depend on how the text was cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._fallbacks = [_prefix_lengths(stop) for stop in self._stops]
+        self._states = [0] * len(self._stops)
+        self._held = ""
+        self._first = re.compile("[" + re.escape("".join({stop[0] for stop in stops})) + "]")
+        self.is_stopped = False
+
+    def feed(self, piece: str) -> str:
+        """Add text; returns what may be shown now. After a stop, nothing more is shown."""
+        if self.is_stopped:
+            return ""
+        if not self._held and self._first.search(piece) is None:
+            return piece
+        text = self._held + piece
+        for end in range(len(self._held), len(text)):
+            matched = self._step(text[end])
+            if matched:
+                self.is_stopped = True
+                self._held = ""
+                return text[: end + 1 - matched]
+        keep = max(self._states)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """End the text: what was held back is shown after all."""
+        rest, self._held = self._held, ""
+        return rest
+
+    def _step(self, character: str) -> int:
+        """Advance every automaton; returns the length of the longest string that completed."""
+        matched = 0
+        for index, stop in enumerate(self._stops):
+            state = self._states[index]
+            while state and stop[state] != character:
+                state = self._fallbacks[index][state - 1]
+            if stop[state] == character:
+                state += 1
+            if state == len(stop):
+                matched = max(matched, state)
+                state = 0
+            self._states[index] = state
+        return matched
+
+
+def _prefix_lengths(stop: str) -> list[int]:
+    """For each prefix of `stop`: the length of its longest proper prefix that also ends it."""
+    lengths = [0]
+    state = 0
+    for character in stop[1:]:
+        while state and stop[state] != character:
+            state = lengths[state - 1]
+        state += stop[state] == character
+        lengths.append(state)
+    return lengths
+
+
+def _byte_characters() -> dict[str, int]:
+    """The printable stand-in for each byte in byte-level vocabularies, reversed.
+
+    Bytes that print stand for themselves; the others are numbered from U+0100 in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in set(printable)]
+    pairs = {chr(byte): byte for byte in printable}
+    pairs.update({chr(0x100 + index): byte for index, byte in enumerate(hidden)})
+    return pairs
+
+
+_BYTE_OF = _byte_characters()

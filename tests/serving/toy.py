@@ -1,0 +1,272 @@
+"""A deterministic model and a real tokenizer, small enough for every test."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from openai import AsyncOpenAI
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+
+from kakeya.core.clock import SystemClock
+from kakeya.core.errors import InvalidArgument, NotFound, PeerUnavailable
+from kakeya.runtime.generation import (
+    DecodeRequest,
+    Done,
+    DraftSource,
+    EngineStats,
+    Frame,
+    ModelFacts,
+    ModelState,
+    Progress,
+    SourceUsage,
+    StopReason,
+    Tokens,
+    Usage,
+)
+from kakeya.serving.exchange import Limits
+from kakeya.serving.gateway import build_app
+from kakeya.serving.server import serve_http
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('system comes first') }}{% endif %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CORPUS = ["hello world, this is a little text about the world of text. 日本語 😀"] * 4
+
+
+def make_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=320,
+        show_progress=False,
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def make_folder(folder: Path, *, template: str | None = TEMPLATE) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    return folder
+
+
+@dataclass
+class Pace:
+    """How long the toy takes, and how many tokens a step commits."""
+
+    prefill_s: float = 0.0
+    step_s: float = 0.0
+    per_step: int = 1
+
+
+@dataclass
+class ToyModel:
+    """Says `script` and then the stop token, or, without a script, noise keyed by (seed, position).
+
+    `open` counts running decodes; `closed` is set whenever one is closed; `fail_after` raises
+    PeerUnavailable behind so many tokens.
+    """
+
+    folder: Path
+    model_id: str = "toy"
+    script: str | None = None
+    pace: Pace = field(default_factory=Pace)
+    state: ModelState = ModelState.READY
+    last_error: str = ""
+    context_tokens: int = 512
+    fail_after: int | None = None
+    commits_stop_token: bool = True
+
+    def __post_init__(self) -> None:
+        self.tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        self.loaded = asyncio.Event()
+        if self.state is ModelState.READY:
+            self.loaded.set()
+        self.closed = asyncio.Event()
+        self.started = asyncio.Event()
+        self.open = 0
+        self.requests: list[DecodeRequest] = []
+
+    async def ready(self, timeout_s: float) -> ModelFacts:
+        if self.state is ModelState.FAILED:
+            raise PeerUnavailable(f"{self.model_id}: {self.last_error}", retry_after_s=7)
+        try:
+            await asyncio.wait_for(self.loaded.wait(), timeout_s)
+        except TimeoutError:
+            raise PeerUnavailable(f"{self.model_id} still loads", retry_after_s=3) from None
+        return ModelFacts(
+            model_id=self.model_id,
+            model_path=str(self.folder),
+            vocab_size=self.tokenizer.get_vocab_size(),
+            context_tokens=self.context_tokens,
+            eos_token_ids=(2,),
+        )
+
+    async def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
+        self.requests.append(request)
+        self.open += 1
+        self.started.set()
+        self.closed.clear()
+        try:
+            await asyncio.sleep(self.pace.prefill_s)
+            total = len(request.token_ids)
+            yield Progress(computed_tokens=total, total_tokens=total)
+            said = 0
+            reason = StopReason.MAX_TOKENS
+            for step in self._steps(request):
+                await asyncio.sleep(self.pace.step_s)
+                said += len(step)
+                if self.fail_after is not None and said > self.fail_after:
+                    raise PeerUnavailable(f"{self.model_id}: the engine is gone")
+                if step[-1] in request.stop_token_ids:
+                    reason = StopReason.STOP_TOKEN
+                    step = step if self.commits_stop_token else step[:-1]
+                if step:
+                    yield Tokens(token_ids=step)
+                if reason is StopReason.STOP_TOKEN:
+                    break
+            yield Done(reason=reason, usage=_usage(total, said))
+        finally:
+            self.open -= 1
+            self.closed.set()
+
+    def _steps(self, request: DecodeRequest) -> list[tuple[int, ...]]:
+        if self.script is None:
+            noise = random.Random(request.sampling.seed)
+            ids = [noise.randrange(3, 250) for _ in range(request.max_tokens)]
+        else:
+            ids = [*self.tokenizer.encode(self.script).ids, 2][: request.max_tokens]
+        size = self.pace.per_step
+        return [tuple(ids[i : i + size]) for i in range(0, len(ids), size)]
+
+    async def release(self, kv_key: str) -> None:
+        return None
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
+
+
+def _usage(prompt_tokens: int, said: int) -> Usage:
+    return Usage(
+        prefill_s=0.001,
+        total_s=0.002,
+        cached_tokens=prompt_tokens // 2,
+        forwards=said,
+        drafted=4,
+        verified=3,
+        accepted=2,
+        sources=(SourceUsage(source="ngram", drafts=1, drafted=4, verified=3, accepted=2),),
+    )
+
+
+class Directory:
+    def __init__(self, *models: ToyModel) -> None:
+        self.models = models
+
+    def get(self, model_id: str) -> ToyModel:
+        for model in self.models:
+            if model_id in ("", model.model_id):
+                return model
+        raise NotFound(f"no model {model_id}")
+
+    def verifiers(self) -> tuple[ToyModel, ...]:
+        return self.models
+
+
+class Router:
+    def sources(self, facts: ModelFacts, policy: str) -> tuple[DraftSource, ...]:
+        if policy not in ("", "auto", "off", "ngram", "peer"):
+            raise InvalidArgument(f"no draft policy {policy!r}", param="draft_policy")
+        return (DraftSource(kind="ngram"),) if policy != "off" else ()
+
+
+@dataclass
+class Served:
+    """A gateway on a real socket, with real clients."""
+
+    port: int
+    http: httpx.AsyncClient
+    openai: AsyncOpenAI
+
+    async def raw(self, request: bytes, *, wait_s: float = 5.0) -> bytes:
+        """Send bytes as they are; returns what came until the server closed or fell silent."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(request)
+        answer = b""
+        try:
+            async with asyncio.timeout(wait_s):
+                while True:
+                    piece = await reader.read(65536)
+                    answer += piece
+                    if not piece or _is_whole(answer):
+                        return answer
+        except TimeoutError:
+            return answer
+        finally:
+            writer.transport.abort()
+
+
+def _is_whole(answer: bytes) -> bool:
+    head, gap, body = answer.partition(b"\r\n\r\n")
+    for line in head.lower().split(b"\r\n"):
+        if line.startswith(b"content-length:"):
+            return bool(gap) and len(body) >= int(line.split(b":")[1])
+    return False
+
+
+@asynccontextmanager
+async def serving(
+    *models: ToyModel,
+    limits: Limits = Limits(),  # noqa: B008
+    status: Callable[[], Mapping[str, object]] = dict,
+    hosts: frozenset[str] = frozenset(),
+) -> AsyncIterator[Served]:
+    app = build_app(
+        Directory(*models),
+        Router(),
+        status=status,
+        clock=SystemClock(),
+        rng=random.Random(1),
+        limits=limits,
+        hosts=hosts,
+    )
+    sock = socket.create_server(("127.0.0.1", 0))
+    port = sock.getsockname()[1]
+    base = f"http://127.0.0.1:{port}"
+    async with serve_http(app, sock):
+        async with httpx.AsyncClient(base_url=base, timeout=20, trust_env=False) as http:
+            transport = httpx.AsyncClient(trust_env=False)
+            client = AsyncOpenAI(
+                base_url=base + "/v1", api_key="none", max_retries=0, http_client=transport
+            )
+            async with client:
+                yield Served(port=port, http=http, openai=client)
+
+
+async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+    """Wait for a condition with a deadline."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.005)
