@@ -17,7 +17,7 @@
       Unsupported          a parameter that this node does not honour
       InvariantBroken      our own fault; the state behind it is given up
 
-Translated at two borders only: `wire/status.py` (gRPC) and `serving/gateway.py` (HTTP).
+Translated at two borders only: `wire/status.py` (gRPC) and `serving/edge.py` (HTTP).
 """
 
 from __future__ import annotations
