@@ -9,7 +9,7 @@ from typing import assert_never
 import grpc
 import grpc.aio
 
-from kakeya.core.errors import Cancelled, KakeyaError, PeerProtocol, PeerUnavailable
+from kakeya.core.errors import InvariantBroken, KakeyaError, PeerProtocol, PeerUnavailable
 from kakeya.core.units import pack_ids
 from kakeya.decoding.proposer import Draft
 from kakeya.runtime.generation import (
@@ -70,13 +70,14 @@ class EngineClient:
                 pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=True
             )
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, self._name) from None
+            raise self._failure(error) from None
         return _facts_from_wire(reply)
 
     async def decode(self, request: DecodeRequest, timeout_s: float) -> AsyncGenerator[Frame, None]:
         """Stream the frames of one decode. Closing the iterator cancels the call.
 
-        Raises PeerUnavailable when the engine is lost, PeerProtocol for a stream without an end.
+        Raises PeerUnavailable when the engine is lost, InvariantBroken when it found a law broken,
+        PeerProtocol for a stream without an end.
         """
         call = self._stub.Decode(_decode_to_wire(request), timeout=timeout_s)
         try:
@@ -89,7 +90,7 @@ class EngineClient:
                     return
             raise PeerProtocol(f"{self._name}: the decode stream ended without a done frame")
         except grpc.aio.AioRpcError as error:
-            raise _lost_or(error_from_rpc(error, self._name)) from None
+            raise self._failure(error) from None
         except asyncio.CancelledError:
             # Closing the channel cancels its calls; that is no cancellation of our caller.
             if _caller_is_cancelled():
@@ -114,7 +115,7 @@ class EngineClient:
         try:
             reply = await self._stub.Draft(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _lost_or(error_from_rpc(error, self._name)) from None
+            raise self._failure(error) from None
         return Draft(
             source=self._name,
             tokens=tuple(reply.token_ids),
@@ -129,14 +130,14 @@ class EngineClient:
         try:
             await self._stub.Release(pb.ReleaseRequest(kv_key=kv_key), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _lost_or(error_from_rpc(error, self._name)) from None
+            raise self._failure(error) from None
 
     async def stats(self, timeout_s: float) -> EngineStats:
         """Live numbers."""
         try:
             reply = await self._stub.Stats(pb.StatsRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _lost_or(error_from_rpc(error, self._name)) from None
+            raise self._failure(error) from None
         return EngineStats(
             kv_live_bytes=reply.kv_live_bytes,
             kv_entries=reply.kv_entries,
@@ -151,10 +152,10 @@ class EngineClient:
         )
 
     async def answers(self, timeout_s: float) -> bool:
-        """Whether the engine's event loop answers within `timeout_s`."""
+        """Whether the engine's event loop answers within `timeout_s`; its model may be busy."""
         try:
-            await self.stats(timeout_s)
-        except KakeyaError:
+            await self._stub.Describe(pb.DescribeRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError:
             return False
         return True
 
@@ -162,10 +163,17 @@ class EngineClient:
         """Close the channel; running streams get a moment to end by themselves."""
         await self._channel.close(grace=CLOSE_GRACE_S)
 
-
-def _lost_or(error: KakeyaError) -> KakeyaError:
-    """An engine that shuts down cancels its calls: for the caller it is lost all the same."""
-    return PeerUnavailable(error.message) if isinstance(error, Cancelled) else error
+    def _failure(self, error: grpc.aio.AioRpcError) -> KakeyaError:
+        details = error.details() or ""
+        match error.code():
+            case grpc.StatusCode.CANCELLED:
+                # An engine that shuts down cancels its calls: it is lost all the same.
+                return PeerUnavailable(f"{self._name}: {details}")
+            case grpc.StatusCode.FAILED_PRECONDITION:
+                kind, _, detail = details.partition(": ")
+                return InvariantBroken(kind, detail)
+            case _:
+                return error_from_rpc(error, self._name)
 
 
 def _caller_is_cancelled() -> bool:

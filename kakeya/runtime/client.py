@@ -1,0 +1,249 @@
+"""A small asyncio client of RuntimeService: sessions of token ids on any node of a fleet.
+
+    async with Client("127.0.0.1:50051") as client:
+        async with await client.create_session() as session:
+            await session.append([1, 2, 3])
+            async for token_id in session.generate(max_tokens=64):
+                ...
+            print(session.last_done)
+
+Failures are the errors of `kakeya.core.errors`; tokens that were yielded before one are in the
+session's history, and the session can be used on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import grpc
+import grpc.aio
+
+from kakeya.core.errors import PeerProtocol, PeerUnavailable
+from kakeya.v1 import runtime_pb2 as pb
+from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
+from kakeya.wire.channels import Channels, Keepalive
+from kakeya.wire.status import error_from_rpc
+
+if TYPE_CHECKING:
+    from kakeya.v1.runtime_pb2_grpc import RuntimeServiceAsyncStub
+
+
+class GenerateEnd(StrEnum):
+    """Why a generation ended."""
+
+    MAX_TOKENS = "max_tokens"
+    EOS = "eos"
+    CANCELLED = "cancelled"
+    TRUNCATED = "truncated"
+    UNKNOWN = "unknown"
+
+
+_ENDS = {
+    pb.GenerateDone.STOP_REASON_MAX_TOKENS: GenerateEnd.MAX_TOKENS,
+    pb.GenerateDone.STOP_REASON_EOS: GenerateEnd.EOS,
+    pb.GenerateDone.STOP_REASON_CANCELLED: GenerateEnd.CANCELLED,
+    pb.GenerateDone.STOP_REASON_TRUNCATED: GenerateEnd.TRUNCATED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateSummary:
+    """What a node says at the end of a generation; nodes without our extensions say less."""
+
+    end: GenerateEnd
+    generated_tokens: int
+    dropped_tokens: int
+    prefill_s: float
+    total_s: float
+    drafted_tokens: int
+    verified_tokens: int
+    accepted_tokens: int
+    forwards: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionInfo:
+    """What a node says about a session."""
+
+    history_length: int
+    kv_live_bytes: int
+    cache_length_violations: int
+    position_violations: int
+    idle_s: float
+
+
+class Client:
+    """Speaks to one node; an `async with` that closes its channel."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = 30.0,
+        keepalive: Keepalive | None = None,
+    ) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        self._channels = Channels(keepalive)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the channel; sessions live on at the node until their idle time is over."""
+        await self._channels.aclose()
+
+    async def create_session(
+        self, *, model_id: str = "", eos_token_ids: Sequence[int] = (), label: str = ""
+    ) -> ClientSession:
+        """Open a session. Without `eos_token_ids` only max_tokens and the context end it."""
+        stub = RuntimeServiceStub(self._channels.get(self._address))
+        request = pb.CreateSessionRequest(
+            client_label=label, eos_token_ids=eos_token_ids, model_id=model_id
+        )
+        try:
+            reply = await stub.CreateSession(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, self._address) from None
+        return ClientSession(stub, self._address, reply.session_id, self._timeout_s)
+
+
+class ClientSession:
+    """One session at a node; an `async with` that closes it there."""
+
+    def __init__(
+        self, stub: RuntimeServiceAsyncStub, address: str, session_id: str, timeout_s: float
+    ) -> None:
+        self._stub = stub
+        self._address = address
+        self._session_id = session_id
+        self._timeout_s = timeout_s
+        self.last_done: GenerateSummary | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @property
+    def session_id(self) -> str:
+        """The id that the node gave it."""
+        return self._session_id
+
+    async def append(self, token_ids: Sequence[int]) -> int:
+        """Add tokens, all or none; return the history's length."""
+        request = pb.AppendTokensRequest(session_id=self._session_id, token_ids=token_ids)
+        try:
+            reply = await self._stub.AppendTokens(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, self._address) from None
+        return reply.history_length
+
+    async def generate(
+        self,
+        max_tokens: int,
+        *,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        draft_policy: str = "",
+        timeout_s: float = 3600.0,
+    ) -> AsyncGenerator[int, None]:
+        """Yield token ids as they are committed; afterwards `last_done` tells how it went.
+
+        Leaving the loop early and closing the generator cancels the generation at the node.
+        """
+        self.last_done = None
+        request = pb.GenerateRequest(
+            session_id=self._session_id,
+            max_tokens=max_tokens,
+            seed=seed,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            draft_policy=draft_policy,
+        )
+        dropped = 0
+        call = self._stub.Generate(request, timeout=timeout_s)
+        try:
+            async for response in call:
+                match response.WhichOneof("payload"):
+                    case "token_id":
+                        yield response.token_id
+                    case "truncated":
+                        dropped = response.truncated.dropped_token_count
+                    case "done":
+                        self.last_done = _summary(response.done, dropped)
+                    case None:
+                        raise PeerProtocol(f"{self._address} sent a frame without a payload")
+            if self.last_done is None:
+                raise PeerProtocol(f"{self._address} ended a generation without a done frame")
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, self._address) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise PeerUnavailable(f"the channel to {self._address} was closed") from None
+        finally:
+            call.cancel()
+
+    async def info(self) -> SessionInfo:
+        """Ask for the session's numbers; does not count as use of it."""
+        request = pb.GetSessionInfoRequest(session_id=self._session_id)
+        try:
+            reply = await self._stub.GetSessionInfo(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, self._address) from None
+        return SessionInfo(
+            history_length=reply.history_length,
+            kv_live_bytes=reply.kv_live_bytes,
+            cache_length_violations=reply.cache_invariant_inv1_violations,
+            position_violations=reply.cache_invariant_inv2_violations,
+            idle_s=reply.idle_seconds,
+        )
+
+    async def close(self) -> int:
+        """Forget the session at the node; return its last length. A second close is NotFound."""
+        request = pb.CloseSessionRequest(session_id=self._session_id)
+        try:
+            reply = await self._stub.CloseSession(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, self._address) from None
+        return reply.final_history_length
+
+
+def _summary(done: pb.GenerateDone, dropped: int) -> GenerateSummary:
+    return GenerateSummary(
+        end=_ENDS.get(done.stop_reason, GenerateEnd.UNKNOWN),
+        generated_tokens=done.generated_token_count,
+        dropped_tokens=dropped,
+        prefill_s=done.prefill_duration_seconds,
+        total_s=done.total_duration_seconds,
+        drafted_tokens=done.drafted_token_count,
+        verified_tokens=done.verified_token_count,
+        accepted_tokens=done.accepted_token_count,
+        forwards=done.forward_count,
+        cached_tokens=done.cached_token_count,
+    )

@@ -1,0 +1,153 @@
+"""One conversation as token ids: an append-only history, and the rules of its window.
+
+Pure: no I/O, no clock; callers pass `now` in monotonic seconds. A history longer than
+sink + window is cut before a generation: the sink (the first tokens) and the newest window stay.
+
+    [ sink ][ dropped ][ window ........ ]  -> generate ->  [ sink ][ window ........ ][ new ]
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kakeya.core.errors import CapacityExhausted, ConfigError, InvalidArgument, InvariantBroken
+from kakeya.core.ids import SessionId
+from kakeya.runtime.generation import ModelFacts, ServedModel
+
+MAX_HISTORY_TOKENS = 1 << 20
+"""Of one session: 4 MiB in the agent, far more than any model attends to."""
+MAX_OUTPUT_RESERVE_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """How much history a generation starts from."""
+
+    sink_tokens: int
+    window_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """The longest history that is not cut."""
+        return self.sink_tokens + self.window_tokens
+
+
+def window_for(context_tokens: int, sink_tokens: int, window_tokens: int | None) -> Window:
+    """Fit a window into a model's context; without a given one, a quarter is left for output.
+
+    Raises ConfigError when there is no room for a single new token.
+    """
+    if window_tokens is None:
+        reserve = max(1, min(MAX_OUTPUT_RESERVE_TOKENS, context_tokens // 4))
+        window_tokens = context_tokens - sink_tokens - reserve
+    if sink_tokens < 0 or window_tokens < 1 or sink_tokens + window_tokens >= context_tokens:
+        raise ConfigError(
+            f"a sink of {sink_tokens} and a window of {window_tokens} tokens do not fit into a "
+            f"context of {context_tokens}: their sum must stay below it, the window at least 1"
+        )
+    return Window(sink_tokens=sink_tokens, window_tokens=window_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One session; mutated by its store and service only, one operation at a time."""
+
+    session_id: SessionId
+    model: ServedModel
+    facts: ModelFacts
+    window: Window
+    stop_token_ids: frozenset[int]
+    label: str
+    used_mono: float
+    operation: str = ""
+    """What runs on it now; "" = idle."""
+    failure: str = ""
+    """Why it cannot be used any more; "" = healthy."""
+    cache_length_violations: int = 0
+    position_violations: int = 0
+    _history: array[int] = field(default_factory=lambda: array("I"))
+
+    @property
+    def history_length(self) -> int:
+        """Tokens in the history."""
+        return len(self._history)
+
+    @property
+    def history(self) -> Sequence[int]:
+        """A copy of the history."""
+        return self._history[:]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an operation runs on it."""
+        return bool(self.operation)
+
+    def idle_s(self, now: float) -> float:
+        """Seconds since the last operation ended; 0 while one runs."""
+        return 0.0 if self.is_busy else max(0.0, now - self.used_mono)
+
+    def append(self, token_ids: Sequence[int]) -> int:
+        """Add tokens, all or none, and return the new length.
+
+        Raises InvalidArgument for an id outside the vocabulary, CapacityExhausted for too many.
+        """
+        check_vocabulary(token_ids, self.facts.vocab_size)
+        length = self.history_length + len(token_ids)
+        if length > MAX_HISTORY_TOKENS:
+            raise CapacityExhausted(
+                f"the history would have {length} tokens and may have {MAX_HISTORY_TOKENS}: "
+                f"generate, which cuts it to its window, or begin a new session"
+            )
+        self._history.extend(token_ids)
+        return length
+
+    def truncate(self) -> int:
+        """Cut the history to sink + window; return how many tokens were dropped."""
+        dropped = max(0, self.history_length - self.window.total_tokens)
+        del self._history[self.window.sink_tokens : self.window.sink_tokens + dropped]
+        return dropped
+
+    def commit(self, token_id: int) -> None:
+        """Add one generated token. Raises InvariantBroken when no model could have selected it."""
+        if not 0 <= token_id < self.facts.vocab_size:
+            raise InvariantBroken(
+                "vocabulary",
+                f"the engine committed token {token_id} of a vocabulary of {self.facts.vocab_size}",
+            )
+        self._history.append(token_id)
+
+    def check_monotone(self, before: int, committed: int) -> None:
+        """Check that an operation only added what it committed. Raises InvariantBroken."""
+        if self.history_length != before + committed:
+            raise InvariantBroken(
+                "position",
+                f"the history had {before} tokens, {committed} were committed, "
+                f"it has {self.history_length}",
+            )
+
+    def fail(self, broken: InvariantBroken) -> None:
+        """Give the session up; its history is freed, its counters stay readable."""
+        self.failure = broken.message
+        if broken.kind == "cache_length":
+            self.cache_length_violations += 1
+        else:
+            self.position_violations += 1
+        self._history = array("I")
+
+
+def check_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidArgument for the first id that the model does not have."""
+    if not token_ids or (max(token_ids) < vocab_size and min(token_ids) >= 0):
+        return
+    index, bad = next(
+        (index, token_id)
+        for index, token_id in enumerate(token_ids)
+        if not 0 <= token_id < vocab_size
+    )
+    raise InvalidArgument(
+        f"token_ids[{index}] is {bad}, outside the vocabulary of {vocab_size} ids "
+        f"(0..{vocab_size - 1}); nothing was appended",
+        param="token_ids",
+    )

@@ -1,0 +1,97 @@
+"""Histories and windows: what is checked before anything changes, what is cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kakeya.core.errors import CapacityExhausted, ConfigError, InvalidArgument, InvariantBroken
+from kakeya.core.ids import SessionId
+from kakeya.runtime import session as rooms
+from kakeya.runtime.generation import ModelFacts
+from kakeya.runtime.session import Session, Window, window_for
+from tests.runtime.toy import HashServedModel
+
+FACTS = ModelFacts(
+    model_id="toy", model_path="", vocab_size=97, context_tokens=64, eos_token_ids=(0,)
+)
+
+
+def new_session(sink=4, window=12):
+    return Session(
+        session_id=SessionId("ses-1"),
+        model=HashServedModel(),
+        facts=FACTS,
+        window=Window(sink_tokens=sink, window_tokens=window),
+        stop_token_ids=frozenset(),
+        label="",
+        used_mono=0.0,
+    )
+
+
+@given(
+    good=st.lists(st.integers(0, 96), max_size=8),
+    more=st.lists(st.integers(0, 96), max_size=8),
+    bad=st.one_of(st.integers(97, 2**32 - 1)),
+)
+def test_one_bad_id_anywhere_leaves_the_history_unchanged(good, more, bad):
+    session = new_session()
+    session.append([1, 2, 3])
+    with pytest.raises(InvalidArgument) as failure:
+        session.append([*good, bad, *more])
+    assert list(session.history) == [1, 2, 3]
+    assert f"token_ids[{len(good)}] is {bad}, outside the vocabulary of 97 ids" in str(
+        failure.value
+    )
+
+
+@given(
+    length=st.integers(0, 60),
+    sink=st.integers(0, 6),
+    window=st.integers(1, 20),
+)
+def test_truncation_keeps_the_sink_and_the_newest_window(length, sink, window):
+    session = new_session(sink, window)
+    ids = [index % 97 for index in range(length)]
+    session.append(ids)
+    dropped = session.truncate()
+    assert dropped == max(0, length - sink - window)
+    assert list(session.history) == (ids if not dropped else ids[:sink] + ids[length - window :])
+    assert session.truncate() == 0
+
+
+@given(context=st.integers(8, 200_000), sink=st.integers(0, 6))
+def test_a_default_window_leaves_room_for_output(context, sink):
+    window = window_for(context, sink, None) if context - sink > 3 else None
+    if window is not None:
+        assert 1 <= context - window.total_tokens <= max(1, min(1024, context // 4))
+        assert window.window_tokens >= 1
+
+
+@pytest.mark.parametrize(("sink", "window"), [(-1, 4), (4, 0), (4, 60), (64, None)])
+def test_a_window_that_does_not_fit_the_context_is_a_configuration_error(sink, window):
+    with pytest.raises(ConfigError, match="context of 64"):
+        window_for(64, sink, window)
+
+
+def test_a_history_has_an_upper_bound(monkeypatch):
+    monkeypatch.setattr(rooms, "MAX_HISTORY_TOKENS", 10)
+    session = new_session()
+    session.append([1] * 9)
+    with pytest.raises(CapacityExhausted, match="would have 11 tokens and may have 10"):
+        session.append([1, 1])
+    assert session.history_length == 9
+
+
+def test_a_committed_token_outside_the_vocabulary_breaks_a_law():
+    with pytest.raises(InvariantBroken, match="token 97 of a vocabulary of 97"):
+        new_session().commit(97)
+
+
+def test_a_history_that_lost_or_gained_tokens_breaks_a_law():
+    session = new_session()
+    session.append([1, 2, 3])
+    session.check_monotone(2, 1)
+    with pytest.raises(InvariantBroken, match="position: the history had 2 tokens, 2 were"):
+        session.check_monotone(2, 2)
