@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from kakeya.decoding.controller import DraftController
 from kakeya.decoding.ngram import NGramIndex
 from kakeya.decoding.proposer import Draft
-from kakeya.decoding.remote import RemoteDraftBook, RemoteProposer
+
+# TMP from kakeya.decoding.remote import RemoteDraftBook, RemoteProposer
 from kakeya.engine.job import SourceSpec, SourceTally
 
 NGRAM_SOURCE = "ngram"
@@ -40,7 +41,7 @@ class RemoteBooks:
                 extended=spec.extended,
             )
             self._proposers[spec.name] = proposer
-        return RemoteDraftBook(proposer)
+        return None
 
 
 @dataclass(slots=True)
@@ -66,9 +67,7 @@ class Drafting:
         self._vocab_size = vocab_size
         self._timer = timer
         self._history: list[int] = []
-        self._index = (
-            NGramIndex() if any(spec.kind == NGRAM_SOURCE for spec in specs) else None
-        )
+        self._index = NGramIndex() if any(spec.kind == NGRAM_SOURCE for spec in specs) else None
         self._books = {
             spec.name: books.open(spec, vocab_size) for spec in specs if spec.kind == "remote"
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from kakeya.decoding.decoder import FinishReason
@@ -32,7 +32,7 @@ class DecodeJob:
     token_ids: Sequence[int]
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     sources: tuple[SourceSpec, ...] = ()
     kv_key: str = ""
 

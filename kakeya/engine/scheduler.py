@@ -124,7 +124,11 @@ class Scheduler:
             ticket = self._waiting.popleft()
             if ticket.cancelled:
                 continue
-            run = SequenceRun(self._model, self._tools, ticket.job)
+            try:
+                run = SequenceRun(self._model, self._tools, ticket.job)
+            except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
+                ticket.on_error(_as_kakeya_error(failure))
+                continue
             self._running.append((ticket, run, run.frames()))
 
     def _turn(self) -> None:
@@ -135,12 +139,10 @@ class Scheduler:
             return
         try:
             frame = next(frames, None)
-        except KakeyaError as failure:
-            self._fail(ticket, run, failure)
-            return
-        except Exception as failure:
-            _log.exception("a step failed")
-            self._fail(ticket, run, InvariantBroken("engine_step", repr(failure)))
+        except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
+            # After a fault nobody knows what the KV holds, so it is not kept.
+            run.abandon()
+            ticket.on_error(_as_kakeya_error(failure))
             return
         self._steps += 1
         if self._steps % _TIDY_EVERY_STEPS == 0:
@@ -157,6 +159,9 @@ class Scheduler:
         except Exception as failure:  # noqa: BLE001 - KV that cannot be kept is only speed
             event(_log, "kv dropped", level=logging.WARNING, error=repr(failure))
 
-    def _fail(self, ticket: Ticket, run: SequenceRun, failure: KakeyaError) -> None:
-        run.abandon()
-        ticket.on_error(failure)
+
+def _as_kakeya_error(failure: Exception) -> KakeyaError:
+    if isinstance(failure, KakeyaError):
+        return failure
+    _log.error("a step failed", exc_info=failure)
+    return InvariantBroken("engine_step", repr(failure))

@@ -53,9 +53,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._scheduler = scheduler
         self._tools = tools
 
-    async def Describe(  # noqa: N802
-        self, request: pb.DescribeRequest, context: _Context
-    ) -> pb.DescribeResponse:
+    async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeResponse:
         """The model's facts."""
         facts = self._model.facts
         return pb.DescribeResponse(
@@ -78,7 +76,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             blas_accelerated=facts.blas_accelerated,
         )
 
-    async def Decode(  # noqa: N802
+    async def Decode(
         self, request: pb.DecodeRequest, context: _Context
     ) -> AsyncIterator[pb.DecodeResponse]:
         """Stream one generation."""
@@ -94,9 +92,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         except KakeyaError as failure:
             await abort(context, failure)
 
-    async def Draft(  # noqa: N802
-        self, request: pb.DraftRequest, context: _Context
-    ) -> pb.DraftResponse:
+    async def Draft(self, request: pb.DraftRequest, context: _Context) -> pb.DraftResponse:
         """Draft with this model; an expired request is dropped before it is computed."""
         try:
             prefix = _ids(request.token_ids_le32)
@@ -118,16 +114,12 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             draft_us=int((timer() - started) * 1e6),
         )
 
-    async def Release(  # noqa: N802
-        self, request: pb.ReleaseRequest, context: _Context
-    ) -> pb.ReleaseResponse:
+    async def Release(self, request: pb.ReleaseRequest, context: _Context) -> pb.ReleaseResponse:
         """Forget the KV of one key."""
         kept = await self._on_model_thread(lambda: self._tools.slots.take(request.kv_key))
         return pb.ReleaseResponse(released_bytes=0 if kept is None else kept.nbytes)
 
-    async def Stats(  # noqa: N802
-        self, request: pb.StatsRequest, context: _Context
-    ) -> pb.StatsResponse:
+    async def Stats(self, request: pb.StatsRequest, context: _Context) -> pb.StatsResponse:
         """Live numbers."""
         return await self._on_model_thread(self._stats)
 

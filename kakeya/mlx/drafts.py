@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import mlx.core as mx
 
@@ -60,13 +61,11 @@ class Drafter:
             sure.append(mx.take_along_axis(probability, row[:, None], axis=-1)[:, 0])
         joined, confidence = mx.concatenate(rows), mx.concatenate(sure)
         mx.eval(joined, confidence)
-        tokens: list[int] = joined.tolist()
+        tokens = cast("list[int]", joined.tolist())
         # The last drafted token was never fed, so its KV does not exist.
         stream.tokens = [*prefix, *tokens[:-1]]
-        values: list[float] = confidence.tolist()
-        return ModelDraft(
-            tokens=tuple(tokens), confidence=tuple(values), forward_passes=size
-        )
+        values = cast("list[float]", confidence.tolist())
+        return ModelDraft(tokens=tuple(tokens), confidence=tuple(values), forward_passes=size)
 
     def _follow(self, prefix: Sequence[int]) -> _Stream:
         """Bring a stream to hold the KV of all but the last token of `prefix`."""

@@ -6,6 +6,7 @@ not. On the CPU backend dense weights become float32, the only dtype that is fas
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -62,9 +63,7 @@ class LoadedModel:
         return self.network(tokens, cache=cache)
 
 
-def resolve_folder(
-    id_or_path: str, download: Callable[..., str] = snapshot_download
-) -> Path:
+def resolve_folder(id_or_path: str, download: Callable[..., str] = snapshot_download) -> Path:
     """Find a model's folder, downloading a Hugging Face id that is not cached yet.
 
     Raises ConfigError that says what is missing.
@@ -189,12 +188,10 @@ def _context_tokens(config: Mapping[str, Any]) -> int:
 
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Ids that end an answer, by generation_config.json and config.json together."""
-    found: list[int] = []
+    found: list[object] = []
     sources: list[Mapping[str, Any]] = [config, _text_config(config)]
-    try:
+    with contextlib.suppress(OSError, ValueError):
         sources.append(json.loads((folder / "generation_config.json").read_text("utf-8")))
-    except (OSError, ValueError):
-        pass
     for source in sources:
         value = source.get("eos_token_id")
         found += value if isinstance(value, list) else [value]

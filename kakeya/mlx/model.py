@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 
 import mlx.core as mx
 
@@ -47,7 +48,7 @@ class MlxModel:
             dtype=loaded.dtype,
             weight_bytes=loaded.weight_bytes,
             kv_bytes_per_token=probe.kv_bytes_per_token,
-            mlx_version=mx.__version__,
+            mlx_version=version("mlx"),
             tokens_per_second=1 / probe.costs[1],
             prefill_tokens_per_second=probe.prefill_tokens_per_second,
             load_s=load_s,
@@ -103,7 +104,7 @@ class _Probe:
         self.vocab_size = int(logits.shape[-1])
         self.chunk_tokens, self.prefill_tokens_per_second = self._prefill()
         state = self._warm(64)
-        self.kv_bytes_per_token = self._kv_bytes_per_token()
+        self.kv_bytes_per_token = state.nbytes_per_token()
         self.costs = {1: self._plain(state)}
         for rows in _BLOCK_ROWS:
             if time.perf_counter() > self._ends_at or state.verifiable_rows() < rows:
@@ -134,12 +135,6 @@ class _Probe:
             if 2 * seconds > _CHUNK_LIMIT_S:
                 break
         return chosen, rate
-
-    def _kv_bytes_per_token(self) -> int:
-        """KV growth of one token, from the bytes that a cache allocates for many."""
-        small, large = self._warm(8), self._warm(8)
-        large.prefill(self._ids(256))
-        return max(0, large.nbytes - small.nbytes) // 256
 
     def _plain(self, state: Verifier) -> float:
         """Seconds of a pipelined plain step; the state ends where it began."""

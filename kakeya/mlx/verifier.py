@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -53,13 +53,17 @@ class Verifier:
         """Bytes of KV."""
         return sum(layer.nbytes for layer in self._cache)
 
+    def nbytes_per_token(self) -> int:
+        """Bytes that one more token takes, by what the layers hold; 0 before the first token."""
+        return sum(_nbytes_per_token(layer) for layer in self._cache)
+
     def select_with(self, sampling: SamplingParams) -> None:
         """Choose tokens this way from now on."""
         self._sampling = sampling
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Append tokens and wait until their KV is computed; their logits are not."""
-        self._model.forward(mx.array(tokens, dtype=mx.int32)[None], self._cache)
+        self._model.forward(_rows(tokens), self._cache)
         mx.eval([layer.state for layer in self._cache])
         self._length += len(tokens)
 
@@ -67,7 +71,7 @@ class Verifier:
         """Start a plain step on `token`, or on what the newest launched step will select."""
         row = self._flight[-1] if token is None else mx.array([token], dtype=mx.int32)
         selected = self._select(self.step(row), first_position=self._length)
-        mx.async_eval(selected)
+        mx.async_eval(selected)  # type: ignore[no-untyped-call]
         self._flight.append(selected)
 
     def step(self, row: mx.array) -> mx.array:
@@ -78,8 +82,7 @@ class Verifier:
 
     def collect(self) -> int:
         """Wait for the oldest launched step; return the token that it selected."""
-        token: int = self._flight.popleft().item()
-        return token
+        return cast("int", self._flight.popleft().item())
 
     def in_flight(self) -> int:
         """Steps launched and not collected."""
@@ -87,11 +90,10 @@ class Verifier:
 
     def verify(self, tokens: Sequence[int]) -> list[int]:
         """Append `tokens` in one forward; return the token selected after each of them."""
-        logits = self._model.forward(mx.array(tokens, dtype=mx.int32)[None], self._cache)[0]
+        logits = self._model.forward(_rows(tokens), self._cache)[0]
         selected = self._select(logits, first_position=self._length + 1)
         self._length += len(tokens)
-        rows: list[int] = selected.tolist()
-        return rows
+        return cast("list[int]", selected.tolist())
 
     def verifiable_rows(self) -> int:
         """Rows that may be appended such that any tail of them can be trimmed again."""
@@ -128,6 +130,11 @@ class Verifier:
         Row i selects the token at absolute position `first_position + i`.
         """
         return select(logits, self._sampling, first_position)
+
+
+def _rows(tokens: Sequence[int]) -> mx.array:
+    """Ids as one batch row. Shapes: L ids -> [1, L] int32."""
+    return mx.array(list(tokens), dtype=mx.int32)[None]
 
 
 def select(logits: mx.array, sampling: SamplingParams, first_position: int) -> mx.array:
@@ -176,3 +183,13 @@ def _verifiable_rows(layer: Any) -> int:  # noqa: ANN401
     if isinstance(layer, RotatingKVCache):
         return max(0, int(layer.max_size) - int(layer.offset) - 1)
     return UNBOUNDED_ROWS if isinstance(layer, _FREELY_TRIMMABLE) else 0
+
+
+def _nbytes_per_token(layer: Any) -> int:  # noqa: ANN401
+    """Only layers that grow with the text count; they allocate ahead, so capacity divides."""
+    if isinstance(layer, CacheList):
+        return sum(_nbytes_per_token(member) for member in layer.caches)
+    if not isinstance(layer, _FREELY_TRIMMABLE) or layer.keys is None:
+        return 0
+    keys = layer.keys[0] if isinstance(layer.keys, tuple | list) else layer.keys
+    return int(layer.nbytes) // int(keys.shape[-2])

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
         made = engine.result()
     except KakeyaError as failure:
         _leave(2, f"kakeya engine: {failure.message}")
-    except Exception as failure:
+    except Exception as failure:  # noqa: BLE001 - the last word of this process
         _log.exception("the model could not be started")
         _leave(1, f"kakeya engine: {failure!r}")
     asyncio.run(_serve(options.socket, made))
@@ -123,7 +123,7 @@ async def _serve(socket_path: str, engine: _Engine) -> None:
 
     server = grpc.aio.server(options=MESSAGE_OPTIONS)
     servicer = EngineServicer(engine.model, engine.scheduler, engine.tools)
-    engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)
     server.add_insecure_port(f"unix:{socket_path}")
     await server.start()
     event(_log, "serving", socket=socket_path)

@@ -53,7 +53,7 @@ def test_a_missing_folder_is_named(given: str, said: str) -> None:
 
 
 def test_a_folder_without_parts_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no config.json"):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
         resolve_folder(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="no model"):

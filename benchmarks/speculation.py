@@ -1,0 +1,137 @@
+"""N-gram speculation against mlx-lm's generate_step, in one process on one model.
+
+Three texts: the cyclic text of a random model (the ceiling), source code that the embedded model
+continues after seeing it (self-repetitive, real), and high-temperature text in which nothing
+repeats (what drafting must not slow down). Tokens are compared with plain decoding each time.
+
+    .venv/bin/python -m benchmarks.speculation
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kakeya.mlx.blas import preload_blas
+
+preload_blas(threads=1)
+
+import mlx.core as mx  # noqa: E402
+from mlx_lm.generate import generate_step  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+
+from benchmarks.models import EMBEDDED, random_model  # noqa: E402
+from benchmarks.report import emit, interleaved, median  # noqa: E402
+from kakeya.decoding.controller import DraftController  # noqa: E402
+from kakeya.decoding.sampling import SamplingParams  # noqa: E402
+from kakeya.engine.drafting import RemoteBooks  # noqa: E402
+from kakeya.engine.job import DecodeJob, SourceSpec, TokensFrame  # noqa: E402
+from kakeya.engine.sequence import SequenceRun, SequenceTools, Violations  # noqa: E402
+from kakeya.engine.slots import KvSlots  # noqa: E402
+from kakeya.mlx.loader import load  # noqa: E402
+from kakeya.mlx.model import MlxModel  # noqa: E402
+
+TOKENS = 256
+NGRAM = (SourceSpec(kind="ngram"),)
+CODE = """class Point:
+    def __init__(self, x, y):
+        self.x = x
+        self.y = y
+
+    def __repr__(self):
+        return f"Point({self.x}, {self.y})"
+
+
+"""
+
+
+class Bench:
+    """One model, the tools of an engine, and the loops that are compared on it."""
+
+    def __init__(self, folder: str) -> None:
+        self.loaded = load(folder, "bench")
+        self.model = MlxModel(self.loaded, 0.0, True)
+        controller = DraftController()
+        controller.seed_costs(self.model.facts.forward_costs_s)
+        self.tools = SequenceTools(
+            slots=KvSlots(0),
+            controller=controller,
+            books=RemoteBooks(),
+            violations=Violations(),
+            max_draft_rows=16,
+        )
+
+    def ours(self, prompt: list[int], sampling: SamplingParams, drafts: bool) -> list[int]:
+        """Tokens of our loop."""
+        job = DecodeJob(
+            token_ids=prompt,
+            max_tokens=TOKENS,
+            sampling=sampling,
+            sources=NGRAM if drafts else (),
+        )
+        frames = SequenceRun(self.model, self.tools, job).frames()
+        return [t for f in frames if isinstance(f, TokensFrame) for t in f.token_ids]
+
+    def theirs(self, prompt: list[int], sampler: Callable[[mx.array], mx.array] | None) -> None:
+        """Run generate_step to the end."""
+        steps = generate_step(
+            mx.array(prompt), self.loaded.network, max_tokens=TOKENS, sampler=sampler
+        )
+        for _ in steps:
+            pass
+
+
+def rate(work: Callable[[], object]) -> Callable[[], float]:
+    """Tokens per second of one run."""
+
+    def measure() -> float:
+        started = time.perf_counter()
+        work()
+        return TOKENS / (time.perf_counter() - started)
+
+    return measure
+
+
+def compare(name: str, folder: str, prompt: list[int], temperature: float, goal: float) -> None:
+    bench = Bench(folder)
+    sampling = SamplingParams(temperature=temperature, seed=5)
+    sampler = None
+    if temperature > 0:
+
+        def sampler(logprobs: mx.array) -> mx.array:
+            return mx.random.categorical(logprobs / temperature)
+
+    identical = bench.ours(prompt, sampling, True) == bench.ours(prompt, sampling, False)
+    taken = interleaved(
+        {
+            "drafted": rate(lambda: bench.ours(prompt, sampling, True)),
+            "plain": rate(lambda: bench.ours(prompt, sampling, False)),
+            "mlx_lm": rate(lambda: bench.theirs(prompt, sampler)),
+        },
+        repeats=7,
+    )
+    ours, theirs = median(taken["drafted"]), median(taken["mlx_lm"])
+    emit(
+        f"n-gram speculation, tokens/s, {name}",
+        ours=ours,
+        baseline=theirs,
+        ratio=ours / theirs,
+        goal=f">= {goal} of generate_step",
+        met=ours / theirs >= goal and identical,
+        plain=round(median(taken["plain"]), 1),
+        identical=identical,
+    )
+
+
+def main() -> None:
+    tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+    code = tokenizer.encode(CODE * 4).ids
+    three = str(random_model("3m"))
+    compare("cyclic text, 3m", three, list(range(40)), 0.0, 2.5)
+    compare("repeated code, kakeya-tiny", str(EMBEDDED), code, 0.0, 2.5)
+    compare("no match, kakeya-tiny", str(EMBEDDED), list(range(100, 160)), 3.0, 0.95)
+    compare("no match, 3m", three, list(range(40)), 3.0, 0.95)
+
+
+if __name__ == "__main__":
+    main()

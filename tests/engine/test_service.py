@@ -1,0 +1,201 @@
+"""The engine child as the agent meets it: a real process, a real unix socket, a real model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+import pytest
+
+from kakeya.core.units import pack_ids
+from kakeya.v1 import engine_pb2 as pb
+from kakeya.v1.engine_pb2_grpc import EngineServiceStub
+from tests.mlx.random_models import EOS, VOCAB, write_model
+
+if TYPE_CHECKING:
+    from kakeya.v1.engine_pb2_grpc import EngineServiceAsyncStub
+
+START_S = 60.0
+PROMPT = [5, 9, 13, 2, 7] * 4
+
+
+def spawn(socket: Path, model: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "kakeya.node.engine_main",
+            "--socket",
+            str(socket),
+            "--model",
+            model,
+            "--model-id",
+            "toy",
+        ],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    with tempfile.TemporaryDirectory(prefix="kk") as folder:
+        model = write_model(Path(folder) / "model", "llama")
+        child = spawn(Path(folder) / "s", str(model))
+        address = f"unix:{folder}/s"
+        channel = grpc.insecure_channel(address)
+        grpc.channel_ready_future(channel).result(START_S)
+        channel.close()
+        yield child, address
+        child.terminate()
+        assert child.wait(15) == 0
+        assert child.stdin is not None
+        child.stdin.close()
+        assert child.stderr is not None
+        child.stderr.close()
+
+
+@pytest.fixture
+async def stub(
+    engine: tuple[subprocess.Popen[bytes], str],
+) -> AsyncIterator[EngineServiceAsyncStub]:
+    async with grpc.aio.insecure_channel(engine[1]) as channel:
+        yield EngineServiceStub(channel)
+
+
+def request(**changes: object) -> pb.DecodeRequest:
+    values: dict[str, object] = {"token_ids_le32": pack_ids(PROMPT), "max_tokens": 24}
+    return pb.DecodeRequest(**{**values, **changes})  # type: ignore[arg-type]
+
+
+async def decode(
+    stub: EngineServiceAsyncStub, wanted: pb.DecodeRequest
+) -> tuple[list[int], pb.DecodeDone]:
+    frames = [frame async for frame in stub.Decode(wanted, timeout=30)]
+    assert [frame.WhichOneof("frame") for frame in frames].count("done") == 1
+    tokens = [t for frame in frames for t in frame.tokens.token_ids]
+    return tokens, frames[-1].done
+
+
+async def test_it_describes_its_model(stub: EngineServiceAsyncStub) -> None:
+    facts = await stub.Describe(pb.DescribeRequest(), timeout=5)
+    assert facts.model_id == "toy"
+    assert facts.vocab_size == VOCAB
+    assert list(facts.eos_token_ids) == [EOS]
+    assert facts.tokens_per_second > 0
+    assert facts.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
+
+
+async def test_drafts_change_nothing_over_the_socket(stub: EngineServiceAsyncStub) -> None:
+    plain, _ = await decode(stub, request())
+    source = pb.DraftSource(kind=pb.DraftSource.KIND_NGRAM)
+    drafted, done = await decode(stub, request(draft_sources=[source]))
+    assert drafted == plain
+    assert len(plain) == 24
+    assert done.reason == pb.DecodeDone.REASON_MAX_TOKENS
+    assert [tally.source for tally in done.sources] == ["ngram"]
+
+
+async def test_the_same_seed_samples_the_same_tokens(stub: EngineServiceAsyncStub) -> None:
+    sampled = request(temperature=1.0, top_p=0.9, top_k=50, seed=(1 << 64) - 1)
+    first, _ = await decode(stub, sampled)
+    again, _ = await decode(stub, sampled)
+    other, _ = await decode(stub, request(temperature=1.0, seed=1))
+    assert first == again != other
+
+
+async def test_concurrent_calls_get_what_each_gets_alone(stub: EngineServiceAsyncStub) -> None:
+    prompts = [PROMPT[:n] for n in (3, 7, 12)]
+    wanted = [request(token_ids_le32=pack_ids(p)) for p in prompts]
+    alone = [(await decode(stub, w))[0] for w in wanted]
+    together = await asyncio.gather(*(decode(stub, w) for w in wanted))
+    assert [tokens for tokens, _ in together] == alone
+
+
+async def test_kv_is_kept_counted_and_released(stub: EngineServiceAsyncStub) -> None:
+    tokens, _ = await decode(stub, request(kv_key="s1"))
+    stats = await stub.Stats(pb.StatsRequest(), timeout=5)
+    assert stats.kv_bytes_by_key["s1"] == stats.kv_live_bytes > 0
+    assert stats.cache_length_violations == stats.position_violations == 0
+    longer = request(token_ids_le32=pack_ids(PROMPT + tokens), kv_key="s1")
+    _, done = await decode(stub, longer)
+    assert done.cached_tokens >= len(PROMPT) + len(tokens) - 1
+    released = await stub.Release(pb.ReleaseRequest(kv_key="s1"), timeout=5)
+    assert released.released_bytes > 0
+    assert (await stub.Stats(pb.StatsRequest(), timeout=5)).kv_live_bytes == 0
+
+
+async def test_it_drafts_for_others(stub: EngineServiceAsyncStub) -> None:
+    own, _ = await decode(stub, request(max_tokens=5))
+    answer = await stub.Draft(pb.DraftRequest(token_ids_le32=pack_ids(PROMPT), size=5), timeout=5)
+    assert list(answer.token_ids) == own
+    assert len(answer.confidence) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"token_ids_le32": b""}, "empty"),
+        ({"token_ids_le32": b"123"}, "no multiple of 4"),
+        ({"token_ids_le32": pack_ids([VOCAB])}, "outside the vocabulary"),
+        ({"max_tokens": 0}, "at least 1"),
+    ],
+)
+async def test_bad_requests_are_invalid_arguments(
+    stub: EngineServiceAsyncStub, changes: dict[str, object], said: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await decode(stub, request(**changes))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert said in str(caught.value.details())
+
+
+async def test_a_cancelled_call_stops_the_work(stub: EngineServiceAsyncStub) -> None:
+    call = stub.Decode(request(max_tokens=450))
+    await call.read()
+    call.cancel()
+    deadline = time.monotonic() + 0.5
+    while (await stub.Stats(pb.StatsRequest(), timeout=5)).running:
+        assert time.monotonic() < deadline, "still running half a second after the cancellation"
+
+
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    with tempfile.TemporaryDirectory(prefix="kk") as folder:
+        child = spawn(Path(folder) / "s", str(model))
+        assert child.stdin is not None
+        child.stdin.close()
+        assert child.wait(20) == 0
+        assert child.stderr is not None
+        child.stderr.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_cleanly_on_signals(tmp_path: Path, number: signal.Signals) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    with tempfile.TemporaryDirectory(prefix="kk") as folder:
+        child = spawn(Path(folder) / "s", str(model))
+        channel = grpc.insecure_channel(f"unix:{folder}/s")
+        grpc.channel_ready_future(channel).result(START_S)
+        channel.close()
+        os.kill(child.pid, number)
+        assert child.wait(15) == 0
+        child.communicate()
+
+
+def test_a_missing_model_is_said_in_one_line_with_status_2(tmp_path: Path) -> None:
+    child = spawn(tmp_path / "s", str(tmp_path / "nowhere"))
+    assert child.wait(START_S) == 2
+    last = child.communicate()[1].decode().strip().splitlines()[-1]
+    assert "nowhere" in last
+    assert "does not exist" in last

@@ -1,0 +1,135 @@
+"""One sequence's KV: selection, pipelining, blocks, trimming by cache class."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kakeya.decoding.sampling import SamplingParams, probabilities
+from kakeya.mlx.loader import LoadedModel, load
+from kakeya.mlx.verifier import UNBOUNDED_ROWS, Verifier, select
+from tests.mlx.random_models import write_model
+
+LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, 1.9], dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: load(str(write_model(root / name, name)), name)
+        for name in ("llama", "gemma3", "mamba")
+    }
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=0.5, seed=2),
+        SamplingParams(temperature=1.3, top_k=3, seed=3),
+        SamplingParams(temperature=1.0, top_p=0.7, seed=4),
+        SamplingParams(temperature=0.8, top_k=4, top_p=0.9, seed=5),
+    ],
+)
+def test_selection_draws_from_the_reference_distribution(sampling: SamplingParams) -> None:
+    draws = 4000
+    rows = mx.array(np.tile(LOGITS, (draws, 1)))
+    counts = Counter(select(rows, sampling, first_position=17).tolist())
+    expected = probabilities(LOGITS, sampling) * draws
+    kept = expected > 0
+    assert set(counts) <= set(np.flatnonzero(kept).tolist())
+    seen = np.array([counts[token] for token in range(len(LOGITS))])
+    chi_square = float((((seen - expected) ** 2)[kept] / expected[kept]).sum())
+    # 99.99th percentile of chi-square with 5 degrees of freedom.
+    assert chi_square < 25.7
+
+
+def test_noise_belongs_to_the_position_not_to_the_row() -> None:
+    sampling = SamplingParams(temperature=1.0, seed=9)
+    rows = mx.array(np.tile(LOGITS, (8, 1)))
+    block = select(rows, sampling, first_position=100).tolist()
+    single = [select(rows[:1], sampling, first_position=100 + i).item() for i in range(8)]
+    assert block == single
+
+
+def test_greedy_ignores_the_seed_and_takes_the_lowest_of_equals() -> None:
+    rows = mx.array([[1.0, 3.0, 3.0, 0.0]])
+    assert select(rows, SamplingParams(seed=1), 0).item() == 1
+
+
+def test_a_pipeline_selects_what_single_steps_select(models: dict[str, LoadedModel]) -> None:
+    for model in models.values():
+        single, piped = Verifier(model), Verifier(model)
+        single.prefill([3, 4, 5])
+        piped.prefill([3, 4, 5])
+        token, expected = 6, []
+        for _ in range(10):
+            single.launch(token)
+            token = single.collect()
+            expected.append(token)
+        piped.launch(6)
+        got = []
+        for _ in range(9):
+            piped.launch(None)
+            got.append(piped.collect())
+        got.append(piped.collect())
+        assert got == expected
+        assert piped.in_flight() == 0
+        assert piped.length == piped.layer_length() == 13
+
+
+def test_only_trimmable_caches_take_blocks(models: dict[str, LoadedModel]) -> None:
+    full, window, recurrent = (Verifier(models[n]) for n in ("llama", "gemma3", "mamba"))
+    assert full.verifiable_rows() == UNBOUNDED_ROWS
+    assert recurrent.verifiable_rows() == 0
+    assert window.verifiable_rows() == 23
+    window.prefill(list(range(10)))
+    assert window.verifiable_rows() == 13
+    window.prefill(list(range(10)))
+    window.prefill(list(range(10)))
+    assert window.verifiable_rows() == 0
+
+
+def test_a_trim_that_cannot_be_changes_nothing(models: dict[str, LoadedModel]) -> None:
+    recurrent = Verifier(models["mamba"])
+    recurrent.prefill([1, 2, 3])
+    assert not recurrent.trim(1)
+    assert recurrent.trim(0)
+    assert recurrent.length == 3
+
+
+def test_rejected_rows_leave_no_trace(models: dict[str, LoadedModel]) -> None:
+    for name in ("llama", "gemma3"):
+        touched, fresh = Verifier(models[name]), Verifier(models[name])
+        touched.prefill([3, 4, 5])
+        touched.verify([6, 7, 8, 9])
+        assert touched.trim(3)
+        fresh.prefill([3, 4, 5])
+        fresh.verify([6])
+        assert touched.length == fresh.length == touched.layer_length()
+        assert touched.verify([10, 11]) == fresh.verify([10, 11])
+
+
+def test_bytes_per_token_are_what_the_layers_take(models: dict[str, LoadedModel]) -> None:
+    full = Verifier(models["llama"])
+    assert full.nbytes_per_token() == 0
+    full.prefill([1, 2, 3])
+    # 2 layers x keys and values x 2 heads x 16 x 4 bytes
+    assert full.nbytes_per_token() == 2 * 2 * 2 * 16 * 4
+
+
+def test_blas_is_found_where_it_is(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "from kakeya.mlx.blas import preload_blas; import ctypes.util, sys; fast = preload_blas(1);"
+        "assert 'mlx.core' not in sys.modules;"
+        "assert fast == (sys.platform == 'darwin' or bool(ctypes.util.find_library('openblas')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
