@@ -187,8 +187,3 @@ def _models_to_wire(models: Sequence[OfferedModel]) -> list[pb.ModelCapability]:
         )
         for model in models
     ]
-
-
-def to_message(card: Card) -> pb.NodeCapability:
-    """The card as a message, for whoever wants fields that `Card` does not carry."""
-    return pb.NodeCapability.FromString(card.wire)

@@ -1,0 +1,260 @@
+"""The gossip loop: when rounds happen, whom they reach, and what a split costs."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kakeya.core.tasks import Supervisor
+from kakeya.fleet.cards import Offer
+from kakeya.fleet.exchange import Outcome, Round
+from kakeya.fleet.gossip import Gossip, GossipConfig, GossipStats
+from kakeya.fleet.registry import CapabilityRegistry
+from kakeya.fleet.targets import choose_targets, fit_batch
+from tests.fakes import FakeClock
+from tests.fleet.network import VirtualFleet
+from tests.fleet.nodes import NOW, make_registry, running_node, until, verifier
+
+# --- whom
+
+
+def _choose(**sets: object) -> tuple[str, ...]:
+    given = {"live": (), "remembered": (), "seeds": (), "own": (), "fanout": 3}
+    return choose_targets(**(given | sets), rng=random.Random(4))  # type: ignore[arg-type]
+
+
+def test_a_round_takes_fanout_live_peers_and_never_ourselves() -> None:
+    live = [f"n{i}:1" for i in range(20)]
+    chosen = _choose(live=live, own={"n3:1"})
+    assert len(chosen) == 3
+    assert "n3:1" not in chosen
+    everybody = {a for s in range(99) for a in _pick(live, s)}
+    assert everybody == set(live) - {"n3:1"}
+
+
+def _pick(live: list[str], seed: int) -> tuple[str, ...]:
+    return choose_targets(
+        live=live, remembered=(), seeds=(), own={"n3:1"}, fanout=3, rng=random.Random(seed)
+    )
+
+
+def test_every_seed_that_is_not_live_is_tried_and_one_lost_address() -> None:
+    chosen = _choose(
+        live=["a:1"], seeds=["a:1", "s:1", "t:1", "me:1"], remembered=["x:1", "y:1"], own={"me:1"}
+    )
+    assert set(chosen) - {"x:1", "y:1"} == {"a:1", "s:1", "t:1"}
+    assert len(chosen) == 4
+
+
+def test_a_seed_that_is_also_remembered_is_tried_once() -> None:
+    assert _choose(seeds=["s:1", "s:1"], remembered=["s:1"]) == ("s:1",)
+
+
+def test_alone_there_is_nobody_to_call() -> None:
+    assert _choose() == ()
+
+
+def test_a_view_larger_than_a_message_is_sent_in_random_parts_with_the_own_card() -> None:
+    wires = [b"own", *(bytes([i]) * 96 for i in range(50))]
+    assert fit_batch(wires, 10_000, random.Random(1)) == wires
+    sent: set[bytes] = set()
+    for seed in range(40):
+        batch = fit_batch(wires, 1000, random.Random(seed))
+        assert batch[0] == b"own"
+        assert sum(map(len, batch)) <= 1000
+        sent.update(batch)
+    assert sent == set(wires)
+
+
+# --- when
+
+
+def _looping(
+    clock: FakeClock,
+    rounds: list[float],
+    then: Callable[[Round], None] = lambda done: None,
+    **config: object,
+) -> Gossip:
+    registry = make_registry(now=clock.wall())
+
+    def note(done: Round) -> None:
+        rounds.append(clock.mono())
+        then(done)
+
+    return Gossip(
+        registry,
+        GossipConfig(**config),  # type: ignore[arg-type]
+        channels=None,  # type: ignore[arg-type] # nobody is called
+        clock=clock,
+        rng=random.Random(5),
+        on_round=note,
+    )
+
+
+async def test_the_first_round_is_at_once_and_the_next_after_a_jittered_interval() -> None:
+    clock, rounds = FakeClock(), []
+    begin = clock.mono()
+    async with Supervisor(clock) as supervisor:
+        _looping(clock, rounds).start(supervisor)
+        await until(lambda: len(rounds) >= 20)
+    assert rounds[0] == begin
+    gaps = [after - before for before, after in itertools.pairwise(rounds)]
+    assert all(27.0 <= gap <= 33.0 for gap in gaps)
+    assert max(gaps) - min(gaps) > 1.0
+
+
+async def test_changes_of_the_own_card_share_one_early_round() -> None:
+    clock, rounds = FakeClock(), []
+
+    def change(done: Round) -> None:
+        if len(rounds) == 1:
+            for speed in (1.0, 2.0, 3.0, 3.0):
+                gossip.announce(Offer(models=(verifier("m", speed),)))
+
+    gossip = _looping(clock, rounds, change, interval_s=100.0, debounce_s=0.5, jitter=0.0)
+    async with Supervisor(clock) as supervisor:
+        gossip.start(supervisor)
+        await until(lambda: len(rounds) >= 3)
+    assert rounds[1] - rounds[0] == pytest.approx(0.5)
+    assert rounds[2] - rounds[1] == pytest.approx(100.0)
+
+
+async def test_an_unchanged_offer_wakes_nobody() -> None:
+    clock, rounds = FakeClock(), []
+    gossip = _looping(clock, rounds)
+    own = gossip._registry.own
+    gossip.announce(gossip._registry.offer)
+    assert gossip._registry.own is own
+    assert not gossip._wake.is_set()
+
+
+# --- with real nodes
+
+
+async def test_two_nodes_with_one_seed_find_each_other_and_log_each_round(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="kakeya.fleet")
+    async with running_node("a") as a, running_node("b") as b:
+        gossip = a.gossip(b.address)
+        async with Supervisor(a.clock) as supervisor:
+            gossip.start(supervisor)
+            await until(lambda: a.known() == ["a", "b"] and b.known() == ["b", "a"])
+            await until(lambda: gossip.stats.rounds == 1)
+            assert all(task.failures == 0 for task in supervisor.health())
+    assert [r.message for r in caplog.records if r.name == "kakeya.fleet.gossip"] == ["round"]
+    assert (gossip.stats.exchanges, gossip.stats.failures) == (1, 0)
+    assert gossip.stats.cards_changed == 1
+
+
+async def test_a_poke_spreads_a_new_offer_within_a_second() -> None:
+    async with running_node("a") as a, running_node("b") as b:
+        gossip = a.gossip(b.address, debounce_s=0.05)
+        async with Supervisor(a.clock) as supervisor:
+            gossip.start(supervisor)
+            await until(lambda: "a" in b.known())
+            gossip.announce(Offer(grpc_address=a.address, models=(verifier("new"),)))
+            await until(lambda: bool(b.registry.get("a", b.clock.wall()).models), 5.0)
+
+
+async def test_a_farewell_reaches_the_live_peers() -> None:
+    async with running_node("a", models=[verifier("m")]) as a, running_node("b") as b:
+        await a.exchange(b.address)
+        a.registry.merge(
+            [make_registry("ghost", now=a.clock.wall(), address="127.0.0.1:1").own.wire],
+            a.clock.wall(),
+        )
+        assert await a.gossip().farewell(timeout_s=2.0) == 1
+        card = b.registry.get("a", b.clock.wall())
+        assert (card.models, card.ttl_s) == ((), 10.0)
+
+
+async def test_counts_of_rounds_add_up() -> None:
+    good = Outcome(address="a:1", changed=("x", "y"), dropped={})
+    bad = Outcome(address="b:1", error="b:1: gone", error_code="unavailable", dropped={})
+    done = Round(outcomes=(good, bad), seconds=0.5, sent_bytes=100)
+    stats = GossipStats().after(done, NOW).after(done, NOW + 1)
+    assert (stats.rounds, stats.exchanges, stats.failures) == (2, 2, 2)
+    assert (stats.cards_changed, stats.sent_bytes, stats.last_round_at) == (4, 200, NOW + 1)
+
+
+# --- in virtual time
+
+SPLIT_S = 600.0
+
+
+def _split(fleet: VirtualFleet) -> None:
+    left = {f"{name}:1" for name in list(fleet.registries)[::2]}
+    fleet.is_cut = lambda source, target: (source in left) != (target in left)
+
+
+async def _after_partition(fleet: VirtualFleet) -> float:
+    fleet.introduce_all()
+    await fleet.run(60)
+    assert fleet.completeness() == 1.0
+    _split(fleet)
+    await fleet.run(SPLIT_S)
+    assert fleet.completeness() == pytest.approx(0.5)
+    fleet.is_cut = lambda source, target: False
+    await fleet.run(4 * 30)
+    return fleet.completeness()
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_a_split_longer_than_the_ttl_heals_within_four_rounds(seed: int) -> None:
+    """RELIABILITY row 7, ten nodes, no seeds."""
+    fleet = VirtualFleet([f"n{i}" for i in range(10)], seed)
+    assert await _after_partition(fleet) == 1.0
+
+
+async def test_without_remembered_addresses_a_split_never_heals() -> None:
+    """The control of row 7."""
+
+    fleet = VirtualFleet([f"n{i}" for i in range(10)], seed=1)
+
+    class Forgetful(CapabilityRegistry):
+        def expire(self, now: float) -> tuple[str, ...]:
+            gone = super().expire(now)
+            self._remembered.clear()
+            return gone
+
+    for registry in fleet.registries.values():
+        registry.__class__ = Forgetful
+    assert await _after_partition(fleet) == pytest.approx(0.5)
+
+
+async def test_the_loss_of_the_seed_blinds_nobody() -> None:
+    """RELIABILITY row 8: everybody knew only the seed at first; it dies for half an hour."""
+    fleet = VirtualFleet([f"n{i}" for i in range(8)], seed=3, seeds=("n0:1",))
+    await fleet.run(90)
+    assert fleet.completeness() == 1.0
+    del fleet.services["n0:1"]
+    fleet.is_cut = lambda source, target: source == "n0:1"
+    await fleet.run(1800)
+    survivors = [r for name, r in fleet.registries.items() if name != "n0"]
+    assert all(len(r.snapshot(fleet.clock.now)) == 7 for r in survivors)
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.1, 0.3])
+async def test_ten_nodes_never_miss_each_other_at_the_default_pace(loss: float) -> None:
+    fleet = VirtualFleet([f"n{i}" for i in range(10)], seed=7)
+    fleet.introduce_all()
+    rng = random.Random(9)
+    fleet.is_cut = lambda source, target: rng.random() < loss
+    for _ in range(60):
+        await fleet.run(15)
+        assert fleet.completeness() == 1.0
+
+
+async def test_one_way_reachability_is_enough_for_equal_views() -> None:
+    """RELIABILITY row 6: nobody can dial b; b dials a."""
+    fleet = VirtualFleet(["a", "b", "c"], seed=2, seeds=("a:1",))
+    fleet.is_cut = lambda source, target: target == "b:1"
+    await fleet.run(60)
+    assert fleet.completeness() == 1.0
+    await fleet.run(3000)
+    assert fleet.completeness() == 1.0
