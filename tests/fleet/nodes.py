@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import grpc
 import grpc.aio
 
 from kakeya.core.clock import Clock, SystemClock
@@ -116,6 +117,7 @@ async def running_node(
     keepalive: Keepalive | None = None,
     port: int = 0,
     incarnation: int = 1,
+    handlers: Sequence[grpc.GenericRpcHandler[bytes, bytes]] = (),
 ) -> AsyncIterator[Node]:
     clock = clock or SystemClock()
     keepalive = keepalive or Keepalive()
@@ -130,6 +132,7 @@ async def running_node(
         incarnation=incarnation,
     )
     add_capability_service(server, registry, clock=clock, rng=random.Random(2))
+    server.add_generic_rpc_handlers(tuple(handlers))
     await server.start()
     channels = Channels(keepalive)
     try:
