@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kakeya.decoding.controller import DraftController
+from kakeya.decoding.draft_book import RemoteDraftBook
 from kakeya.decoding.ngram import NGramIndex
 from kakeya.decoding.proposer import Draft
-
-# TMP from kakeya.decoding.remote import RemoteDraftBook, RemoteProposer
+from kakeya.decoding.remote import RemoteProposer
+from kakeya.decoding.shadow import ShadowScorer
 from kakeya.engine.job import SourceSpec, SourceTally
 
 NGRAM_SOURCE = "ngram"
@@ -41,15 +41,7 @@ class RemoteBooks:
                 extended=spec.extended,
             )
             self._proposers[spec.name] = proposer
-        return None
-
-
-@dataclass(slots=True)
-class _Shadow:
-    """A draft that nobody verifies, and where in the history it began."""
-
-    draft: Draft
-    base: int
+        return RemoteDraftBook(proposer)
 
 
 class Drafting:
@@ -72,7 +64,7 @@ class Drafting:
             spec.name: books.open(spec, vocab_size) for spec in specs if spec.kind == "remote"
         }
         self._tallies = {spec.name: SourceTally(source=spec.name) for spec in specs}
-        self._shadows: dict[str, _Shadow] = {}
+        self._shadows = ShadowScorer(controller)
 
     def begin(self, history: list[int]) -> None:
         """Take the history, which the caller goes on extending."""
@@ -84,8 +76,10 @@ class Drafting:
         """Tokens joined the history."""
         if self._index is not None:
             self._index.extend(tokens)
-        if self._shadows:
-            self._settle_shadows()
+        for book in self._books.values():
+            for base, late in book.take_late():
+                self._shadows.hold(late, base)
+        self._shadows.settle(self._history)
 
     def choose(self, history: list[int], room: int) -> tuple[Draft, int]:
         """The draft that is worth most now and how many of its tokens to verify; 0 = none."""
@@ -118,17 +112,22 @@ class Drafting:
         tally.accepted += accepted
 
     def shadow(self, draft: Draft) -> None:
-        """Remember a draft that is not verified, unless an earlier one is still open."""
-        if draft.tokens and draft.source not in self._shadows:
-            self._shadows[draft.source] = _Shadow(draft, len(self._history))
+        """Hold a draft that is not verified until the history has judged it."""
+        if draft.tokens:
+            self._shadows.hold(draft, len(self._history))
             self._tallies[draft.source].shadowed += 1
 
     def tallies(self) -> tuple[SourceTally, ...]:
         """What each source did."""
+        for name, book in self._books.items():
+            tally, counts = self._tallies[name], book.counts
+            tally.late = counts.late + counts.stale
+            tally.failed = counts.failed + counts.malformed
         return tuple(self._tallies.values())
 
     def close(self) -> None:
-        """Cancel what is under way."""
+        """Cancel what is under way; the generation is over."""
+        self._shadows.close(self._history)
         for book in self._books.values():
             book.close()
 
@@ -157,22 +156,6 @@ class Drafting:
             tally.drafted += len(draft.tokens)
         else:
             tally.abstained += 1
-
-    def _settle_shadows(self) -> None:
-        """Score the drafts that the history has caught up with or contradicted."""
-        history = self._history
-        for source, shadow in list(self._shadows.items()):
-            actual = history[shadow.base : shadow.base + len(shadow.draft.tokens)]
-            agreed = 0
-            for guess, token in zip(shadow.draft.tokens, actual, strict=False):
-                if guess != token:
-                    break
-                agreed += 1
-            if agreed == len(actual) and len(actual) < len(shadow.draft.tokens):
-                continue
-            del self._shadows[source]
-            self._controller.observe_shadow(shadow.draft, actual)
-            self._tallies[source].shadow_hits += agreed
 
 
 def _within(tokens: Sequence[int], vocab_size: int) -> tuple[int, ...]:

@@ -77,7 +77,6 @@ class SourceUsage:
     failed: int = 0
     late: int = 0
     shadowed: int = 0
-    shadow_hits: int = 0
     mean_wait_ms: float = 0.0
 
 

@@ -8,6 +8,7 @@ from mlx_lm.generate import generate_step
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.decoding.decoder import FinishReason
+from kakeya.decoding.draft_book import BookCounts
 from kakeya.decoding.proposer import Draft
 from kakeya.decoding.sampling import SamplingParams
 from kakeya.engine.job import DecodeJob, PrefillFrame, SourceSpec, TokensFrame
@@ -114,10 +115,15 @@ def test_whatever_is_drafted_the_tokens_stay(rig: Rig, kind: str, sampling: Samp
 class ForeignBook:
     """A peer that drafts ids which the vocabulary does not have."""
 
+    counts = BookCounts()
+
     def poll(self, history: list[int], size: int, *, wait_s: float) -> Draft:
         return Draft(source="peer", tokens=(4_000_000_000,) * size)
 
     def ahead(self, history: list[int], block: tuple[int, ...]) -> None: ...
+
+    def take_late(self) -> list[tuple[int, Draft]]:
+        return []
 
     def close(self) -> None: ...
 
