@@ -14,10 +14,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "CapabilityRegistry": "kakeya.fleet.registry",
     "Client": "kakeya.runtime.client",
-    "DistributedSpeculativeDecoder": "kakeya.decoding.decoder",
+    "DistributedSpeculativeDecoder": "kakeya.decoding.speculative",
     "NGramProposer": "kakeya.decoding.ngram",
     "RemoteProposer": "kakeya.decoding.remote",
-    "SpeculativeDecoder": "kakeya.decoding.decoder",
+    "SpeculativeDecoder": "kakeya.decoding.speculative",
     "accept_block": "kakeya.decoding.acceptance",
     "exchange_once": "kakeya.fleet.gossip",
     "plan_spec_decode_placement": "kakeya.fleet.placement",

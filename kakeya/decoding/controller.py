@@ -38,6 +38,8 @@ PROBE_COST = 0.005
 """Share of plain time that asking a source which does not pay may cost."""
 PROBE_EVERY = 32
 """Steps between two such probes, at least."""
+PROBE_STEPS = 8
+"""Steps that a probe lasts: an answer that comes late is still seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,7 @@ class _Source:
     shadow_hits: int = 0
     wait_s: float = 0.0
     waits: int = 0
-    steps_since_ask: int = 0
+    steps_unasked: int = 0
     tried: list[int] = field(default_factory=list)
     right: list[int] = field(default_factory=list)
 
@@ -133,17 +135,18 @@ class DraftController:
     def wants(self, source: str) -> bool:
         """Whether to ask, in this step, a source that makes the step wait.
 
-        True when it pays; else rarely, so that a source that has become good is noticed. Asking
-        and `observe_wait` belong together.
+        True when it pays; else rarely, for a few steps, so that a source that has become good is
+        noticed. A caller that asks tells `observe_wait`, also when nothing came.
         """
         known = self._source(source)
-        if known.waits == 0:
+        if known.waits < PROBE_STEPS or self.wait_budget_s(source) >= known.wait_s:
             return True
-        if self.wait_budget_s(source) >= known.wait_s:
-            return True
-        known.steps_since_ask += 1
-        plain_s = self._costs.seconds(1)
-        return known.steps_since_ask >= max(PROBE_EVERY, known.wait_s / (PROBE_COST * plain_s))
+        known.steps_unasked += 1
+        dear = PROBE_STEPS * known.wait_s / (PROBE_COST * self._costs.seconds(1))
+        pause = max(PROBE_EVERY, dear)
+        if known.steps_unasked >= pause + PROBE_STEPS:
+            known.steps_unasked = 0
+        return known.steps_unasked >= pause
 
     def ask_size(self, source: str, limit: int) -> int:
         """How many tokens are worth asking this source for: twice what would be verified."""
@@ -190,7 +193,6 @@ class DraftController:
         """Learn how long the step waited for this source, whatever it answered."""
         known = self._source(source)
         known.waits += 1
-        known.steps_since_ask = 0
         known.wait_s += (seconds - known.wait_s) / min(known.waits, 8)
         self._remember(0, seconds)
 

@@ -25,6 +25,9 @@ from kakeya.decoding.proposer import BlockProposal, Draft, ProposerStats
 LENGTHS = (8, 5, 3, 2, 1)
 """Which n-grams are indexed. Gaps halve the cost of a token and change hardly any match."""
 
+ROLLBACK = 96
+"""Tokens at the end of a text that a proposer's index can take back without being built anew."""
+
 _CONFIDENCE = ((17, 0.9), (9, 0.8), (5, 0.6), (3, 0.4), (2, 0.2), (1, 0.1))
 """By match length, at least; a rank for the receiver to calibrate, not a promise."""
 
@@ -76,6 +79,12 @@ class NGramIndex:
             keys = [hash(tail[-n:]) for n in lengths if n <= len(tail)]
         self._tail, self._keys = tail, keys
 
+    def truncate(self, length: int) -> None:
+        """Take the end of the text back. What it had taught about older places is forgotten."""
+        del self.tokens[length:]
+        self._tail = tuple(self.tokens[-self._widest :])
+        self._keys = [hash(self._tail[-n:]) for n in self._lengths if n <= len(self._tail)]
+
     def draft(self, size: int) -> tuple[list[int], int]:
         """What may follow, `size` tokens or none, and how many tokens of suffix matched."""
         at, length = self._latest()
@@ -88,10 +97,10 @@ class NGramIndex:
 
     def _latest(self) -> tuple[int, int]:
         """Where the longest known suffix was continued last, and its length; 0 = nowhere."""
-        keys, seen = self._keys, self._seen
+        keys, seen, end = self._keys, self._seen, len(self.tokens)
         for key, length in zip(keys, self._lengths[-len(keys) :], strict=False):
-            at = seen.get(key)
-            if at is not None:
+            at = seen.get(key, end)
+            if at < end:
                 return at, length
         return 0, 0
 
@@ -136,7 +145,7 @@ class NGramProposer:
             raise InvalidArgument("the prefix is empty: there is nothing to continue")
         if size < 1:
             raise InvalidArgument(f"the draft size is {size}, it must be at least 1")
-        tokens, match = self._index_of(prefix).draft(size)
+        tokens, match = self._index_of(list(prefix)).draft(size)
         self.stats.calls += 1
         self.stats.drafted += len(tokens)
         if not tokens:
@@ -167,28 +176,41 @@ class NGramProposer:
         )
 
     def _index_of(self, prefix: Sequence[int]) -> NGramIndex:
-        """The index of exactly this prefix, grown from the longest text that it continues."""
+        """The index of exactly this prefix, made from that of a text which it continues."""
         recent = self._recent
         for at, index in enumerate(recent):
-            if _continues(prefix, index.tokens):
-                if at:
-                    recent.insert(0, recent.pop(at))
+            shared = _shared_head(prefix, index.tokens)
+            if shared is not None:
+                recent.insert(0, recent.pop(at))
                 break
         else:
-            index = NGramIndex(*self._lengths)
+            shared, index = 0, NGramIndex(*self._lengths)
             recent.insert(0, index)
             del recent[self._kept_texts :]
-        if len(index) < len(prefix):
-            index.extend(prefix[len(index) :])
+        if shared < len(index):
+            index.truncate(shared)
+        if shared < len(prefix):
+            index.extend(prefix[shared:])
         return index
 
 
-def _continues(prefix: Sequence[int], text: Sequence[int]) -> bool:
-    """Whether `prefix` begins with `text`, as far as its ends and some places between tell."""
-    end = len(text)
-    if not end or end > len(prefix) or prefix[end - 1] != text[end - 1]:
-        return False
-    near, far = max(0, end - 16), max(1, end // 16)
-    return list(prefix[near:end]) == list(text[near:end]) and all(
-        prefix[at] == text[at] for at in range(0, end, far)
-    )
+def _shared_head(prefix: Sequence[int], text: Sequence[int]) -> int | None:
+    """How much of `text` the prefix begins with, if that is all but a short end of it.
+
+    The end is compared, of what lies before it only some places. A drafter asked ahead of the
+    verifier may have seen a few tokens that did not come true: those are the short end.
+    """
+    known = len(text)
+    end = min(known, len(prefix))
+    start = max(0, known - ROLLBACK)
+    if end < start:
+        return None
+    near = max(0, start - 8)
+    if any(prefix[at] != text[at] for at in range(0, near, max(1, near // 16))):
+        return None
+    if prefix[near:start] != text[near:start]:
+        return None
+    if prefix[start:end] == text[start:end]:
+        return end
+    shared = next(at for at in range(start, end) if prefix[at] != text[at])
+    return shared if shared or not known else None

@@ -1,0 +1,209 @@
+"""Drafts from a peer's ProposerService: blocking by block, or in advance of need.
+
+`RemoteProposer` is a Proposer like any other, over one reused channel, with a deadline on every
+call and a circuit breaker. What it says is checked here and verified token by token later, so a
+wrong, hostile or half-dead peer costs time, never a token. `RemoteDraftBook` (draft_book.py) asks
+through `begin` and `finish` without blocking.
+
+Not thread-safe: one thread drafts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import grpc
+
+from kakeya.core.clock import Clock, SystemClock
+from kakeya.core.errors import InvalidArgument, PeerError, PeerProtocol
+from kakeya.decoding.breaker import BreakerState, CircuitBreaker
+from kakeya.decoding.convert import PADDING_ID, draft_from_wire, request_to_wire
+from kakeya.decoding.draft_book import RemoteDraftBook
+from kakeya.decoding.proposer import BlockProposal, Draft, ProposerStats
+from kakeya.v1 import distributed_pb2 as pb
+from kakeya.v1 import distributed_pb2_grpc as rpc
+from kakeya.wire.channels import sync_channel
+
+__all__ = ["MalformedDraft", "PendingDraft", "RemoteDraftBook", "RemoteProposer"]
+__all__ += ["RemoteProposerError"]
+
+PROPOSAL_TIMEOUT_S = 2.0
+"""The longest that one call may take; drafts that take longer never pay."""
+
+
+class RemoteProposerError(PeerError):
+    """The peer gave no usable draft. `status` is its gRPC status, if the call ended with one."""
+
+    code = "remote_proposer"
+    retryable = True
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: grpc.StatusCode | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.status = status
+
+
+class MalformedDraft(RemoteProposerError, PeerProtocol):
+    """The peer answered what no correct proposer answers."""
+
+
+class PendingDraft:
+    """One call on its way; made by `RemoteProposer.begin`."""
+
+    __slots__ = ("arrived_mono", "began_mono", "block_size", "call")
+
+    def __init__(self, call: grpc.Future[pb.ProposeBlockResponse], size: int, clock: Clock) -> None:
+        self.call = call
+        self.block_size = size
+        self.began_mono = clock.mono()
+        self.arrived_mono: float | None = None
+        call.add_done_callback(lambda _: setattr(self, "arrived_mono", clock.mono()))
+
+    def wait(self, seconds: float) -> bool:
+        """Block until the call has ended, at most so long; whether it has."""
+        try:
+            self.call.exception(timeout=seconds)
+        except grpc.FutureTimeoutError:
+            return False
+        except grpc.FutureCancelledError:
+            pass
+        return True
+
+
+class RemoteProposer:
+    """The proposer `model_id` of the node at `address`; "" is that node's default.
+
+    `extended=False` for nodes without our wire extensions: they answer full blocks, in which
+    nobody can tell padding from drafts. Token ids from `vocab_size` on are refused. A given
+    `channel` stays the caller's to close.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        model_id: str = "",
+        *,
+        channel: grpc.Channel | None = None,
+        timeout_s: float = PROPOSAL_TIMEOUT_S,
+        vocab_size: int | None = None,
+        extended: bool = True,
+        breaker: CircuitBreaker | None = None,
+        rng: random.Random | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.name = f"{model_id}@{address}"
+        self.stats = ProposerStats()
+        self.extended = extended
+        self.clock = clock or SystemClock()
+        self.breaker = breaker or CircuitBreaker(rng or random.Random())
+        self._model_id = model_id
+        self._timeout_s = timeout_s
+        self._vocab_size = vocab_size
+        self._owns_channel = channel is None
+        self._channel = channel or sync_channel(address)
+        self._stub = rpc.ProposerServiceStub(self._channel)
+
+    def propose(self, prefix: Sequence[int], size: int) -> Draft:
+        """Draft at most `size` tokens. Raises RemoteProposerError, InvalidArgument."""
+        return self._ask(prefix, size, 1)
+
+    def propose_block(
+        self, committed: Sequence[int], block_size: int, num_steps: int = 1
+    ) -> BlockProposal:
+        """Draft exactly `block_size` tokens, of which `num_valid` are meant."""
+        draft = self._ask(committed, block_size, num_steps)
+        return BlockProposal(
+            token_ids=draft.tokens + (PADDING_ID,) * (block_size - len(draft.tokens)),
+            num_valid=len(draft.tokens),
+            forward_passes=draft.forward_passes,
+            diffusion_steps=draft.diffusion_steps,
+            peak_activation_bytes=draft.peak_activation_bytes,
+        )
+
+    def begin(self, prefix: Sequence[int], size: int) -> PendingDraft | None:
+        """Send a request and return at once; None while the breaker is open."""
+        request = self._request(prefix, size, 1)
+        if not self.breaker.admit(self.clock.mono()):
+            return None
+        self.stats.calls += 1
+        call = self._stub.ProposeBlock.future(request, timeout=self._timeout_s)
+        return PendingDraft(call, size, self.clock)
+
+    def finish(self, pending: PendingDraft) -> Draft:
+        """Read the answer of a call that is done. Raises RemoteProposerError."""
+        try:
+            response = pending.call.result(timeout=0)
+        except (grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError) as failure:
+            raise self._failed(failure) from failure
+        return self._read(response, pending.block_size)
+
+    def abandon(self, pending: PendingDraft) -> None:
+        """Give a call up; the server drops it if it has not begun."""
+        pending.call.cancel()
+        self.breaker.withdrawn()
+
+    def close(self) -> None:
+        """Close the channel, if it is the proposer's own."""
+        if self._owns_channel:
+            self._channel.close()
+
+    def _ask(self, prefix: Sequence[int], size: int, num_steps: int) -> Draft:
+        request = self._request(prefix, size, num_steps)
+        began = self.clock.mono()
+        if not self.breaker.admit(began):
+            raise self._refused(began)
+        self.stats.calls += 1
+        try:
+            response = self._stub.ProposeBlock(request, timeout=self._timeout_s)
+        except grpc.RpcError as failure:
+            raise self._failed(failure) from failure
+        finally:
+            self.stats.wait_s += self.clock.mono() - began
+        return self._read(response, size)
+
+    def _request(self, prefix: Sequence[int], size: int, num_steps: int) -> pb.ProposeBlockRequest:
+        if not len(prefix):
+            raise InvalidArgument("the prefix is empty: there is nothing to continue")
+        if size < 1 or num_steps < 1:
+            raise InvalidArgument(
+                f"block size {size}, num_steps {num_steps}: both must be at least 1"
+            )
+        return request_to_wire(prefix, size, num_steps, self._model_id, extended=self.extended)
+
+    def _read(self, response: pb.ProposeBlockResponse, size: int) -> Draft:
+        try:
+            draft = draft_from_wire(response, size, self.name, self._vocab_size)
+        except PeerProtocol as failure:
+            self._count_failure()
+            raise MalformedDraft(failure.message) from failure
+        self.breaker.succeeded()
+        self.stats.drafted += len(draft.tokens)
+        self.stats.abstained += not draft.tokens
+        self.stats.forward_passes += draft.forward_passes
+        self.stats.diffusion_steps += draft.diffusion_steps
+        return draft
+
+    def _failed(self, failure: Exception) -> RemoteProposerError:
+        self._count_failure()
+        status = failure.code() if isinstance(failure, grpc.Call) else None
+        details = failure.details() if isinstance(failure, grpc.Call) else repr(failure)
+        named = status.name if status is not None else "no status"
+        return RemoteProposerError(f"{self.name}: {named}: {details}", status=status)
+
+    def _count_failure(self) -> None:
+        self.stats.failures += 1
+        self.breaker.failed(self.clock.mono())
+
+    def _refused(self, now: float) -> RemoteProposerError:
+        trying = self.breaker.state is BreakerState.TRYING
+        wait_s = 0.0 if trying else max(0.0, self.breaker.retry_mono - now)
+        return RemoteProposerError(
+            f"{self.name} failed several times in a row; it is asked again in {wait_s:.1f} s",
+            retry_after_s=wait_s,
+        )
