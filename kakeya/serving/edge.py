@@ -11,6 +11,7 @@ Origin header must name the same host and port as Host. There are no CORS header
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import json
 import logging
@@ -163,6 +164,10 @@ class Edge:
             await self._app(scope, receive, send)
         except errors.Cancelled:
             return
+        except asyncio.CancelledError:  # the server stops and the grace is over
+            if not send.is_started:
+                await send_error(send, errors.PeerUnavailable("this node is stopping"))
+            raise
         except errors.KakeyaError as error:
             if send.is_started:
                 raise
@@ -201,6 +206,8 @@ async def send_error(send: Send, error: errors.KakeyaError) -> None:
     if status in (429, 503):
         seconds = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
         headers["retry-after"] = str(max(1, round(seconds)))
+    if status == 408:
+        headers["connection"] = "close"
     await send_json(send, status, envelope(error), headers)
 
 

@@ -98,12 +98,14 @@ class Generations:
     def find(self, model_id: str) -> ServedModel:
         """Find a served model. Raises ModelNotFound with the ids that are served."""
         try:
-            return self._directory.get(model_id)
-        except NotFound as fault:
-            served = ", ".join(model.model_id for model in self._directory.verifiers())
-            raise ModelNotFound(
-                f"the model {model_id!r} is not served here; served: {served or 'none'}"
-            ) from fault
+            if model_id:  # the directory takes "" for its default
+                return self._directory.get(model_id)
+        except NotFound:
+            pass
+        served = ", ".join(model.model_id for model in self._directory.verifiers())
+        raise ModelNotFound(
+            f"the model {model_id!r} is not served here; served: {served or 'none'}"
+        )
 
     @contextmanager
     def admitted(self) -> Iterator[None]:

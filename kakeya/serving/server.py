@@ -31,6 +31,7 @@ _FORCED_S = 2.0
 class _Protocol(HttpToolsProtocol):
     """uvicorn's connection with JSON refusals and limits on the request's head."""
 
+    head_s = HEAD_S
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
 
@@ -76,7 +77,7 @@ class _Protocol(HttpToolsProtocol):
 
     def _expect_head(self) -> None:
         self._head_is_whole()
-        self._head_timer = self.loop.call_later(HEAD_S, self.transport.close)
+        self._head_timer = self.loop.call_later(self.head_s, self.transport.close)
 
     def _head_is_whole(self) -> None:
         if self._head_timer is not None:
@@ -122,16 +123,21 @@ class HttpServer:
 
 @asynccontextmanager
 async def serve_http(
-    app: ASGIApp, sock: socket.socket, *, grace_s: float = 0.0
+    app: ASGIApp, sock: socket.socket, *, grace_s: float = 0.0, head_s: float = HEAD_S
 ) -> AsyncIterator[HttpServer]:
     """Serve `app` on a bound socket until the context ends, with `grace_s` for what then runs.
 
     Takes the socket over and closes it.
     """
+
+    class Protocol(_Protocol):
+        """A connection of this server."""
+
+    Protocol.head_s = head_s
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # faults are logged by the edge
     config = uvicorn.Config(
         app,
-        http=_Protocol,
+        http=Protocol,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import openai
 import pytest
+from blockbuster import blockbuster_ctx
 
 from kakeya.runtime.generation import ModelState
 from tests.serving.toy import Pace, ToyModel, make_folder, serving
@@ -263,3 +264,16 @@ async def test_a_node_without_models_is_not_ready():
     async with serving() as served:
         assert (await served.http.get("/readyz")).json()["reason"] == "no model is served"
         assert (await served.http.get("/v1/models")).json()["data"] == []
+
+
+async def test_nothing_blocks_the_event_loop(folder):
+    with blockbuster_ctx("kakeya") as guard:
+        assert guard.functions
+        async with serving(ToyModel(folder, script=SAID)) as served:
+            create = served.openai.chat.completions.create
+            long = [{"role": "user", "content": "hello " * 20_000}]
+            with pytest.raises(openai.BadRequestError):
+                await create(model="toy", messages=long)
+            stream = await create(model="toy", messages=HI, stream=True)
+            assert [chunk async for chunk in stream]
+            await served.http.get("/metrics")

@@ -242,6 +242,7 @@ async def serving(
     limits: Limits = Limits(),  # noqa: B008
     status: Callable[[], Mapping[str, object]] = dict,
     hosts: frozenset[str] = frozenset(),
+    head_s: float = 5.0,
 ) -> AsyncIterator[Served]:
     app = build_app(
         Directory(*models),
@@ -255,7 +256,7 @@ async def serving(
     sock = socket.create_server(("127.0.0.1", 0))
     port = sock.getsockname()[1]
     base = f"http://127.0.0.1:{port}"
-    async with serve_http(app, sock):
+    async with serve_http(app, sock, head_s=head_s):
         async with httpx.AsyncClient(base_url=base, timeout=20, trust_env=False) as http:
             transport = httpx.AsyncClient(trust_env=False)
             client = AsyncOpenAI(
