@@ -143,6 +143,19 @@ PROPOSERS = Setting(
     help="draft for peers with n-grams or a model; any number of times",
     repeatable=True,
 )
+SESSION_CAPACITY = Setting(
+    key="sessions.capacity",
+    variable="KAKEYA_SESSION_CAPACITY",
+    parse=s.whole(1, 100_000, "sessions"),
+    # A history of a full context is some 100 kB; further sessions are refused, none is evicted.
+    default=256,
+)
+SESSION_IDLE = Setting(
+    key="sessions.idle_ttl",
+    variable="KAKEYA_SESSION_IDLE_TTL",
+    parse=s.number(1, 7 * 86400, "seconds"),
+    default=1800.0,
+)
 SETTINGS: tuple[Setting[object], ...] = (
     BIND,
     HTTP,
@@ -157,7 +170,10 @@ SETTINGS: tuple[Setting[object], ...] = (
     PROPOSERS,
     DATA_DIR,
     LOG_FORMAT,
+    SESSION_CAPACITY,
+    SESSION_IDLE,
 )
+_FLAGGED = tuple(setting for setting in SETTINGS if setting.flag)
 CONFIG_FLAG, CONFIG_VARIABLE = "--config", "KAKEYA_CONFIG"
 _OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "KAKEYA_PYTHON"})
 
@@ -183,6 +199,14 @@ class FleetConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionConfig:
+    """How many gRPC sessions there may be, and after how many idle seconds one is forgotten."""
+
+    capacity: int
+    idle_ttl_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
     """Everything that can be set. `node_id` "" = the one kept in the data directory."""
 
@@ -191,6 +215,7 @@ class NodeConfig:
     log_format: Literal["text", "json"]
     listen: ListenConfig
     fleet: FleetConfig
+    sessions: SessionConfig
     models: tuple[ModelSpec, ...]
     warnings: tuple[str, ...] = ()
 
@@ -217,7 +242,7 @@ def parse_flags(argv: Sequence[str]) -> dict[str, object]:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    for setting in SETTINGS:
+    for setting in _FLAGGED:
         if setting.switch:
             parser.add_argument(
                 setting.flag, dest=setting.flag, action="store_true", help=setting.help
@@ -235,7 +260,7 @@ def parse_flags(argv: Sequence[str]) -> dict[str, object]:
     )
     given, unknown = parser.parse_known_args(list(argv))
     if unknown:
-        known = [setting.flag for setting in SETTINGS] + [CONFIG_FLAG]
+        known = [setting.flag for setting in _FLAGGED] + [CONFIG_FLAG]
         flag = unknown[0].partition("=")[0]
         raise ConfigError(f"unknown argument {unknown[0]}{nearest(flag, known)}")
     return dict(vars(given))
@@ -288,6 +313,9 @@ def _build(sources: Sources) -> NodeConfig:
         log_format=cast('Literal["text", "json"]', sources.value(LOG_FORMAT)),
         listen=listen,
         fleet=fleet,
+        sessions=SessionConfig(
+            capacity=sources.value(SESSION_CAPACITY), idle_ttl_s=sources.value(SESSION_IDLE)
+        ),
         models=_models(sources),
         warnings=_warnings(fleet, sources.environ),
     )

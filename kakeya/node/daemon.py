@@ -20,7 +20,7 @@ from kakeya.core import log
 from kakeya.core.errors import ConfigError, KakeyaError
 from kakeya.node import config
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kakeya.node.daemon")  # not __name__: this may be __main__
 _HANG_S = 5.0
 """How much longer than its grace a shutdown may take before the process ends itself."""
 
@@ -52,13 +52,15 @@ def _refuse(status: int, sentence: str) -> int:
 
 
 async def _run(settings: config.NodeConfig) -> int:
-    from kakeya.node.agent import GRACE_S, Agent  # after the flags: wrong ones end without gRPC
+    # After the flags: a wrong one is answered without the time that gRPC takes to import.
+    from kakeya.node.agent import GRACE_S, Agent
+    from kakeya.node.engines import engine_command
 
     stopped = asyncio.Event()
     _stop_on_signals(stopped, GRACE_S + _HANG_S)
     for warning in settings.warnings:
         _log.warning(warning)
-    async with Agent(settings) as agent:
+    async with Agent(settings, engine_command(settings.log_format)) as agent:
         ready = f"kakeya-node ready node_id={agent.node_id} grpc={agent.grpc} http={agent.http}"
         sys.stdout.write(ready + "\n")
         sys.stdout.flush()

@@ -29,14 +29,14 @@ class Setting(Generic[Value]):
 
     `parse` gets what the origin holds (text from flags and variables, TOML values from the file)
     and raises Illegal with the sentence after "ORIGIN: ". A repeatable setting is parsed from
-    a list; its variable separates values by commas.
+    a list; its variable separates values by commas. `flag` "" = none.
     """
 
     key: str
-    flag: str
     variable: str
     parse: Callable[[object], Value]
     default: Value
+    flag: str = ""
     metavar: str = ""
     help: str = ""
     repeatable: bool = False

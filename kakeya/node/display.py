@@ -1,0 +1,150 @@
+"""Tables of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeGuard
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kakeya.core.units import format_bytes
+from kakeya.node.demo import Row
+
+Json = Mapping[str, object]
+_console = Console()
+
+
+def show_status(status: Json, *, clear: bool) -> None:
+    """Print the node, its models and the fleet as it sees it."""
+    if clear:
+        _console.clear()
+    node, fleet = _object(status, "node"), _object(status, "fleet")
+    _console.print(
+        f"[bold]{node.get('node_id')}[/bold]  grpc {node.get('grpc')}  http {node.get('http')}  "
+        f"pid {node.get('pid')}  up {_seconds(node.get('uptime_s'))}",
+        highlight=False,
+    )
+    _console.print(_models(_objects(status, "models")))
+    _console.print(_nodes(_objects(fleet, "nodes")))
+
+
+def show_plan(plan: Json) -> None:
+    """Print who verifies, who drafts, and whom each policy would ask."""
+    placed = plan.get("placement")
+    if is_object(placed):
+        where = "on the same node" if placed.get("colocated") else "on another node"
+        _console.print(
+            f"verify  {placed.get('verifier_model')} on {placed.get('verifier_node')} "
+            f"({placed.get('verifier_address')})\n"
+            f"draft   {placed.get('proposer_model')} on {placed.get('proposer_node')} "
+            f"({placed.get('proposer_address')}), {where}",
+            highlight=False,
+        )
+    else:
+        _console.print(f"no plan: {plan.get('reason')}", highlight=False)
+    for model, policies in _object(plan, "drafts").items():
+        if is_object(policies):
+            for policy, sources in policies.items():
+                names = ", ".join(sources) if isinstance(sources, list) else ""
+                _console.print(f"{model}, policy {policy}: {names or 'nobody'}", highlight=False)
+
+
+def _models(models: Iterable[Json]) -> Table:
+    table = Table("model", "role", "state", "tokens/s", "weights", "restarts", title="models")
+    for model in models:
+        state = str(model.get("state"))
+        error = model.get("error")
+        table.add_row(
+            str(model.get("model_id")),
+            str(model.get("role")),
+            f"{state}: {error}" if error else state,
+            _speed(model.get("tokens_per_second")),
+            _bytes(model.get("weight_bytes")),
+            str(model.get("restarts", "")),
+        )
+    return table
+
+
+def _nodes(nodes: Iterable[Json]) -> Table:
+    table = Table(title="fleet")
+    for heading in ("node", "address", "heard", "platform", "memory", "offers"):
+        table.add_column(heading, overflow="fold")
+    for node in nodes:
+        offers = "\n".join(
+            f"{model.get('model_id')} ({model.get('role')})" for model in _objects(node, "models")
+        )
+        heard = "this node" if node.get("is_self") else f"{_seconds(node.get('age_s'))} ago"
+        if node.get("is_suspect"):
+            heard += ", does not answer"
+        table.add_row(
+            str(node.get("node_id")),
+            str(node.get("grpc_address")),
+            heard,
+            str(node.get("platform")),
+            _bytes(node.get("memory_bytes")),
+            offers,
+        )
+    return table
+
+
+def is_object(value: object) -> TypeGuard[Mapping[str, object]]:
+    """Whether a JSON value is an object."""
+    return isinstance(value, dict)
+
+
+def _object(source: Json, key: str) -> Json:
+    value = source.get(key)
+    return value if is_object(value) else {}
+
+
+def _objects(source: Json, key: str) -> list[Json]:
+    value = source.get(key)
+    return [item for item in value if is_object(item)] if isinstance(value, list) else []
+
+
+def _speed(value: object) -> str:
+    return f"{value:.0f}" if isinstance(value, int | float) and value else ""
+
+
+def _bytes(value: object) -> str:
+    return format_bytes(value) if isinstance(value, int | float) and value else ""
+
+
+def _seconds(value: object) -> str:
+    return f"{value:.0f} s" if isinstance(value, int | float) else "?"
+
+
+def show_demo(rows: Sequence[Row]) -> None:
+    """Print what each way of drafting brought."""
+    table = Table(title="one generation, four ways to draft (greedy; median of the runs)")
+    headings = ("text", "way", "tokens/s", "x plain", "accepted/verified", "tokens/step")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("text", "way") else "right")
+    table.add_column("identical")
+    for row in rows:
+        rate = "" if row.acceptance is None else f" ({row.acceptance:.0%})"
+        table.add_row(
+            row.text,
+            row.way,
+            f"{row.tokens_per_second:.0f}",
+            f"{row.speedup:.2f}",
+            f"{row.accepted}/{row.verified}{rate}" if row.verified else "-",
+            f"{row.tokens_per_step:.2f}",
+            "yes" if row.identical else "[bold red]NO[/bold red]",
+        )
+    _console.print(table)
+
+
+@contextmanager
+def demo_progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
+    """Show progress on stderr; yields what to call with a text and the part that is done."""
+    if quiet:
+        yield lambda text, part: None
+        return
+    columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=1.0)
+        yield lambda text, part: progress.update(task, description=text, completed=part)

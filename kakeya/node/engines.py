@@ -1,0 +1,119 @@
+"""The engine children of a node: one backend per configured model, started and ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kakeya.core.clock import Clock
+from kakeya.core.log import event
+from kakeya.node.models import ModelSpec, Role, resolve
+from kakeya.runtime.generation import ModelFacts, ModelState, ServedModel
+from kakeya.serving.backends.engine_backend import EngineBackend, EngineOptions
+from kakeya.serving.backends.engine_process import Command
+
+_log = logging.getLogger(__name__)
+EngineCommand = Callable[[ModelSpec, str], Command]
+"""Builds the command of the child that serves a model, given what the model was resolved to."""
+
+
+def engine_command(log_format: str) -> EngineCommand:
+    """Return the command of the engine that is part of this package."""
+
+    def for_model(spec: ModelSpec, resolved: str) -> Command:
+        def on_socket(socket: Path) -> Sequence[str]:
+            return (
+                *(sys.executable, "-m", "kakeya.node.engine_main"),
+                *("--socket", str(socket)),
+                *("--model", resolved),
+                *("--model-id", spec.model_id),
+                *("--log-format", log_format),
+            )
+
+        return on_socket
+
+    return for_model
+
+
+class Engines:
+    """Backends by model; an `async with` that starts all and ends all.
+
+    Models that need no engine (n-grams) have a spec here and no backend. `on_change` is called
+    after each change of a model's state.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ModelSpec],
+        command: EngineCommand,
+        *,
+        clock: Clock,
+        options: EngineOptions,
+        on_change: Callable[[], None],
+    ) -> None:
+        """Raises ConfigError for a model that cannot be found."""
+        self._specs = tuple(specs)
+        self._on_change = on_change
+        self._backends = {
+            spec.model_id: EngineBackend(
+                spec.model_id,
+                command(spec, resolve(spec)),
+                options=options,
+                clock=clock,
+                on_change=self._changed,
+            )
+            for spec in specs
+            if not spec.is_ngram
+        }
+
+    async def __aenter__(self) -> Self:
+        for backend in self._backends.values():
+            await backend.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.gather(*(backend.aclose() for backend in self._backends.values()))
+
+    def models(self) -> tuple[tuple[ModelSpec, EngineBackend | None], ...]:
+        """Every configured model, with its backend if it has one."""
+        return tuple((spec, self._backends.get(spec.model_id)) for spec in self._specs)
+
+    def of_role(self, role: Role) -> tuple[EngineBackend, ...]:
+        """The backends of a role, in the order they were configured."""
+        return tuple(
+            backend for spec, backend in self.models() if backend is not None and spec.role is role
+        )
+
+    def ready(self) -> tuple[tuple[Role, ModelFacts], ...]:
+        """What is loaded now, with the facts of each model."""
+        return tuple(
+            (spec.role, backend.facts)
+            for spec, backend in self.models()
+            if backend is not None and backend.state is ModelState.READY and backend.facts
+        )
+
+    def pids(self) -> Mapping[str, int]:
+        """The child processes that run now."""
+        return {name: backend.pid for name, backend in self._backends.items() if backend.pid}
+
+    def _changed(self, model: ServedModel) -> None:
+        facts = self._backends[model.model_id].facts
+        if model.state is ModelState.READY and facts and not facts.blas_accelerated:
+            event(
+                _log,
+                "OpenBLAS is missing: prompts are read 10 to 40 times slower than they could be; "
+                "apt-get install libopenblas0-pthread, then start the node again",
+                level=logging.WARNING,
+                model=model.model_id,
+            )
+        self._on_change()

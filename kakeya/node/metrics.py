@@ -1,0 +1,91 @@
+"""What the floors below the gateway count, as Prometheus metrics, read at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kakeya.core.tasks import TaskHealth
+from kakeya.fleet.gossip import GossipStats
+from kakeya.fleet.service import ServiceStats
+from kakeya.node.models import ModelSpec
+from kakeya.runtime.generation import ModelState
+from kakeya.runtime.service import RuntimeStats
+from kakeya.serving.backends.engine_backend import EngineBackend
+
+
+def model_metrics(models: Sequence[tuple[ModelSpec, EngineBackend | None]]) -> Iterator[Metric]:
+    """State, restarts and load of the engine children."""
+    ready = GaugeMetricFamily("kakeya_model_ready", "1 while it serves", labels=["model"])
+    restarts = CounterMetricFamily(
+        "kakeya_engine_restarts", "Engine children started again", labels=["model"]
+    )
+    decodes = GaugeMetricFamily(
+        "kakeya_model_decodes", "Decodes at this moment", labels=["model", "state"]
+    )
+    for spec, backend in models:
+        if backend is not None:
+            ready.add_metric([spec.model_id], float(backend.state is ModelState.READY))
+            restarts.add_metric([spec.model_id], backend.restarts)
+            decodes.add_metric([spec.model_id, "running"], backend.running)
+            decodes.add_metric([spec.model_id, "waiting"], backend.waiting)
+    yield from (ready, restarts, decodes)
+
+
+def fleet_metrics(
+    known: int, suspects: int, gossip: GossipStats, served: ServiceStats
+) -> Iterator[Metric]:
+    """The view of the fleet, and both sides of gossip."""
+    yield GaugeMetricFamily("kakeya_fleet_nodes", "Nodes with a live card", value=known)
+    yield GaugeMetricFamily("kakeya_fleet_suspects", "Nodes that do not answer", value=suspects)
+    for name, text, count in (
+        ("rounds", "Gossip rounds", gossip.rounds),
+        ("exchanges", "Exchanges that peers answered", gossip.exchanges),
+        ("failures", "Exchanges that failed", gossip.failures),
+        ("sent_bytes", "Bytes of cards sent in rounds", gossip.sent_bytes),
+        ("served", "Exchanges that this node answered", served.exchanges),
+        ("refused", "Exchanges that this node refused", served.refused),
+    ):
+        yield CounterMetricFamily(f"kakeya_gossip_{name}", text, value=count)
+    dropped = CounterMetricFamily(
+        "kakeya_gossip_cards_dropped", "Cards dropped in rounds, by fault", labels=["fault"]
+    )
+    for fault, count in gossip.dropped.items():
+        dropped.add_metric([fault.value], count)
+    yield dropped
+
+
+def session_metrics(stats: RuntimeStats) -> Iterator[Metric]:
+    """Sessions and generations over gRPC."""
+    yield GaugeMetricFamily("kakeya_sessions", "Sessions now", value=stats.sessions.active)
+    yield GaugeMetricFamily(
+        "kakeya_generates_running", "Generate calls now", value=stats.generates_running
+    )
+    ended = CounterMetricFamily("kakeya_generates", "Generate calls that ended", labels=["end"])
+    ended.add_metric(["done"], stats.generates_done)
+    ended.add_metric(["failed"], stats.generates_failed)
+    ended.add_metric(["cancelled"], stats.generates_cancelled)
+    yield ended
+    yield CounterMetricFamily(
+        "kakeya_generate_tokens", "Tokens sent by Generate", value=stats.tokens_out
+    )
+    sessions = CounterMetricFamily("kakeya_sessions_ended", "Sessions by end", labels=["end"])
+    for end, count in (
+        ("closed", stats.sessions.closed),
+        ("expired", stats.sessions.expired),
+        ("failed", stats.sessions.failed),
+        ("refused", stats.sessions.refused),
+    ):
+        sessions.add_metric([end], count)
+    yield sessions
+
+
+def task_metrics(tasks: Sequence[TaskHealth]) -> Iterator[Metric]:
+    """Background tasks: a failure here is a fault of ours."""
+    running = GaugeMetricFamily("kakeya_task_running", "1 while it runs", labels=["task"])
+    failures = CounterMetricFamily("kakeya_task_failures", "Restarts", labels=["task"])
+    for task in tasks:
+        running.add_metric([task.name], float(task.running))
+        failures.add_metric([task.name], task.failures)
+    yield from (running, failures)

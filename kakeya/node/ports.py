@@ -1,0 +1,97 @@
+"""The two ports of a node, bound before anything else is built."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+import grpc.aio
+
+from kakeya.core.errors import ConfigError
+from kakeya.node.config import ADVERTISE, BIND, HTTP, ListenConfig
+from kakeya.node.machine import join_address, reachable_address
+from kakeya.node.settings import split_address
+from kakeya.wire.channels import MESSAGE_OPTIONS, Keepalive
+
+_BACKLOG = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """A gRPC server that has a port and no services, a listening HTTP socket, their addresses.
+
+    `advertised` is where peers reach gRPC.
+    """
+
+    server: grpc.aio.Server
+    grpc: str
+    http_socket: socket.socket
+    http: str
+    advertised: str
+
+
+def bind(listen: ListenConfig) -> Ports:
+    """Bind both ports. Raises ConfigError naming the flag of the one that cannot be used."""
+    http_socket = _listen(HTTP.flag, listen.http)
+    try:
+        server = grpc.aio.server(options=Keepalive().server_options() + MESSAGE_OPTIONS)
+        address = _bind_grpc(server, listen.bind)
+        advertised = listen.advertise or _advertisable(address)
+    except BaseException:
+        http_socket.close()
+        raise
+    host, port = http_socket.getsockname()[:2]
+    return Ports(
+        server=server,
+        grpc=address,
+        http_socket=http_socket,
+        http=join_address(str(host), int(port)),
+        advertised=advertised,
+    )
+
+
+def _listen(flag: str, address: str) -> socket.socket:
+    host, port = split_address(address)
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        opened = socket.socket(family, kind, proto)
+    except OSError as problem:
+        raise _unusable(flag, address, problem.strerror or str(problem)) from problem
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(where)
+        opened.listen(_BACKLOG)
+    except OSError as problem:
+        opened.close()
+        raise _unusable(flag, address, problem.strerror or str(problem)) from problem
+    return opened
+
+
+def _bind_grpc(server: grpc.aio.Server, address: str) -> str:
+    host, _ = split_address(address)
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError:
+        # gRPC does not say why; the same attempt by hand does.
+        _listen(BIND.flag, address).close()
+        raise _unusable(BIND.flag, address, "gRPC cannot listen there") from None
+    return join_address(host, port)
+
+
+def _unusable(flag: str, address: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{flag} {address} cannot be used: {reason}; "
+        "stop what listens there, or give another address (port 0 lets the system choose)"
+    )
+
+
+def _advertisable(address: str) -> str:
+    found = reachable_address(address)
+    if not found:
+        raise ConfigError(
+            f"{BIND.flag} {address} listens everywhere and no network address was found to tell "
+            f"peers; give it with {ADVERTISE.flag} HOST:PORT"
+        )
+    return found
