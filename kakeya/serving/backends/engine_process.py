@@ -22,7 +22,9 @@ from kakeya.core.errors import ConfigError
 from kakeya.core.log import event
 from kakeya.serving.backends.restart import Exit
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kakeya.child")
+_CHILD_RECORD = re.compile(r"\d\d:\d\d:\d\d (debug|info|warning|error|critical) +(.*)")
+"""A line of `core.log` in a child: stamp, level, the rest."""
 MAX_SOCKET_PATH_BYTES = 100
 """sun_path holds 104 bytes on macOS and 108 on Linux, with the terminating zero."""
 _MAX_LINE_BYTES = 2000
@@ -149,8 +151,12 @@ class EngineProcess:
         if self._process.stdout is None:
             return
         async for line in _lines(self._process.stdout):
+            level = logging.INFO
+            if record := _CHILD_RECORD.fullmatch(line):
+                level = logging.getLevelNamesMapping()[record[1].upper()]
+                line = record[2]
             self._last_line = line
-            event(_log, line, model=self._name, pid=self._process.pid)
+            event(_log, line, level=level, child=self._name, pid=self._process.pid)
 
 
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CONFIGURATION_EXIT_CODE = 2
+_MAX_REASON_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,10 @@ class Exit:
             how = f"exit code {self.returncode}"
         if self.cause:
             return f"{how}, sent because it {self.cause}"
-        return f"{how}: {self.last_line}" if self.last_line else how
+        # Nobody can write a last line about SIGKILL: what there is speaks of something else.
+        if not self.last_line or self.returncode == -signal.SIGKILL:
+            return how
+        return f"{how}: {self.last_line[:_MAX_REASON_CHARS]}"
 
 
 def _signal_name(number: int) -> str:

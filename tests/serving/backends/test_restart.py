@@ -47,7 +47,7 @@ def test_a_configuration_error_is_never_retried_and_its_last_line_is_the_reason(
 @pytest.mark.parametrize(
     ("ended", "sentence"),
     [
-        (Exit(returncode=-9), "signal SIGKILL"),
+        (Exit(returncode=-9, last_line="model ready"), "signal SIGKILL"),
         (Exit(returncode=-250), "signal 250"),
         (Exit(returncode=-6, last_line="assertion failed"), "signal SIGABRT: assertion failed"),
         (Exit(returncode=0), "exit code 0"),
