@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -38,6 +38,8 @@ from kakeya.v1.runtime_pb2_grpc import RuntimeServiceServicer
 from kakeya.wire.status import abort
 
 _log = logging.getLogger(__name__)
+CONFLICT_PATIENCE_S = 0.1
+"""A call that its client just cancelled may still be unwinding when the next one arrives."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _STOP_REASONS = {
@@ -131,6 +133,7 @@ class RuntimeService(RuntimeServiceServicer):
     ) -> pb.AppendTokensResponse:
         """Add tokens to a history, all or none."""
         try:
+            await self._settle(request.session_id)
             with self._store.operation(request.session_id, "AppendTokens") as session:
                 length = session.append(request.token_ids)
         except KakeyaError as error:
@@ -143,6 +146,7 @@ class RuntimeService(RuntimeServiceServicer):
     ) -> pb.CloseSessionResponse:
         """Forget a session and its KV."""
         try:
+            await self._settle(request.session_id)
             session = self._store.close(request.session_id)
         except KakeyaError as error:
             await abort(context, error)
@@ -205,6 +209,7 @@ class RuntimeService(RuntimeServiceServicer):
         )
 
     async def _generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        await self._settle(request.session_id)
         with self._store.operation(request.session_id, "Generate") as session:
             parameters = read_parameters(request, session, self._rng)
             sources = self._drafts.sources(session.facts, request.draft_policy)
@@ -224,6 +229,13 @@ class RuntimeService(RuntimeServiceServicer):
                 await session.model.release(session.session_id)
                 raise
         await context.write(pb.GenerateResponse(done=_done_to_wire(done, committed)))
+
+    async def _settle(self, session_id: str) -> None:
+        session = self._store.get(session_id)
+        if session.is_busy:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CONFLICT_PATIENCE_S):
+                    await session.idle.wait()
 
     async def _truncate(self, session: Session, context: Context) -> None:
         dropped = session.truncate()

@@ -8,6 +8,7 @@ sink + window is cut before a generation: the sink (the first tokens) and the ne
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,8 @@ class Session:
     """Why it cannot be used any more; "" = healthy."""
     cache_length_violations: int = 0
     position_violations: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while no operation runs."""
     _history: array[int] = field(default_factory=lambda: array("I"))
 
     @property

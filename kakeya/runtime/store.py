@@ -107,6 +107,7 @@ class SessionStore:
             label=label,
             used_mono=self._clock.mono(),
         )
+        session.idle.set()
         self._sessions[session.session_id] = session
         self._created += 1
         return session
@@ -136,6 +137,7 @@ class SessionStore:
         if session.failure:
             raise InvariantBroken("session_failed", f"{session.failure}; begin a new session")
         session.operation = name
+        session.idle.clear()
         try:
             yield session
         except InvariantBroken as broken:
@@ -144,6 +146,7 @@ class SessionStore:
             raise
         finally:
             session.operation = ""
+            session.idle.set()
             session.used_mono = self._clock.mono()
 
     def close(self, session_id: str) -> Session:

@@ -221,6 +221,16 @@ async def test_a_client_that_leaves_stops_the_engine_and_keeps_its_session():
         assert await generate(session, 5) == ids[length - 3 : length + 2]
 
 
+async def test_a_session_can_be_used_at_once_after_a_cancelled_generation(node):
+    session = await node.client.create_session()
+    await session.append(PROMPT)
+    for _ in range(30):
+        async with aclosing(session.generate(500)) as tokens:
+            async for _ in tokens:
+                break
+        await session.append([1])
+
+
 async def test_a_client_deadline_stops_the_engine_too():
     model = HashServedModel(gate=asyncio.Event())
     async with running_node(model) as node:
