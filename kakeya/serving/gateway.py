@@ -65,7 +65,12 @@ def build_app(
     app = Starlette(
         routes=gateway.routes(),
         middleware=[
-            Middleware(Edge, admission=Admission(hosts=hosts), metrics=metrics, mono=clock.mono),
+            Middleware(
+                Edge,
+                admission=Admission(hosts=frozenset(host.lower() for host in hosts)),
+                metrics=metrics,
+                mono=clock.mono,
+            ),
         ],
         exception_handlers={HTTPException: refuse_route},
     )

@@ -319,7 +319,7 @@ async def test_routes_and_methods_that_do_not_exist_are_json(folder):
 
 
 async def test_other_hosts_and_origins_are_kept_out(folder):
-    async with serving(ToyModel(folder), hosts=frozenset({"mini.local"})) as served:
+    async with serving(ToyModel(folder), hosts=frozenset({"Mini.local"})) as served:
         own = f"localhost:{served.port}"
         for headers, status in (
             ({"host": "evil.example"}, 403),
