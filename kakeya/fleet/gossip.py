@@ -91,6 +91,7 @@ class Gossip:
         self._on_round = on_round
         self._wake = asyncio.Event()
         self._is_poked = False
+        self._dialled: set[str] = set()
         self._stats = GossipStats()
 
     @property
@@ -131,6 +132,7 @@ class Gossip:
         gone = self._registry.expire(now)
         if targets is None:
             targets = self._choose(now)
+        await self._close_forgotten(targets, now)
         done = await exchange_once(
             self._registry,
             targets,
@@ -176,6 +178,15 @@ class Gossip:
             fanout=self._config.fanout,
             rng=self._rng,
         )
+
+    async def _close_forgotten(self, targets: Sequence[str], now: float) -> None:
+        # An open channel to nobody would try to connect every few seconds for ever.
+        registry = self._registry
+        wanted = {*registry.live_addresses(now), *registry.remembered_addresses(now)}
+        wanted.update(self._config.seeds, targets)
+        for address in self._dialled - wanted:
+            await self._channels.discard(address)
+        self._dialled = (self._dialled & wanted).union(targets)
 
     def _log_round(self, done: Round, *, gone: int) -> None:
         is_quiet = not (done.changed or gone or done.errors or done.dropped)

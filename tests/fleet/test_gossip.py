@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
+from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards import Offer
 from kakeya.fleet.exchange import Outcome, Round
 from kakeya.fleet.gossip import Gossip, GossipConfig, GossipStats
-from kakeya.fleet.registry import CapabilityRegistry
+from kakeya.fleet.registry import REMEMBER_S, CapabilityRegistry
 from kakeya.fleet.targets import choose_targets, fit_batch
 from tests.fakes import FakeClock
 from tests.fleet.network import VirtualFleet
@@ -171,6 +172,29 @@ async def test_a_farewell_reaches_the_live_peers() -> None:
         assert await a.gossip().farewell(timeout_s=2.0) == 1
         card = b.registry.get("a", b.clock.wall())
         assert (card.models, card.ttl_s) == ((), 10.0)
+
+
+class ShiftedClock(SystemClock):
+    """The machine's clock, some time later."""
+
+    later_s = 0.0
+
+    def wall(self) -> float:
+        return super().wall() + self.later_s
+
+
+async def test_the_channel_to_a_forgotten_address_is_closed() -> None:
+    clock = ShiftedClock()
+    async with running_node("a", clock=clock) as a, running_node("b") as b:
+        gossip = a.gossip()
+        await gossip.round([b.address])
+        assert list(a.channels._open) == [b.address]
+        clock.later_s = 121
+        await gossip.round([])
+        assert list(a.channels._open) == [b.address]  # still remembered
+        clock.later_s += REMEMBER_S + 1
+        await gossip.round([])
+        assert not a.channels._open
 
 
 async def test_counts_of_rounds_add_up() -> None:
