@@ -61,6 +61,9 @@ class _Edges:
     def get(self, address: str) -> _Edge:
         return _Edge(self._fleet, self._source, address)
 
+    async def discard(self, address: str) -> None:
+        pass
+
 
 class VirtualFleet:
     """N nodes whose rounds happen in order of virtual time."""
