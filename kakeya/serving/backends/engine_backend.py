@@ -324,13 +324,13 @@ class EngineBackend:
 
     async def _supervise(self) -> None:
         try:
-            folder = SocketFolder(self._runtime_dir)
+            folder = await asyncio.to_thread(SocketFolder, self._runtime_dir)
             try:
                 while isinstance(plan := await self._run_engine(folder.next_socket()), RestartIn):
                     await self._clock.sleep(plan.delay_s)
                     self._restarts += 1
             finally:
-                folder.remove()
+                await asyncio.to_thread(folder.remove)
         except ConfigError as error:
             self._move(ModelState.FAILED, error.message)
 

@@ -134,7 +134,7 @@ class EngineProcess:
         finally:
             if not self._wait.done():
                 self._signal(signal.SIGKILL)
-            self._socket.unlink(missing_ok=True)
+        await asyncio.to_thread(self._socket.unlink, missing_ok=True)
         await asyncio.shield(self._wait)
         await asyncio.wait((self._relay,), timeout=_DRAIN_S)
         self._relay.cancel()

@@ -9,6 +9,7 @@ import time
 from contextlib import aclosing
 
 import pytest
+from blockbuster import blockbuster_ctx
 
 from kakeya.core.errors import PeerUnavailable
 from kakeya.runtime.generation import ModelState, Sampling
@@ -91,3 +92,15 @@ async def test_a_model_that_is_given_up_is_unavailable_and_its_sessions_survive(
         with pytest.raises(PeerUnavailable, match="it died 5 times in 10 minutes"):
             await anext(session.generate(5))
         assert (await session.info()).history_length == 3
+
+
+async def test_nothing_of_it_blocks_the_agents_event_loop():
+    with blockbuster_ctx():
+        async with backend("--delay-s", 0.001) as model, running_node(model) as node:
+            async with await node.client.create_session() as session:
+                await session.append(PROMPT)
+                async for _ in session.generate(20):
+                    pass
+                os.kill(model.pid, signal.SIGKILL)
+                assert len([token async for token in session.generate(20)]) == 20
+        assert [health.failures for health in model.health()] == [0]
