@@ -16,6 +16,7 @@ A hash collision would draft nonsense, and nonsense costs a step, never a token.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from kakeya.core.errors import InvalidArgument
@@ -33,9 +34,13 @@ _CONFIDENCE = ((17, 0.9), (9, 0.8), (5, 0.6), (3, 0.4), (2, 0.2), (1, 0.1))
 
 
 class NGramIndex:
-    """The n-grams of one growing text. Not thread-safe."""
+    """The n-grams of one growing text, whose last `undo` tokens can be taken back.
+
+    Not thread-safe.
+    """
 
     __slots__ = (
+        "_journal",
         "_keys",
         "_lengths",
         "_match",
@@ -47,7 +52,7 @@ class NGramIndex:
         "tokens",
     )
 
-    def __init__(self, max_n: int = 8, min_n: int = 1) -> None:
+    def __init__(self, max_n: int = 8, min_n: int = 1, *, undo: int = 0) -> None:
         if not 1 <= min_n <= max_n:
             raise InvalidArgument(
                 f"n-gram lengths {min_n}..{max_n}: min_n must be at least 1 and at most max_n"
@@ -59,6 +64,8 @@ class NGramIndex:
         self._tail: tuple[int, ...] = ()
         self._keys: list[int] = []  # of the n-grams that end the text, not yet in `_seen`
         self._seen: dict[int, int] = {}
+        # Per token, newest last: the keys that it set, and what they were before.
+        self._journal: deque[list[tuple[int, int | None]]] = deque(maxlen=undo)
         self._match = 0
         self._match_at = 0
         self._match_end = 0
@@ -70,8 +77,11 @@ class NGramIndex:
         """Append to the text."""
         text, seen, lengths, widest = self.tokens, self._seen, self._lengths, self._widest
         tail, keys = self._tail, self._keys
+        journal = self._journal if self._journal.maxlen else None
         for token in tokens:
             at = len(text)
+            if journal is not None:
+                journal.append([(key, seen.get(key)) for key in keys])
             for key in keys:
                 seen[key] = at
             text.append(token)
@@ -80,10 +90,17 @@ class NGramIndex:
         self._tail, self._keys = tail, keys
 
     def truncate(self, length: int) -> None:
-        """Take the end of the text back. What it had taught about older places is forgotten."""
+        """Take the end of the text back, at most `undo` tokens."""
+        for _ in range(len(self.tokens) - length):
+            for key, before in self._journal.pop():
+                if before is None:
+                    self._seen.pop(key, None)
+                else:
+                    self._seen[key] = before
         del self.tokens[length:]
         self._tail = tuple(self.tokens[-self._widest :])
         self._keys = [hash(self._tail[-n:]) for n in self._lengths if n <= len(self._tail)]
+        self._match = 0
 
     def draft(self, size: int) -> tuple[list[int], int]:
         """What may follow, `size` tokens or none, and how many tokens of suffix matched."""
@@ -97,10 +114,10 @@ class NGramIndex:
 
     def _latest(self) -> tuple[int, int]:
         """Where the longest known suffix was continued last, and its length; 0 = nowhere."""
-        keys, seen, end = self._keys, self._seen, len(self.tokens)
+        keys, seen = self._keys, self._seen
         for key, length in zip(keys, self._lengths[-len(keys) :], strict=False):
-            at = seen.get(key, end)
-            if at < end:
+            at = seen.get(key)
+            if at is not None:
                 return at, length
         return 0, 0
 
@@ -137,7 +154,7 @@ class NGramProposer:
         self._lengths = (max_n, min_n)
         self._fallback_id = fallback_id
         self._kept_texts = kept_texts
-        self._recent = [NGramIndex(max_n, min_n)]
+        self._recent = [NGramIndex(max_n, min_n, undo=ROLLBACK)]
 
     def propose(self, prefix: Sequence[int], size: int) -> Draft:
         """Draft at most `size` tokens; empty when no n-gram of the suffix occurred before."""
@@ -184,7 +201,7 @@ class NGramProposer:
                 recent.insert(0, recent.pop(at))
                 break
         else:
-            shared, index = 0, NGramIndex(*self._lengths)
+            shared, index = 0, NGramIndex(*self._lengths, undo=ROLLBACK)
             recent.insert(0, index)
             del recent[self._kept_texts :]
         if shared < len(index):
