@@ -36,7 +36,7 @@ DEFAULT_TTL_S = 120.0
 """Three missed rounds of 30 s and one to spare."""
 FAREWELL_TTL_S = 10.0
 
-_FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f/\\]")
+_FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f/\\\ud800-\udfff]")  # surrogates are no text
 _DIALABLE = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}(?:%\w{1,16})?\]):(\d{1,5})")
 
 
@@ -146,9 +146,9 @@ class Card:
 
 def is_valid_node_id(node_id: str) -> bool:
     """Non-empty, at most 256 bytes, no control characters and no slashes."""
-    return 0 < len(node_id.encode("utf-8", "replace")) <= MAX_ID_BYTES and not _FORBIDDEN.search(
-        node_id
-    )
+    if not node_id or _FORBIDDEN.search(node_id):
+        return False
+    return len(node_id.encode()) <= MAX_ID_BYTES
 
 
 def is_dialable(address: str) -> bool:

@@ -272,7 +272,7 @@ def test_a_farewell_has_no_models_and_is_gone_in_ten_seconds() -> None:
     assert peer.get("me", NOW + 11.1) is None
 
 
-@pytest.mark.parametrize("node_id", ["", "a/b", "x" * 257, "a\x00"])
+@pytest.mark.parametrize("node_id", ["", "a/b", "x" * 257, "a\x00", "\udcff"])
 def test_a_bad_own_id_is_refused(node_id: str) -> None:
     with pytest.raises(InvalidArgument, match="node id"):
         make_registry(node_id)
