@@ -1,0 +1,137 @@
+"""Real nodes, and mlx_lm.server beside them, as the end-to-end benchmarks need them."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tokenizers import Tokenizer
+
+from benchmarks.models import EMBEDDED
+from kakeya.node.child import NodeProcess
+from kakeya.runtime.client import Client
+
+CODE = """class Point:
+    def __init__(self, x, y):
+        self.x = x
+        self.y = y
+
+    def __repr__(self):
+        return f"Point({self.x}, {self.y})"
+
+
+"""
+_WAIT_S = 60.0
+_SERVER = (
+    "import runpy, sys; from kakeya.mlx.blas import preload_blas; preload_blas(1); "
+    "sys.argv[0] = 'mlx_lm.server'; runpy.run_module('mlx_lm.server', run_name='__main__')"
+)
+
+
+def code_ids(repeats: int = 4) -> list[int]:
+    """Ids of repetitive source text, in the embedded models' vocabulary."""
+    ids: list[int] = (
+        Tokenizer.from_file(str(EMBEDDED / "tokenizer.json")).encode(CODE * repeats).ids
+    )
+    return ids
+
+
+async def wait_ready(node: NodeProcess) -> None:
+    """Wait until the node's default model is loaded."""
+    async with asyncio.timeout(_WAIT_S):
+        while (await asyncio.to_thread(request, node.http, "GET", "/readyz", None))[0] != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+
+async def generate(
+    client: Client, ids: list[int], tokens: int, policy: str
+) -> tuple[list[int], float, float]:
+    """One fresh session: (its tokens, seconds seen here, seconds of decoding the engine says)."""
+    session = await client.create_session()
+    await session.append(ids)
+    started = time.perf_counter()
+    first = started
+    got: list[int] = []
+    async for token in session.generate(max_tokens=tokens, draft_policy=policy):
+        if not got:
+            first = time.perf_counter()
+        got.append(token)
+    seen_s = time.perf_counter() - first
+    done = session.last_done
+    await session.close()
+    return got, seen_s, 0.0 if done is None else done.total_s - done.prefill_s
+
+
+def request(
+    address: str, method: str, path: str, body: Mapping[str, object] | bytes | None
+) -> tuple[int, bytes]:
+    """One HTTP call: (status, body). Status 0 = the connection was closed without an answer."""
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=_WAIT_S)
+    payload = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    try:
+        connection.request(method, path, payload, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
+
+
+class MlxLmServer:
+    """mlx_lm.server on a free port, with OpenBLAS preloaded like our engines."""
+
+    def __init__(self, model: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.address = f"127.0.0.1:{port}"
+        self.model = str(model)
+        self._command = [sys.executable, "-c", _SERVER, "--model", self.model, "--port", str(port)]
+        self._child: subprocess.Popen[bytes] | None = None
+        self.start_s = 0.0
+
+    def __enter__(self) -> Self:
+        started = time.perf_counter()
+        self._child = subprocess.Popen(
+            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while request(self.address, "GET", "/health", None)[0] != 200:
+            if time.perf_counter() - started > _WAIT_S or self._child.poll() is not None:
+                raise RuntimeError("mlx_lm.server did not start")
+            time.sleep(0.05)
+        self.start_s = time.perf_counter() - started
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return 0 if self._child is None else self._child.pid
+
+
+def resident_mb(pid: int) -> float:
+    """Resident set of a process in MB (10^6 bytes); Linux only."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    return 0.0
