@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import textwrap
 import time
 from contextlib import aclosing
@@ -224,7 +225,7 @@ async def test_an_engine_that_is_not_back_in_time_is_unavailable_with_a_hint():
         await model.release("gone")
 
 
-async def test_the_child_dies_with_its_parent_even_when_that_is_killed(tmp_path):
+async def test_the_child_dies_with_its_parent_even_when_that_is_killed():
     program = textwrap.dedent(
         """
         import asyncio
@@ -239,19 +240,20 @@ async def test_the_child_dies_with_its_parent_even_when_that_is_killed(tmp_path)
         asyncio.run(main())
         """
     )
-    parent = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        program,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={**os.environ, "TMPDIR": str(tmp_path)} if len(str(tmp_path)) < 60 else None,
-    )
-    child = int(await asyncio.wait_for(parent.stdout.readline(), 30.0))
-    assert is_alive(child)
-    parent.kill()
-    await parent.wait()
-    await until(lambda: not is_alive(child))
+    with tempfile.TemporaryDirectory(prefix="kk", dir="/tmp") as sockets:
+        parent = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            program,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "TMPDIR": sockets},
+        )
+        child = int(await asyncio.wait_for(parent.stdout.readline(), 30.0))
+        assert is_alive(child)
+        parent.kill()
+        await parent.wait()
+        await until(lambda: not is_alive(child))
 
 
 async def test_closing_the_iterator_reaches_the_child(tmp_path):
@@ -322,11 +324,10 @@ async def test_a_model_that_never_gets_ready_is_killed_at_its_deadline():
         assert "could not be made ready: it took longer than 0.5 s" in model.last_error
 
 
-async def test_a_child_that_ignores_sigterm_is_killed_and_nothing_is_left(tmp_path):
+async def test_a_child_that_ignores_sigterm_is_killed_and_nothing_is_left():
     options = replace(FAST, stop_grace_s=0.3)
-    parent = Path("/tmp") / f"kk-{os.getpid()}"
-    parent.mkdir()
-    try:
+    with tempfile.TemporaryDirectory(prefix="kk", dir="/tmp") as name:
+        parent = Path(name)
         async with backend("--ignore-term", options=options, runtime_dir=parent) as model:
             await model.ready(20.0)
             child = model.pid
@@ -335,8 +336,6 @@ async def test_a_child_that_ignores_sigterm_is_killed_and_nothing_is_left(tmp_pa
         assert not is_alive(child)
         assert model.state is ModelState.STOPPED
         assert list(parent.iterdir()) == []
-    finally:
-        parent.rmdir()
 
 
 async def test_closing_the_backend_ends_running_decodes_with_unavailable():
