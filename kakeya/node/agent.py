@@ -291,13 +291,14 @@ class Agent:
     async def _drain(self) -> None:
         """Say farewell, refuse what is new, let what runs go on for the grace."""
         await self._tasks.aclose()
-        await self._health.enter_graceful_shutdown()
         self._runtime.drain("it is stopping")
+        # The listener closes first: who hears NOT_SERVING and comes anew is refused cleanly.
+        closing = asyncio.ensure_future(self._ports.server.stop(GRACE_S))
+        await asyncio.sleep(0)
+        await self._health.enter_graceful_shutdown()
+        farewell = self._gossip.farewell(_FAREWELL_S)
         faults = await asyncio.gather(
-            self._gossip.farewell(_FAREWELL_S),
-            self._ports.server.stop(GRACE_S),
-            self._http.stop(GRACE_S),
-            return_exceptions=True,
+            closing, self._http.stop(GRACE_S), farewell, return_exceptions=True
         )
         for fault in faults:
             if isinstance(fault, Exception):

@@ -1,0 +1,83 @@
+"""Real nodes for the tests of this folder, and a way to wait for what they do."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from kakeya.node.child import NodeProcess
+
+VERIFIER, DRAFTER = "kakeya-tiny", "kakeya-tiny-draft"
+QUICK = ("--exchange-interval", "0.5")
+FREE = ("--bind", "127.0.0.1:0", "--http", "127.0.0.1:0")
+
+
+def run_daemon(*flags: str, limit_s: float = 20.0) -> subprocess.CompletedProcess[str]:
+    """Run a daemon that is expected to refuse its start."""
+    command = [sys.executable, "-m", "kakeya.node.daemon", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+
+
+def run_cli(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kakeya.node.cli", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, input=stdin, timeout=150, check=False
+    )
+
+
+async def eventually(
+    what: str, probe: Callable[[], Any], *, limit_s: float = 20.0, every_s: float = 0.05
+) -> Any:
+    """Wait until `probe()`, run in a thread, gives something true; return it."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        found = await asyncio.to_thread(probe)
+        if found:
+            return found
+        await asyncio.sleep(every_s)
+    raise AssertionError(f"not within {limit_s:g} s: {what}")
+
+
+def model_state(node: NodeProcess, model_id: str) -> dict[str, Any]:
+    models = node.api.get("/api/v1/status")["models"]
+    return next(model for model in models if model["model_id"] == model_id)
+
+
+def seen_by(node: NodeProcess) -> dict[str, dict[str, Any]]:
+    """The fleet as a node sees it: cards by node id."""
+    return {card["node_id"]: card for card in node.api.get("/api/v1/fleet")["nodes"]}
+
+
+def offers(card: dict[str, Any]) -> set[str]:
+    return {model["model_id"] for model in card["models"]}
+
+
+@asynccontextmanager
+async def verifier_node(folder: Path, *flags: str) -> AsyncIterator[NodeProcess]:
+    """A node that decodes with the embedded model, ready to do so."""
+    async with NodeProcess(
+        folder, "--node-id", "verifier", "--model", VERIFIER, *QUICK, *flags
+    ) as node:
+        await eventually(
+            "the model is ready", lambda: model_state(node, VERIFIER)["state"] == "ready"
+        )
+        yield node
+
+
+@asynccontextmanager
+async def drafter_node(folder: Path, verifier: NodeProcess) -> AsyncIterator[NodeProcess]:
+    """A node that drafts, and that the verifier's node would ask."""
+    flags = ("--node-id", "drafter", "--proposer", DRAFTER, "--peer", verifier.grpc, *QUICK)
+    async with NodeProcess(folder, *flags) as node:
+        wanted = f"{DRAFTER}@{node.grpc}"
+        await eventually(
+            "the placement asks the drafter",
+            lambda: wanted in str(verifier.api.get("/api/v1/fleet")["plan"]),
+        )
+        yield node

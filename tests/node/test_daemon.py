@@ -1,0 +1,167 @@
+"""The daemon as a person meets it: refusals, the ready line, restarts, faults at the start."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kakeya.node.child import NodeProcess
+from tests.node.nodes import FREE, eventually, run_cli, run_daemon, seen_by
+
+NGRAM_ONLY = ("--proposer", "ngram")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--modle", "x"), "did you mean --model"),
+        (("--ttl", "1"), "from 10 to 600"),
+        (("--bind", "nonsense"), "HOST:PORT"),
+        (("--bind", "0.0.0.0:0"), "--insecure-lan"),
+        (("--model", "/nowhere/at/all"), "existing folder"),
+        (("--model", "kakeya-tyni"), "did you mean kakeya-tiny"),
+        (("--config", "/nowhere.toml"), "/nowhere.toml"),
+        (("--bind", "192.0.2.1:1", "--insecure-lan", "--http", "127.0.0.1:0"), "192.0.2.1:1"),
+        (("--data-dir", "/dev/null/x"), "/dev/null/x"),
+    ],
+)
+def test_a_start_that_cannot_be_meant_ends_with_2_and_one_sentence(
+    tmp_path: Path, flags: tuple[str, ...], words: str
+) -> None:
+    ended = run_daemon("--data-dir", str(tmp_path), *flags)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert words in ended.stderr
+    assert ended.stderr.startswith("kakeya-node: ")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_model_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    ended = run_daemon("--data-dir", str(tmp_path / "data"), "--model", str(folder))
+    assert ended.returncode == 2
+    assert "*.safetensors" in ended.stderr
+
+
+async def test_one_ready_line_and_an_exit_with_0(tmp_path: Path) -> None:
+    async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
+        assert re.fullmatch(r"127\.0\.0\.1:\d+", node.grpc)
+        assert node.api.get("/healthz") == {"status": "ok"}
+        assert list(seen_by(node)) == [node.node_id]
+        assert await node.stop() == 0
+    assert "stopped" in node.log_file.read_text()
+
+
+async def test_sigint_stops_it_too(tmp_path: Path) -> None:
+    async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
+        node.send(signal.SIGINT)
+        assert await node.wait() == 0
+
+
+async def test_a_second_node_is_refused_within_a_second_or_so(tmp_path: Path) -> None:
+    """Row 14: one data directory, one port, one node."""
+    async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
+        started = time.monotonic()
+        same_folder = run_daemon(*FREE, "--data-dir", str(tmp_path / "data"))
+        assert same_folder.returncode == 1
+        assert str(node.pid) in same_folder.stderr
+        assert "--data-dir" in same_folder.stderr
+        for flag, taken in (("--bind", node.grpc), ("--http", node.http)):
+            flags = ["--bind", "127.0.0.1:0", "--http", "127.0.0.1:0", "--data-dir"]
+            flags[flags.index(flag) + 1] = taken
+            same_port = run_daemon(*flags, str(tmp_path / "other"))
+            assert same_port.returncode == 2
+            assert f"{flag} {taken}" in same_port.stderr
+            assert "in use" in same_port.stderr
+        assert time.monotonic() - started < 3 * 3
+        assert node.api.get("/healthz") == {"status": "ok"}
+
+
+async def test_the_name_stays_and_each_start_is_a_new_life(tmp_path: Path) -> None:
+    lives = []
+    for _ in range(2):
+        async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
+            lives.append(node.api.get("/api/v1/status")["node"])
+    assert lives[0]["node_id"] == lives[1]["node_id"]
+    assert lives[1]["incarnation"] == lives[0]["incarnation"] + 1
+
+
+async def test_a_damaged_state_file_is_set_aside_and_named(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "node.json").write_bytes(b"\x00\xff{")
+    async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
+        assert (data / "node.json.corrupt").read_bytes() == b"\x00\xff{"
+        assert json.loads((data / "node.json").read_bytes())["version"] == 1
+    assert "node.json.corrupt" in node.log_file.read_text()
+
+
+async def test_kill_9_leaves_nothing_that_stops_the_next_start(tmp_path: Path) -> None:
+    async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
+        node.send(signal.SIGKILL)
+        assert await node.wait() == -signal.SIGKILL
+    async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
+        assert node.api.get("/healthz") == {"status": "ok"}
+
+
+class _Garbage(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.sendall(random.Random(7).randbytes(100_000))
+
+
+@pytest.fixture
+def garbage_peer() -> Iterator[str]:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Garbage) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+async def test_a_peer_that_speaks_garbage_costs_nothing_but_a_log_line(
+    tmp_path: Path, garbage_peer: str
+) -> None:
+    good = NodeProcess(tmp_path / "good", "--node-id", "good", *NGRAM_ONLY)
+    async with good:
+        peers = ("--peer", garbage_peer, "--peer", good.grpc, "--exchange-interval", "0.2")
+        async with NodeProcess(tmp_path / "own", *peers, *NGRAM_ONLY) as node:
+            await eventually("the good peer is seen", lambda: "good" in seen_by(node))
+            gossip = await eventually(
+                "rounds go on beside failures",
+                lambda: (g := node.api.get("/api/v1/fleet")["gossip"])["failures"] > 1 and g,
+            )
+            assert gossip["exchanges"] > 0
+            assert set(seen_by(node)) == {"good", node.node_id}
+    assert garbage_peer in node.log_file.read_text()
+
+
+async def test_garbage_into_the_grpc_port_is_survived(tmp_path: Path) -> None:
+    async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
+        for address in (node.grpc, node.http):
+            host, port = address.split(":")
+            with socket.create_connection((host, int(port))) as attacker:
+                attacker.sendall(random.Random(8).randbytes(10_000))
+        assert node.api.get("/healthz") == {"status": "ok"}
+        assert await node.stop() == 0
+
+
+def test_without_a_node_the_command_line_says_how_to_start_one(tmp_path: Path) -> None:
+    for command in ("status", "plan", "generate"):
+        ended = run_cli(command, "--data-dir", str(tmp_path))
+        assert ended.returncode == 1
+        assert "kakeya-node" in ended.stderr
+        assert ended.stderr.count("\n") == 1
+    assert run_cli("status", "--node", "nonsense").returncode == 2
+    assert run_cli("nonsense").returncode == 2
