@@ -30,22 +30,7 @@ from kakeya.node.child import NodeProcess  # noqa: E402
 
 TOKENS = 64
 REPEATS = 15
-_WORDS = ("import", "os", "sys", "json", "time", "class", "def", "return", "value", "name", "self")
-    "import",
-    "os",
-    "sys",
-    "json",
-    "time",
-    "class",
-    "def",
-    "return",
-    "value",
-    "name",
-    "index",
-    "self",
-    "list",
-    "dict",
-]
+_WORDS = ("import", "os", "sys", "json", "time", "class", "def", "return", "value", "self")
 _serial = itertools.count()
 
 
