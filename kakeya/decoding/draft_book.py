@@ -30,6 +30,8 @@ CONTEXT = 8
 """Tokens before an assumption that are compared besides it."""
 LONGEST_PAUSE = 32
 """Tokens until a peer that abstained several times is asked again."""
+OVERDUE = 4
+"""Times the usual round trip after which an answer is no longer waited for."""
 KEPT_LATE = 8
 
 
@@ -192,9 +194,10 @@ class RemoteDraftBook:
             return False
         elapsed = self._peer.clock.mono() - asked.call.began_mono
         usual = wait_s if self._round_trip_s is None else self._round_trip_s
-        if usual - elapsed > wait_s or elapsed > 2 * usual:
+        overdue_s = OVERDUE * usual - elapsed
+        if usual - elapsed > wait_s or overdue_s <= 0:
             return False
-        return asked.call.wait(min(wait_s, 2 * usual - elapsed))
+        return asked.call.wait(min(wait_s, overdue_s))
 
     def _collect(self, history: Sequence[int]) -> None:
         """Take in an answer that has arrived; give up a request whose assumption failed."""
@@ -229,7 +232,8 @@ class RemoteDraftBook:
         if call.arrived_mono is not None:
             taken_s = call.arrived_mono - call.began_mono
             known_s = taken_s if self._round_trip_s is None else self._round_trip_s
-            self._round_trip_s = known_s + 0.2 * (taken_s - known_s)
+            weight = 0.5 if taken_s > known_s else 0.2
+            self._round_trip_s = known_s + weight * (taken_s - known_s)
         if draft.tokens:
             self._pause = 1
             return draft
@@ -244,10 +248,10 @@ class RemoteDraftBook:
         if held is None or len(history) < held.base:
             return None
         draft, done = held.draft, len(history) - held.base
-        came = tuple(history[held.base :])
-        failed = not _agrees(history, held.base, held.context)
-        if failed or done >= len(draft.tokens) or came != draft.tokens[:done]:
-            self._drop(held, wrong=failed or came != draft.tokens[: len(came)])
+        came = tuple(history[held.base : held.base + len(draft.tokens)])
+        wrong = not _agrees(history, held.base, held.context) or came != draft.tokens[: len(came)]
+        if wrong or done >= len(draft.tokens):
+            self._drop(held, wrong=wrong)
             return None
         held.handed_out = True
         return Draft(

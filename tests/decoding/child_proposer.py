@@ -1,0 +1,21 @@
+"""Serves an n-gram proposer on a free port, prints the address and waits to be killed."""
+
+import asyncio
+
+import grpc.aio
+
+from kakeya.decoding.ngram import NGramProposer
+from kakeya.decoding.service import ProposerService
+from kakeya.v1 import distributed_pb2_grpc as rpc
+
+
+async def main() -> None:
+    server = grpc.aio.server()
+    rpc.add_ProposerServiceServicer_to_server(ProposerService({"ngram": NGramProposer()}), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(f"127.0.0.1:{port}", flush=True)
+    await server.wait_for_termination()
+
+
+asyncio.run(main())
