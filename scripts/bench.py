@@ -15,11 +15,13 @@ from rich.table import Table
 
 TOP = Path(__file__).resolve().parent.parent
 BENCHMARKS = TOP / "benchmarks"
-COLUMNS = ("what", "ours", "baseline", "ratio", "goal")
+COLUMNS = ("what", "ours", "baseline", "ratio", "goal", "met")
+MAIN = 'if __name__ == "__main__":'
 
 
 def chosen(names: list[str]) -> list[Path]:
-    known = {path.stem: path for path in sorted(BENCHMARKS.glob("*.py")) if path.stem[0] != "_"}
+    paths = sorted(BENCHMARKS.glob("*.py"))
+    known = {path.stem: path for path in paths if MAIN in path.read_text("utf-8")}
     unknown = [name for name in names if Path(name).stem not in known]
     if unknown:
         sys.exit(f"bench: no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
@@ -28,7 +30,11 @@ def chosen(names: list[str]) -> list[Path]:
 
 def results(script: Path) -> list[dict[str, object]]:
     run = subprocess.run(
-        [sys.executable, str(script)], cwd=TOP, stdout=subprocess.PIPE, text=True, check=False
+        [sys.executable, "-m", f"benchmarks.{script.stem}"],
+        cwd=TOP,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     found = []
     for line in run.stdout.splitlines():
@@ -45,7 +51,9 @@ def results(script: Path) -> list[dict[str, object]]:
 
 
 def shown(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else "" if value is None else str(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def main() -> int:

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Literal, NoReturn, cast
 
 from kakeya.core.errors import ConfigError
-from kakeya.fleet.cards import MAX_ID_BYTES, is_valid_node_id
+from kakeya.fleet.cards import (
+    DEFAULT_TTL_S,
+    MAX_ID_BYTES,
+    MAX_TTL_S,
+    MIN_TTL_S,
+    is_valid_node_id,
+)
+from kakeya.fleet.targets import DEFAULT_FANOUT
 from kakeya.node import settings as s
 from kakeya.node.models import ModelSpec, parse_model, parse_proposer
 from kakeya.node.settings import Setting, Sources, is_loopback, nearest
@@ -99,9 +106,8 @@ TTL = Setting(
     key="fleet.ttl",
     flag="--ttl",
     variable="KAKEYA_TTL",
-    # Receivers clamp to the same bounds; shorter ones would fall to one lost round.
-    parse=s.number(10, 600, "seconds"),
-    default=120.0,
+    parse=s.number(MIN_TTL_S, MAX_TTL_S, "seconds"),
+    default=DEFAULT_TTL_S,
     metavar="SECONDS",
     help="how long peers believe this node's card without hearing of it again (120)",
 )
@@ -119,9 +125,9 @@ FANOUT = Setting(
     flag="--fanout",
     variable="KAKEYA_FANOUT",
     parse=s.whole(1, 64, "peers"),
-    default=3,
+    default=DEFAULT_FANOUT,
     metavar="PEERS",
-    help="how many peers one gossip round talks to (3)",
+    help=f"how many peers one gossip round talks to ({DEFAULT_FANOUT})",
 )
 MODELS = Setting(
     key="models.serve",

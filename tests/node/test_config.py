@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kakeya.core.errors import ConfigError
+from kakeya.fleet.targets import DEFAULT_FANOUT
 from kakeya.node.config import SETTINGS, load
 from kakeya.node.models import Role
 from kakeya.node.settings import is_loopback, split_address
@@ -20,7 +21,11 @@ def test_without_anything_the_embedded_model_and_ngram_run_on_loopback() -> None
         ("kakeya-tiny", Role.VERIFIER),
         ("ngram", Role.PROPOSER),
     ]
-    assert (config.fleet.ttl_s, config.fleet.interval_s, config.fleet.fanout) == (120, 30, 3)
+    assert (config.fleet.ttl_s, config.fleet.interval_s, config.fleet.fanout) == (
+        120,
+        30,
+        DEFAULT_FANOUT,
+    )
     assert not config.warnings
 
 
