@@ -42,7 +42,7 @@ from kakeya.node.datadir import DataDir, NodeState, RunInfo, default_folder, nex
 from kakeya.node.directory import Models
 from kakeya.node.drafting import FleetDrafts
 from kakeya.node.engines import EngineCommand, Engines
-from kakeya.node.machine import draw_node_id, platform_name, unified_memory_bytes
+from kakeya.node.machine import draw_node_id, host_names, platform_name, unified_memory_bytes
 from kakeya.node.models import Role
 from kakeya.node.ports import bind
 from kakeya.node.settings import split_address
@@ -218,14 +218,14 @@ class Agent:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 
     def _serve_http(self) -> AbstractAsyncContextManager[HttpServer]:
-        hosts = {split_address(address)[0] for address in (self.http, self._ports.advertised)}
+        addresses = {split_address(address)[0] for address in (self.http, self._ports.advertised)}
         app = build_app(
             self._models,
             self._drafts,
             status=self.status,
             clock=self._clock,
             rng=self._rng,
-            hosts=frozenset(hosts),
+            hosts=host_names() | addresses,
             collect=self._metrics,
         )
         return serve_http(app, self._ports.http_socket, grace_s=0.0)

@@ -232,7 +232,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> NodeConfig:
-    """Read flags, environment and file. Raises ConfigError; `--help` and `--version` exit."""
+    """Read flags, environment and file. Raises ConfigError; `--help` exits."""
     flags = parse_flags(argv)
     file_name = flags.get(CONFIG_FLAG) or environ.get(CONFIG_VARIABLE, "")
     file = read_file(Path(str(file_name)).expanduser()) if file_name else {}

@@ -28,6 +28,13 @@ def draw_node_id(rng: random.Random) -> str:
     return draw_id(label or "node", rng, length=6)
 
 
+def host_names() -> frozenset[str]:
+    """Return the names by which a local network knows this machine."""
+    name = socket.gethostname().lower().rstrip(".")
+    label = name.partition(".")[0]
+    return frozenset({name, label, f"{label}.local"})
+
+
 def reachable_address(bound: str) -> str:
     """Return where peers reach an address that is bound; "" when only a person can say.
 

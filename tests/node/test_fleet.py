@@ -210,3 +210,28 @@ async def test_sigterm_lets_a_stream_end_and_tells_the_peers(
             assert await leaver.wait() == 0
     card = seen_by(verifier).get("leaver", {"models": [], "ttl_s": 10})
     assert (card["models"], card["ttl_s"]) == ([], 10)
+
+
+async def test_a_second_signal_ends_it_at_once(verifier: NodeProcess, tmp_path: Path) -> None:
+    async with verifier_node(tmp_path, "--node-id", "hasty") as hasty:
+        engine = model_state(hasty, VERIFIER)["pid"]
+        async with Client(hasty.grpc) as client:
+            session = await client.create_session()
+            _, stream = await open_stream(session, "off", 4000)
+            hasty.send(signal.SIGTERM)
+            await eventually("it is stopping", lambda: "stopping" in hasty.log_file.read_text())
+            hasty.send(signal.SIGTERM)
+            assert await hasty.wait() == 1
+            with pytest.raises(PeerUnavailable):
+                async for _token in stream:
+                    pass
+    assert "a second signal" in hasty.log_file.read_text()
+    await eventually("the engine ended with it", lambda: not is_alive(engine))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

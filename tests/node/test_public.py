@@ -1,0 +1,43 @@
+"""The package's promises that no floor can test alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kakeya
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.mark.parametrize("name", kakeya.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(kakeya, name) is not None
+
+
+def test_the_agent_loads_no_model_framework() -> None:
+    code = (
+        "import sys, kakeya.node.agent, kakeya.node.engines\n"
+        "heavy = {'mlx', 'mlx_lm', 'transformers', 'torch', 'numpy'} & set(sys.modules)\n"
+        "print(sorted(heavy))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
+
+
+def test_the_command_line_answers_without_grpc() -> None:
+    code = "import sys, kakeya.node.cli; print(sorted({'grpc', 'rich'} & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "script", ["kakeya", "kakeya-node", "test", "soak", "bench", "gen", "venv.sh", "../.ci/run"]
+)
+def test_every_script_is_well_formed(script: str) -> None:
+    path = SCRIPTS / script
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    assert path.suffix == ".sh" or path.stat().st_mode & 0o100
