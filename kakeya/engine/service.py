@@ -9,6 +9,7 @@ whose connection breaks, cancels the generation before its next step.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 import sys
 from collections import deque
@@ -38,6 +39,8 @@ from kakeya.wire.status import abort
 
 _Answer = TypeVar("_Answer")
 _Context = grpc.aio.ServicerContext[Any, Any]
+FRAME_S = 0.004
+"""The least time between two messages of one stream, ends excepted."""
 _REASONS = {
     FinishReason.MAX_TOKENS: pb.DecodeDone.REASON_MAX_TOKENS,
     FinishReason.STOP_TOKEN: pb.DecodeDone.REASON_STOP_TOKEN,
@@ -76,17 +79,18 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             blas_accelerated=facts.blas_accelerated,
         )
 
-    async def Decode(
-        self, request: pb.DecodeRequest, context: _Context
-    ) -> AsyncIterator[pb.DecodeResponse]:
-        """Stream one generation."""
+    async def Decode(self, request: pb.DecodeRequest, context: _Context) -> None:
+        """Stream one generation.
+
+        Written, not yielded: a cancellation then ends this very frame, and with it the work.
+        """
         try:
             outbox = _Outbox(asyncio.get_running_loop())
             ticket = Ticket(_job_from_wire(request), outbox.put, outbox.fail)
             self._scheduler.submit(ticket)
             try:
                 async for response in outbox:
-                    yield response
+                    await context.write(response)
             finally:
                 ticket.cancel()
         except KakeyaError as failure:
@@ -145,36 +149,49 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
 
 class _Outbox:
-    """Frames of one generation on their way from the model thread to the wire."""
+    """Frames of one generation on their way from the model thread to the wire.
+
+    The first frame and the last leave at once, those between at most every FRAME_S: a fast model
+    commits several tokens in that time, and one message for all of them leaves the processor to
+    the model. Slow models, whose steps take longer, are never held up.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._frames: deque[EngineFrame | KakeyaError] = deque()
         self._filled = asyncio.Event()
+        self._ended = asyncio.Event()
 
     def put(self, frame: EngineFrame) -> None:
         """Add a frame; called on the model thread."""
         self._frames.append(frame)
+        if isinstance(frame, DoneFrame):
+            self._loop.call_soon_threadsafe(self._end)
         # One wake-up is enough for all that is appended before the loop looks.
-        if len(self._frames) == 1:
+        elif len(self._frames) == 1:
             self._loop.call_soon_threadsafe(self._filled.set)
 
     def fail(self, failure: KakeyaError) -> None:
         """End with an error; called on the model thread."""
         self._frames.append(failure)
-        self._loop.call_soon_threadsafe(self._filled.set)
+        self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        self._ended.set()
+        self._filled.set()
 
     async def __aiter__(self) -> AsyncIterator[pb.DecodeResponse]:
         """Yield responses until the last frame."""
         while True:
             await self._filled.wait()
             self._filled.clear()
-            done = False
             for response in self._drain():
-                done = done or response.HasField("done")
                 yield response
-            if done:
-                return
+                if response.HasField("done"):
+                    return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FRAME_S):
+                    await self._ended.wait()
 
     def _drain(self) -> list[pb.DecodeResponse]:
         """Take all frames; committed tokens that follow each other become one response."""
