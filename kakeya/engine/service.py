@@ -79,7 +79,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             blas_accelerated=facts.blas_accelerated,
         )
 
-    async def Decode(self, request: pb.DecodeRequest, context: _Context) -> None:
+    async def Decode(  # type: ignore[override]
+        self, request: pb.DecodeRequest, context: _Context
+    ) -> None:
         """Stream one generation.
 
         Written, not yielded: a cancellation then ends this very frame, and with it the work.
