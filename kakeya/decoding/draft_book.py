@@ -128,6 +128,7 @@ class RemoteDraftBook:
         self._ask_tokens = min(LEAST_ASKED, self._most)
         self._asked: _Asked | None = None
         self._held: _Held | None = None
+        self._in_use = False
         self._late: list[tuple[int, Draft]] = []
         self._round_trip_s: float | None = None
         self._pause = 1
@@ -146,10 +147,22 @@ class RemoteDraftBook:
             if self._asked is not None and self._await(self._asked, wait_s):
                 self._collect(history)
                 draft = self._remainder(history, size)
-        if draft is None:
+        self._in_use = draft is not None and self._held is not None
+        if draft is None or self._held is None:
             return Draft(source=self._peer.name)
+        self._held.handed_out = True
         self.counts.handed_out += len(draft.tokens)
         return draft
+
+    def follow(self, history: Sequence[int]) -> None:
+        """The history has grown: if what is held no longer follows it, ask now, not at `poll`.
+
+        Call it as soon as the tokens are known; does nothing while drafts are not in use.
+        """
+        if self._in_use:
+            self._collect(history)
+            if self._asked is None and self._remainder(history, 1) is None:
+                self._ask(list(history), len(history))
 
     def ahead(self, history: Sequence[int], block: Sequence[int]) -> None:
         """`block` is about to be verified after `history`: ask for what follows all of it."""
@@ -253,7 +266,6 @@ class RemoteDraftBook:
         if wrong or done >= len(draft.tokens):
             self._drop(held, wrong=wrong)
             return None
-        held.handed_out = True
         return Draft(
             source=self._peer.name,
             tokens=draft.tokens[done : done + size],

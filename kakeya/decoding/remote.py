@@ -21,6 +21,7 @@ from kakeya.decoding.breaker import BreakerState, CircuitBreaker
 from kakeya.decoding.convert import PADDING_ID, draft_from_wire, request_to_wire
 from kakeya.decoding.draft_book import RemoteDraftBook
 from kakeya.decoding.proposer import BlockProposal, Draft, ProposerStats
+from kakeya.decoding.sender import PendingDraft, Sender
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1 import distributed_pb2_grpc as rpc
 from kakeya.wire.channels import sync_channel
@@ -53,29 +54,6 @@ class MalformedDraft(RemoteProposerError, PeerProtocol):
     """The peer answered what no correct proposer answers."""
 
 
-class PendingDraft:
-    """One call on its way; made by `RemoteProposer.begin`."""
-
-    __slots__ = ("arrived_mono", "began_mono", "block_size", "call")
-
-    def __init__(self, call: grpc.Future[pb.ProposeBlockResponse], size: int, clock: Clock) -> None:
-        self.call = call
-        self.block_size = size
-        self.began_mono = clock.mono()
-        self.arrived_mono: float | None = None
-        call.add_done_callback(lambda _: setattr(self, "arrived_mono", clock.mono()))
-
-    def wait(self, seconds: float) -> bool:
-        """Block until the call has ended, at most so long; whether it has."""
-        try:
-            self.call.exception(timeout=seconds)
-        except grpc.FutureTimeoutError:
-            return False
-        except grpc.FutureCancelledError:
-            pass
-        return True
-
-
 class RemoteProposer:
     """The proposer `model_id` of the node at `address`; "" is that node's default.
 
@@ -105,6 +83,7 @@ class RemoteProposer:
         self._model_id = model_id
         self._timeout_s = timeout_s
         self._vocab_size = vocab_size
+        self._sender = Sender(f"draft-{model_id}")
         self._owns_channel = channel is None
         self._channel = channel or sync_channel(address)
         self._stub = rpc.ProposerServiceStub(self._channel)
@@ -127,33 +106,44 @@ class RemoteProposer:
         )
 
     def begin(self, prefix: Sequence[int], size: int) -> PendingDraft | None:
-        """Send a request and return at once; None while the breaker is open."""
-        request = self._request(prefix, size, 1)
+        """Send a request and return at once; None while the breaker is open.
+
+        `prefix` must stay as it is until the request has left.
+        """
+        _check(prefix, size, 1)
         if not self.breaker.admit(self.clock.mono()):
             return None
         self.stats.calls += 1
-        call = self._stub.ProposeBlock.future(request, timeout=self._timeout_s)
-        return PendingDraft(call, size, self.clock)
+        pending = PendingDraft(size, self.clock)
+
+        def start() -> grpc.Future[pb.ProposeBlockResponse]:
+            request = self._request(prefix, size, 1)
+            return self._stub.ProposeBlock.future(request, timeout=self._timeout_s)
+
+        self._sender.send(pending, start)
+        return pending
 
     def finish(self, pending: PendingDraft) -> Draft:
-        """Read the answer of a call that is done. Raises RemoteProposerError."""
+        """Read the answer of a call that has ended. Raises RemoteProposerError."""
         try:
-            response = pending.call.result(timeout=0)
+            response = pending.result()
         except (grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError) as failure:
             raise self._failed(failure) from failure
         return self._read(response, pending.block_size)
 
     def abandon(self, pending: PendingDraft) -> None:
         """Give a call up; the server drops it if it has not begun."""
-        pending.call.cancel()
+        pending.abandon()
         self.breaker.withdrawn()
 
     def close(self) -> None:
-        """Close the channel, if it is the proposer's own."""
+        """End the sending thread, and the channel if it is the proposer's own."""
+        self._sender.close()
         if self._owns_channel:
             self._channel.close()
 
     def _ask(self, prefix: Sequence[int], size: int, num_steps: int) -> Draft:
+        _check(prefix, size, num_steps)
         request = self._request(prefix, size, num_steps)
         began = self.clock.mono()
         if not self.breaker.admit(began):
@@ -168,12 +158,6 @@ class RemoteProposer:
         return self._read(response, size)
 
     def _request(self, prefix: Sequence[int], size: int, num_steps: int) -> pb.ProposeBlockRequest:
-        if not len(prefix):
-            raise InvalidArgument("the prefix is empty: there is nothing to continue")
-        if size < 1 or num_steps < 1:
-            raise InvalidArgument(
-                f"block size {size}, num_steps {num_steps}: both must be at least 1"
-            )
         return request_to_wire(prefix, size, num_steps, self._model_id, extended=self.extended)
 
     def _read(self, response: pb.ProposeBlockResponse, size: int) -> Draft:
@@ -207,3 +191,10 @@ class RemoteProposer:
             f"{self.name} failed several times in a row; it is asked again in {wait_s:.1f} s",
             retry_after_s=wait_s,
         )
+
+
+def _check(prefix: Sequence[int], size: int, num_steps: int) -> None:
+    if not len(prefix):
+        raise InvalidArgument("the prefix is empty: there is nothing to continue")
+    if size < 1 or num_steps < 1:
+        raise InvalidArgument(f"block size {size}, num_steps {num_steps}: both must be at least 1")

@@ -185,6 +185,20 @@ def test_a_draft_that_came_too_late_can_still_be_scored():
     assert book.take_late() == []
 
 
+def test_a_contradiction_is_answered_with_a_request_at_once():
+    peer = FakePeer(counting)
+    book = RemoteDraftBook(peer)
+    book.follow([1, 2])
+    assert not peer.calls
+    book.poll([1, 2], 4, wait_s=1)
+    book.follow([1, 2, 3])
+    assert len(peer.calls) == 1
+    book.follow([1, 2, 3, 99])
+    assert peer.calls[-1].prefix == [1, 2, 3, 99]
+    peer.pass_time(0.01)
+    assert book.poll([1, 2, 3, 99], 2, wait_s=0).tokens == (100, 101)
+
+
 def test_another_history_gets_nothing_that_was_meant_for_this_one():
     peer = FakePeer(counting)
     book = RemoteDraftBook(peer)
