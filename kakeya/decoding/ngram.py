@@ -176,6 +176,11 @@ class NGramProposer:
             match_length=match,
         )
 
+    def unseen(self, prefix: Sequence[int]) -> int:
+        """How many tokens of the prefix a draft would have to index first: what it costs."""
+        heads = (_shared_head(prefix, index.tokens) for index in self._recent)
+        return len(prefix) - max((head for head in heads if head is not None), default=0)
+
     def propose_block(
         self, committed: Sequence[int], block_size: int, num_steps: int = 1
     ) -> BlockProposal:

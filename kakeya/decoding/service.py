@@ -31,8 +31,8 @@ from kakeya.wire.status import abort
 _log = logging.getLogger(__name__)
 QUEUE_LIMIT = 16
 """Requests that may wait for one proposer: later ones would be answered too late to be of use."""
-INLINE_PREFIX_TOKENS = 1024
-"""An n-gram look-up over so short a prefix costs less than a thread to run it on."""
+INLINE_TOKENS = 256
+"""To index so many new tokens for an n-gram look-up costs about as much as a thread to do it."""
 
 
 @runtime_checkable
@@ -167,7 +167,7 @@ class _Desk:
         if isinstance(proposer, AsyncDrafter):
             seed = request.seed if request.HasField("seed") else None
             draft = await proposer.draft(prefix, size, seed=seed, temperature=request.temperature)
-        elif isinstance(proposer, NGramProposer) and len(prefix) <= INLINE_PREFIX_TOKENS:
+        elif isinstance(proposer, NGramProposer) and proposer.unseen(prefix) <= INLINE_TOKENS:
             draft = proposer.propose(prefix, size)
         else:
             loop = asyncio.get_running_loop()

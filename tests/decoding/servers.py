@@ -36,9 +36,16 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
 
     def close(self) -> None:
+        self.run(_last_tasks())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5)
         self.loop.close()
+
+
+async def _last_tasks() -> None:
+    """Let cancelled calls end before the loop does."""
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.wait(rest, timeout=2) if rest else None
 
 
 @contextmanager

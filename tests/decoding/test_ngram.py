@@ -160,6 +160,16 @@ def test_a_prefix_with_another_end_is_continued_as_itself():
     assert len(proposer._recent) == 1
 
 
+def test_only_what_is_new_in_a_prefix_has_to_be_indexed():
+    proposer = NGramProposer()
+    text = [at % 17 for at in range(300)]
+    assert proposer.unseen(text) == 300
+    proposer.propose(text, 4)
+    assert proposer.unseen(text) == 0
+    assert proposer.unseen([*text, 1, 2]) == 2
+    assert proposer.unseen([*text[:290], 50]) == 1
+
+
 def test_a_prefix_that_differs_early_gets_an_index_of_its_own():
     proposer = NGramProposer()
     text = [at % 11 for at in range(5 * ROLLBACK)]

@@ -306,3 +306,5 @@ async def test_a_long_prefix_goes_to_a_thread_and_gives_the_same_draft(serve):
     prefix = [*range(5000), 1, 2, 3]
     response = await stub.ProposeBlock(ask(prefix, size=2))
     assert list(response.token_ids) == [4, 5]
+    response = await stub.ProposeBlock(ask([*prefix, 4], size=2))
+    assert list(response.token_ids) == [5, 6]
