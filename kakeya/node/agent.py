@@ -39,7 +39,7 @@ from kakeya.node import metrics
 from kakeya.node.card import Place, make_offer
 from kakeya.node.config import NodeConfig
 from kakeya.node.datadir import DataDir, NodeState, RunInfo, default_folder, next_state
-from kakeya.node.directory import Models
+from kakeya.node.directory import Models, failed_addresses
 from kakeya.node.drafting import FleetDrafts
 from kakeya.node.engines import EngineCommand, Engines
 from kakeya.node.machine import draw_node_id, host_names, platform_name, unified_memory_bytes
@@ -47,7 +47,7 @@ from kakeya.node.models import Role
 from kakeya.node.ports import bind
 from kakeya.node.settings import split_address
 from kakeya.node.status import Json, View, describe
-from kakeya.runtime.generation import ModelState
+from kakeya.runtime.generation import ModelState, Usage
 from kakeya.runtime.service import RuntimeService
 from kakeya.runtime.store import SessionLimits, SessionStore
 from kakeya.serving.backends.engine_backend import EngineOptions
@@ -131,7 +131,7 @@ class Agent:
         stack.callback(self._ports.http_socket.close)
         self._state = self._next_life()
         self._build_fleet(stack)
-        self._models = Models(self._engines.of_role(Role.VERIFIER))
+        self._models = Models(self._engines.of_role(Role.VERIFIER), self._suspect_failed_drafters)
         self._drafts = FleetDrafts(self._registry, self._clock)
         self._add_services()
         await stack.enter_async_context(self._runtime)
@@ -254,6 +254,11 @@ class Agent:
                 self._proposers.serve(backend.model_id, backend)
             elif not is_ready:
                 self._proposers.withdraw(backend.model_id)
+
+    def _suspect_failed_drafters(self, usage: Usage) -> None:
+        """Ask no peer again that just failed, until gossip finds that it answers."""
+        for address in failed_addresses(usage):
+            self._registry.mark_failed(address, self._clock.wall())
 
     def _round_done(self, done: Round) -> None:
         if self._registry.incarnation != self._state.incarnation:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 
 from kakeya.core.errors import NotFound
-from kakeya.runtime.generation import ServedModel
+from kakeya.runtime.generation import (
+    DecodeRequest,
+    Done,
+    EngineStats,
+    Frame,
+    ModelFacts,
+    ModelState,
+    ServedModel,
+    Usage,
+)
 
 
 class Models:
-    """Finds verifiers; the first one is the default."""
+    """Finds verifiers; the first one is the default. `on_usage` is told of each whole decode."""
 
-    def __init__(self, verifiers: Sequence[ServedModel]) -> None:
-        self._verifiers = tuple(verifiers)
+    def __init__(self, verifiers: Sequence[ServedModel], on_usage: Callable[[Usage], None]) -> None:
+        self._verifiers: tuple[ServedModel, ...] = tuple(
+            _Watched(model, on_usage) for model in verifiers
+        )
 
     def get(self, model_id: str) -> ServedModel:
         """Find a model that decodes; "" is the default. Raises NotFound naming the served ids."""
@@ -27,3 +39,48 @@ class Models:
     def verifiers(self) -> tuple[ServedModel, ...]:
         """Every model that decodes, the default first."""
         return self._verifiers
+
+
+class _Watched:
+    """A model whose decodes are accounted for."""
+
+    def __init__(self, model: ServedModel, on_usage: Callable[[Usage], None]) -> None:
+        self._model = model
+        self._on_usage = on_usage
+
+    @property
+    def model_id(self) -> str:
+        return self._model.model_id
+
+    @property
+    def state(self) -> ModelState:
+        return self._model.state
+
+    @property
+    def last_error(self) -> str:
+        return self._model.last_error
+
+    async def ready(self, timeout_s: float) -> ModelFacts:
+        return await self._model.ready(timeout_s)
+
+    async def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
+        async with aclosing(self._model.decode(request)) as frames:
+            async for frame in frames:
+                if isinstance(frame, Done):
+                    self._on_usage(frame.usage)
+                yield frame
+
+    async def release(self, kv_key: str) -> None:
+        await self._model.release(kv_key)
+
+    async def stats(self) -> EngineStats:
+        return await self._model.stats()
+
+
+def failed_addresses(usage: Usage) -> tuple[str, ...]:
+    """The peers whose drafts failed during a decode, not merely came late or were wrong."""
+    return tuple(
+        source.source.rpartition("@")[2]
+        for source in usage.sources
+        if source.failed and "@" in source.source
+    )

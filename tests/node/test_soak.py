@@ -1,0 +1,72 @@
+"""Faults over and over, for scripts/soak."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from kakeya.core.errors import KakeyaError
+from kakeya.node.agent import GRACE_S
+from kakeya.runtime.client import Client
+from tests.node.nodes import VERIFIER, drafter_node, eventually, model_state, verifier_node
+from tests.node.test_fleet import PROMPT, generate
+
+pytestmark = pytest.mark.slow
+STOPS = 50
+KILLS = 20
+
+
+async def test_sigterm_under_load_always_ends_with_0_in_time(tmp_path: Path) -> None:
+    """Row 28: 50 of 50."""
+    for attempt in range(STOPS):
+        async with verifier_node(tmp_path / str(attempt)) as node, Client(node.grpc) as client:
+            session = await client.create_session()
+            await session.append(PROMPT)
+            stream = session.generate(4000)
+            await anext(stream)
+            started = time.monotonic()
+            node.send(signal.SIGTERM)
+            with pytest.raises(KakeyaError):
+                async for _ in stream:
+                    pass
+            assert await node.wait() == 0, attempt
+            assert time.monotonic() - started < GRACE_S + 3
+
+
+async def test_engines_and_proposers_killed_at_random_cost_no_token(tmp_path: Path) -> None:
+    """Rows 29 and 34: 20 of 20."""
+    rng = random.Random(20)
+    async with verifier_node(tmp_path / "verifier") as verifier:
+        plain = await generate(verifier, "off", tokens=400)
+        for attempt in range(KILLS):
+            async with drafter_node(tmp_path / str(attempt), verifier) as drafter:
+                policy = rng.choice(["peer", "auto", f"ngram@{drafter.grpc}"])
+                drafted = asyncio.create_task(generate(verifier, policy, tokens=400))
+                await asyncio.sleep(rng.uniform(0.05, 0.8))
+                drafter.send(signal.SIGKILL)
+                assert await drafted == plain, attempt
+    assert "Traceback" not in verifier.log_file.read_text()
+
+
+async def test_the_node_outlives_its_engine_until_the_breaker_opens(tmp_path: Path) -> None:
+    """Row 34: after five deaths the model is given up with a sentence, the node stays."""
+    async with verifier_node(tmp_path) as node:
+        for deaths in range(1, 6):
+            pid = model_state(node, VERIFIER)["pid"]
+            kill = await asyncio.create_subprocess_exec("kill", "-9", str(pid))
+            await kill.wait()
+            wanted = "failed" if deaths == 5 else "ready"
+            await eventually(
+                f"{wanted} after death {deaths}",
+                lambda old=pid, state=wanted: (
+                    (m := model_state(node, VERIFIER))["state"] == state and m["pid"] != old
+                ),
+                limit_s=60,
+            )
+        assert "died 5 times" in model_state(node, VERIFIER)["error"]
+        assert node.api.get("/healthz") == {"status": "ok"}
