@@ -119,9 +119,9 @@ async def _serve(socket_path: str, engine: _Engine) -> None:
 
     from kakeya.engine.service import EngineServicer
     from kakeya.v1 import engine_pb2_grpc
-    from kakeya.wire.channels import MESSAGE_OPTIONS
+    from kakeya.wire.channels import ENGINE_MESSAGE_BYTES, message_options
 
-    server = grpc.aio.server(options=MESSAGE_OPTIONS)
+    server = grpc.aio.server(options=message_options(ENGINE_MESSAGE_BYTES))
     servicer = EngineServicer(engine.model, engine.scheduler, engine.tools)
     engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)
     server.add_insecure_port(f"unix:{socket_path}")

@@ -11,7 +11,7 @@ from kakeya.core.errors import ConfigError
 from kakeya.node.config import ADVERTISE, BIND, HTTP, ListenConfig
 from kakeya.node.machine import join_address, reachable_address
 from kakeya.node.settings import split_address
-from kakeya.wire.channels import MESSAGE_OPTIONS, Keepalive
+from kakeya.wire.channels import Keepalive, message_options
 
 _BACKLOG = 512
 
@@ -34,7 +34,7 @@ def bind(listen: ListenConfig) -> Ports:
     """Bind both ports. Raises ConfigError naming the flag of the one that cannot be used."""
     http_socket = _listen(HTTP.flag, listen.http)
     try:
-        server = grpc.aio.server(options=Keepalive().server_options() + MESSAGE_OPTIONS)
+        server = grpc.aio.server(options=Keepalive().server_options() + message_options())
         address = _bind_grpc(server, listen.bind)
         advertised = listen.advertise or _advertisable(address)
     except BaseException:

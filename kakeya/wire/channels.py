@@ -14,8 +14,10 @@ import grpc.aio
 from kakeya.core.units import MIB
 
 Option = tuple[str, int | str]
-MAX_MESSAGE_BYTES = 16 * MIB
-"""Of sessions and drafts; gossip has its own, lower limit."""
+NETWORK_MESSAGE_BYTES = 4 * MIB
+"""Between nodes and from clients, after decompression; gossip has its own, lower limit."""
+ENGINE_MESSAGE_BYTES = 64 * MIB
+"""On the unix socket of an engine, which gets whole histories: 4 bytes a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +36,8 @@ class Keepalive:
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 500),
-            ("grpc.min_reconnect_backoff_ms", 500),
-            ("grpc.max_reconnect_backoff_ms", 5000),
+            ("grpc.min_reconnect_backoff_ms", 2000),
+            ("grpc.max_reconnect_backoff_ms", 4000),
         )
 
     def server_options(self) -> tuple[Option, ...]:
@@ -54,17 +56,19 @@ class Keepalive:
         )
 
 
-MESSAGE_OPTIONS: tuple[Option, ...] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-)
+def message_options(limit_bytes: int = NETWORK_MESSAGE_BYTES) -> tuple[Option, ...]:
+    """Options that bound messages both ways; larger ones end with RESOURCE_EXHAUSTED."""
+    return (
+        ("grpc.max_receive_message_length", limit_bytes),
+        ("grpc.max_send_message_length", limit_bytes),
+    )
 
 
 class Channels:
     """One asyncio channel per address, made on first use and kept until `aclose`."""
 
     def __init__(self, keepalive: Keepalive | None = None) -> None:
-        self._options = (keepalive or Keepalive()).client_options() + MESSAGE_OPTIONS
+        self._options = (keepalive or Keepalive()).client_options() + message_options()
         self._open: dict[str, grpc.aio.Channel] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
@@ -89,5 +93,5 @@ class Channels:
 
 def sync_channel(address: str, keepalive: Keepalive | None = None) -> grpc.Channel:
     """Open a blocking channel, for threads that own no event loop."""
-    options = (keepalive or Keepalive()).client_options() + MESSAGE_OPTIONS
+    options = (keepalive or Keepalive()).client_options() + message_options()
     return grpc.insecure_channel(address, options=options)

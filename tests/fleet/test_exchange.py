@@ -19,7 +19,7 @@ from kakeya.fleet.convert import join_cards
 from kakeya.fleet.exchange import EXCHANGE_METHOD
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import CapabilityServiceStub
-from kakeya.wire.channels import MESSAGE_OPTIONS
+from kakeya.wire.channels import message_options
 from tests.fleet.nodes import make_wire, running_node, verifier
 
 
@@ -158,7 +158,7 @@ async def test_malformed_and_oversize_batches_get_their_status(
     request_bytes: bytes, code: grpc.StatusCode
 ) -> None:
     async with running_node("z") as node:
-        async with grpc.aio.insecure_channel(node.address, options=MESSAGE_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(node.address, options=message_options()) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as failure:
                 await channel.unary_unary(EXCHANGE_METHOD)(request_bytes, timeout=5)
             assert failure.value.code() is code

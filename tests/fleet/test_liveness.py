@@ -20,7 +20,7 @@ import pytest
 
 from kakeya.core.errors import PlacementError
 from kakeya.fleet.placement import plan_spec_decode_placement
-from kakeya.wire.channels import MESSAGE_OPTIONS, Keepalive, Option
+from kakeya.wire.channels import Keepalive, Option, message_options
 from tests.fleet.nodes import Node, running_node, until, verifier
 from tests.fleet.proxy import running_proxy
 
@@ -257,7 +257,7 @@ async def test_a_peer_that_returns_after_a_minute_is_used_again_within_seconds()
 @pytest.mark.slow
 async def test_with_the_default_backoff_the_return_is_noticed_late() -> None:
     """The control of row 30."""
-    assert await _outage(60.0, MESSAGE_OPTIONS) > 6.0
+    assert await _outage(60.0, message_options()) > 6.0
 
 
 def _without(options: tuple[Option, ...], name: str) -> tuple[Option, ...]:

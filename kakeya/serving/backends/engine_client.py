@@ -27,7 +27,7 @@ from kakeya.runtime.generation import (
 )
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
-from kakeya.wire.channels import MESSAGE_OPTIONS, Keepalive, Option
+from kakeya.wire.channels import ENGINE_MESSAGE_BYTES, Keepalive, Option, message_options
 from kakeya.wire.status import error_from_rpc
 
 _STOP_REASONS: dict[pb.DecodeDone.Reason.ValueType, StopReason] = {
@@ -49,7 +49,7 @@ def _options(keepalive: Keepalive) -> tuple[Option, ...]:
         ("grpc.max_reconnect_backoff_ms", 250),
         ("grpc.use_local_subchannel_pool", 1),
     )
-    return kept + quick + MESSAGE_OPTIONS
+    return kept + quick + message_options(ENGINE_MESSAGE_BYTES)
 
 
 class EngineClient:
