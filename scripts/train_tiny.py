@@ -838,9 +838,9 @@ def folder_settings(shape: Shape) -> dict[str, dict[str, Any]]:
 # ---------------------------------------------------------------- command line
 
 
-VERIFIER_PLAN = Plan(steps=3000, long_steps=150)
-DRAFT_PLAN = Plan(steps=1600, long_steps=60, cooldown=0.5)
-CONTINUATIONS = 12_288
+VERIFIER_PLAN = Plan(steps=2150, long_steps=60, cooldown=0.186)
+DRAFT_PLAN = Plan(steps=1100, long_steps=40, cooldown=0.5)
+CONTINUATIONS = 6_144
 
 
 def run_stage(stage: str, work: Path, out: Path, steps: int | None) -> None:
