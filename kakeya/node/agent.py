@@ -47,6 +47,7 @@ from kakeya.node.models import Role
 from kakeya.node.ports import bind
 from kakeya.node.settings import split_address
 from kakeya.node.status import Json, View, describe
+from kakeya.node.watchdog import LoopWatchdog
 from kakeya.runtime.generation import ModelState, Usage
 from kakeya.runtime.service import RuntimeService
 from kakeya.runtime.store import SessionLimits, SessionStore
@@ -125,6 +126,7 @@ class Agent:
     # Start
 
     async def _start(self, stack: AsyncExitStack) -> None:
+        self._watchdog = stack.enter_context(LoopWatchdog())
         self._home = stack.enter_context(DataDir(self._folder()))
         self._ports = bind(self._config.listen)
         stack.push_async_callback(self._ports.server.stop, None)
@@ -290,6 +292,7 @@ class Agent:
         yield from metrics.model_metrics(self._engines.models())
         yield from metrics.session_metrics(self._runtime.stats)
         yield from metrics.task_metrics((*self._tasks.health(), *self._runtime.health()))
+        yield from metrics.loop_metrics(self._watchdog.stalls, self._watchdog.worst_lag_s)
 
     # Stop
 

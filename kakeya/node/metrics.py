@@ -89,3 +89,9 @@ def task_metrics(tasks: Sequence[TaskHealth]) -> Iterator[Metric]:
         running.add_metric([task.name], float(task.running))
         failures.add_metric([task.name], task.failures)
     yield from (running, failures)
+
+
+def loop_metrics(stalls: int, worst_lag_s: float) -> Iterator[Metric]:
+    """The event loop: how often it was stuck, and the longest that it let anybody wait."""
+    yield CounterMetricFamily("kakeya_loop_stalls", "Times the loop was stuck", value=stalls)
+    yield GaugeMetricFamily("kakeya_loop_worst_lag_seconds", "Longest wait", value=worst_lag_s)

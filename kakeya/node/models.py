@@ -104,4 +104,9 @@ def _split_role(text: str) -> tuple[str, Role]:
 
 def _model_id(source: str) -> str:
     path = Path(source).expanduser()
-    return path.resolve().name if path.exists() and source not in EMBEDDED else source
+    if source in EMBEDDED or source == NGRAM or not path.exists():
+        return source
+    name = path.resolve().name
+    if name == NGRAM:
+        raise Illegal(f"{source!r} would be served as {NGRAM}, which is a name of its own; rename")
+    return name

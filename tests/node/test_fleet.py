@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -142,6 +143,23 @@ async def test_the_command_line_over_a_running_fleet(
     refused = await asyncio.to_thread(run_cli, *arguments, "--prompt", "x", "--model", "nobody")
     assert refused.returncode == 1
     assert "nobody" in refused.stderr
+
+
+async def test_every_floor_is_in_the_metrics(verifier: NodeProcess, drafter: NodeProcess) -> None:
+    def scrape() -> str:
+        with urllib.request.urlopen(f"http://{verifier.http}/metrics", timeout=10) as answer:
+            return answer.read().decode()
+
+    text = await asyncio.to_thread(scrape)
+    for line in (
+        "kakeya_fleet_nodes 2.0",
+        'kakeya_model_ready{model="kakeya-tiny"} 1.0',
+        'kakeya_task_running{task="gossip"} 1.0',
+        'kakeya_task_failures_total{task="models"} 0.0',
+        "kakeya_loop_stalls_total 0.0",
+    ):
+        assert line in text.splitlines()
+    assert "kakeya_generates_total" in text
 
 
 async def test_a_killed_engine_costs_time_and_no_token(

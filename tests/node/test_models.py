@@ -8,6 +8,7 @@ import pytest
 
 from kakeya.core.errors import ConfigError
 from kakeya.node.models import Role, parse_model, parse_proposer, resolve
+from kakeya.node.settings import Illegal
 
 
 def model_folder(tmp_path: Path, *names: str) -> Path:
@@ -69,3 +70,9 @@ def test_an_unknown_name_is_refused_with_what_would_be_right(source: str) -> Non
 def test_a_near_miss_is_suggested() -> None:
     with pytest.raises(ConfigError, match="did you mean kakeya-tiny"):
         resolve(parse_model("kakeya-tyni"))
+
+
+def test_a_folder_cannot_take_the_name_of_the_ngram_proposer(tmp_path: Path) -> None:
+    (tmp_path / "ngram").mkdir()
+    with pytest.raises(Illegal, match="rename"):
+        parse_model(str(tmp_path / "ngram"))
