@@ -77,6 +77,7 @@ class Drafting:
         if self._index is not None:
             self._index.extend(tokens)
         for book in self._books.values():
+            book.follow(self._history)
             for base, late in book.take_late():
                 self._shadows.hold(late, base)
         self._shadows.settle(self._history)

@@ -125,6 +125,8 @@ class ForeignBook:
 
     def ahead(self, history: list[int], block: tuple[int, ...]) -> None: ...
 
+    def follow(self, history: list[int]) -> None: ...
+
     def take_late(self) -> list[tuple[int, Draft]]:
         return []
 
