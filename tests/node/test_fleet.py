@@ -156,10 +156,10 @@ async def test_every_floor_is_in_the_metrics(verifier: NodeProcess, drafter: Nod
         'kakeya_model_ready{model="kakeya-tiny"} 1.0',
         'kakeya_task_running{task="gossip"} 1.0',
         'kakeya_task_failures_total{task="models"} 0.0',
-        "kakeya_loop_stalls_total 0.0",
     ):
         assert line in text.splitlines()
     assert "kakeya_generates_total" in text
+    assert "kakeya_loop_stalls_total" in text
 
 
 async def test_a_killed_engine_costs_time_and_no_token(
