@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import PeerError, PeerProtocol
@@ -53,7 +53,10 @@ class Pending(Protocol):
         ...
 
 
-class DraftPeer(Protocol):
+Sent = TypeVar("Sent", bound=Pending)
+
+
+class DraftPeer(Protocol[Sent]):
     """What the book asks; RemoteProposer is one."""
 
     @property
@@ -71,15 +74,15 @@ class DraftPeer(Protocol):
         """What `Pending` is timed by."""
         ...
 
-    def begin(self, prefix: Sequence[int], size: int) -> Pending | None:
+    def begin(self, prefix: Sequence[int], size: int) -> Sent | None:
         """Send a request; None while the peer is not to be asked."""
         ...
 
-    def finish(self, pending: Pending) -> Draft:
+    def finish(self, pending: Sent) -> Draft:
         """Read an ended request. Raises PeerError, of that PeerProtocol for a malformed answer."""
         ...
 
-    def abandon(self, pending: Pending) -> None:
+    def abandon(self, pending: Sent) -> None:
         """Give a request up."""
         ...
 
@@ -102,8 +105,8 @@ class BookCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    call: Pending
+class _Asked(Generic[Sent]):
+    call: Sent
     base: int
     context: tuple[int, ...]
 
@@ -118,15 +121,15 @@ class _Held:
     handed_out: bool = False
 
 
-class RemoteDraftBook:
+class RemoteDraftBook(Generic[Sent]):
     """The drafts of one peer for one generation; used by the thread that decodes it."""
 
-    def __init__(self, peer: DraftPeer) -> None:
+    def __init__(self, peer: DraftPeer[Sent]) -> None:
         self.counts = BookCounts()
         self._peer = peer
         self._most = MOST_ASKED if peer.extended else MOST_PADDED
         self._ask_tokens = min(LEAST_ASKED, self._most)
-        self._asked: _Asked | None = None
+        self._asked: _Asked[Sent] | None = None
         self._held: _Held | None = None
         self._in_use = False
         self._late: list[tuple[int, Draft]] = []
@@ -199,7 +202,7 @@ class RemoteDraftBook:
             context = tuple(prefix[max(0, committed - CONTEXT) :])
             self._asked = _Asked(call, len(prefix), context)
 
-    def _await(self, asked: _Asked, wait_s: float) -> bool:
+    def _await(self, asked: _Asked[Sent], wait_s: float) -> bool:
         """Wait for an answer if it is expected in time; not for one that is long overdue."""
         if asked.call.arrived_mono is not None:
             return True
@@ -233,7 +236,7 @@ class RemoteDraftBook:
         else:
             self.counts.stale += 1
 
-    def _finish(self, call: Pending, committed: int) -> Draft | None:
+    def _finish(self, call: Sent, committed: int) -> Draft | None:
         try:
             draft = self._peer.finish(call)
         except PeerProtocol:

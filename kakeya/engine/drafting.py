@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from kakeya.decoding.controller import DraftController
 from kakeya.decoding.draft_book import RemoteDraftBook
 from kakeya.decoding.ngram import NGramIndex
 from kakeya.decoding.proposer import Draft
 from kakeya.decoding.remote import RemoteProposer
+from kakeya.decoding.sender import PendingDraft
 from kakeya.decoding.shadow import ShadowScorer
 from kakeya.engine.job import SourceSpec, SourceTally
 
+RemoteBook: TypeAlias = "RemoteDraftBook[PendingDraft]"
 NGRAM_SOURCE = "ngram"
 _NOTHING = Draft(source="none")
 
@@ -29,7 +32,7 @@ class RemoteBooks:
         self._timeout_s = timeout_s
         self._proposers: dict[str, RemoteProposer] = {}
 
-    def open(self, spec: SourceSpec, vocab_size: int) -> RemoteDraftBook:
+    def open(self, spec: SourceSpec, vocab_size: int) -> RemoteBook:
         """A new book of drafts from a peer, for one sequence."""
         proposer = self._proposers.get(spec.name)
         if proposer is None:
@@ -132,9 +135,7 @@ class Drafting:
         for book in self._books.values():
             book.close()
 
-    def _ask(
-        self, name: str, book: RemoteDraftBook, history: list[int], room: int
-    ) -> tuple[Draft, int]:
+    def _ask(self, name: str, book: RemoteBook, history: list[int], room: int) -> tuple[Draft, int]:
         wait_s = self._controller.wait_budget_s(name)
         started = self._timer()
         draft = book.poll(history, room, wait_s=wait_s)
