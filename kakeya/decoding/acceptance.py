@@ -23,9 +23,14 @@ def accept_block(draft: Sequence[int], selected: Sequence[int]) -> int:
             f"{len(selected)} selected tokens for a draft of {len(draft)}: "
             f"a verifier selects {len(draft) + 1}, one per row"
         )
-    accepted = 0
-    for guess, own in zip(draft, selected, strict=False):
+    return agreeing(draft, selected)
+
+
+def agreeing(guesses: Sequence[int], actual: Sequence[int]) -> int:
+    """Count the leading tokens that two texts share, as far as both go."""
+    count = 0
+    for guess, own in zip(guesses, actual, strict=False):
         if guess != own:
             break
-        accepted += 1
-    return accepted
+        count += 1
+    return count

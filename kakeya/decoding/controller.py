@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kakeya.decoding.acceptance import agreeing
 from kakeya.decoding.acceptance_rate import AcceptanceTable
 from kakeya.decoding.proposer import Draft
 from kakeya.decoding.row_cost import RowCosts
@@ -177,11 +178,7 @@ class DraftController:
         `actual` begins where the draft begins; where it is shorter, the rest stays unjudged.
         """
         known = self._source(draft.source)
-        right = 0
-        for guess, own in zip(draft.tokens, actual, strict=False):
-            if guess != own:
-                break
-            right += 1
+        right = agreeing(draft.tokens, actual)
         judged = min(right + 1, len(draft.tokens), len(actual))
         known.drafts += 1
         known.offered += len(draft.tokens)

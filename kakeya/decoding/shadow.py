@@ -7,21 +7,29 @@ end; then the controller learns from it, for the price of a comparison.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from kakeya.decoding.controller import DraftController
 from kakeya.decoding.proposer import Draft
 
 HELD = 4
 """Drafts in waiting; while so many wait, others say little that is new."""
 
 
+class Judge(Protocol):
+    """Who learns what became of a draft; DraftController is one."""
+
+    def observe_shadow(self, draft: Draft, actual: Sequence[int]) -> None:
+        """`actual` came where the draft begins."""
+        ...
+
+
 class ShadowScorer:
     """Unverified drafts of one generation, until the history has judged them."""
 
-    __slots__ = ("_controller", "_held")
+    __slots__ = ("_held", "_judge")
 
-    def __init__(self, controller: DraftController) -> None:
-        self._controller = controller
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
         self._held: list[tuple[int, Draft]] = []
 
     def hold(self, draft: Draft, base: int) -> None:
@@ -39,7 +47,7 @@ class ShadowScorer:
         self.settle(history)
         for base, draft in self._held:
             if len(history) > base:
-                self._controller.observe_shadow(draft, history[base:])
+                self._judge.observe_shadow(draft, history[base:])
         self._held.clear()
 
     def _judged(self, history: Sequence[int], base: int, draft: Draft) -> bool:
@@ -47,5 +55,5 @@ class ShadowScorer:
         known = len(came)
         if known == 0 or (known < len(draft.tokens) and draft.tokens[:known] == tuple(came)):
             return False
-        self._controller.observe_shadow(draft, came)
+        self._judge.observe_shadow(draft, came)
         return True

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from kakeya.decoding.acceptance import agreeing
 from kakeya.decoding.controller import DraftController
 from kakeya.decoding.draft_book import RemoteDraftBook
 from kakeya.decoding.ngram import NGramIndex
@@ -67,7 +68,7 @@ class Drafting:
             spec.name: books.open(spec, vocab_size) for spec in specs if spec.kind == "remote"
         }
         self._tallies = {spec.name: SourceTally(source=spec.name) for spec in specs}
-        self._shadows = ShadowScorer(controller)
+        self._shadows = ShadowScorer(self)
 
     def begin(self, history: list[int]) -> None:
         """Take the history, which the caller goes on extending."""
@@ -119,7 +120,14 @@ class Drafting:
         """Hold a draft that is not verified until the history has judged it."""
         if draft.tokens:
             self._shadows.hold(draft, len(self._history))
-            self._tallies[draft.source].shadowed += 1
+
+    def observe_shadow(self, draft: Draft, actual: Sequence[int]) -> None:
+        """Count a draft that the history has judged, and let the controller learn from it."""
+        self._controller.observe_shadow(draft, actual)
+        hits = agreeing(draft.tokens, actual)
+        tally = self._tallies[draft.source]
+        tally.shadowed += min(hits + 1, len(actual), len(draft.tokens))
+        tally.shadow_hits += hits
 
     def tallies(self) -> tuple[SourceTally, ...]:
         """What each source did."""

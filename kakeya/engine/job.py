@@ -80,6 +80,7 @@ class SourceTally:
     failed: int = 0
     late: int = 0
     shadowed: int = 0
+    shadow_hits: int = 0
     wait_s: float = 0.0
 
 

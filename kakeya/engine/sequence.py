@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kakeya.core.errors import InvalidArgument, InvariantBroken
+from kakeya.decoding.acceptance import agreeing
 from kakeya.decoding.controller import DraftController
 from kakeya.decoding.decoder import Decoding
 from kakeya.decoding.proposer import Draft
 from kakeya.engine.drafting import Drafting, RemoteBooks
 from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, PrefillFrame, TokensFrame
 from kakeya.engine.model import Model, SequenceState
-from kakeya.engine.slots import KvSlots, shared_head
+from kakeya.engine.slots import KvSlots
 
 
 @dataclass(slots=True)
@@ -113,7 +114,7 @@ class SequenceRun:
         kept = self._tools.slots.take(self._job.kv_key) if self._job.kv_key else None
         if kept is not None:
             history = self._decoding.history
-            shared = min(shared_head(kept.tokens, history), len(history) - 1)
+            shared = min(agreeing(kept.tokens, history), len(history) - 1)
             if shared > 0 and kept.state.trim(kept.state.length - shared):
                 return kept.state, shared
         return model.open(), 0

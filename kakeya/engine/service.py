@@ -247,6 +247,7 @@ def _to_wire(frame: PrefillFrame | DoneFrame) -> pb.DecodeResponse:
                     failed=tally.failed,
                     late=tally.late,
                     shadowed=tally.shadowed,
+                    shadow_hits=tally.shadow_hits,
                     mean_wait_ms=1000 * tally.wait_s / max(1, tally.drafts),
                 )
                 for tally in frame.sources

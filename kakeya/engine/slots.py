@@ -56,11 +56,3 @@ class KvSlots:
         while self._held_bytes > self._budget_bytes:
             _, oldest = self._entries.popitem(last=False)
             self._held_bytes -= oldest.nbytes
-
-
-def shared_head(held: list[int], wanted: list[int]) -> int:
-    """How many leading tokens two lists share."""
-    for index, (left, right) in enumerate(zip(held, wanted, strict=False)):
-        if left != right:
-            return index
-    return min(len(held), len(wanted))

@@ -65,6 +65,8 @@ class GenerateSummary:
     accepted_tokens: int
     forwards: int
     cached_tokens: int
+    shadowed_tokens: int
+    shadow_hit_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,4 +248,6 @@ def _summary(done: pb.GenerateDone, dropped: int) -> GenerateSummary:
         accepted_tokens=done.accepted_token_count,
         forwards=done.forward_count,
         cached_tokens=done.cached_token_count,
+        shadowed_tokens=done.shadowed_token_count,
+        shadow_hit_tokens=done.shadow_hit_token_count,
     )

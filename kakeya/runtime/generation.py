@@ -66,7 +66,11 @@ class DecodeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceUsage:
-    """What one draft source did during one generation; counts are tokens unless said."""
+    """What one draft source did during one generation; counts are tokens unless said.
+
+    `shadowed` tokens were only compared with what plain decoding emitted, which costs nothing;
+    `shadow_hits` of them were right.
+    """
 
     source: str
     drafts: int = 0
@@ -77,6 +81,7 @@ class SourceUsage:
     failed: int = 0
     late: int = 0
     shadowed: int = 0
+    shadow_hits: int = 0
     mean_wait_ms: float = 0.0
 
 

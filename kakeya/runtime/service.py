@@ -299,4 +299,6 @@ def _done_to_wire(done: Done, committed: int) -> pb.GenerateDone:
         accepted_token_count=usage.accepted,
         forward_count=usage.forwards,
         cached_token_count=usage.cached_tokens,
+        shadowed_token_count=sum(source.shadowed for source in usage.sources),
+        shadow_hit_token_count=sum(source.shadow_hits for source in usage.sources),
     )

@@ -156,5 +156,7 @@ def _source(source: SourceUsage) -> dict[str, object]:
         "abstained": source.abstained,
         "failed": source.failed,
         "late": source.late,
+        "shadowed": source.shadowed,
+        "shadow_hits": source.shadow_hits,
         "mean_wait_ms": round(source.mean_wait_ms, 3),
     }

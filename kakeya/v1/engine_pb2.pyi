@@ -349,6 +349,7 @@ class SourceStats(_message.Message):
     LATE_FIELD_NUMBER: _builtins.int
     SHADOWED_FIELD_NUMBER: _builtins.int
     MEAN_WAIT_MS_FIELD_NUMBER: _builtins.int
+    SHADOW_HITS_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     drafts: _builtins.int
     drafted: _builtins.int
@@ -359,6 +360,7 @@ class SourceStats(_message.Message):
     late: _builtins.int
     shadowed: _builtins.int
     mean_wait_ms: _builtins.float
+    shadow_hits: _builtins.int
     def __init__(
         self,
         *,
@@ -372,10 +374,11 @@ class SourceStats(_message.Message):
         late: _builtins.int = ...,
         shadowed: _builtins.int = ...,
         mean_wait_ms: _builtins.float = ...,
+        shadow_hits: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abstained", b"abstained", "accepted", b"accepted", "drafted", b"drafted", "drafts", b"drafts", "failed", b"failed", "late", b"late", "mean_wait_ms", b"mean_wait_ms", "shadowed", b"shadowed", "source", b"source", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abstained", b"abstained", "accepted", b"accepted", "drafted", b"drafted", "drafts", b"drafts", "failed", b"failed", "late", b"late", "mean_wait_ms", b"mean_wait_ms", "shadow_hits", b"shadow_hits", "shadowed", b"shadowed", "source", b"source", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

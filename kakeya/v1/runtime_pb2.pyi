@@ -263,6 +263,8 @@ class GenerateDone(_message.Message):
     ACCEPTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     FORWARD_COUNT_FIELD_NUMBER: _builtins.int
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    SHADOWED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    SHADOW_HIT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     stop_reason: Global___GenerateDone.StopReason.ValueType
     generated_token_count: _builtins.int
     prefill_duration_seconds: _builtins.float
@@ -274,6 +276,9 @@ class GenerateDone(_message.Message):
     forward_count: _builtins.int
     cached_token_count: _builtins.int
     """Prompt tokens that were not computed again."""
+    shadowed_token_count: _builtins.int
+    """Draft tokens that were not verified but compared with what came, and those that were right."""
+    shadow_hit_token_count: _builtins.int
     def __init__(
         self,
         *,
@@ -286,10 +291,12 @@ class GenerateDone(_message.Message):
         accepted_token_count: _builtins.int = ...,
         forward_count: _builtins.int = ...,
         cached_token_count: _builtins.int = ...,
+        shadowed_token_count: _builtins.int = ...,
+        shadow_hit_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "cached_token_count", b"cached_token_count", "drafted_token_count", b"drafted_token_count", "forward_count", b"forward_count", "generated_token_count", b"generated_token_count", "prefill_duration_seconds", b"prefill_duration_seconds", "stop_reason", b"stop_reason", "total_duration_seconds", b"total_duration_seconds", "verified_token_count", b"verified_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "cached_token_count", b"cached_token_count", "drafted_token_count", b"drafted_token_count", "forward_count", b"forward_count", "generated_token_count", b"generated_token_count", "prefill_duration_seconds", b"prefill_duration_seconds", "shadow_hit_token_count", b"shadow_hit_token_count", "shadowed_token_count", b"shadowed_token_count", "stop_reason", b"stop_reason", "total_duration_seconds", b"total_duration_seconds", "verified_token_count", b"verified_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -251,6 +251,7 @@ def _source_usage_from_wire(stats: pb.SourceStats) -> SourceUsage:
         failed=stats.failed,
         late=stats.late,
         shadowed=stats.shadowed,
+        shadow_hits=stats.shadow_hits,
         mean_wait_ms=stats.mean_wait_ms,
     )
 
