@@ -47,7 +47,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """All runs of one way on one text: `speedup` is over plain, `acceptance` 0..1."""
+    """All runs of one way on one text: `speedup` is over plain, `acceptance` 0..1.
+
+    Tokens of a source that does not pay are not verified, only compared with what came: of the
+    `shadowed` ones `shadow_hits` were right.
+    """
 
     text: str
     way: str
@@ -57,6 +61,8 @@ class Row:
     verified: int
     accepted: int
     acceptance: float | None
+    shadowed: int
+    shadow_hits: int
     tokens_per_step: float
     identical: bool
 
@@ -161,6 +167,8 @@ def _row(text: str, way: str, runs: Sequence[Run], plain: Sequence[Run]) -> Row:
         verified=verified,
         accepted=accepted,
         acceptance=round(accepted / verified, 3) if verified else None,
+        shadowed=sum(run.summary.shadowed_tokens for run in runs),
+        shadow_hits=sum(run.summary.shadow_hit_tokens for run in runs),
         tokens_per_step=round(sum(len(run.tokens) for run in runs) / max(1, steps), 2),
         identical=all(run.tokens == plain[0].tokens for run in runs),
     )

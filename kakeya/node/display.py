@@ -126,17 +126,25 @@ def show_demo(rows: Sequence[Row]) -> None:
         table.add_column(heading, justify="right")
     table.add_column("identical")
     for row in rows:
-        rate = "" if row.acceptance is None else f" ({row.acceptance:.0%})"
         table.add_row(
             row.text,
             row.way,
             f"{row.tokens_per_second:.0f}",
             f"{row.speedup:.2f}",
-            f"{row.accepted}/{row.verified}{rate}" if row.verified else "-",
+            _acceptance(row),
             f"{row.tokens_per_step:.2f}",
             "yes" if row.identical else "[bold red]NO[/bold red]",
         )
     _console.print(table)
+
+
+def _acceptance(row: Row) -> str:
+    if row.acceptance is not None:
+        return f"{row.accepted}/{row.verified} ({row.acceptance:.0%})"
+    if row.shadowed:
+        rate = row.shadow_hits / row.shadowed
+        return f"not used: {row.shadow_hits}/{row.shadowed} ({rate:.0%})"
+    return "-"
 
 
 @contextmanager
