@@ -54,7 +54,10 @@ class TokensFrame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoneFrame:
-    """The end of a generation; counts are tokens unless said."""
+    """The end of a generation; counts are tokens unless said.
+
+    `forwards` are those of decoding, plain steps and blocks; prefill is not among them.
+    """
 
     reason: FinishReason
     prefill_s: float

@@ -125,7 +125,6 @@ class SequenceRun:
         while state.length < total:
             end = min(total, (state.length // self._chunk + 1) * self._chunk)
             state.prefill(history[state.length : end])
-            self._forwards += 1
             yield PrefillFrame(computed_tokens=state.length, total_tokens=total)
 
     def _step(self) -> tuple[tuple[int, ...], int]:
