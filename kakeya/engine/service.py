@@ -99,16 +99,22 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             await abort(context, failure)
 
     async def Draft(self, request: pb.DraftRequest, context: _Context) -> pb.DraftResponse:
-        """Draft with this model; an expired request is dropped before it is computed."""
+        """Draft with this model; an expired request is dropped before it is computed.
+
+        Beyond the model's context there is nothing to draft: the answer is then short or empty.
+        """
         try:
             prefix = _ids(request.token_ids_le32)
-            if not prefix or request.size < 1:
-                raise InvalidArgument("a draft needs a prefix and a size of at least 1")
+            facts = self._model.facts
+            _check_draft(prefix, request.size, facts.vocab_size)
+            size = min(request.size, facts.context_tokens - len(prefix))
+            if size < 1:
+                return pb.DraftResponse()
             seed = request.seed if request.HasField("seed") else None
             timer = self._tools.timer
             started = timer()
             draft = await self._on_model_thread(
-                lambda: self._model.draft(prefix, request.size, seed, request.temperature)
+                lambda: self._model.draft(prefix, size, seed, request.temperature)
             )
         except KakeyaError as failure:
             await abort(context, failure)
@@ -263,6 +269,16 @@ def _ids(packed: bytes) -> list[int]:
         raise InvalidArgument(
             f"token ids take 4 bytes each; {len(packed)} bytes is no multiple of 4"
         ) from None
+
+
+def _check_draft(prefix: list[int], size: int, vocab_size: int) -> None:
+    """Refuse what the model cannot take: an id without an embedding would end the process."""
+    if not prefix or size < 1:
+        raise InvalidArgument("a draft needs a prefix and a size of at least 1")
+    if max(prefix) >= vocab_size:
+        raise InvalidArgument(
+            f"the prefix holds token id {max(prefix)}, outside the vocabulary of {vocab_size}"
+        )
 
 
 def _job_from_wire(request: pb.DecodeRequest) -> DecodeJob:

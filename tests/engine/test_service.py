@@ -142,6 +142,25 @@ async def test_it_drafts_for_others(stub: EngineServiceAsyncStub) -> None:
     assert len(answer.confidence) == 5
 
 
+async def test_a_draft_ends_at_the_context(stub: EngineServiceAsyncStub) -> None:
+    context = (await stub.Describe(pb.DescribeRequest(), timeout=5)).context_tokens
+    for room in (3, 0, -400):
+        prefix = pack_ids([7] * (context - room))
+        answer = await stub.Draft(pb.DraftRequest(token_ids_le32=prefix, size=8), timeout=10)
+        assert len(answer.token_ids) == max(0, room)
+
+
+@pytest.mark.parametrize("bad", [VOCAB, 999_999, 2**31 - 1, 2**32 - 1])
+async def test_a_foreign_id_in_a_prefix_is_refused_and_the_engine_lives(
+    stub: EngineServiceAsyncStub, bad: int
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Draft(pb.DraftRequest(token_ids_le32=pack_ids([1, bad]), size=4), timeout=5)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "outside the vocabulary" in str(caught.value.details())
+    await stub.Draft(pb.DraftRequest(token_ids_le32=pack_ids(PROMPT), size=4), timeout=5)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
