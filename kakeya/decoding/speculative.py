@@ -50,6 +50,11 @@ class Placement(Protocol):
         """The model id it is served under."""
         ...
 
+    @property
+    def proposer_is_extended(self) -> bool:
+        """Whether its node understands our wire extensions."""
+        ...
+
 
 @dataclass(slots=True)
 class SpecDecodingStats:
@@ -214,7 +219,6 @@ class DistributedSpeculativeDecoder(SpeculativeDecoder):
         channel: grpc.Channel | None = None,
         timeout_s: float = PROPOSAL_TIMEOUT_S,
         vocab_size: int | None = None,
-        extended: bool = True,
     ) -> Self:
         """Connect to the placed proposer; by default its failures are raised.
 
@@ -227,7 +231,7 @@ class DistributedSpeculativeDecoder(SpeculativeDecoder):
             channel=channel,
             timeout_s=timeout_s,
             vocab_size=vocab_size,
-            extended=extended,
+            extended=placement.proposer_is_extended,
         )
         return cls(
             verifier,

@@ -72,6 +72,11 @@ class SpecDecodePlacement:
         return self.proposer.address
 
     @property
+    def proposer_is_extended(self) -> bool:
+        """Whether the proposer's node understands this build's extensions of the protocol."""
+        return self.proposer.is_extended
+
+    @property
     def colocated(self) -> bool:
         """Whether both are one node."""
         return self.verifier.node_id == self.proposer.node_id

@@ -160,14 +160,18 @@ def test_refuses_blocks_that_no_correct_peer_sends(connect, answer):
         assert remote.stats.failures == 1
 
 
-@pytest.mark.parametrize("extended", [True, False])
-def test_works_with_a_node_that_knows_no_extensions(connect, extended):
+def test_works_with_a_placed_node_that_knows_no_extensions():
     model = HashModel()
     servicer = PlainServicer(model.plain)
     with plain_server(servicer) as address:
-        remote = connect(address, "plain", extended=False, vocab_size=VOCAB)
-        decoder = SpeculativeDecoder(HashModel(), remote, context_tokens=999)
+        decoder = DistributedSpeculativeDecoder.from_placement(
+            Placed(address, "plain", is_extended=False),
+            verifier=HashModel(),
+            context_tokens=999,
+            vocab_size=VOCAB,
+        )
         assert list(decoder.generate(PROMPT, 50)) == model.plain(PROMPT, 50)
+        decoder.close()
         assert decoder.stats.tau > 7
     assert all(list(seen.committed_token_ids) for seen in servicer.seen)
     assert not any(seen.committed_token_ids_le32 for seen in servicer.seen)
@@ -221,9 +225,10 @@ def test_a_peer_that_speaks_garbage_costs_its_drafts_and_nothing_else(connect, w
 
 
 class Placed:
-    def __init__(self, address: str, model: str) -> None:
+    def __init__(self, address: str, model: str, *, is_extended: bool = True) -> None:
         self.proposer_address = address
         self.proposer_model = model
+        self.proposer_is_extended = is_extended
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
