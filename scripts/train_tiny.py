@@ -839,7 +839,7 @@ def folder_settings(shape: Shape) -> dict[str, dict[str, Any]]:
 
 
 VERIFIER_PLAN = Plan(steps=2150, long_steps=60, cooldown=0.186)
-DRAFT_PLAN = Plan(steps=1100, long_steps=40, cooldown=0.5)
+DRAFT_PLAN = Plan(steps=1150, long_steps=20, cooldown=0.347)
 CONTINUATIONS = 6_144
 
 
