@@ -159,7 +159,7 @@ def _params(body: Mapping[str, object], *, default_max_tokens: int | None) -> Ge
         stop=_stops(body.get("stop")),
         stream=stream,
         include_usage=_include_usage(body.get("stream_options"), stream=stream),
-        draft_policy=text(body.get("draft_policy", ""), "draft_policy"),
+        draft_policy=_draft_policy(body.get("draft_policy")),
     )
 
 
@@ -201,6 +201,10 @@ def _top_p(body: Mapping[str, object]) -> float:
     if value == 0:
         refuse("top_p", 0, "above 0 and at most 1")
     return value
+
+
+def _draft_policy(value: object) -> str:
+    return "" if value is None else text(value, "draft_policy")
 
 
 def _stops(value: object) -> tuple[str, ...]:

@@ -185,6 +185,7 @@ async def test_values_that_change_nothing_are_accepted(folder):
         "seed": None,
         "stream_options": None,
         "reasoning_effort": None,
+        "draft_policy": None,
     }
     echoed = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
     body = {**CHAT, **no_ops, "messages": [*CHAT["messages"], echoed, *CHAT["messages"]]}
