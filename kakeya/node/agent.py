@@ -140,9 +140,9 @@ class Agent:
         for name in _ALWAYS_SERVING:
             await self._health.set(name, _SERVING)
         await self._ports.server.start()
+        self._tasks = await stack.enter_async_context(Supervisor(self._clock))
         self._http = await stack.enter_async_context(self._serve_http())
         await stack.enter_async_context(self._engines)
-        self._tasks = await stack.enter_async_context(Supervisor(self._clock))
         self._gossip.start(self._tasks)
         self._tasks.start("models", self._follow_changes)
         run = RunInfo(pid=os.getpid(), node_id=self.node_id, grpc=self.grpc, http=self.http)
