@@ -160,12 +160,24 @@ class DataDir:
         os.close(self._lock)
 
     def load_state(self) -> NodeState | None:
-        """Read the state; None at the first start, and when the file was damaged."""
+        """Read the state; None at the first start, and when the file was damaged.
+
+        Raises ConfigError when it can neither be read nor set aside.
+        """
         path = self.folder / STATE
         try:
-            return decode_state(path.read_bytes())
+            return self._read_state(path)
         except FileNotFoundError:
             return None
+        except OSError as problem:
+            raise ConfigError(
+                f"state file {path} cannot be used: {problem.strerror or problem}; "
+                "make it readable, or name another folder with --data-dir"
+            ) from problem
+
+    def _read_state(self, path: Path) -> NodeState | None:
+        try:
+            return decode_state(path.read_bytes())
         except DamagedState as problem:
             aside = path.with_name(path.name + ".corrupt")
             path.replace(aside)

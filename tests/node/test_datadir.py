@@ -145,6 +145,14 @@ def test_foreign_json_is_damaged(content: str) -> None:
         decode_state(content.encode())
 
 
+def test_a_state_that_cannot_be_read_is_a_configuration_error(tmp_path: Path) -> None:
+    (tmp_path / STATE).mkdir()
+    with DataDir(tmp_path) as home, pytest.raises(ConfigError) as refused:
+        home.load_state()
+    assert str(tmp_path / STATE) in refused.value.message
+    assert "--data-dir" in refused.value.message
+
+
 def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """A full disk, played by a file size limit in a child process (row 32)."""
     code = (
