@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
+from kakeya.mlx.blas import HINT
 from kakeya.node.models import ModelSpec, Role, resolve
 from kakeya.runtime.generation import ModelFacts, ModelState, ServedModel
 from kakeya.serving.backends.engine_backend import EngineBackend, EngineOptions
@@ -102,17 +103,13 @@ class Engines:
             if backend is not None and backend.state is ModelState.READY and backend.facts
         )
 
-    def pids(self) -> Mapping[str, int]:
-        """The child processes that run now."""
-        return {name: backend.pid for name, backend in self._backends.items() if backend.pid}
-
     def _changed(self, model: ServedModel) -> None:
         facts = self._backends[model.model_id].facts
         if model.state is ModelState.READY and facts and not facts.blas_accelerated:
             event(
                 _log,
                 "OpenBLAS is missing: prompts are read 10 to 40 times slower than they could be; "
-                "apt-get install libopenblas0-pthread, then start the node again",
+                f"{HINT}, then start the node again",
                 level=logging.WARNING,
                 model=model.model_id,
             )
