@@ -19,7 +19,7 @@ _HOMES = {
     "RemoteProposer": "kakeya.decoding.remote",
     "SpeculativeDecoder": "kakeya.decoding.speculative",
     "accept_block": "kakeya.decoding.acceptance",
-    "exchange_once": "kakeya.fleet.gossip",
+    "exchange_once": "kakeya.fleet.exchange",
     "plan_spec_decode_placement": "kakeya.fleet.placement",
     "probe_ring_environment": "kakeya.fleet.ring",
     "ring_path_available": "kakeya.fleet.ring",
