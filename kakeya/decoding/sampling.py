@@ -19,11 +19,13 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 _WORD = (1 << 64) - 1
+COLDEST = 1e-30
+"""Below it logits / T would overflow float32; long before, the noise has no weight any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a token is selected. Temperature 0 is greedy; the seed then has no effect.
+    """How a token is selected. Temperature 0 is greedy, or as good as 0; the seed has no effect.
 
     `top_k` 0 and `top_p` 1 keep the whole vocabulary.
     """
@@ -32,6 +34,11 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always selected."""
+        return self.temperature < COLDEST
 
 
 def noise_key(seed: int, position: int) -> int:
@@ -54,7 +61,7 @@ def select(logits: Floats, params: SamplingParams, noise: Floats) -> int:
     Top-k counts first, then top-p of what it left; tokens as likely as the last kept one stay.
     Equal scores select the lowest id.
     """
-    if params.temperature == 0:
+    if params.is_greedy:
         return int(np.argmax(logits))
     scaled = logits.astype(np.float32) / np.float32(params.temperature)
     return int(np.argmax(_kept(scaled, params) + noise))

@@ -144,7 +144,7 @@ def select(logits: mx.array, sampling: SamplingParams, first_position: int) -> m
     top-k and then top-p keep, in float32: the same seed selects the same token at a position
     however the rows before it were computed.
     """
-    if sampling.temperature == 0:
+    if sampling.is_greedy:
         return mx.argmax(logits, axis=-1).astype(mx.int32)
     scaled = logits.astype(mx.float32) / sampling.temperature
     if 0 < sampling.top_k < scaled.shape[-1]:

@@ -55,6 +55,13 @@ def test_accepting_what_equals_the_own_sample_keeps_the_distribution():
     assert np.mean(accepted) == pytest.approx(expected[3], abs=0.015)
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-29, 1e-31, 1e-40, 5e-324])
+def test_a_temperature_near_zero_is_greedy(temperature):
+    """Divided by less than a float32 can carry, every logit would be infinite or no number."""
+    params = SamplingParams(temperature=temperature, top_k=5, top_p=0.9, seed=1)
+    assert select(LOGITS, params, gumbel(1, 0, LOGITS.size)) == 3
+
+
 def test_greedy_takes_the_lowest_of_equal_maxima_and_ignores_noise():
     logits = np.array([0.0, 4.0, 4.0], dtype=np.float32)
     noise = np.array([0.0, 0.0, 100.0], dtype=np.float32)

@@ -62,6 +62,13 @@ def test_greedy_ignores_the_seed_and_takes_the_lowest_of_equals() -> None:
     assert select(rows, SamplingParams(seed=1), 0).item() == 1
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-29, 1e-31, 1e-40, 5e-324])
+def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
+    rows = mx.array(np.tile(LOGITS[::-1], (4, 1)))
+    sampling = SamplingParams(temperature=temperature, top_k=4, top_p=0.9, seed=1)
+    assert select(rows, sampling, 7).tolist() == [5] * 4
+
+
 def test_a_pipeline_selects_what_single_steps_select(models: dict[str, LoadedModel]) -> None:
     for model in models.values():
         single, piped = Verifier(model), Verifier(model)
