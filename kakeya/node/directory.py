@@ -34,7 +34,7 @@ class Models:
         if not self._verifiers:
             raise NotFound("this node decodes with no model; start one with --model ID_OR_PATH")
         served = ", ".join(model.model_id for model in self._verifiers)
-        raise NotFound(f"model {model_id!r} is not served here; this node serves {served}")
+        raise NotFound(f"model {model_id[:80]!r} is not served here; this node serves {served}")
 
     def verifiers(self) -> tuple[ServedModel, ...]:
         """Every model that decodes, the default first."""

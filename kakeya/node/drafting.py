@@ -128,7 +128,7 @@ def _named(policy: str, cards: Sequence[Card]) -> DraftSource:
         model_id = ""
     if not model_id:
         raise InvalidArgument(
-            f"draft policy {policy!r} cannot be meant; give {POLICIES}", param="draft_policy"
+            f"draft policy {policy[:80]!r} cannot be meant; give {POLICIES}", param="draft_policy"
         )
     extended = any(card.grpc_address == address and card.is_extended for card in cards)
     return DraftSource(kind="remote", address=address, model_id=model_id, extended=extended)

@@ -104,7 +104,7 @@ class Generations:
             pass
         served = ", ".join(model.model_id for model in self._directory.verifiers())
         raise ModelNotFound(
-            f"the model {model_id!r} is not served here; served: {served or 'none'}"
+            f"the model {model_id[:80]!r} is not served here; served: {served or 'none'}"
         )
 
     @contextmanager

@@ -102,3 +102,10 @@ def test_any_other_policy_is_refused_with_the_ones_there_are(policy: str) -> Non
     assert policy in refused.value.message
     assert "MODEL_ID@HOST:PORT" in refused.value.message
     assert refused.value.param == "draft_policy"
+
+
+def test_an_endless_policy_is_quoted_in_part():
+    """Status details travel in metadata, which is bounded: a longer one loses the whole status."""
+    with pytest.raises(InvalidArgument) as refused:
+        choose("\N{PILE OF POO}" * 100_000)
+    assert len(refused.value.message) < 250
