@@ -127,7 +127,12 @@ class RemoteProposer:
         """Read the answer of a call that has ended. Raises RemoteProposerError."""
         try:
             response = pending.result()
-        except (grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError) as failure:
+        except (
+            grpc.RpcError,
+            grpc.FutureTimeoutError,
+            grpc.FutureCancelledError,
+            ValueError,
+        ) as failure:
             raise self._failed(failure) from failure
         return self._read(response, pending.block_size)
 

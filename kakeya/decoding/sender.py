@@ -30,7 +30,7 @@ class PendingDraft:
         self._clock = clock
         self._ended = threading.Event()
         self._call: Call | None = None
-        self._refused: InvalidArgument | None = None
+        self._refused: InvalidArgument | ValueError | None = None
         self._abandoned = False
 
     def wait(self, seconds: float) -> bool:
@@ -57,7 +57,7 @@ class PendingDraft:
             return
         try:
             call = start()
-        except InvalidArgument as refusal:
+        except (InvalidArgument, ValueError) as refusal:  # ValueError: the channel is closed
             self._refused = refusal
             self._end(None)
             return

@@ -8,7 +8,9 @@ under way. A draft that is not verified is scored once plain decoding has caught
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from kakeya.decoding.acceptance import agreeing
@@ -23,29 +25,49 @@ from kakeya.engine.job import SourceSpec, SourceTally
 
 RemoteBook: TypeAlias = "RemoteDraftBook[PendingDraft]"
 NGRAM_SOURCE = "ngram"
+KEPT_PEERS = 16
+"""Peers' models whose channels stay open between generations; a placement names one or two."""
 _NOTHING = Draft(source="none")
 
 
-class RemoteBooks:
-    """One RemoteProposer per (address, model), for the engine's life."""
+@dataclass(slots=True)
+class _Shared:
+    proposer: RemoteProposer
+    books: int = 0
 
-    def __init__(self, timeout_s: float = 2.0) -> None:
-        self._timeout_s = timeout_s
-        self._proposers: dict[str, RemoteProposer] = {}
+
+class RemoteBooks:
+    """One RemoteProposer for each peer's model, shared by all sequences.
+
+    It outlives them, so that the next one finds an open channel; of those that no sequence uses,
+    the last KEPT_PEERS stay, whoever comes and goes in the fleet.
+    """
+
+    def __init__(self) -> None:
+        self._shared: OrderedDict[SourceSpec, _Shared] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._shared)
 
     def open(self, spec: SourceSpec, vocab_size: int) -> RemoteBook:
-        """A new book of drafts from a peer, for one sequence."""
-        proposer = self._proposers.get(spec.name)
-        if proposer is None:
+        """A new book of drafts from a peer, for one sequence, until `close`."""
+        shared = self._shared.get(spec)
+        if shared is None:
             proposer = RemoteProposer(
-                spec.address,
-                spec.model_id,
-                timeout_s=self._timeout_s,
-                vocab_size=vocab_size,
-                extended=spec.extended,
+                spec.address, spec.model_id, vocab_size=vocab_size, extended=spec.extended
             )
-            self._proposers[spec.name] = proposer
-        return RemoteDraftBook(proposer)
+            shared = self._shared[spec] = _Shared(proposer)
+        shared.books += 1
+        self._shared.move_to_end(spec)
+        return RemoteDraftBook(shared.proposer)
+
+    def close(self, spec: SourceSpec, book: RemoteBook) -> None:
+        """End a book; once for each `open`."""
+        book.close()
+        self._shared[spec].books -= 1
+        idle = [known for known, shared in self._shared.items() if not shared.books]
+        for known in idle[:-KEPT_PEERS]:
+            self._shared.pop(known).proposer.close()
 
 
 class Drafting:
@@ -64,9 +86,9 @@ class Drafting:
         self._timer = timer
         self._history: list[int] = []
         self._index = NGramIndex() if any(spec.kind == NGRAM_SOURCE for spec in specs) else None
-        self._books = {
-            spec.name: books.open(spec, vocab_size) for spec in specs if spec.kind == "remote"
-        }
+        self._shared_books = books
+        self._remote = {spec.name: spec for spec in specs if spec.kind == "remote"}
+        self._books = {name: books.open(spec, vocab_size) for name, spec in self._remote.items()}
         self._tallies = {spec.name: SourceTally(source=spec.name) for spec in specs}
         self._shadows = ShadowScorer(self)
 
@@ -140,8 +162,9 @@ class Drafting:
     def close(self) -> None:
         """Cancel what is under way; the generation is over."""
         self._shadows.close(self._history)
-        for book in self._books.values():
-            book.close()
+        while self._remote:
+            name, spec = self._remote.popitem()
+            self._shared_books.close(spec, self._books[name])
 
     def _ask(self, name: str, book: RemoteBook, history: list[int], room: int) -> tuple[Draft, int]:
         wait_s = self._controller.wait_budget_s(name)

@@ -319,6 +319,19 @@ def decode_with_book(remote: RemoteProposer, model: HashModel, count: int, wait_
     return state.history[len(PROMPT) :]
 
 
+def test_requests_over_a_closed_channel_fail_one_by_one_and_the_sender_lives():
+    channel = grpc.insecure_channel("127.0.0.1:9")
+    channel.close()
+    remote = RemoteProposer("127.0.0.1:9", channel=channel)
+    for _ in range(2):
+        pending = remote.begin([1, 2], 4)
+        assert pending is not None
+        assert pending.wait(5)
+        with pytest.raises(RemoteProposerError):
+            remote.finish(pending)
+    remote.close()
+
+
 @pytest.mark.parametrize("wait_s", [0.0, 0.2])
 def test_the_book_drafts_ahead_over_a_real_connection(connect, wait_s):
     model = HashModel()
