@@ -321,8 +321,8 @@ def decode_with_book(remote: RemoteProposer, model: HashModel, count: int, wait_
 
 def test_requests_over_a_closed_channel_fail_one_by_one_and_the_sender_lives():
     channel = grpc.insecure_channel("127.0.0.1:9")
-    channel.close()
     remote = RemoteProposer("127.0.0.1:9", channel=channel)
+    channel.close()
     for _ in range(2):
         pending = remote.begin([1, 2], 4)
         assert pending is not None
