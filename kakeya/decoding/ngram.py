@@ -29,6 +29,9 @@ LENGTHS = (8, 5, 3, 2, 1)
 ROLLBACK = 96
 """Tokens at the end of a text that a proposer's index can take back without being built anew."""
 
+KEPT_TOKENS = 256 * 1024
+"""In all texts whose indices a proposer keeps; a token of text without repetition takes 0.5 kB."""
+
 _CONFIDENCE = ((17, 0.9), (9, 0.8), (5, 0.6), (3, 0.4), (2, 0.2), (1, 0.1))
 """By match length, at least; a rank for the receiver to calibrate, not a promise."""
 
@@ -134,10 +137,10 @@ class NGramIndex:
 class NGramProposer:
     """`NGramIndex` behind the stateless Proposer contract.
 
-    Keeps the indices of the last few texts: a prefix that continues one of them costs its new
-    tokens only. Whether it continues is told from its length and a handful of its tokens; a text
-    that agrees there and differs elsewhere gets a worse draft, nothing else. Not thread-safe:
-    ProposerService asks one request at a time.
+    Keeps the indices of the last few texts, within KEPT_TOKENS: a prefix that continues one of
+    them costs its new tokens only. Whether it continues is told from its length and a handful of
+    its tokens; a text that agrees there and differs elsewhere gets a worse draft, nothing else.
+    Not thread-safe: ProposerService asks one request at a time.
     """
 
     def __init__(
@@ -208,12 +211,19 @@ class NGramProposer:
         else:
             shared, index = 0, NGramIndex(*self._lengths, undo=ROLLBACK)
             recent.insert(0, index)
-            del recent[self._kept_texts :]
         if shared < len(index):
             index.truncate(shared)
         if shared < len(prefix):
             index.extend(prefix[shared:])
+        self._forget()
         return index
+
+    def _forget(self) -> None:
+        """Drop the indices asked for longest ago, beyond the bounds; never the newest."""
+        recent = self._recent
+        held = sum(map(len, recent))
+        while len(recent) > 1 and (len(recent) > self._kept_texts or held > KEPT_TOKENS):
+            held -= len(recent.pop())
 
 
 def _shared_head(prefix: Sequence[int], text: Sequence[int]) -> int | None:

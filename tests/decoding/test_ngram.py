@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
+from kakeya.decoding import ngram
 from kakeya.decoding.ngram import LENGTHS, ROLLBACK, NGramIndex, NGramProposer
 from kakeya.decoding.proposer import Proposer
 
@@ -148,6 +149,19 @@ def test_many_texts_in_turns_are_each_continued_by_their_own():
         for text in texts:
             text += [rng.randrange(50) for _ in range(rng.randint(1, 5))]
             assert list(proposer.propose(text, 6).tokens) == reference(text, 6)
+
+
+def test_long_texts_of_many_streams_are_not_all_kept(monkeypatch):
+    monkeypatch.setattr(ngram, "KEPT_TOKENS", 1000)
+    proposer = NGramProposer()
+    for stream in range(5):
+        proposer.propose([stream, *range(10, 410)], 4)
+    kept = [proposer.unseen([stream, *range(10, 411)]) == 1 for stream in range(5)]
+    assert kept == [False, False, False, True, True]
+    longer = list(range(3000))
+    proposer.propose(longer, 4)
+    assert proposer.unseen([*longer, 1]) == 1, "the newest is kept, however long"
+    assert proposer.unseen([4, *range(10, 411)]) > 1
 
 
 def test_a_prefix_with_another_end_is_continued_as_itself():
