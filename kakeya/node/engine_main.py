@@ -47,9 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     except Exception as failure:  # noqa: BLE001 - the last word of this process
         _log.exception("the model could not be started")
         _leave(1, f"kakeya engine: {failure!r}")
-    asyncio.run(_serve(options.socket, made))
-    made.scheduler.stop()
-    thread.join(_STOP_GRACE_S)
+    asyncio.run(_serve(options.socket, made, thread))
     _leave(0, "")
 
 
@@ -97,7 +95,11 @@ def _model_thread(options: argparse.Namespace, engine: Future[_Engine]) -> None:
         engine.set_exception(failure)
         return
     engine.set_result(made)
-    made.scheduler.run()
+    try:
+        made.scheduler.run()
+    except Exception as failure:  # noqa: BLE001 - without this thread the process is of no use
+        _log.exception("the model thread failed")
+        _leave(1, f"kakeya engine: {failure!r}")
 
 
 def _load(options: argparse.Namespace) -> _Engine:
@@ -114,7 +116,7 @@ def _load(options: argparse.Namespace) -> _Engine:
     return _Engine(model, options.kv_bytes, options.max_running, options.draft_rows)
 
 
-async def _serve(socket_path: str, engine: _Engine) -> None:
+async def _serve(socket_path: str, engine: _Engine, model_thread: threading.Thread) -> None:
     import grpc.aio
 
     from kakeya.engine.service import EngineServicer
@@ -133,6 +135,9 @@ async def _serve(socket_path: str, engine: _Engine) -> None:
         loop.add_signal_handler(number, stopped.set)
     await stopped.wait()
     await server.stop(_STOP_GRACE_S)
+    engine.scheduler.stop()
+    # While the loop still runs: the thread's last step may have frames for it.
+    await asyncio.to_thread(model_thread.join, _STOP_GRACE_S)
 
 
 def _die_with_parent() -> None:

@@ -218,3 +218,23 @@ def test_a_missing_model_is_said_in_one_line_with_status_2(tmp_path: Path) -> No
     last = child.communicate()[1].decode().strip().splitlines()[-1]
     assert "nowhere" in last
     assert "does not exist" in last
+
+
+async def test_stopped_in_the_middle_of_prompts_it_ends_clean() -> None:
+    """The model thread may hold frames for a loop that is about to close."""
+    tiny = Path(__file__).parents[2] / "kakeya" / "models" / "kakeya-tiny"
+    with tempfile.TemporaryDirectory(prefix="kk") as folder:
+        child = spawn(Path(folder) / "s", str(tiny))
+        async with grpc.aio.insecure_channel(f"unix:{folder}/s") as channel:
+            await asyncio.wait_for(channel.channel_ready(), START_S)
+            stub = EngineServiceStub(channel)
+            calls = [
+                stub.Decode(request(token_ids_le32=pack_ids([7 + n] * 8000))) for n in range(3)
+            ]
+            await calls[0].read()
+            for call in calls:
+                call.cancel()
+            child.terminate()
+            _, errors = await asyncio.to_thread(child.communicate, timeout=15)
+        assert "Traceback" not in errors.decode()
+        assert child.returncode == 0
