@@ -32,8 +32,9 @@ MAX_INCARNATION = 2**53
 """Starts that a node can count; a larger number could not be jumped above."""
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
-DEFAULT_TTL_S = 120.0
-"""Three missed rounds of 30 s and one to spare."""
+DEFAULT_INTERVAL_S = 30.0
+"""Between two gossip rounds; at most a quarter of the TTL, so that three lost ones are survived."""
+DEFAULT_TTL_S = 4 * DEFAULT_INTERVAL_S
 FAREWELL_TTL_S = 10.0
 
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f/\\\ud800-\udfff]")  # surrogates are no text

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, every
-from kakeya.fleet.cards import CardFault, Offer
+from kakeya.fleet.cards import DEFAULT_INTERVAL_S, CardFault, Offer
 from kakeya.fleet.exchange import DEFAULT_TIMEOUT_S, Round, exchange_once, push_card
 from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.fleet.targets import DEFAULT_FANOUT, choose_targets
@@ -30,8 +30,7 @@ class GossipConfig:
     """How often, to how many, how patiently."""
 
     seeds: tuple[str, ...] = ()
-    interval_s: float = 30.0
-    """At most a quarter of the TTL, so that three lost rounds are survived."""
+    interval_s: float = DEFAULT_INTERVAL_S
     jitter: float = 0.1
     fanout: int = DEFAULT_FANOUT
     timeout_s: float = DEFAULT_TIMEOUT_S

@@ -15,6 +15,7 @@ from typing import Literal, NoReturn, cast
 
 from kakeya.core.errors import ConfigError
 from kakeya.fleet.cards import (
+    DEFAULT_INTERVAL_S,
     DEFAULT_TTL_S,
     MAX_ID_BYTES,
     MAX_TTL_S,
@@ -25,6 +26,7 @@ from kakeya.fleet.targets import DEFAULT_FANOUT
 from kakeya.node import settings as s
 from kakeya.node.models import ModelSpec, parse_model, parse_proposer
 from kakeya.node.settings import Setting, Sources, is_loopback, nearest
+from kakeya.runtime.store import CAPACITY, IDLE_TTL_S
 
 _NO_NAMES: tuple[str, ...] = ()
 _NO_MODELS: tuple[ModelSpec, ...] = ()
@@ -109,16 +111,16 @@ TTL = Setting(
     parse=s.number(MIN_TTL_S, MAX_TTL_S, "seconds"),
     default=DEFAULT_TTL_S,
     metavar="SECONDS",
-    help="how long peers believe this node's card without hearing of it again (120)",
+    help=f"how long peers believe this node's card without hearing of it again ({DEFAULT_TTL_S:g})",
 )
 INTERVAL = Setting(
     key="fleet.exchange_interval",
     flag="--exchange-interval",
     variable="KAKEYA_EXCHANGE_INTERVAL",
     parse=s.number(0.05, 600, "seconds"),
-    default=30.0,
+    default=DEFAULT_INTERVAL_S,
     metavar="SECONDS",
-    help="pause between two gossip rounds (30)",
+    help=f"pause between two gossip rounds ({DEFAULT_INTERVAL_S:g})",
 )
 FANOUT = Setting(
     key="fleet.fanout",
@@ -153,14 +155,13 @@ SESSION_CAPACITY = Setting(
     key="sessions.capacity",
     variable="KAKEYA_SESSION_CAPACITY",
     parse=s.whole(1, 100_000, "sessions"),
-    # A history of a full context is some 100 kB; further sessions are refused, none is evicted.
-    default=256,
+    default=CAPACITY,
 )
 SESSION_IDLE = Setting(
     key="sessions.idle_ttl",
     variable="KAKEYA_SESSION_IDLE_TTL",
     parse=s.number(1, 7 * 86400, "seconds"),
-    default=1800.0,
+    default=IDLE_TTL_S,
 )
 SETTINGS: tuple[Setting[object], ...] = (
     BIND,

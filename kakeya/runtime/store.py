@@ -17,13 +17,17 @@ from kakeya.core.ids import SessionId, draw_id
 from kakeya.runtime.generation import ModelFacts, ServedModel
 from kakeya.runtime.session import Session, window_for
 
+CAPACITY = 256
+"""Sessions; a history of a full context is some 100 kB. Further ones are refused, none evicted."""
+IDLE_TTL_S = 1800.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
     """Bounds of the store and of each session."""
 
-    capacity: int = 256
-    idle_ttl_s: float = 1800.0
+    capacity: int = CAPACITY
+    idle_ttl_s: float = IDLE_TTL_S
     sink_tokens: int = 4
     window_tokens: int | None = None
     """None: the model's context less the sink and a reserve for output."""
