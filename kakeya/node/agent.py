@@ -145,8 +145,7 @@ class Agent:
         await stack.enter_async_context(self._engines)
         self._gossip.start(self._tasks)
         self._tasks.start("models", self._follow_changes)
-        run = RunInfo(pid=os.getpid(), node_id=self.node_id, grpc=self.grpc, http=self.http)
-        self._home.write_run(run)
+        self._tell_command_line()
 
     def _folder(self) -> Path:
         return self._config.data_dir or default_folder(
@@ -169,6 +168,19 @@ class Agent:
         except OSError as problem:
             # The next start then repeats an incarnation, which peers correct: worth a warning.
             event(_log, "state not saved", level=logging.WARNING, problem=problem)
+
+    def _tell_command_line(self) -> None:
+        run = RunInfo(pid=os.getpid(), node_id=self.node_id, grpc=self.grpc, http=self.http)
+        try:
+            self._home.write_run(run)
+        except OSError as problem:
+            # The node itself needs no disk, so a full one is no reason not to serve.
+            event(
+                _log,
+                "addresses not saved; the command line cannot find this node",
+                level=logging.WARNING,
+                problem=problem,
+            )
 
     def _build_fleet(self, stack: AsyncExitStack) -> None:
         fleet = self._config.fleet

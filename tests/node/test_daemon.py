@@ -8,6 +8,8 @@ import re
 import signal
 import socket
 import socketserver
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -96,6 +98,25 @@ async def test_the_name_stays_and_each_start_is_a_new_life(tmp_path: Path) -> No
             lives.append(node.api.get("/api/v1/status")["node"])
     assert lives[0]["node_id"] == lives[1]["node_id"]
     assert lives[1]["incarnation"] == lives[0]["incarnation"] + 1
+
+
+def test_a_full_disk_does_not_keep_a_node_from_serving(tmp_path: Path) -> None:
+    """A full disk, played by a file size limit that leaves room for a lock file and no more."""
+    script = (
+        "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20));"
+        "runpy.run_module('kakeya.node.daemon', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", script, *FREE, *NGRAM_ONLY, "--data-dir", str(tmp_path)]
+    node = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert node.stdout is not None
+    ready = node.stdout.readline()
+    node.terminate()
+    _, log = node.communicate(timeout=20)
+    assert ready.startswith("kakeya-node ready")
+    assert node.returncode == 0
+    assert "state not saved" in log
+    assert "addresses not saved" in log
+    assert "Traceback" not in log
 
 
 async def test_a_damaged_state_file_is_set_aside_and_named(tmp_path: Path) -> None:
