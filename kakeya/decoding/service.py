@@ -117,7 +117,9 @@ class ProposerService(rpc.ProposerServiceServicer):
         desk = self._desks.get(model_id)
         if desk is None:
             served = ", ".join(self._desks)
-            raise NotFound(f"proposer {model_id!r} is not served here; this node serves {served}")
+            raise NotFound(
+                f"proposer {model_id[:80]!r} is not served here; this node serves {served}"
+            )
         return desk
 
 

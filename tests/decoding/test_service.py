@@ -131,6 +131,9 @@ async def test_an_unknown_model_is_not_found_and_the_served_ones_are_named(serve
     assert code is grpc.StatusCode.NOT_FOUND
     assert "three" in words
     assert "one, two" in words
+    code, words = await status_of(stub.ProposeBlock(ask(model="\N{PILE OF POO}" * 10_000)))
+    assert code is grpc.StatusCode.NOT_FOUND
+    assert "one, two" in words
 
 
 async def test_a_node_without_proposers_says_so(serve):
