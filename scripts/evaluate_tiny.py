@@ -28,7 +28,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 WINDOW = 1024
-PROMPT, CONTINUED, BLOCK = 96, 128, 4
+PROMPT, CONTINUED, BLOCKS = 96, 128, (1, 2, 4)
 QUESTIONS = (
     "Write a Python function add: Return the sum of two numbers.",
     "What does the function join of os.path do?",
@@ -72,38 +72,43 @@ def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
     return out
 
 
-def accepted_rows(draft: nn.Module, prompt: list[int], wanted: list[int]) -> tuple[int, int]:
+def accepted_rows(
+    draft: nn.Module, prompt: list[int], wanted: list[int], block: int
+) -> tuple[int, int]:
     """(accepted, verified) draft rows over a continuation that the verifier would choose."""
     cache = make_prompt_cache(draft)
     draft(mx.array([prompt[:-1]]), cache=cache)
     pending, place, accepted, verified = prompt[-1:], 0, 0, 0
-    while place + BLOCK <= len(wanted):
+    while place + block <= len(wanted):
         rows: list[int] = []
         feed = pending
-        for _ in range(BLOCK):
+        for _ in range(block):
             rows.append(int(draft(mx.array([feed]), cache=cache)[0, -1].argmax()))
             feed = rows[-1:]
-        pairs = zip(rows, wanted[place : place + BLOCK], strict=True)
-        good = next((i for i, (row, right) in enumerate(pairs) if row != right), BLOCK)
-        accepted, verified = accepted + good, verified + BLOCK
+        pairs = zip(rows, wanted[place : place + block], strict=True)
+        good = next((i for i, (row, right) in enumerate(pairs) if row != right), block)
+        accepted, verified = accepted + good, verified + block
         committed = wanted[place : place + good + 1]
         place += good + 1
-        known = min(good, BLOCK - 1)
-        trim_prompt_cache(cache, BLOCK - 1 - known)
+        known = min(good, block - 1)
+        trim_prompt_cache(cache, block - 1 - known)
         pending = committed[known:]
     return accepted, verified
 
 
-def acceptance(verifier: Loaded, draft: Loaded, stream: np.ndarray, prompts: int) -> float:
-    """Accepted over verified rows of greedy drafting on `prompts` held-out prompts."""
+def acceptance(
+    verifier: Loaded, draft: Loaded, stream: np.ndarray, prompts: int
+) -> dict[int, float]:
+    """Accepted over verified rows of greedy drafting on held-out prompts, by block length."""
     starts = np.linspace(0, len(stream) - PROMPT - 1, prompts).astype(int)
-    accepted = verified = 0
+    counts = dict.fromkeys(BLOCKS, (0, 0))
     for start in starts:
         prompt = stream[start : start + PROMPT].tolist()
         wanted = greedy(verifier.model, prompt, CONTINUED)
-        good, seen = accepted_rows(draft.model, prompt, wanted)
-        accepted, verified = accepted + good, verified + seen
-    return accepted / verified
+        for block, (accepted, verified) in counts.items():
+            good, seen = accepted_rows(draft.model, prompt, wanted, block)
+            counts[block] = accepted + good, verified + seen
+    return {block: accepted / verified for block, (accepted, verified) in counts.items()}
 
 
 def ended_chats(loaded: Loaded) -> list[str]:
@@ -139,8 +144,8 @@ def main() -> None:
     verifier, draft = (load(given.models / name) for name in ("kakeya-tiny", "kakeya-tiny-draft"))
     begun = time.monotonic()
     print(f"tokenizer round trip exact: {round_trips(verifier, texts)}", flush=True)
-    rate = acceptance(verifier, draft, stream, given.prompts)
-    print(f"draft rows accepted of verified (block {BLOCK}): {rate:.3f}", flush=True)
+    for block, rate in acceptance(verifier, draft, stream, given.prompts).items():
+        print(f"draft rows accepted of verified (blocks of {block}): {rate:.3f}", flush=True)
     for answer in ended_chats(verifier):
         print(answer, flush=True)
     for name, loaded in (("verifier", verifier), ("draft", draft)):
