@@ -39,7 +39,7 @@ from kakeya.wire.status import abort
 
 _Answer = TypeVar("_Answer")
 _Context = grpc.aio.ServicerContext[Any, Any]
-FRAME_S = 0.004
+FRAME_S = 0.02
 """The least time between two messages of one stream, ends excepted."""
 _REASONS = {
     FinishReason.MAX_TOKENS: pb.DecodeDone.REASON_MAX_TOKENS,

@@ -41,7 +41,7 @@ from kakeya.node.config import NodeConfig
 from kakeya.node.datadir import DataDir, NodeState, RunInfo, default_folder, next_state
 from kakeya.node.directory import Models, failed_addresses
 from kakeya.node.drafting import FleetDrafts
-from kakeya.node.engines import EngineCommand, Engines
+from kakeya.node.engines import EngineCommand, Engines, sockets_folder
 from kakeya.node.machine import draw_node_id, host_names, platform_name, unified_memory_bytes
 from kakeya.node.models import Role
 from kakeya.node.ports import bind
@@ -89,6 +89,7 @@ class Agent:
             clock=self._clock,
             options=EngineOptions(),
             on_change=self._changed.set,
+            sockets=sockets_folder(self._folder()),
         )
 
     async def __aenter__(self) -> Self:

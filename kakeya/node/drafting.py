@@ -22,7 +22,7 @@ from kakeya.fleet.cards import Card, OfferedModel, Role
 from kakeya.fleet.placement import SpecDecodePlacement, plan_spec_decode_placement
 from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.node.models import EMBEDDED
-from kakeya.node.settings import Illegal, peer_address
+from kakeya.node.settings import Illegal, is_loopback, peer_address
 from kakeya.runtime.generation import DraftSource, ModelFacts
 
 LOCAL_NGRAM = DraftSource(kind="ngram")
@@ -130,5 +130,13 @@ def _named(policy: str, cards: Sequence[Card]) -> DraftSource:
         raise InvalidArgument(
             f"draft policy {policy[:80]!r} cannot be meant; give {POLICIES}", param="draft_policy"
         )
-    extended = any(card.grpc_address == address and card.is_extended for card in cards)
+    card = next((card for card in cards if card.grpc_address == address), None)
+    if card is None and not is_loopback(address):
+        # The source gets the prompt's tokens, so a caller may not name just any machine.
+        raise InvalidArgument(
+            f"draft policy {policy[:80]!r} names an address that no live node has; "
+            "see kakeya status for those that have one",
+            param="draft_policy",
+        )
+    extended = card is not None and card.is_extended
     return DraftSource(kind="remote", address=address, model_id=model_id, extended=extended)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,9 +18,11 @@ from kakeya.mlx.blas import HINT
 from kakeya.node.models import ModelSpec, Role, resolve
 from kakeya.runtime.generation import ModelFacts, ModelState, ServedModel
 from kakeya.serving.backends.engine_backend import EngineBackend, EngineOptions
-from kakeya.serving.backends.engine_process import Command
+from kakeya.serving.backends.engine_process import MAX_SOCKET_PATH_BYTES, Command
 
 _log = logging.getLogger(__name__)
+_SOCKET_NAME_BYTES = 32
+"""Of a folder and a socket below the folder of all sockets."""
 EngineCommand = Callable[[ModelSpec, str], Command]
 """Builds the command of the child that serves a model, given what the model was resolved to."""
 
@@ -41,6 +45,18 @@ def engine_command(log_format: str) -> EngineCommand:
     return for_model
 
 
+def sockets_folder(data_dir: Path) -> Path | None:
+    """Where a node's engine sockets lie; None where their paths would be too long to bind."""
+    folder = data_dir / "run"
+    room = MAX_SOCKET_PATH_BYTES - len(os.fsencode(folder))
+    return folder if room >= _SOCKET_NAME_BYTES else None
+
+
+def _make_anew(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
 class Engines:
     """Backends by model; an `async with` that starts all and ends all.
 
@@ -56,8 +72,13 @@ class Engines:
         clock: Clock,
         options: EngineOptions,
         on_change: Callable[[], None],
+        sockets: Path | None = None,
     ) -> None:
-        """Raises ConfigError for a model that cannot be found."""
+        """Sockets lie in `sockets`, or in the system's temporary folder.
+
+        Raises ConfigError for a model that cannot be found.
+        """
+        self._sockets = sockets
         self._specs = tuple(specs)
         self._on_change = on_change
         self._backends = {
@@ -67,12 +88,16 @@ class Engines:
                 options=options,
                 clock=clock,
                 on_change=self._changed,
+                runtime_dir=sockets,
             )
             for spec in specs
             if not spec.is_ngram
         }
 
     async def __aenter__(self) -> Self:
+        if self._sockets is not None:
+            # The node holds its data directory, so what lies there was left by a killed one.
+            await asyncio.to_thread(_make_anew, self._sockets)
         for backend in self._backends.values():
             await backend.start()
         return self

@@ -91,8 +91,13 @@ def test_without_digests_only_the_embedded_family_is_known_to_share_a_vocabulary
 
 def test_an_explicit_source_is_taken_at_its_word() -> None:
     assert choose("ngram@10.0.0.1:50051", OWN, NGRAM_PEER) == (remote("ngram", 1),)
-    stranger = DraftSource(kind="remote", address="10.9.9.9:1", model_id="a/b", extended=False)
-    assert choose("a/b@10.9.9.9:1", OWN) == (stranger,)
+    near = DraftSource(kind="remote", address="127.0.0.1:1", model_id="a/b", extended=False)
+    assert choose("a/b@127.0.0.1:1", OWN) == (near,)
+
+
+def test_no_caller_can_send_a_prompt_to_a_machine_outside_the_fleet() -> None:
+    with pytest.raises(InvalidArgument, match="no live node has"):
+        choose("a/b@10.9.9.9:1", OWN, NGRAM_PEER)
 
 
 @pytest.mark.parametrize("policy", ["on", "draft@", "@h:1", "draft@host", "draft@h:0", "Auto"])
