@@ -34,10 +34,11 @@ class Exit:
             how = f"exit code {self.returncode}"
         if self.cause:
             return f"{how}, sent because it {self.cause}"
-        # Nobody can write a last line about SIGKILL: what there is speaks of something else.
-        if not self.last_line or self.returncode == -signal.SIGKILL:
-            return how
-        return f"{how}: {self.last_line[:_MAX_REASON_CHARS]}"
+        # A signal comes unannounced, but for the one that a process sends itself: behind any other
+        # one, and behind an end in order, the last line speaks of something else.
+        if self.last_line and (self.returncode > 0 or self.returncode == -signal.SIGABRT):
+            return f"{how}: {self.last_line[:_MAX_REASON_CHARS]}"
+        return how
 
 
 def _signal_name(number: int) -> str:

@@ -48,6 +48,10 @@ def test_a_configuration_error_is_never_retried_and_its_last_line_is_the_reason(
     ("ended", "sentence"),
     [
         (Exit(returncode=-9, last_line="model ready"), "signal SIGKILL"),
+        (Exit(returncode=-11, last_line="mlx.model: model probed"), "signal SIGSEGV"),
+        (Exit(returncode=-15, last_line="mlx.model: model probed"), "signal SIGTERM"),
+        (Exit(returncode=0, last_line="mlx.model: model probed"), "exit code 0"),
+        (Exit(returncode=3, last_line="out of memory"), "exit code 3: out of memory"),
         (Exit(returncode=-250), "signal 250"),
         (Exit(returncode=-6, last_line="assertion failed"), "signal SIGABRT: assertion failed"),
         (Exit(returncode=0), "exit code 0"),
