@@ -213,7 +213,7 @@ class RuntimeService(RuntimeServiceServicer):
         with self._store.operation(request.session_id, "Generate") as session:
             parameters = read_parameters(request, session, self._rng)
             sources = self._drafts.sources(session.facts, request.draft_policy)
-            await self._truncate(session, context)
+            await self._truncate(session, parameters.max_tokens, context)
             asked = DecodeRequest(
                 token_ids=session.history,
                 max_tokens=parameters.max_tokens,
@@ -237,8 +237,8 @@ class RuntimeService(RuntimeServiceServicer):
                 async with asyncio.timeout(CONFLICT_PATIENCE_S):
                     await session.idle.wait()
 
-    async def _truncate(self, session: Session, context: Context) -> None:
-        dropped = session.truncate()
+    async def _truncate(self, session: Session, max_tokens: int, context: Context) -> None:
+        dropped = session.truncate(max_tokens)
         if dropped:
             self._truncations += 1
             truncated = pb.HistoryTruncated(dropped_token_count=dropped)

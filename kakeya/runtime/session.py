@@ -1,9 +1,13 @@
 """One conversation as token ids: an append-only history, and the rules of its window.
 
-Pure: no I/O, no clock; callers pass `now` in monotonic seconds. A history longer than
-sink + window is cut before a generation: the sink (the first tokens) and the newest window stay.
+Pure: no I/O, no clock; callers pass `now` in monotonic seconds. A history that has no room for
+output is cut before a generation: the sink (the first tokens) and the newest window stay.
 
     [ sink ][ dropped ][ window ........ ]  -> generate ->  [ sink ][ window ........ ][ new ]
+
+Theory: a cut moves every token behind the sink, so all their KV is computed anew. Cut to the limit
+itself, a full session would pay that at every turn; cut to half of the context, it pays once and
+then keeps its prefix until the other half has filled.
 """
 
 from __future__ import annotations
@@ -24,31 +28,47 @@ MAX_OUTPUT_RESERVE_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """How much history a generation starts from."""
+    """When a history is cut before a generation, and to what."""
 
     sink_tokens: int
     window_tokens: int
+    limit_tokens: int
+    """The longest history, with the output that room is kept for, that is not cut."""
+    reserve_tokens: int
+    """Most output that room is kept for."""
 
     @property
-    def total_tokens(self) -> int:
-        """The longest history that is not cut."""
+    def kept_tokens(self) -> int:
+        """What a cut leaves of a history."""
         return self.sink_tokens + self.window_tokens
+
+    def excess(self, history_length: int, max_tokens: int) -> int:
+        """How many tokens to drop from such a history before it generates up to `max_tokens`."""
+        if history_length + min(max_tokens, self.reserve_tokens) <= self.limit_tokens:
+            return 0
+        return max(0, history_length - self.kept_tokens)
 
 
 def window_for(context_tokens: int, sink_tokens: int, window_tokens: int | None) -> Window:
-    """Fit a window into a model's context; without a given one, a quarter is left for output.
+    """Fit a window into a model's context.
 
-    Raises ConfigError when there is no room for a single new token.
+    A given one is the limit too. Without one, a history may fill the context up to a reserve for
+    output, and a cut keeps half of it. Raises ConfigError when there is no room for a new token.
     """
-    if window_tokens is None:
-        reserve = max(1, min(MAX_OUTPUT_RESERVE_TOKENS, context_tokens // 4))
-        window_tokens = context_tokens - sink_tokens - reserve
-    if sink_tokens < 0 or window_tokens < 1 or sink_tokens + window_tokens >= context_tokens:
+    room = context_tokens - sink_tokens
+    kept = room // 2 if window_tokens is None else window_tokens
+    if sink_tokens < 0 or kept < 1 or kept >= room:
         raise ConfigError(
-            f"a sink of {sink_tokens} and a window of {window_tokens} tokens do not fit into a "
+            f"a sink of {sink_tokens} and a window of {kept} tokens do not fit into a "
             f"context of {context_tokens}: their sum must stay below it, the window at least 1"
         )
-    return Window(sink_tokens=sink_tokens, window_tokens=window_tokens)
+    is_given = window_tokens is not None
+    return Window(
+        sink_tokens=sink_tokens,
+        window_tokens=kept,
+        limit_tokens=sink_tokens + kept if is_given else context_tokens,
+        reserve_tokens=0 if is_given else max(1, min(MAX_OUTPUT_RESERVE_TOKENS, room // 4)),
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -106,9 +126,12 @@ class Session:
         self._history.extend(token_ids)
         return length
 
-    def truncate(self) -> int:
-        """Cut the history to sink + window; return how many tokens were dropped."""
-        dropped = max(0, self.history_length - self.window.total_tokens)
+    def truncate(self, max_tokens: int) -> int:
+        """Cut the history to sink + window if `max_tokens` more need it; return what was dropped.
+
+        A budget above the window's reserve may still end at the full context.
+        """
+        dropped = self.window.excess(self.history_length, max_tokens)
         del self._history[self.window.sink_tokens : self.window.sink_tokens + dropped]
         return dropped
 

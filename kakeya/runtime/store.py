@@ -30,7 +30,7 @@ class SessionLimits:
     idle_ttl_s: float = IDLE_TTL_S
     sink_tokens: int = 4
     window_tokens: int | None = None
-    """None: the model's context less the sink and a reserve for output."""
+    """None: a history may fill the model's context, and is then cut to about half of it."""
     sweep_interval_s: float = 15.0
     model_wait_s: float = 10.0
     """How long CreateSession waits for a model that is loading."""

@@ -294,7 +294,27 @@ async def test_a_context_that_fills_ends_with_truncated_and_leaves_the_session_u
         assert session.last_done.end is GenerateEnd.TRUNCATED
         assert (await session.info()).history_length == 16
         assert await generate(session, 2)
-        assert session.last_done.dropped_tokens == 16 - 12
+        assert session.last_done.dropped_tokens == 16 - 10
+
+
+async def test_a_session_at_the_edge_of_the_context_keeps_its_kv_for_many_turns():
+    context = 100
+    async with running_node(HashServedModel(context=context), sink_tokens=4) as node:
+        session = await node.client.create_session()
+        length, cuts, reused = 0, 0, []
+        for _ in range(40):
+            length = await session.append(PROMPT)
+            assert len(await generate(session, 2)) == 2
+            done = session.last_done
+            if done.dropped_tokens:
+                assert done.dropped_tokens == length - (4 + 48)
+                cuts += 1
+            else:
+                reused.append(done.cached_tokens / length)
+            length += 2 - done.dropped_tokens
+            assert (await session.info()).history_length == length <= context
+    assert 1 <= cuts <= 5
+    assert min(reused[3:]) > 0.5
 
 
 async def test_a_broken_law_fails_the_session_with_failed_precondition():

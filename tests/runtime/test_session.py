@@ -10,7 +10,7 @@ from kakeya.core.errors import CapacityExhausted, ConfigError, InvalidArgument, 
 from kakeya.core.ids import SessionId
 from kakeya.runtime import session as rooms
 from kakeya.runtime.generation import ModelFacts
-from kakeya.runtime.session import Session, Window, window_for
+from kakeya.runtime.session import Session, window_for
 from tests.runtime.toy import HashServedModel
 
 FACTS = ModelFacts(
@@ -23,7 +23,7 @@ def new_session(sink=4, window=12):
         session_id=SessionId("ses-1"),
         model=HashServedModel(),
         facts=FACTS,
-        window=Window(sink_tokens=sink, window_tokens=window),
+        window=window_for(FACTS.context_tokens, sink, window),
         stop_token_ids=frozenset(),
         label="",
         used_mono=0.0,
@@ -55,18 +55,42 @@ def test_truncation_keeps_the_sink_and_the_newest_window(length, sink, window):
     session = new_session(sink, window)
     ids = [index % 97 for index in range(length)]
     session.append(ids)
-    dropped = session.truncate()
+    dropped = session.truncate(5)
     assert dropped == max(0, length - sink - window)
     assert list(session.history) == (ids if not dropped else ids[:sink] + ids[length - window :])
-    assert session.truncate() == 0
+    assert session.truncate(5) == 0
 
 
-@given(context=st.integers(8, 200_000), sink=st.integers(0, 6))
-def test_a_default_window_leaves_room_for_output(context, sink):
-    window = window_for(context, sink, None) if context - sink > 3 else None
-    if window is not None:
-        assert 1 <= context - window.total_tokens <= max(1, min(1024, context // 4))
-        assert window.window_tokens >= 1
+@given(
+    context=st.integers(8, 200_000),
+    sink=st.integers(0, 6),
+    filled=st.floats(0.0, 1.2),
+    max_tokens=st.integers(1, 5000),
+)
+def test_a_default_window_cuts_only_for_room_and_then_keeps_half(context, sink, filled, max_tokens):
+    window = window_for(context, sink, None)
+    length = int(context * filled)
+    dropped = window.excess(length, max_tokens)
+    fits = length + min(max_tokens, window.reserve_tokens) <= context
+    assert dropped == (0 if fits else length - window.kept_tokens)
+    assert window.kept_tokens in ((context + sink) // 2, (context + sink - 1) // 2)
+    assert 1 <= window.reserve_tokens <= 1024
+    left = length - dropped
+    assert left + min(max_tokens, window.reserve_tokens) <= context
+    assert window.excess(left, max_tokens) == 0
+
+
+def test_a_session_at_the_edge_keeps_its_prefix_for_many_turns():
+    session = new_session(window=None)
+    kept_by = []
+    for turn in range(60):
+        session.append([turn] * 3)
+        kept_by.append(session.truncate(2) == 0)
+        session.commit(turn)
+        session.commit(turn)
+        assert session.history_length <= FACTS.context_tokens
+    cuts = [turn for turn, kept in enumerate(kept_by) if not kept]
+    assert cuts == list(range(12, 60, 6))
 
 
 @pytest.mark.parametrize(("sink", "window"), [(-1, 4), (4, 0), (4, 60), (64, None)])
