@@ -10,18 +10,28 @@ from collections.abc import Sequence
 
 from kakeya.core.errors import InvalidArgument, PeerProtocol
 from kakeya.core.units import pack_ids, unpack_ids
-from kakeya.decoding.proposer import Draft
+from kakeya.decoding.proposer import Draft, SamplingNoise
 from kakeya.v1 import distributed_pb2 as pb
 
 MAX_PREFIX_TOKENS = 128 * 1024
 MAX_BLOCK_TOKENS = 64
 PADDING_ID = 0
+_WORD = (1 << 64) - 1
 
 
 def request_to_wire(
-    prefix: Sequence[int], block_size: int, num_steps: int, model_id: str, *, extended: bool
+    prefix: Sequence[int],
+    block_size: int,
+    num_steps: int,
+    model_id: str,
+    *,
+    extended: bool,
+    noise: SamplingNoise | None = None,
 ) -> pb.ProposeBlockRequest:
-    """Ask for a block after `prefix`; of a longer one than a server takes, after its end."""
+    """Ask for a block after `prefix`; of a longer one than a server takes, after its end.
+
+    `noise` is told to extended peers only; None is a greedy decode.
+    """
     recent = prefix[-MAX_PREFIX_TOKENS:] if len(prefix) > MAX_PREFIX_TOKENS else prefix
     request = pb.ProposeBlockRequest(block_size=block_size, num_steps=num_steps, model_id=model_id)
     try:
@@ -32,6 +42,10 @@ def request_to_wire(
             request.committed_token_ids.extend(recent)
     except (OverflowError, ValueError, TypeError) as failure:
         raise InvalidArgument(f"a prefix is token ids in 0..2^32-1: {failure}") from failure
+    if extended and noise is not None and len(recent) == len(prefix):
+        # The noise belongs to the position, which only a whole prefix tells.
+        request.seed = noise.seed & _WORD
+        request.temperature = noise.temperature
     return request
 
 

@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import PeerError, PeerProtocol
-from kakeya.decoding.proposer import Draft
+from kakeya.decoding.proposer import Draft, SamplingNoise
 
 LEAST_ASKED = 16
 MOST_ASKED = 64
@@ -74,7 +74,9 @@ class DraftPeer(Protocol[Sent]):
         """What `Pending` is timed by."""
         ...
 
-    def begin(self, prefix: Sequence[int], size: int) -> Sent | None:
+    def begin(
+        self, prefix: Sequence[int], size: int, *, noise: SamplingNoise | None
+    ) -> Sent | None:
         """Send a request; None while the peer is not to be asked."""
         ...
 
@@ -122,11 +124,15 @@ class _Held:
 
 
 class RemoteDraftBook(Generic[Sent]):
-    """The drafts of one peer for one generation; used by the thread that decodes it."""
+    """The drafts of one peer for one generation; used by the thread that decodes it.
 
-    def __init__(self, peer: DraftPeer[Sent]) -> None:
+    `noise` is the generation's; None when it decodes greedily.
+    """
+
+    def __init__(self, peer: DraftPeer[Sent], noise: SamplingNoise | None = None) -> None:
         self.counts = BookCounts()
         self._peer = peer
+        self._noise = noise
         self._most = MOST_ASKED if peer.extended else MOST_PADDED
         self._ask_tokens = min(LEAST_ASKED, self._most)
         self._asked: _Asked[Sent] | None = None
@@ -196,7 +202,7 @@ class RemoteDraftBook(Generic[Sent]):
     def _ask(self, prefix: list[int], committed: int) -> None:
         if committed < self._silent_until:
             return
-        call = self._peer.begin(prefix, self._ask_tokens)
+        call = self._peer.begin(prefix, self._ask_tokens, noise=self._noise)
         if call is not None:
             self.counts.asked += 1
             context = tuple(prefix[max(0, committed - CONTEXT) :])

@@ -31,6 +31,14 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingNoise:
+    """Of a sampled decode: what a draft model needs to draw with the verifier's own noise."""
+
+    seed: int
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProposal:
     """A draft in the form of the wire: exactly as many ids as were asked for.
 

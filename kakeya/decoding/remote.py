@@ -20,7 +20,7 @@ from kakeya.core.errors import InvalidArgument, PeerError, PeerProtocol
 from kakeya.decoding.breaker import BreakerState, CircuitBreaker
 from kakeya.decoding.convert import PADDING_ID, draft_from_wire, request_to_wire
 from kakeya.decoding.draft_book import RemoteDraftBook
-from kakeya.decoding.proposer import BlockProposal, Draft, ProposerStats
+from kakeya.decoding.proposer import BlockProposal, Draft, ProposerStats, SamplingNoise
 from kakeya.decoding.sender import PendingDraft, Sender
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1 import distributed_pb2_grpc as rpc
@@ -105,10 +105,12 @@ class RemoteProposer:
             peak_activation_bytes=draft.peak_activation_bytes,
         )
 
-    def begin(self, prefix: Sequence[int], size: int) -> PendingDraft | None:
+    def begin(
+        self, prefix: Sequence[int], size: int, *, noise: SamplingNoise | None = None
+    ) -> PendingDraft | None:
         """Send a request and return at once; None while the breaker is open.
 
-        `prefix` must stay as it is until the request has left.
+        `prefix` must stay as it is until the request has left; `noise` is of a sampled decode.
         """
         _check(prefix, size, 1)
         if not self.breaker.admit(self.clock.mono()):
@@ -117,7 +119,7 @@ class RemoteProposer:
         pending = PendingDraft(size, self.clock)
 
         def start() -> grpc.Future[pb.ProposeBlockResponse]:
-            request = self._request(prefix, size, 1)
+            request = self._request(prefix, size, 1, noise)
             return self._stub.ProposeBlock.future(request, timeout=self._timeout_s)
 
         self._sender.send(pending, start)
@@ -162,8 +164,16 @@ class RemoteProposer:
             self.stats.wait_s += self.clock.mono() - began
         return self._read(response, size)
 
-    def _request(self, prefix: Sequence[int], size: int, num_steps: int) -> pb.ProposeBlockRequest:
-        return request_to_wire(prefix, size, num_steps, self._model_id, extended=self.extended)
+    def _request(
+        self,
+        prefix: Sequence[int],
+        size: int,
+        num_steps: int,
+        noise: SamplingNoise | None = None,
+    ) -> pb.ProposeBlockRequest:
+        return request_to_wire(
+            prefix, size, num_steps, self._model_id, extended=self.extended, noise=noise
+        )
 
     def _read(self, response: pb.ProposeBlockResponse, size: int) -> Draft:
         try:

@@ -17,8 +17,9 @@ from kakeya.decoding.acceptance import agreeing
 from kakeya.decoding.controller import DraftController
 from kakeya.decoding.draft_book import RemoteDraftBook
 from kakeya.decoding.ngram import NGramIndex
-from kakeya.decoding.proposer import Draft
+from kakeya.decoding.proposer import Draft, SamplingNoise
 from kakeya.decoding.remote import RemoteProposer
+from kakeya.decoding.sampling import SamplingParams
 from kakeya.decoding.sender import PendingDraft
 from kakeya.decoding.shadow import ShadowScorer
 from kakeya.engine.job import SourceSpec, SourceTally
@@ -49,7 +50,7 @@ class RemoteBooks:
     def __len__(self) -> int:
         return len(self._shared)
 
-    def open(self, spec: SourceSpec, vocab_size: int) -> RemoteBook:
+    def open(self, spec: SourceSpec, vocab_size: int, noise: SamplingNoise | None) -> RemoteBook:
         """A new book of drafts from a peer, for one sequence, until `close`."""
         shared = self._shared.get(spec)
         if shared is None:
@@ -59,7 +60,7 @@ class RemoteBooks:
             shared = self._shared[spec] = _Shared(proposer)
         shared.books += 1
         self._shared.move_to_end(spec)
-        return RemoteDraftBook(shared.proposer)
+        return RemoteDraftBook(shared.proposer, noise)
 
     def close(self, spec: SourceSpec, book: RemoteBook) -> None:
         """End a book; once for each `open`."""
@@ -79,6 +80,7 @@ class Drafting:
         controller: DraftController,
         books: RemoteBooks,
         vocab_size: int,
+        sampling: SamplingParams,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._controller = controller
@@ -88,7 +90,10 @@ class Drafting:
         self._index = NGramIndex() if any(spec.kind == NGRAM_SOURCE for spec in specs) else None
         self._shared_books = books
         self._remote = {spec.name: spec for spec in specs if spec.kind == "remote"}
-        self._books = {name: books.open(spec, vocab_size) for name, spec in self._remote.items()}
+        noise = _noise(sampling)
+        self._books = {
+            name: books.open(spec, vocab_size, noise) for name, spec in self._remote.items()
+        }
         self._tallies = {spec.name: SourceTally(source=spec.name) for spec in specs}
         self._shadows = ShadowScorer(self)
 
@@ -189,6 +194,13 @@ class Drafting:
             tally.drafted += len(draft.tokens)
         else:
             tally.abstained += 1
+
+
+def _noise(sampling: SamplingParams) -> SamplingNoise | None:
+    """What a draft model is told of the way that tokens are selected; None when greedily."""
+    if sampling.is_greedy:
+        return None
+    return SamplingNoise(seed=sampling.seed, temperature=sampling.temperature)
 
 
 def _within(tokens: Sequence[int], vocab_size: int) -> tuple[int, ...]:

@@ -67,7 +67,9 @@ class SequenceRun:
         self._state, self._cached_tokens = self._reopen(model)
         self._state.select_with(job.sampling)
         # Last: what it opens is closed by `finish` and `abandon`, which need the rest.
-        self._drafting = Drafting(job.sources, tools.controller, tools.books, facts.vocab_size)
+        self._drafting = Drafting(
+            job.sources, tools.controller, tools.books, facts.vocab_size, job.sampling
+        )
         self._finished = False
         self._forwards = 0
         self._drafted = self._verified = self._accepted = 0

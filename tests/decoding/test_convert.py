@@ -13,7 +13,7 @@ from kakeya.decoding.convert import (
     prefix_from_wire,
     request_to_wire,
 )
-from kakeya.decoding.proposer import Draft
+from kakeya.decoding.proposer import Draft, SamplingNoise
 from kakeya.v1 import distributed_pb2 as pb
 
 ids = st.integers(0, 2**32 - 1)
@@ -31,6 +31,29 @@ def test_the_plain_form_uses_no_extension():
     assert list(request.committed_token_ids) == [1, 2]
     assert not request.allow_short
     assert not request.committed_token_ids_le32
+
+
+NOISE = SamplingNoise(seed=2**64 - 1, temperature=0.5)
+
+
+@pytest.mark.parametrize(("extended", "noise"), [(False, NOISE), (False, None), (True, None)])
+def test_greedy_decodes_and_plain_peers_are_sent_no_noise(extended, noise):
+    request = request_to_wire([1, 2], 4, 3, "m", extended=extended, noise=noise)
+    assert not request.HasField("seed")
+    assert not request.HasField("temperature")
+
+
+@pytest.mark.parametrize("seed", [2**64 - 1, -1, 2**65 - 1])
+def test_a_seed_is_sent_as_the_word_that_the_noise_is_made_of(seed):
+    noise = SamplingNoise(seed=seed, temperature=0.5)
+    request = request_to_wire([1, 2], 4, 3, "m", extended=True, noise=noise)
+    assert (request.seed, request.temperature) == (2**64 - 1, 0.5)
+
+
+def test_no_noise_is_sent_where_the_position_is_not_told():
+    prefix = list(range(MAX_PREFIX_TOKENS + 1))
+    assert request_to_wire(prefix[1:], 4, 1, "", extended=True, noise=NOISE).HasField("seed")
+    assert not request_to_wire(prefix, 4, 1, "", extended=True, noise=NOISE).HasField("seed")
 
 
 def test_of_a_prefix_that_no_server_takes_the_end_is_sent():

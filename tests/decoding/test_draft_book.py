@@ -9,7 +9,7 @@ import pytest
 from kakeya.core.errors import PeerError, PeerProtocol
 from kakeya.decoding.decoder import Decoding
 from kakeya.decoding.draft_book import LEAST_ASKED, MOST_ASKED, MOST_PADDED, RemoteDraftBook
-from kakeya.decoding.proposer import Draft
+from kakeya.decoding.proposer import Draft, SamplingNoise
 from tests.fakes import FakeClock
 
 from .toys import VOCAB, HashModel
@@ -53,7 +53,9 @@ class FakePeer:
         self.closed = False
         self._answer = answer
 
-    def begin(self, prefix: Sequence[int], size: int) -> Call | None:
+    def begin(
+        self, prefix: Sequence[int], size: int, *, noise: SamplingNoise | None
+    ) -> Call | None:
         if self.closed:
             return None
         answer = self._answer(list(prefix), size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from kakeya.decoding.controller import DraftController
+from kakeya.decoding.sampling import SamplingParams
 from kakeya.engine.drafting import KEPT_PEERS, Drafting, RemoteBooks
 from kakeya.engine.job import SourceSpec
 
@@ -15,7 +16,7 @@ def peer(port: int, *, extended: bool = True) -> SourceSpec:
 
 
 def drafting(books: RemoteBooks, *specs: SourceSpec) -> Drafting:
-    return Drafting(specs, DraftController(), books, vocab_size=100)
+    return Drafting(specs, DraftController(), books, vocab_size=100, sampling=SamplingParams())
 
 
 def test_peers_that_come_and_go_leave_the_last_few_channels() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -14,8 +15,10 @@ from kakeya.decoding.decoder import FinishReason
 from kakeya.decoding.draft_book import BookCounts
 from kakeya.decoding.proposer import Draft
 from kakeya.decoding.sampling import SamplingParams
+from kakeya.decoding.service import ProposerService
 from kakeya.engine.job import DecodeJob, PrefillFrame, SourceSpec, TokensFrame
 from kakeya.engine.sequence import SequenceRun
+from tests.decoding.servers import serving
 from tests.engine.rig import Rig, collect, load_rig, tools
 
 NGRAM = (SourceSpec(kind="ngram"),)
@@ -63,6 +66,41 @@ def test_ngram_drafts_never_change_tokens(rig: Rig, sampling: SamplingParams) ->
     drafted, done = rig.run(job(sampling=sampling, sources=NGRAM))
     assert drafted == plain
     assert done.accepted <= done.verified <= done.drafted
+
+
+class RecordingDrafter:
+    """Drafts one token over and over and notes how the verifier selects."""
+
+    def __init__(self) -> None:
+        self.told: set[tuple[int | None, float]] = set()
+
+    async def draft(
+        self, prefix: Sequence[int], size: int, *, seed: int | None, temperature: float
+    ) -> Draft:
+        self.told.add((seed, temperature))
+        return Draft(source="m", tokens=(5,) * size, forward_passes=size)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "told"),
+    [
+        (SamplingParams(seed=11), (None, 0.0)),
+        (SamplingParams(temperature=0.75, seed=2**64 - 1), (2**64 - 1, 0.75)),
+    ],
+    ids=["greedy", "keyed"],
+)
+def test_a_peer_is_told_the_noise_of_a_sampled_decode(
+    rigs: dict[str, Rig], sampling: SamplingParams, told: tuple[int | None, float]
+) -> None:
+    rig = Rig(rigs["llama"].model, tools())
+    plain, _ = rig.run(job(sampling=sampling, max_tokens=20))
+    drafter = RecordingDrafter()
+    with serving(ProposerService({"m": drafter})) as address:
+        peer = SourceSpec(kind="remote", address=address, model_id="m", extended=True)
+        drafted, done = rig.run(job(sampling=sampling, max_tokens=20, sources=(peer,)))
+    assert drafter.told == {told}
+    assert drafted == plain
+    assert done.drafted > 0
 
 
 def test_a_full_attention_model_really_verifies_blocks(rigs: dict[str, Rig]) -> None:
