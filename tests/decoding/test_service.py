@@ -80,6 +80,19 @@ class Gate:
         return ToyProposer(make)
 
 
+class CountingService(ProposerService):
+    """Knows how many requests are with it."""
+
+    now = 0
+
+    async def ProposeBlock(self, request, context):
+        self.now += 1
+        try:
+            return await super().ProposeBlock(request, context)
+        finally:
+            self.now -= 1
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():
@@ -253,14 +266,17 @@ async def test_a_full_queue_refuses_at_once(serve):
 
 async def test_a_request_that_was_cancelled_while_waiting_is_never_computed(serve):
     gate = Gate()
-    stub = await serve(ProposerService({"slow": gate.proposer()}, queue_limit=4))
+    service = CountingService({"slow": gate.proposer()}, queue_limit=4)
+    stub = await serve(service)
     first = asyncio.ensure_future(stub.ProposeBlock(ask([1])))
     await until(lambda: gate.now == 1)
     gone = asyncio.ensure_future(stub.ProposeBlock(ask([2])))
+    await until(lambda: service.now == 2)
     expired = asyncio.ensure_future(stub.ProposeBlock(ask([3]), timeout=0.05))
     with pytest.raises(grpc.aio.AioRpcError):
         await expired
     gone.cancel()
+    await until(lambda: service.now == 1)
     gate.go.release()
     await first
     gate.go.release()
