@@ -38,6 +38,7 @@ from kakeya.serving.openai import (
     GenerationParams,
     ModelNotFound,
 )
+from kakeya.serving.prompt_bound import TooManyTokens
 from kakeya.serving.stream import (
     DONE,
     ChunkWriter,
@@ -125,7 +126,10 @@ class Generations:
         began_mono = self._clock.mono()
         facts = await model.ready(self.limits.ready_s)
         text = await self._texts.get(facts.model_path)
-        token_ids = await _prompt_ids(asked, text, facts)
+        try:
+            token_ids = await _prompt_ids(asked, text, facts)
+        except TooManyTokens as fault:
+            raise _too_long(f"at least {fault.least_tokens}", facts) from None
         params = asked.params
         stop_token_ids = text.stop_token_ids | frozenset(facts.eos_token_ids)
         request = DecodeRequest(
@@ -252,10 +256,11 @@ class GenerationRoute:
 
 
 async def _prompt_ids(asked: Request, text: TextModel, facts: ModelFacts) -> tuple[int, ...]:
+    at_most = facts.context_tokens - 1
     if isinstance(asked, ChatRequest):
-        return tuple(await text.encode_chat(asked.messages))
+        return tuple(await text.encode_chat(asked.messages, at_most=at_most))
     if isinstance(asked.prompt, str):
-        return tuple(await text.encode(asked.prompt))
+        return tuple(await text.encode(asked.prompt, at_most=at_most))
     highest = max(asked.prompt)
     if highest >= facts.vocab_size:
         raise InvalidArgument(
@@ -271,8 +276,12 @@ def _room(params: GenerationParams, prompt_tokens: int, facts: ModelFacts) -> in
         raise InvalidArgument("the prompt has no tokens; it needs at least one", param="prompt")
     room = facts.context_tokens - prompt_tokens
     if room < 1:
-        raise ContextLengthExceeded(
-            f"the prompt has {prompt_tokens} tokens and the answer needs at least 1; the context "
-            f"of {facts.model_id} holds {facts.context_tokens} tokens"
-        )
+        raise _too_long(str(prompt_tokens), facts)
     return room if params.max_tokens is None else min(params.max_tokens, room)
+
+
+def _too_long(prompt_tokens: str, facts: ModelFacts) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"the prompt has {prompt_tokens} tokens and the answer needs at least 1; the context "
+        f"of {facts.model_id} holds {facts.context_tokens} tokens"
+    )

@@ -22,6 +22,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from kakeya.core.errors import Unsupported
+from kakeya.serving.byte_level import BYTE_OF
+from kakeya.serving.prompt_bound import PromptBound
 from kakeya.serving.template import (
     ChatTemplate,
     Message,
@@ -49,28 +51,39 @@ class TextModel:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as fault:
             raise Unsupported(f"{path} cannot be loaded: {fault}") from fault
+        self.tokenizer.no_truncation()  # what does not fit is refused, never cut in silence
+        self.tokenizer.no_padding()
         self._folder = folder
         self._template: ChatTemplate | None = load_template(folder, wall)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(key for key, token in added.items() if token.special)
         self._marker = _Marker([added[key].content for key in sorted(self._special_ids)])
         self.stop_token_ids = self._stop_tokens()
-        self._bytes_of: dict[int, bytes] | None = {} if self._is_byte_level() else None
+        spec = json.loads(self.tokenizer.to_str())
+        is_byte_level = spec["decoder"] is not None and spec["decoder"]["type"] == "ByteLevel"
+        self._bytes_of: dict[int, bytes] | None = {} if is_byte_level else None
+        self._bound = PromptBound(spec)
 
-    async def encode(self, prompt: str) -> list[int]:
-        """Encode a raw prompt; special tokens in it are special, and a BOS is added if usual."""
+    async def encode(self, prompt: str, *, at_most: int) -> list[int]:
+        """Encode a raw prompt; special tokens in it are special, and a BOS is added if usual.
+
+        Raises TooManyTokens when its length alone tells that it has more than `at_most`; a
+        shorter text may still have more.
+        """
+        self._bound.check((prompt,), at_most)
         if len(prompt) <= OFFLOAD_CHARS:
             return self._encode((prompt,), add_special_tokens=True)
         return await asyncio.to_thread(self._encode, (prompt,), add_special_tokens=True)
 
-    async def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    async def encode_chat(self, messages: Sequence[Message], *, at_most: int) -> list[int]:
         """Render and encode a conversation.
 
-        Raises Unsupported without a template, InvalidArgument when the template refuses.
+        Raises Unsupported without a template, InvalidArgument when the template refuses, and
+        TooManyTokens as `encode` does, for the rendered text: a template may leave messages out.
         """
         if sum(len(message["content"]) for message in messages) <= OFFLOAD_CHARS:
-            return self._encode_chat(messages)
-        return await asyncio.to_thread(self._encode_chat, messages)
+            return self._encode_chat(messages, at_most)
+        return await asyncio.to_thread(self._encode_chat, messages, at_most)
 
     def detokenizer(self) -> Detokenizer:
         """Start a new output text."""
@@ -78,14 +91,16 @@ class TextModel:
             return WindowDetokenizer(self.tokenizer)
         return ByteDetokenizer(self.tokenizer, self._special_ids, self._bytes_of)
 
-    def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def _encode_chat(self, messages: Sequence[Message], at_most: int) -> list[int]:
         if self._template is None:
             raise Unsupported(
                 f"{self._folder} has no chat template; ask /v1/completions with a plain prompt"
             )
         marker = self._marker.choose(messages)
         marked = [self._marker.mark(message, marker) for message in messages]
-        return self._encode(self._template.render(marked).split(marker), add_special_tokens=False)
+        pieces = self._template.render(marked).split(marker)
+        self._bound.check(pieces, at_most)
+        return self._encode(pieces, add_special_tokens=False)
 
     def _encode(self, pieces: Iterable[str], *, add_special_tokens: bool) -> list[int]:
         ids: list[int] = []
@@ -103,10 +118,6 @@ class TextModel:
         config = read_config(self._folder / "tokenizer_config.json")
         eos = self.tokenizer.token_to_id(special_tokens(config).get("eos_token", ""))
         return frozenset(found if eos is None else found | {eos})
-
-    def _is_byte_level(self) -> bool:
-        decoder = json.loads(self.tokenizer.to_str())["decoder"]
-        return decoder is not None and decoder["type"] == "ByteLevel"
 
 
 class Texts:
@@ -180,7 +191,7 @@ class ByteDetokenizer:
         if token is None:
             return b""
         try:
-            return bytes(_BYTE_OF[character] for character in token)
+            return bytes(BYTE_OF[character] for character in token)
         except KeyError:
             return token.encode()
 
@@ -286,18 +297,3 @@ def _prefix_lengths(stop: str) -> list[int]:
         state += stop[state] == character
         lengths.append(state)
     return lengths
-
-
-def _byte_characters() -> dict[str, int]:
-    """The printable stand-in for each byte in byte-level vocabularies, reversed.
-
-    Bytes that print stand for themselves; the others are numbered from U+0100 in order.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in set(printable)]
-    pairs = {chr(byte): byte for byte in printable}
-    pairs.update({chr(0x100 + index): byte for index, byte in enumerate(hidden)})
-    return pairs
-
-
-_BYTE_OF = _byte_characters()

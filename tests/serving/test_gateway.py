@@ -196,6 +196,22 @@ async def test_a_prompt_over_the_context_is_told_both_numbers(folder):
         assert reply.usage.completion_tokens == 1
 
 
+async def test_a_text_far_beyond_the_context_is_refused_by_its_length(folder):
+    text = "hello world " * 250_000
+    async with serving(ToyModel(folder, context_tokens=64)) as served:
+        for is_stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await served.openai.completions.create(model="toy", prompt=text, stream=is_stream)
+            assert caught.value.code == "context_length_exceeded"
+            assert "the prompt has at least " in caught.value.message
+            with pytest.raises(openai.BadRequestError) as caught:
+                await served.openai.chat.completions.create(
+                    model="toy", messages=[{"role": "user", "content": text}], stream=is_stream
+                )
+            assert caught.value.code == "context_length_exceeded"
+            assert "holds 64 tokens" in caught.value.message
+
+
 async def test_a_template_that_refuses_is_quoted(folder):
     messages = [*HI, {"role": "system", "content": "late"}]
     async with serving(ToyModel(folder)) as served:

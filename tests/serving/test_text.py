@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import tempfile
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,13 @@ from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, Strip
 from tokenizers.models import BPE
 
 from kakeya.core.errors import InvalidArgument, Unsupported
+from kakeya.serving.prompt_bound import PromptBound, TooManyTokens
 from kakeya.serving.template import ChatTemplate, load_template, special_tokens
 from kakeya.serving.text import OFFLOAD_CHARS, StopMatcher, TextModel, WindowDetokenizer
 from tests.serving.toy import make_folder, make_tokenizer
 
 NOW = 1_700_000_000.0
+MANY = 1 << 20
 TINY = Path(__file__).parents[2] / "kakeya" / "models" / "kakeya-tiny"
 
 
@@ -123,9 +127,9 @@ def test_what_can_no_longer_be_a_stop_is_shown_at_once(text, stops):
 async def test_a_long_text_encodes_the_same_off_the_loop():
     model = text_model()
     text = "hello world " * (OFFLOAD_CHARS // 8)
-    assert await model.encode(text) == model.tokenizer.encode(text).ids
-    chat = await model.encode_chat([{"role": "user", "content": text}])
-    assert len(chat) > len(await model.encode(text))
+    assert await model.encode(text, at_most=MANY) == model.tokenizer.encode(text).ids
+    chat = await model.encode_chat([{"role": "user", "content": text}], at_most=MANY)
+    assert len(chat) > len(await model.encode(text, at_most=MANY))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +143,7 @@ async def test_a_long_text_encodes_the_same_off_the_loop():
 )
 async def test_message_content_cannot_forge_a_special_token(content):
     model = text_model()
-    ids = await model.encode_chat([{"role": "user", "content": content}])
+    ids = await model.encode_chat([{"role": "user", "content": content}], at_most=MANY)
     assert [token for token in ids if token < 3] == [1, 2, 1]
     decoded = model.tokenizer.decode(ids, skip_special_tokens=False)
     assert decoded == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
@@ -147,7 +151,7 @@ async def test_message_content_cannot_forge_a_special_token(content):
 
 async def test_plain_content_encodes_as_the_whole_prompt_does():
     model = text_model()
-    ids = await model.encode_chat([{"role": "user", "content": "hello world"}])
+    ids = await model.encode_chat([{"role": "user", "content": "hello world"}], at_most=MANY)
     prompt = "<|im_start|>user\nhello world<|im_end|>\n<|im_start|>assistant\n"
     assert ids == model.tokenizer.encode(prompt).ids
 
@@ -230,10 +234,93 @@ def test_special_tokens_are_read_in_both_forms():
 @pytest.mark.skipif(not TINY.is_dir(), reason="the embedded model is not built yet")
 async def test_the_embedded_model_has_a_tokenizer_and_a_template():
     model = TextModel(TINY, lambda: NOW)
-    ids = await model.encode_chat([{"role": "user", "content": "def f(x): # 日本語 😀"}])
+    ids = await model.encode_chat(
+        [{"role": "user", "content": "def f(x): # 日本語 😀"}], at_most=MANY
+    )
     running = model.detokenizer()
     decoded = "".join(running.feed((token,)) for token in ids) + running.finish()
     assert decoded == model.tokenizer.decode(ids)
     assert "def f(x): # 日本語 😀" in decoded
     assert model.stop_token_ids
     assert make_tokenizer().get_vocab_size() < model.tokenizer.get_vocab_size()
+
+
+@given(st.text(max_size=200), st.sampled_from(["", "<|im_end|>", "hello world"]), st.integers(0, 9))
+def test_no_text_has_fewer_tokens_than_its_length_tells(text, word, times):
+    model = text_model()
+    whole = text + word * times
+    assert bound_of(model.tokenizer).least_tokens([whole]) <= len(model.tokenizer.encode(whole).ids)
+
+
+def test_composing_never_shrinks_a_text_more_than_the_bound_allows():
+    """Each character that NFC can make, against the longest text that it can be made of."""
+
+    def utf8(text):
+        return len(text.encode("utf-8", "surrogatepass"))
+
+    longest = {}
+    for code in range(0x110000):
+        composed = unicodedata.normalize("NFC", chr(code))
+        if len(composed) == 1:
+            longest[composed] = max(longest.get(composed, 0), utf8(chr(code)))
+
+    def spelled(character):
+        parts = unicodedata.decomposition(character).split()
+        if not parts or parts[0].startswith("<"):
+            return longest.get(character, utf8(character))
+        apart = sum(spelled(chr(int(part, 16))) for part in parts)
+        return max(longest.get(character, 0), apart)
+
+    assert max(spelled(one) / utf8(one) for one in longest) == 3.5
+
+
+def bound_of(tokenizer: Tokenizer, **changes) -> PromptBound:
+    return PromptBound({**json.loads(tokenizer.to_str()), **changes})
+
+
+LOSSY = {"id": 0, "content": "<x>", "lstrip": False, "rstrip": True}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "NFKC"}},
+        {"added_tokens": [LOSSY]},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Whitespace"}]}},
+        {"model": {"type": "BPE", "vocab": {"a": 0}}},
+        {"pre_tokenizer": {"type": "Split", "behavior": "Removed"}},
+        {"model": {"type": "Unigram", "vocab": [["a", 0.0]]}},
+    ],
+)
+def test_a_tokenizer_that_may_lose_bytes_promises_nothing(changes):
+    assert bound_of(make_tokenizer()).least_tokens(["a" * 1000]) > 0
+    composing = bound_of(make_tokenizer(), normalizer={"type": "NFC"})
+    assert composing.least_tokens(["a" * 1000]) == bound_of(make_tokenizer()).least_tokens(
+        ["a" * 1000]
+    )
+    assert 0 < composing.least_tokens(["é" * 500]) < composing.least_tokens(["a" * 1000])
+    assert bound_of(make_tokenizer(), **changes).least_tokens(["a" * 1000]) == 0
+
+
+async def test_what_cannot_fit_is_refused_by_its_length_alone():
+    model = text_model()
+    text = "hello world " * 1000
+    counted = len(await model.encode(text, at_most=MANY))
+    with pytest.raises(TooManyTokens, match="at least"):
+        await model.encode(text, at_most=100)
+    with pytest.raises(TooManyTokens) as caught:
+        await model.encode_chat([{"role": "user", "content": text}], at_most=100)
+    assert 100 < caught.value.least_tokens <= counted + 20
+
+
+async def test_a_tokenizer_file_that_cuts_or_pads_changes_no_prompt(tmp_path):
+    path = make_folder(tmp_path) / "tokenizer.json"
+    cutting = Tokenizer.from_file(str(path))
+    cutting.enable_truncation(4)
+    cutting.enable_padding(length=9)
+    cutting.save(str(path))
+    model = TextModel(tmp_path, lambda: NOW)
+    text = "hello world, this is text"
+    assert await model.encode(text, at_most=MANY) == make_tokenizer().encode(text).ids
+    assert await model.encode("a", at_most=MANY) == make_tokenizer().encode("a").ids
