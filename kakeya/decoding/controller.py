@@ -21,6 +21,7 @@ Pure: no clock, no randomness. The same calls give the same decisions.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,6 +42,8 @@ PROBE_EVERY = 32
 """Steps between two such probes, at least."""
 PROBE_STEPS = 8
 """Steps that a probe lasts: an answer that comes late is still seen."""
+KEPT_SOURCES = 256
+"""Sources that are remembered, those used last: callers may name any peer's as they like."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +110,7 @@ class DraftController:
         self._max_rows = max_rows
         self._margin = margin
         self._costs = RowCosts(max_rows + 1)
-        self._sources: dict[str, _Source] = {}
+        self._sources: OrderedDict[str, _Source] = OrderedDict()
         self._recent_tokens = 0.0
         self._recent_s = 0.0
         self._plain_steps = 0
@@ -148,11 +151,6 @@ class DraftController:
         if known.steps_unasked >= pause + PROBE_STEPS:
             known.steps_unasked = 0
         return known.steps_unasked >= pause
-
-    def ask_size(self, source: str, limit: int) -> int:
-        """How many tokens are worth asking this source for: twice what would be verified."""
-        chain = self._source(source).acceptance.overall(self._max_rows)
-        return max(1, min(limit, max(4, 2 * self._best(chain, 0.0)[0])))
 
     def observe_forward(self, rows: int, seconds: float) -> None:
         """Learn what a forward over `rows` rows took; rows 1 = a step of plain decoding."""
@@ -247,6 +245,9 @@ class DraftController:
         known = self._sources.get(name)
         if known is None:
             known = self._sources[name] = _Source(AcceptanceTable(self._max_rows))
+            if len(self._sources) > KEPT_SOURCES:
+                self._sources.popitem(last=False)
+        self._sources.move_to_end(name)
         return known
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.decoding.acceptance_rate import AcceptanceTable, Cell
-from kakeya.decoding.controller import DraftController
+from kakeya.decoding.controller import KEPT_SOURCES, DraftController
 from kakeya.decoding.proposer import Draft
 from kakeya.decoding.row_cost import RowCosts
 from kakeya.decoding.shadow import ShadowScorer
@@ -209,13 +209,18 @@ def test_a_source_that_became_good_is_noticed_by_a_probe():
     assert controller.wait_budget_s("far") > 0.3
 
 
-def test_what_is_worth_asking_for_follows_what_would_be_verified():
+def test_of_sources_without_end_the_ones_used_last_are_remembered():
     controller = seeded(MIDDLE)
-    assert controller.ask_size("s", 32) == 4
-    for _ in range(60):
-        controller.observe_shadow(draft(), tuple(range(DEPTH)))
-    assert controller.ask_size("s", 32) == 2 * DEPTH
-    assert controller.ask_size("s", 6) == 6
+    controller.observe_wait("lasting", 0.25)
+    for at in range(3 * KEPT_SOURCES):
+        controller.observe_wait(f"m@10.0.0.1:{at}", 0.01)
+        controller.wants("lasting")
+    report = controller.report()
+    assert len(report.sources) == KEPT_SOURCES
+    kept = {source.source: source.mean_wait_s for source in report.sources}
+    assert kept["lasting"] == 0.25
+    assert f"m@10.0.0.1:{3 * KEPT_SOURCES - 1}" in kept
+    assert "m@10.0.0.1:0" not in kept
 
 
 def test_the_report_counts_what_was_told():
