@@ -52,11 +52,6 @@ class Outcome:
     changed: tuple[NodeId, ...] = ()
     dropped: Mapping[CardFault, int]
 
-    @property
-    def is_ok(self) -> bool:
-        """Whether the peer answered and its answer was merged."""
-        return not self.error
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
