@@ -3,7 +3,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
@@ -34,6 +34,7 @@ def test_refuses_a_selection_of_another_length(selected):
         accept_block([1, 2], selected)
 
 
+@settings(deadline=None)
 @given(draft=tokens, data=st.data())
 def test_what_is_accepted_is_the_longest_common_head(draft, data):
     size = len(draft) + 1

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument, PeerProtocol
@@ -19,6 +19,7 @@ from kakeya.v1 import distributed_pb2 as pb
 ids = st.integers(0, 2**32 - 1)
 
 
+@settings(deadline=None)
 @given(prefix=st.lists(ids, min_size=1, max_size=50), extended=st.booleans())
 def test_a_prefix_survives_the_wire(prefix, extended):
     sent = request_to_wire(prefix, 4, 1, "m", extended=extended).SerializeToString()
@@ -82,6 +83,7 @@ def test_refuses_an_empty_torn_or_endless_prefix(request_):
         prefix_from_wire(request_)
 
 
+@settings(deadline=None)
 @given(
     tokens=st.lists(ids, max_size=20),
     block=st.integers(1, 16),

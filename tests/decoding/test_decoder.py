@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument, InvariantBroken
@@ -103,6 +103,7 @@ def test_the_history_given_is_not_touched():
     assert prompt == [1, 2, 3]
 
 
+@settings(deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     max_tokens=st.integers(1, 40),

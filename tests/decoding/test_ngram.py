@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
@@ -22,6 +22,7 @@ def reference(text: list[int], size: int, lengths=LENGTHS) -> list[int]:
     return []
 
 
+@settings(deadline=None)
 @given(
     text=st.lists(st.integers(0, 3), min_size=1, max_size=60),
     size=st.integers(1, 12),
@@ -35,6 +36,7 @@ def test_drafts_what_followed_the_most_recent_longest_match(text, size, chunk):
     assert index.draft(size)[0] == reference(text, size)
 
 
+@settings(deadline=None)
 @given(text=st.lists(st.integers(0, 2), min_size=2, max_size=60))
 def test_the_match_length_is_true_and_at_least_the_ngrams(text):
     index = NGramIndex()
@@ -111,6 +113,7 @@ def test_refuses_impossible_lengths(sizes):
         NGramIndex(*sizes)
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_after_taking_back_everything_is_as_if_it_had_never_come(data):
     index = NGramIndex(undo=20)
