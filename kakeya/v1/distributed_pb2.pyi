@@ -141,6 +141,12 @@ class NodeCapability(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     PROTOCOL_MIN_FIELD_NUMBER: _builtins.int
     PROTOCOL_MAX_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    LIFE_FIELD_NUMBER: _builtins.int
+    IS_AUTHORITY_FIELD_NUMBER: _builtins.int
+    BEAT_ANCHOR_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     grpc_address: _builtins.str
     platform: _builtins.str
@@ -156,6 +162,18 @@ class NodeCapability(_message.Message):
     protocol_min: _builtins.int
     """Protocol range that the owner speaks; 0 = a node without it."""
     protocol_max: _builtins.int
+    label: _builtins.str
+    """What a person calls the node; node_id is bound to its key once the fleet has identities."""
+    life: _builtins.int
+    """Drawn at each start: two processes that use one id differ in it. 0 = a node without it."""
+    is_authority: _builtins.bool
+    """Whether the node holds the fleet's CA key, so that members renew their certificates there."""
+    beat_anchor: _builtins.bytes
+    """End of the hash chain whose earlier values prove the owner's heartbeats (fleet.proto); 8 bytes."""
+    certificate: _builtins.bytes
+    """The owner's certificate, DER; absent in a fleet without identities."""
+    signature: _builtins.bytes
+    """ECDSA P-256 over every byte of this message before this field, which is written last."""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelCapability]: ...
     @_builtins.property
@@ -182,10 +200,16 @@ class NodeCapability(_message.Message):
         incarnation: _builtins.int = ...,
         protocol_min: _builtins.int = ...,
         protocol_max: _builtins.int = ...,
+        label: _builtins.str = ...,
+        life: _builtins.int = ...,
+        is_authority: _builtins.bool = ...,
+        beat_anchor: _builtins.bytes = ...,
+        certificate: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced_at_unix", b"announced_at_unix", "caches", b"caches", "endpoints", b"endpoints", "grpc_address", b"grpc_address", "incarnation", b"incarnation", "mlx_version", b"mlx_version", "models", b"models", "node_id", b"node_id", "platform", b"platform", "prefill_workers", b"prefill_workers", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "ring_address", b"ring_address", "ttl_seconds", b"ttl_seconds", "unified_memory_bytes", b"unified_memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced_at_unix", b"announced_at_unix", "beat_anchor", b"beat_anchor", "caches", b"caches", "certificate", b"certificate", "endpoints", b"endpoints", "grpc_address", b"grpc_address", "incarnation", b"incarnation", "is_authority", b"is_authority", "label", b"label", "life", b"life", "mlx_version", b"mlx_version", "models", b"models", "node_id", b"node_id", "platform", b"platform", "prefill_workers", b"prefill_workers", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "ring_address", b"ring_address", "signature", b"signature", "ttl_seconds", b"ttl_seconds", "unified_memory_bytes", b"unified_memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -382,16 +406,24 @@ class ExchangeCapabilitiesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KNOWN_NODES_FIELD_NUMBER: _builtins.int
+    HEARTBEATS_FIELD_NUMBER: _builtins.int
+    SENT_AT_UNIX_FIELD_NUMBER: _builtins.int
+    heartbeats: _builtins.bytes
+    """A serialized Heartbeats (fleet.proto) for these cards: how old each is."""
+    sent_at_unix: _builtins.float
+    """The sender's clock, to estimate the skew; 0 = a node without it."""
     @_builtins.property
     def known_nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeCapability]: ...
     def __init__(
         self,
         *,
         known_nodes: _abc.Iterable[Global___NodeCapability] | None = ...,
+        heartbeats: _builtins.bytes = ...,
+        sent_at_unix: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_nodes", b"known_nodes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeats", b"heartbeats", "known_nodes", b"known_nodes", "sent_at_unix", b"sent_at_unix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -402,16 +434,22 @@ class ExchangeCapabilitiesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KNOWN_NODES_FIELD_NUMBER: _builtins.int
+    HEARTBEATS_FIELD_NUMBER: _builtins.int
+    SENT_AT_UNIX_FIELD_NUMBER: _builtins.int
+    heartbeats: _builtins.bytes
+    sent_at_unix: _builtins.float
     @_builtins.property
     def known_nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeCapability]: ...
     def __init__(
         self,
         *,
         known_nodes: _abc.Iterable[Global___NodeCapability] | None = ...,
+        heartbeats: _builtins.bytes = ...,
+        sent_at_unix: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_nodes", b"known_nodes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeats", b"heartbeats", "known_nodes", b"known_nodes", "sent_at_unix", b"sent_at_unix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
