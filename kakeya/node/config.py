@@ -1,7 +1,7 @@
 """The configuration of a node: flags, environment and one TOML file become frozen dataclasses.
 
-Each subsystem gets its own section, never the whole. `SETTINGS` is the one table of what can be
-set; a flag or a key outside it is an error that names the nearest known one.
+Each subsystem gets its own section, never the whole. `table.py` says what can be set; a flag or a
+key outside it is an error that names the nearest known one.
 """
 
 from __future__ import annotations
@@ -14,172 +14,32 @@ from pathlib import Path
 from typing import Literal, NoReturn, cast
 
 from kakeya.core.errors import ConfigError
-from kakeya.fleet.cards import (
-    DEFAULT_INTERVAL_S,
-    DEFAULT_TTL_S,
-    MAX_ID_BYTES,
-    MAX_TTL_S,
-    MIN_TTL_S,
-    is_valid_node_id,
-)
-from kakeya.fleet.targets import DEFAULT_FANOUT
-from kakeya.node import settings as s
+from kakeya.fleet.cards import MAX_ID_BYTES, is_valid_node_id
 from kakeya.node.models import ModelSpec, parse_model, parse_proposer
-from kakeya.node.settings import Setting, Sources, is_loopback, nearest
-from kakeya.runtime.store import CAPACITY, IDLE_TTL_S
-
-_NO_NAMES: tuple[str, ...] = ()
-_NO_MODELS: tuple[ModelSpec, ...] = ()
-
-BIND = Setting(
-    key="listen.bind",
-    flag="--bind",
-    variable="KAKEYA_BIND",
-    parse=s.bind_address,
-    default="127.0.0.1:50051",
-    metavar="HOST:PORT",
-    help="gRPC listens here; port 0 lets the system choose (127.0.0.1:50051)",
-)
-HTTP = Setting(
-    key="listen.http",
-    flag="--http",
-    variable="KAKEYA_HTTP",
-    parse=s.bind_address,
-    default="127.0.0.1:8210",
-    metavar="HOST:PORT",
-    help="HTTP listens here; port 0 lets the system choose (127.0.0.1:8210)",
-)
-ADVERTISE = Setting(
-    key="listen.advertise",
-    flag="--advertise",
-    variable="KAKEYA_ADVERTISE",
-    parse=s.peer_address,
-    default="",
-    metavar="HOST:PORT",
-    help="the gRPC address that peers are told (the one that is bound)",
-)
-INSECURE_LAN = Setting(
-    key="listen.insecure_lan",
-    flag="--insecure-lan",
-    variable="KAKEYA_INSECURE_LAN",
-    parse=s.switch,
-    default=False,
-    help="listen beyond this machine without encryption or authentication",
-    switch=True,
-)
-NODE_ID = Setting(
-    key="node.id",
-    flag="--node-id",
-    variable="KAKEYA_NODE_ID",
-    parse=s.text,
-    default="",
-    metavar="ID",
-    help="the name of this node in the fleet (drawn once and kept)",
-)
-DATA_DIR: Setting[Path | None] = Setting(
-    key="node.data_dir",
-    flag="--data-dir",
-    variable="KAKEYA_HOME",
-    parse=s.folder,
-    default=None,
-    metavar="DIR",
-    help="where this node keeps its files; one folder per node",
-)
-LOG_FORMAT = Setting(
-    key="node.log_format",
-    flag="--log-format",
-    variable="KAKEYA_LOG_FORMAT",
-    parse=s.one_of("text", "json"),
-    default="text",
-    metavar="text|json",
-    help="logs go to stderr in this format (text)",
-)
-PEERS = Setting(
-    key="fleet.peers",
-    flag="--peer",
-    variable="KAKEYA_PEERS",
-    parse=s.several(s.peer_address),
-    default=_NO_NAMES,
-    metavar="HOST:PORT",
-    help="gRPC address of another node; any number of times",
-    repeatable=True,
-)
-TTL = Setting(
-    key="fleet.ttl",
-    flag="--ttl",
-    variable="KAKEYA_TTL",
-    parse=s.number(MIN_TTL_S, MAX_TTL_S, "seconds"),
-    default=DEFAULT_TTL_S,
-    metavar="SECONDS",
-    help=f"how long peers believe this node's card without hearing of it again ({DEFAULT_TTL_S:g})",
-)
-INTERVAL = Setting(
-    key="fleet.exchange_interval",
-    flag="--exchange-interval",
-    variable="KAKEYA_EXCHANGE_INTERVAL",
-    parse=s.number(0.05, 600, "seconds"),
-    default=DEFAULT_INTERVAL_S,
-    metavar="SECONDS",
-    help=f"pause between two gossip rounds ({DEFAULT_INTERVAL_S:g})",
-)
-FANOUT = Setting(
-    key="fleet.fanout",
-    flag="--fanout",
-    variable="KAKEYA_FANOUT",
-    parse=s.whole(1, 64, "peers"),
-    default=DEFAULT_FANOUT,
-    metavar="PEERS",
-    help=f"how many peers one gossip round talks to ({DEFAULT_FANOUT})",
-)
-MODELS = Setting(
-    key="models.serve",
-    flag="--model",
-    variable="KAKEYA_MODELS",
-    parse=s.several(parse_model),
-    default=_NO_MODELS,
-    metavar="ID_OR_PATH[:ROLE]",
-    help="serve a model as verifier (the default role) or proposer; any number of times",
-    repeatable=True,
-)
-PROPOSERS = Setting(
-    key="models.proposers",
-    flag="--proposer",
-    variable="KAKEYA_PROPOSERS",
-    parse=s.several(parse_proposer),
-    default=_NO_MODELS,
-    metavar="ngram|ID_OR_PATH",
-    help="draft for peers with n-grams or a model; any number of times",
-    repeatable=True,
-)
-SESSION_CAPACITY = Setting(
-    key="sessions.capacity",
-    variable="KAKEYA_SESSION_CAPACITY",
-    parse=s.whole(1, 100_000, "sessions"),
-    default=CAPACITY,
-)
-SESSION_IDLE = Setting(
-    key="sessions.idle_ttl",
-    variable="KAKEYA_SESSION_IDLE_TTL",
-    parse=s.number(1, 7 * 86400, "seconds"),
-    default=IDLE_TTL_S,
-)
-SETTINGS: tuple[Setting[object], ...] = (
-    BIND,
-    HTTP,
+from kakeya.node.settings import Sources, is_loopback, nearest
+from kakeya.node.table import (
     ADVERTISE,
+    BIND,
+    DATA_DIR,
+    FANOUT,
+    HTTP,
     INSECURE_LAN,
+    INTERVAL,
+    JOIN,
+    LABEL,
+    LOG_FORMAT,
+    MODELS,
+    NETWORKS,
+    NO_MDNS,
     NODE_ID,
     PEERS,
-    TTL,
-    INTERVAL,
-    FANOUT,
-    MODELS,
     PROPOSERS,
-    DATA_DIR,
-    LOG_FORMAT,
     SESSION_CAPACITY,
     SESSION_IDLE,
+    SETTINGS,
+    TTL,
 )
+
 _FLAGGED = tuple(setting for setting in SETTINGS if setting.flag)
 CONFIG_FLAG, CONFIG_VARIABLE = "--config", "KAKEYA_CONFIG"
 _OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "KAKEYA_PYTHON"})
@@ -187,7 +47,11 @@ _OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "KAKEYA_PYTHON"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenConfig:
-    """Where the node answers. `advertise` "" = the address that gRPC is bound to."""
+    """Where the node answers.
+
+    `bind` "" = loopback, and the local networks once the node has an identity; `advertise` "" =
+    what gRPC is bound to.
+    """
 
     bind: str
     http: str
@@ -197,9 +61,16 @@ class ListenConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig:
-    """How the node gossips; seconds. A card survives `ttl_s / interval_s` silent rounds."""
+    """How the node finds others and gossips; seconds.
+
+    A card survives `ttl_s / interval_s` silent rounds. `join` "" = no token was given; `networks`
+    are CIDR ranges beside the private ones whose addresses gossip may dial.
+    """
 
     peers: tuple[str, ...]
+    join: str
+    mdns: bool
+    networks: tuple[str, ...]
     ttl_s: float
     interval_s: float
     fanout: int
@@ -215,9 +86,13 @@ class SessionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
-    """Everything that can be set. `node_id` "" = the one kept in the data directory."""
+    """Everything that can be set.
+
+    `node_id` "" = the one kept in the data directory, `label` "" = the host's name.
+    """
 
     node_id: str
+    label: str
     data_dir: Path | None
     log_format: Literal["text", "json"]
     listen: ListenConfig
@@ -301,9 +176,12 @@ def _build(sources: Sources) -> NodeConfig:
         advertise=sources.value(ADVERTISE),
         insecure_lan=sources.value(INSECURE_LAN),
     )
-    _refuse_open_binds(listen)
+    _refuse_open_http(listen)
     fleet = FleetConfig(
         peers=sources.value(PEERS),
+        join=sources.value(JOIN),
+        mdns=not sources.value(NO_MDNS),
+        networks=sources.value(NETWORKS),
         ttl_s=sources.value(TTL),
         interval_s=sources.value(INTERVAL),
         fanout=sources.value(FANOUT),
@@ -316,6 +194,7 @@ def _build(sources: Sources) -> NodeConfig:
         )
     return NodeConfig(
         node_id=node_id,
+        label=sources.value(LABEL),
         data_dir=sources.value(DATA_DIR),
         log_format=cast('Literal["text", "json"]', sources.value(LOG_FORMAT)),
         listen=listen,
@@ -341,13 +220,13 @@ def _models(sources: Sources) -> tuple[ModelSpec, ...]:
     return tuple(seen.values())
 
 
-def _refuse_open_binds(listen: ListenConfig) -> None:
-    for flag, address in ((BIND.flag, listen.bind), (HTTP.flag, listen.http)):
-        if not listen.insecure_lan and not is_loopback(address):
-            raise ConfigError(
-                f"{flag} {address} is reachable from other machines without encryption or "
-                f"authentication; add {INSECURE_LAN.flag} on a trusted network, or bind 127.0.0.1"
-            )
+def _refuse_open_http(listen: ListenConfig) -> None:
+    # gRPC may listen on a network once the node has an identity, which only the start finds out.
+    if not listen.insecure_lan and not is_loopback(listen.http):
+        raise ConfigError(
+            f"{HTTP.flag} {listen.http} is reachable from other machines without encryption or "
+            f"authentication; add {INSECURE_LAN.flag} on a trusted network, or bind 127.0.0.1"
+        )
 
 
 def _warnings(fleet: FleetConfig, environ: Mapping[str, str]) -> tuple[str, ...]:

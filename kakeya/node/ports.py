@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import grpc.aio
 
 from kakeya.core.errors import ConfigError
-from kakeya.node.config import ADVERTISE, BIND, HTTP, ListenConfig
+from kakeya.node.config import ListenConfig
 from kakeya.node.machine import join_address, reachable_address
-from kakeya.node.settings import split_address
+from kakeya.node.settings import is_loopback, split_address
+from kakeya.node.table import ADVERTISE, BIND, HTTP, INSECURE_LAN, JOIN
 from kakeya.wire.channels import Keepalive, message_options
 
 _BACKLOG = 512
+DEFAULT_BIND = "127.0.0.1:50051"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +34,17 @@ class Ports:
 
 def bind(listen: ListenConfig) -> Ports:
     """Bind both ports. Raises ConfigError naming the flag of the one that cannot be used."""
+    wanted = listen.bind or DEFAULT_BIND
+    if not listen.insecure_lan and not is_loopback(wanted):
+        raise ConfigError(
+            f"{BIND.flag} {wanted} is reachable from other machines and this node has no identity; "
+            f"make one with kakeya init or {JOIN.flag} TOKEN, add {INSECURE_LAN.flag} on a trusted "
+            "network, or bind 127.0.0.1"
+        )
     http_socket = _listen(HTTP.flag, listen.http)
     try:
         server = grpc.aio.server(options=Keepalive().server_options() + message_options())
-        address = _bind_grpc(server, listen.bind)
+        address = _bind_grpc(server, wanted)
         advertised = listen.advertise or _advertisable(address)
     except BaseException:
         http_socket.close()

@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 from kakeya.core.errors import ConfigError
 
 Value = TypeVar("Value", covariant=True)
+MAX_LABEL_BYTES = 64
 
 
 class Illegal(ValueError):
@@ -86,6 +87,22 @@ def text(raw: object) -> str:
     if not isinstance(raw, str) or not raw.strip():
         raise Illegal(f"{raw!r} is not a text; give a non-empty one")
     return raw.strip()
+
+
+def label(raw: object) -> str:
+    """Accept a name of 1 to 64 bytes without control characters."""
+    name = text(raw)
+    if len(name.encode("utf-8", "replace")) > MAX_LABEL_BYTES or not name.isprintable():
+        raise Illegal(f"{name[:80]!r} is no name; give 1 to {MAX_LABEL_BYTES} printable bytes")
+    return name
+
+
+def network(raw: object) -> str:
+    """Accept a range of addresses, as 10.0.0.0/8."""
+    try:
+        return str(ipaddress.ip_network(text(raw)))
+    except ValueError as problem:
+        raise Illegal(f"{raw!r} is no network; write one as 10.0.0.0/8 ({problem})") from None
 
 
 def folder(raw: object) -> Path:

@@ -8,14 +8,15 @@ import pytest
 
 from kakeya.core.errors import ConfigError
 from kakeya.fleet.targets import DEFAULT_FANOUT
-from kakeya.node.config import SETTINGS, load
+from kakeya.node.config import load
 from kakeya.node.models import Role
 from kakeya.node.settings import is_loopback, split_address
+from kakeya.node.table import SETTINGS
 
 
 def test_without_anything_the_embedded_model_and_ngram_run_on_loopback() -> None:
     config = load([], {})
-    assert config.listen.bind == "127.0.0.1:50051"
+    assert config.listen.bind == ""  # loopback, until there is an identity
     assert config.listen.http == "127.0.0.1:8210"
     assert [(spec.model_id, spec.role) for spec in config.models] == [
         ("kakeya-tiny", Role.VERIFIER),
@@ -66,7 +67,6 @@ def test_every_setting_has_its_own_flag_variable_and_key() -> None:
         (["--bind", "127.0.0.1"], ["--bind", "HOST:PORT"]),
         (["--bind", "127.0.0.1:70000"], ["--bind", "70000", "65535"]),
         (["--http", "127.0.0.1:http"], ["--http", "'http'"]),
-        (["--bind", "0.0.0.0:50051"], ["--bind", "--insecure-lan"]),
         (["--http", "192.168.1.2:80"], ["--http", "--insecure-lan"]),
         (["--peer", "mini-2"], ["--peer", "mini-2"]),
         (["--peer", "mini-2:0"], ["--peer", "port 0"]),
@@ -156,3 +156,18 @@ def test_insecure_lan_opens_other_addresses() -> None:
 )
 def test_only_loopback_counts_as_loopback(address: str, loopback: bool) -> None:
     assert is_loopback(address) is loopback
+
+
+@pytest.mark.parametrize("networks", ["10.0.0.0/33", "mini-1", "10.0.0.1/8", ""])
+def test_a_range_that_is_none_is_refused(networks: str, tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text(f'[fleet]\nnetworks = ["{networks}"]\n')
+    with pytest.raises(ConfigError, match=r"network|empty"):
+        load(["--config", str(file)], {})
+
+
+def test_a_label_is_printable_and_short() -> None:
+    assert load(["--label", "Küche"], {}).label == "Küche"
+    for wrong in ("a\tb", "x" * 65, "  "):
+        with pytest.raises(ConfigError, match="--label"):
+            load(["--label", wrong], {})
