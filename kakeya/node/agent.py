@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from prometheus_client.core import Metric
 
 from kakeya.core.clock import SystemClock
@@ -42,6 +42,7 @@ from kakeya.node.datadir import DataDir, NodeState, RunInfo, default_folder, nex
 from kakeya.node.directory import Models, failed_addresses
 from kakeya.node.drafting import FleetDrafts
 from kakeya.node.engines import EngineCommand, Engines, sockets_folder
+from kakeya.node.health import NodeHealth
 from kakeya.node.machine import draw_node_id, host_names, platform_name, unified_memory_bytes
 from kakeya.node.models import Role
 from kakeya.node.ports import bind
@@ -62,8 +63,7 @@ _log = logging.getLogger(__name__)
 GRACE_S = 5.0
 """How long calls that run may go on after a stop signal."""
 _FAREWELL_S = 1.0
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_STUCK = "loop"
 _RUNTIME = "kakeya.v1.RuntimeService"
 _ALWAYS_SERVING = ("kakeya.v1.CapabilityService", "kakeya.v1.ProposerService")
 
@@ -127,7 +127,13 @@ class Agent:
     # Start
 
     async def _start(self, stack: AsyncExitStack) -> None:
-        self._watchdog = stack.enter_context(LoopWatchdog())
+        self._health = NodeHealth()
+        self._watchdog = stack.enter_context(
+            LoopWatchdog(
+                on_stuck=lambda: self._health.hold(_STUCK, "the event loop was stuck just now"),
+                on_calm=lambda: self._health.release(_STUCK),
+            )
+        )
         self._home = stack.enter_context(DataDir(self._folder()))
         self._ports = bind(self._config.listen)
         stack.push_async_callback(self._ports.server.stop, None)
@@ -139,7 +145,7 @@ class Agent:
         self._add_services()
         await stack.enter_async_context(self._runtime)
         for name in _ALWAYS_SERVING:
-            await self._health.set(name, _SERVING)
+            self._health.set(name, serves=True)
         await self._ports.server.start()
         self._tasks = await stack.enter_async_context(Supervisor(self._clock))
         self._http = await stack.enter_async_context(self._serve_http())
@@ -229,7 +235,6 @@ class Agent:
         )
         self._proposers = ProposerService({NGRAM: NGramProposer()}, clock=self._clock)
         add_ProposerServiceServicer_to_server(self._proposers, server)
-        self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 
     def _serve_http(self) -> AbstractAsyncContextManager[HttpServer]:
@@ -242,6 +247,8 @@ class Agent:
             rng=self._rng,
             hosts=host_names() | addresses,
             collect=self._metrics,
+            proposers=self._engines.proposers,
+            unready=self._health.reason,
         )
         return serve_http(app, self._ports.http_socket, grace_s=0.0)
 
@@ -256,7 +263,7 @@ class Agent:
             self._gossip.announce(make_offer(self._place, self._engines.ready()))
             verifiers = self._models.verifiers()
             is_ready = bool(verifiers) and verifiers[0].state is ModelState.READY
-            await self._health.set(_RUNTIME, _SERVING if is_ready else _NOT_SERVING)
+            self._health.set(_RUNTIME, serves=is_ready)
             if self._registry.incarnation != self._state.incarnation:
                 self._state = replace(self._state, incarnation=self._registry.incarnation)
                 await asyncio.to_thread(self._save, self._state)
@@ -316,7 +323,7 @@ class Agent:
         # The listener closes first: who hears NOT_SERVING and comes anew is refused cleanly.
         closing = asyncio.ensure_future(self._ports.server.stop(GRACE_S))
         await asyncio.sleep(0)
-        await self._health.enter_graceful_shutdown()
+        self._health.drain()
         farewell = self._gossip.farewell(_FAREWELL_S)
         faults = await asyncio.gather(
             closing, self._http.stop(GRACE_S), farewell, return_exceptions=True

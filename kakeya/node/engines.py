@@ -19,6 +19,7 @@ from kakeya.node.models import ModelSpec, Role, resolve
 from kakeya.runtime.generation import ModelFacts, ModelState, ServedModel
 from kakeya.serving.backends.engine_backend import EngineBackend, EngineOptions
 from kakeya.serving.backends.engine_process import MAX_SOCKET_PATH_BYTES, Command
+from kakeya.serving.gateway import Standing
 
 _log = logging.getLogger(__name__)
 _SOCKET_NAME_BYTES = 32
@@ -81,6 +82,7 @@ class Engines:
         self._sockets = sockets
         self._specs = tuple(specs)
         self._on_change = on_change
+        self._has_hinted = False
         self._backends = {
             spec.model_id: EngineBackend(
                 spec.model_id,
@@ -120,6 +122,18 @@ class Engines:
             backend for spec, backend in self.models() if backend is not None and spec.role is role
         )
 
+    def proposers(self) -> tuple[Standing, ...]:
+        """Every configured model that only drafts; n-grams always can."""
+        return tuple(
+            Standing(model_id=spec.model_id, state=ModelState.READY)
+            if backend is None
+            else Standing(
+                model_id=spec.model_id, state=backend.state, last_error=backend.last_error
+            )
+            for spec, backend in self.models()
+            if spec.role is Role.PROPOSER
+        )
+
     def ready(self) -> tuple[tuple[Role, ModelFacts], ...]:
         """What is loaded now, with the facts of each model."""
         return tuple(
@@ -130,7 +144,9 @@ class Engines:
 
     def _changed(self, model: ServedModel) -> None:
         facts = self._backends[model.model_id].facts
-        if model.state is ModelState.READY and facts and not facts.blas_accelerated:
+        is_slow = model.state is ModelState.READY and facts and not facts.blas_accelerated
+        if is_slow and not self._has_hinted:
+            self._has_hinted = True  # it is about the machine: once is enough
             event(
                 _log,
                 "OpenBLAS is missing: prompts are read 10 to 40 times slower than they could be; "

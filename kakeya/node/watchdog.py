@@ -1,7 +1,9 @@
 """Notices that the event loop is stuck, which nothing on the loop can, and tells where.
 
 A thread asks the loop for a sign of life all the time. When none comes within the limit, the
-stacks of all threads go to stderr, while the loop is still where it is stuck.
+stacks of all threads go to stderr, while the loop is still where it is stuck. What is to be done
+about it on the loop itself is put in front of all that piled up meanwhile: the loop handles it
+before it reads the next call.
 """
 
 from __future__ import annotations
@@ -12,30 +14,52 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
 
 from kakeya.core.log import event
 
 _log = logging.getLogger(__name__)
-LIMIT_S = 1.5
+LIMIT_S = 1.2
 """Ten times what a collection of garbage or a burst of cards may take."""
-_PAUSE_S = 0.5
+PAUSE_S = 0.3
+"""Between two questions. A loop that gets stuck right after an answer is found out after both."""
+CALM_S = 5.0
+"""How long the loop has to run before a stall is over: what blocked it once may do it again."""
 
 
 class LoopWatchdog:
-    """Watches the running loop inside a `with`; `stalls` counts, `worst_lag_s` remembers."""
+    """Watches the running loop inside a `with`.
+
+    `answers` and `stalls` count, `worst_lag_s` remembers.
+    """
 
     def __init__(
-        self, *, limit_s: float = LIMIT_S, pause_s: float = _PAUSE_S, file: TextIO | None = None
+        self,
+        *,
+        limit_s: float = LIMIT_S,
+        pause_s: float = PAUSE_S,
+        calm_s: float = CALM_S,
+        file: TextIO | None = None,
+        on_stuck: Callable[[], None] | None = None,
+        on_calm: Callable[[], None] | None = None,
     ) -> None:
-        """`file` takes the stacks; it must have a descriptor."""
+        """`file` takes the stacks; it must have a descriptor.
+
+        `on_stuck` runs on the loop as soon as that runs again, before anything that came in
+        meanwhile; `on_calm` once it has run for `calm_s` since.
+        """
         self._limit_s = limit_s
         self._pause_s = pause_s
+        self._calm_s = calm_s
+        self._on_stuck = on_stuck
+        self._on_calm = on_calm
         self._file = file or sys.stderr
         self._loop = asyncio.get_running_loop()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="loop-watchdog", daemon=True)
+        self.answers = 0
         self.stalls = 0
         self.worst_lag_s = 0.0
 
@@ -52,25 +76,47 @@ class LoopWatchdog:
         self._stop.set()
 
     def _watch(self) -> None:
+        calm_mono: float | None = None
         while not self._stop.wait(self._pause_s):
             asked_mono = time.monotonic()
             sign = threading.Event()
-            try:
-                self._loop.call_soon_threadsafe(sign.set)
-            except RuntimeError:
-                return  # the loop is closed
+            if not self._tell(sign.set):
+                return
             if not sign.wait(self._limit_s):
                 self._report()
-                while not sign.wait(self._pause_s):
-                    if self._stop.is_set():
-                        return
-                event(
-                    _log,
-                    "the event loop runs again",
-                    level=logging.WARNING,
-                    stuck_s=time.monotonic() - asked_mono,
-                )
-            self.worst_lag_s = max(self.worst_lag_s, time.monotonic() - asked_mono)
+                if not self._wait_out(sign, asked_mono):
+                    return
+                calm_mono = time.monotonic() + self._calm_s
+            now = time.monotonic()
+            self.answers += 1
+            self.worst_lag_s = max(self.worst_lag_s, now - asked_mono)
+            if calm_mono is not None and now >= calm_mono:
+                calm_mono = None
+                self._tell(self._on_calm)
+
+    def _wait_out(self, sign: threading.Event, asked_mono: float) -> bool:
+        """Wait until the loop runs again; False when nobody watches it any more."""
+        self._tell(self._on_stuck)
+        while not sign.wait(self._pause_s):
+            if self._stop.is_set():
+                return False
+        event(
+            _log,
+            "the event loop runs again",
+            level=logging.WARNING,
+            stuck_s=time.monotonic() - asked_mono,
+        )
+        return True
+
+    def _tell(self, what: Callable[[], None] | None) -> bool:
+        """Have the loop do something next; False when it is closed."""
+        if what is None:
+            return True
+        try:
+            self._loop.call_soon_threadsafe(what)
+        except RuntimeError:
+            return False
+        return True
 
     def _report(self) -> None:
         self.stalls += 1

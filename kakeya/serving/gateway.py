@@ -4,7 +4,8 @@
     POST /v1/chat/completions            OpenAI chat, streamed or not
     POST /v1/completions                 OpenAI completions, streamed or not
     GET  /healthz                        200 while the process lives
-    GET  /readyz                         200 when the default model serves, else 503 and why
+    GET  /readyz                         200 when the default model serves (or, on a node that
+                                         only drafts, all that draft), else 503 and why
     GET  /metrics                        Prometheus
     GET  /api/v1/status, /api/v1/fleet   what the node tells of itself; fleet is its `fleet` entry
 
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client.core import Metric
 from starlette.applications import Starlette
@@ -35,6 +37,15 @@ from kakeya.serving.openai import parse_chat, parse_completion
 from kakeya.serving.text import Texts
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where a model that is not decoded with is in its life."""
+
+    model_id: str
+    state: ModelState
+    last_error: str = ""
+
+
 def build_app(
     directory: ModelDirectory,
     router: DraftRouter,
@@ -45,11 +56,15 @@ def build_app(
     limits: Limits = Limits(),  # noqa: B008 - frozen
     hosts: frozenset[str] = frozenset(),
     collect: Callable[[], Iterable[Metric]] = tuple,
+    proposers: Callable[[], Sequence[Standing]] = tuple,
+    unready: Callable[[], str] = str,
 ) -> Starlette:
     """Build the application.
 
     `status` is what /api/v1/status shows; `hosts` are names and addresses, without ports, that the
-    node may be called by beside loopback; `collect` gives the metrics of other floors per scrape.
+    node may be called by beside loopback and the address that a connection came in by; `collect`
+    gives the metrics of other floors per scrape; `proposers` are the configured models that only
+    draft; `unready` says why the node as a whole does not serve now, "" while it does.
     """
     metrics = HttpMetrics(collect)
     generations = Generations(
@@ -61,7 +76,15 @@ def build_app(
         clock=clock,
         rng=rng,
     )
-    gateway = Gateway(directory, generations, status, metrics, created_at=int(clock.wall()))
+    gateway = Gateway(
+        directory,
+        generations,
+        status=status,
+        proposers=proposers,
+        unready=unready,
+        metrics=metrics,
+        created_at=int(clock.wall()),
+    )
     app = Starlette(
         routes=gateway.routes(),
         middleware=[
@@ -85,14 +108,18 @@ class Gateway:
         self,
         directory: ModelDirectory,
         generations: Generations,
-        status: Callable[[], Mapping[str, object]],
-        metrics: HttpMetrics,
         *,
+        status: Callable[[], Mapping[str, object]],
+        proposers: Callable[[], Sequence[Standing]],
+        unready: Callable[[], str],
+        metrics: HttpMetrics,
         created_at: int,
     ) -> None:
         self._directory = directory
         self._generations = generations
         self._status = status
+        self._proposers = proposers
+        self._unready = unready
         self._metrics = metrics
         self._created_at = created_at
 
@@ -127,19 +154,28 @@ class Gateway:
 
     async def readiness(self, request: Request) -> Response:
         """GET /readyz."""
-        models = self._directory.verifiers()
-        if not models:
+        model = self._decisive_model()
+        if model is None:
             body = {"ready": False, "model": None, "state": None, "reason": "no model is served"}
             return _json(body, 503)
-        default = models[0]
-        is_ready = default.state is ModelState.READY
+        reason = self._unready()
+        if not reason and model.state is not ModelState.READY:
+            reason = model.last_error or f"the model is {model.state}"
         body = {
-            "ready": is_ready,
-            "model": default.model_id,
-            "state": default.state.value,
-            "reason": "" if is_ready else default.last_error or f"the model is {default.state}",
+            "ready": not reason,
+            "model": model.model_id,
+            "state": model.state.value,
+            "reason": reason,
         }
-        return _json(body, 200 if is_ready else 503)
+        return _json(body, 503 if reason else 200)
+
+    def _decisive_model(self) -> ServedModel | Standing | None:
+        """The default model; on a node that only drafts, a model that does not yet, or any."""
+        if models := self._directory.verifiers():
+            return models[0]
+        proposers = self._proposers()
+        waited_for = (model for model in proposers if model.state is not ModelState.READY)
+        return next(waited_for, proposers[0] if proposers else None)
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics."""

@@ -1,13 +1,22 @@
-"""Where engine sockets lie, and that a killed node's are gone after the next start."""
+"""Where engine sockets lie, and what a node says of the engines behind them."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
+
+from kakeya.core.clock import SystemClock
 from kakeya.node.child import NodeProcess
-from kakeya.node.engines import sockets_folder
+from kakeya.node.engines import Engines, sockets_folder
+from kakeya.node.models import ModelSpec, Role
+from kakeya.runtime.generation import ModelState
+from kakeya.serving.backends.engine_backend import EngineOptions
 from tests.node.nodes import VERIFIER, eventually, model_state
 
 
@@ -32,3 +41,47 @@ async def test_the_sockets_of_a_killed_node_go_with_the_next_start() -> None:
             await eventually("ready", lambda: model_state(node, VERIFIER)["state"] == "ready")
             assert not left & set(run.iterdir())
         assert not list(run.iterdir())
+
+
+def toy_command(spec: ModelSpec, resolved: str) -> Callable[[Path], Sequence[str]]:
+    """An engine that says its BLAS is slow."""
+    module = (sys.executable, "-m", "tests.serving.backends.toy_engine")
+    return lambda socket: (*module, "--socket", str(socket), "--model-id", spec.model_id)
+
+
+async def test_the_hint_at_a_faster_blas_is_logged_once_however_many_models(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    specs = [
+        ModelSpec(model_id=name, source=VERIFIER, role=Role.VERIFIER) for name in ("one", "two")
+    ]
+    changed = asyncio.Event()
+    engines = Engines(
+        specs,
+        toy_command,
+        clock=SystemClock(),
+        options=EngineOptions(stop_grace_s=0.5),
+        on_change=changed.set,
+    )
+    async with engines, asyncio.timeout(20):
+        while len(engines.ready()) < len(specs):
+            changed.clear()
+            await changed.wait()
+    assert sum("OpenBLAS is missing" in record.message for record in caplog.records) == 1
+
+
+async def test_n_grams_are_ready_to_draft_and_other_proposers_once_they_are_loaded() -> None:
+    specs = [
+        ModelSpec(model_id="ngram", source="ngram", role=Role.PROPOSER),
+        ModelSpec(model_id="drafter", source=VERIFIER, role=Role.PROPOSER),
+        ModelSpec(model_id="decoder", source=VERIFIER, role=Role.VERIFIER),
+    ]
+    engines = Engines(
+        specs,
+        toy_command,
+        clock=SystemClock(),
+        options=EngineOptions(),
+        on_change=lambda: None,
+    )
+    states = {standing.model_id: standing.state for standing in engines.proposers()}
+    assert states == {"ngram": ModelState.READY, "drafter": ModelState.LOADING}

@@ -6,7 +6,9 @@ import asyncio
 import time
 from pathlib import Path
 
-from kakeya.node.watchdog import LoopWatchdog
+import pytest
+
+from kakeya.node.watchdog import PAUSE_S, LoopWatchdog
 
 
 def get_stuck(seconds: float) -> None:
@@ -34,3 +36,20 @@ async def test_a_free_loop_is_left_alone(tmp_path: Path) -> None:
             await asyncio.sleep(0.2)
             assert watchdog.stalls == 0
     assert (tmp_path / "stacks").read_text() == ""
+
+
+@pytest.mark.parametrize("phase", [0.0, 0.5, 0.98])
+async def test_stacks_are_out_two_seconds_after_the_block_began(
+    tmp_path: Path, phase: float
+) -> None:
+    """Row 3: with the real limits, also when the loop gets stuck right after an answer."""
+    stacks = tmp_path / "stacks"
+    with stacks.open("w") as file, LoopWatchdog(file=file) as watchdog:
+        while not watchdog.answers:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(phase * PAUSE_S)
+        began_mono = time.monotonic()
+        while not stacks.stat().st_size and time.monotonic() - began_mono < 10:
+            time.sleep(0.01)
+        assert time.monotonic() - began_mono <= 2.0
+    assert "test_stacks_are_out" in stacks.read_text()

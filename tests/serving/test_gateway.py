@@ -7,6 +7,7 @@ import pytest
 from blockbuster import blockbuster_ctx
 
 from kakeya.runtime.generation import ModelState
+from kakeya.serving.gateway import Standing
 from tests.serving.toy import Pace, ToyModel, make_folder, serving
 
 SAID = "hello world, 日本語 😀 and so on."
@@ -280,6 +281,30 @@ async def test_a_node_without_models_is_not_ready():
     async with serving() as served:
         assert (await served.http.get("/readyz")).json()["reason"] == "no model is served"
         assert (await served.http.get("/v1/models")).json()["data"] == []
+
+
+async def test_a_node_that_only_drafts_is_ready_when_all_its_proposers_are():
+    loaded = Standing(model_id="ngram", state=ModelState.READY)
+    late = Standing(model_id="drafter", state=ModelState.RESTARTING, last_error="it died")
+    proposers = [loaded, late]
+    async with serving(proposers=lambda: proposers) as served:
+        not_yet = await served.http.get("/readyz")
+        assert (not_yet.status_code, not_yet.json()) == (
+            503,
+            {"ready": False, "model": "drafter", "state": "restarting", "reason": "it died"},
+        )
+        proposers.remove(late)
+        ready = await served.http.get("/readyz")
+        assert (ready.status_code, ready.json()["model"]) == (200, "ngram")
+
+
+async def test_a_node_that_serves_nothing_for_a_reason_is_not_ready(folder):
+    reasons = ["the event loop was stuck"]
+    async with serving(ToyModel(folder), unready=lambda: "".join(reasons)) as served:
+        held = await served.http.get("/readyz")
+        assert (held.status_code, held.json()["reason"]) == (503, reasons[0])
+        reasons.clear()
+        assert (await served.http.get("/readyz")).status_code == 200
 
 
 async def test_nothing_blocks_the_event_loop(folder):

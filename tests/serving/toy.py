@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ from kakeya.runtime.generation import (
     Usage,
 )
 from kakeya.serving.exchange import Limits
-from kakeya.serving.gateway import build_app
+from kakeya.serving.gateway import Standing, build_app
 from kakeya.serving.server import serve_http
 
 TEMPLATE = (
@@ -243,6 +243,8 @@ async def serving(
     status: Callable[[], Mapping[str, object]] = dict,
     hosts: frozenset[str] = frozenset(),
     head_s: float = 5.0,
+    proposers: Callable[[], Sequence[Standing]] = tuple,
+    unready: Callable[[], str] = str,
 ) -> AsyncIterator[Served]:
     app = build_app(
         Directory(*models),
@@ -252,6 +254,8 @@ async def serving(
         rng=random.Random(1),
         limits=limits,
         hosts=hosts,
+        proposers=proposers,
+        unready=unready,
     )
     sock = socket.create_server(("127.0.0.1", 0))
     port = sock.getsockname()[1]
