@@ -107,10 +107,11 @@ async def every(
         if wake is None:
             await clock.sleep(pause)
         else:
-            await _sleep_or_wake(clock, pause, wake)
+            await sleep_or_wake(clock, pause, wake)
 
 
-async def _sleep_or_wake(clock: Clock, seconds: float, wake: asyncio.Event) -> None:
+async def sleep_or_wake(clock: Clock, seconds: float, wake: asyncio.Event) -> None:
+    """Sleep, or less when `wake` is set."""
     sleeper = asyncio.ensure_future(clock.sleep(seconds))
     waker = asyncio.ensure_future(wake.wait())
     try:

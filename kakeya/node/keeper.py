@@ -1,0 +1,86 @@
+"""Keeps the node's state file up to date, off the loop and however long the disk is full.
+
+The node itself runs on what it has in memory; a disk that takes nothing costs only what a restart
+would have remembered. Failures are counted, told at most once a minute and tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from kakeya.core.clock import Clock
+from kakeya.core.log import event
+from kakeya.core.tasks import sleep_or_wake
+
+_log = logging.getLogger(__name__)
+INTERVAL_S = 60.0
+"""Between two looks at what changed; a restart loses no more of the fleet's addresses."""
+RETRY_S = 30.0
+WARN_S = 60.0
+State = TypeVar("State")
+
+
+class StateKeeper(Generic[State]):
+    """Saves `current()` when it differs from what was saved; `failures` counts, `error` tells.
+
+    `save` is called in a thread and raises OSError when it could not; the old file then stays.
+    """
+
+    def __init__(
+        self,
+        current: Callable[[], State],
+        save: Callable[[State], None],
+        *,
+        saved: State | None,
+        clock: Clock,
+    ) -> None:
+        self._current = current
+        self._save = save
+        self._saved = saved
+        self._clock = clock
+        self._wake = asyncio.Event()
+        self._warned_mono = -math.inf
+        self.failures = 0
+        self.error = ""
+
+    def poke(self) -> None:
+        """Save soon: what changed must survive a crash."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Save for ever."""
+        while True:
+            self._wake.clear()
+            is_saved = await self.flush()
+            await sleep_or_wake(self._clock, INTERVAL_S if is_saved else RETRY_S, self._wake)
+
+    async def flush(self) -> bool:
+        """Save now if something changed; returns whether the file is up to date."""
+        state = self._current()
+        if state == self._saved:
+            return True
+        try:
+            await asyncio.to_thread(self._save, state)
+        except OSError as problem:
+            self._fail(problem)
+            return False
+        self._saved, self.error = state, ""
+        return True
+
+    def _fail(self, problem: OSError) -> None:
+        self.failures += 1
+        self.error = problem.strerror or str(problem)
+        if self._clock.mono() - self._warned_mono >= WARN_S:
+            self._warned_mono = self._clock.mono()
+            event(
+                _log,
+                "state not saved; a restart would not know what changed since",
+                level=logging.WARNING,
+                problem=self.error,
+                failures=self.failures,
+                retry_in_s=RETRY_S,
+            )

@@ -1,0 +1,130 @@
+"""The state on disk follows the node, and a full disk costs no more than what was not saved."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kakeya.node.datadir import write_atomically
+from kakeya.node.keeper import INTERVAL_S, RETRY_S, WARN_S, StateKeeper
+from tests.fakes import FakeClock
+
+
+class Disk:
+    def __init__(self) -> None:
+        self.files: list[int] = []
+        self.is_full = False
+
+    def save(self, state: int) -> None:
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        self.files.append(state)
+
+
+class Rig:
+    def __init__(self, clock: FakeClock) -> None:
+        self.disk = Disk()
+        self.state = 0
+        self.clock = clock
+        self.keeper = StateKeeper(lambda: self.state, self.disk.save, saved=None, clock=clock)
+
+
+class StoppedClock(FakeClock):
+    """Nobody's sleep ends."""
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.Event().wait()
+
+
+async def running(rig: Rig, seconds: float) -> None:
+    task = asyncio.ensure_future(rig.keeper.run())
+    await rig.clock.sleep(seconds)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_what_did_not_change_is_written_once() -> None:
+    rig = Rig(FakeClock())
+    await running(rig, 10 * INTERVAL_S)
+    assert rig.disk.files == [0]
+
+
+async def test_a_poke_saves_before_the_next_look() -> None:
+    rig = Rig(StoppedClock())
+    task = asyncio.ensure_future(rig.keeper.run())
+    for state in (0, 1, 2):
+        rig.state = state
+        rig.keeper.poke()
+        async with asyncio.timeout(10):
+            while rig.disk.files[-1:] != [state]:
+                await asyncio.sleep(0.001)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_full_disk_is_tried_again_and_told_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = Rig(FakeClock())
+    rig.disk.is_full = True
+    with caplog.at_level(logging.WARNING):
+        for _ in range(int(600 / RETRY_S)):
+            assert not await rig.keeper.flush()
+            rig.clock.advance(RETRY_S)
+    assert rig.keeper.failures == 600 / RETRY_S
+    assert len(caplog.records) == 600 / WARN_S
+    assert "No space left" in rig.keeper.error
+    rig.disk.is_full = False
+    assert await rig.keeper.flush()
+    assert rig.disk.files == [0]
+    assert rig.keeper.error == ""
+
+
+async def test_after_a_failure_the_next_try_comes_sooner() -> None:
+    waits: list[float] = []
+
+    class Watched(StoppedClock):
+        async def sleep(self, seconds: float) -> None:
+            waits.append(seconds)
+            await super().sleep(seconds)
+
+    rig = Rig(Watched())
+    rig.disk.is_full = True
+    task = asyncio.ensure_future(rig.keeper.run())
+    for is_full in (True, False):
+        rig.disk.is_full = is_full
+        rig.keeper.poke()
+        async with asyncio.timeout(10):
+            while waits[-1:] != [RETRY_S if is_full else INTERVAL_S]:
+                await asyncio.sleep(0.001)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture
+def _small_files() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.usefixtures("_small_files")
+async def test_on_a_disk_that_is_really_full_the_old_file_stays_whole(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    write_atomically(path, b"old")
+    keeper = StateKeeper(
+        lambda: b"n" * 1000, lambda s: write_atomically(path, s), saved=b"old", clock=FakeClock()
+    )
+    assert not await keeper.flush()
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state"]
+    assert keeper.failures == 1
