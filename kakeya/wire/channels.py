@@ -1,23 +1,37 @@
 """gRPC channels: one reused channel per address, with options that notice dead peers.
 
+Between machines of a fleet with identities a channel is mutual TLS, and the certificate at its
+other end must carry the name that is expected there. Unix sockets and loopback are plain.
+
 `keepalive_timeout_ms` alone does not bound detection in grpcio; `http2.ping_timeout_ms` does.
 Reconnect backoff is capped, so a peer that returns after minutes is used again within seconds.
 """
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
+import logging
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 
+from kakeya.core.log import event
 from kakeya.core.units import MIB
+from kakeya.wire.security import ChannelSecurity, TlsMaterial
+from kakeya.wire.tls import channel_credentials
+
+_log = logging.getLogger(__name__)
 
 Option = tuple[str, int | str]
 NETWORK_MESSAGE_BYTES = 4 * MIB
 """Between nodes and from clients, after decompression; gossip has its own, lower limit."""
 ENGINE_MESSAGE_BYTES = 64 * MIB
 """On the unix socket of an engine, which gets whole histories: 4 bytes a token."""
+_LAST_CALLS_S = 10.0
+"""How long calls on a channel may go on after another one took its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,34 +78,150 @@ def message_options(limit_bytes: int = NETWORK_MESSAGE_BYTES) -> tuple[Option, .
     )
 
 
-class Channels:
-    """One asyncio channel per address, made on first use and kept until `aclose`."""
+def is_local(address: str) -> bool:
+    """Whether only this machine can be meant: a unix socket, a loopback literal, localhost."""
+    if address.startswith("unix:"):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
-    def __init__(self, keepalive: Keepalive | None = None) -> None:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Open:
+    """A channel, what it was made with (None = plain), and the task that watches it."""
+
+    channel: grpc.aio.Channel
+    material: TlsMaterial | None
+    server_name: str
+    watcher: asyncio.Task[None] | None
+
+
+class Channels:
+    """One asyncio channel per address, made on first use and kept until `aclose`.
+
+    With `security` the channels to other machines are mutual TLS; a renewed certificate or another
+    expected name makes the next `get` open a new one. `on_lost` is called with an address whose
+    open connection broke, also while nobody calls; it must not raise. `is_plain` says which
+    addresses need no TLS.
+    """
+
+    def __init__(
+        self,
+        keepalive: Keepalive | None = None,
+        *,
+        security: ChannelSecurity | None = None,
+        on_lost: Callable[[str], None] | None = None,
+        is_plain: Callable[[str], bool] = is_local,
+    ) -> None:
         self._options = (keepalive or Keepalive()).client_options() + message_options()
-        self._open: dict[str, grpc.aio.Channel] = {}
+        self._security = security
+        self._is_plain = is_plain
+        self._open: dict[str, _Open] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self.on_lost = on_lost
 
     def get(self, address: str) -> grpc.aio.Channel:
         """Return the channel to `HOST:PORT` or `unix:PATH`; connects lazily."""
-        channel = self._open.get(address)
-        if channel is None:
-            channel = grpc.aio.insecure_channel(address, options=self._options)
-            self._open[address] = channel
+        material, name = None, ""
+        if self._security is not None and not self._is_plain(address):
+            material, name = self._security.material(), self._security.server_name(address)
+        held = self._open.get(address)
+        if held is not None and held.server_name == name and held.material == material:
+            return held.channel
+        if held is not None:
+            self._retire(held)
+        channel = self._connect(address, material, name)
+        watcher = None
+        if self.on_lost is not None:
+            watcher = asyncio.create_task(self._watch(address, channel), name=f"watch {address}")
+        self._open[address] = _Open(
+            channel=channel, material=material, server_name=name, watcher=watcher
+        )
         return channel
+
+    async def states(self, address: str) -> AsyncIterator[grpc.ChannelConnectivity]:
+        """Yield the state of the channel to an address, now and at each change, until it closes.
+
+        Watching keeps no connection open and opens none.
+        """
+        channel = self.get(address)
+        state = channel.get_state()
+        while state is not grpc.ChannelConnectivity.SHUTDOWN:
+            yield state
+            state = await _next_state(channel, state)
 
     async def discard(self, address: str) -> None:
         """Close the channel to one address, if there is one."""
-        channel = self._open.pop(address, None)
-        if channel is not None:
-            await channel.close()
+        held = self._open.pop(address, None)
+        if held is not None:
+            await _close(held, None)
 
     async def aclose(self) -> None:
         """Close every channel."""
         for address in list(self._open):
             await self.discard(address)
+        for closing in self._closing:
+            closing.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _connect(self, address: str, material: TlsMaterial | None, name: str) -> grpc.aio.Channel:
+        if material is None:
+            return grpc.aio.insecure_channel(address, options=self._options)
+        return grpc.aio.secure_channel(
+            address, channel_credentials(material), options=(*self._options, _expect(name))
+        )
+
+    def _retire(self, held: _Open) -> None:
+        closing = asyncio.create_task(_close(held, _LAST_CALLS_S))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _watch(self, address: str, channel: grpc.aio.Channel) -> None:
+        state = channel.get_state()
+        while state is not grpc.ChannelConnectivity.SHUTDOWN:
+            before, state = state, await _next_state(channel, state)
+            was_ready = before is grpc.ChannelConnectivity.READY
+            if was_ready and state is not grpc.ChannelConnectivity.SHUTDOWN and self.on_lost:
+                event(_log, "connection lost", level=logging.DEBUG, address=address)
+                self.on_lost(address)
 
 
-def sync_channel(address: str, keepalive: Keepalive | None = None) -> grpc.Channel:
-    """Open a blocking channel, for threads that own no event loop."""
+async def _next_state(
+    channel: grpc.aio.Channel, state: grpc.ChannelConnectivity
+) -> grpc.ChannelConnectivity:
+    try:
+        await channel.wait_for_state_change(state)
+    except grpc.aio.UsageError:  # how a closed channel answers
+        return grpc.ChannelConnectivity.SHUTDOWN
+    return channel.get_state()
+
+
+async def _close(held: _Open, grace_s: float | None) -> None:
+    if held.watcher is not None:
+        held.watcher.cancel()
+    await held.channel.close(grace_s)
+
+
+def _expect(server_name: str) -> Option:
+    return ("grpc.ssl_target_name_override", server_name)
+
+
+def sync_channel(
+    address: str,
+    keepalive: Keepalive | None = None,
+    *,
+    tls: TlsMaterial | None = None,
+    server_name: str = "",
+) -> grpc.Channel:
+    """Open a blocking channel, for threads that own no event loop; with `tls` it is mutual TLS."""
     options = (keepalive or Keepalive()).client_options() + message_options()
-    return grpc.insecure_channel(address, options=options)
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(
+        address, channel_credentials(tls), options=(*options, _expect(server_name))
+    )

@@ -1,0 +1,121 @@
+"""gRPC credentials from PEM texts, the files that hold them, and the name any member answers to.
+
+Both ends show a certificate of the fleet's authority. Servers take their certificate anew at each
+handshake and readers of the files notice a change, so a renewal needs no restart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from kakeya.core.errors import ConfigError
+from kakeya.wire.security import TlsMaterial
+
+KEY_FILE, CERTIFICATE_FILE, AUTHORITY_FILE = "key.pem", "cert.pem", "ca.pem"
+_FILES = (KEY_FILE, CERTIFICATE_FILE, AUTHORITY_FILE)
+_Stamp = tuple[tuple[int, int, int], ...]
+
+
+def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:
+    """What a channel shows, and the only authority it believes."""
+    return grpc.ssl_channel_credentials(
+        root_certificates=material.authority,
+        private_key=material.key,
+        certificate_chain=material.certificate,
+    )
+
+
+def server_credentials(material: Callable[[], TlsMaterial]) -> grpc.ServerCredentials:
+    """What a listener shows; callers without a certificate of the authority end in the handshake.
+
+    `material` is asked at each new connection, on a thread of gRPC.
+    """
+    shown = material()
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
+        current = material()
+        if current == shown:
+            return None
+        shown = current
+        return _server_configuration(current)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _server_configuration(shown),
+        renewed,  # type: ignore[arg-type]  # None means no change; the stubs do not say so
+        require_client_authentication=True,
+    )
+
+
+def _server_configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
+    pair = (material.key, material.certificate)
+    return grpc.ssl_server_certificate_configuration([pair], root_certificates=material.authority)
+
+
+class MaterialFolder:
+    """The TLS files of an identity folder, read again whenever one of them has changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stamp: _Stamp = ()
+        self._read: TlsMaterial | None = None
+
+    def current(self) -> TlsMaterial | None:
+        """The material as of now; None without an identity. Raises ConfigError naming a file."""
+        stamp = self._look()
+        if stamp != self._stamp:
+            self._read = self._load() if stamp else None
+            self._stamp = stamp
+        return self._read
+
+    def _look(self) -> _Stamp:
+        """What tells one state of the files from the next; () when there is no identity at all."""
+        found = []
+        for name in _FILES:
+            try:
+                status = (self._folder / name).stat()
+            except FileNotFoundError:
+                continue
+            except OSError as problem:
+                raise _unreadable(self._folder / name, problem) from problem
+            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+        return tuple(found)
+
+    def _load(self) -> TlsMaterial:
+        key, certificate, authority = (self._text(self._folder / name) for name in _FILES)
+        return TlsMaterial(key=key, certificate=certificate, authority=authority)
+
+    def _text(self, path: Path) -> bytes:
+        try:
+            return path.read_bytes()
+        except OSError as problem:
+            raise _unreadable(path, problem) from problem
+
+
+def _unreadable(path: Path, problem: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path}: this file of the node's identity cannot be read: {problem.strerror}"
+    )
+
+
+def fleet_of(authority: bytes) -> str:
+    """The fleet's name: the first 16 hex digits of the SHA-256 over the authority's public key."""
+    # Here, because plain processes that import this module need no X.509.
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    try:
+        key = x509.load_pem_x509_certificate(authority).public_key()
+    except ValueError as problem:
+        raise ConfigError(f"the fleet's authority is no PEM certificate: {problem}") from problem
+    spki = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(spki).hexdigest()[:16]
+
+
+def any_member(fleet: str) -> str:
+    """The name that every member's certificate carries, for first contact with an address."""
+    return f"member.{fleet}.kakeya"
