@@ -5,8 +5,9 @@ Every error leaves as {"error": {"message", "type", "param", "code"}}. Every fau
 foresaw is logged here and answered with 500.
 
 A page in a browser must not reach a node by a name that its attacker resolves (DNS rebinding), nor
-from another origin: so the Host header must be a loopback name or one of the node's own, and an
-Origin header must name the same host and port as Host. There are no CORS headers.
+from another origin: so the Host header must be a loopback name, one of the node's own, or the very
+address that the connection came in by, which no name that resolves to it can be; and an Origin
+header must name the same host and port as Host. There are no CORS headers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import ipaddress
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -30,6 +32,10 @@ from kakeya.core.log import event
 from kakeya.serving.metrics import HttpMetrics
 
 _log = logging.getLogger(__name__)
+_HOST = re.compile(
+    r"(?:\[([0-9a-f:.]+(?:%[\w.-]+)?)\]|([\w.-]+))(?::\d{0,5})?", re.ASCII | re.IGNORECASE
+)
+"""HOST or HOST:PORT; nothing that names a user, a path or a second host."""
 
 
 class Forbidden(errors.KakeyaError):
@@ -117,14 +123,18 @@ class Admission:
 
     hosts: frozenset[str] = frozenset()
 
-    def check(self, headers: Headers) -> None:
-        """Raise Forbidden or InvalidArgument. Bearer tokens, when there are any, belong here."""
+    def check(self, headers: Headers, own_address: str = "") -> None:
+        """Raise Forbidden or InvalidArgument. Bearer tokens, when there are any, belong here.
+
+        `own_address` is the address of this end of the connection, without its port.
+        """
         given = headers.getlist("host")
         if len(given) != 1:
             raise errors.InvalidArgument(f"one Host header is needed, {len(given)} came")
         host = _hostname(given[0])
-        if not _is_loopback(host) and host not in self.hosts:
-            raise Forbidden(f"Host {given[0]!r} is no name of this node; use localhost")
+        own = host in self.hosts or _is_loopback(host) or _is_same_address(host, own_address)
+        if not host or not own:
+            raise Forbidden(f"Host {given[0][:300]!r} is no name of this node; use localhost")
         origin = headers.get("origin")
         if origin is not None and not _is_same_origin(origin, given[0]):
             raise Forbidden(f"Origin {origin!r} is not this node; browsers may not call across")
@@ -160,7 +170,7 @@ class Edge:
 
     async def _serve(self, scope: Scope, receive: Receive, send: _WatchedSend) -> None:
         try:
-            self._admission.check(Headers(scope=scope))
+            self._admission.check(Headers(scope=scope), (scope.get("server") or ("",))[0])
             await self._app(scope, receive, send)
         except errors.Cancelled:
             return
@@ -230,10 +240,24 @@ async def refuse_route(request: Request, error: Exception) -> Response:
 
 
 def _hostname(host: str) -> str:
+    """The host of a Host header, in lower case; "" for anything but HOST or HOST:PORT."""
+    match = _HOST.fullmatch(host)
+    return "" if match is None else (match[1] or match[2]).lower().removesuffix(".")
+
+
+def _is_same_address(host: str, own_address: str) -> bool:
+    """Whether both are one IP address. A zone only says by which of our interfaces."""
     try:
-        return (urlsplit("//" + host).hostname or "").rstrip(".")
+        return _address(host) == _address(own_address)
     except ValueError:
-        return ""
+        return False
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Without its zone; IPv4 as itself, also where a socket for both shows it as IPv6."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
 
 
 def _is_loopback(host: str) -> bool:

@@ -91,7 +91,7 @@ class Connection:
         self._has_left = False
         self._is_over = False
         self._is_quiet = True
-        self._sending_since_mono: float | None = None
+        self._writes_since_mono: list[float] = []
         self.is_started = False
 
     async def __aenter__(self) -> Self:
@@ -99,6 +99,7 @@ class Connection:
         self._helpers.append(asyncio.create_task(self._watch()))
         if self._is_stream:
             self._helpers.append(asyncio.create_task(self._keep_alive()))
+            self._helpers.append(asyncio.create_task(self._watch_stall()))
         return self
 
     async def __aexit__(
@@ -122,19 +123,29 @@ class Connection:
 
     async def send_event(self, event: bytes) -> None:
         """Send bytes of the event stream, beginning the response first if need be."""
-        if not self.is_started:
-            await self._start()
         self._is_quiet = False
-        self._sending_since_mono = self._clock.mono()
-        await self._send({"type": "http.response.body", "body": event, "more_body": True})
-        self._sending_since_mono = None
+        since = self._clock.mono()
+        self._writes_since_mono.append(since)
+        try:
+            if not self.is_started:
+                await self._start()
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        finally:
+            self._writes_since_mono.remove(since)
 
     async def end(self, last: bytes) -> None:
-        """Send the last bytes; from here on the client may leave."""
-        if not self.is_started:
-            await self._start()
-        self.finish()
-        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+        """Send the last bytes; from here on the client may leave.
+
+        Raises Cancelled when it does not take them in time.
+        """
+        try:
+            async with asyncio.timeout(self._limits.stall_s):
+                if not self.is_started:
+                    await self._start()
+                self.finish()
+                await self._send({"type": "http.response.body", "body": last, "more_body": False})
+        except TimeoutError as fault:
+            raise Cancelled("the client did not take the end of its stream") from fault
 
     def finish(self) -> None:
         """Stop watching: what is still to be sent is the end."""
@@ -151,14 +162,22 @@ class Connection:
         self._abandon()
 
     async def _keep_alive(self) -> None:
+        """Send comments into silence; a comment that nobody takes is bounded like any event."""
         while not self._is_over:
             await self._clock.sleep(self._limits.keepalive_s)
-            since = self._sending_since_mono
-            if since is not None and self._clock.mono() - since > self._limits.stall_s:
-                self._abandon()
-            elif since is None and self._is_quiet and not self._is_over:
+            if self._is_quiet and not self._writes_since_mono and not self._is_over:
                 await self.send_event(KEEPALIVE)
             self._is_quiet = True
+
+    async def _watch_stall(self) -> None:
+        """Give a client up that has let one write wait for too long, whoever wrote."""
+        while not self._is_over:
+            now = self._clock.mono()
+            waited_s = now - min(self._writes_since_mono, default=now)
+            if waited_s >= self._limits.stall_s:
+                self._abandon()
+                return
+            await self._clock.sleep(min(self._limits.keepalive_s, self._limits.stall_s - waited_s))
 
     def _abandon(self) -> None:
         if not self._is_over and not self._has_left and self._work is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
@@ -17,6 +18,8 @@ STATUS_BY_ERROR: dict[type[errors.KakeyaError], grpc.StatusCode] = {
     errors.Refused: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Cancelled: grpc.StatusCode.CANCELLED,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.Denied: grpc.StatusCode.PERMISSION_DENIED,
     errors.PeerError: grpc.StatusCode.UNAVAILABLE,
     errors.PeerUnavailable: grpc.StatusCode.UNAVAILABLE,
     errors.PeerProtocol: grpc.StatusCode.INTERNAL,
@@ -30,28 +33,66 @@ ERROR_BY_STATUS: dict[grpc.StatusCode, type[errors.KakeyaError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Refused,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
     grpc.StatusCode.CANCELLED: errors.Cancelled,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: errors.Denied,
     grpc.StatusCode.UNAVAILABLE: errors.PeerUnavailable,
     grpc.StatusCode.UNIMPLEMENTED: errors.PeerProtocol,
     grpc.StatusCode.INTERNAL: errors.PeerProtocol,
     grpc.StatusCode.UNKNOWN: errors.PeerProtocol,
-    grpc.StatusCode.FAILED_PRECONDITION: errors.PeerProtocol,
+    grpc.StatusCode.FAILED_PRECONDITION: errors.InvariantBroken,
 }
+_FINER: tuple[type[errors.KakeyaError], ...] = (
+    errors.Unsupported,
+    errors.PlacementError,
+    errors.QueueFull,
+    errors.CapacityExhausted,
+)
+_NAMED = {kind.code: kind for kind in (*STATUS_BY_ERROR.keys(), *_FINER)}
+_LONGEST_WAIT_S = 3600.0
+"""What a peer may have its callers wait for, whatever it says."""
 
 
 def status_of(error: errors.KakeyaError) -> grpc.StatusCode:
     """The status of the nearest ancestor that the table names; INTERNAL without one."""
-    for kind in type(error).__mro__:
-        if kind in STATUS_BY_ERROR:
-            return STATUS_BY_ERROR[kind]
+    return _status_of_kind(type(error))
+
+
+def _status_of_kind(kind: type[errors.KakeyaError]) -> grpc.StatusCode:
+    for ancestor in kind.__mro__:
+        if ancestor in STATUS_BY_ERROR:
+            return STATUS_BY_ERROR[ancestor]
     return grpc.StatusCode.INTERNAL
 
 
 def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.KakeyaError:
-    """Our error for a failed call to `peer`, with the peer's own words in it."""
+    """Our error for a failed call to `peer`, with the peer's own words in it.
+
+    A node of ours names the very error, which counts where the call's status agrees with it.
+    """
     code = error.code() if callable(getattr(error, "code", None)) else None
     details = error.details() if callable(getattr(error, "details", None)) else str(error)
+    words = f"{peer}: {details or code}"
+    said = _metadata(error)
     kind = ERROR_BY_STATUS.get(code, errors.PeerError) if code else errors.PeerError
-    return kind(f"{peer}: {details or code}")
+    named = _NAMED.get(said.get("kakeya-error", ""), kind)
+    if _status_of_kind(named) is code:
+        kind = named
+    if issubclass(kind, errors.InvariantBroken):
+        law, _, values = (details or "").partition(": ")
+        return errors.InvariantBroken(f"{peer}: {law}", values)
+    failure = kind(words)
+    failure.retry_after_s = _seconds(said.get("retry-after", ""))
+    return failure
+
+
+def _metadata(error: grpc.RpcError) -> dict[str, str]:
+    read = getattr(error, "trailing_metadata", None)
+    pairs: Iterable[tuple[str, str | bytes]] = (read() if callable(read) else None) or ()
+    return {key: text for key, text in pairs if isinstance(text, str)}
+
+
+def _seconds(text: str) -> float | None:
+    return min(float(text[:9]), _LONGEST_WAIT_S) if text.isdecimal() and text.isascii() else None
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.KakeyaError) -> None:

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import (
+    CapacityExhausted,
     Conflict,
     InvalidArgument,
     InvariantBroken,
     NotFound,
-    PeerProtocol,
     PeerUnavailable,
     Refused,
 )
@@ -179,6 +179,17 @@ async def test_a_model_that_is_not_up_is_unavailable_with_retry_after():
         assert (trailing["kakeya-error"], trailing["retry-after"]) == ("unavailable", "1")
 
 
+async def test_a_client_gets_the_error_that_the_node_named_with_its_wait():
+    async with running_node(HashServedModel(state=ModelState.RESTARTING)) as node:
+        with pytest.raises(PeerUnavailable) as unavailable:
+            await node.client.create_session()
+        assert unavailable.value.retry_after_s == 1.0
+    async with running_node(capacity=1) as node:
+        await node.client.create_session()
+        with pytest.raises(CapacityExhausted):
+            await node.client.create_session()
+
+
 async def test_a_second_operation_is_aborted_while_one_runs():
     model = HashServedModel(gate=asyncio.Event())
     async with running_node(model) as node:
@@ -332,8 +343,10 @@ async def test_a_broken_law_fails_the_session_with_failed_precondition():
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert details == "cache_length: 5 tokens in KV, 4 expected"
         assert node.model.released == [session.session_id]
-        with pytest.raises(PeerProtocol, match="begin a new session"):
+        # The client hears of a broken law, not of a peer that speaks nonsense.
+        with pytest.raises(InvariantBroken, match="begin a new session") as broken:
             await session.append([1])
+        assert broken.value.kind == f"{node.address}: session_failed"
         info = await session.info()
         assert (info.cache_length_violations, info.position_violations) == (1, 0)
         assert node.service.stats.sessions.failed == 1

@@ -9,8 +9,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
 
+from kakeya.serving.edge import Admission, Edge, Forbidden
 from kakeya.serving.exchange import Limits
+from kakeya.serving.metrics import HttpMetrics
 from tests.serving.toy import ToyModel, make_folder, serving
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -328,6 +332,12 @@ async def test_other_hosts_and_origins_are_kept_out(folder):
             ({"host": "localhost.evil.example:80"}, 403),
             ({"host": "192.168.1.7"}, 403),
             ({"host": "["}, 403),
+            ({"host": ""}, 403),
+            ({"host": "evil@localhost"}, 403),
+            ({"host": "localhost/evil"}, 403),
+            ({"host": "localhost evil"}, 403),
+            ({"host": "localhost:80:80"}, 403),
+            ({"host": "[::1%25evil]:80/"}, 403),
             ({"host": own, "origin": "http://evil.example"}, 403),
             ({"host": own, "origin": "null"}, 403),
             ({"host": own, "origin": f"http://localhost:{served.port + 1}"}, 403),
@@ -355,3 +365,54 @@ async def test_more_generations_than_places_are_told_to_come_again(folder):
     assert reply.status_code == 429
     assert int(reply.headers["retry-after"]) >= 1
     assert envelope(reply.content)["type"] == "rate_limit_error"
+
+
+@pytest.mark.parametrize(
+    ("host", "own_address", "is_let_in"),
+    [
+        ("192.0.2.7:8210", "192.0.2.7", True),
+        ("192.0.2.7", "::ffff:192.0.2.7", True),
+        ("[fe80::1]:8210", "fe80::1%eth0", True),
+        ("[fe80::1%eth0]:8210", "fe80::1%eth0", True),
+        ("192.0.2.8:8210", "192.0.2.7", False),
+        ("mini.example:8210", "192.0.2.7", False),
+        ("192.0.2.7.evil.example", "192.0.2.7", False),
+        ("192.0.2.7", "", False),
+    ],
+)
+def test_the_address_that_a_connection_came_in_by_is_a_name_of_the_node(
+    host: str, own_address: str, is_let_in: bool
+) -> None:
+    """A machine has more addresses than the one it advertises; a resolved name is none of them."""
+    headers = Headers({"host": host})
+    if is_let_in:
+        Admission().check(headers, own_address)
+    else:
+        with pytest.raises(Forbidden):
+            Admission().check(headers, own_address)
+
+
+async def test_a_request_is_judged_by_the_address_of_its_own_connection() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    edge = Edge(app, admission=Admission(), metrics=HttpMetrics(tuple), mono=lambda: 0.0)
+    for own, status in (("192.0.2.7", 200), ("192.0.2.9", 403)):
+        sent: list[Message] = []
+
+        async def send(message: Message, sent: list[Message] = sent) -> None:
+            sent.append(message)
+
+        async def receive() -> Message:
+            return {"type": "http.request"}
+
+        scope = {
+            "type": "http",
+            "path": "/",
+            "method": "GET",
+            "server": (own, 8210),
+            "headers": [(b"host", b"192.0.2.7:8210")],
+        }
+        await edge(scope, receive, send)
+        assert sent[0]["status"] == status

@@ -7,9 +7,13 @@ import json
 
 import openai
 import pytest
+from starlette.types import Message
 
+from kakeya.core.clock import SystemClock
+from kakeya.core.errors import Cancelled
 from kakeya.runtime.generation import ModelState
-from kakeya.serving.exchange import Limits
+from kakeya.serving.exchange import Connection, Limits
+from kakeya.serving.stream import KEEPALIVE
 from tests.serving.toy import Pace, ToyModel, make_folder, serving, until
 
 PREFILL = Pace(prefill_s=60.0)
@@ -142,6 +146,61 @@ async def test_a_client_that_takes_nothing_is_given_up_and_disturbs_nobody(folde
         assert (await served.http.get("/healthz")).status_code == 200
         writer.transport.abort()
         assert reader is not None
+
+
+class _Blocked:
+    """A connection whose client is there, and takes bytes only until `blocks_at` has come."""
+
+    def __init__(self, blocks_at: bytes) -> None:
+        self._blocks_at = blocks_at
+        self.blocked = asyncio.Event()
+
+    async def receive(self) -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(self, message: Message) -> None:
+        if message.get("body") == self._blocks_at:
+            self.blocked.set()
+            await asyncio.Event().wait()
+
+
+SHORT = Limits(keepalive_s=0.05, stall_s=0.2)
+END = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("last", [KEEPALIVE, b"data: a\n\n", END])
+async def test_no_write_of_a_stream_waits_longer_than_a_stall_may_last(last: bytes) -> None:
+    """A comment into the silence of a long prefill, an event, the end: all of them are bounded."""
+    line = _Blocked(last)
+
+    async def work() -> None:
+        async with Connection(
+            line.receive, line.send, is_stream=True, clock=SystemClock(), limits=SHORT
+        ) as client:
+            if last == KEEPALIVE:
+                await asyncio.Event().wait()  # nothing of the work's own to write
+            await (client.end(last) if last == END else client.send_event(last))
+
+    with pytest.raises(Cancelled):
+        await asyncio.wait_for(work(), 5)
+    assert line.blocked.is_set()
+
+
+async def test_a_write_behind_a_blocked_comment_does_not_set_its_clock_back() -> None:
+    line = _Blocked(KEEPALIVE)
+
+    async def work() -> None:
+        async with Connection(
+            line.receive, line.send, is_stream=True, clock=SystemClock(), limits=SHORT
+        ) as client:
+            await line.blocked.wait()
+            while True:
+                await client.send_event(b"data: a\n\n")
+                await asyncio.sleep(0.01)
+
+    with pytest.raises(Cancelled):
+        await asyncio.wait_for(work(), 5)
 
 
 async def test_many_clients_that_leave_at_once_leave_nothing_behind(folder):
