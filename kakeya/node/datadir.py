@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from types import TracebackType
 from typing import Self
 
 from kakeya.core.errors import ConfigError, Conflict
+from kakeya.core.files import write_atomically
 from kakeya.core.log import event
 from kakeya.fleet.cards import MAX_INCARNATION, is_valid_node_id
 
@@ -91,25 +91,6 @@ def _decode(data: bytes) -> NodeState:
     if not is_valid_node_id(state.node_id) or not 0 <= state.incarnation < MAX_INCARNATION - 1:
         raise DamagedState("values out of range")
     return state
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file by one with this content, or leave it as it was. Raises OSError."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 class DataDir:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kakeya/v1/fleet.proto\x12\tkakeya.v1\"I\n\nHeartbeats\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\r\n\x05\x62\x65\x61ts\x18\x02 \x03(\r\x12\x0e\n\x06\x61ge_ds\x18\x03 \x03(\r\x12\x0e\n\x06proofs\x18\x04 \x01(\x0c\"M\n\nAccusation\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x0c\n\x04\x62\x65\x61t\x18\x04 \x01(\r\"\x91\x01\n\x0bSyncRequest\x12#\n\x04held\x18\x01 \x01(\x0b\x32\x15.kakeya.v1.Heartbeats\x12*\n\x0b\x61\x63\x63usations\x18\x02 \x03(\x0b\x32\x15.kakeya.v1.Accusation\x12\x1b\n\x13revocations_version\x18\x03 \x01(\x04\x12\x14\n\x0csent_at_unix\x18\x04 \x01(\x01\"\xc7\x01\n\x0cSyncResponse\x12$\n\x05newer\x18\x01 \x01(\x0b\x32\x15.kakeya.v1.Heartbeats\x12\r\n\x05\x63\x61rds\x18\x02 \x03(\x0c\x12\x0e\n\x06wanted\x18\x03 \x01(\x0c\x12*\n\x0b\x61\x63\x63usations\x18\x04 \x03(\x0b\x32\x15.kakeya.v1.Accusation\x12\x1b\n\x13revocations_version\x18\x05 \x01(\x04\x12\x13\n\x0brevocations\x18\x06 \x01(\x0c\x12\x14\n\x0csent_at_unix\x18\x07 \x01(\x01\"l\n\x0bPushRequest\x12$\n\x05\x62\x65\x61ts\x18\x01 \x01(\x0b\x32\x15.kakeya.v1.Heartbeats\x12\r\n\x05\x63\x61rds\x18\x02 \x03(\x0c\x12\x13\n\x0brevocations\x18\x03 \x01(\x0c\x12\x13\n\x0bis_farewell\x18\x04 \x01(\x08\"\x0e\n\x0cPushResponse\"\x1f\n\x0cProbeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\"3\n\rProbeResponse\x12\x12\n\nis_reached\x18\x01 \x01(\x08\x12\x0e\n\x06rtt_ms\x18\x02 \x01(\x01\"\x1b\n\x0cRenewRequest\x12\x0b\n\x03\x63sr\x18\x01 \x01(\x0c\"$\n\rRenewResponse\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\"8\n\x0bJoinRequest\x12\x0b\n\x03\x63sr\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\x12\r\n\x05label\x18\x03 \x01(\t\"i\n\x0cJoinResponse\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x11\n\tauthority\x18\x02 \x01(\x0c\x12\r\n\x05proof\x18\x03 \x01(\x0c\x12\r\n\x05peers\x18\x04 \x03(\t\x12\x13\n\x0brevocations\x18\x05 \x01(\x0c\";\n\x10\x43heckBackRequest\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\x14\n\x0csent_at_unix\x18\x02 \x01(\x01\"_\n\nDialResult\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x12\n\nis_reached\x18\x02 \x01(\x08\x12\x0e\n\x06rtt_ms\x18\x03 \x01(\x01\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\r\n\x05\x65rrno\x18\x05 \x01(\x05\"\xf4\x01\n\x11\x43heckBackResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12\x18\n\x10\x61nswered_at_unix\x18\x03 \x01(\x01\x12\x14\n\x0cprotocol_min\x18\x04 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x05 \x01(\r\x12\x0f\n\x07version\x18\x06 \x01(\t\x12$\n\x05\x64ials\x18\x07 \x03(\x0b\x32\x15.kakeya.v1.DialResult\x12\x14\n\x0c\x63\x61ller_age_s\x18\x08 \x01(\x01\x12\x19\n\x11is_caller_suspect\x18\t \x01(\x08\x12\x11\n\tconflicts\x18\n \x03(\t\".\n\rInviteRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07valid_s\x18\x02 \x01(\r\"8\n\x0eInviteResponse\x12\r\n\x05token\x18\x01 \x01(\t\x12\x17\n\x0f\x65xpires_at_unix\x18\x02 \x01(\x01\"\x1d\n\rRevokeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\"2\n\x0eRevokeResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\"\x1e\n\x0e\x45xamineRequest\x12\x0c\n\x04peer\x18\x01 \x01(\t\"!\n\x0f\x45xamineResponse\x12\x0e\n\x06report\x18\x01 \x01(\t2\xbd\x01\n\rGossipService\x12\x37\n\x04Sync\x12\x16.kakeya.v1.SyncRequest\x1a\x17.kakeya.v1.SyncResponse\x12\x37\n\x04Push\x12\x16.kakeya.v1.PushRequest\x1a\x17.kakeya.v1.PushResponse\x12:\n\x05Probe\x12\x17.kakeya.v1.ProbeRequest\x1a\x18.kakeya.v1.ProbeResponse2O\n\x11MembershipService\x12:\n\x05Renew\x12\x17.kakeya.v1.RenewRequest\x1a\x18.kakeya.v1.RenewResponse2F\n\x0bJoinService\x12\x37\n\x04Join\x12\x16.kakeya.v1.JoinRequest\x1a\x17.kakeya.v1.JoinResponse2W\n\rDoctorService\x12\x46\n\tCheckBack\x12\x1b.kakeya.v1.CheckBackRequest\x1a\x1c.kakeya.v1.CheckBackResponse2\xd0\x01\n\x0e\x43ontrolService\x12=\n\x06Invite\x12\x18.kakeya.v1.InviteRequest\x1a\x19.kakeya.v1.InviteResponse\x12=\n\x06Revoke\x12\x18.kakeya.v1.RevokeRequest\x1a\x19.kakeya.v1.RevokeResponse\x12@\n\x07\x45xamine\x12\x19.kakeya.v1.ExamineRequest\x1a\x1a.kakeya.v1.ExamineResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kakeya/v1/fleet.proto\x12\tkakeya.v1\"I\n\nHeartbeats\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\r\n\x05\x62\x65\x61ts\x18\x02 \x03(\r\x12\x0e\n\x06\x61ge_ds\x18\x03 \x03(\r\x12\x0e\n\x06proofs\x18\x04 \x01(\x0c\"M\n\nAccusation\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x0c\n\x04\x62\x65\x61t\x18\x04 \x01(\r\"\x91\x01\n\x0bSyncRequest\x12#\n\x04held\x18\x01 \x01(\x0b\x32\x15.kakeya.v1.Heartbeats\x12*\n\x0b\x61\x63\x63usations\x18\x02 \x03(\x0b\x32\x15.kakeya.v1.Accusation\x12\x1b\n\x13revocations_version\x18\x03 \x01(\x04\x12\x14\n\x0csent_at_unix\x18\x04 \x01(\x01\"\xc7\x01\n\x0cSyncResponse\x12$\n\x05newer\x18\x01 \x01(\x0b\x32\x15.kakeya.v1.Heartbeats\x12\r\n\x05\x63\x61rds\x18\x02 \x03(\x0c\x12\x0e\n\x06wanted\x18\x03 \x01(\x0c\x12*\n\x0b\x61\x63\x63usations\x18\x04 \x03(\x0b\x32\x15.kakeya.v1.Accusation\x12\x1b\n\x13revocations_version\x18\x05 \x01(\x04\x12\x13\n\x0brevocations\x18\x06 \x01(\x0c\x12\x14\n\x0csent_at_unix\x18\x07 \x01(\x01\"l\n\x0bPushRequest\x12$\n\x05\x62\x65\x61ts\x18\x01 \x01(\x0b\x32\x15.kakeya.v1.Heartbeats\x12\r\n\x05\x63\x61rds\x18\x02 \x03(\x0c\x12\x13\n\x0brevocations\x18\x03 \x01(\x0c\x12\x13\n\x0bis_farewell\x18\x04 \x01(\x08\"\x0e\n\x0cPushResponse\"\x1f\n\x0cProbeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\"3\n\rProbeResponse\x12\x12\n\nis_reached\x18\x01 \x01(\x08\x12\x0e\n\x06rtt_ms\x18\x02 \x01(\x01\"\x1b\n\x0cRenewRequest\x12\x0b\n\x03\x63sr\x18\x01 \x01(\x0c\"$\n\rRenewResponse\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\"4\n\x11SignedRevocations\x12\x0c\n\x04list\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"K\n\x0eRevocationList\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x14\n\x0cmade_at_unix\x18\x02 \x01(\x01\x12\x12\n\nkey_hashes\x18\x03 \x03(\x0c\")\n\x0bJoinRequest\x12\x0b\n\x03\x63sr\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\"i\n\x0cJoinResponse\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x11\n\tauthority\x18\x02 \x01(\x0c\x12\r\n\x05proof\x18\x03 \x01(\x0c\x12\r\n\x05peers\x18\x04 \x03(\t\x12\x13\n\x0brevocations\x18\x05 \x01(\x0c\";\n\x10\x43heckBackRequest\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\x14\n\x0csent_at_unix\x18\x02 \x01(\x01\"_\n\nDialResult\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x12\n\nis_reached\x18\x02 \x01(\x08\x12\x0e\n\x06rtt_ms\x18\x03 \x01(\x01\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\r\n\x05\x65rrno\x18\x05 \x01(\x05\"\xf4\x01\n\x11\x43heckBackResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12\x18\n\x10\x61nswered_at_unix\x18\x03 \x01(\x01\x12\x14\n\x0cprotocol_min\x18\x04 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x05 \x01(\r\x12\x0f\n\x07version\x18\x06 \x01(\t\x12$\n\x05\x64ials\x18\x07 \x03(\x0b\x32\x15.kakeya.v1.DialResult\x12\x14\n\x0c\x63\x61ller_age_s\x18\x08 \x01(\x01\x12\x19\n\x11is_caller_suspect\x18\t \x01(\x08\x12\x11\n\tconflicts\x18\n \x03(\t\".\n\rInviteRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07valid_s\x18\x02 \x01(\r\"8\n\x0eInviteResponse\x12\r\n\x05token\x18\x01 \x01(\t\x12\x17\n\x0f\x65xpires_at_unix\x18\x02 \x01(\x01\"\x1d\n\rRevokeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\"2\n\x0eRevokeResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\"\x1e\n\x0e\x45xamineRequest\x12\x0c\n\x04peer\x18\x01 \x01(\t\"!\n\x0f\x45xamineResponse\x12\x0e\n\x06report\x18\x01 \x01(\t2\xbd\x01\n\rGossipService\x12\x37\n\x04Sync\x12\x16.kakeya.v1.SyncRequest\x1a\x17.kakeya.v1.SyncResponse\x12\x37\n\x04Push\x12\x16.kakeya.v1.PushRequest\x1a\x17.kakeya.v1.PushResponse\x12:\n\x05Probe\x12\x17.kakeya.v1.ProbeRequest\x1a\x18.kakeya.v1.ProbeResponse2O\n\x11MembershipService\x12:\n\x05Renew\x12\x17.kakeya.v1.RenewRequest\x1a\x18.kakeya.v1.RenewResponse2F\n\x0bJoinService\x12\x37\n\x04Join\x12\x16.kakeya.v1.JoinRequest\x1a\x17.kakeya.v1.JoinResponse2W\n\rDoctorService\x12\x46\n\tCheckBack\x12\x1b.kakeya.v1.CheckBackRequest\x1a\x1c.kakeya.v1.CheckBackResponse2\xd0\x01\n\x0e\x43ontrolService\x12=\n\x06Invite\x12\x18.kakeya.v1.InviteRequest\x1a\x19.kakeya.v1.InviteResponse\x12=\n\x06Revoke\x12\x18.kakeya.v1.RevokeRequest\x1a\x19.kakeya.v1.RevokeResponse\x12@\n\x07\x45xamine\x12\x19.kakeya.v1.ExamineRequest\x1a\x1a.kakeya.v1.ExamineResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,36 +51,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RENEWREQUEST']._serialized_end=779
   _globals['_RENEWRESPONSE']._serialized_start=781
   _globals['_RENEWRESPONSE']._serialized_end=817
-  _globals['_JOINREQUEST']._serialized_start=819
-  _globals['_JOINREQUEST']._serialized_end=875
-  _globals['_JOINRESPONSE']._serialized_start=877
-  _globals['_JOINRESPONSE']._serialized_end=982
-  _globals['_CHECKBACKREQUEST']._serialized_start=984
-  _globals['_CHECKBACKREQUEST']._serialized_end=1043
-  _globals['_DIALRESULT']._serialized_start=1045
-  _globals['_DIALRESULT']._serialized_end=1140
-  _globals['_CHECKBACKRESPONSE']._serialized_start=1143
-  _globals['_CHECKBACKRESPONSE']._serialized_end=1387
-  _globals['_INVITEREQUEST']._serialized_start=1389
-  _globals['_INVITEREQUEST']._serialized_end=1435
-  _globals['_INVITERESPONSE']._serialized_start=1437
-  _globals['_INVITERESPONSE']._serialized_end=1493
-  _globals['_REVOKEREQUEST']._serialized_start=1495
-  _globals['_REVOKEREQUEST']._serialized_end=1524
-  _globals['_REVOKERESPONSE']._serialized_start=1526
-  _globals['_REVOKERESPONSE']._serialized_end=1576
-  _globals['_EXAMINEREQUEST']._serialized_start=1578
-  _globals['_EXAMINEREQUEST']._serialized_end=1608
-  _globals['_EXAMINERESPONSE']._serialized_start=1610
-  _globals['_EXAMINERESPONSE']._serialized_end=1643
-  _globals['_GOSSIPSERVICE']._serialized_start=1646
-  _globals['_GOSSIPSERVICE']._serialized_end=1835
-  _globals['_MEMBERSHIPSERVICE']._serialized_start=1837
-  _globals['_MEMBERSHIPSERVICE']._serialized_end=1916
-  _globals['_JOINSERVICE']._serialized_start=1918
-  _globals['_JOINSERVICE']._serialized_end=1988
-  _globals['_DOCTORSERVICE']._serialized_start=1990
-  _globals['_DOCTORSERVICE']._serialized_end=2077
-  _globals['_CONTROLSERVICE']._serialized_start=2080
-  _globals['_CONTROLSERVICE']._serialized_end=2288
+  _globals['_SIGNEDREVOCATIONS']._serialized_start=819
+  _globals['_SIGNEDREVOCATIONS']._serialized_end=871
+  _globals['_REVOCATIONLIST']._serialized_start=873
+  _globals['_REVOCATIONLIST']._serialized_end=948
+  _globals['_JOINREQUEST']._serialized_start=950
+  _globals['_JOINREQUEST']._serialized_end=991
+  _globals['_JOINRESPONSE']._serialized_start=993
+  _globals['_JOINRESPONSE']._serialized_end=1098
+  _globals['_CHECKBACKREQUEST']._serialized_start=1100
+  _globals['_CHECKBACKREQUEST']._serialized_end=1159
+  _globals['_DIALRESULT']._serialized_start=1161
+  _globals['_DIALRESULT']._serialized_end=1256
+  _globals['_CHECKBACKRESPONSE']._serialized_start=1259
+  _globals['_CHECKBACKRESPONSE']._serialized_end=1503
+  _globals['_INVITEREQUEST']._serialized_start=1505
+  _globals['_INVITEREQUEST']._serialized_end=1551
+  _globals['_INVITERESPONSE']._serialized_start=1553
+  _globals['_INVITERESPONSE']._serialized_end=1609
+  _globals['_REVOKEREQUEST']._serialized_start=1611
+  _globals['_REVOKEREQUEST']._serialized_end=1640
+  _globals['_REVOKERESPONSE']._serialized_start=1642
+  _globals['_REVOKERESPONSE']._serialized_end=1692
+  _globals['_EXAMINEREQUEST']._serialized_start=1694
+  _globals['_EXAMINEREQUEST']._serialized_end=1724
+  _globals['_EXAMINERESPONSE']._serialized_start=1726
+  _globals['_EXAMINERESPONSE']._serialized_end=1759
+  _globals['_GOSSIPSERVICE']._serialized_start=1762
+  _globals['_GOSSIPSERVICE']._serialized_end=1951
+  _globals['_MEMBERSHIPSERVICE']._serialized_start=1953
+  _globals['_MEMBERSHIPSERVICE']._serialized_end=2032
+  _globals['_JOINSERVICE']._serialized_start=2034
+  _globals['_JOINSERVICE']._serialized_end=2104
+  _globals['_DOCTORSERVICE']._serialized_start=2106
+  _globals['_DOCTORSERVICE']._serialized_end=2193
+  _globals['_CONTROLSERVICE']._serialized_start=2196
+  _globals['_CONTROLSERVICE']._serialized_end=2404
 # @@protoc_insertion_point(module_scope)

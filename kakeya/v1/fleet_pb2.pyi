@@ -296,27 +296,79 @@ class RenewResponse(_message.Message):
 Global___RenewResponse: _TypeAlias = RenewResponse  # noqa: Y015
 
 @_typing.final
+class SignedRevocations(_message.Message):
+    """Keys that the fleet trusts no more. Signed by the fleet's authority, passed on unchanged."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIST_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    list: _builtins.bytes
+    """A serialized RevocationList."""
+    signature: _builtins.bytes
+    """ECDSA P-256 by the authority's key over "kakeya-revocations" and `list`."""
+    def __init__(
+        self,
+        *,
+        list: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["list", b"list", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SignedRevocations: _TypeAlias = SignedRevocations  # noqa: Y015
+
+@_typing.final
+class RevocationList(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    MADE_AT_UNIX_FIELD_NUMBER: _builtins.int
+    KEY_HASHES_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """The larger version replaces the smaller."""
+    made_at_unix: _builtins.float
+    @_builtins.property
+    def key_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """32 bytes each: the hash of a key, which is the node id that base32 spells."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        made_at_unix: _builtins.float = ...,
+        key_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_hashes", b"key_hashes", "made_at_unix", b"made_at_unix", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevocationList: _TypeAlias = RevocationList  # noqa: Y015
+
+@_typing.final
 class JoinRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CSR_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
-    LABEL_FIELD_NUMBER: _builtins.int
     csr: _builtins.bytes
-    """PKCS#10, DER."""
+    """PKCS#10, DER; its common name is the label."""
     proof: _builtins.bytes
     """HMAC-SHA256 by the invite's secret over the CSR and the CA's hash."""
-    label: _builtins.str
     def __init__(
         self,
         *,
         csr: _builtins.bytes = ...,
         proof: _builtins.bytes = ...,
-        label: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["csr", b"csr", "label", b"label", "proof", b"proof"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["csr", b"csr", "proof", b"proof"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
