@@ -66,6 +66,7 @@ class Scheduler:
         self._waiting: deque[Ticket] = deque()
         self._running: deque[tuple[Ticket, SequenceRun, Iterator[EngineFrame]]] = deque()
         self._steps = 0
+        self._began_s: float | None = None
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a generation; thread-safe."""
@@ -94,6 +95,11 @@ class Scheduler:
         """How many sequences run and wait; read on the model thread."""
         return Load(running=len(self._running), waiting=len(self._waiting))
 
+    def silent_s(self) -> float:
+        """How long the thread has been at one piece of work; 0 while it has none. Thread-safe."""
+        began_s = self._began_s
+        return 0.0 if began_s is None else max(0.0, self._tools.timer() - began_s)
+
     def run(self) -> None:
         """Work until `stop`."""
         while self._accept():
@@ -107,10 +113,12 @@ class Scheduler:
         """Take everything from the inbox; wait for it only when there is nothing to run."""
         idle = not self._running and not self._waiting
         while True:
+            self._began_s = None if idle else self._tools.timer()
             try:
                 item = self._inbox.get(block=idle)
             except queue.Empty:
                 return True
+            self._began_s = self._tools.timer()
             idle = False
             if item is None:
                 return False

@@ -57,7 +57,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._tools = tools
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeResponse:
-        """The model's facts."""
+        """The model's facts, and whether its thread still comes round."""
         facts = self._model.facts
         return pb.DescribeResponse(
             model_id=facts.model_id,
@@ -77,6 +77,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             vocabulary_digest=facts.vocabulary_digest,
             device=facts.device,
             blas_accelerated=facts.blas_accelerated,
+            model_thread_silent_seconds=self._scheduler.silent_s(),
         )
 
     async def Decode(  # type: ignore[override]

@@ -17,6 +17,8 @@ import signal
 import sys
 import threading
 import time
+from argparse import Namespace
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NoReturn
 
@@ -30,14 +32,17 @@ _log = logging.getLogger(__name__)
 _STOP_GRACE_S = 2.0
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the engine until SIGTERM, the parent's death or a fault."""
+def main(argv: list[str] | None = None, load: Callable[[Namespace], Model] | None = None) -> None:
+    """Run the engine until SIGTERM, the parent's death or a fault.
+
+    `load` makes the model, on the thread that computes later; by default mlx does.
+    """
     options = _parse(argv)
     configure(options.log_format)
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
     engine: Future[_Engine] = Future()
     thread = threading.Thread(
-        target=_model_thread, args=(options, engine), name="model", daemon=True
+        target=_model_thread, args=(options, load or _load, engine), name="model", daemon=True
     )
     thread.start()
     try:
@@ -74,7 +79,7 @@ class _Engine:
         self.scheduler = Scheduler(model, self.tools, max_running=max_running)
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse(argv: list[str] | None) -> Namespace:
     parser = argparse.ArgumentParser(prog="kakeya-engine", description=__doc__)
     parser.add_argument("--socket", required=True, help="path of the unix socket to serve on")
     parser.add_argument("--model", required=True, help="local folder or Hugging Face id")
@@ -87,10 +92,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _model_thread(options: argparse.Namespace, engine: Future[_Engine]) -> None:
+def _model_thread(
+    options: Namespace, load: Callable[[Namespace], Model], engine: Future[_Engine]
+) -> None:
     """Load on the thread that computes later: mlx keeps streams per thread."""
     try:
-        made = _load(options)
+        event(_log, "loading", model=options.model_id, source=options.model)
+        made = _Engine(load(options), options.kv_bytes, options.max_running, options.draft_rows)
     except BaseException as failure:  # noqa: BLE001 - reported by the main thread
         engine.set_exception(failure)
         return
@@ -102,18 +110,16 @@ def _model_thread(options: argparse.Namespace, engine: Future[_Engine]) -> None:
         _leave(1, f"kakeya engine: {failure!r}")
 
 
-def _load(options: argparse.Namespace) -> _Engine:
+def _load(options: Namespace) -> Model:
     from kakeya.mlx.blas import preload_blas
 
     accelerated = preload_blas(options.blas_threads)
     started = time.perf_counter()
-    event(_log, "loading", model=options.model_id, source=options.model)
     from kakeya.mlx.loader import load
     from kakeya.mlx.model import MlxModel
 
     loaded = load(options.model, options.model_id)
-    model = MlxModel(loaded, time.perf_counter() - started, accelerated)
-    return _Engine(model, options.kv_bytes, options.max_running, options.draft_rows)
+    return MlxModel(loaded, time.perf_counter() - started, accelerated)
 
 
 async def _serve(socket_path: str, engine: _Engine, model_thread: threading.Thread) -> None:

@@ -57,6 +57,7 @@ class DescribeResponse(_message.Message):
     VOCABULARY_DIGEST_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     BLAS_ACCELERATED_FIELD_NUMBER: _builtins.int
+    MODEL_THREAD_SILENT_SECONDS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     model_path: _builtins.str
     """The local folder that the weights and the tokenizer were read from."""
@@ -77,6 +78,10 @@ class DescribeResponse(_message.Message):
     """sha256 over the tokenizer's vocabulary, hex: drafts are only asked of models that share it."""
     device: _builtins.str
     blas_accelerated: _builtins.bool
+    model_thread_silent_seconds: _builtins.float
+    """How long the model thread has been at one piece of work; 0 while it has none. This answer
+    comes from the event loop, which goes on when that thread hangs.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -99,10 +104,11 @@ class DescribeResponse(_message.Message):
         vocabulary_digest: _builtins.str = ...,
         device: _builtins.str = ...,
         blas_accelerated: _builtins.bool = ...,
+        model_thread_silent_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blas_accelerated", b"blas_accelerated", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_bytes_per_token", b"kv_bytes_per_token", "load_seconds", b"load_seconds", "mlx_version", b"mlx_version", "model_id", b"model_id", "model_path", b"model_path", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "tokens_per_second", b"tokens_per_second", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blas_accelerated", b"blas_accelerated", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_bytes_per_token", b"kv_bytes_per_token", "load_seconds", b"load_seconds", "mlx_version", b"mlx_version", "model_id", b"model_id", "model_path", b"model_path", "model_thread_silent_seconds", b"model_thread_silent_seconds", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "tokens_per_second", b"tokens_per_second", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

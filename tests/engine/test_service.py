@@ -220,21 +220,66 @@ def test_a_missing_model_is_said_in_one_line_with_status_2(tmp_path: Path) -> No
     assert "does not exist" in last
 
 
-async def test_stopped_in_the_middle_of_prompts_it_ends_clean() -> None:
-    """The model thread may hold frames for a loop that is about to close."""
-    tiny = Path(__file__).parents[2] / "kakeya" / "models" / "kakeya-tiny"
+def spawn_toy(mode: str, folder: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.engine.child_engine", mode),
+            *("--socket", f"{folder}/s", "--model", f"{folder}/once", "--model-id", "toy"),
+        ],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+async def test_stopped_in_the_middle_of_a_step_it_ends_clean() -> None:
+    """The model thread ends its step when all calls are gone, with a frame for the loop in hand."""
     with tempfile.TemporaryDirectory(prefix="kk") as folder:
-        child = spawn(Path(folder) / "s", str(tiny))
+        child = spawn_toy("slow", Path(folder))
+        async with grpc.aio.insecure_channel(f"unix:{folder}/s") as channel:
+            await asyncio.wait_for(channel.channel_ready(), START_S)
+            call = EngineServiceStub(channel).Decode(request(token_ids_le32=pack_ids([7] * 1000)))
+            await call.read()  # the first chunk is done, the second one has begun
+            call.cancel()
+            child.terminate()
+            _, errors = await asyncio.to_thread(child.communicate, timeout=15)
+    assert "Traceback" not in errors.decode()
+    assert child.returncode == 0
+
+
+async def test_without_its_model_thread_an_engine_ends_at_once_with_1_and_says_why() -> None:
+    with tempfile.TemporaryDirectory(prefix="kk") as folder:
+        child = spawn_toy("breaks", Path(folder))
+        async with grpc.aio.insecure_channel(f"unix:{folder}/s") as channel:
+            await asyncio.wait_for(channel.channel_ready(), START_S)
+            call = EngineServiceStub(channel).Decode(
+                request(token_ids_le32=pack_ids([7]), max_tokens=4000)
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as lost:
+                async for _ in call:
+                    pass
+            assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
+            _, errors = await asyncio.to_thread(child.communicate, timeout=15)
+    assert child.returncode == 1
+    assert errors.decode().strip().splitlines()[-1] == (
+        "kakeya engine: RuntimeError('the device is gone')"
+    )
+
+
+async def test_an_engine_says_how_long_its_model_thread_has_been_at_one_step() -> None:
+    with tempfile.TemporaryDirectory(prefix="kk") as folder:
+        child = spawn_toy("hangs", Path(folder))
         async with grpc.aio.insecure_channel(f"unix:{folder}/s") as channel:
             await asyncio.wait_for(channel.channel_ready(), START_S)
             stub = EngineServiceStub(channel)
-            calls = [
-                stub.Decode(request(token_ids_le32=pack_ids([7 + n] * 8000))) for n in range(3)
-            ]
-            await calls[0].read()
-            for call in calls:
-                call.cancel()
-            child.terminate()
-            _, errors = await asyncio.to_thread(child.communicate, timeout=15)
-        assert "Traceback" not in errors.decode()
-        assert child.returncode == 0
+            idle = await stub.Describe(pb.DescribeRequest())
+            assert idle.model_thread_silent_seconds == 0
+            call = stub.Decode(request(token_ids_le32=pack_ids([7]), max_tokens=40))
+            silent_s = [0.0]
+            async with asyncio.timeout(START_S):
+                while silent_s[-1] < 1.0:
+                    described = await stub.Describe(pb.DescribeRequest())
+                    silent_s.append(described.model_thread_silent_seconds)
+                    await asyncio.sleep(0.05)
+            call.cancel()
+            child.kill()
+            await asyncio.to_thread(child.communicate)

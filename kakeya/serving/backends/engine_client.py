@@ -153,11 +153,15 @@ class EngineClient:
 
     async def answers(self, timeout_s: float) -> bool:
         """Whether the engine's event loop answers within `timeout_s`; its model may be busy."""
+        return await self.silent_s(timeout_s) is not None
+
+    async def silent_s(self, timeout_s: float) -> float | None:
+        """How long its model thread has been at one piece of work; None without an answer."""
         try:
-            await self._stub.Describe(pb.DescribeRequest(), timeout=timeout_s)
+            reply = await self._stub.Describe(pb.DescribeRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError:
-            return False
-        return True
+            return None
+        return reply.model_thread_silent_seconds
 
     async def aclose(self) -> None:
         """Close the channel; running streams get a moment to end by themselves."""

@@ -1,7 +1,7 @@
 """The life of one engine child: started, waited for, probed, restarted, given up.
 
-It owns the state of a served model. A child that hangs is found by a probe and killed, so that
-every fault becomes the one that is handled: an exit.
+It owns the state of a served model. A child that hangs, or whose model thread does, is found by a
+probe and killed, so that every fault becomes the one that is handled: an exit.
 
     LOADING -> READY -> RESTARTING -> READY ...     FAILED: given up     STOPPED: closed by us
 """
@@ -44,6 +44,9 @@ class EngineOptions:
     probe_interval_s: float = 5.0
     probe_timeout_s: float = 10.0
     """An engine that misses this `max_missed_probes` times in a row is killed."""
+    max_step_s: float = 60.0
+    """A model thread longer than this at one piece of work misses its probe, whoever answers.
+    The longest honest one is a draft behind a prefix of a whole context: seconds."""
     max_missed_probes: int = 2
     stop_grace_s: float = 5.0
     max_running: int = 8
@@ -203,11 +206,22 @@ class EngineLife:
         self.engine = Engine(process, client, facts)
         self.facts = facts
         self._move(ModelState.READY, "")
-        missed = 0
+        process.kill(await self._probed_until_ill(client))
+
+    async def _probed_until_ill(self, client: EngineClient) -> str:
+        """Probe until too many are missed in a row; return what was wrong with the last one."""
+        missed, wrong = 0, ""
         while missed < self._options.max_missed_probes:
             await self._clock.sleep(self._options.probe_interval_s)
-            missed = 0 if await client.answers(self._options.probe_timeout_s) else missed + 1
-        process.kill(f"answered none of {missed} probes of {self._options.probe_timeout_s:g} s")
+            silent_s = await client.silent_s(self._options.probe_timeout_s)
+            if silent_s is None:
+                wrong = f"answered no probe within {self._options.probe_timeout_s:g} s"
+            elif silent_s > self._options.max_step_s:
+                wrong = f"was at one step of its model for {silent_s:.3g} s"
+            else:
+                missed, wrong = 0, ""
+            missed += bool(wrong)
+        return wrong
 
     async def _described(self, client: EngineClient) -> ModelFacts:
         started = self._clock.mono()

@@ -314,7 +314,28 @@ async def test_an_idle_engine_that_hangs_is_found_by_probes():
         os.kill(hung, signal.SIGSTOP)
         await until(lambda: model.restarts == 1 and model.state is ModelState.READY)
         assert not is_alive(hung)
-    assert "it answered none of 2 probes of 0.3 s" in errors[1]
+    assert "it answered no probe within 0.3 s" in errors[1]
+
+
+async def test_a_hung_model_thread_is_found_though_its_process_answers(tmp_path):
+    """The stream goes on in the next engine, with the tokens that this one would have given."""
+
+    def command(socket):
+        child = (sys.executable, "-m", "tests.engine.child_engine", "hangs")
+        return (*child, "--socket", socket, "--model", tmp_path / "once", "--model-id", "toy")
+
+    options = replace(FAST, probe_interval_s=0.1, max_step_s=0.5)
+    errors = []
+    async with EngineBackend(
+        "toy", command, options=options, on_change=lambda m: errors.append(m.last_error)
+    ) as model:
+        await model.ready(20.0)
+        async with asyncio.timeout(20.0):
+            tokens, done = await collect(model, request(sampling=Sampling()))
+        assert tokens == [4 + n for n in range(40)]
+        assert done.reason is StopReason.MAX_TOKENS
+        assert model.restarts == 1
+    assert "it was at one step of its model for" in errors[1]
 
 
 async def test_a_model_that_never_gets_ready_is_killed_at_its_deadline():

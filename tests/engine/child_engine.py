@@ -1,0 +1,127 @@
+"""The real main of the engine child over a toy model that is slow, hangs or breaks on demand.
+
+Run as `python -m tests.engine.child_engine MODE --socket PATH --model FILE --model-id toy`.
+
+    slow    each chunk of a prompt takes a second
+    hangs   the third token never comes, while FILE does not exist; the process answers on
+    breaks  what belongs to no sequence fails, and the model thread with it
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kakeya.decoding.sampling import SamplingParams
+from kakeya.engine.model import LoadedFacts, MemoryUse, ModelDraft
+from kakeya.node.engine_main import main
+
+CHUNK_S = 1.0
+
+
+@dataclass
+class ToyState:
+    """Selects the token after the last one; counts what it holds."""
+
+    mode: str
+    file: Path
+    tokens: list[int] = field(default_factory=list)
+    flight: list[int] = field(default_factory=list)
+    collected: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        return self.length
+
+    def select_with(self, sampling: SamplingParams) -> None:
+        return None
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        if self.mode == "slow":
+            time.sleep(CHUNK_S)
+        self.tokens += tokens
+
+    def launch(self, token: int | None) -> None:
+        self.tokens.append(self.flight[-1] if token is None else token)
+        self.flight.append((self.tokens[-1] + 1) % 100)
+
+    def collect(self) -> int:
+        self.collected += 1
+        if self.mode == "hangs" and self.collected == 3 and not self.file.exists():
+            self.file.touch()
+            time.sleep(3600)
+        return self.flight.pop(0)
+
+    def in_flight(self) -> int:
+        return len(self.flight)
+
+    def verify(self, tokens: Sequence[int]) -> list[int]:
+        self.tokens += tokens
+        return [(token + 1) % 100 for token in tokens]
+
+    def verifiable_rows(self) -> int:
+        return 100
+
+    def trim(self, count: int) -> bool:
+        del self.tokens[len(self.tokens) - count :]
+        return True
+
+    def layer_length(self) -> int:
+        return self.length
+
+
+class ToyModel:
+    def __init__(self, mode: str, file: Path) -> None:
+        self._mode = mode
+        self._file = file
+        self.facts = LoadedFacts(
+            model_id="toy",
+            model_path="/toy",
+            vocab_size=100,
+            context_tokens=4096,
+            eos_token_ids=(),
+            quantization="",
+            dtype="",
+            weight_bytes=0,
+            kv_bytes_per_token=1,
+            mlx_version="",
+            tokens_per_second=1000.0,
+            prefill_tokens_per_second=1000.0,
+            load_s=0.0,
+            prefill_chunk_tokens=32,
+            vocabulary_digest="",
+            device="cpu",
+            blas_accelerated=True,
+            forward_costs_s={1: 0.001},
+        )
+
+    def open(self) -> ToyState:
+        return ToyState(self._mode, self._file)
+
+    def draft(
+        self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
+    ) -> ModelDraft:
+        return ModelDraft(tokens=(), confidence=(), forward_passes=0)
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(active_bytes=0, peak_bytes=0)
+
+    def tidy(self) -> None:
+        if self._mode == "breaks":
+            raise RuntimeError("the device is gone")
+
+
+def load(mode: str) -> Callable[[Namespace], ToyModel]:
+    return lambda options: ToyModel(mode, Path(options.model))
+
+
+if __name__ == "__main__":
+    main(sys.argv[2:], load(sys.argv[1]))
