@@ -11,6 +11,8 @@
         CapacityExhausted  no room for another session
       DeadlineExceeded     the caller's time is up
       Cancelled            the caller left
+      Unauthenticated      nobody vouches for the caller
+      Denied               the caller is known, and may not do this
       PeerError            another node or a child process
         PeerUnavailable    it does not answer
         PeerProtocol       it answered what no correct peer answers
@@ -111,6 +113,18 @@ class Cancelled(KakeyaError):
     """The caller left."""
 
     code = "cancelled"
+
+
+class Unauthenticated(KakeyaError):
+    """Nobody vouches for the caller: it shows no certificate, or none of this fleet's."""
+
+    code = "unauthenticated"
+
+
+class Denied(KakeyaError):
+    """The caller is known, and may not do this."""
+
+    code = "denied"
 
 
 class PeerError(KakeyaError):

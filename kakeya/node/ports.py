@@ -32,20 +32,20 @@ class Ports:
     advertised: str
 
 
-def bind(listen: ListenConfig) -> Ports:
+def bind(config: ListenConfig) -> Ports:
     """Bind both ports. Raises ConfigError naming the flag of the one that cannot be used."""
-    wanted = listen.bind or DEFAULT_BIND
-    if not listen.insecure_lan and not is_loopback(wanted):
+    wanted = config.bind or DEFAULT_BIND
+    if not config.insecure_lan and not is_loopback(wanted):
         raise ConfigError(
             f"{BIND.flag} {wanted} is reachable from other machines and this node has no identity; "
             f"make one with kakeya init or {JOIN.flag} TOKEN, add {INSECURE_LAN.flag} on a trusted "
             "network, or bind 127.0.0.1"
         )
-    http_socket = _listen(HTTP.flag, listen.http)
+    http_socket = listen(HTTP.flag, config.http)
     try:
         server = grpc.aio.server(options=Keepalive().server_options() + message_options())
         address = _bind_grpc(server, wanted)
-        advertised = listen.advertise or _advertisable(address)
+        advertised = config.advertise or _advertisable(address)
     except BaseException:
         http_socket.close()
         raise
@@ -59,7 +59,8 @@ def bind(listen: ListenConfig) -> Ports:
     )
 
 
-def _listen(flag: str, address: str) -> socket.socket:
+def listen(flag: str, address: str) -> socket.socket:
+    """Open a listening TCP socket. Raises ConfigError naming the flag that chose its address."""
     host, port = split_address(address)
     try:
         family, kind, proto, _, where = socket.getaddrinfo(
@@ -67,14 +68,14 @@ def _listen(flag: str, address: str) -> socket.socket:
         )[0]
         opened = socket.socket(family, kind, proto)
     except OSError as problem:
-        raise _unusable(flag, address, problem.strerror or str(problem)) from problem
+        raise unusable(flag, address, problem.strerror or str(problem)) from problem
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(where)
         opened.listen(_BACKLOG)
     except OSError as problem:
         opened.close()
-        raise _unusable(flag, address, problem.strerror or str(problem)) from problem
+        raise unusable(flag, address, problem.strerror or str(problem)) from problem
     return opened
 
 
@@ -84,12 +85,13 @@ def _bind_grpc(server: grpc.aio.Server, address: str) -> str:
         port = server.add_insecure_port(address)
     except RuntimeError:
         # gRPC does not say why; the same attempt by hand does.
-        _listen(BIND.flag, address).close()
-        raise _unusable(BIND.flag, address, "gRPC cannot listen there") from None
+        listen(BIND.flag, address).close()
+        raise unusable(BIND.flag, address, "gRPC cannot listen there") from None
     return join_address(host, port)
 
 
-def _unusable(flag: str, address: str, reason: str) -> ConfigError:
+def unusable(flag: str, address: str, reason: str) -> ConfigError:
+    """The one sentence for an address that cannot be listened on."""
     return ConfigError(
         f"{flag} {address} cannot be used: {reason}; "
         "stop what listens there, or give another address (port 0 lets the system choose)"

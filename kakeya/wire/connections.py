@@ -1,0 +1,95 @@
+"""Which connections each caller has open here, learned from its calls.
+
+gRPC tells of no connection, only of calls; which of them still are open is asked of the sockets
+(`hangup.py`), and only when it matters. A caller at its limit loses the connection that it left
+idle the longest, so a node that came back by a new path is heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+from kakeya.core.errors import Refused
+from kakeya.wire import hangup
+from kakeya.wire.hangup import Peer
+
+_TIDY_EVERY = 256
+"""New connections between two looks for those that have closed."""
+_ANSWER_S = 1.0
+"""How long a refused connection stays open, so that its caller reads why."""
+
+
+class Connections:
+    """Counts and closes; `limit` is for each caller. `hang_up` and `open_peers` reach sockets."""
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        open_peers: Callable[[], frozenset[Peer]] = hangup.open_peers,
+        hang_up: Callable[[Collection[Peer]], int] = hangup.hang_up,
+    ) -> None:
+        self._limit = limit
+        self._open_peers = open_peers
+        self._hang_up = hang_up
+        self._held: dict[str, OrderedDict[Peer, int]] = {}
+        self._noted = 0
+
+    @contextmanager
+    def call(self, caller: str, peer: Peer) -> Iterator[None]:
+        """Hold one call that came over a connection. Raises Refused for a connection too many."""
+        if peer not in self._held.get(caller, ()):
+            self._note(caller, peer)
+        held = self._held[caller]
+        held[peer] += 1
+        held.move_to_end(peer)
+        try:
+            yield
+        finally:
+            if peer in held:
+                held[peer] -= 1
+
+    def of(self, caller: str) -> tuple[Peer, ...]:
+        """The connections that a caller was last known to have, least recently used first."""
+        return tuple(self._held.get(caller, ()))
+
+    def callers(self) -> tuple[str, ...]:
+        """Everyone who was last known to have a connection."""
+        return tuple(self._held)
+
+    def drop(self, caller: str) -> int:
+        """Close all connections of a caller, whatever runs on them; return how many."""
+        return self._hang_up(self._held.pop(caller, OrderedDict()))
+
+    def _note(self, caller: str, peer: Peer) -> None:
+        self._noted += 1
+        is_full = len(self._held.get(caller, ())) >= self._limit
+        if is_full or self._noted % _TIDY_EVERY == 0:
+            self._tidy()
+        held = self._held.setdefault(caller, OrderedDict())
+        if len(held) >= self._limit:
+            self._make_room(caller, held, peer)
+        held[peer] = 0
+
+    def _make_room(self, caller: str, held: OrderedDict[Peer, int], newcomer: Peer) -> None:
+        idle = next((peer for peer, calls in held.items() if not calls), None)
+        if idle is None:
+            loop = asyncio.get_running_loop()
+            loop.call_later(_ANSWER_S, self._hang_up, (newcomer,))
+            raise Refused(
+                f"{caller} has {len(held)} connections in use here and may have {self._limit}; "
+                "send calls over one of them"
+            )
+        del held[idle]
+        self._hang_up((idle,))
+
+    def _tidy(self) -> None:
+        open_now = self._open_peers()
+        for caller, held in list(self._held.items()):
+            for peer in [peer for peer in held if peer not in open_now]:
+                del held[peer]
+            if not held:
+                del self._held[caller]
