@@ -241,7 +241,8 @@ async def test_stopped_in_the_middle_of_a_step_it_ends_clean() -> None:
             await call.read()  # the first chunk is done, the second one has begun
             call.cancel()
             child.terminate()
-            _, errors = await asyncio.to_thread(child.communicate, timeout=15)
+            await asyncio.to_thread(child.wait, 15)  # before its input ends, which kills it
+            _, errors = await asyncio.to_thread(child.communicate)
     assert "Traceback" not in errors.decode()
     assert child.returncode == 0
 
@@ -258,7 +259,8 @@ async def test_without_its_model_thread_an_engine_ends_at_once_with_1_and_says_w
                 async for _ in call:
                     pass
             assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
-            _, errors = await asyncio.to_thread(child.communicate, timeout=15)
+            await asyncio.to_thread(child.wait, 15)
+            _, errors = await asyncio.to_thread(child.communicate)
     assert child.returncode == 1
     assert errors.decode().strip().splitlines()[-1] == (
         "kakeya engine: RuntimeError('the device is gone')"
