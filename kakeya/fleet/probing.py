@@ -1,0 +1,305 @@
+"""Looks at nodes that are in doubt: dials them, has others dial them, and gives the verdict.
+
+    a call failed, a connection broke, another node accuses, an accused node beats on
+        -> one look at a time: GetNodeCapability, then GossipService.Probe through three others
+        -> the book (`suspicion.py`) settles the doubt; a new accusation starts a round at once
+
+Who is asked and fails too looks for itself, so a death goes through the fleet by probes in
+seconds, faster than rounds would carry it. Nothing here dials what a message names: only cards
+that this node holds, and so seldom that no request makes more traffic than it cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, Refused
+from kakeya.core.log import event
+from kakeya.core.tasks import Supervisor, every
+from kakeya.fleet.cards import DEFAULT_INTERVAL_S, MAX_ID_BYTES, Card
+from kakeya.fleet.dialing import DIAL_TIMEOUT_S, Dialer, Reach
+from kakeya.fleet.registry import CapabilityRegistry
+from kakeya.fleet.suspicion import Doubt, Sign, is_refuted, judge
+from kakeya.v1.fleet_pb2 import ProbeRequest, ProbeResponse
+from kakeya.wire.channels import Channels
+from kakeya.wire.status import abort
+
+_log = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[bytes, bytes]
+_MAX_REQUEST_BYTES = MAX_ID_BYTES + 16
+_SPACING_S = 0.25
+"""Between two dials of one node: no burst of reasons to look makes a burst of calls."""
+_FRESH_S = 1.0
+"""How long the last dial answers those who ask this node to try."""
+_DEFENCE_S = 2.0
+"""Between two rounds for one's own defence; one beat refutes every accusation before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeConfig:
+    """How patiently, through how many, how often."""
+
+    timeout_s: float = DIAL_TIMEOUT_S
+    helpers: int = 3
+    interval_s: float = DEFAULT_INTERVAL_S
+    """Others are asked about one node once in it, and doubted nodes are dialled again once."""
+    parallel: int = 16
+    """Looks at a time; also dials at a time above which nobody's request starts another."""
+    allowance: int = 32
+    """In an interval, of each: looks for accusations, dials for others, doubted nodes dialled
+    again. More nodes than die at once, and a fleet of any size bears it."""
+
+
+class _Allowance:
+    """So many in an interval."""
+
+    def __init__(self, limit: int, interval_s: float) -> None:
+        self._limit, self._interval_s = limit, interval_s
+        self._taken, self._since_mono = 0, float("-inf")
+
+    def take(self, mono: float) -> bool:
+        """Take one, if one is left."""
+        if mono - self._since_mono >= self._interval_s:
+            self._taken, self._since_mono = 0, mono
+        if self._taken >= self._limit:
+            return False
+        self._taken += 1
+        return True
+
+
+class _OncePer:
+    """What was done to whom within the last interval."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._done_mono: dict[str, float] = {}
+
+    def is_due(self, name: str, mono: float) -> bool:
+        """Whether it was not done within the interval."""
+        done_mono = self._done_mono.get(name)
+        return done_mono is None or mono - done_mono >= self._interval_s
+
+    def note(self, name: str, mono: float) -> None:
+        """Note that it is done now; what is long past is forgotten."""
+        self._done_mono = {n: at for n, at in self._done_mono.items() if not self.is_due(n, mono)}
+        self._done_mono[name] = mono
+
+
+class Prober:
+    """Settles the doubts of one registry's book, and answers those who ask this node to try.
+
+    `poke` asks for a gossip round soon, with a new beat of this node; `route` says where a node is
+    best dialled. Give it to gossip as its `Accusations`, and `lost` to the channels.
+    """
+
+    def __init__(
+        self,
+        registry: CapabilityRegistry,
+        *,
+        channels: Channels,
+        clock: Clock,
+        rng: random.Random,
+        poke: Callable[[], None],
+        route: Callable[[Card], str] = lambda card: card.grpc_address,
+        config: ProbeConfig | None = None,
+    ) -> None:
+        self._config = config = config or ProbeConfig()
+        self._registry = registry
+        self._book = registry.suspicions
+        self._clock = clock
+        self._rng = rng
+        self._poke = poke
+        self._route = route
+        self._dialer = Dialer(
+            registry, channels=channels, clock=clock, route=route, timeout_s=config.timeout_s
+        )
+        self._due: dict[str, None] = {}
+        """Addresses to look at, the longest due first."""
+        self._wake = asyncio.Event()
+        self._looking: set[str] = set()
+        self._slots = asyncio.Semaphore(config.parallel)
+        self._asked = _OncePer(config.interval_s)
+        self._hinted = _OncePer(config.interval_s)
+        self._defended = _OncePer(_DEFENCE_S)
+        self._hints = _Allowance(config.allowance, config.interval_s)
+        self._favours = _Allowance(config.allowance, config.interval_s)
+        self._book.subscribe(self._demand)
+
+    def start(self, supervisor: Supervisor) -> None:
+        """Look at what is in doubt, under a supervisor."""
+        supervisor.start("probing", self.run)
+
+    async def run(self) -> None:
+        """Look for ever."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._revisit_for_ever())
+                while True:
+                    await self._wake.wait()
+                    self._wake.clear()
+                    due, self._due = self._due, {}
+                    self._looking.update(due)
+                    for address in due:
+                        group.create_task(self._look(address))
+        finally:
+            await self._dialer.aclose()
+
+    # --- reasons to look
+
+    def lost(self, address: str) -> None:
+        """Take note that an open connection broke, as the channels tell it."""
+        for card in self._peers():
+            if address in (card.grpc_address, self._route(card)):
+                self._demand(card.grpc_address)
+
+    def outgoing(self) -> tuple[Sign, ...]:
+        """This node's own standing verdicts."""
+        return self._book.accusations()
+
+    def hear(self, accusations: Sequence[Sign]) -> None:
+        """Look at the accused of whom nothing later is held; refute what is said of oneself."""
+        mono = self._clock.mono()
+        for accusation in accusations:
+            held = self._registry.sign_of(accusation.node_id)
+            if held is None or is_refuted(accusation, held):
+                continue
+            if accusation.node_id == self._registry.node_id:
+                self._defend(mono)
+            elif self._hinted.is_due(accusation.node_id, mono):
+                self._follow(accusation.node_id, mono)
+
+    def _defend(self, mono: float) -> None:
+        if self._defended.is_due("", mono):
+            self._defended.note("", mono)
+            self._poke()
+
+    def _follow(self, node_id: str, mono: float) -> None:
+        card = self._registry.get(node_id, self._clock.wall())
+        if card is None or self._book.doubt_of(card.grpc_address) is Doubt.FLEET_WIDE:
+            return
+        if self._hints.take(mono):
+            self._hinted.note(node_id, mono)
+            self._demand(card.grpc_address)
+
+    def _demand(self, address: str) -> None:
+        if address not in self._looking:
+            self._due[address] = None
+            self._wake.set()
+
+    async def _revisit_for_ever(self) -> None:
+        interval_s = self._config.interval_s
+        await every(interval_s, self._revisit, clock=self._clock, rng=self._rng)
+
+    async def _revisit(self) -> None:
+        """Dial doubted nodes again: nobody else can tell when an edge works once more."""
+        doubted = self._book.doubted()
+        for address in self._rng.sample(doubted, min(len(doubted), self._config.allowance)):
+            self._demand(address)
+        self._dialer.forget(self._clock.mono() - self._config.interval_s)
+
+    # --- a look
+
+    async def _look(self, address: str) -> None:
+        self._book.hold(address)
+        try:
+            async with self._slots:
+                card = next((card for card in self._peers() if card.grpc_address == address), None)
+                if card is not None and await self._is_silent(card):
+                    await self._judge(card)
+        finally:
+            self._book.release(address)
+            self._looking.discard(address)
+
+    async def _is_silent(self, card: Card) -> bool:
+        last = self._dialer.last(card.node_id)
+        if last is not None:
+            await self._clock.sleep(last.ended_mono + _SPACING_S - self._clock.mono())
+        dial = await self._dialer.dial(card)
+        return dial.reach in (Reach.FAILED, Reach.MISSED)
+
+    async def _judge(self, card: Card) -> None:
+        mono = self._clock.mono()
+        is_settled = self._book.doubt_of(card.grpc_address) is Doubt.FLEET_WIDE
+        if is_settled or not self._asked.is_due(card.node_id, mono):
+            return
+        self._asked.note(card.node_id, mono)
+        helpers = self._choose_helpers(card)
+        doubt = judge(
+            await asyncio.gather(*(self._dialer.ask(helper, card.node_id) for helper in helpers))
+        )
+        sign = self._registry.sign_of(card.node_id)
+        if sign is None or sign.incarnation != card.incarnation:
+            return  # gone, or started again meanwhile
+        event(_log, "silent node judged", node=card.node_id, doubt=doubt.value, asked=len(helpers))
+        if self._book.settle(card, sign, doubt, self._clock.wall()):
+            self._poke()
+
+    def _choose_helpers(self, card: Card) -> list[Card]:
+        has = self._book.has
+        able = [
+            peer
+            for peer in self._peers()
+            if peer.is_extended and peer.node_id != card.node_id and not has(peer.grpc_address)
+        ]
+        return self._rng.sample(able, min(len(able), self._config.helpers))
+
+    def _peers(self) -> Sequence[Card]:
+        return self._registry.snapshot(self._clock.wall())[1:]
+
+    # --- answering those who ask
+
+    async def answer_probe(self, request: bytes, context: Context) -> bytes:
+        """Serve GossipService.Probe: say whether this node reaches another that it knows.
+
+        NOT_FOUND for a node without a live card here, RESOURCE_EXHAUSTED above the allowance.
+        """
+        try:
+            return await self._try_for(_read_node_id(request))
+        except KakeyaError as failure:
+            await abort(context, failure)
+            raise
+
+    async def _try_for(self, node_id: str) -> bytes:
+        if node_id == self._registry.node_id:
+            return ProbeResponse(is_reached=True).SerializeToString()
+        card = self._registry.get(node_id, self._clock.wall())
+        if card is None:
+            raise NotFound(
+                f"no live card of node {node_id[:80]!r} is held; ask a node that has one"
+            )
+        mono = self._clock.mono()
+        dial = self._dialer.last(node_id)
+        if dial is None or mono - dial.ended_mono > _FRESH_S:
+            if not self._dialer.is_dialling(node_id):
+                self._charge(mono)
+            dial = await self._dialer.dial(card)
+        if dial.reach is Reach.UNSURE:
+            raise Refused(f"whether node {node_id[:80]!r} answers could not be told; ask again")
+        is_reached = dial.reach is Reach.REACHED
+        return ProbeResponse(is_reached=is_reached, rtt_ms=dial.rtt_s * 1e3).SerializeToString()
+
+    def _charge(self, mono: float) -> None:
+        config = self._config
+        if self._dialer.under_way >= config.parallel or not self._favours.take(mono):
+            raise Refused(
+                f"this node dials for others {config.allowance} times in {config.interval_s:g} s "
+                f"and {config.parallel} at a time; ask later or another",
+                retry_after_s=config.interval_s,
+            )
+
+
+def _read_node_id(request: bytes) -> str:
+    if len(request) > _MAX_REQUEST_BYTES:
+        raise InvalidArgument(f"a probe request has {len(request)} bytes; a node id has fewer")
+    try:
+        return ProbeRequest.FromString(request).node_id
+    except DecodeError as failure:
+        raise InvalidArgument("a probe request must hold a node id") from failure
