@@ -25,6 +25,7 @@ from kakeya.decoding.sender import PendingDraft, Sender
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1 import distributed_pb2_grpc as rpc
 from kakeya.wire.channels import sync_channel
+from kakeya.wire.security import TlsMaterial
 
 __all__ = ["MalformedDraft", "PendingDraft", "RemoteDraftBook", "RemoteProposer"]
 __all__ += ["RemoteProposerError"]
@@ -58,8 +59,8 @@ class RemoteProposer:
     """The proposer `model_id` of the node at `address`; "" is that node's default.
 
     `extended=False` for nodes without our wire extensions: they answer full blocks, in which
-    nobody can tell padding from drafts. Token ids from `vocab_size` on are refused. A given
-    `channel` stays the caller's to close.
+    nobody can tell padding from drafts. Token ids from `vocab_size` on are refused. With `tls` the
+    peer must show a certificate for `server_name`. A given `channel` stays the caller's to close.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class RemoteProposer:
         timeout_s: float = PROPOSAL_TIMEOUT_S,
         vocab_size: int | None = None,
         extended: bool = True,
+        tls: TlsMaterial | None = None,
+        server_name: str = "",
         breaker: CircuitBreaker | None = None,
         rng: random.Random | None = None,
         clock: Clock | None = None,
@@ -85,7 +88,7 @@ class RemoteProposer:
         self._vocab_size = vocab_size
         self._sender = Sender(f"draft-{model_id}")
         self._owns_channel = channel is None
-        self._channel = channel or sync_channel(address)
+        self._channel = channel or sync_channel(address, tls=tls, server_name=server_name)
         self._stub = rpc.ProposerServiceStub(self._channel)
 
     def propose(self, prefix: Sequence[int], size: int) -> Draft:

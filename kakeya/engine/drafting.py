@@ -7,12 +7,15 @@ under way. A draft that is not verified is scored once plain decoding has caught
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kakeya.core.errors import ConfigError
+from kakeya.core.log import event
 from kakeya.decoding.acceptance import agreeing
 from kakeya.decoding.controller import DraftController
 from kakeya.decoding.draft_book import RemoteDraftBook
@@ -23,7 +26,9 @@ from kakeya.decoding.sampling import SamplingParams
 from kakeya.decoding.sender import PendingDraft
 from kakeya.decoding.shadow import ShadowScorer
 from kakeya.engine.job import SourceSpec, SourceTally
+from kakeya.wire.security import TlsMaterial
 
+_log = logging.getLogger(__name__)
 RemoteBook: TypeAlias = "RemoteDraftBook[PendingDraft]"
 NGRAM_SOURCE = "ngram"
 KEPT_PEERS = 16
@@ -34,6 +39,7 @@ _NOTHING = Draft(source="none")
 @dataclass(slots=True)
 class _Shared:
     proposer: RemoteProposer
+    tls: TlsMaterial | None
     books: int = 0
 
 
@@ -41,23 +47,39 @@ class RemoteBooks:
     """One RemoteProposer for each peer's model, shared by all sequences.
 
     It outlives them, so that the next one finds an open channel; of those that no sequence uses,
-    the last KEPT_PEERS stay, whoever comes and goes in the fleet.
+    the last KEPT_PEERS stay, whoever comes and goes in the fleet. `identity` tells the node's keys
+    as of now, None while it has none: peers with a server name are then not asked at all, since
+    a source that has to be encrypted never falls back to a plain connection.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, identity: Callable[[], TlsMaterial | None] = lambda: None) -> None:
+        self._identity = identity
         self._shared: OrderedDict[SourceSpec, _Shared] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._shared)
 
     def open(self, spec: SourceSpec, vocab_size: int, noise: SamplingNoise | None) -> RemoteBook:
-        """A new book of drafts from a peer, for one sequence, until `close`."""
+        """A new book of drafts from a peer, for one sequence, until `close`.
+
+        Raises ConfigError when the peer must be asked over TLS and there are no usable keys.
+        """
+        tls = self._material(spec)
         shared = self._shared.get(spec)
+        if shared is not None and shared.tls != tls and not shared.books:
+            # The certificate was renewed; while a sequence drafts, its open channel still serves.
+            self._shared.pop(spec).proposer.close()
+            shared = None
         if shared is None:
             proposer = RemoteProposer(
-                spec.address, spec.model_id, vocab_size=vocab_size, extended=spec.extended
+                spec.address,
+                spec.model_id,
+                vocab_size=vocab_size,
+                extended=spec.extended,
+                tls=tls,
+                server_name=spec.server_name,
             )
-            shared = self._shared[spec] = _Shared(proposer)
+            shared = self._shared[spec] = _Shared(proposer, tls)
         shared.books += 1
         self._shared.move_to_end(spec)
         return RemoteDraftBook(shared.proposer, noise)
@@ -69,6 +91,17 @@ class RemoteBooks:
         idle = [known for known, shared in self._shared.items() if not shared.books]
         for known in idle[:-KEPT_PEERS]:
             self._shared.pop(known).proposer.close()
+
+    def _material(self, spec: SourceSpec) -> TlsMaterial | None:
+        if not spec.server_name:
+            return None
+        material = self._identity()
+        if material is None:
+            raise ConfigError(
+                f"{spec.name} is asked for drafts over TLS and this engine has no identity; "
+                "start it with --identity DIR"
+            )
+        return material
 
 
 class Drafting:
@@ -90,12 +123,27 @@ class Drafting:
         self._index = NGramIndex() if any(spec.kind == NGRAM_SOURCE for spec in specs) else None
         self._shared_books = books
         self._remote = {spec.name: spec for spec in specs if spec.kind == "remote"}
-        noise = _noise(sampling)
-        self._books = {
-            name: books.open(spec, vocab_size, noise) for name, spec in self._remote.items()
-        }
         self._tallies = {spec.name: SourceTally(source=spec.name) for spec in specs}
+        self._books = self._open(_noise(sampling))
         self._shadows = ShadowScorer(self)
+
+    def _open(self, noise: SamplingNoise | None) -> dict[str, RemoteBook]:
+        """A book for each peer; one that cannot be asked costs its drafts, not the generation."""
+        opened = {}
+        for name, spec in list(self._remote.items()):
+            try:
+                opened[name] = self._shared_books.open(spec, self._vocab_size, noise)
+            except ConfigError as problem:
+                del self._remote[name]
+                self._tallies[name].failed += 1
+                event(
+                    _log,
+                    "a peer cannot be asked for drafts",
+                    level=logging.WARNING,
+                    source=name,
+                    problem=problem.message,
+                )
+        return opened
 
     def begin(self, history: list[int]) -> None:
         """Take the history, which the caller goes on extending."""

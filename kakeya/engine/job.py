@@ -12,12 +12,16 @@ from kakeya.decoding.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSpec:
-    """Where drafts may come from: the n-gram index of the sequence, or a peer's proposer."""
+    """Where drafts may come from: the n-gram index of the sequence, or a peer's proposer.
+
+    `server_name` is what the peer's certificate must carry; "" = a plain connection.
+    """
 
     kind: Literal["ngram", "remote"]
     address: str = ""
     model_id: str = ""
     extended: bool = False
+    server_name: str = ""
 
     @property
     def name(self) -> str:

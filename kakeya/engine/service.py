@@ -299,6 +299,7 @@ def _job_from_wire(request: pb.DecodeRequest) -> DecodeJob:
                 address=source.address,
                 model_id=source.model_id,
                 extended=source.extended,
+                server_name=source.server_name,
             )
             for source in request.draft_sources
         ),

@@ -24,28 +24,46 @@ from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.node.models import EMBEDDED
 from kakeya.node.settings import Illegal, is_loopback, peer_address
 from kakeya.runtime.generation import DraftSource, ModelFacts
+from kakeya.wire.channels import is_local
+from kakeya.wire.security import ChannelSecurity
 
 LOCAL_NGRAM = DraftSource(kind="ngram")
 POLICIES = "auto, off, ngram, peer or MODEL_ID@HOST:PORT"
 
 
 class FleetDrafts:
-    """Chooses draft sources from the registry's view of this moment."""
+    """Chooses draft sources from the registry's view of this moment.
 
-    def __init__(self, registry: CapabilityRegistry, clock: Clock) -> None:
+    In a fleet with identities, `security` knows whose certificate a peer must show.
+    """
+
+    def __init__(
+        self,
+        registry: CapabilityRegistry,
+        clock: Clock,
+        *,
+        security: ChannelSecurity | None = None,
+    ) -> None:
         self._registry = registry
         self._clock = clock
+        self._security = security
 
     def sources(self, facts: ModelFacts, policy: str) -> tuple[DraftSource, ...]:
         """Best first. Raises InvalidArgument for a policy that is none."""
         now = self._clock.wall()
-        return choose_sources(
+        chosen = choose_sources(
             facts,
             policy,
             self._registry.snapshot(now),
             now=now,
             suspects=self._registry.suspects(),
         )
+        return tuple(self._secured(source) for source in chosen)
+
+    def _secured(self, source: DraftSource) -> DraftSource:
+        if self._security is None or source.kind != "remote" or is_local(source.address):
+            return source
+        return replace(source, server_name=self._security.server_name(source.address))
 
 
 def choose_sources(

@@ -20,6 +20,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from kakeya.core.errors import KakeyaError
@@ -59,24 +60,27 @@ def main(argv: list[str] | None = None, load: Callable[[Namespace], Model] | Non
 class _Engine:
     """What the model thread made and both threads use."""
 
-    def __init__(self, model: Model, kv_bytes: int, max_running: int, draft_rows: int) -> None:
+    def __init__(self, model: Model, options: Namespace) -> None:
         from kakeya.decoding.controller import DraftController
         from kakeya.engine.drafting import RemoteBooks
         from kakeya.engine.scheduler import Scheduler
         from kakeya.engine.sequence import SequenceTools, Violations
         from kakeya.engine.slots import KvSlots
+        from kakeya.wire.tls import MaterialFolder
 
         controller = DraftController()
         controller.seed_costs(model.facts.forward_costs_s)
         self.model = model
         self.tools = SequenceTools(
-            slots=KvSlots(kv_bytes),
+            slots=KvSlots(options.kv_bytes),
             controller=controller,
-            books=RemoteBooks(),
+            books=RemoteBooks(MaterialFolder(options.identity).current)
+            if options.identity
+            else RemoteBooks(),
             violations=Violations(),
-            max_draft_rows=draft_rows,
+            max_draft_rows=options.draft_rows,
         )
-        self.scheduler = Scheduler(model, self.tools, max_running=max_running)
+        self.scheduler = Scheduler(model, self.tools, max_running=options.max_running)
 
 
 def _parse(argv: list[str] | None) -> Namespace:
@@ -87,6 +91,7 @@ def _parse(argv: list[str] | None) -> Namespace:
     parser.add_argument("--kv-bytes", type=int, default=2 << 30, help="KV kept between calls")
     parser.add_argument("--max-running", type=int, default=8, help="sequences that take turns")
     parser.add_argument("--draft-rows", type=int, default=16, help="most rows of one block")
+    parser.add_argument("--identity", type=Path, help="folder of the keys that peers want to see")
     parser.add_argument("--blas-threads", type=int, default=1)
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
     return parser.parse_args(argv)
@@ -98,7 +103,7 @@ def _model_thread(
     """Load on the thread that computes later: mlx keeps streams per thread."""
     try:
         event(_log, "loading", model=options.model_id, source=options.model)
-        made = _Engine(load(options), options.kv_bytes, options.max_running, options.draft_rows)
+        made = _Engine(load(options), options)
     except BaseException as failure:  # noqa: BLE001 - reported by the main thread
         engine.set_exception(failure)
         return

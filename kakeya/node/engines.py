@@ -28,8 +28,13 @@ EngineCommand = Callable[[ModelSpec, str], Command]
 """Builds the command of the child that serves a model, given what the model was resolved to."""
 
 
-def engine_command(log_format: str) -> EngineCommand:
-    """Return the command of the engine that is part of this package."""
+def engine_command(log_format: str, identity: Path | None = None) -> EngineCommand:
+    """Return the command of the engine that is part of this package.
+
+    `identity` is the folder of the node's keys, which need not exist yet: engines dial the peers
+    that draft for them by themselves.
+    """
+    keys = ("--identity", str(identity)) if identity else ()
 
     def for_model(spec: ModelSpec, resolved: str) -> Command:
         def on_socket(socket: Path) -> Sequence[str]:
@@ -39,6 +44,7 @@ def engine_command(log_format: str) -> EngineCommand:
                 *("--model", resolved),
                 *("--model-id", spec.model_id),
                 *("--log-format", log_format),
+                *keys,
             )
 
         return on_socket

@@ -17,6 +17,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -26,8 +27,9 @@ import grpc.aio
 from kakeya.core.errors import PeerProtocol, PeerUnavailable
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
-from kakeya.wire.channels import Channels, Keepalive
+from kakeya.wire.channels import Channels, Keepalive, is_local
 from kakeya.wire.status import error_from_rpc
+from kakeya.wire.tls import FolderSecurity
 
 if TYPE_CHECKING:
     from kakeya.v1.runtime_pb2_grpc import RuntimeServiceAsyncStub
@@ -81,7 +83,12 @@ class SessionInfo:
 
 
 class Client:
-    """Speaks to one node; an `async with` that closes its channel."""
+    """Speaks to one node; an `async with` that closes its channel.
+
+    In a fleet with identities a node on another machine wants to see a client's certificate:
+    `identity` is the folder that `kakeya join` made. Any member may then answer, or only
+    `node_id`, which is checked even over loopback (the end of a tunnel, say).
+    """
 
     def __init__(
         self,
@@ -89,10 +96,16 @@ class Client:
         *,
         timeout_s: float = 30.0,
         keepalive: Keepalive | None = None,
+        identity: Path | None = None,
+        node_id: str = "",
     ) -> None:
         self._address = address
         self._timeout_s = timeout_s
-        self._channels = Channels(keepalive)
+        self._channels = Channels(
+            keepalive,
+            security=FolderSecurity(identity, node_id) if identity else None,
+            is_plain=(lambda _: False) if node_id else is_local,
+        )
 
     async def __aenter__(self) -> Self:
         return self

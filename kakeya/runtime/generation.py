@@ -36,12 +36,16 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSource:
-    """Where drafts may come from: in the engine itself, or a peer's ProposerService."""
+    """Where drafts may come from: in the engine itself, or a peer's ProposerService.
+
+    `server_name` is what the peer's certificate must carry; "" = a plain connection.
+    """
 
     kind: Literal["ngram", "remote"]
     address: str = ""
     model_id: str = ""
     extended: bool = False
+    server_name: str = ""
 
     @property
     def name(self) -> str:

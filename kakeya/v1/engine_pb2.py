@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kakeya/v1/engine.proto\x12\tkakeya.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xc3\x03\n\x10\x44\x65scribeResponse\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x14\n\x0cquantization\x18\x06 \x01(\t\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x08 \x01(\x04\x12\x1a\n\x12kv_bytes_per_token\x18\t \x01(\x04\x12\x13\n\x0bmlx_version\x18\n \x01(\t\x12\x19\n\x11tokens_per_second\x18\x0b \x01(\x01\x12!\n\x19prefill_tokens_per_second\x18\x0c \x01(\x01\x12\x14\n\x0cload_seconds\x18\r \x01(\x01\x12\x1c\n\x14prefill_chunk_tokens\x18\x0e \x01(\r\x12\x19\n\x11vocabulary_digest\x18\x0f \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x10 \x01(\t\x12\x18\n\x10\x62las_accelerated\x18\x11 \x01(\x08\x12#\n\x1bmodel_thread_silent_seconds\x18\x12 \x01(\x01\"\xac\x01\n\x0b\x44raftSource\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.kakeya.v1.DraftSource.Kind\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x10\n\x08\x65xtended\x18\x04 \x01(\x08\"=\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0e\n\nKIND_NGRAM\x10\x01\x12\x0f\n\x0bKIND_REMOTE\x10\x02\"\xd3\x01\n\rDecodeRequest\x12\x16\n\x0etoken_ids_le32\x18\x01 \x01(\x0c\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\r\n\x05top_k\x18\x06 \x01(\r\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12-\n\rdraft_sources\x18\x08 \x03(\x0b\x32\x16.kakeya.v1.DraftSource\x12\x0e\n\x06kv_key\x18\t \x01(\t\"\x9e\x01\n\x0e\x44\x65\x63odeResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.kakeya.v1.PrefillProgressH\x00\x12,\n\x06tokens\x18\x02 \x01(\x0b\x32\x1a.kakeya.v1.CommittedTokensH\x00\x12%\n\x04\x64one\x18\x03 \x01(\x0b\x32\x15.kakeya.v1.DecodeDoneH\x00\x42\x07\n\x05\x66rame\"@\n\x0fPrefillProgress\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x02 \x01(\r\"$\n\x0f\x43ommittedTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xda\x02\n\nDecodeDone\x12,\n\x06reason\x18\x01 \x01(\x0e\x32\x1c.kakeya.v1.DecodeDone.Reason\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x03 \x01(\x01\x12\x15\n\rcached_tokens\x18\x04 \x01(\x04\x12\x10\n\x08\x66orwards\x18\x05 \x01(\x04\x12\x0f\n\x07\x64rafted\x18\x06 \x01(\x04\x12\x10\n\x08verified\x18\x07 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x08 \x01(\x04\x12\'\n\x07sources\x18\t \x03(\x0b\x32\x16.kakeya.v1.SourceStats\"g\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11REASON_MAX_TOKENS\x10\x01\x12\x15\n\x11REASON_STOP_TOKEN\x10\x02\x12\x17\n\x13REASON_CONTEXT_FULL\x10\x03\"\xd0\x01\n\x0bSourceStats\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06\x64rafts\x18\x02 \x01(\x04\x12\x0f\n\x07\x64rafted\x18\x03 \x01(\x04\x12\x10\n\x08verified\x18\x04 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\x04\x12\x11\n\tabstained\x18\x06 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x07 \x01(\x04\x12\x0c\n\x04late\x18\x08 \x01(\x04\x12\x10\n\x08shadowed\x18\t \x01(\x04\x12\x14\n\x0cmean_wait_ms\x18\n \x01(\x01\x12\x13\n\x0bshadow_hits\x18\x0b \x01(\x04\"z\n\x0c\x44raftRequest\x12\x16\n\x0etoken_ids_le32\x18\x01 \x01(\x0c\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x04 \x01(\x01H\x01\x88\x01\x01\x42\x07\n\x05_seedB\x0e\n\x0c_temperature\"\x7f\n\rDraftResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x12\n\nconfidence\x18\x02 \x03(\x02\x12\x16\n\x0e\x66orward_passes\x18\x03 \x01(\r\x12\x10\n\x08\x64raft_us\x18\x04 \x01(\x04\x12\x1d\n\x15peak_activation_bytes\x18\x05 \x01(\x04\" \n\x0eReleaseRequest\x12\x0e\n\x06kv_key\x18\x01 \x01(\t\")\n\x0fReleaseResponse\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x04\"\x0e\n\x0cStatsRequest\"\xde\x02\n\rStatsResponse\x12\x15\n\rkv_live_bytes\x18\x01 \x01(\x04\x12\x12\n\nkv_entries\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x18\n\x10mlx_active_bytes\x18\x05 \x01(\x04\x12\x16\n\x0emlx_peak_bytes\x18\x06 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x07 \x01(\x04\x12\x1f\n\x17\x63\x61\x63he_length_violations\x18\x08 \x01(\x04\x12\x1b\n\x13position_violations\x18\t \x01(\x04\x12\x43\n\x0fkv_bytes_by_key\x18\n \x03(\x0b\x32*.kakeya.v1.StatsResponse.KvBytesByKeyEntry\x1a\x33\n\x11KvBytesByKeyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\xcf\x02\n\rEngineService\x12\x43\n\x08\x44\x65scribe\x12\x1a.kakeya.v1.DescribeRequest\x1a\x1b.kakeya.v1.DescribeResponse\x12?\n\x06\x44\x65\x63ode\x12\x18.kakeya.v1.DecodeRequest\x1a\x19.kakeya.v1.DecodeResponse0\x01\x12:\n\x05\x44raft\x12\x17.kakeya.v1.DraftRequest\x1a\x18.kakeya.v1.DraftResponse\x12@\n\x07Release\x12\x19.kakeya.v1.ReleaseRequest\x1a\x1a.kakeya.v1.ReleaseResponse\x12:\n\x05Stats\x12\x17.kakeya.v1.StatsRequest\x1a\x18.kakeya.v1.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kakeya/v1/engine.proto\x12\tkakeya.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xc3\x03\n\x10\x44\x65scribeResponse\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x14\n\x0cquantization\x18\x06 \x01(\t\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x08 \x01(\x04\x12\x1a\n\x12kv_bytes_per_token\x18\t \x01(\x04\x12\x13\n\x0bmlx_version\x18\n \x01(\t\x12\x19\n\x11tokens_per_second\x18\x0b \x01(\x01\x12!\n\x19prefill_tokens_per_second\x18\x0c \x01(\x01\x12\x14\n\x0cload_seconds\x18\r \x01(\x01\x12\x1c\n\x14prefill_chunk_tokens\x18\x0e \x01(\r\x12\x19\n\x11vocabulary_digest\x18\x0f \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x10 \x01(\t\x12\x18\n\x10\x62las_accelerated\x18\x11 \x01(\x08\x12#\n\x1bmodel_thread_silent_seconds\x18\x12 \x01(\x01\"\xc1\x01\n\x0b\x44raftSource\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.kakeya.v1.DraftSource.Kind\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x10\n\x08\x65xtended\x18\x04 \x01(\x08\x12\x13\n\x0bserver_name\x18\x05 \x01(\t\"=\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0e\n\nKIND_NGRAM\x10\x01\x12\x0f\n\x0bKIND_REMOTE\x10\x02\"\xd3\x01\n\rDecodeRequest\x12\x16\n\x0etoken_ids_le32\x18\x01 \x01(\x0c\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\r\n\x05top_k\x18\x06 \x01(\r\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12-\n\rdraft_sources\x18\x08 \x03(\x0b\x32\x16.kakeya.v1.DraftSource\x12\x0e\n\x06kv_key\x18\t \x01(\t\"\x9e\x01\n\x0e\x44\x65\x63odeResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.kakeya.v1.PrefillProgressH\x00\x12,\n\x06tokens\x18\x02 \x01(\x0b\x32\x1a.kakeya.v1.CommittedTokensH\x00\x12%\n\x04\x64one\x18\x03 \x01(\x0b\x32\x15.kakeya.v1.DecodeDoneH\x00\x42\x07\n\x05\x66rame\"@\n\x0fPrefillProgress\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x02 \x01(\r\"$\n\x0f\x43ommittedTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xda\x02\n\nDecodeDone\x12,\n\x06reason\x18\x01 \x01(\x0e\x32\x1c.kakeya.v1.DecodeDone.Reason\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x03 \x01(\x01\x12\x15\n\rcached_tokens\x18\x04 \x01(\x04\x12\x10\n\x08\x66orwards\x18\x05 \x01(\x04\x12\x0f\n\x07\x64rafted\x18\x06 \x01(\x04\x12\x10\n\x08verified\x18\x07 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x08 \x01(\x04\x12\'\n\x07sources\x18\t \x03(\x0b\x32\x16.kakeya.v1.SourceStats\"g\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11REASON_MAX_TOKENS\x10\x01\x12\x15\n\x11REASON_STOP_TOKEN\x10\x02\x12\x17\n\x13REASON_CONTEXT_FULL\x10\x03\"\xd0\x01\n\x0bSourceStats\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06\x64rafts\x18\x02 \x01(\x04\x12\x0f\n\x07\x64rafted\x18\x03 \x01(\x04\x12\x10\n\x08verified\x18\x04 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\x04\x12\x11\n\tabstained\x18\x06 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x07 \x01(\x04\x12\x0c\n\x04late\x18\x08 \x01(\x04\x12\x10\n\x08shadowed\x18\t \x01(\x04\x12\x14\n\x0cmean_wait_ms\x18\n \x01(\x01\x12\x13\n\x0bshadow_hits\x18\x0b \x01(\x04\"z\n\x0c\x44raftRequest\x12\x16\n\x0etoken_ids_le32\x18\x01 \x01(\x0c\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x04 \x01(\x01H\x01\x88\x01\x01\x42\x07\n\x05_seedB\x0e\n\x0c_temperature\"\x7f\n\rDraftResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x12\n\nconfidence\x18\x02 \x03(\x02\x12\x16\n\x0e\x66orward_passes\x18\x03 \x01(\r\x12\x10\n\x08\x64raft_us\x18\x04 \x01(\x04\x12\x1d\n\x15peak_activation_bytes\x18\x05 \x01(\x04\" \n\x0eReleaseRequest\x12\x0e\n\x06kv_key\x18\x01 \x01(\t\")\n\x0fReleaseResponse\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x04\"\x0e\n\x0cStatsRequest\"\xde\x02\n\rStatsResponse\x12\x15\n\rkv_live_bytes\x18\x01 \x01(\x04\x12\x12\n\nkv_entries\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x18\n\x10mlx_active_bytes\x18\x05 \x01(\x04\x12\x16\n\x0emlx_peak_bytes\x18\x06 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x07 \x01(\x04\x12\x1f\n\x17\x63\x61\x63he_length_violations\x18\x08 \x01(\x04\x12\x1b\n\x13position_violations\x18\t \x01(\x04\x12\x43\n\x0fkv_bytes_by_key\x18\n \x03(\x0b\x32*.kakeya.v1.StatsResponse.KvBytesByKeyEntry\x1a\x33\n\x11KvBytesByKeyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\xcf\x02\n\rEngineService\x12\x43\n\x08\x44\x65scribe\x12\x1a.kakeya.v1.DescribeRequest\x1a\x1b.kakeya.v1.DescribeResponse\x12?\n\x06\x44\x65\x63ode\x12\x18.kakeya.v1.DecodeRequest\x1a\x19.kakeya.v1.DecodeResponse0\x01\x12:\n\x05\x44raft\x12\x17.kakeya.v1.DraftRequest\x1a\x18.kakeya.v1.DraftResponse\x12@\n\x07Release\x12\x19.kakeya.v1.ReleaseRequest\x1a\x1a.kakeya.v1.ReleaseResponse\x12:\n\x05Stats\x12\x17.kakeya.v1.StatsRequest\x1a\x18.kakeya.v1.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,37 +38,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBERESPONSE']._serialized_start=57
   _globals['_DESCRIBERESPONSE']._serialized_end=508
   _globals['_DRAFTSOURCE']._serialized_start=511
-  _globals['_DRAFTSOURCE']._serialized_end=683
-  _globals['_DRAFTSOURCE_KIND']._serialized_start=622
-  _globals['_DRAFTSOURCE_KIND']._serialized_end=683
-  _globals['_DECODEREQUEST']._serialized_start=686
-  _globals['_DECODEREQUEST']._serialized_end=897
-  _globals['_DECODERESPONSE']._serialized_start=900
-  _globals['_DECODERESPONSE']._serialized_end=1058
-  _globals['_PREFILLPROGRESS']._serialized_start=1060
-  _globals['_PREFILLPROGRESS']._serialized_end=1124
-  _globals['_COMMITTEDTOKENS']._serialized_start=1126
-  _globals['_COMMITTEDTOKENS']._serialized_end=1162
-  _globals['_DECODEDONE']._serialized_start=1165
-  _globals['_DECODEDONE']._serialized_end=1511
-  _globals['_DECODEDONE_REASON']._serialized_start=1408
-  _globals['_DECODEDONE_REASON']._serialized_end=1511
-  _globals['_SOURCESTATS']._serialized_start=1514
-  _globals['_SOURCESTATS']._serialized_end=1722
-  _globals['_DRAFTREQUEST']._serialized_start=1724
-  _globals['_DRAFTREQUEST']._serialized_end=1846
-  _globals['_DRAFTRESPONSE']._serialized_start=1848
-  _globals['_DRAFTRESPONSE']._serialized_end=1975
-  _globals['_RELEASEREQUEST']._serialized_start=1977
-  _globals['_RELEASEREQUEST']._serialized_end=2009
-  _globals['_RELEASERESPONSE']._serialized_start=2011
-  _globals['_RELEASERESPONSE']._serialized_end=2052
-  _globals['_STATSREQUEST']._serialized_start=2054
-  _globals['_STATSREQUEST']._serialized_end=2068
-  _globals['_STATSRESPONSE']._serialized_start=2071
-  _globals['_STATSRESPONSE']._serialized_end=2421
-  _globals['_STATSRESPONSE_KVBYTESBYKEYENTRY']._serialized_start=2370
-  _globals['_STATSRESPONSE_KVBYTESBYKEYENTRY']._serialized_end=2421
-  _globals['_ENGINESERVICE']._serialized_start=2424
-  _globals['_ENGINESERVICE']._serialized_end=2759
+  _globals['_DRAFTSOURCE']._serialized_end=704
+  _globals['_DRAFTSOURCE_KIND']._serialized_start=643
+  _globals['_DRAFTSOURCE_KIND']._serialized_end=704
+  _globals['_DECODEREQUEST']._serialized_start=707
+  _globals['_DECODEREQUEST']._serialized_end=918
+  _globals['_DECODERESPONSE']._serialized_start=921
+  _globals['_DECODERESPONSE']._serialized_end=1079
+  _globals['_PREFILLPROGRESS']._serialized_start=1081
+  _globals['_PREFILLPROGRESS']._serialized_end=1145
+  _globals['_COMMITTEDTOKENS']._serialized_start=1147
+  _globals['_COMMITTEDTOKENS']._serialized_end=1183
+  _globals['_DECODEDONE']._serialized_start=1186
+  _globals['_DECODEDONE']._serialized_end=1532
+  _globals['_DECODEDONE_REASON']._serialized_start=1429
+  _globals['_DECODEDONE_REASON']._serialized_end=1532
+  _globals['_SOURCESTATS']._serialized_start=1535
+  _globals['_SOURCESTATS']._serialized_end=1743
+  _globals['_DRAFTREQUEST']._serialized_start=1745
+  _globals['_DRAFTREQUEST']._serialized_end=1867
+  _globals['_DRAFTRESPONSE']._serialized_start=1869
+  _globals['_DRAFTRESPONSE']._serialized_end=1996
+  _globals['_RELEASEREQUEST']._serialized_start=1998
+  _globals['_RELEASEREQUEST']._serialized_end=2030
+  _globals['_RELEASERESPONSE']._serialized_start=2032
+  _globals['_RELEASERESPONSE']._serialized_end=2073
+  _globals['_STATSREQUEST']._serialized_start=2075
+  _globals['_STATSREQUEST']._serialized_end=2089
+  _globals['_STATSRESPONSE']._serialized_start=2092
+  _globals['_STATSRESPONSE']._serialized_end=2442
+  _globals['_STATSRESPONSE_KVBYTESBYKEYENTRY']._serialized_start=2391
+  _globals['_STATSRESPONSE_KVBYTESBYKEYENTRY']._serialized_end=2442
+  _globals['_ENGINESERVICE']._serialized_start=2445
+  _globals['_ENGINESERVICE']._serialized_end=2780
 # @@protoc_insertion_point(module_scope)

@@ -137,12 +137,15 @@ class DraftSource(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     MODEL_ID_FIELD_NUMBER: _builtins.int
     EXTENDED_FIELD_NUMBER: _builtins.int
+    SERVER_NAME_FIELD_NUMBER: _builtins.int
     kind: Global___DraftSource.Kind.ValueType
     address: _builtins.str
     """Of a remote source: HOST:PORT of its ProposerService, and the model it is asked for."""
     model_id: _builtins.str
     extended: _builtins.bool
     """The peer understands our extensions of ProposeBlock."""
+    server_name: _builtins.str
+    """The name that the peer's certificate must carry; "" = a plain connection."""
     def __init__(
         self,
         *,
@@ -150,10 +153,11 @@ class DraftSource(_message.Message):
         address: _builtins.str = ...,
         model_id: _builtins.str = ...,
         extended: _builtins.bool = ...,
+        server_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "extended", b"extended", "kind", b"kind", "model_id", b"model_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "extended", b"extended", "kind", b"kind", "model_id", b"model_id", "server_name", b"server_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

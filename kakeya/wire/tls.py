@@ -102,6 +102,31 @@ def _unreadable(path: Path, problem: OSError) -> ConfigError:
     )
 
 
+class FolderSecurity:
+    """How a program that is no node opens channels: with the keys of a folder (`kakeya join`).
+
+    `server_name` "" = any member of the fleet may answer, else the node id that must.
+    """
+
+    def __init__(self, folder: Path, server_name: str = "") -> None:
+        self._folder = folder
+        self._files = MaterialFolder(folder)
+        self._server_name = server_name
+
+    def material(self) -> TlsMaterial:
+        """The keys as of now. Raises ConfigError when there are none."""
+        material = self._files.current()
+        if material is None:
+            raise ConfigError(
+                f"{self._folder} holds no identity ({', '.join(_FILES)}); get one with kakeya join"
+            )
+        return material
+
+    def server_name(self, address: str) -> str:
+        """The name that a certificate must carry, wherever it is."""
+        return self._server_name or any_member(fleet_of(self.material().authority))
+
+
 def fleet_of(authority: bytes) -> str:
     """The fleet's name: the first 16 hex digits of the SHA-256 over the authority's public key."""
     # Here, because plain processes that import this module need no X.509.

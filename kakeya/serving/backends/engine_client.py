@@ -205,6 +205,7 @@ def _source_to_wire(source: DraftSource) -> pb.DraftSource:
         address=source.address,
         model_id=source.model_id,
         extended=source.extended,
+        server_name=source.server_name,
     )
 
 

@@ -1,0 +1,198 @@
+"""An engine process drafts with a peer's ProposerService over mutual TLS, and only so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from kakeya.core.clock import SystemClock
+from kakeya.core.units import pack_ids
+from kakeya.decoding.proposer import Draft
+from kakeya.decoding.sampling import SamplingParams
+from kakeya.decoding.service import ProposerService
+from kakeya.engine.drafting import Drafting, RemoteBooks
+from kakeya.engine.job import SourceSpec
+from kakeya.node.engines import engine_command
+from kakeya.node.listeners import Listeners
+from kakeya.node.models import parse_model
+from kakeya.v1 import engine_pb2 as pb
+from kakeya.v1.distributed_pb2_grpc import add_ProposerServiceServicer_to_server
+from kakeya.v1.engine_pb2_grpc import EngineServiceStub
+from kakeya.wire.authorization import current_caller
+from kakeya.wire.security import Caller, CertRole, TlsMaterial
+from kakeya.wire.tls import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
+from tests.engine.rig import EagerController
+from tests.mlx.random_models import write_model
+from tests.wire.certificates import Authority
+
+PROMPT = [5, 9, 13, 2, 7] * 4
+START_S = 60.0
+
+
+class Recording:
+    """Drafts one token over and over, and notes who asked."""
+
+    def __init__(self) -> None:
+        self.callers: list[Caller] = []
+
+    async def draft(
+        self, prefix: Sequence[int], size: int, *, seed: int | None, temperature: float
+    ) -> Draft:
+        self.callers.append(current_caller())
+        return Draft(source="m", tokens=(5,) * size, forward_passes=size)
+
+
+def write(folder: Path, material: TlsMaterial) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, text in (
+        (KEY_FILE, material.key),
+        (CERTIFICATE_FILE, material.certificate),
+        (AUTHORITY_FILE, material.authority),
+    ):
+        fresh = folder / f"{name}.new"
+        fresh.write_bytes(text)
+        fresh.replace(folder / name)
+    return folder
+
+
+@asynccontextmanager
+async def proposing(authority: Authority) -> AsyncIterator[tuple[Recording, str, str]]:
+    """A ProposerService that only members reach; yields it, its address and its node id."""
+    drafter = Recording()
+    service = ProposerService({"m": drafter})
+    node_id, material = authority.issue()
+    listeners = Listeners(
+        lambda server: add_ProposerServiceServicer_to_server(service, server),
+        clock=SystemClock(),
+        material=lambda: material,
+        trust=authority,
+    )
+    address = await listeners.open_tls("127.0.0.1:0", flag="--bind")
+    await listeners.start()
+    try:
+        yield drafter, address, node_id
+    finally:
+        await listeners.stop(None)
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    return Authority()
+
+
+@pytest.fixture(scope="module")
+def engine(authority: Authority) -> Iterator[tuple[str, str]]:
+    """An engine as a node starts it, with an identity; yields its address and its node id."""
+    node_id, material = authority.issue()
+    with tempfile.TemporaryDirectory(prefix="kk") as folder:
+        home = Path(folder)
+        model = write_model(home / "model", "llama")
+        identity = write(home / "identity", material)
+        command = engine_command("text", identity)(parse_model(str(model)), str(model))
+        child = subprocess.Popen(
+            [sys.executable, *command(home / "s")[1:]],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        channel = grpc.insecure_channel(f"unix:{home}/s")
+        grpc.channel_ready_future(channel).result(START_S)
+        channel.close()
+        yield f"unix:{home}/s", node_id
+        child.terminate()
+        assert child.wait(15) == 0
+        assert child.stdin is not None
+        child.stdin.close()
+
+
+async def decode(engine: str, *sources: pb.DraftSource) -> tuple[list[int], pb.DecodeDone]:
+    request = pb.DecodeRequest(
+        token_ids_le32=pack_ids(PROMPT), max_tokens=24, draft_sources=sources
+    )
+    tokens: list[int] = []
+    async with grpc.aio.insecure_channel(engine) as channel:
+        async for frame in EngineServiceStub(channel).Decode(request, timeout=60):
+            tokens += frame.tokens.token_ids
+    return tokens, frame.done
+
+
+def remote(address: str, server_name: str) -> pb.DraftSource:
+    return pb.DraftSource(
+        kind=pb.DraftSource.KIND_REMOTE,
+        address=address,
+        model_id="m",
+        extended=True,
+        server_name=server_name,
+    )
+
+
+async def test_a_peer_is_asked_as_the_node_that_the_engine_belongs_to(
+    authority: Authority, engine: tuple[str, str]
+) -> None:
+    address, own_id = engine
+    plain, _ = await decode(address)
+    async with proposing(authority) as (drafter, peer, node_id):
+        drafted, done = await decode(address, remote(peer, node_id))
+    assert drafted == plain
+    assert {(caller.node_id, caller.role) for caller in drafter.callers} == {
+        (own_id, CertRole.MEMBER)
+    }
+    assert done.sources[0].failed == 0
+
+
+@pytest.mark.parametrize("claim", ["another name", "another fleet", "plain"])
+async def test_whoever_cannot_show_the_expected_name_is_told_no_prompt(
+    authority: Authority, engine: tuple[str, str], claim: str
+) -> None:
+    plain, _ = await decode(engine[0])
+    host = Authority() if claim == "another fleet" else authority
+    async with proposing(host) as (drafter, peer, node_id):
+        name = {"another name": "a" * 52, "plain": ""}.get(claim, node_id)
+        drafted, done = await decode(engine[0], remote(peer, name))
+    assert drafted == plain
+    assert drafter.callers == []
+    assert done.accepted == 0
+
+
+def sampled(books: RemoteBooks, spec: SourceSpec) -> Drafting:
+    return Drafting((spec,), EagerController(), books, vocab_size=100, sampling=SamplingParams())
+
+
+def test_without_keys_a_peer_that_wants_them_costs_its_drafts_and_nothing_else() -> None:
+    books = RemoteBooks()
+    spec = SourceSpec(kind="remote", address="127.0.0.1:1", model_id="m", server_name="x")
+    threads = threading.active_count()
+    drafting = sampled(books, spec)
+    assert drafting.choose([1, 2, 3], 4)[1] == 0
+    (tally,) = drafting.tallies()
+    assert tally.failed == 1
+    drafting.close()
+    assert len(books) == 0
+    assert threading.active_count() == threads
+
+
+def test_renewed_keys_are_shown_by_the_next_generation(authority: Authority) -> None:
+    shown = [authority.issue()[1], authority.issue()[1]]
+    current = shown[0]
+    books = RemoteBooks(lambda: current)
+    spec = SourceSpec(kind="remote", address="127.0.0.1:1", model_id="m", server_name="x")
+    sampled(books, spec).close()
+    first = books._shared[spec].proposer
+    sampled(books, spec).close()
+    assert books._shared[spec].proposer is first
+    running = sampled(books, spec)
+    current = shown[1]
+    sampled(books, spec).close()
+    assert books._shared[spec].proposer is first, "a sequence drafts with it"
+    running.close()
+    sampled(books, spec).close()
+    assert books._shared[spec].proposer is not first
+    books._shared[spec].proposer.close()
