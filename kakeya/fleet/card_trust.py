@@ -47,7 +47,7 @@ class _Verdict:
 class FleetTrust:
     """What one node believes of cards and callers. Safe to warm from a thread.
 
-    `on_revoked` is called with the ids that a new list adds.
+    `on_revoked`, like every subscriber, is called with the ids that a new list adds.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class FleetTrust:
         """Raises Untrusted for an identity that does not hold together."""
         self._root = read_authority(identity.tls.authority)
         self._revoked = revocations
-        self._on_revoked = on_revoked
+        self._subscribers = [on_revoked] if on_revoked is not None else []
         self._good: _Bounded[_Verdict] = _Bounded(_GOOD_VERDICTS)
         self._bad: _Bounded[_Verdict] = _Bounded(_BAD_VERDICTS)
         self._holders: _Bounded[Holder] = _Bounded(_HOLDERS)
@@ -165,6 +165,10 @@ class FleetTrust:
         """Whether the fleet trusts a node no more."""
         return node_id in self._revoked.node_ids
 
+    def subscribe(self, on_revoked: Callable[[frozenset[str]], None]) -> None:
+        """Have a function called at once with the ids that each new list adds, perhaps none."""
+        self._subscribers.append(on_revoked)
+
     def apply_revocations(self, blob: bytes) -> bool:
         """Take a list that came from anywhere; whether it replaced the one that is held.
 
@@ -203,8 +207,8 @@ class FleetTrust:
     def _take(self, found: Revocations) -> None:
         added = found.node_ids - self._revoked.node_ids
         self._revoked = found
-        if self._on_revoked is not None:
-            self._on_revoked(added)
+        for told in self._subscribers:
+            told(added)
 
 
 class _Bounded(Generic[Kept]):

@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kakeya.wire.security import CertRole
+from kakeya.wire.tls import any_member
 
 DAY_S = 86_400.0
 LEAF_LIFE_S = 365 * DAY_S
@@ -106,11 +107,6 @@ def fleet_of(authority_hash: bytes) -> str:
     return authority_hash[:8].hex()
 
 
-def member_name(fleet: str) -> str:
-    """The name that every member's certificate carries, whoever it is."""
-    return f"member.{fleet}.kakeya"
-
-
 def is_valid_label(label: str) -> bool:
     """1 to 64 bytes of printable text."""
     return bool(label) and label.isprintable() and len(label.encode()) <= MAX_LABEL_BYTES
@@ -140,7 +136,7 @@ def issue(
     names: list[x509.GeneralName] = [x509.DNSName(request.node_id)]
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
     if role is CertRole.MEMBER:
-        names.append(x509.DNSName(member_name(fleet)))
+        names.append(x509.DNSName(any_member(fleet)))
         purposes.append(ExtendedKeyUsageOID.SERVER_AUTH)
     names.append(x509.UniformResourceIdentifier(_ROLE_URI + role.value))
     identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer)

@@ -18,7 +18,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,7 +36,6 @@ from kakeya.fleet.certificates import (
     fleet_of,
     is_pair,
     key_pem,
-    member_name,
     read_authority,
     read_holder,
     read_key,
@@ -44,6 +43,7 @@ from kakeya.fleet.certificates import (
     spki_hash,
 )
 from kakeya.wire.security import CertRole, TlsMaterial
+from kakeya.wire.tls import any_member
 
 _log = logging.getLogger(__name__)
 FOLDER = "identity"
@@ -60,12 +60,18 @@ class Identity:
     node_id: str
     label: str
     role: CertRole
-    fleet: str
-    tls: TlsMaterial
+    authority_hash: bytes
+    """The `spki_hash` of the authority's key, which the fleet is named after."""
+    tls: TlsMaterial = field(repr=False)
     not_before_at: float
     not_after_at: float
-    ca_key: bytes | None = None
+    ca_key: bytes | None = field(default=None, repr=False)
     """PEM; only the fleet's authority has it."""
+
+    @property
+    def fleet(self) -> str:
+        """The fleet's name; 16 hex digits."""
+        return fleet_of(self.authority_hash)
 
     @property
     def is_authority(self) -> bool:
@@ -75,7 +81,7 @@ class Identity:
     @property
     def member_name(self) -> str:
         """The name that any member answers to at an address where nobody is known yet."""
-        return member_name(self.fleet)
+        return any_member(self.fleet)
 
     @property
     def renew_at(self) -> float:
@@ -86,14 +92,15 @@ class Identity:
     def fault_at(self, now: float) -> str:
         """What is wrong with the certificate at a time, and what mends it; "" = nothing."""
         if now > self.not_after_at:
+            late = duration(now - self.not_after_at)
             return (
-                f"the certificate of this node ended {_ago(now - self.not_after_at)} ago; set the "
-                "clock if it is wrong, else run `kakeya invite` on the fleet's authority and "
+                f"the certificate of this node ended {late} ago; set the clock if "
+                "it is wrong, else run `kakeya invite` on the fleet's authority and "
                 "`kakeya join TOKEN` here"
             )
         if now < self.not_before_at:
             return (
-                f"the clock of this machine is {_ago(self.not_before_at - now)} before its own "
+                f"the clock of this machine is {duration(self.not_before_at - now)} before its own "
                 "certificate begins; set it (on a Mac: sudo sntp -sS time.apple.com)"
             )
         return ""
@@ -112,15 +119,17 @@ def identity_of(
     tls = TlsMaterial(
         key=key_pem(key), certificate=certificate_pem(leaf), authority=certificate_pem(root)
     )
-    return _identity(holder, fleet_of(spki_hash(authority_key(root))), tls, ca_key)
+    return _identity(holder, spki_hash(authority_key(root)), tls, ca_key)
 
 
-def _identity(holder: Holder, fleet: str, tls: TlsMaterial, ca_key: bytes | None) -> Identity:
+def _identity(
+    holder: Holder, authority_hash: bytes, tls: TlsMaterial, ca_key: bytes | None
+) -> Identity:
     return Identity(
         node_id=holder.node_id,
         label=holder.label,
         role=holder.role,
-        fleet=fleet,
+        authority_hash=authority_hash,
         tls=tls,
         not_before_at=holder.not_before_at,
         not_after_at=holder.not_after_at,
@@ -216,8 +225,10 @@ def _mend(folder: Path) -> str:
     )
 
 
-def save_identity(data_dir: Path, identity: Identity, *, peers: Sequence[str] = ()) -> None:
-    """Write a new identity, whole or not at all.
+def save_identity(
+    data_dir: Path, identity: Identity, *, peers: Sequence[str] = (), revocations: bytes = b""
+) -> None:
+    """Write a new identity, whole or not at all, with what its fleet told it at the door.
 
     Raises ConfigError when there is one already, or when it cannot be written.
     """
@@ -230,6 +241,8 @@ def save_identity(data_dir: Path, identity: Identity, *, peers: Sequence[str] = 
         AUTHORITY: identity.tls.authority,
         PEERS: "".join(f"{peer}\n" for peer in peers).encode(),
     }
+    if revocations:
+        files[REVOCATIONS] = revocations
     if identity.ca_key is not None:
         files[AUTHORITY_KEY] = identity.ca_key
     try:
@@ -267,7 +280,8 @@ def load_peers(data_dir: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(lines))
 
 
-def _ago(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Write a time span for people, in its largest unit."""
     for unit, name in ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.0f} {name}"
