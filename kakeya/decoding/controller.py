@@ -42,6 +42,8 @@ PROBE_EVERY = 32
 """Steps between two such probes, at least."""
 PROBE_STEPS = 8
 """Steps that a probe lasts: an answer that comes late is still seen."""
+WAITS_KNOWN = 8
+"""About so many of the last waits count in their mean."""
 KEPT_SOURCES = 256
 """Sources that are remembered, those used last: callers may name any peer's as they like."""
 
@@ -95,6 +97,8 @@ class _Source:
     shadow_hits: int = 0
     wait_s: float = 0.0
     waits: int = 0
+    ask_s: float = 0.0
+    asks: int = 0
     steps_unasked: int = 0
     tried: list[int] = field(default_factory=list)
     right: list[int] = field(default_factory=list)
@@ -137,7 +141,7 @@ class DraftController:
         return max(0.0, tokens * self._costs.seconds(1) / self._margin - cost_s)
 
     def wants(self, source: str) -> bool:
-        """Whether to ask, in this step, a source that makes the step wait.
+        """Whether to ask, in this step, a source that cannot be asked without waiting for it.
 
         True when it pays; else rarely, for a few steps, so that a source that has become good is
         noticed. A caller that asks tells `observe_wait`, also when nothing came.
@@ -145,12 +149,22 @@ class DraftController:
         known = self._source(source)
         if known.waits < PROBE_STEPS or self.wait_budget_s(source) >= known.wait_s:
             return True
-        known.steps_unasked += 1
-        dear = PROBE_STEPS * known.wait_s / (PROBE_COST * self._costs.seconds(1))
-        pause = max(PROBE_EVERY, dear)
-        if known.steps_unasked >= pause + PROBE_STEPS:
-            known.steps_unasked = 0
-        return known.steps_unasked >= pause
+        return self._is_probed(known, known.wait_s)
+
+    def patience_s(self, source: str) -> float | None:
+        """How long to wait, in this step, for a source that can be asked without waiting.
+
+        The budget where waiting pays; 0 where drafts would pay and waiting for them did not; None,
+        which is not to ask, where drafts do not pay. There it is 0 for a few steps now and then:
+        such a probe costs what asking takes, however long the answers took that were waited for.
+        """
+        known = self._source(source)
+        budget_s = self.wait_budget_s(source)
+        if budget_s >= known.wait_s:
+            return budget_s
+        if budget_s > 0 or known.waits < PROBE_STEPS or self._is_probed(known, known.ask_s):
+            return 0.0
+        return None
 
     def observe_forward(self, rows: int, seconds: float) -> None:
         """Learn what a forward over `rows` rows took; rows 1 = a step of plain decoding."""
@@ -184,11 +198,17 @@ class DraftController:
         known.shadow_hits += right
         self._learn(known, draft, right, judged)
 
-    def observe_wait(self, source: str, seconds: float) -> None:
-        """Learn how long the step waited for this source, whatever it answered."""
+    def observe_wait(self, source: str, seconds: float, *, patience_s: float | None = None) -> None:
+        """Learn how long the step was held up by asking this source, whatever it answered.
+
+        `patience_s` is what it might have waited; 0 = it only asked.
+        """
         known = self._source(source)
         known.waits += 1
-        known.wait_s += (seconds - known.wait_s) / min(known.waits, 8)
+        known.wait_s += (seconds - known.wait_s) / min(known.waits, WAITS_KNOWN)
+        if patience_s == 0:
+            known.asks += 1
+            known.ask_s += (seconds - known.ask_s) / min(known.asks, WAITS_KNOWN)
         self._remember(0, seconds)
 
     def report(self) -> ControllerReport:
@@ -202,6 +222,15 @@ class DraftController:
             row_costs_s=self._costs.table(),
             sources=tuple(_report(name, known) for name, known in self._sources.items()),
         )
+
+    def _is_probed(self, known: _Source, cost_s: float) -> bool:
+        """Whether this is one of the few steps in which a source that does not pay is asked."""
+        known.steps_unasked += 1
+        dear = PROBE_STEPS * cost_s / (PROBE_COST * self._costs.seconds(1))
+        pause = max(PROBE_EVERY, dear)
+        if known.steps_unasked >= pause + PROBE_STEPS:
+            known.steps_unasked = 0
+        return known.steps_unasked >= pause
 
     def _best(self, chain: Iterable[float], wait_s: float) -> tuple[int, float, float]:
         """The best k for these conditional acceptances, with its E(k) and its seconds."""

@@ -166,12 +166,15 @@ class RemoteDraftBook(Generic[Sent]):
     def follow(self, history: Sequence[int]) -> None:
         """The history has grown: if what is held no longer follows it, ask now, not at `poll`.
 
-        Call it as soon as the tokens are known; does nothing while drafts are not in use.
+        Call it as soon as the tokens are known. While drafts are not in use it asks for nothing,
+        but still takes in what was asked for, so that an answer too late for its step is judged.
         """
-        if self._in_use:
-            self._collect(history)
-            if self._asked is None and self._remainder(history, 1) is None:
-                self._ask(list(history), len(history))
+        if not self._in_use and self._asked is None and self._held is None:
+            return
+        self._collect(history)
+        remainder = self._remainder(history, 1)
+        if self._in_use and self._asked is None and remainder is None:
+            self._ask(list(history), len(history))
 
     def ahead(self, history: Sequence[int], block: Sequence[int]) -> None:
         """`block` is about to be verified after `history`: ask for what follows all of it."""

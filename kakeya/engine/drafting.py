@@ -125,6 +125,7 @@ class Drafting:
         self._remote = {spec.name: spec for spec in specs if spec.kind == "remote"}
         self._tallies = {spec.name: SourceTally(source=spec.name) for spec in specs}
         self._books = self._open(_noise(sampling))
+        self._unasked = set(self._books)
         self._shadows = ShadowScorer(self)
 
     def _open(self, noise: SamplingNoise | None) -> dict[str, RemoteBook]:
@@ -172,9 +173,10 @@ class Drafting:
             self._count(best)
             best_rows = self._controller.rows(best) if tokens else 0
         for name, book in self._books.items():
-            if best_rows > 0 or not self._controller.wants(name):
+            patience_s = None if best_rows > 0 else self._patience_s(name)
+            if patience_s is None:
                 continue
-            draft, rows = self._ask(name, book, history, room)
+            draft, rows = self._ask(name, book, history, room, patience_s)
             if rows > best_rows or not best.tokens:
                 best, best_rows = draft, rows
         return best, min(best_rows, room)
@@ -219,12 +221,25 @@ class Drafting:
             name, spec = self._remote.popitem()
             self._shared_books.close(spec, self._books[name])
 
-    def _ask(self, name: str, book: RemoteBook, history: list[int], room: int) -> tuple[Draft, int]:
-        wait_s = self._controller.wait_budget_s(name)
+    def _patience_s(self, name: str) -> float | None:
+        """How long to wait for a peer now; None = do not ask it.
+
+        Each generation asks once, and waits for nothing where that does not pay: its text may be
+        one that the peer is good at, and how slow it was is yesterday's weather.
+        """
+        patience_s = self._controller.patience_s(name)
+        if name not in self._unasked:
+            return patience_s
+        self._unasked.discard(name)
+        return patience_s or 0.0
+
+    def _ask(
+        self, name: str, book: RemoteBook, history: list[int], room: int, patience_s: float
+    ) -> tuple[Draft, int]:
         started = self._timer()
-        draft = book.poll(history, room, wait_s=wait_s)
+        draft = book.poll(history, room, wait_s=patience_s)
         waited = self._timer() - started
-        self._controller.observe_wait(name, waited)
+        self._controller.observe_wait(name, waited, patience_s=patience_s)
         self._tallies[name].wait_s += waited
         draft = Draft(
             source=name,

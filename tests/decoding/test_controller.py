@@ -7,7 +7,7 @@ import pytest
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.decoding.acceptance_rate import AcceptanceTable, Cell
-from kakeya.decoding.controller import KEPT_SOURCES, DraftController
+from kakeya.decoding.controller import KEPT_SOURCES, PROBE_COST, PROBE_STEPS, DraftController
 from kakeya.decoding.proposer import Draft
 from kakeya.decoding.row_cost import RowCosts
 from kakeya.decoding.shadow import ShadowScorer
@@ -207,6 +207,57 @@ def test_a_source_that_became_good_is_noticed_by_a_probe():
             controller.observe_shadow(draft(8, 0, "far"), tuple(range(8)))
     assert controller.wants("far")
     assert controller.wait_budget_s("far") > 0.3
+
+
+def waited_in_vain(controller: DraftController, wait_s: float) -> None:
+    """A busy minute: the answers came too late, and what came was wrong for this text."""
+    for _ in range(30):
+        controller.observe_wait("far", wait_s, patience_s=wait_s)
+        controller.observe_shadow(draft(8, 0, "far"), (-1,))
+
+
+@pytest.mark.parametrize("wait_s", [0.5 * MIDDLE[1], 5 * MIDDLE[1], 500 * MIDDLE[1]])
+def test_dear_waits_of_the_past_do_not_silence_a_source_that_can_be_asked_for_free(
+    wait_s: float,
+) -> None:
+    """A generation of 192 tokens hears of it, however long it was waited for before."""
+    controller = seeded(MIDDLE)
+    waited_in_vain(controller, wait_s)
+    asked = 0
+    for _ in range(192):
+        controller.observe_forward(1, MIDDLE[1])
+        patience_s = controller.patience_s("far")
+        if patience_s is not None:
+            asked += 1
+            assert patience_s == 0, "a probe waits for nothing"
+            controller.observe_wait("far", 1e-4 * MIDDLE[1], patience_s=0)
+    assert PROBE_STEPS <= asked <= 192 / 4
+
+
+def test_probing_costs_its_share_of_plain_time_also_where_asking_is_dear() -> None:
+    controller = seeded(MIDDLE)
+    waited_in_vain(controller, MIDDLE[1])
+    ask_s, spent_s, steps = 0.05 * MIDDLE[1], 0.0, 20_000
+    for _ in range(steps):
+        controller.observe_forward(1, MIDDLE[1])
+        if controller.patience_s("far") is not None:
+            spent_s += ask_s
+            controller.observe_wait("far", ask_s, patience_s=0)
+    assert 0 < spent_s <= 1.5 * PROBE_COST * steps * MIDDLE[1]
+
+
+def test_good_drafts_whose_waits_were_dear_are_still_asked_for_and_waited_for_again() -> None:
+    controller = seeded(MIDDLE)
+    for _ in range(30):
+        controller.observe_wait("far", 0.5, patience_s=0.5)
+        controller.observe_shadow(draft(8, 0, "far"), tuple(range(8)))
+    budget_s = controller.wait_budget_s("far")
+    for _ in range(30):
+        controller.observe_wait("far", 2 * budget_s, patience_s=2 * budget_s)
+    assert controller.patience_s("far") == 0
+    for _ in range(PROBE_STEPS):
+        controller.observe_wait("far", 0.0, patience_s=0)
+    assert controller.patience_s("far") == controller.wait_budget_s("far") > 0
 
 
 def test_of_sources_without_end_the_ones_used_last_are_remembered():

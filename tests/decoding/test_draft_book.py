@@ -134,6 +134,24 @@ def test_while_the_history_follows_no_new_call_is_made():
     assert len(peer.calls) == 1
 
 
+@pytest.mark.parametrize("is_right", [True, False])
+def test_an_answer_that_comes_after_its_step_is_judged_though_nobody_asks_again(is_right) -> None:
+    """A peer that is asked once and answers late is still seen to be good, or bad."""
+    peer = FakePeer(counting, delay_s=0.05)
+    book = RemoteDraftBook(peer)
+    history = [1, 2]
+    assert book.poll(history, 4, wait_s=0).tokens == ()
+    late = []
+    for _ in range(40):
+        peer.pass_time(0.01)
+        history.append(history[-1] + 1 if is_right else 50)
+        book.follow(history)
+        late += book.take_late()
+    ((base, draft),) = late
+    assert (base, draft.tokens[:3]) == (2, (3, 4, 5))
+    assert len(peer.calls) == 1, "what is not in use is not asked for"
+
+
 def test_a_contradicted_draft_is_dropped_and_asked_for_anew():
     peer = FakePeer(counting)
     book = RemoteDraftBook(peer)

@@ -24,7 +24,7 @@ class EagerController(DraftController):
     def wants(self, source):
         return True
 
-    def wait_budget_s(self, source):
+    def patience_s(self, source):
         return 5.0
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Sequence
 
 from kakeya.decoding.controller import DraftController
+from kakeya.decoding.proposer import Draft, ProposerStats
 from kakeya.decoding.sampling import SamplingParams
+from kakeya.decoding.service import ProposerService
 from kakeya.engine.drafting import KEPT_PEERS, Drafting, RemoteBooks
 from kakeya.engine.job import SourceSpec
+from tests.decoding.servers import serving
 
 
 def peer(port: int, *, extended: bool = True) -> SourceSpec:
@@ -40,3 +45,42 @@ def test_a_peer_that_turns_out_to_know_the_extensions_is_asked_in_that_way() -> 
     for extended in (False, True):
         drafting(books, peer(1, extended=extended)).close()
     assert len(books) == 2
+
+
+class Slow:
+    """Counts on, after a while."""
+
+    name = "draft"
+    stats = ProposerStats()
+
+    def propose(self, prefix: Sequence[int], size: int) -> Draft:
+        time.sleep(0.1)
+        return Draft(
+            source=self.name, tokens=tuple((prefix[-1] + 1 + n) % 100 for n in range(size))
+        )
+
+
+def test_a_peer_that_was_slow_is_asked_by_every_generation_and_judged_by_its_late_answer() -> None:
+    """However much was waited for it before, and whatever other texts made of its drafts."""
+    controller, books = DraftController(), RemoteBooks()
+    controller.seed_costs({1: 0.001, 17: 0.01})
+    with serving(ProposerService({"draft": Slow()})) as address:
+        spec = SourceSpec(kind="remote", address=address, model_id="draft", extended=True)
+        wrong = Draft(source=spec.name, tokens=(1,) * 8)
+        for _ in range(40):
+            controller.observe_wait(spec.name, 0.5)
+            controller.observe_shadow(wrong, (2,))
+        for _ in range(2):
+            drafting = Drafting((spec,), controller, books, 100, SamplingParams())
+            history = [1, 2]
+            drafting.begin(history)
+            deadline = time.monotonic() + 10
+            began = time.monotonic()
+            drafting.choose(history, 8)
+            assert time.monotonic() - began < 0.09, "it is asked, not waited for"
+            while not drafting.tallies()[0].shadow_hits and time.monotonic() < deadline:
+                history.append((history[-1] + 1) % 100)
+                drafting.extend(history[-1:])
+                time.sleep(0.005)
+            assert drafting.tallies()[0].shadow_hits > 0
+            drafting.close()
