@@ -18,7 +18,7 @@ from kakeya.v1 import distributed_pb2, engine_pb2, fleet_pb2, runtime_pb2
 from kakeya.wire.admission import CallerLimits
 from kakeya.wire.authorization import current_caller
 from kakeya.wire.channels import Keepalive
-from kakeya.wire.security import Caller, TlsMaterial
+from kakeya.wire.security import Caller, CertRole, TlsMaterial
 from tests.wire.certificates import Authority
 
 FILES = (distributed_pb2, engine_pb2, fleet_pb2, runtime_pb2, health_pb2)
@@ -108,9 +108,10 @@ async def listening(
     network: NetworkLimits | None = None,
     callers: CallerLimits | None = None,
     keepalive: Keepalive | None = None,
+    role: CertRole = CertRole.MEMBER,
 ) -> AsyncIterator[Served]:
     stand_ins = StandIns()
-    node_id, material = authority.issue()
+    node_id, material = authority.issue(role)
     listeners = Listeners(
         stand_ins.register,
         clock=SystemClock(),

@@ -1,0 +1,257 @@
+"""The listeners of a node: addresses that come and go, renewal, revocation, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from kakeya.core.clock import SystemClock
+from kakeya.core.errors import ConfigError, Conflict
+from kakeya.node.listeners import Listeners
+from kakeya.v1 import runtime_pb2
+from kakeya.v1.runtime_pb2_grpc import RuntimeServiceServicer, add_RuntimeServiceServicer_to_server
+from kakeya.wire.admission import CallerLimits
+from kakeya.wire.security import CertRole
+from kakeya.wire.tls import any_member
+from tests.wire.certificates import Authority
+from tests.wire.servers import ANY_PORT, StandIns, call, dial, listening, methods, path
+
+OK = grpc.StatusCode.OK
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+DENIED = grpc.StatusCode.PERMISSION_DENIED
+UNREACHED = grpc.StatusCode.UNAVAILABLE
+BY_PATH = {path(method): method for method in methods()}
+DESCRIBE = BY_PATH["/kakeya.v1.CapabilityService/GetNodeCapability"]
+SYNC = BY_PATH["/kakeya.v1.GossipService/Sync"]
+INVITE = BY_PATH["/kakeya.v1.ControlService/Invite"]
+
+
+def open_files() -> int:
+    return len(os.listdir("/dev/fd"))  # noqa: PTH208 - names, not paths
+
+
+def plain_listeners(stand_ins: StandIns) -> Listeners:
+    return Listeners(stand_ins.register, clock=SystemClock())
+
+
+async def test_addresses_come_and_go_while_the_node_runs() -> None:
+    authority = Authority()
+    _, own = authority.issue()
+    name = any_member(authority.fleet)
+    async with listening(authority) as node:
+        cable = await node.listeners.open_tls(ANY_PORT, flag="--bind")
+        assert node.listeners.addresses == (node.plain, node.tls, cable)
+        async with dial(cable, own, name) as channel:
+            assert await call(channel, DESCRIBE) is OK
+            await node.listeners.close(cable)
+            assert await call(channel, DESCRIBE) is UNREACHED
+        assert node.listeners.addresses == (node.plain, node.tls)
+        async with dial(node.tls, own, name) as channel:
+            assert await call(channel, DESCRIBE) is OK
+        await node.listeners.close("192.0.2.1:1")
+
+
+async def test_bound_before_the_start_and_answered_from_then_on() -> None:
+    stand_ins = StandIns()
+    listeners = plain_listeners(stand_ins)
+    address = await listeners.open_plain(ANY_PORT, flag="--bind")
+    with pytest.raises(ConfigError, match=f"--bind {address} cannot be used: Address already"):
+        await plain_listeners(stand_ins).open_plain(address, flag="--bind")
+    await listeners.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        assert await call(channel, DESCRIBE) is OK
+        await listeners.stop(None)
+        assert await call(channel, DESCRIBE) is UNREACHED
+
+
+@pytest.mark.parametrize("taken_by", ["a node", "another program"])
+async def test_two_nodes_never_share_a_port(taken_by: str) -> None:
+    """Row 14: without our option both would listen, and each would get half of the calls."""
+    authority = Authority()
+    async with listening(authority) as node:
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            program = f"127.0.0.1:{other.getsockname()[1]}"
+            for open_one in (node.listeners.open_plain, node.listeners.open_tls):
+                with pytest.raises(ConfigError, match=r"--bind .* cannot be used"):
+                    await open_one(node.tls if taken_by == "a node" else program, flag="--bind")
+
+
+async def test_two_servers_share_a_port_without_our_option() -> None:
+    """The control of the test above."""
+    first, second = grpc.aio.server(), grpc.aio.server()
+    port = first.add_insecure_port(ANY_PORT)
+    assert second.add_insecure_port(f"127.0.0.1:{port}") == port
+    await first.stop(None)
+    await second.stop(None)
+
+
+async def test_a_node_without_an_identity_encrypts_nothing() -> None:
+    with pytest.raises(Conflict, match="has no identity"):
+        await plain_listeners(StandIns()).open_tls(ANY_PORT, flag="--bind")
+
+
+async def test_the_nodes_own_socket_may_call_everything(tmp_path: Path) -> None:
+    stand_ins = StandIns()
+    listeners = plain_listeners(stand_ins)
+    address = await listeners.open_plain(f"unix:{tmp_path}/s", flag="--bind")
+    await listeners.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        for method in methods():
+            assert await call(channel, method) is OK
+    await listeners.stop(None)
+
+
+async def test_a_renewed_certificate_is_shown_without_a_restart() -> None:
+    authority = Authority()
+    _, own = authority.issue()
+    old_id, shown = authority.issue()
+    listeners = Listeners(
+        StandIns().register, clock=SystemClock(), material=lambda: shown, trust=authority
+    )
+    address = await listeners.open_tls(ANY_PORT, flag="--bind")
+    await listeners.start()
+    async with dial(address, own, old_id) as before:
+        assert await call(before, DESCRIBE) is OK
+        new_id, shown = authority.issue()
+        async with dial(address, own, new_id) as after:
+            assert await call(after, DESCRIBE) is OK
+        async with dial(address, own, old_id) as stale:
+            assert await call(stale, DESCRIBE) is UNREACHED
+        assert await call(before, DESCRIBE) is OK, "open connections go on"
+    await listeners.stop(None)
+
+
+async def ended(stream: grpc.aio.UnaryStreamCall) -> grpc.StatusCode:
+    """Read a stream to its end; return how that was."""
+    async with asyncio.timeout(20):
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while await stream.read() is not grpc.aio.EOF:
+                pass
+        return await stream.code()
+
+
+class Endless(RuntimeServiceServicer):
+    """A runtime that yields tokens until its caller is gone."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def Generate(self, request, context):
+        try:
+            while True:
+                yield runtime_pb2.GenerateResponse(token_id=1)
+                await asyncio.sleep(0.02)
+        finally:
+            self.ended.set()
+
+
+async def test_a_revoked_caller_loses_what_it_has_open() -> None:
+    authority = Authority()
+    node_id, own = authority.issue(CertRole.CLIENT)
+    _, others = authority.issue(CertRole.CLIENT)
+    _, shown = authority.issue()
+    runtime = Endless()
+    listeners = Listeners(
+        lambda server: add_RuntimeServiceServicer_to_server(runtime, server),
+        clock=SystemClock(),
+        material=lambda: shown,
+        trust=authority,
+    )
+    address = await listeners.open_tls(ANY_PORT, flag="--bind")
+    await listeners.start()
+    name = any_member(authority.fleet)
+    generate = "/kakeya.v1.RuntimeService/Generate"
+    async with dial(address, own, name) as channel, dial(address, others, name) as other:
+        stream = channel.unary_stream(generate)(b"", timeout=30)
+        bystander = other.unary_stream(generate)(b"", timeout=30)
+        await stream.read()
+        await bystander.read()
+        assert listeners.drop_revoked() == 0
+        authority.revoked.add(node_id)
+        revoked_mono = time.monotonic()
+        assert listeners.drop_revoked() == 1
+        assert await ended(stream) is UNREACHED
+        async with asyncio.timeout(5):
+            await runtime.ended.wait()
+        assert time.monotonic() - revoked_mono < 5
+        refused = channel.unary_stream(generate)(b"", timeout=10)
+        assert await ended(refused) is DENIED
+        assert "taken out of this fleet" in await refused.details()
+        await bystander.read()
+        bystander.cancel()
+    await listeners.stop(None)
+
+
+async def test_a_member_that_floods_exchanges_is_told_so_and_others_are_served() -> None:
+    authority = Authority()
+    name = any_member(authority.fleet)
+    async with listening(authority) as node:
+        async with (
+            dial(node.tls, authority.issue()[1], name) as flood,
+            dial(node.tls, authority.issue()[1], name) as honest,
+        ):
+            statuses = [await call(flood, SYNC) for _ in range(100)]
+            assert 10 <= statuses.count(OK) <= 20
+            assert set(statuses) == {OK, EXHAUSTED}
+            assert [await call(honest, SYNC) for _ in range(5)] == [OK] * 5
+            assert await call(flood, DESCRIBE) is OK
+
+
+async def test_processes_of_this_machine_are_not_counted() -> None:
+    async with listening(Authority(), callers=CallerLimits(exchange_burst=1)) as node:
+        async with grpc.aio.insecure_channel(node.plain) as channel:
+            assert {await call(channel, SYNC) for _ in range(50)} == {OK}
+
+
+async def test_a_caller_has_four_connections_and_a_new_one_takes_the_idlest() -> None:
+    authority = Authority()
+    _, own = authority.issue()
+    name = any_member(authority.fleet)
+    before = open_files()
+    async with listening(authority) as node:
+        channels = [dial(node.tls, own, name) for _ in range(12)]
+        for channel in channels:
+            assert await call(channel, DESCRIBE) is OK
+        async with asyncio.timeout(10):
+            while open_files() > before + 2 + 2 * 4 + 4:
+                await asyncio.sleep(0.05)
+        for channel in channels:
+            await channel.close()
+
+
+async def test_bytes_that_are_no_message_are_the_callers_mistake() -> None:
+    listeners = Listeners(
+        lambda server: add_RuntimeServiceServicer_to_server(Endless(), server),
+        clock=SystemClock(),
+    )
+    address = await listeners.open_plain(ANY_PORT, flag="--bind")
+    await listeners.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        for method in ("CreateSession", "Generate"):
+            stream = channel.unary_stream(f"/kakeya.v1.RuntimeService/{method}")
+            wrong = stream(b"\xff\xff\xff", timeout=10)
+            assert await ended(wrong) is grpc.StatusCode.INVALID_ARGUMENT
+            assert await wrong.details() == "the 3 bytes of the request are no message"
+    await listeners.stop(None)
+
+
+async def test_long_metadata_is_refused_from_the_network() -> None:
+    authority = Authority()
+    async with listening(authority) as node:
+        async with dial(node.tls, authority.issue()[1], any_member(authority.fleet)) as channel:
+            described = channel.unary_unary(path(DESCRIBE))
+            await described(b"", timeout=10, metadata=(("x", "y" * 4096),))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await described(b"", timeout=10, metadata=(("x", "y" * 9000),))
+            assert refused.value.code() is EXHAUSTED
+            assert await call(channel, DESCRIBE) is OK

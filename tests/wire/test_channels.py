@@ -1,0 +1,225 @@
+"""Channels between machines: mutual TLS with the expected name, and the news of a lost one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from kakeya.core.errors import ConfigError
+from kakeya.wire.channels import Channels, is_local, sync_channel
+from kakeya.wire.security import CertRole, TlsMaterial
+from kakeya.wire.tls import (
+    AUTHORITY_FILE,
+    CERTIFICATE_FILE,
+    KEY_FILE,
+    FolderSecurity,
+    MaterialFolder,
+    any_member,
+)
+from tests.wire.certificates import Authority
+from tests.wire.servers import call, listening, methods, path
+
+(DESCRIBE,) = (method for method in methods() if path(method).endswith("/GetNodeCapability"))
+OK = grpc.StatusCode.OK
+UNREACHED = grpc.StatusCode.UNAVAILABLE
+
+
+class Security:
+    def __init__(self, material: TlsMaterial, name: str) -> None:
+        self.shown = material
+        self.name = name
+
+    def material(self) -> TlsMaterial:
+        return self.shown
+
+    def server_name(self, address: str) -> str:
+        return self.name
+
+
+def encrypted(security: Security, on_lost: Callable[[str], None] | None = None) -> Channels:
+    """Channels that take loopback for another machine."""
+    return Channels(security=security, on_lost=on_lost, is_plain=lambda _: False)
+
+
+async def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("127.0.0.1:1", True),
+        ("127.9.9.9:1", True),
+        ("localhost:1", True),
+        ("[::1]:1", True),
+        ("unix:/tmp/x", True),
+        ("10.0.0.1:1", False),
+        ("[fe80::1%en0]:1", False),
+        ("0.0.0.0:1", False),
+        ("mini.local:1", False),
+        ("127.0.0.1.example.org:1", False),
+    ],
+)
+def test_only_this_machine_is_spoken_to_in_plain(address: str, local: bool) -> None:
+    assert is_local(address) is local
+
+
+async def test_a_member_reaches_a_member_by_its_id_and_at_first_contact_by_any_name() -> None:
+    authority = Authority()
+    _, own = authority.issue()
+    async with listening(authority) as node:
+        for name in (node.node_id, any_member(authority.fleet)):
+            channels = encrypted(Security(own, name))
+            assert await call(channels.get(node.tls), DESCRIBE) is OK
+            await channels.aclose()
+
+
+@pytest.mark.parametrize("claim", ["another node's name", "another fleet", "a client's leaf"])
+async def test_an_impostor_is_not_spoken_to(claim: str) -> None:
+    authority, elsewhere = Authority(), Authority()
+    _, own = authority.issue()
+    victim, _ = authority.issue()
+    names = {
+        "another node's name": victim,
+        "another fleet": any_member(authority.fleet),
+        "a client's leaf": any_member(authority.fleet),
+    }
+    host = elsewhere if claim == "another fleet" else authority
+    role = CertRole.CLIENT if claim == "a client's leaf" else CertRole.MEMBER
+    async with listening(host, role=role) as node:
+        channels = encrypted(Security(own, names[claim]))
+        assert await call(channels.get(node.tls), DESCRIBE) is UNREACHED
+        await channels.aclose()
+        assert node.stand_ins.calls.total() == 0
+
+
+async def test_a_channel_is_reused_until_the_certificate_or_the_name_changes() -> None:
+    authority = Authority()
+    security = Security(authority.issue()[1], any_member(authority.fleet))
+    async with listening(authority) as node:
+        channels = encrypted(security)
+        first = channels.get(node.tls)
+        assert channels.get(node.tls) is first
+        assert await call(first, DESCRIBE) is OK
+        renewed_id, security.shown = authority.issue()
+        second = channels.get(node.tls)
+        assert second is not first
+        assert channels.get(node.tls) is second
+        assert await call(second, DESCRIBE) is OK
+        assert node.stand_ins.callers[-1].node_id == renewed_id
+        security.name = node.node_id
+        assert channels.get(node.tls) is not second
+        await channels.aclose()
+
+
+async def test_loopback_and_sockets_stay_plain_whatever_the_security(tmp_path: Path) -> None:
+    authority = Authority()
+    channels = Channels(security=Security(authority.issue()[1], "whoever"))
+    async with listening(authority) as node:
+        assert await call(channels.get(node.plain), DESCRIBE) is OK
+        await channels.aclose()
+
+
+def test_a_thread_without_a_loop_speaks_tls_too() -> None:
+    authority = Authority()
+    own_id, own = authority.issue()
+
+    async def serve(ready: list[str], done: asyncio.Event) -> str:
+        async with listening(authority) as node:
+            ready += (node.tls, node.node_id)
+            await done.wait()
+            return node.stand_ins.callers[0].node_id
+
+    def ask(address: str, name: str) -> None:
+        with sync_channel(address, tls=own, server_name=name) as channel:
+            channel.unary_unary(path(DESCRIBE))(b"", timeout=10)
+
+    async def both() -> str:
+        ready: list[str] = []
+        done = asyncio.Event()
+        serving = asyncio.create_task(serve(ready, done))
+        await until(lambda: len(ready) == 2)
+        await asyncio.to_thread(ask, *ready)
+        done.set()
+        return await serving
+
+    assert asyncio.run(both()) == own_id
+
+
+async def test_a_connection_that_breaks_is_told_at_once_though_nobody_calls() -> None:
+    authority = Authority()
+    lost: list[str] = []
+    channels = encrypted(Security(authority.issue()[1], any_member(authority.fleet)), lost.append)
+    async with listening(authority) as node:
+        assert await call(channels.get(node.tls), DESCRIBE) is OK
+        assert lost == []
+    began = time.monotonic()
+    await until(lambda: lost == [node.tls])
+    assert time.monotonic() - began < 5
+    await channels.aclose()
+
+
+async def test_closing_a_channel_oneself_is_no_loss() -> None:
+    authority = Authority()
+    lost: list[str] = []
+    channels = encrypted(Security(authority.issue()[1], any_member(authority.fleet)), lost.append)
+    async with listening(authority) as node:
+        states = channels.states(node.tls)
+        assert await anext(states) is grpc.ChannelConnectivity.IDLE
+        assert await call(channels.get(node.tls), DESCRIBE) is OK
+        await channels.discard(node.tls)
+        assert [state async for state in states][-1:] != [grpc.ChannelConnectivity.SHUTDOWN]
+        assert await call(channels.get(node.tls), DESCRIBE) is OK
+        await channels.aclose()
+    assert lost == []
+
+
+def write(folder: Path, material: TlsMaterial) -> None:
+    for name, text in (
+        (KEY_FILE, material.key),
+        (CERTIFICATE_FILE, material.certificate),
+        (AUTHORITY_FILE, material.authority),
+    ):
+        (folder / name).write_bytes(text)
+
+
+def test_the_files_of_an_identity_are_read_again_when_they_change(tmp_path: Path) -> None:
+    authority = Authority()
+    _, first = authority.issue()
+    _, second = authority.issue()
+    files = MaterialFolder(tmp_path)
+    assert files.current() is None
+    assert MaterialFolder(tmp_path / "nowhere").current() is None
+    write(tmp_path, first)
+    assert files.current() == first
+    assert files.current() is files.current(), "an unchanged file is not read again"
+    write(tmp_path, second)
+    assert files.current() == second
+    (tmp_path / CERTIFICATE_FILE).unlink()
+    with pytest.raises(ConfigError, match=rf"{CERTIFICATE_FILE}: .*cannot be read"):
+        files.current()
+
+
+def test_a_folder_without_keys_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{tmp_path} holds no identity .* kakeya join"):
+        FolderSecurity(tmp_path).material()
+
+
+async def test_a_folder_is_a_programs_identity(tmp_path: Path) -> None:
+    authority = Authority()
+    write(tmp_path, authority.issue(CertRole.CLIENT)[1])
+    async with listening(authority) as node:
+        for name, answer in (("", OK), (node.node_id, OK), ("a" * 52, UNREACHED)):
+            channels = Channels(security=FolderSecurity(tmp_path, name), is_plain=lambda _: False)
+            (health,) = (method for method in methods() if path(method).endswith("Health/Check"))
+            assert await call(channels.get(node.tls), health) is answer
+            await channels.aclose()

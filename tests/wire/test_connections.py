@@ -1,0 +1,147 @@
+"""Which connections a caller has, and closing them from underneath."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from kakeya.core.errors import Refused
+from kakeya.wire.connections import Connections
+from kakeya.wire.hangup import Peer, hang_up, open_peers, peer_of
+
+
+@pytest.mark.parametrize(
+    ("said", "peer"),
+    [
+        ("ipv4:10.0.0.5:50123", "10.0.0.5:50123"),
+        ("ipv6:[::1]:7", "[::1]:7"),
+        ("ipv6:%5Bfe80::1%25en0%5D:7", "[fe80::1]:7"),
+        ("ipv6:[::ffff:10.0.0.5]:7", "10.0.0.5:7"),
+        ("unix:", None),
+        ("unix:/tmp/x", None),
+        ("ipv4:nonsense", None),
+    ],
+)
+def test_peers_as_grpc_writes_them(said: str, peer: str | None) -> None:
+    assert peer_of(said) == peer
+
+
+@contextmanager
+def connected(family: socket.AddressFamily, host: str) -> Iterator[tuple[socket.socket, Peer]]:
+    """A listener's side of a connection, and the peer that it sees."""
+    with socket.socket(family) as listener:
+        listener.bind((host, 0))
+        listener.listen()
+        with socket.create_connection((host, listener.getsockname()[1])) as near:
+            far, _ = listener.accept()
+            with far:
+                peer = far.getpeername()
+                name = f"[{peer[0]}]:{peer[1]}" if ":" in host else f"{peer[0]}:{peer[1]}"
+                yield near, Peer(name)
+
+
+@pytest.mark.parametrize(
+    ("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+)
+def test_exactly_the_named_connection_is_closed(family: socket.AddressFamily, host: str) -> None:
+    with connected(family, host) as (near, peer), connected(family, host) as (other, other_peer):
+        assert {peer, other_peer} <= open_peers()
+        near.settimeout(5)
+        assert hang_up({peer}) == 1
+        assert near.recv(1) == b""
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.recv(1)
+        assert hang_up({Peer("192.0.2.1:1")}) == 0
+        assert hang_up(()) == 0
+
+
+class Sockets:
+    """Stands in for the sockets of the process."""
+
+    def __init__(self) -> None:
+        self.open: set[Peer] = set()
+        self.closed: list[Peer] = []
+
+    def hang_up(self, peers: Collection[Peer]) -> int:
+        self.closed += peers
+        self.open -= set(peers)
+        return len(peers)
+
+    def book(self, limit: int = 4) -> Connections:
+        return Connections(limit, open_peers=lambda: frozenset(self.open), hang_up=self.hang_up)
+
+    def peer(self, number: int) -> Peer:
+        peer = Peer(f"10.0.0.1:{number}")
+        self.open.add(peer)
+        return peer
+
+
+def use(book: Connections, caller: str, peer: Peer) -> None:
+    with book.call(caller, peer):
+        pass
+
+
+def test_the_connection_idle_for_longest_makes_room_for_a_new_one() -> None:
+    sockets = Sockets()
+    book = sockets.book()
+    peers = [sockets.peer(number) for number in range(5)]
+    for peer in (*peers[:4], peers[0]):
+        use(book, "a", peer)
+    with book.call("a", peers[1]):
+        use(book, "a", peers[4])
+    assert sockets.closed == [peers[2]]
+    assert book.of("a") == (peers[3], peers[0], peers[1], peers[4])
+
+
+def test_connections_that_closed_by_themselves_do_not_count() -> None:
+    sockets = Sockets()
+    book = sockets.book()
+    with ExitStack() as calls:
+        for number in range(4):
+            calls.enter_context(book.call("a", sockets.peer(number)))
+    sockets.open.clear()
+    use(book, "a", sockets.peer(9))
+    assert sockets.closed == []
+    assert len(book.of("a")) == 1
+
+
+async def test_with_all_in_use_the_newcomer_is_refused_and_later_closed() -> None:
+    sockets = Sockets()
+    book = sockets.book()
+    with ExitStack() as calls:
+        for number in range(4):
+            calls.enter_context(book.call("a", sockets.peer(number)))
+        late = sockets.peer(9)
+        with pytest.raises(Refused, match="a has 4 connections in use here and may have 4"):
+            calls.enter_context(book.call("a", late))
+        use(book, "b", sockets.peer(10))
+        assert sockets.closed == []
+        async with asyncio.timeout(10):
+            while sockets.closed != [late]:
+                await asyncio.sleep(0.02)
+
+
+def test_dropping_a_caller_closes_all_it_has_and_nothing_else() -> None:
+    sockets = Sockets()
+    book = sockets.book()
+    for number, caller in enumerate(("a", "a", "b")):
+        use(book, caller, sockets.peer(number))
+    with book.call("a", Peer("10.0.0.1:0")):
+        assert book.drop("a") == 2
+    assert sockets.open == {Peer("10.0.0.1:2")}
+    assert book.callers() == ("b",)
+    assert book.drop("a") == 0
+
+
+def test_callers_that_left_are_forgotten() -> None:
+    sockets = Sockets()
+    book = sockets.book()
+    for number in range(2000):
+        use(book, f"caller {number}", sockets.peer(number))
+        sockets.open.clear()
+    assert len(book.callers()) <= 256
