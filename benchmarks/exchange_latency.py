@@ -61,7 +61,7 @@ def _child(*command: str) -> Iterator[subprocess.Popen[str]]:
 async def _ours_ms(address: str, channels: Channels) -> list[float]:
     clock, rng = SystemClock(), random.Random(2)
     known = registry("bench", clock.wall())
-    known.merge(fleet_cards(CARDS, clock.wall() - 10), clock.wall())
+    known.merge(fleet_cards(CARDS, clock.wall() - 10), now=clock.wall(), mono=clock.mono())
     taken = []
     for _ in range(CALLS):
         started = time.perf_counter()

@@ -22,8 +22,8 @@ GOALS_KB = {25: 3.0, 1000: 60.0}
 
 def _sent_kb(count: int) -> tuple[float, float]:
     known = registry()
-    known.merge(fleet_cards(count - 1), NOW)
-    view = [card.wire for card in known.snapshot(NOW)]
+    known.merge(fleet_cards(count - 1), now=NOW, mono=0.0)
+    view = [card.wire for card in known.snapshot(mono=0.0)]
     ours = len(join_cards(fit_batch(view, MAX_BATCH_BYTES, random.Random(1))))
     full = pb.ExchangeCapabilitiesRequest(
         known_nodes=[pb.NodeCapability.FromString(wire) for wire in view]

@@ -64,14 +64,14 @@ def _ms(work: Callable[[], object]) -> float:
 
 def _merge_ms(known: CapabilityRegistry, message: bytes) -> float:
     received = split_cards(message)  # fresh objects, as from a socket: no hash of them is cached
-    return _ms(lambda: known.merge(received, NOW))
+    return _ms(lambda: known.merge(received, now=NOW, mono=0.0))
 
 
 def main() -> None:
     wires = fleet_cards(COUNT)
     message = join_cards(wires)
     full = registry()
-    full.merge(wires, NOW)
+    full.merge(wires, now=NOW, mono=0.0)
 
     def typed_copy() -> object:
         batch = pb.ExchangeCapabilitiesRequest.FromString(message)

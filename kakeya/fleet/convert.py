@@ -7,8 +7,11 @@ on exactly what it got. Joining is the reverse: bytes that are kept are never en
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -21,6 +24,7 @@ from kakeya.fleet.cards import (
     PROTOCOL_MIN,
     Card,
     CardFault,
+    Endpoint,
     Offer,
     OfferedModel,
 )
@@ -28,7 +32,10 @@ from kakeya.v1 import distributed_pb2 as pb
 
 MAX_BATCH_BYTES = 2 * MIB
 MAX_BATCH_CARDS = 4096
-_CARD_TAG = 0x0A  # field 1, length-delimited
+ANCHOR_BYTES = 8
+_CARD_TAG = 1 << 3 | 2
+_BEATS_TAG = 100 << 3 | 2
+_SENT_AT_TAG = 101 << 3 | 1
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
@@ -40,58 +47,135 @@ class MalformedCard(ValueError):
         self.fault = fault
 
 
+class Batch(NamedTuple):
+    """A full exchange, cards unread: `beats` is a serialized Heartbeats, `sent_at` 0 = not told."""
+
+    cards: list[bytes]
+    beats: bytes = b""
+    sent_at: float = 0.0
+
+
 def split_cards(message: bytes) -> list[bytes]:
     """Split a batch into the bytes of its cards, unread.
 
     Raises Refused for a batch above 2 MiB or 4096 cards, InvalidArgument for broken framing.
     """
-    if len(message) > MAX_BATCH_BYTES:
-        raise Refused(
-            f"a batch of cards of {format_bytes(len(message))} is too large; "
-            f"at most {format_bytes(MAX_BATCH_BYTES)} are read"
-        )
+    return split_batch(message).cards
+
+
+def split_batch(message: bytes) -> Batch:
+    """Split a batch into its cards and what a node of ours says beside them. Raises as above."""
+    check_size(message)
     cards: list[bytes] = []
+    beats, sent_at = b"", 0.0
     at, end = 0, len(message)
     while at < end:
         tag, at = _read_varint(message, at)
         if tag == _CARD_TAG:
-            length, at = _read_varint(message, at)
-            if at + length > end:
-                raise InvalidArgument(
-                    f"card {len(cards)} claims {length} bytes where {end - at} are left"
-                )
+            length, at = _read_length(message, at)
             cards.append(message[at : at + length])
             at += length
             if len(cards) > MAX_BATCH_CARDS:
                 raise Refused(f"a batch holds at most {MAX_BATCH_CARDS} cards")
+        elif tag == _BEATS_TAG:
+            length, at = _read_length(message, at)
+            beats = message[at : at + length]
+            at += length
+        else:
+            if tag == _SENT_AT_TAG and at + 8 <= end:
+                sent_at = struct.unpack_from("<d", message, at)[0]
+            at = _skip_field(message, tag, at)
+    return Batch(cards, beats, sent_at)
+
+
+def scan_cards(message: bytes, field: int) -> list[bytes]:
+    """The bytes in one field of a gossip message, unread. Raises as `check_counts` does."""
+    check_counts(message, {field: MAX_BATCH_CARDS})
+    found: list[bytes] = []
+    at, wanted = 0, field << 3 | _LENGTH
+    while at < len(message):
+        tag, at = _read_varint(message, at)
+        if tag == wanted:
+            length, at = _read_length(message, at)
+            found.append(message[at : at + length])
+            at += length
         else:
             at = _skip_field(message, tag, at)
-    return cards
+    return found
+
+
+def join_batch(wires: Iterable[bytes], beats: bytes, sent_at: float) -> bytes:
+    """Make the message that `split_batch` splits; plain nodes read the cards of it."""
+    return b"".join(
+        (
+            join_cards(wires),
+            _head(_BEATS_TAG),
+            _head(len(beats)),
+            beats,
+            _head(_SENT_AT_TAG),
+            struct.pack("<d", sent_at),
+        )
+    )
+
+
+def check_size(message: bytes) -> None:
+    """Raise Refused for a gossip message above 2 MiB."""
+    if len(message) > MAX_BATCH_BYTES:
+        raise Refused(
+            f"a gossip message of {format_bytes(len(message))} is too large; "
+            f"at most {format_bytes(MAX_BATCH_BYTES)} are read"
+        )
+
+
+def check_counts(message: bytes, limits: Mapping[int, int]) -> None:
+    """Bound how often each of these fields occurs, before a parser makes an object of each.
+
+    Raises Refused for more, InvalidArgument for broken framing.
+    """
+    check_size(message)
+    counts = dict.fromkeys(limits, 0)
+    at, end = 0, len(message)
+    while at < end:
+        tag, at = _read_varint(message, at)
+        at = _skip_field(message, tag, at)
+        field = tag >> 3
+        if field in counts:
+            counts[field] += 1
+            if counts[field] > limits[field]:
+                raise Refused(f"a gossip message holds field {field} at most {limits[field]} times")
 
 
 def join_cards(wires: Iterable[bytes]) -> bytes:
     """Make the message of which `split_cards` gives back these cards."""
     parts: list[bytes] = []
     for wire in wires:
-        parts.append(_card_head(len(wire)))
+        parts.append(b"\x0a" + _head(len(wire)))
         parts.append(wire)
     return b"".join(parts)
 
 
-def _card_head(length: int) -> bytes:
-    head = bytearray((_CARD_TAG,))
-    while length > 0x7F:
-        head.append(length & 0x7F | 0x80)
-        length >>= 7
-    head.append(length)
+def _head(number: int) -> bytes:
+    """A number as protobuf writes tags and lengths."""
+    head = bytearray()
+    while number > 0x7F:
+        head.append(number & 0x7F | 0x80)
+        number >>= 7
+    head.append(number)
     return bytes(head)
+
+
+def _read_length(message: bytes, at: int) -> tuple[int, int]:
+    length, at = _read_varint(message, at)
+    if at + length > len(message):
+        raise InvalidArgument(f"a field claims {length} bytes where {len(message) - at} are left")
+    return length, at
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         if at >= len(message) or shift > 63:
-            raise InvalidArgument(f"a batch of cards breaks off inside a number at byte {at}")
+            raise InvalidArgument(f"a gossip message breaks off inside a number at byte {at}")
         byte = message[at]
         at += 1
         value |= (byte & 0x7F) << shift
@@ -103,7 +187,7 @@ def _read_varint(message: bytes, at: int) -> tuple[int, int]:
 def _skip_field(message: bytes, tag: int, at: int) -> int:
     kind = tag & 7
     if tag >> 3 == 0:
-        raise InvalidArgument(f"a batch of cards has field number 0 before byte {at}")
+        raise InvalidArgument(f"a gossip message has field number 0 before byte {at}")
     if kind == _VARINT:
         return _read_varint(message, at)[1]
     if kind == _LENGTH:
@@ -112,9 +196,9 @@ def _skip_field(message: bytes, tag: int, at: int) -> int:
     elif kind in (_FIXED64, _FIXED32):
         at += 8 if kind == _FIXED64 else 4
     else:
-        raise InvalidArgument(f"a batch of cards has wire type {kind} before byte {at}")
+        raise InvalidArgument(f"a gossip message has wire type {kind} before byte {at}")
     if at > len(message):
-        raise InvalidArgument("a batch of cards breaks off inside a field")
+        raise InvalidArgument("a gossip message breaks off inside a field")
     return at
 
 
@@ -126,8 +210,12 @@ def from_wire(wire: bytes) -> Card:
         message = pb.NodeCapability.FromString(wire)
     except DecodeError as failure:
         raise MalformedCard(CardFault.MALFORMED) from failure
+    digest = hashlib.sha256(wire).digest()
+    anchor = message.beat_anchor
     return Card(
         wire,
+        digest,
+        int.from_bytes(digest[:8], "little"),
         NodeId(message.node_id),
         message.incarnation,
         message.announced_at_unix,
@@ -142,23 +230,40 @@ def from_wire(wire: bytes) -> Card:
                 ModelId(model.model_id),
                 model.role,
                 model.quantization,
-                _speed(model.tokens_per_second),
+                _positive(model.tokens_per_second),
                 model.vocabulary_digest,
             )
             for model in message.models
         ),
         message.protocol_min,
         message.protocol_max,
+        message.label,
+        message.life,
+        message.is_authority,
+        int.from_bytes(anchor, "little") if len(anchor) == ANCHOR_BYTES else None,
+        tuple(
+            Endpoint(way.address, way.network, way.priority, _positive(way.measured_rtt_ms))
+            for way in message.endpoints
+        ),
+        bool(message.certificate),
     )
 
 
-def _speed(tokens_per_second: float) -> float:
-    """A claimed speed that sorts: what is no finite positive number counts as not measured."""
-    return tokens_per_second if 0.0 < tokens_per_second < math.inf else 0.0
+def _positive(measured: float) -> float:
+    """A claimed figure that sorts: what is no finite positive number counts as not measured."""
+    return measured if 0.0 < measured < math.inf else 0.0
 
 
-def to_wire(node_id: str, offer: Offer, *, incarnation: int, announced_at: float) -> bytes:
-    """Encode an own card, with the protocol range of this build."""
+def to_wire(
+    node_id: str,
+    offer: Offer,
+    *,
+    incarnation: int,
+    announced_at: float,
+    life: int = 0,
+    anchor: bytes = b"",
+) -> bytes:
+    """Encode an own card, with the protocol range of this build and no signature yet."""
     message = pb.NodeCapability(
         node_id=node_id,
         grpc_address=offer.grpc_address,
@@ -172,6 +277,19 @@ def to_wire(node_id: str, offer: Offer, *, incarnation: int, announced_at: float
         incarnation=incarnation,
         protocol_min=PROTOCOL_MIN,
         protocol_max=PROTOCOL_MAX,
+        label=offer.label,
+        life=life,
+        is_authority=offer.is_authority,
+        beat_anchor=anchor,
+        endpoints=[
+            pb.NodeEndpoint(
+                address=way.address,
+                network=way.network,
+                priority=way.priority,
+                measured_rtt_ms=way.rtt_ms,
+            )
+            for way in offer.endpoints
+        ],
     )
     return message.SerializeToString(deterministic=True)
 

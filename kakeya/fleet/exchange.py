@@ -1,4 +1,7 @@
-"""One round of push-pull: the same batch to several peers at once, each answer merged alone.
+"""One round of push-pull with several peers at once, each answer merged alone.
+
+Peers of ours get a digest and push what is wanted of them; others, and now and then all, get every
+card (`sync.py` says what, this module moves it).
 
 A peer can be dead, hung, of another service or hostile: each ends as an `Outcome` with a sentence,
 within its own deadline, and never as an exception of the round.
@@ -10,8 +13,10 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypedDict
 
 import grpc
 import grpc.aio
@@ -26,16 +31,19 @@ from kakeya.core.errors import (
 )
 from kakeya.core.ids import NodeId
 from kakeya.core.log import event
-from kakeya.fleet.cards import Card, CardFault
-from kakeya.fleet.convert import MAX_BATCH_BYTES, join_cards, split_cards
+from kakeya.fleet.cards import CardFault
 from kakeya.fleet.registry import CapabilityRegistry, MergeReport
-from kakeya.fleet.targets import fit_batch
+from kakeya.fleet.sync import Accepted, Sync
 from kakeya.wire.channels import Channels
 from kakeya.wire.status import error_from_rpc
 
 _log = logging.getLogger(__name__)
 EXCHANGE_METHOD = "/kakeya.v1.CapabilityService/ExchangeCapabilities"
+SYNC_METHOD = "/kakeya.v1.GossipService/Sync"
+PUSH_METHOD = "/kakeya.v1.GossipService/Push"
 DEFAULT_TIMEOUT_S = 5.0
+PLAIN_S = 600.0
+"""How long an address that did not know Sync is exchanged with in full; it may get an update."""
 _GRACE_S = 0.5
 """After the RPC's own deadline; passes only when gRPC itself does not come back."""
 
@@ -48,14 +56,15 @@ class Outcome:
     error: str = ""
     error_code: str = ""
     rtt_s: float = 0.0
+    sent_bytes: int = 0
     cards_received: int = 0
     changed: tuple[NodeId, ...] = ()
-    dropped: Mapping[CardFault, int]
+    dropped: Mapping[CardFault, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What one round did. `sent_bytes` is the batch, once for each target."""
+    """What one round did. `sent_bytes` counts requests and pushes."""
 
     outcomes: tuple[Outcome, ...]
     seconds: float = 0.0
@@ -88,105 +97,212 @@ async def exchange_once(
     clock: Clock,
     rng: random.Random,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    sync: Sync | None = None,
 ) -> Round:
-    """Restamp, push everything known to all targets at once, and merge what each answers.
+    """Tell all targets at once what is known here, and merge what each answers.
 
     Returns within `timeout_s` and half a second. Failures mark their address in the registry.
     """
-    started_mono = clock.mono()
-    now = clock.wall()
-    registry.restamp(now=now, mono=started_mono)
-    wires = [card.wire for card in registry.snapshot(now)]
-    batch = join_cards(fit_batch(wires, MAX_BATCH_BYTES, rng))
-    outcomes = await asyncio.gather(
-        *(
-            _exchange(registry, address, batch, channels=channels, clock=clock, timeout_s=timeout_s)
-            for address in targets
+    sync = sync or Sync(registry, rng=rng)
+    exchanger = Exchanger(registry, sync, channels=channels, clock=clock, timeout_s=timeout_s)
+    return await exchanger.round(targets)
+
+
+class Exchanger:
+    """Exchanges with peers in the way that each understands, and remembers which way that is."""
+
+    def __init__(
+        self,
+        registry: CapabilityRegistry,
+        sync: Sync,
+        *,
+        channels: Channels,
+        clock: Clock,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self._registry = registry
+        self._sync = sync
+        self._channels = channels
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._plain_until: dict[str, float] = {}
+
+    async def round(self, targets: Sequence[str], full: Collection[str] = ()) -> Round:
+        """Exchange with all targets at once; with those in `full`, everything."""
+        started_mono = self._clock.mono()
+        self._forget_old(started_mono)
+        outcomes = await asyncio.gather(
+            *(self._exchange(address, is_full=address in full) for address in targets)
         )
-    )
-    return Round(
-        outcomes=tuple(outcomes),
-        seconds=clock.mono() - started_mono,
-        sent_bytes=len(batch) * len(targets),
-    )
+        return Round(
+            outcomes=tuple(outcomes),
+            seconds=self._clock.mono() - started_mono,
+            sent_bytes=sum(outcome.sent_bytes for outcome in outcomes),
+        )
+
+    async def say_farewell(self, targets: Sequence[str], timeout_s: float) -> int:
+        """Make the last card and push it to all targets at once; returns how many took it."""
+        push = self._sync.farewell(**self._times())
+        batch = self._sync.batch(**self._times())
+        tellings = (self._tell_farewell(a, push, batch, timeout_s) for a in targets)
+        answers = await asyncio.gather(*tellings, return_exceptions=True)
+        return sum(not isinstance(answer, BaseException) for answer in answers)
+
+    async def _tell_farewell(
+        self, address: str, push: bytes, batch: bytes, timeout_s: float
+    ) -> None:
+        call = _Call(self._channels.get(address), address, self._clock, timeout_s)
+        if not self._is_plain(address):
+            try:
+                await call.send(PUSH_METHOD, push)
+            except _Unimplemented:
+                pass
+            else:
+                return
+        await call.send(EXCHANGE_METHOD, batch)
+
+    async def _exchange(self, address: str, *, is_full: bool) -> Outcome:
+        registry, clock = self._registry, self._clock
+        call = _Call(self._channels.get(address), address, clock, self._timeout_s)
+        try:
+            accepted = await self._converse(call, is_full=is_full)
+        except KakeyaError as failure:
+            if isinstance(failure, DeadlineExceeded):
+                registry.mark_missed(address, mono=clock.mono())
+            elif isinstance(failure, PeerError):
+                registry.mark_failed(address, mono=clock.mono())
+            return call.failed(failure.message, failure.code)
+        except Exception as failure:  # noqa: BLE001 - a gossip peer must not end the round
+            registry.mark_failed(address, mono=clock.mono())
+            _log.debug("traceback", exc_info=failure)
+            return call.failed(f"{address}: {failure!r}", "internal")
+        registry.mark_alive(address)
+        report = accepted.report
+        log_report(report, registry, address)
+        return Outcome(
+            address=address,
+            rtt_s=call.rtt_s,
+            sent_bytes=call.sent_bytes,
+            cards_received=accepted.cards_received,
+            changed=report.changed,
+            dropped=report.dropped,
+        )
+
+    async def _converse(self, call: _Call, *, is_full: bool) -> Accepted:
+        if not is_full and not self._is_plain(call.address):
+            try:
+                return await self._by_digest(call)
+            except _Unimplemented:
+                self._plain_until[call.address] = self._clock.mono() + PLAIN_S
+        answer = await call.send(EXCHANGE_METHOD, self._sync.batch(**self._times()))
+        await self._verify_ahead(answer, in_field=1)
+        with _as_peer_protocol(call.address):
+            accepted = self._sync.take_batch(answer, rtt_s=call.rtt_s, **self._times())
+        if not accepted.report.has_own:
+            self._accept_refusal(call.address)
+        return accepted
+
+    async def _by_digest(self, call: _Call) -> Accepted:
+        answer = await call.send(SYNC_METHOD, self._sync.request(**self._times()))
+        await self._verify_ahead(answer, in_field=2)
+        with _as_peer_protocol(call.address):
+            accepted = self._sync.accept(answer, rtt_s=call.rtt_s, **self._times())
+        if accepted.push is not None:
+            await call.send(PUSH_METHOD, accepted.push)
+        return accepted
+
+    async def _verify_ahead(self, answer: bytes, *, in_field: int) -> None:
+        work = self._sync.verification(answer, in_field)
+        if work is not None:
+            await asyncio.to_thread(work)
+
+    def _accept_refusal(self, address: str) -> None:
+        if self._registry.accept_refusal(**self._times()):
+            event(_log, "own stamps ran ahead of the peers; began a new incarnation", peer=address)
+
+    def _is_plain(self, address: str) -> bool:
+        return address in self._plain_until or self._registry.is_plain_at(address)
+
+    def _forget_old(self, mono: float) -> None:
+        for address in [a for a, until in self._plain_until.items() if mono > until]:
+            del self._plain_until[address]
+
+    def _times(self) -> _Times:
+        return {"now": self._clock.wall(), "mono": self._clock.mono()}
 
 
-async def push_card(
-    card: Card, address: str, *, channels: Channels, timeout_s: float = DEFAULT_TIMEOUT_S
-) -> None:
-    """Send one card and ignore the answer. Raises PeerError or DeadlineExceeded."""
-    await _call(channels.get(address), address, join_cards((card.wire,)), timeout_s)
+class _Times(TypedDict):
+    now: float
+    mono: float
 
 
-async def _exchange(
-    registry: CapabilityRegistry,
-    address: str,
-    batch: bytes,
-    *,
-    channels: Channels,
-    clock: Clock,
-    timeout_s: float,
-) -> Outcome:
-    started_mono = clock.mono()
+class _Unimplemented(PeerProtocol):
+    """The peer does not know the method."""
+
+
+class _Call:
+    """The calls of one exchange with one peer, under one deadline."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, address: str, clock: Clock, timeout_s: float
+    ) -> None:
+        self.address = address
+        self.rtt_s = 0.0
+        self.sent_bytes = 0
+        self._channel = channel
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._started_mono = clock.mono()
+
+    async def send(self, path: str, message: bytes) -> bytes:
+        """Send bytes and return the answer's; without serializers they are moved as they are."""
+        started_mono = self._clock.mono()
+        left_s = max(self._started_mono + self._timeout_s - started_mono, 0.001)
+        method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(path)
+        self.sent_bytes += len(message)
+        try:
+            async with asyncio.timeout(left_s + _GRACE_S):
+                answer: bytes = await method(message, timeout=left_s)
+        except grpc.RpcError as failure:
+            if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise _Unimplemented(f"{self.address}: does not know {path}") from failure
+            raise error_from_rpc(failure, self.address) from failure
+        except TimeoutError as failure:
+            raise DeadlineExceeded(
+                f"{self.address}: no answer in {self._timeout_s:g} s"
+            ) from failure
+        except asyncio.CancelledError as failure:
+            if _is_cancelled():
+                raise
+            raise PeerUnavailable(
+                f"{self.address}: the channel was closed during the call"
+            ) from failure
+        self.rtt_s = self._clock.mono() - started_mono
+        return answer
+
+    def failed(self, error: str, code: str) -> Outcome:
+        """The outcome of an exchange that failed."""
+        return Outcome(
+            address=self.address,
+            error=error,
+            error_code=code,
+            rtt_s=self._clock.mono() - self._started_mono,
+            sent_bytes=self.sent_bytes,
+        )
+
+
+@contextmanager
+def _as_peer_protocol(address: str) -> Iterator[None]:
     try:
-        answer = await _call(channels.get(address), address, batch, timeout_s)
-        wires = _split_answer(address, answer)
-        report = registry.merge(wires, clock.wall())
+        yield
     except KakeyaError as failure:
-        if isinstance(failure, DeadlineExceeded):
-            registry.mark_missed(address, clock.wall())
-        elif isinstance(failure, PeerError):
-            registry.mark_failed(address, clock.wall())
-        return _failed(address, failure.message, failure.code, clock.mono() - started_mono)
-    except Exception as failure:  # noqa: BLE001 - a gossip peer must not end the round
-        registry.mark_failed(address, clock.wall())
-        _log.debug("traceback", exc_info=failure)
-        return _failed(address, f"{address}: {failure!r}", "internal", clock.mono() - started_mono)
-    registry.mark_alive(address)
-    log_report(report, registry, address)
-    if not report.has_own and registry.accept_refusal(now=clock.wall(), mono=clock.mono()):
-        event(_log, "own stamps ran ahead of the peers; began a new incarnation", peer=address)
-    return Outcome(
-        address=address,
-        rtt_s=clock.mono() - started_mono,
-        cards_received=len(wires),
-        changed=report.changed,
-        dropped=report.dropped,
-    )
-
-
-async def _call(channel: grpc.aio.Channel, address: str, batch: bytes, timeout_s: float) -> bytes:
-    # Without serializers the call moves the bytes as they are.
-    method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(EXCHANGE_METHOD)
-    try:
-        async with asyncio.timeout(timeout_s + _GRACE_S):
-            answer: bytes = await method(batch, timeout=timeout_s)
-    except grpc.RpcError as failure:
-        raise error_from_rpc(failure, address) from failure
-    except TimeoutError as failure:
-        raise DeadlineExceeded(f"{address}: no answer in {timeout_s:g} s") from failure
-    except asyncio.CancelledError as failure:
-        if _is_cancelled():
-            raise
-        raise PeerUnavailable(f"{address}: the channel was closed during the call") from failure
-    return answer
+        raise PeerProtocol(f"{address}: {failure.message}") from failure
 
 
 def _is_cancelled() -> bool:
     # gRPC raises CancelledError for a closed channel too; only a cancelled task may end by it.
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
-
-
-def _split_answer(address: str, answer: bytes) -> list[bytes]:
-    try:
-        return split_cards(answer)
-    except KakeyaError as failure:
-        raise PeerProtocol(f"{address}: {failure.message}") from failure
-
-
-def _failed(address: str, error: str, code: str, rtt_s: float) -> Outcome:
-    return Outcome(address=address, error=error, error_code=code, rtt_s=rtt_s, dropped={})
 
 
 def log_report(report: MergeReport, registry: CapabilityRegistry, peer: str) -> None:

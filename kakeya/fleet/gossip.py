@@ -8,21 +8,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, every
-from kakeya.fleet.cards import DEFAULT_INTERVAL_S, CardFault, Offer
-from kakeya.fleet.exchange import DEFAULT_TIMEOUT_S, Round, exchange_once, push_card
+from kakeya.fleet.cards import DEFAULT_INTERVAL_S, Card, CardFault, Offer, is_dialable
+from kakeya.fleet.exchange import DEFAULT_TIMEOUT_S, Exchanger, Round
 from kakeya.fleet.registry import CapabilityRegistry
+from kakeya.fleet.skew import WARN_S
+from kakeya.fleet.sync import Sync
 from kakeya.fleet.targets import DEFAULT_FANOUT, choose_targets
 from kakeya.wire.channels import Channels
 
 _log = logging.getLogger(__name__)
 MAX_FAREWELLS = 64
 """Peers told of a departure; the others hear it from them, or wait for the TTL."""
+FULL_EVERY = 12
+"""Rounds of which one tells one peer everything, so that no fault of the digests lasts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,12 @@ class GossipStats:
 
 
 class Gossip:
-    """Keeps one registry in step with the fleet."""
+    """Keeps one registry in step with the fleet.
+
+    `sync` is shared with the service. `sightings` are addresses that the local network shows,
+    `may_dial` is asked of every address that no person typed, `routes` chooses among the addresses
+    of a card.
+    """
 
     def __init__(
         self,
@@ -81,6 +90,10 @@ class Gossip:
         clock: Clock,
         rng: random.Random,
         on_round: Callable[[Round], None] | None = None,
+        sync: Sync | None = None,
+        sightings: Callable[[], Collection[str]] = tuple,
+        may_dial: Callable[[str], bool] = lambda address: True,
+        routes: Callable[[Card], str] = lambda card: card.grpc_address,
     ) -> None:
         self._registry = registry
         self._config = config
@@ -88,6 +101,12 @@ class Gossip:
         self._clock = clock
         self._rng = rng
         self._on_round = on_round
+        self._sync = sync or Sync(registry, rng=rng)
+        self._exchanger = Exchanger(
+            registry, self._sync, channels=channels, clock=clock, timeout_s=config.timeout_s
+        )
+        self._sightings, self._may_dial, self._routes = sightings, may_dial, routes
+        self._is_clock_blamed = False
         self._wake = asyncio.Event()
         self._is_poked = False
         self._dialled: set[str] = set()
@@ -125,38 +144,35 @@ class Gossip:
             self._registry.announce(offer, now=clock.wall(), mono=clock.mono())
             self.poke()
 
+    @property
+    def sync(self) -> Sync:
+        """What this node says and hears; the service answers with the same."""
+        return self._sync
+
     async def round(self, targets: Sequence[str] | None = None) -> Round:
         """Do one round now, with chosen targets or given ones."""
-        now = self._clock.wall()
-        gone = self._registry.expire(now)
+        now, mono = self._clock.wall(), self._clock.mono()
+        start = self._registry.begin_round(now=now, mono=mono)
+        if start.slept_s:
+            event(_log, "this machine slept; everybody is doubted until heard of", s=start.slept_s)
         if targets is None:
-            targets = self._choose(now)
-        await self._close_forgotten(targets, now)
-        done = await exchange_once(
-            self._registry,
-            targets,
-            channels=self._channels,
-            clock=self._clock,
-            rng=self._rng,
-            timeout_s=self._config.timeout_s,
-        )
+            targets = self._choose(now=now, mono=mono)
+        await self._close_forgotten(targets, now=now, mono=mono)
+        is_full_round = self._stats.rounds % FULL_EVERY == FULL_EVERY - 1
+        full = (self._rng.choice(targets),) if targets and is_full_round else ()
+        done = await self._exchanger.round(targets, full)
         self._stats = self._stats.after(done, self._clock.wall())
-        self._log_round(done, gone=len(gone))
+        self._log_round(done, gone=len(start.gone))
+        self._blame_clock()
         if self._on_round is not None:
             self._on_round(done)
         return done
 
     async def farewell(self, timeout_s: float = 2.0) -> int:
         """Tell the live peers that this node leaves; returns how many heard it."""
-        clock = self._clock
-        card = self._registry.farewell(now=clock.wall(), mono=clock.mono())
-        peers = self._registry.live_addresses(clock.wall())
+        peers = self._live_addresses(self._clock.mono())
         told = self._rng.sample(peers, min(MAX_FAREWELLS, len(peers)))
-        answers = await asyncio.gather(
-            *(push_card(card, peer, channels=self._channels, timeout_s=timeout_s) for peer in told),
-            return_exceptions=True,
-        )
-        heard = sum(not isinstance(answer, BaseException) for answer in answers)
+        heard = await self._exchanger.say_farewell(told, timeout_s)
         event(_log, "farewell", told=len(told), heard=heard)
         return heard
 
@@ -167,25 +183,46 @@ class Gossip:
         self._is_poked = False
         await self.round()
 
-    def _choose(self, now: float) -> tuple[str, ...]:
+    def _choose(self, *, now: float, mono: float) -> tuple[str, ...]:
         registry = self._registry
         return choose_targets(
-            live=registry.live_addresses(now),
+            live=self._live_addresses(mono),
             remembered=registry.remembered_addresses(now),
             seeds=self._config.seeds,
             own=registry.own_addresses,
             fanout=self._config.fanout,
             rng=self._rng,
+            sightings=self._sightings(),
+            may_dial=self._may_dial,
         )
 
-    async def _close_forgotten(self, targets: Sequence[str], now: float) -> None:
+    def _live_addresses(self, mono: float) -> list[str]:
+        own = self._registry.own_addresses
+        _, *peers = self._registry.snapshot(mono=mono)
+        addresses = {self._routes(card) for card in peers}
+        return sorted(filter(is_dialable, addresses - own))
+
+    async def _close_forgotten(self, targets: Sequence[str], *, now: float, mono: float) -> None:
         # An open channel to nobody would try to connect every few seconds for ever.
-        registry = self._registry
-        wanted = {*registry.live_addresses(now), *registry.remembered_addresses(now)}
+        wanted = {*self._live_addresses(mono), *self._registry.remembered_addresses(now)}
         wanted.update(self._config.seeds, targets)
         for address in self._dialled - wanted:
             await self._channels.discard(address)
         self._dialled = (self._dialled & wanted).union(targets)
+
+    def _blame_clock(self) -> None:
+        mono = self._clock.mono()
+        skews = self._sync.skews
+        is_blamed = skews.is_own_fault(mono)
+        if is_blamed and not self._is_clock_blamed:
+            event(
+                _log,
+                "the clock of this machine is wrong: most peers disagree with it; set it by NTP",
+                level=logging.WARNING,
+                fleet_is_ahead_s=skews.own(mono),
+                limit_s=WARN_S,
+            )
+        self._is_clock_blamed = is_blamed
 
     def _log_round(self, done: Round, *, gone: int) -> None:
         is_quiet = not (done.changed or gone or done.errors or done.dropped)

@@ -1,18 +1,21 @@
 """Whom a gossip round talks to, as a pure choice.
 
-Seeds are hints from a person and are tried until they are live; nothing else is special about
-them. An expired address costs one call a round, and is what heals a partition longer than a TTL.
+Seeds are hints from a person and are tried until they are live; sightings are hints from the local
+network; nothing else is special about either. An expired address costs one call a round, and is
+what heals a partition longer than a TTL.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
-DEFAULT_FANOUT = 6
-"""At a round each 30 s no card in any view then grows older than 95 s, so a TTL of 120 s holds,
-with 10 to 1000 nodes and up to 30 % of the messages lost. With 3 peers it reaches 153 s at 100
-nodes and 200 s at 1000 (`tests/fleet/test_convergence.py`)."""
+DEFAULT_FANOUT = 2
+"""At a round each 10 s no card in any view grows older than 58 s then, with up to 1000 nodes and
+30 % of the messages lost (`scripts/simulate`), so a TTL of 120 s has room."""
+MAX_SIGHTINGS = 2
+MAX_DIALS = 8
+"""In one round beside the seeds, whatever cards and the local network claim."""
 
 
 def choose_targets(
@@ -23,18 +26,33 @@ def choose_targets(
     own: Collection[str],
     fanout: int,
     rng: random.Random,
+    sightings: Collection[str] = (),
+    may_dial: Callable[[str], bool] = lambda address: True,
 ) -> tuple[str, ...]:
-    """Choose `fanout` live addresses, every seed that is not live, one remembered address.
+    """Choose every seed that is not live, `fanout` live addresses, two sightings, one lost address.
 
-    Sorted inputs are not needed: the same sets and the same rng state give the same answer.
+    Only seeds, which a person typed, are dialled without asking `may_dial`. Sorted inputs are not
+    needed: the same sets and the same rng state give the same answer.
     """
-    reachable = sorted(set(live) - set(own))
-    chosen = rng.sample(reachable, min(fanout, len(reachable)))
-    chosen += [a for a in dict.fromkeys(seeds) if a not in live and a not in own]
-    lost = sorted(set(remembered) - set(live) - set(own) - set(chosen))
-    if lost:
-        chosen.append(rng.choice(lost))
-    return tuple(chosen)
+    chosen = [a for a in dict.fromkeys(seeds) if a not in live and a not in own]
+    taken = set(chosen) | set(own)
+
+    def draw(addresses: Collection[str], count: int) -> list[str]:
+        open_to = sorted(set(addresses) - taken)
+        rng.shuffle(open_to)
+        drawn: list[str] = []
+        for address in open_to:
+            if len(drawn) >= count:
+                break
+            if may_dial(address) or address in seeds:
+                drawn.append(address)
+        taken.update(drawn)
+        return drawn
+
+    others = draw(live, fanout)
+    others += draw(set(sightings) - set(live), MAX_SIGHTINGS)
+    others += draw(set(remembered) - set(live), 1)
+    return (*chosen, *others[:MAX_DIALS])
 
 
 def fit_batch(wires: list[bytes], max_bytes: int, rng: random.Random) -> list[bytes]:

@@ -35,6 +35,7 @@ from kakeya.fleet.gossip import Gossip, GossipConfig
 from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.fleet.ring import probe_ring_environment
 from kakeya.fleet.service import add_capability_service
+from kakeya.fleet.sync import Sync
 from kakeya.node import metrics
 from kakeya.node.card import Place, make_offer
 from kakeya.node.config import NodeConfig
@@ -207,6 +208,7 @@ class Agent:
         )
         channels = Channels()
         stack.push_async_callback(channels.aclose)
+        self._sync = Sync(self._registry, rng=self._rng)
         self._gossip = Gossip(
             self._registry,
             GossipConfig(seeds=fleet.peers, interval_s=fleet.interval_s, fanout=fleet.fanout),
@@ -214,6 +216,7 @@ class Agent:
             clock=self._clock,
             rng=self._rng,
             on_round=self._round_done,
+            sync=self._sync,
         )
 
     def _add_services(self) -> None:
@@ -231,7 +234,7 @@ class Agent:
         )
         add_RuntimeServiceServicer_to_server(self._runtime, server)
         self._capability = add_capability_service(
-            server, self._registry, clock=self._clock, rng=self._rng
+            server, self._registry, clock=self._clock, rng=self._rng, sync=self._sync
         )
         self._proposers = ProposerService({NGRAM: NGramProposer()}, clock=self._clock)
         add_ProposerServiceServicer_to_server(self._proposers, server)
@@ -280,7 +283,7 @@ class Agent:
     def _suspect_failed_drafters(self, usage: Usage) -> None:
         """Ask no peer again that just failed, until gossip finds that it answers."""
         for address in failed_addresses(usage):
-            self._registry.mark_failed(address, self._clock.wall())
+            self._registry.mark_failed(address, mono=self._clock.mono())
 
     def _round_done(self, done: Round) -> None:
         if self._registry.incarnation != self._state.incarnation:
@@ -288,15 +291,19 @@ class Agent:
 
     def status(self) -> Json:
         """Describe the node and the fleet as it sees it."""
-        now = self._clock.wall()
+        mono = self._clock.mono()
+        cards = self._registry.snapshot(mono=mono)
         return describe(
             View(
                 node_id=self.node_id,
                 grpc=self.grpc,
                 http=self.http,
-                uptime_s=self._clock.mono() - self._started_mono,
-                now=now,
-                cards=self._registry.snapshot(now),
+                uptime_s=mono - self._started_mono,
+                now=self._clock.wall(),
+                cards=cards,
+                ages={
+                    card.node_id: self._registry.age_s(card.node_id, mono=mono) for card in cards
+                },
                 suspects=self._registry.suspects(),
                 gossip=self._gossip.stats,
                 models=self._engines.models(),
@@ -304,7 +311,7 @@ class Agent:
         )
 
     def _metrics(self) -> Iterator[Metric]:
-        known = len(self._registry.snapshot(self._clock.wall()))
+        known = len(self._registry.snapshot(mono=self._clock.mono()))
         suspects = len(self._registry.suspects())
         yield from metrics.fleet_metrics(
             known, suspects, self._gossip.stats, self._capability.stats

@@ -54,7 +54,7 @@ class FleetDrafts:
         chosen = choose_sources(
             facts,
             policy,
-            self._registry.snapshot(now),
+            self._registry.snapshot(mono=self._clock.mono()),
             now=now,
             suspects=self._registry.suspects(),
         )

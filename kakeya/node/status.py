@@ -25,7 +25,10 @@ Json = dict[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """The agent's parts at one moment; `cards` has the own one first."""
+    """The agent's parts at one moment; `cards` has the own one first.
+
+    `ages` are seconds since each node lived, by id.
+    """
 
     node_id: str
     grpc: str
@@ -33,6 +36,7 @@ class View:
     uptime_s: float
     now: float
     cards: Sequence[Card]
+    ages: Mapping[str, float | None]
     suspects: frozenset[str]
     gossip: GossipStats
     models: Sequence[tuple[ModelSpec, EngineBackend | None]]
@@ -102,7 +106,7 @@ def _card(card: Card, view: View, *, is_own: bool) -> Json:
         "grpc_address": card.grpc_address,
         "platform": card.platform,
         "memory_bytes": card.unified_memory_bytes,
-        "age_s": round(max(0.0, view.now - card.announced_at), 1),
+        "age_s": round(view.ages.get(card.node_id) or 0.0, 1),
         "ttl_s": card.ttl_s,
         "models": [
             {

@@ -12,6 +12,7 @@ import grpc.aio
 from kakeya.fleet.gossip import Gossip, GossipConfig
 from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.fleet.service import CapabilityService
+from kakeya.fleet.sync import Sync
 from tests.fleet.nodes import NOW, make_registry
 
 
@@ -49,7 +50,10 @@ class _Edge:
             if service is None or self._fleet.is_cut(self._source, self._target):
                 empty = grpc.aio.Metadata()
                 raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, empty, "cut")
-            return await service.exchange(request, _Context())  # type: ignore[arg-type]
+            handler = {"Sync": service.sync, "Push": service.push}.get(
+                method.rpartition("/")[2], service.exchange
+            )
+            return await handler(request, _Context())  # type: ignore[arg-type]
 
         return call
 
@@ -85,14 +89,16 @@ class VirtualFleet:
         address = f"{name}:1"
         registry = make_registry(name, now=self.clock.wall(), address=address)
         rng = random.Random(self.rng.random())
+        sync = Sync(registry, rng=rng)
         self.registries[name] = registry
-        self.services[address] = CapabilityService(registry, clock=self.clock, rng=rng)
+        self.services[address] = CapabilityService(registry, sync, clock=self.clock)
         self.gossips[name] = Gossip(
             registry,
             self.config,
             channels=_Edges(self, address),  # type: ignore[arg-type]
             clock=self.clock,
             rng=rng,
+            sync=sync,
         )
         start = self.clock.now + self.rng.random() * self.config.interval_s
         heapq.heappush(self._due, (start, name))
@@ -100,7 +106,7 @@ class VirtualFleet:
     def introduce_all(self) -> None:
         wires = [registry.own.wire for registry in self.registries.values()]
         for registry in self.registries.values():
-            registry.merge(wires, self.clock.now)
+            registry.merge(wires, now=self.clock.now, mono=self.clock.mono())
 
     async def run(self, seconds: float) -> None:
         end = self.clock.now + seconds
@@ -114,5 +120,5 @@ class VirtualFleet:
     def completeness(self) -> float:
         """Share of (viewer, node) pairs in which the node is seen."""
         count = len(self.registries)
-        seen = sum(len(r.snapshot(self.clock.now)) for r in self.registries.values())
+        seen = sum(len(r.snapshot(mono=self.clock.mono())) for r in self.registries.values())
         return seen / count**2

@@ -8,18 +8,22 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import grpc
 import grpc.aio
 
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.ids import ModelId
-from kakeya.fleet.cards import Card, Offer, OfferedModel, Role
+from kakeya.fleet.cards import Card, CardTrust, Endpoint, Offer, OfferedModel, Role
 from kakeya.fleet.convert import from_wire, to_wire
 from kakeya.fleet.exchange import Round, exchange_once
 from kakeya.fleet.gossip import Gossip, GossipConfig
-from kakeya.fleet.registry import CapabilityRegistry
+from kakeya.fleet.memory import Memory
+from kakeya.fleet.registry import CapabilityRegistry, MergeReport
 from kakeya.fleet.service import add_capability_service
+from kakeya.fleet.sync import Sync
+from kakeya.v1 import distributed_pb2 as pb
 from kakeya.wire.channels import Channels, Keepalive
 
 NOW = 1_700_000_000.0
@@ -35,6 +39,10 @@ def make_wire(
     platform: str = "",
     models: Sequence[OfferedModel] = (),
     memory: int = 0,
+    life: int = 0,
+    label: str = "",
+    endpoints: Sequence[Endpoint] = (),
+    is_plain: bool = False,
 ) -> bytes:
     offer = Offer(
         grpc_address=address or f"{node_id}:50051",
@@ -42,8 +50,19 @@ def make_wire(
         models=tuple(models),
         ttl_s=ttl_s,
         unified_memory_bytes=memory,
+        label=label,
+        endpoints=tuple(endpoints),
     )
-    return to_wire(node_id, offer, incarnation=incarnation, announced_at=at)
+    wire = to_wire(node_id, offer, incarnation=incarnation, announced_at=at, life=life)
+    return plain(wire) if is_plain else wire
+
+
+def plain(wire: bytes) -> bytes:
+    """What a node that copies the fields it knows would make of a card."""
+    message = pb.NodeCapability.FromString(wire)
+    for name in ("incarnation", "protocol_min", "protocol_max", "life", "label", "beat_anchor"):
+        message.ClearField(name)
+    return message.SerializeToString()
 
 
 def make_card(node_id: str = "peer", **fields: object) -> Card:
@@ -67,11 +86,34 @@ def make_registry(
     incarnation: int = 1,
     limit: int = 4096,
     models: Sequence[OfferedModel] = (),
+    memory: Memory | None = None,
+    trust: CardTrust | None = None,
+    seed: int | None = None,
 ) -> CapabilityRegistry:
     offer = Offer(grpc_address=address or f"{node_id}:50051", models=tuple(models))
     return CapabilityRegistry(
-        node_id, offer, now=now, mono=mono, incarnation=incarnation, limit=limit
+        node_id,
+        offer,
+        now=now,
+        mono=mono,
+        incarnation=incarnation,
+        limit=limit,
+        memory=memory,
+        trust=trust,
+        entropy=random.Random(repr((node_id, address))).randbytes
+        if seed is None
+        else random.Random(seed).randbytes,
     )
+
+
+class Times(TypedDict):
+    now: float
+    mono: float
+
+
+def at(now: float) -> Times:
+    """A wall time with the monotonic time of a machine that started at NOW."""
+    return {"now": now, "mono": now - NOW}
 
 
 @dataclass
@@ -83,6 +125,7 @@ class Node:
     channels: Channels
     clock: Clock
     address: str
+    sync: Sync
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     async def exchange(self, *targets: str, timeout_s: float = 5.0) -> Round:
@@ -93,6 +136,7 @@ class Node:
             clock=self.clock,
             rng=self.rng,
             timeout_s=timeout_s,
+            sync=self.sync,
         )
 
     def gossip(self, *seeds: str, **options: object) -> Gossip:
@@ -102,10 +146,19 @@ class Node:
             channels=self.channels,
             clock=self.clock,
             rng=self.rng,
+            sync=self.sync,
         )
 
     def known(self) -> list[str]:
-        return [card.node_id for card in self.registry.snapshot(self.clock.wall())]
+        return [card.node_id for card in self.registry.snapshot(mono=self.clock.mono())]
+
+    def card_of(self, node_id: str) -> Card:
+        card = self.registry.get(node_id, mono=self.clock.mono())
+        assert card is not None
+        return card
+
+    def merge(self, *wires: bytes) -> MergeReport:
+        return self.registry.merge(wires, now=self.clock.wall(), mono=self.clock.mono())
 
 
 @asynccontextmanager
@@ -131,12 +184,13 @@ async def running_node(
         models=models,
         incarnation=incarnation,
     )
-    add_capability_service(server, registry, clock=clock, rng=random.Random(2))
+    sync = Sync(registry, rng=random.Random(2))
+    add_capability_service(server, registry, clock=clock, rng=random.Random(3), sync=sync)
     server.add_generic_rpc_handlers(tuple(handlers))
     await server.start()
     channels = Channels(keepalive)
     try:
-        yield Node(registry, server, channels, clock, address)
+        yield Node(registry, server, channels, clock, address, sync)
     finally:
         await channels.aclose()
         await server.stop(None)

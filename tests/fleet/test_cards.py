@@ -27,11 +27,21 @@ def test_equal_stamps_are_ordered_by_content_in_one_direction_only() -> None:
 
 
 def test_expiry_boundary_is_exclusive() -> None:
-    card = make_card(at=NOW, ttl_s=120)
+    card = make_card(at=NOW, ttl_s=120, is_plain=True)
     assert not card.is_expired(NOW + 120)
     assert card.is_expired(math.nextafter(NOW + 120, math.inf))
     assert fault_of(card, NOW + 120) is None
     assert fault_of(card, NOW + 120.001) is CardFault.EXPIRED
+
+
+def test_the_stamp_of_a_card_that_came_with_a_beat_does_not_tell_its_age() -> None:
+    card = make_card(at=NOW, ttl_s=120)
+    assert not card.is_expired(NOW + 3600)
+    assert fault_of(card, NOW + 3600) is CardFault.EXPIRED
+    assert fault_of(card, NOW + 3600, is_beating=True) is None
+    assert fault_of(card, NOW - 3600) is CardFault.FUTURE
+    assert fault_of(card, NOW - 3600, is_beating=True) is None
+    assert fault_of(card, NOW - 25 * 3600, is_beating=True) is CardFault.FUTURE
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Peers that die, hang, fall silent and return, with the times of RELIABILITY rows 1 to 5 and 30.
+"""Peers that die, hang, fall silent and return, with the times of RELIABILITY rows 1 to 6 and 30.
 
 Real processes and real sockets. Keepalive runs at 2 s + 1 s where the default is 10 s + 5 s.
 """
@@ -19,9 +19,14 @@ import grpc.aio
 import pytest
 
 from kakeya.core.errors import PlacementError
+from kakeya.fleet.cards import Card
+from kakeya.fleet.gossip import GossipConfig
 from kakeya.fleet.placement import plan_spec_decode_placement
+from kakeya.fleet.probing import ProbeConfig
+from kakeya.fleet.suspicion import Doubt
 from kakeya.wire.channels import Keepalive, Option, message_options
 from tests.fleet.nodes import Node, running_node, until, verifier
+from tests.fleet.probers import Probing, probing_node
 from tests.fleet.proxy import running_proxy
 
 FAST = Keepalive(interval_s=2.0, timeout_s=1.0)
@@ -67,11 +72,9 @@ async def _end_of(call: grpc.aio.UnaryStreamCall, since_mono: float) -> tuple[fl
 
 
 def _can_place(node: Node) -> bool:
-    now = node.clock.wall()
+    cards = node.registry.snapshot(mono=node.clock.mono())
     with contextlib.suppress(PlacementError):
-        plan_spec_decode_placement(
-            node.registry.snapshot(now), now=now, suspects=node.registry.suspects()
-        )
+        plan_spec_decode_placement(cards, now=node.clock.wall(), suspects=node.registry.suspects())
         return True
     return False
 
@@ -85,15 +88,94 @@ async def test_a_killed_peer_breaks_its_streams_at_once_and_gets_no_new_work() -
         seconds, code = await _end_of(call, child.send(signal.SIGKILL))
         assert code is grpc.StatusCode.UNAVAILABLE
         assert seconds < 1.0  # 0.1 s on a quiet machine
-        a.registry.mark_failed("child", a.clock.wall())
+        a.registry.mark_failed("child", mono=a.clock.mono())
         assert not _can_place(a)
         done = await a.exchange(child.address)
         assert done.outcomes[0].error_code == "unavailable"
         assert a.registry.is_suspect("child")
         assert "child" in a.known()
         assert "child" not in [
-            card.node_id for card in a.registry.snapshot(a.clock.wall() + 120 + 30)
+            card.node_id for card in a.registry.snapshot(mono=a.clock.mono() + 120 + 10)
         ]
+
+
+@contextlib.asynccontextmanager
+async def fleet_of(
+    count: int, child: _Child, *, is_looking: bool = True, **options: object
+) -> AsyncIterator[list[Probing]]:
+    """Nodes at the default pace of gossip that know each other and the child; all gossip."""
+    async with contextlib.AsyncExitStack() as stack:
+        nodes = [
+            await stack.enter_async_context(
+                probing_node(
+                    f"n{i:02}",
+                    models=[verifier("m")],
+                    config=ProbeConfig(),
+                    is_looking=is_looking,
+                    **options,  # type: ignore[arg-type]
+                )
+            )
+            for i in range(count)
+        ]
+        await nodes[0].node.exchange(child.address)
+        wire = nodes[0].node.card_of("child").wire
+        for one in nodes:
+            one.learn(*(other.node for other in nodes if other is not one))
+            one.node.merge(wire)
+            one.gossip.start(one.supervisor)
+        await until(lambda: all(one.gossip.stats.rounds for one in nodes))
+        yield nodes
+
+
+def _suspecting(nodes: list[Probing]) -> int:
+    return sum("child" in one.suspects for one in nodes)
+
+
+async def test_a_killed_node_is_suspected_by_the_whole_fleet_in_seconds() -> None:
+    """Row 1: 25 nodes of which one sees the death; no work is placed there after that."""
+    async with child_node() as child, fleet_of(25, child) as nodes:
+        first = nodes[0].node
+        assert _can_place(first)
+        call = await _hold(first.channels.get(child.address))
+        seconds, _ = await _end_of(call, child.send(signal.SIGKILL))
+        assert seconds < 1.0
+        nodes[0].fail("child")
+        placed: list[bool] = []
+
+        def is_known_to_all() -> bool:
+            placed.append(_can_place(first))
+            return _suspecting(nodes) == len(nodes)
+
+        assert await until(is_known_to_all) <= 10.0
+        assert not any(placed)
+        await until(lambda: all(one.accused() == {"child"} for one in nodes))
+        assert not any(one.suspects - {"child"} for one in nodes)
+        assert all("child" in one.node.known() for one in nodes)  # only the TTL removes it
+
+
+async def test_without_probes_a_death_stays_local_knowledge() -> None:
+    """The control of row 1: edges alone do not tell the fleet, at twenty times its pace."""
+    quick = GossipConfig(interval_s=0.5)
+    async with child_node() as child:
+        async with fleet_of(25, child, is_looking=False, gossip_config=quick) as nodes:
+            child.send(signal.SIGKILL)
+            nodes[0].fail("child")
+            with pytest.raises(AssertionError, match="not within"):
+                await until(lambda: _suspecting(nodes) == len(nodes), 2.5)
+
+
+async def test_twenty_deaths_at_once_are_known_to_all_in_seconds() -> None:
+    """Row 1, 20 times with other helpers drawn: of 45 nodes 20 go, and each helper may be one."""
+    async with child_node() as child, fleet_of(25, child) as nodes:
+        async with contextlib.AsyncExitStack() as stack:
+            names = {f"victim{i}" for i in range(20)}
+            victims = [await stack.enter_async_context(running_node(name)) for name in names]
+            for one in nodes:
+                one.learn(*victims)
+            for victim in victims:
+                await nodes[0].node.exchange(victim.address)
+        seconds = await until(lambda: all(one.suspects == names for one in nodes), 20.0)
+        assert seconds <= 10.0
 
 
 async def test_a_stopped_peer_is_noticed_by_pings() -> None:
@@ -103,6 +185,20 @@ async def test_a_stopped_peer_is_noticed_by_pings() -> None:
         seconds, code = await _end_of(call, child.send(signal.SIGSTOP))
         assert code is grpc.StatusCode.UNAVAILABLE
         assert seconds <= 4.0
+
+
+async def test_a_stopped_node_is_accused_by_all_and_taken_back_by_all() -> None:
+    """Row 2, for the fleet: pings break the connection, probes confirm, a sign of life refutes."""
+    quick = GossipConfig(interval_s=0.5, timeout_s=1.0)
+    async with child_node() as child:
+        async with fleet_of(4, child, keepalive=FAST, gossip_config=quick) as nodes:
+            stopped_mono = child.send(signal.SIGSTOP)
+            await until(lambda: all(one.accused() == {"child"} for one in nodes), 10.0)
+            assert time.monotonic() - stopped_mono <= 8.0
+            child.send(signal.SIGCONT)
+            seconds = await until(lambda: _suspecting(nodes) == 0, 10.0)
+            assert seconds <= 8.0
+            assert not any(one.accused() for one in nodes)
 
 
 @pytest.mark.slow
@@ -134,6 +230,18 @@ async def test_a_blocked_loop_costs_the_caller_its_deadline_and_two_misses_make_
         assert done.errors == {}
         assert time.monotonic() - blocked_mono >= 3.5  # keepalive did not cut the connection
         assert not a.registry.is_suspect("child")
+
+
+async def test_a_blocked_loop_is_suspected_and_expires_nowhere() -> None:
+    """Row 3, for the fleet: two misses in a row, asked of others too; all is well after it."""
+    async with child_node(block_s=4.0) as child:
+        quick = GossipConfig(interval_s=0.5, timeout_s=0.5)
+        async with fleet_of(3, child, gossip_config=quick) as nodes:
+            child.send(signal.SIGUSR1)
+            await until(lambda: _suspecting(nodes) == 3, 4.0)
+            assert all("child" in one.node.known() for one in nodes)
+            await until(lambda: _suspecting(nodes) == 0)
+            assert all("child" in one.node.known() for one in nodes)
 
 
 async def test_both_ends_notice_a_wire_that_swallows_everything() -> None:
@@ -171,6 +279,40 @@ async def test_without_keepalive_neither_end_notices() -> None:
             proxy.is_blackhole = True
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(call.read(), 11.0)
+
+
+async def test_a_node_that_only_some_can_dial_is_dead_for_nobody() -> None:
+    """Row 6: who dials whom does not matter to the views; 100 rounds without a flap."""
+    async with running_node("gone") as gone:
+        nowhere = gone.address
+
+    def blocked(card: Card) -> str:
+        return nowhere if card.node_id == "a" else card.grpc_address
+
+    async with contextlib.AsyncExitStack() as stack:
+        a, b, c, d = [
+            await stack.enter_async_context(probing_node(name, route=route))
+            for name, route in (("a", _direct), ("b", blocked), ("c", blocked), ("d", _direct))
+        ]
+        nodes = [a, b, c, d]
+        await a.node.exchange(b.node.address)
+        assert a.node.known() == ["a", "b"]
+        assert sorted(b.node.known()) == ["a", "b"]
+        for one in nodes:
+            one.learn(*(other.node for other in nodes if other is not one))
+        for one in (b, c):
+            one.fail("a")
+            await until(lambda one=one: one.doubt_of(a.node.address) is Doubt.ASYMMETRIC)
+        for _ in range(100):
+            for one in nodes:
+                await one.gossip.round()
+            assert [one.suspects for one in nodes] == [set(), {"a"}, {"a"}, set()]
+            assert not any(one.accused() for one in nodes)
+            assert all(len(one.node.known()) == 4 for one in nodes)
+
+
+def _direct(card: Card) -> str:
+    return card.grpc_address
 
 
 PINGER = Keepalive(interval_s=0.5, timeout_s=5.0)
@@ -246,6 +388,23 @@ async def _outage(outage_s: float, options: tuple[Option, ...] | None = None) ->
 async def test_a_peer_that_returns_is_used_again_within_seconds() -> None:
     """Row 30, scaled to an outage of 4 s."""
     assert await _outage(4.0) <= 6.0
+
+
+async def test_a_node_that_returns_is_trusted_again_by_all_within_seconds() -> None:
+    """Row 30, for the fleet: nobody gossips here, so the probers alone find it."""
+    async with contextlib.AsyncExitStack() as stack:
+        nodes = [
+            await stack.enter_async_context(probing_node(f"n{i}", config=ProbeConfig()))
+            for i in range(4)
+        ]
+        async with running_node("x") as x:
+            for one in nodes:
+                one.learn(x, *(other.node for other in nodes if other is not one))
+                assert (await one.node.exchange(x.address)).errors == {}
+        await until(lambda: all(one.accused() == {"x"} for one in nodes))
+        async with running_node("x", port=int(x.address.rpartition(":")[2])):
+            seconds = await until(lambda: not any(one.suspects for one in nodes))
+            assert seconds <= 6.0
 
 
 @pytest.mark.slow

@@ -94,7 +94,9 @@ def test_no_candidate_is_an_error_and_never_a_plan_without_a_proposer() -> None:
 
 
 def test_expired_cards_are_left_out_even_of_an_old_snapshot() -> None:
-    stale = make_card("a", at=NOW - 120.5, models=[verifier("m", 99), proposer("ngram")])
+    stale = make_card(
+        "a", at=NOW - 120.5, is_plain=True, models=[verifier("m", 99), proposer("ngram")]
+    )
     fresh = make_card("b", models=[verifier("m", 1), proposer("ngram")])
     plan = _plan(stale, fresh)
     assert (plan.verifier_node, plan.proposer_node) == ("b", "b")

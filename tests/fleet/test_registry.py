@@ -13,7 +13,7 @@ from kakeya.core.errors import InvalidArgument
 from kakeya.fleet.cards import CardFault, Offer
 from kakeya.fleet.registry import REMEMBER_S, CapabilityRegistry
 from kakeya.v1 import distributed_pb2 as pb
-from tests.fleet.nodes import NOW, make_registry, make_wire, verifier
+from tests.fleet.nodes import NOW, at, make_registry, make_wire, verifier
 
 wires = st.builds(
     make_wire,
@@ -27,7 +27,7 @@ wires = st.builds(
 
 
 def _view(registry: CapabilityRegistry) -> list[bytes]:
-    return [card.wire for card in registry.snapshot(NOW)]
+    return [card.wire for card in registry.snapshot(mono=0)]
 
 
 # --- laws of the merge
@@ -38,18 +38,17 @@ def _view(registry: CapabilityRegistry) -> list[bytes]:
 def test_merges_commute_associate_and_repeat_without_effect(batch: list[bytes], seed: int) -> None:
     """RELIABILITY row 16: any order, split and repetition, ties included, gives one view."""
     straight = make_registry()
-    straight.merge(batch, NOW)
+    straight.merge(batch, **at(NOW))
     rng = random.Random(seed)
     shuffled = batch + rng.choices(batch, k=len(batch)) if batch else []
     rng.shuffle(shuffled)
     split = make_registry()
-    at = 0
-    while at < len(shuffled):
+    while shuffled:
         step = rng.randint(1, 5)
-        split.merge(shuffled[at : at + step], NOW)
-        at += step
+        split.merge(shuffled[:step], **at(NOW))
+        del shuffled[:step]
     assert _view(split) == _view(straight)
-    assert split.merge(_view(straight), NOW).changed == ()
+    assert split.merge(_view(straight), **at(NOW)).changed == ()
 
 
 @given(batch=st.lists(wires, max_size=25))
@@ -57,8 +56,8 @@ def test_merges_commute_associate_and_repeat_without_effect(batch: list[bytes], 
 def test_views_hold_valid_cards_only_and_the_own_card_first(batch: list[bytes]) -> None:
     registry = make_registry()
     own = registry.own.wire
-    registry.merge(batch, NOW)
-    me, *peers = registry.snapshot(NOW)
+    registry.merge(batch, **at(NOW))
+    me, *peers = registry.snapshot(mono=0)
     assert me.wire == own
     assert [card.node_id for card in peers] == sorted(card.node_id for card in peers)
     assert all(not card.is_expired(NOW) and math.isfinite(card.announced_at) for card in peers)
@@ -71,12 +70,12 @@ def test_replicas_that_exchange_views_agree(
 ) -> None:
     replicas = [make_registry(f"r{i}") for i in range(3)]
     for replica, batch in zip(replicas, (left, middle, last), strict=True):
-        replica.merge(batch, NOW)
+        replica.merge(batch, **at(NOW))
     for _ in range(2):
         for one in replicas:
             for other in replicas:
                 if one is not other:
-                    one.merge(_view(other), NOW)
+                    one.merge(_view(other), **at(NOW))
     assert len({frozenset(_view(replica)) for replica in replicas}) == 1
 
 
@@ -86,30 +85,30 @@ def test_two_hundred_cards_with_equal_stamps_give_one_view_in_any_order() -> Non
     for seed in range(50):
         random.Random(seed).shuffle(cards)
         registry = make_registry()
-        registry.merge(cards, NOW)
+        registry.merge(cards, **at(NOW))
         views.add(tuple(_view(registry)))
     assert len(views) == 1
 
 
 def test_merge_is_last_writer_wins() -> None:
     registry = make_registry()
-    registry.merge([make_wire(at=NOW, platform="old")], NOW)
-    report = registry.merge([make_wire(at=NOW + 1, platform="new")], NOW)
+    registry.merge([make_wire(at=NOW, platform="old")], **at(NOW))
+    report = registry.merge([make_wire(at=NOW + 1, platform="new")], **at(NOW))
     assert report.changed == ("peer",)
-    assert registry.merge([make_wire(at=NOW, platform="old")], NOW).changed == ()
-    assert registry.get("peer", NOW).platform == "new"
+    assert registry.merge([make_wire(at=NOW, platform="old")], **at(NOW)).changed == ()
+    assert registry.get("peer", mono=0).platform == "new"
 
 
 def test_a_restarted_owner_with_an_older_clock_wins_by_its_incarnation() -> None:
     registry = make_registry()
-    registry.merge([make_wire(at=NOW, incarnation=4)], NOW)
-    registry.merge([make_wire(at=NOW - 50, incarnation=5, platform="new life")], NOW)
-    assert registry.get("peer", NOW).platform == "new life"
+    registry.merge([make_wire(at=NOW, incarnation=4)], **at(NOW))
+    registry.merge([make_wire(at=NOW - 50, incarnation=5, platform="new life")], **at(NOW))
+    assert registry.get("peer", mono=0).platform == "new life"
 
 
 def test_merge_counts_the_changed() -> None:
     registry = make_registry()
-    report = registry.merge([make_wire("a"), make_wire("b"), make_wire("a")], NOW)
+    report = registry.merge([make_wire("a"), make_wire("b"), make_wire("a")], **at(NOW))
     assert report.changed == ("a", "b")
     assert report.dropped == {}
 
@@ -143,29 +142,29 @@ def test_one_bad_card_costs_only_itself(bad: bytes, fault: CardFault) -> None:
     """RELIABILITY row 17: 99 good cards around each kind of bad one."""
     registry = make_registry()
     cards = [make_wire(f"n{i}") for i in range(99)]
-    report = registry.merge([*cards[:50], bad, *cards[50:]], NOW)
+    report = registry.merge([*cards[:50], bad, *cards[50:]], **at(NOW))
     assert len(report.changed) == 99
     assert report.dropped == {fault: 1}
-    assert len(registry.snapshot(NOW)) == 100
+    assert len(registry.snapshot(mono=0)) == 100
 
 
 def test_an_unknown_role_is_kept_and_ignored() -> None:
     wire = _typed(models=[pb.ModelCapability(model_id="m", role=99)])  # type: ignore[arg-type]
     registry = make_registry()
-    assert registry.merge([wire], NOW).changed == ("bad",)
-    card = registry.get("bad", NOW)
+    assert registry.merge([wire], **at(NOW)).changed == ("bad",)
+    card = registry.get("bad", mono=0)
     assert card.wire == wire
     assert card.offers(1) == card.offers(2) == ()
 
 
 def test_at_the_limit_strangers_are_refused_and_members_are_renewed() -> None:
     registry = make_registry(limit=4)
-    registry.merge([make_wire(name) for name in "abc"], NOW)
-    report = registry.merge([make_wire("d"), make_wire("a", at=NOW + 1)], NOW)
+    registry.merge([make_wire(name) for name in "abc"], **at(NOW))
+    report = registry.merge([make_wire("d"), make_wire("a", at=NOW + 1)], **at(NOW))
     assert report.dropped == {CardFault.REGISTRY_FULL: 1}
     assert report.changed == ("a",)
-    registry.expire(NOW + 120.5)
-    assert registry.merge([make_wire("d", at=NOW + 121)], NOW + 121).changed == ("d",)
+    registry.expire(**at(NOW + 120.5))
+    assert registry.merge([make_wire("d", at=NOW + 121)], **at(NOW + 121)).changed == ("d",)
 
 
 # --- the own card
@@ -173,18 +172,18 @@ def test_at_the_limit_strangers_are_refused_and_members_are_renewed() -> None:
 
 def test_never_overwrites_own_card() -> None:
     registry = make_registry()
+    registry.merge([make_wire("me", at=NOW + 30, incarnation=9, platform="not me")], **at(NOW))
     own = registry.own
-    registry.merge([make_wire("me", at=NOW + 30, incarnation=9, platform="not me")], NOW)
-    assert registry.own == own
-    assert registry.snapshot(NOW)[0] == own
-    assert registry.get("me", NOW) == own
+    assert (own.platform, own.incarnation) == ("", 10)
+    assert registry.snapshot(mono=0)[0] == own
+    assert registry.get("me", mono=0) == own
 
 
 def test_the_own_card_is_there_from_the_start_and_never_expires() -> None:
     registry = make_registry()
     assert registry.own.announced_at == NOW
-    assert registry.get("me", NOW + 1e6) == registry.own
-    assert registry.snapshot(NOW + 1e6) == (registry.own,)
+    assert registry.get("me", mono=1e6) == registry.own
+    assert registry.snapshot(mono=1e6) == (registry.own,)
 
 
 def test_own_stamps_only_grow_and_keep_pace_when_the_wall_clock_is_set_back() -> None:
@@ -201,29 +200,31 @@ def test_an_earlier_life_with_a_later_stamp_is_jumped_above() -> None:
     late = NOW - 3600
     registry = make_registry(now=late, incarnation=1)
     earlier = make_wire("me", at=NOW, incarnation=7, address="me:50051")
-    report = registry.merge([earlier], late)
+    report = registry.merge([earlier], now=late, mono=0.0)
     assert report.has_jumped
     assert report.conflicts == ()
     assert registry.incarnation == 8
     own = registry.restamp(now=late, mono=1.0)
     peer = make_registry("peer")
-    peer.merge([earlier], NOW)
-    assert peer.merge([own.wire], NOW).changed == ("me",)
-    assert not peer.get("me", NOW + 30).is_expired(NOW + 30)
+    peer.merge([earlier], **at(NOW))
+    assert peer.merge([own.wire], **at(NOW)).changed == ("me",)
+    assert not peer.get("me", mono=30).is_expired(NOW + 30)
 
 
 def test_an_echo_of_this_life_changes_nothing() -> None:
     registry = make_registry()
     echo = registry.own.wire
     registry.restamp(now=NOW + 1, mono=1.0)
-    report = registry.merge([echo], NOW + 1)
+    report = registry.merge([echo], **at(NOW + 1))
     assert (report.has_own, report.has_jumped, report.conflicts) == (True, False, ())
     assert registry.incarnation == 1
 
 
 def test_another_node_with_our_id_is_a_conflict_and_no_reason_to_jump() -> None:
     registry = make_registry(now=NOW)
-    report = registry.merge([make_wire("me", at=NOW + 5, incarnation=3, address="x:1")], NOW + 5)
+    report = registry.merge(
+        [make_wire("me", at=NOW + 5, incarnation=3, address="x:1")], **at(NOW + 5)
+    )
     assert report.conflicts == ("x:1",)
     assert not report.has_jumped
     assert registry.incarnation == 1
@@ -231,16 +232,16 @@ def test_another_node_with_our_id_is_a_conflict_and_no_reason_to_jump() -> None:
 
 def test_an_earlier_life_at_another_address_is_no_conflict() -> None:
     registry = make_registry(now=NOW, incarnation=1)
-    report = registry.merge([make_wire("me", at=NOW - 5, incarnation=3, address="x:1")], NOW)
+    report = registry.merge([make_wire("me", at=NOW - 5, incarnation=3, address="x:1")], **at(NOW))
     assert report.conflicts == ()
     assert registry.incarnation == 4
 
 
-@pytest.mark.parametrize("at", [math.nan, math.inf, -math.inf, 1e300])
-def test_absurd_cards_with_our_id_do_not_move_our_stamp(at: float) -> None:
+@pytest.mark.parametrize("stamp", [math.nan, math.inf, -math.inf, 1e300])
+def test_absurd_cards_with_our_id_do_not_move_our_stamp(stamp: float) -> None:
     registry = make_registry()
-    registry.merge([make_wire("me", at=at, incarnation=2**60, address="me:50051")], NOW)
-    registry.merge([make_wire("me", at=at, incarnation=3, address="me:50051")], NOW)
+    registry.merge([make_wire("me", at=stamp, incarnation=2**60, address="me:50051")], **at(NOW))
+    registry.merge([make_wire("me", at=stamp, incarnation=3, address="me:50051")], **at(NOW))
     assert registry.restamp(now=NOW + 10, mono=1.0).announced_at == NOW + 10
 
 
@@ -267,9 +268,9 @@ def test_a_farewell_has_no_models_and_is_gone_in_ten_seconds() -> None:
     registry = make_registry(models=[verifier("m")])
     card = registry.farewell(now=NOW + 1, mono=1.0)
     peer = make_registry("peer")
-    peer.merge([card.wire], NOW + 1)
-    assert peer.get("me", NOW + 11).models == ()
-    assert peer.get("me", NOW + 11.1) is None
+    peer.merge([card.wire], **at(NOW + 1))
+    assert peer.get("me", mono=11).models == ()
+    assert peer.get("me", mono=11.1) is None
 
 
 @pytest.mark.parametrize("node_id", ["", "a/b", "x" * 257, "a\x00", "\udcff"])
@@ -297,46 +298,48 @@ def test_an_offer_that_peers_would_drop_is_refused_and_changes_nothing() -> None
 
 def test_queries_change_nothing_and_never_show_the_expired() -> None:
     registry = make_registry()
-    registry.merge([make_wire("a", ttl_s=10), make_wire("b")], NOW)
-    assert [card.node_id for card in registry.snapshot(NOW + 10)] == ["me", "a", "b"]
-    assert [card.node_id for card in registry.snapshot(NOW + 10.5)] == ["me", "b"]
-    assert registry.get("a", NOW + 10.5) is None
+    registry.merge([make_wire("a", ttl_s=10), make_wire("b")], **at(NOW))
+    assert [card.node_id for card in registry.snapshot(mono=10)] == ["me", "a", "b"]
+    assert [card.node_id for card in registry.snapshot(mono=10.5)] == ["me", "b"]
+    assert registry.get("a", mono=10.5) is None
     assert len(registry) == 3
-    assert registry.get("a", NOW + 10) is not None
+    assert registry.get("a", mono=10) is not None
 
 
 def test_expired_cards_are_not_merged() -> None:
     registry = make_registry()
-    assert registry.merge([make_wire(at=NOW - 121)], NOW).dropped == {CardFault.EXPIRED: 1}
+    assert registry.merge([make_wire(at=NOW - 121)], **at(NOW)).dropped == {CardFault.EXPIRED: 1}
 
 
 def test_expire_drops_and_remembers_the_address_for_a_day() -> None:
     registry = make_registry()
-    registry.merge([make_wire("a", address="10.0.0.1:5")], NOW)
+    registry.merge([make_wire("a", address="10.0.0.1:5")], **at(NOW))
     gone_at = NOW + 121
-    assert registry.expire(gone_at) == ("a",)
-    assert registry.expire(gone_at) == ()
-    assert registry.live_addresses(gone_at) == ()
-    assert registry.remembered_addresses(gone_at + REMEMBER_S) == ("10.0.0.1:5",)
-    assert registry.remembered_addresses(gone_at + REMEMBER_S + 1) == ()
-    registry.expire(gone_at + REMEMBER_S + 1)
+    assert registry.expire(**at(gone_at)) == ("a",)
+    assert registry.expire(**at(gone_at)) == ()
+    assert registry.live_addresses(mono=gone_at - NOW) == ()
+    assert registry.remembered_addresses(NOW + REMEMBER_S) == ("10.0.0.1:5",)
+    assert registry.remembered_addresses(NOW + REMEMBER_S + 1) == ()
+    registry.expire(**at(NOW + REMEMBER_S + 1))
     assert registry.remembered_addresses(gone_at) == ()
 
 
 def test_a_peer_that_returns_is_no_longer_remembered_as_lost() -> None:
     registry = make_registry()
-    registry.merge([make_wire("a")], NOW)
-    registry.expire(NOW + 121)
-    registry.merge([make_wire("a", at=NOW + 121)], NOW + 121)
+    registry.merge([make_wire("a")], **at(NOW))
+    registry.expire(**at(NOW + 121))
+    registry.merge([make_wire("a", at=NOW + 121)], **at(NOW + 121))
     assert registry.remembered_addresses(NOW + 121) == ()
-    assert registry.live_addresses(NOW + 121) == ("a:50051",)
+    assert registry.live_addresses(mono=121) == ("a:50051",)
 
 
 def test_addresses_that_cannot_be_dialled_are_no_targets() -> None:
     registry = make_registry()
-    registry.merge([make_wire("a", address="unix:/tmp/x"), make_wire("b", address="b:1")], NOW)
-    assert registry.live_addresses(NOW) == ("b:1",)
-    registry.expire(NOW + 121)
+    registry.merge(
+        [make_wire("a", address="unix:/tmp/x"), make_wire("b", address="b:1")], **at(NOW)
+    )
+    assert registry.live_addresses(mono=0) == ("b:1",)
+    registry.expire(**at(NOW + 121))
     assert registry.remembered_addresses(NOW + 121) == ("b:1",)
 
 
@@ -345,8 +348,8 @@ def test_addresses_that_cannot_be_dialled_are_no_targets() -> None:
 
 def test_a_failed_peer_is_suspect_by_id_and_by_address() -> None:
     registry = make_registry()
-    registry.merge([make_wire("a", address="a:1")], NOW)
-    registry.mark_failed("a", NOW)
+    registry.merge([make_wire("a", address="a:1")], **at(NOW))
+    registry.mark_failed("a", mono=0)
     assert registry.is_suspect("a")
     assert registry.is_suspect("a:1")
     assert registry.suspects() == {"a"}
@@ -356,28 +359,28 @@ def test_a_failed_peer_is_suspect_by_id_and_by_address() -> None:
 
 def test_one_missed_deadline_is_forgiven_and_two_in_a_row_are_not() -> None:
     registry = make_registry()
-    registry.merge([make_wire("a", address="a:1")], NOW)
-    registry.mark_missed("a:1", NOW)
+    registry.merge([make_wire("a", address="a:1")], **at(NOW))
+    registry.mark_missed("a:1", mono=0)
     registry.mark_alive("a")
-    registry.mark_missed("a", NOW)
+    registry.mark_missed("a", mono=0)
     assert not registry.is_suspect("a")
-    registry.mark_missed("a:1", NOW)
+    registry.mark_missed("a:1", mono=0)
     assert registry.is_suspect("a")
 
 
 def test_only_a_card_stamped_after_the_failure_clears_a_suspect() -> None:
     registry = make_registry()
-    registry.merge([make_wire("a", at=NOW)], NOW)
-    registry.mark_failed("a", NOW + 20)
-    registry.merge([make_wire("a", at=NOW + 15)], NOW + 21)  # came round a longer way
+    registry.merge([make_wire("a", at=NOW)], **at(NOW))
+    registry.mark_failed("a", mono=20)
+    registry.merge([make_wire("a", at=NOW + 15)], **at(NOW + 21))  # came round a longer way
     assert registry.is_suspect("a")
-    registry.merge([make_wire("a", at=NOW + 22)], NOW + 23)
+    registry.merge([make_wire("a", at=NOW + 22)], **at(NOW + 23))
     assert not registry.is_suspect("a")
 
 
 def test_a_restart_clears_a_suspect_whatever_its_clock_says() -> None:
     registry = make_registry()
-    registry.merge([make_wire("a", at=NOW, incarnation=1)], NOW)
-    registry.mark_failed("a", NOW + 20)
-    registry.merge([make_wire("a", at=NOW - 30, incarnation=2)], NOW + 21)
+    registry.merge([make_wire("a", at=NOW, incarnation=1)], **at(NOW))
+    registry.mark_failed("a", mono=20)
+    registry.merge([make_wire("a", at=NOW - 30, incarnation=2)], **at(NOW + 21))
     assert not registry.is_suspect("a")

@@ -24,7 +24,7 @@ def test_without_anything_the_embedded_model_and_ngram_run_on_loopback() -> None
     ]
     assert (config.fleet.ttl_s, config.fleet.interval_s, config.fleet.fanout) == (
         120,
-        30,
+        10,
         DEFAULT_FANOUT,
     )
     assert not config.warnings

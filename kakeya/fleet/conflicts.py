@@ -1,0 +1,52 @@
+"""Two processes under one node id: seen, kept while it is news, told once for each address.
+
+The cards order the same on every node (`cards.py`), so views never alternate; but a person has to
+hear of it, and the one that came second has to stop serving.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kakeya.core.ids import NodeId
+
+FRESH_S = 600.0
+"""How long a conflict is shown after the last sign of it."""
+MAX_CONFLICTS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conflict:
+    """One id at two addresses. `is_own`: it is this node's id, and `address` the other's."""
+
+    node_id: NodeId
+    address: str
+    is_own: bool
+    first_at: float
+    last_at: float
+
+
+class Conflicts:
+    """What was seen, by id and address; bounded, the longest quiet is forgotten first."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[tuple[NodeId, str], Conflict] = OrderedDict()
+
+    def note(self, node_id: NodeId, address: str, *, is_own: bool, now: float) -> bool:
+        """Note a sign of a conflict; returns whether it is news."""
+        known = self._seen.get((node_id, address))
+        is_news = known is None or now - known.last_at > FRESH_S
+        first_at = now if known is None or is_news else known.first_at
+        self._seen[node_id, address] = Conflict(
+            node_id=node_id, address=address, is_own=is_own, first_at=first_at, last_at=now
+        )
+        self._seen.move_to_end((node_id, address))
+        while len(self._seen) > MAX_CONFLICTS:
+            self._seen.popitem(last=False)
+        return is_news
+
+    def fresh(self, now: float) -> tuple[Conflict, ...]:
+        """The conflicts of the last ten minutes, own ones first."""
+        fresh = [c for c in self._seen.values() if abs(now - c.last_at) <= FRESH_S]
+        return tuple(sorted(fresh, key=lambda conflict: not conflict.is_own))

@@ -1,0 +1,54 @@
+"""How far other clocks are from ours, from when peers say that they sent something.
+
+Nothing is decided by it: ages travel without clocks. It is shown, warned of, and when at least
+half of three or more peers disagree with us, the clock that is wrong is ours.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import OrderedDict
+
+from kakeya.core.ids import NodeId
+
+WARN_S = 5.0
+"""From here on a person hears of it: half of what a node may wait for an answer."""
+MIN_PEERS = 3
+"""Fewer cannot say whose clock is wrong."""
+_KEPT_S = 3600.0
+_MAX_PEERS = 1024
+
+
+class Skews:
+    """The latest estimate for each peer; bounded."""
+
+    def __init__(self) -> None:
+        self._offsets: OrderedDict[NodeId, tuple[float, float]] = OrderedDict()
+
+    def note(
+        self, node_id: NodeId, *, sent_at: float, now: float, rtt_s: float, mono: float
+    ) -> None:
+        """Note when a peer says that it sent what arrived just now; 0 = it does not say."""
+        if sent_at == 0.0 or not math.isfinite(sent_at):
+            return
+        self._offsets[node_id] = (sent_at - (now - rtt_s / 2), mono)
+        self._offsets.move_to_end(node_id)
+        while len(self._offsets) > _MAX_PEERS:
+            self._offsets.popitem(last=False)
+
+    def by_peer(self, mono: float) -> dict[NodeId, float]:
+        """Seconds by which each peer's clock is ahead of ours, of the last hour."""
+        kept = self._offsets.items()
+        return {node_id: offset for node_id, (offset, at) in kept if mono - at <= _KEPT_S}
+
+    def own(self, mono: float) -> float | None:
+        """Seconds by which the fleet is ahead of us, in the median; None = no peer said."""
+        offsets = list(self.by_peer(mono).values())
+        return statistics.median(offsets) if offsets else None
+
+    def is_own_fault(self, mono: float) -> bool:
+        """Whether so many peers disagree that our own clock is the wrong one."""
+        offsets = self.by_peer(mono).values()
+        off = sum(abs(offset) > WARN_S for offset in offsets)
+        return len(offsets) >= MIN_PEERS and 2 * off >= len(offsets)

@@ -1,0 +1,269 @@
+"""Gossip without I/O: what one node says to another, and what it makes of what it hears.
+
+    digest   caller: every card that I hold, by key and beat     -> callee: later beats, bodies that
+             it did not name, keys that I want                   -> caller pushes what was wanted
+    full     both: every card, with its beat beside it; for nodes that know no digests, and now and
+             then for all, lest a fault of the digests last
+
+The shells (`exchange.py`, `service.py`, a simulation) move the bytes and give the time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kakeya.core.units import MIB
+from kakeya.fleet.beats import Beats
+from kakeya.fleet.cards import Card
+from kakeya.fleet.convert import join_batch, split_batch
+from kakeya.fleet.held import Places
+from kakeya.fleet.messages import (
+    MAX_WANTED,
+    Answer,
+    Digest,
+    Parcel,
+    decode_answer,
+    decode_beats,
+    decode_digest,
+    decode_parcel,
+    encode_answer,
+    encode_beats,
+    encode_digest,
+    encode_parcel,
+)
+from kakeya.fleet.registry import CapabilityRegistry, MergeReport
+from kakeya.fleet.skew import Skews
+from kakeya.fleet.suspicion import Accusations, Sign
+from kakeya.fleet.targets import fit_batch
+
+MAX_CARDS_BYTES = 3 * MIB // 2
+"""Of bodies in one answer or push; the beats of 10,000 cards need the rest of 2 MiB."""
+
+
+class RevocationSource(Protocol):
+    """The signed list of whom the fleet trusts no more."""
+
+    @property
+    def revocations(self) -> tuple[int, bytes]:
+        """Version and signed list; (0, b"") = none yet."""
+        ...
+
+    def apply_revocations(self, blob: bytes) -> bool:
+        """Take a list if it is the authority's and newer; returns whether it was taken."""
+        ...
+
+
+class _NoRevocations:
+    revocations = (0, b"")
+
+    def apply_revocations(self, blob: bytes) -> bool:
+        return False
+
+
+class _NoAccusations:
+    def outgoing(self) -> tuple[Sign, ...]:
+        return ()
+
+    def hear(self, accusations: Sequence[Sign]) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """The answer to a request, and what the request did to the view."""
+
+    response: bytes
+    report: MergeReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """What an answer did to the view; `push` is to be sent back, if it is not None."""
+
+    report: MergeReport
+    push: bytes | None = None
+    cards_received: int = 0
+
+
+class Sync:
+    """One node's side of gossip, over its registry."""
+
+    def __init__(
+        self,
+        registry: CapabilityRegistry,
+        *,
+        rng: random.Random,
+        revocations: RevocationSource | None = None,
+        suspicion: Accusations | None = None,
+    ) -> None:
+        self._registry = registry
+        self._rng = rng
+        self._revocations = revocations or _NoRevocations()
+        self._suspicion: Accusations = suspicion or _NoAccusations()
+        self._skews = Skews()
+
+    @property
+    def skews(self) -> Skews:
+        """How far the clocks of peers are from ours."""
+        return self._skews
+
+    # --- by digest
+
+    def request(self, *, now: float, mono: float) -> bytes:
+        """Begin an exchange: a SyncRequest, the same for every peer of a round."""
+        self._registry.beat(now=now, mono=mono)
+        return encode_digest(
+            Digest(
+                held=self._registry.beats(mono=mono),
+                accusations=self._suspicion.outgoing(),
+                revocations_version=self._revocations.revocations[0],
+                sent_at=now,
+            )
+        )
+
+    def answer(self, request: bytes, *, now: float, mono: float) -> Answered:
+        """Take the beats of a SyncRequest, and answer it. Raises InvalidArgument, Refused."""
+        digest = decode_digest(request)
+        registry = self._registry
+        report = MergeReport(beaten=registry.hear(digest.held, now=now, mono=mono))
+        self._note_skew(digest.held, digest.sent_at, now=now, mono=mono, rtt_s=0.0)
+        self._hear_accusations(digest.accusations, now=now, mono=mono)
+        registry.beat(now=now, mono=mono)
+        mine = registry.beats(mono=mono)
+        newer, unnamed = _compare(mine, digest.held)
+        version, blob = self._revocations.revocations
+        response = Answer(
+            newer=mine.pick(newer),
+            cards=self._fit(registry.cards_of(mine.keys[unnamed])),
+            wanted=registry.unknown(digest.held, mono=mono)[:MAX_WANTED],
+            accusations=self._suspicion.outgoing(),
+            revocations_version=version,
+            revocations=blob if version > digest.revocations_version else b"",
+            sent_at=now,
+        )
+        return Answered(response=encode_answer(response), report=report)
+
+    def accept(self, response: bytes, *, now: float, mono: float, rtt_s: float = 0.0) -> Accepted:
+        """Take a SyncResponse. Raises InvalidArgument, Refused."""
+        answer = decode_answer(response)
+        report = self._merge(answer.cards, answer.newer, now=now, mono=mono)
+        self._note_skew(answer.newer, answer.sent_at, now=now, mono=mono, rtt_s=rtt_s)
+        self._hear_accusations(answer.accusations, now=now, mono=mono)
+        self._apply(answer.revocations, now=now, mono=mono)
+        return Accepted(
+            report=report,
+            push=self._push(answer, mono=mono),
+            cards_received=len(answer.cards),
+        )
+
+    def take(self, push: bytes, *, now: float, mono: float) -> MergeReport:
+        """Take a PushRequest. Raises InvalidArgument, Refused."""
+        parcel = decode_parcel(push)
+        report = self._merge(parcel.cards, parcel.beats, now=now, mono=mono)
+        self._apply(parcel.revocations, now=now, mono=mono)
+        return report
+
+    def farewell(self, *, now: float, mono: float) -> bytes:
+        """Make the last body; a PushRequest of it, for every live peer."""
+        card = self._registry.farewell(now=now, mono=mono)
+        beats = self._registry.beats_of([], mono=mono)
+        return encode_parcel(Parcel(beats=beats, cards=[card.wire], is_farewell=True))
+
+    # --- in full
+
+    def batch(self, *, now: float, mono: float) -> bytes:
+        """Say everything: an ExchangeCapabilitiesRequest, or the answer to one."""
+        registry = self._registry
+        registry.beat(now=now, mono=mono)
+        own, *others = registry.snapshot(mono=mono)
+        wires = self._fit([own, *others])
+        kept = set(wires)
+        cards = [card for card in others if card.wire in kept]
+        beats = registry.beats_of(cards, mono=mono)
+        return join_batch(wires, encode_beats(beats), now)
+
+    def take_batch(
+        self, message: bytes, *, now: float, mono: float, rtt_s: float = 0.0
+    ) -> Accepted:
+        """Take a full exchange, asked or answered. Raises InvalidArgument, Refused."""
+        batch = split_batch(message)
+        beats = decode_beats(batch.beats)
+        report = self._merge(batch.cards, beats, now=now, mono=mono)
+        self._note_skew(beats, batch.sent_at, now=now, mono=mono, rtt_s=rtt_s)
+        return Accepted(report=report, cards_received=len(batch.cards))
+
+    def answer_batch(self, request: bytes, *, now: float, mono: float) -> Answered:
+        """Take a full exchange and answer with everything. Raises InvalidArgument, Refused."""
+        batch = split_batch(request)
+        report = self.take_batch(request, now=now, mono=mono).report
+        if not batch.beats:  # the caller goes by stamps
+            self._registry.refresh(now=now, mono=mono)
+        return Answered(response=self.batch(now=now, mono=mono), report=report)
+
+    def verification(self, message: bytes, field: int) -> Callable[[], None] | None:
+        """Work to be done in a thread before a message with many unknown cards is taken.
+
+        `field` is the one of the cards: 1 of a full exchange, 2 of an answer and of a push.
+        """
+        return self._registry.verification(message, field)
+
+    # --- parts
+
+    def _merge(
+        self, wires: Sequence[bytes], beats: Beats, *, now: float, mono: float
+    ) -> MergeReport:
+        return self._registry.merge(wires, now=now, mono=mono, beats=beats)
+
+    def _push(self, answer: Answer, *, mono: float) -> bytes | None:
+        version, blob = self._revocations.revocations
+        owed = blob if version > answer.revocations_version else b""
+        cards = self._registry.cards_of(answer.wanted)
+        if not cards and not owed:
+            return None
+        wires = self._fit(cards)
+        kept = set(wires)
+        others = [c for c in cards if c.wire in kept and c is not self._registry.own]
+        beats = self._registry.beats_of(others, mono=mono)
+        return encode_parcel(Parcel(beats=beats, cards=wires, revocations=owed))
+
+    def _fit(self, cards: Sequence[Card]) -> list[bytes]:
+        wires = [card.wire for card in cards]
+        return fit_batch(wires, MAX_CARDS_BYTES, self._rng) if wires else wires
+
+    def _note_skew(
+        self, beats: Beats, sent_at: float, *, now: float, mono: float, rtt_s: float
+    ) -> None:
+        sender = self._registry.cards_of(beats.keys[:1])  # the own card comes first
+        if sender:
+            node_id = sender[0].node_id
+            self._skews.note(node_id, sent_at=sent_at, now=now, rtt_s=rtt_s, mono=mono)
+
+    def _hear_accusations(self, signs: tuple[Sign, ...], *, now: float, mono: float) -> None:
+        if self._registry.is_accused(signs):
+            self._registry.beat(now=now, mono=mono, is_forced=True)
+        if signs:
+            self._suspicion.hear(signs)
+
+    def _apply(self, revocations: bytes, *, now: float, mono: float) -> None:
+        if revocations and self._revocations.apply_revocations(revocations):
+            self._registry.recheck(now, mono=mono)
+
+
+def _compare(mine: Beats, theirs: Beats) -> tuple[Places, Places]:
+    """Places in `mine` of later beats than theirs, the own first, and of keys they did not name."""
+    order = np.argsort(theirs.keys)
+    sorted_keys = theirs.keys[order]
+    at = np.minimum(np.searchsorted(sorted_keys, mine.keys), max(len(order) - 1, 0))
+    if len(order):
+        is_named = sorted_keys[at] == mine.keys
+        is_newer = ~is_named | (mine.numbers > theirs.numbers[order[at]])
+    else:
+        is_named = np.zeros(len(mine), bool)
+        is_newer = ~is_named
+    is_newer[0] = True
+    return np.flatnonzero(is_newer), np.flatnonzero(~is_named)
