@@ -133,9 +133,9 @@ class Dialer:
             case Reach.REACHED:
                 self._registry.mark_alive(card.node_id)
             case Reach.FAILED:
-                self._registry.mark_failed(card.node_id, self._clock.wall())
+                self._registry.mark_failed(card.node_id, mono=ended_mono)
             case Reach.MISSED:
-                self._registry.mark_missed(card.node_id, self._clock.wall())
+                self._registry.mark_missed(card.node_id, mono=ended_mono)
             case Reach.UNSURE:
                 pass
         return dial

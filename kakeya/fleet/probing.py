@@ -37,6 +37,8 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 _MAX_REQUEST_BYTES = MAX_ID_BYTES + 16
 _SPACING_S = 0.25
 """Between two dials of one node: no burst of reasons to look makes a burst of calls."""
+_ASK_SPACING_S = 2.0
+"""Between two times that others are asked about one node that is not yet judged."""
 _FRESH_S = 1.0
 """How long the last dial answers those who ask this node to try."""
 _DEFENCE_S = 2.0
@@ -50,12 +52,14 @@ class ProbeConfig:
     timeout_s: float = DIAL_TIMEOUT_S
     helpers: int = 3
     interval_s: float = DEFAULT_INTERVAL_S
-    """Others are asked about one node once in it, and doubted nodes are dialled again once."""
+    """The accusation of one node is followed once in it."""
+    revisit_s: float = 4.0
+    """Doubted nodes are dialled again once in it, so one that returns is used within 6 s."""
     parallel: int = 16
     """Looks at a time; also dials at a time above which nobody's request starts another."""
     allowance: int = 32
-    """In an interval, of each: looks for accusations, dials for others, doubted nodes dialled
-    again. More nodes than die at once, and a fleet of any size bears it."""
+    """Looks for accusations and dials for others in an interval, and doubted nodes dialled again
+    at a time: more than die at once, and a fleet of any size bears it."""
 
 
 class _Allowance:
@@ -75,22 +79,23 @@ class _Allowance:
         return True
 
 
-class _OncePer:
-    """What was done to whom within the last interval."""
+class _Moments:
+    """When something was last done about each node; what is long past is forgotten."""
 
-    def __init__(self, interval_s: float) -> None:
-        self._interval_s = interval_s
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
         self._done_mono: dict[str, float] = {}
 
-    def is_due(self, name: str, mono: float) -> bool:
-        """Whether it was not done within the interval."""
-        done_mono = self._done_mono.get(name)
-        return done_mono is None or mono - done_mono >= self._interval_s
+    def is_due(self, node_id: str, mono: float, spacing_s: float) -> bool:
+        """Whether it was not done so recently."""
+        done_mono = self._done_mono.get(node_id)
+        return done_mono is None or mono - done_mono >= spacing_s
 
-    def note(self, name: str, mono: float) -> None:
-        """Note that it is done now; what is long past is forgotten."""
-        self._done_mono = {n: at for n, at in self._done_mono.items() if not self.is_due(n, mono)}
-        self._done_mono[name] = mono
+    def note(self, node_id: str, mono: float) -> None:
+        """Note that it is done now."""
+        oldest_mono = mono - self._keep_s
+        self._done_mono = {n: at for n, at in self._done_mono.items() if at > oldest_mono}
+        self._done_mono[node_id] = mono
 
 
 class Prober:
@@ -126,9 +131,9 @@ class Prober:
         self._wake = asyncio.Event()
         self._looking: set[str] = set()
         self._slots = asyncio.Semaphore(config.parallel)
-        self._asked = _OncePer(config.interval_s)
-        self._hinted = _OncePer(config.interval_s)
-        self._defended = _OncePer(_DEFENCE_S)
+        self._asked = _Moments(config.interval_s)
+        self._hinted = _Moments(config.interval_s)
+        self._defended_mono = float("-inf")
         self._hints = _Allowance(config.allowance, config.interval_s)
         self._favours = _Allowance(config.allowance, config.interval_s)
         self._book.subscribe(self._demand)
@@ -150,15 +155,15 @@ class Prober:
                     for address in due:
                         group.create_task(self._look(address))
         finally:
+            self._looking.clear()
             await self._dialer.aclose()
 
     # --- reasons to look
 
     def lost(self, address: str) -> None:
         """Take note that an open connection broke, as the channels tell it."""
-        for card in self._peers():
-            if address in (card.grpc_address, self._route(card)):
-                self._demand(card.grpc_address)
+        if self._card_at(address) is not None:
+            self._demand(address)
 
     def outgoing(self) -> tuple[Sign, ...]:
         """This node's own standing verdicts."""
@@ -173,16 +178,16 @@ class Prober:
                 continue
             if accusation.node_id == self._registry.node_id:
                 self._defend(mono)
-            elif self._hinted.is_due(accusation.node_id, mono):
+            elif self._hinted.is_due(accusation.node_id, mono, self._config.interval_s):
                 self._follow(accusation.node_id, mono)
 
     def _defend(self, mono: float) -> None:
-        if self._defended.is_due("", mono):
-            self._defended.note("", mono)
+        if mono - self._defended_mono >= _DEFENCE_S:
+            self._defended_mono = mono
             self._poke()
 
     def _follow(self, node_id: str, mono: float) -> None:
-        card = self._registry.get(node_id, self._clock.wall())
+        card = self._registry.get(node_id, mono=self._clock.mono())
         if card is None or self._book.doubt_of(card.grpc_address) is Doubt.FLEET_WIDE:
             return
         if self._hints.take(mono):
@@ -195,8 +200,8 @@ class Prober:
             self._wake.set()
 
     async def _revisit_for_ever(self) -> None:
-        interval_s = self._config.interval_s
-        await every(interval_s, self._revisit, clock=self._clock, rng=self._rng)
+        revisit_s = self._config.revisit_s
+        await every(revisit_s, self._revisit, clock=self._clock, rng=self._rng)
 
     async def _revisit(self) -> None:
         """Dial doubted nodes again: nobody else can tell when an edge works once more."""
@@ -208,15 +213,21 @@ class Prober:
     # --- a look
 
     async def _look(self, address: str) -> None:
-        self._book.hold(address)
         try:
             async with self._slots:
-                card = next((card for card in self._peers() if card.grpc_address == address), None)
-                if card is not None and await self._is_silent(card):
-                    await self._judge(card)
+                card = self._card_at(address)
+                if card is not None:
+                    await self._look_at(card)
         finally:
-            self._book.release(address)
             self._looking.discard(address)
+
+    async def _look_at(self, card: Card) -> None:
+        self._book.hold(card.grpc_address)
+        try:
+            if await self._is_silent(card):
+                await self._judge(card)
+        finally:
+            self._book.release(card.grpc_address)
 
     async def _is_silent(self, card: Card) -> bool:
         last = self._dialer.last(card.node_id)
@@ -227,8 +238,7 @@ class Prober:
 
     async def _judge(self, card: Card) -> None:
         mono = self._clock.mono()
-        is_settled = self._book.doubt_of(card.grpc_address) is Doubt.FLEET_WIDE
-        if is_settled or not self._asked.is_due(card.node_id, mono):
+        if not self._may_ask(card, mono):
             return
         self._asked.note(card.node_id, mono)
         helpers = self._choose_helpers(card)
@@ -239,8 +249,17 @@ class Prober:
         if sign is None or sign.incarnation != card.incarnation:
             return  # gone, or started again meanwhile
         event(_log, "silent node judged", node=card.node_id, doubt=doubt.value, asked=len(helpers))
-        if self._book.settle(card, sign, doubt, self._clock.wall()):
+        if self._book.settle(card, sign, doubt, self._clock.mono()):
             self._poke()
+
+    def _may_ask(self, card: Card, mono: float) -> bool:
+        match self._book.doubt_of(card.grpc_address):
+            case Doubt.FLEET_WIDE:
+                return False  # until a sign of life, asking again says nothing new
+            case Doubt.ASYMMETRIC:
+                return self._asked.is_due(card.node_id, mono, self._config.interval_s)
+            case _:
+                return self._asked.is_due(card.node_id, mono, _ASK_SPACING_S)
 
     def _choose_helpers(self, card: Card) -> list[Card]:
         has = self._book.has
@@ -251,8 +270,12 @@ class Prober:
         ]
         return self._rng.sample(able, min(len(able), self._config.helpers))
 
+    def _card_at(self, address: str) -> Card | None:
+        at = (card for card in self._peers() if address in (card.grpc_address, self._route(card)))
+        return next(at, None)
+
     def _peers(self) -> Sequence[Card]:
-        return self._registry.snapshot(self._clock.wall())[1:]
+        return self._registry.snapshot(mono=self._clock.mono())[1:]
 
     # --- answering those who ask
 
@@ -270,7 +293,7 @@ class Prober:
     async def _try_for(self, node_id: str) -> bytes:
         if node_id == self._registry.node_id:
             return ProbeResponse(is_reached=True).SerializeToString()
-        card = self._registry.get(node_id, self._clock.wall())
+        card = self._registry.get(node_id, mono=self._clock.mono())
         if card is None:
             raise NotFound(
                 f"no live card of node {node_id[:80]!r} is held; ask a node that has one"

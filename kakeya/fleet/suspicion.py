@@ -10,7 +10,7 @@ that placement steers around it, and is then judged by probes (`probing.py` make
     ends by       an answer to us   a restart   a sign of life from after the failure
     unjudged      yes               yes         yes
     asymmetric    yes               yes         no: nobody doubted its life
-    fleet-wide    yes               yes         becomes asymmetric, and is looked at again
+    fleet-wide    yes               yes         becomes unjudged, and is looked at again
 
 What others say never makes a doubt here: an accusation is a hint to look, and only one's own
 verdict is passed on, so a liar costs the fleet a few probes and no node its good name. Nothing
@@ -30,6 +30,9 @@ from kakeya.fleet.cards import Card
 
 MISSES_TO_SUSPECT = 2
 """One missed deadline may be a long garbage collection; two in a row are not."""
+SLACK_S = 0.25
+"""How much younger than it is a sign of life may seem: its age travels in tenths of a second, and
+grows by the time it lay at nodes but not by the time it was under way."""
 MAX_ACCUSATIONS = 64
 """Told in one message, the newest first: more nodes than a switch has ports."""
 
@@ -237,7 +240,7 @@ class Suspicions:
         is_restarted = failure.sign is not None and card.incarnation > failure.sign.incarnation > 0
         if is_moved or is_restarted:
             self.clear(address)
-        elif (card.announced_at if lived_at is None else lived_at) > failure.since_at:
+        elif (card.announced_at if lived_at is None else lived_at) > failure.since_at + SLACK_S:
             self._weigh_life(address, failure, sign_of(card, beat))
         elif failure.doubt is Doubt.FLEET_WIDE:
             # Others heard this sign too; an accusation that names an older one would not be heeded.
@@ -249,7 +252,7 @@ class Suspicions:
                 self.clear(address)
         elif failure.doubt is Doubt.FLEET_WIDE:
             self._forget_verdict(address)
-            self._failures[address] = replace(failure, sign=sign, doubt=Doubt.ASYMMETRIC)
+            self._failures[address] = replace(failure, sign=sign, doubt=Doubt.UNJUDGED)
             self._listener(address)
 
     def _forget_verdict(self, address: str) -> None:

@@ -244,10 +244,11 @@ class Sync:
             self._skews.note(node_id, sent_at=sent_at, now=now, rtt_s=rtt_s, mono=mono)
 
     def _hear_accusations(self, signs: tuple[Sign, ...], *, now: float, mono: float) -> None:
-        if self._registry.is_accused(signs):
-            self._registry.beat(now=now, mono=mono, is_forced=True)
+        is_accused = self._registry.is_accused(signs)
         if signs:
-            self._suspicion.hear(signs)
+            self._suspicion.hear(signs)  # before the beat, after which the accusation looks refuted
+        if is_accused:
+            self._registry.beat(now=now, mono=mono, is_forced=True)
 
     def _apply(self, revocations: bytes, *, now: float, mono: float) -> None:
         if revocations and self._revocations.apply_revocations(revocations):

@@ -1,42 +1,50 @@
-"""Real nodes that look into their doubts: a node, its prober, and the Probe service."""
+"""Real nodes that look into their doubts: all parts of a node's fleet side, on loopback."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import grpc
 import grpc.aio
 
+from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
-from kakeya.fleet.cards import Card
+from kakeya.fleet.cards import Card, OfferedModel
+from kakeya.fleet.gossip import Gossip, GossipConfig
 from kakeya.fleet.probing import ProbeConfig, Prober
+from kakeya.fleet.service import CapabilityService, register
 from kakeya.fleet.suspicion import Doubt
-from tests.fleet.nodes import Node, make_wire, running_node
+from kakeya.fleet.sync import Sync
+from kakeya.wire.channels import Channels, Keepalive
+from tests.fleet.nodes import Node, make_registry, make_wire
 
-QUICK = ProbeConfig(timeout_s=0.5, interval_s=1.0)
+QUICK = ProbeConfig(timeout_s=0.5, interval_s=1.0, revisit_s=0.5)
 
 
 @dataclass
 class Probing:
-    """A node with a prober."""
+    """A node with a prober and a gossip loop that does not run by itself."""
 
     node: Node
     prober: Prober
-    pokes: list[float] = field(default_factory=list)
+    gossip: Gossip
+    supervisor: Supervisor
+    pokes: list[float]
+
+    @property
+    def suspects(self) -> frozenset[str]:
+        return frozenset(self.node.registry.suspects())
 
     def learn(self, *others: Node) -> None:
         """Hear of other nodes as if by gossip, without a call."""
-        wires = [other.registry.own.wire for other in others]
-        self.node.registry.merge(wires, self.node.clock.wall())
+        self.node.merge(*(other.registry.own.wire for other in others))
 
     def learn_of(self, address: str, *node_ids: str) -> None:
         """Hear of nodes that are said to be at an address."""
         now = self.node.clock.wall()
-        wires = [make_wire(node_id, at=now, address=address) for node_id in node_ids]
-        self.node.registry.merge(wires, now)
+        self.node.merge(*(make_wire(node_id, at=now, address=address) for node_id in node_ids))
 
     def doubt_of(self, address: str) -> Doubt | None:
         return self.node.registry.suspicions.doubt_of(address)
@@ -45,7 +53,7 @@ class Probing:
         return {sign.node_id for sign in self.prober.outgoing()}
 
     def fail(self, peer: str) -> None:
-        self.node.registry.mark_failed(peer, self.node.clock.wall())
+        self.node.registry.mark_failed(peer, mono=self.node.clock.mono())
 
 
 @asynccontextmanager
@@ -53,33 +61,53 @@ async def probing_node(
     node_id: str,
     *,
     config: ProbeConfig = QUICK,
+    gossip_config: GossipConfig | None = None,
     route: Callable[[Card], str] = lambda card: card.grpc_address,
     is_looking: bool = True,
-    **options: object,
+    models: Sequence[OfferedModel] = (),
+    keepalive: Keepalive | None = None,
 ) -> AsyncIterator[Probing]:
     """A node whose prober runs; with `is_looking` False it answers probes and makes none."""
-    probers: list[Prober] = []
+    clock, keepalive = SystemClock(), keepalive or Keepalive()
+    server = grpc.aio.server(options=keepalive.server_options())
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    now, mono = clock.wall(), clock.mono()
+    registry = make_registry(node_id, now=now, mono=mono, address=address, models=models)
+    channels = Channels(keepalive)
+    pokes: list[float] = []
 
-    async def probe(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
-        return await probers[0].answer_probe(request, context)
+    def poke() -> None:
+        pokes.append(clock.mono())
+        gossip.poke()
 
-    handler = grpc.method_handlers_generic_handler(
-        "kakeya.v1.GossipService", {"Probe": grpc.unary_unary_rpc_method_handler(probe)}
+    prober = Prober(
+        registry,
+        channels=channels,
+        clock=clock,
+        rng=random.Random(node_id),
+        poke=poke,
+        route=route,
+        config=config,
     )
-    async with running_node(node_id, handlers=(handler,), **options) as node:  # type: ignore[arg-type]
-        pokes: list[float] = []
-        prober = Prober(
-            node.registry,
-            channels=node.channels,
-            clock=node.clock,
-            rng=random.Random(node_id),
-            poke=lambda: pokes.append(node.clock.mono()),
-            route=route,
-            config=config,
-        )
-        probers.append(prober)
-        node.channels.on_lost = prober.lost
-        async with Supervisor(node.clock) as supervisor:
+    channels.on_lost = prober.lost
+    sync = Sync(registry, rng=random.Random(2), suspicion=prober)
+    gossip = Gossip(
+        registry,
+        gossip_config or GossipConfig(),
+        channels=channels,
+        clock=clock,
+        rng=random.Random(f"gossip {node_id}"),
+        sync=sync,
+        routes=route,
+    )
+    register(server, CapabilityService(registry, sync, clock=clock), probe=prober.answer_probe)
+    await server.start()
+    try:
+        async with Supervisor(clock) as supervisor:
             if is_looking:
                 prober.start(supervisor)
-            yield Probing(node, prober, pokes)
+            node = Node(registry, server, channels, clock, address, sync)
+            yield Probing(node, prober, gossip, supervisor, pokes)
+    finally:
+        await channels.aclose()
+        await server.stop(None)

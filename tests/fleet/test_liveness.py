@@ -302,7 +302,7 @@ async def test_a_node_that_only_some_can_dial_is_dead_for_nobody() -> None:
             one.learn(*(other.node for other in nodes if other is not one))
         for one in (b, c):
             one.fail("a")
-            await until(lambda one=one: one.doubt_of(a.node.address) is Doubt.ASYMMETRIC)
+        await until(lambda: {one.doubt_of(a.node.address) for one in (b, c)} == {Doubt.ASYMMETRIC})
         for _ in range(100):
             for one in nodes:
                 await one.gossip.round()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kakeya.fleet.dialing import Reach
 from kakeya.fleet.probing import ProbeConfig, Prober
 from kakeya.fleet.suspicion import Doubt, Sign
 from kakeya.v1.fleet_pb2 import ProbeRequest, ProbeResponse
@@ -143,7 +145,47 @@ async def test_whoever_else_answers_at_the_address_is_not_the_node() -> None:
         assert a.node.registry.is_suspect("x")
 
 
+async def test_a_busy_node_blames_nobody() -> None:
+    """A deadline that passed while this node's own loop stood still counts as no miss."""
+    async with probing_fleet("a", "b") as (a, b):
+        looking = asyncio.create_task(a.prober._dialer.dial(a.node.card_of("b")))
+        for _ in range(3):  # until the call is made
+            await asyncio.sleep(0)
+        time.sleep(1.2)  # the fault itself; b stands still too
+        assert (await looking).reach is Reach.UNSURE
+        assert not a.node.registry.is_suspect("b")
+        assert (await a.prober._dialer.dial(b.node.registry.own)).reach is Reach.REACHED
+
+
 # --- accusations of others
+
+
+async def test_a_verdict_travels_by_gossip_and_is_checked_where_it_arrives() -> None:
+    async with running_node("x") as x:
+        pass
+    async with probing_node("a", config=ProbeConfig(helpers=0)) as a, probing_node("b") as b:
+        for one, other in ((a, b), (b, a)):
+            one.learn(x, other.node)
+        a.fail("x")
+        await until(lambda: a.accused() == {"x"})
+        assert not b.suspects
+        await b.node.exchange(a.node.address)
+        await until(lambda: b.accused() == {"x"})
+
+
+async def test_a_hostile_member_talks_nobody_into_a_doubt() -> None:
+    """It accuses everybody to everybody, its victims to themselves too."""
+    async with probing_fleet("a", "b", "c", "hostile") as (*honest, hostile):
+        lies = tuple(one.node.registry.sign_of(one.node.registry.node_id) for one in honest)
+        hostile.prober.outgoing = lambda: lies  # type: ignore[method-assign,assignment,return-value]
+        for _ in range(3):
+            for one in honest:
+                await hostile.node.exchange(one.node.address)
+                await one.node.exchange(hostile.node.address)
+        await until(lambda: not any(one.prober._looking or one.prober._due for one in honest))
+        assert not any(one.suspects or one.accused() for one in honest)
+        assert all(one.pokes for one in honest)  # each defends itself
+        assert all(len(one.pokes) <= 2 for one in honest)
 
 
 async def test_an_accusation_is_looked_into_and_a_lie_changes_nothing() -> None:
@@ -191,11 +233,11 @@ SIGNS = st.builds(
 @given(st.lists(SIGNS, max_size=200))
 def test_no_accusation_makes_a_doubt_or_is_passed_on(accusations: list[Sign]) -> None:
     registry = make_registry()
-    registry.merge([make_wire("x"), make_wire("y")], NOW)
+    registry.merge([make_wire("x"), make_wire("y")], now=NOW, mono=0.0)
     prober = Prober(
         registry,
         channels=Channels(),
-        clock=FakeClock(NOW),
+        clock=FakeClock(NOW, mono=0.0),
         rng=random.Random(1),
         poke=lambda: None,
         config=ProbeConfig(allowance=4),

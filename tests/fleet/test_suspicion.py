@@ -83,7 +83,7 @@ def test_a_later_beat_takes_the_accusation_back_and_has_the_edge_looked_at() -> 
     book.subscribe(told.append)
     book.hear(CARD, beat=7, lived_at=10.5)
     assert book.accusations() == ()
-    assert book.doubt_of(X) is Doubt.ASYMMETRIC
+    assert book.doubt_of(X) is Doubt.UNJUDGED
     assert told == [X]
 
 
