@@ -212,12 +212,15 @@ class FleetTrust:
 
 
 class _Bounded(Generic[Kept]):
-    """The most recently made entries by digest; a lock, because verdicts come from a thread too."""
+    """The latest entries by digest; a lock, because verdicts come from a thread too."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._kept: dict[bytes, Kept] = {}
         self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
     def get(self, digest: bytes) -> Kept | None:
         return self._kept.get(digest)

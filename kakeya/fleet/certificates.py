@@ -22,6 +22,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.utils import CryptographyDeprecationWarning
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kakeya.wire.security import CertRole
@@ -35,6 +36,18 @@ BACKDATED_S = 2 * DAY_S
 MAX_LABEL_BYTES = 64
 _HASH_BYTES = 32
 _ROLE_URI = "kakeya:role:"
+_UNREADABLE = (
+    ValueError,
+    TypeError,
+    InvalidSignature,
+    UnsupportedAlgorithm,
+    x509.ExtensionNotFound,
+    x509.DuplicateExtension,
+    x509.InvalidVersion,
+    x509.UnsupportedGeneralNameType,
+    CryptographyDeprecationWarning,  # where warnings are errors: serial numbers below 1
+)
+"""What the readers of damaged or hostile X.509 raise."""
 _AUTHORITY_NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kakeya fleet")])
 
 PublicKey = ec.EllipticCurvePublicKey
@@ -165,7 +178,7 @@ def read_request(der: bytes) -> Request:
         request = x509.load_der_x509_csr(der)
         key, label = _p256(request.public_key()), _label_of(request.subject)
         is_signed = request.is_signature_valid
-    except (ValueError, UnsupportedAlgorithm) as problem:
+    except _UNREADABLE as problem:
         raise Untrusted(f"the certificate request cannot be read: {problem}") from problem
     if not is_signed or not is_valid_label(label):
         raise Untrusted("the certificate request is not signed by its key, or has no label")
@@ -190,7 +203,7 @@ def read_leaf(pem: bytes) -> x509.Certificate:
     """Read one certificate, whoever made it. Raises Untrusted."""
     try:
         return x509.load_pem_x509_certificate(pem)
-    except ValueError as problem:
+    except _UNREADABLE as problem:
         raise Untrusted(f"no certificate: {problem}") from problem
 
 
@@ -198,7 +211,7 @@ def read_der(der: bytes) -> x509.Certificate:
     """Read one certificate in its binary form. Raises Untrusted."""
     try:
         return x509.load_der_x509_certificate(der)
-    except ValueError as problem:
+    except _UNREADABLE as problem:
         raise Untrusted(f"no certificate: {problem}") from problem
 
 
@@ -270,18 +283,6 @@ def certificate_der(certificate: x509.Certificate) -> bytes:
 def certificate_pem(certificate: x509.Certificate) -> bytes:
     """Write a certificate."""
     return certificate.public_bytes(serialization.Encoding.PEM)
-
-
-_UNREADABLE = (
-    ValueError,
-    TypeError,
-    InvalidSignature,
-    UnsupportedAlgorithm,
-    x509.ExtensionNotFound,
-    x509.DuplicateExtension,
-    x509.InvalidVersion,
-    x509.UnsupportedGeneralNameType,
-)
 
 
 def _p256(key: object) -> PublicKey:
