@@ -1,4 +1,4 @@
-"""Seals of cards against forgers, relays and hostile members (S4.13, S4.17); callers; revocation."""
+"""Seals of cards against forgers, relays, hostile members (S4.13, S4.17); callers; revocation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kakeya.core.errors import ConfigError
 from kakeya.fleet.authority import Authority, authority_of, new_fleet
 from kakeya.fleet.card_trust import FleetTrust
-from kakeya.fleet.cards import Card, CardFault, Offer
+from kakeya.fleet.cards import Card, CardFault
 from kakeya.fleet.certificates import certificate_der, read_key, read_leaf
 from kakeya.fleet.convert import MalformedCard, from_wire
 from kakeya.fleet.identity import Identity
