@@ -82,6 +82,11 @@ class OwnCard:
         return self._number
 
     @property
+    def is_proven(self) -> bool:
+        """Whether the beats come with proofs: in a fleet with identities."""
+        return self._chain is not None
+
+    @property
     def proof(self) -> int:
         """What proves the latest beat; 0 in a fleet without identities."""
         return self._chain.proof(self._number) if self._chain else 0

@@ -15,13 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from kakeya.core.units import MIB
 from kakeya.fleet.beats import Beats
 from kakeya.fleet.cards import Card
 from kakeya.fleet.convert import join_batch, split_batch
-from kakeya.fleet.held import Places
+from kakeya.fleet.digest import all_beats, beats_of, cards_of, compare, unknown, verification
 from kakeya.fleet.messages import (
     MAX_WANTED,
     Answer,
@@ -119,7 +117,7 @@ class Sync:
         self._registry.beat(now=now, mono=mono)
         return encode_digest(
             Digest(
-                held=self._registry.beats(mono=mono),
+                held=all_beats(self._registry, mono=mono),
                 accusations=self._suspicion.outgoing(),
                 revocations_version=self._revocations.revocations[0],
                 sent_at=now,
@@ -134,13 +132,13 @@ class Sync:
         self._note_skew(digest.held, digest.sent_at, now=now, mono=mono, rtt_s=0.0)
         self._hear_accusations(digest.accusations, now=now, mono=mono)
         registry.beat(now=now, mono=mono)
-        mine = registry.beats(mono=mono)
-        newer, unnamed = _compare(mine, digest.held)
+        mine = all_beats(registry, mono=mono)
+        newer, unnamed = compare(mine, digest.held)
         version, blob = self._revocations.revocations
         response = Answer(
             newer=mine.pick(newer),
-            cards=self._fit(registry.cards_of(mine.keys[unnamed])),
-            wanted=registry.unknown(digest.held, mono=mono)[:MAX_WANTED],
+            cards=self._fit(cards_of(registry, mine.keys[unnamed])),
+            wanted=unknown(registry, digest.held, mono=mono)[:MAX_WANTED],
             accusations=self._suspicion.outgoing(),
             revocations_version=version,
             revocations=blob if version > digest.revocations_version else b"",
@@ -171,7 +169,7 @@ class Sync:
     def farewell(self, *, now: float, mono: float) -> bytes:
         """Make the last body; a PushRequest of it, for every live peer."""
         card = self._registry.farewell(now=now, mono=mono)
-        beats = self._registry.beats_of([], mono=mono)
+        beats = beats_of(self._registry, [], mono=mono)
         return encode_parcel(Parcel(beats=beats, cards=[card.wire], is_farewell=True))
 
     # --- in full
@@ -184,7 +182,7 @@ class Sync:
         wires = self._fit([own, *others])
         kept = set(wires)
         cards = [card for card in others if card.wire in kept]
-        beats = registry.beats_of(cards, mono=mono)
+        beats = beats_of(registry, cards, mono=mono)
         return join_batch(wires, encode_beats(beats), now)
 
     def take_batch(
@@ -210,7 +208,7 @@ class Sync:
 
         `field` is the one of the cards: 1 of a full exchange, 2 of an answer and of a push.
         """
-        return self._registry.verification(message, field)
+        return verification(self._registry, self._registry.trust, message, field)
 
     # --- parts
 
@@ -222,13 +220,13 @@ class Sync:
     def _push(self, answer: Answer, *, mono: float) -> bytes | None:
         version, blob = self._revocations.revocations
         owed = blob if version > answer.revocations_version else b""
-        cards = self._registry.cards_of(answer.wanted)
+        cards = cards_of(self._registry, answer.wanted)
         if not cards and not owed:
             return None
         wires = self._fit(cards)
         kept = set(wires)
         others = [c for c in cards if c.wire in kept and c is not self._registry.own]
-        beats = self._registry.beats_of(others, mono=mono)
+        beats = beats_of(self._registry, others, mono=mono)
         return encode_parcel(Parcel(beats=beats, cards=wires, revocations=owed))
 
     def _fit(self, cards: Sequence[Card]) -> list[bytes]:
@@ -238,7 +236,7 @@ class Sync:
     def _note_skew(
         self, beats: Beats, sent_at: float, *, now: float, mono: float, rtt_s: float
     ) -> None:
-        sender = self._registry.cards_of(beats.keys[:1])  # the own card comes first
+        sender = cards_of(self._registry, beats.keys[:1])  # the own card comes first
         if sender:
             node_id = sender[0].node_id
             self._skews.note(node_id, sent_at=sent_at, now=now, rtt_s=rtt_s, mono=mono)
@@ -253,18 +251,3 @@ class Sync:
     def _apply(self, revocations: bytes, *, now: float, mono: float) -> None:
         if revocations and self._revocations.apply_revocations(revocations):
             self._registry.recheck(now, mono=mono)
-
-
-def _compare(mine: Beats, theirs: Beats) -> tuple[Places, Places]:
-    """Places in `mine` of later beats than theirs, the own first, and of keys they did not name."""
-    order = np.argsort(theirs.keys)
-    sorted_keys = theirs.keys[order]
-    at = np.minimum(np.searchsorted(sorted_keys, mine.keys), max(len(order) - 1, 0))
-    if len(order):
-        is_named = sorted_keys[at] == mine.keys
-        is_newer = ~is_named | (mine.numbers > theirs.numbers[order[at]])
-    else:
-        is_named = np.zeros(len(mine), bool)
-        is_newer = ~is_named
-    is_newer[0] = True
-    return np.flatnonzero(is_newer), np.flatnonzero(~is_named)
