@@ -25,7 +25,6 @@ from kakeya.node.models import EMBEDDED
 from kakeya.node.settings import Illegal, is_loopback, peer_address
 from kakeya.runtime.generation import DraftSource, ModelFacts
 from kakeya.wire.channels import is_local
-from kakeya.wire.security import ChannelSecurity
 
 LOCAL_NGRAM = DraftSource(kind="ngram")
 POLICIES = "auto, off, ngram, peer or MODEL_ID@HOST:PORT"
@@ -34,7 +33,8 @@ POLICIES = "auto, off, ngram, peer or MODEL_ID@HOST:PORT"
 class FleetDrafts:
     """Chooses draft sources from the registry's view of this moment.
 
-    In a fleet with identities, `security` knows whose certificate a peer must show.
+    In a fleet with identities (`is_secured`) a peer gets the prompt only after it has shown the
+    certificate of the very node that the plan means.
     """
 
     def __init__(
@@ -42,28 +42,23 @@ class FleetDrafts:
         registry: CapabilityRegistry,
         clock: Clock,
         *,
-        security: ChannelSecurity | None = None,
+        is_secured: bool = False,
     ) -> None:
         self._registry = registry
         self._clock = clock
-        self._security = security
+        self._is_secured = is_secured
 
     def sources(self, facts: ModelFacts, policy: str) -> tuple[DraftSource, ...]:
         """Best first. Raises InvalidArgument for a policy that is none."""
         now = self._clock.wall()
-        chosen = choose_sources(
+        return choose_sources(
             facts,
             policy,
             self._registry.snapshot(mono=self._clock.mono()),
             now=now,
             suspects=self._registry.suspects(),
+            is_secured=self._is_secured,
         )
-        return tuple(self._secured(source) for source in chosen)
-
-    def _secured(self, source: DraftSource) -> DraftSource:
-        if self._security is None or source.kind != "remote" or is_local(source.address):
-            return source
-        return replace(source, server_name=self._security.server_name(source.address))
 
 
 def choose_sources(
@@ -73,13 +68,14 @@ def choose_sources(
     *,
     now: float,
     suspects: Collection[str] = frozenset(),
+    is_secured: bool = False,
 ) -> tuple[DraftSource, ...]:
     """Answer a policy from the cards, the own one first; `suspects` are node ids to leave out."""
     match policy:
         case "" | "auto":
             fitting = _fitting_cards(facts, cards, with_ngram=False)
             plan = _place(facts, fitting, now=now, suspects=suspects)
-            return (LOCAL_NGRAM,) if plan is None else (LOCAL_NGRAM, _remote(plan))
+            return (LOCAL_NGRAM,) if plan is None else (LOCAL_NGRAM, _remote(plan, is_secured))
         case "off":
             return ()
         case "ngram":
@@ -87,9 +83,9 @@ def choose_sources(
         case "peer":
             fitting = _fitting_cards(facts, cards, with_ngram=True)
             plan = _place(facts, fitting, now=now, suspects=suspects)
-            return () if plan is None or plan.colocated else (_remote(plan),)
+            return () if plan is None or plan.colocated else (_remote(plan, is_secured),)
         case _:
-            return (_named(policy, cards),)
+            return (_named(policy, cards, is_secured),)
 
 
 def _place(
@@ -129,16 +125,22 @@ def shares_vocabulary(model: OfferedModel, facts: ModelFacts) -> bool:
     return model.model_id in EMBEDDED and facts.model_id in EMBEDDED
 
 
-def _remote(plan: SpecDecodePlacement) -> DraftSource:
+def _remote(plan: SpecDecodePlacement, is_secured: bool) -> DraftSource:
     return DraftSource(
         kind="remote",
         address=plan.proposer_address,
         model_id=plan.proposer_model,
         extended=plan.proposer.is_extended,
+        server_name=_server_name(plan.proposer_node, plan.proposer_address, is_secured),
     )
 
 
-def _named(policy: str, cards: Sequence[Card]) -> DraftSource:
+def _server_name(node_id: str, address: str, is_secured: bool) -> str:
+    """Whose certificate the source must show: the owner's of the card, and no other member's."""
+    return node_id if is_secured and not is_local(address) else ""
+
+
+def _named(policy: str, cards: Sequence[Card], is_secured: bool) -> DraftSource:
     model_id, _, address = policy.rpartition("@")
     try:
         peer_address(address)
@@ -156,5 +158,10 @@ def _named(policy: str, cards: Sequence[Card]) -> DraftSource:
             "see kakeya status for those that have one",
             param="draft_policy",
         )
-    extended = card is not None and card.is_extended
-    return DraftSource(kind="remote", address=address, model_id=model_id, extended=extended)
+    return DraftSource(
+        kind="remote",
+        address=address,
+        model_id=model_id,
+        extended=card is not None and card.is_extended,
+        server_name=_server_name(card.node_id, address, is_secured) if card is not None else "",
+    )

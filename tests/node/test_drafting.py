@@ -26,8 +26,10 @@ def proposer(model_id: str, speed: float = 0.0, digest: str = "") -> OfferedMode
     return OfferedModel(ModelId(model_id), Role.PROPOSER, "", speed, digest)
 
 
-def card(node_id: str, *models: OfferedModel, port: int = 1, at: float = NOW) -> Card:
-    offer = Offer(grpc_address=f"10.0.0.{port}:50051", models=models)
+def card(
+    node_id: str, *models: OfferedModel, port: int = 1, at: float = NOW, address: str = ""
+) -> Card:
+    offer = Offer(grpc_address=address or f"10.0.0.{port}:50051", models=models)
     return from_wire(to_wire(node_id, offer, incarnation=1, announced_at=at))
 
 
@@ -93,6 +95,20 @@ def test_an_explicit_source_is_taken_at_its_word() -> None:
     assert choose("ngram@10.0.0.1:50051", OWN, NGRAM_PEER) == (remote("ngram", 1),)
     near = DraftSource(kind="remote", address="127.0.0.1:1", model_id="a/b", extended=False)
     assert choose("a/b@127.0.0.1:1", OWN) == (near,)
+
+
+def test_in_a_fleet_with_identities_a_peer_must_show_the_certificate_of_its_card() -> None:
+    def chosen(policy: str, *cards: Card) -> list[tuple[str, str]]:
+        sources = choose_sources(FACTS, policy, cards, now=NOW, is_secured=True)
+        return [(source.address, source.server_name) for source in sources]
+
+    near = card("near", proposer("draft", 900, "aa"), port=0, address="127.0.0.1:7")
+    assert chosen("auto", OWN, DRAFT_PEER) == [("", ""), (DRAFT_PEER.grpc_address, "draft-peer")]
+    assert chosen("peer", OWN, NGRAM_PEER) == [(NGRAM_PEER.grpc_address, "ngram-peer")]
+    named = f"draft@{DRAFT_PEER.grpc_address}"
+    assert chosen(named, OWN, DRAFT_PEER) == [(DRAFT_PEER.grpc_address, "draft-peer")]
+    assert chosen("auto", OWN, near) == [("", ""), ("127.0.0.1:7", "")], "loopback stays plain"
+    assert chosen("x@127.0.0.1:8", OWN) == [("127.0.0.1:8", "")]
 
 
 def test_no_caller_can_send_a_prompt_to_a_machine_outside_the_fleet() -> None:
