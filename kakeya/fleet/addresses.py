@@ -20,15 +20,6 @@ Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
-class Endpoint(NamedTuple):
-    """One way to reach a node; priority 0 and rtt 0 = not known."""
-
-    address: str
-    network: str = ""
-    priority: int = 0
-    rtt_ms: float = 0.0
-
-
 class Priority(IntEnum):
     """Rank of a kind of network, the lowest first; the names in lower case go on the wire."""
 
@@ -130,6 +121,10 @@ class AddressPolicy:
         if literal is None:
             return "it is no IP address with a port from 1 to 65535"
         return self._fault_of(literal.ip) or self._fault_of_zone(literal)
+
+    def allows(self, address: str) -> bool:
+        """Whether `may_dial` has nothing against it."""
+        return not self.may_dial(address)
 
     def is_on_link(self, address: str) -> bool:
         """Whether an interface of this machine is in the address's network: no router between."""

@@ -14,8 +14,9 @@ before it is used. Round trips decide only within one kind of network, and only 
     failed, never worked                  more and more seldom, to MAX_REPROBE_S
     works, not chosen                     each MEASURE_S
 
-A change is told when the new way has answered, so that a node that is merely busy on every way
-is no downgrade. Pure: `mono` is given, probes are made by others (`node/routes.py`).
+A change is told when the new way worked before, during and after the failure of the old one, so
+that a node that is merely busy on every way, or comes back on one before another, is no downgrade.
+Pure: `mono` is given, probes are made by others (`node/routes.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from kakeya.core.ids import NodeId
-from kakeya.fleet.addresses import UNKNOWN_PRIORITY, Endpoint
+from kakeya.fleet.addresses import UNKNOWN_PRIORITY
+from kakeya.fleet.cards import Endpoint
 
 WATCH_S = 2.0
 REPROBE_S = 15.0
@@ -80,6 +82,7 @@ class _Edge:
     rtt_ms: float = math.inf
     failures: int = 0
     has_worked: bool = False
+    works_since_mono: float = math.inf
     worked_mono: float = -math.inf
     failed_mono: float = -math.inf
     tried_mono: float = -math.inf
@@ -188,6 +191,8 @@ class RouteBook:
             return None
         is_first = edge.state is not EdgeState.WORKS or not math.isfinite(edge.rtt_ms)
         edge.rtt_ms = rtt_ms if is_first else edge.rtt_ms + _SMOOTHING * (rtt_ms - edge.rtt_ms)
+        if edge.state is not EdgeState.WORKS:
+            edge.works_since_mono = mono
         edge.state, edge.has_worked, edge.failures = EdgeState.WORKS, True, 0
         edge.worked_mono = edge.tried_mono = mono
         ways.choose()
@@ -217,10 +222,14 @@ class RouteBook:
     def _settle(self, node_id: NodeId, ways: _Ways) -> RouteChange | None:
         best, before = ways.edges[ways.chosen], ways.settled
         if before is None:
-            ways.settled = best
+            # The first way is no change, and the best one may not have been tried yet.
+            if all(edge.state is not EdgeState.UNKNOWN for edge in ways.edges.values()):
+                ways.settled = best
             return None
-        has_answered_since = best.worked_mono >= before.failed_mono
-        if best is before or best.state is not EdgeState.WORKS or not has_answered_since:
+        if best is before or best.state is not EdgeState.WORKS:
+            return None
+        is_lost = before.state is EdgeState.FAILED
+        if is_lost and not best.works_since_mono <= before.failed_mono <= best.worked_mono:
             return None
         ways.settled = best
         return RouteChange(
@@ -255,6 +264,12 @@ class RouteBook:
         for _, _, edge in chosen:
             edge.tried_mono = mono
         return tuple((node_id, edge.endpoint.address) for _, node_id, edge in chosen)
+
+    def state(self, node_id: NodeId, address: str) -> EdgeState:
+        """What is known of one way; unknown, too, for one that the node does not have."""
+        ways = self._nodes.get(node_id)
+        edge = ways.edges.get(address) if ways else None
+        return EdgeState.UNKNOWN if edge is None else edge.state
 
     def routes(self) -> tuple[Route, ...]:
         """Every node's way, for status and metrics."""

@@ -22,16 +22,14 @@ from kakeya.core.clock import Clock
 from kakeya.fleet.addresses import (
     TAILSCALE_NETWORKS,
     AddressPolicy,
-    Endpoint,
     Ip,
     IpNetwork,
     Literal,
     Priority,
     is_private,
 )
+from kakeya.fleet.cards import MAX_ENDPOINTS, Endpoint
 
-MAX_ENDPOINTS = 8
-"""On one card."""
 WATCH_S = 2.0
 """Between two looks at the interfaces: reading them costs about a millisecond."""
 
