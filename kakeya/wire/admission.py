@@ -95,7 +95,7 @@ class Admission:
             if wait_s > 0:
                 raise Refused(
                     f"{caller} exchanges more than {limits.exchanges_per_s:g} times a second; "
-                    f"try again in {wait_s:.1f} s",
+                    f"try again in {max(wait_s, 0.1):.1f} s",
                     retry_after_s=wait_s,
                 )
         account.running[is_gossip] += 1

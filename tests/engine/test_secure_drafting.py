@@ -28,11 +28,10 @@ from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import add_ProposerServiceServicer_to_server
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from kakeya.wire.authorization import current_caller
-from kakeya.wire.security import Caller, CertRole, TlsMaterial
-from kakeya.wire.tls import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
+from kakeya.wire.security import Caller, CertRole
 from tests.engine.rig import EagerController
 from tests.mlx.random_models import write_model
-from tests.wire.certificates import Authority
+from tests.wire.certificates import Authority, write
 
 PROMPT = [5, 9, 13, 2, 7] * 4
 START_S = 60.0
@@ -49,19 +48,6 @@ class Recording:
     ) -> Draft:
         self.callers.append(current_caller())
         return Draft(source="m", tokens=(5,) * size, forward_passes=size)
-
-
-def write(folder: Path, material: TlsMaterial) -> Path:
-    folder.mkdir(exist_ok=True)
-    for name, text in (
-        (KEY_FILE, material.key),
-        (CERTIFICATE_FILE, material.certificate),
-        (AUTHORITY_FILE, material.authority),
-    ):
-        fresh = folder / f"{name}.new"
-        fresh.write_bytes(text)
-        fresh.replace(folder / name)
-    return folder
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from base64 import b32encode
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
+from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -18,7 +19,13 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import NameOID
 
 from kakeya.wire.security import CertRole, TlsMaterial
-from kakeya.wire.tls import any_member, fleet_of
+from kakeya.wire.tls import (
+    AUTHORITY_FILE,
+    CERTIFICATE_FILE,
+    KEY_FILE,
+    any_member,
+    fleet_of,
+)
 
 YEAR = timedelta(days=365)
 Key = ec.EllipticCurvePrivateKey
@@ -34,6 +41,30 @@ def node_id_of(key: Key) -> str:
 
 def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def caller_of(certificate: bytes) -> tuple[str, CertRole]:
+    names = (
+        x509.load_pem_x509_certificate(certificate)
+        .extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        .value
+    )
+    uri = names.get_values_for_type(x509.UniformResourceIdentifier)[0]
+    return names.get_values_for_type(x509.DNSName)[0], CertRole(uri.rpartition(":")[2])
+
+
+def write(folder: Path, material: TlsMaterial) -> Path:
+    """The files of an identity, each put in place at once."""
+    folder.mkdir(exist_ok=True)
+    for name, text in (
+        (KEY_FILE, material.key),
+        (CERTIFICATE_FILE, material.certificate),
+        (AUTHORITY_FILE, material.authority),
+    ):
+        fresh = folder / f"{name}.new"
+        fresh.write_bytes(text)
+        fresh.replace(folder / name)
+    return folder
 
 
 class Authority:
@@ -86,13 +117,7 @@ class Authority:
         )
 
     def caller_of(self, certificate: bytes) -> tuple[str, CertRole] | None:
-        names = (
-            x509.load_pem_x509_certificate(certificate)
-            .extensions.get_extension_for_class(x509.SubjectAlternativeName)
-            .value
-        )
-        uri = names.get_values_for_type(x509.UniformResourceIdentifier)[0]
-        return names.get_values_for_type(x509.DNSName)[0], CertRole(uri.rpartition(":")[2])
+        return caller_of(certificate)
 
     def is_revoked(self, node_id: str) -> bool:
         return node_id in self.revoked

@@ -14,15 +14,8 @@ import pytest
 from kakeya.core.errors import ConfigError
 from kakeya.wire.channels import Channels, is_local, sync_channel
 from kakeya.wire.security import CertRole, TlsMaterial
-from kakeya.wire.tls import (
-    AUTHORITY_FILE,
-    CERTIFICATE_FILE,
-    KEY_FILE,
-    FolderSecurity,
-    MaterialFolder,
-    any_member,
-)
-from tests.wire.certificates import Authority
+from kakeya.wire.tls import CERTIFICATE_FILE, FolderSecurity, MaterialFolder, any_member
+from tests.wire.certificates import Authority, write
 from tests.wire.servers import call, listening, methods, path
 
 (DESCRIBE,) = (method for method in methods() if path(method).endswith("/GetNodeCapability"))
@@ -181,15 +174,6 @@ async def test_closing_a_channel_oneself_is_no_loss() -> None:
         assert await call(channels.get(node.tls), DESCRIBE) is OK
         await channels.aclose()
     assert lost == []
-
-
-def write(folder: Path, material: TlsMaterial) -> None:
-    for name, text in (
-        (KEY_FILE, material.key),
-        (CERTIFICATE_FILE, material.certificate),
-        (AUTHORITY_FILE, material.authority),
-    ):
-        (folder / name).write_bytes(text)
 
 
 def test_the_files_of_an_identity_are_read_again_when_they_change(tmp_path: Path) -> None:

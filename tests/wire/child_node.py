@@ -1,0 +1,98 @@
+"""A node's listeners, registry and gossip services in a process of its own, which can be weighed.
+
+Run with a folder of TLS files; says its plain and its encrypted address on one line. For each
+line on standard input it answers one line of JSON: what it holds, and what that costs. The line
+`mark` forgets the worst stall so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+from kakeya.core.clock import SystemClock
+from kakeya.fleet.registry import CapabilityRegistry
+from kakeya.fleet.service import CapabilityService, register
+from kakeya.fleet.sync import Sync
+from kakeya.node.listeners import Listeners, NetworkLimits
+from kakeya.wire.tls import MaterialFolder
+from tests.fleet.nodes import make_registry
+from tests.wire.certificates import caller_of
+
+TICK_S = 0.002
+
+
+class Trust:
+    def caller_of(self, certificate: bytes):
+        return caller_of(certificate)
+
+    def is_revoked(self, node_id: str) -> bool:
+        return False
+
+
+class LoopMeter:
+    """How long the loop computed without looking up: its thread's own CPU time between two ticks.
+
+    Not wall time, so that a busy machine does not count as a blocked loop.
+    """
+
+    def __init__(self) -> None:
+        self.worst_s = 0.0
+
+    async def run(self) -> None:
+        while True:
+            began = time.thread_time()
+            await asyncio.sleep(TICK_S)
+            self.worst_s = max(self.worst_s, time.thread_time() - began)
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def weigh(registry: CapabilityRegistry, service: CapabilityService, meter: LoopMeter) -> str:
+    return json.dumps(
+        {
+            "rss": resident_bytes(),
+            "worst_stall_s": meter.worst_s,
+            "nodes": len(registry.snapshot(mono=time.monotonic())),
+            "exchanges": service.stats.exchanges,
+            "refused": service.stats.refused,
+        }
+    )
+
+
+async def main(folder: Path) -> None:
+    clock = SystemClock()
+    registry = make_registry("me", now=clock.wall(), mono=clock.mono(), address="127.0.0.1:1")
+    service = CapabilityService(registry, Sync(registry, rng=random.Random(1)), clock=clock)
+    files = MaterialFolder(folder)
+    listeners = Listeners(
+        lambda server: register(server, service),
+        clock=clock,
+        material=lambda: files.current(),  # type: ignore[arg-type,return-value]
+        trust=Trust(),
+        network=NetworkLimits(handshake_s=3.0, idle_s=3.0),
+    )
+    plain = await listeners.open_plain("127.0.0.1:0", flag="--bind")
+    tls = await listeners.open_tls("127.0.0.1:0", flag="--bind")
+    await listeners.start()
+    meter = LoopMeter()
+    metering = asyncio.create_task(meter.run())
+    print(plain, tls, flush=True)
+    while line := (await asyncio.to_thread(sys.stdin.readline)).strip():
+        if line == "mark":
+            meter.worst_s = 0.0
+        print(weigh(registry, service, meter), flush=True)
+    metering.cancel()
+    await listeners.stop(None)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))
