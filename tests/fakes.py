@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
+import time
 from itertools import count
 
 
@@ -61,3 +63,29 @@ class FakeClock:
             waiter = heapq.heappop(self._sleepers)[2]
             if not waiter.done():
                 waiter.set_result(None)
+
+
+class SettableClock:
+    """The machine's clock, moved on by hand: for tests that wait for real sockets meanwhile."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+        self._moved = asyncio.Event()
+
+    def wall(self) -> float:
+        return time.time() + self._ahead_s
+
+    def mono(self) -> float:
+        return time.monotonic() + self._ahead_s
+
+    def advance(self, seconds: float) -> None:
+        self._ahead_s += seconds
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        due = self.mono() + seconds
+        while (left := due - self.mono()) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._moved.wait()
