@@ -16,6 +16,7 @@ import ipaddress
 import logging
 import random
 import re
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -157,10 +158,11 @@ class Discovery:
         from zeroconf import IPVersion
         from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
-        if not self._hosts:
-            raise OSError("no interface with an address that peers could reach")
+        # One that vanished would fail all, and leave the library's sockets open.
+        bare = [host.partition("%")[0] for host in self._hosts if _is_bindable(host)]
+        if not bare:
+            raise OSError(f"no interface has any of the addresses {', '.join(self._hosts) or '-'}")
         _quieten("zeroconf")
-        bare = [host.partition("%")[0] for host in self._hosts]
         kinds = {ipaddress.ip_address(host).version for host in bare}
         version = {
             frozenset({4}): IPVersion.V4Only,
@@ -266,6 +268,17 @@ def _written(ips: Sequence[Ip], port: int) -> tuple[str, ...]:
         bare = ipaddress.ip_address(str(ip).partition("%")[0])
         literals.append(str(Literal(bare, port, zone or "")))
     return tuple(literals)
+
+
+def _is_bindable(host: str) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as trial:
+        try:
+            numeric = socket.AI_NUMERICHOST
+            trial.bind(socket.getaddrinfo(host, 0, family, socket.SOCK_DGRAM, 0, numeric)[0][4])
+        except OSError:
+            return False
+    return True
 
 
 def _nothing() -> None:
