@@ -1,10 +1,11 @@
 """The agent: one node's parts, built and wired here and nowhere else, in one exit stack.
 
-    start   lock the data directory, bind both ports, build, accept; then engines begin to load
+    start   lock the data directory, join if asked, bind the ports, build, accept; then engines load
     run     each change of a model's state restamps the card and wakes the gossip
-    stop    health NOT_SERVING, farewell card, both servers drain, engines end, the lock falls
+    stop    health NOT_SERVING, farewell card, all servers drain, engines end, the lock falls
 
-Ports are bound before anything is built, so that an unusable one ends the start at once.
+Ports are bound before the rest is built, so that an unusable one ends the start at once. The fleet
+half is `plane.py`; what every listener serves is registered here.
 """
 
 from __future__ import annotations
@@ -13,42 +14,57 @@ import asyncio
 import logging
 import os
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from grpc.aio import Server
 from grpc_health.v1 import health_pb2_grpc
 from prometheus_client.core import Metric
 
 from kakeya.core.clock import SystemClock
+from kakeya.core.errors import ConfigError
 from kakeya.core.ids import NGRAM
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor
 from kakeya.decoding.ngram import NGramProposer
 from kakeya.decoding.service import ProposerService
+from kakeya.fleet.cards import Offer
 from kakeya.fleet.exchange import Round
-from kakeya.fleet.gossip import Gossip, GossipConfig
-from kakeya.fleet.registry import CapabilityRegistry
+from kakeya.fleet.identity import Identity, load_identity
 from kakeya.fleet.ring import probe_ring_environment
-from kakeya.fleet.service import add_capability_service
-from kakeya.fleet.sync import Sync
 from kakeya.node import metrics
 from kakeya.node.card import Place, make_offer
 from kakeya.node.config import NodeConfig
-from kakeya.node.datadir import DataDir, NodeState, RunInfo, default_folder, next_state
+from kakeya.node.control import ControlService, NoFleet, control_socket
+from kakeya.node.datadir import DataDir, RunInfo
 from kakeya.node.directory import Models, failed_addresses
+from kakeya.node.doctor.wiring import Doctor
 from kakeya.node.drafting import FleetDrafts
 from kakeya.node.engines import EngineCommand, Engines, sockets_folder
+from kakeya.node.fleet_cli import host_label
 from kakeya.node.health import NodeHealth
-from kakeya.node.machine import draw_node_id, host_names, platform_name, unified_memory_bytes
+from kakeya.node.joining import join
+from kakeya.node.keeper import StateKeeper
+from kakeya.node.listeners import Listeners
+from kakeya.node.machine import (
+    draw_node_id,
+    host_names,
+    join_address,
+    platform_name,
+    unified_memory_bytes,
+)
+from kakeya.node.membership import open_trust
 from kakeya.node.models import Role
-from kakeya.node.ports import bind
+from kakeya.node.plane import Chances, FleetPlane
+from kakeya.node.ports import listen
+from kakeya.node.reach import Reach
 from kakeya.node.settings import split_address
+from kakeya.node.state import NodeState, next_state
 from kakeya.node.status import Json, View, describe
+from kakeya.node.table import HTTP
 from kakeya.node.watchdog import LoopWatchdog
 from kakeya.runtime.generation import ModelState, Usage
 from kakeya.runtime.service import RuntimeService
@@ -57,27 +73,32 @@ from kakeya.serving.backends.engine_backend import EngineOptions
 from kakeya.serving.gateway import build_app
 from kakeya.serving.server import HttpServer, serve_http
 from kakeya.v1.distributed_pb2_grpc import add_ProposerServiceServicer_to_server
+from kakeya.v1.fleet_pb2_grpc import add_ControlServiceServicer_to_server
 from kakeya.v1.runtime_pb2_grpc import add_RuntimeServiceServicer_to_server
-from kakeya.wire.channels import Channels
 
 _log = logging.getLogger(__name__)
 GRACE_S = 5.0
 """How long calls that run may go on after a stop signal."""
 _FAREWELL_S = 1.0
-_STUCK = "loop"
 _RUNTIME = "kakeya.v1.RuntimeService"
 _ALWAYS_SERVING = ("kakeya.v1.CapabilityService", "kakeya.v1.ProposerService")
+_STUCK, _TAKEN = "loop", "conflict"
+"""Causes for which the whole node does not serve."""
+_SEEN_S = 1800.0
+_NEWCOMER_ROUNDS = 3
+"""A node that meets its own id in its first rounds came second."""
 
 
 class Agent:
     """A node from start to stop: an `async with` inside which it serves.
 
-    Entering raises ConfigError for an address, a folder or a model that cannot be used, Conflict
-    for a data directory that another node holds.
+    Entering raises ConfigError for an address, a folder, a key or a model that cannot be used,
+    Conflict for a data directory that another node holds, and what joining raises.
     """
 
     def __init__(self, config: NodeConfig, engine_command: EngineCommand) -> None:
         self._config = config
+        self._folder = config.data_dir
         self._clock = SystemClock()
         self._rng = random.Random()
         self._started_mono = self._clock.mono()
@@ -90,7 +111,7 @@ class Agent:
             clock=self._clock,
             options=EngineOptions(),
             on_change=self._changed.set,
-            sockets=sockets_folder(self._folder()),
+            sockets=sockets_folder(self._folder),
         )
 
     async def __aenter__(self) -> Self:
@@ -117,13 +138,13 @@ class Agent:
 
     @property
     def grpc(self) -> str:
-        """HOST:PORT where gRPC is bound."""
-        return self._ports.grpc
+        """HOST:PORT where gRPC is bound: of the best network, or of loopback."""
+        return self._reach.grpc
 
     @property
     def http(self) -> str:
         """HOST:PORT where HTTP is bound."""
-        return self._ports.http
+        return self._http_address
 
     # Start
 
@@ -135,47 +156,119 @@ class Agent:
                 on_calm=lambda: self._health.release(_STUCK),
             )
         )
-        self._home = stack.enter_context(DataDir(self._folder()))
-        self._ports = bind(self._config.listen)
-        stack.push_async_callback(self._ports.server.stop, None)
-        stack.callback(self._ports.http_socket.close)
-        self._state = self._next_life()
-        self._build_fleet(stack)
+        self._home = stack.enter_context(DataDir(self._folder))
+        identity = await self._become_member()
+        self._state = self._next_life(identity)
+        self._label = self._config.label or (identity.label if identity else "")
+        self._is_authority = identity is not None and identity.is_authority
+        self._ring_address = probe_ring_environment().address()
+        self._incarnation = 0
+        await self._listen(stack, identity)
         self._models = Models(self._engines.of_role(Role.VERIFIER), self._suspect_failed_drafters)
-        self._drafts = FleetDrafts(self._registry, self._clock)
-        self._add_services()
+        self._drafts = FleetDrafts(
+            self._plane.registry,
+            self._clock,
+            is_secured=self._plane.security is not None,
+            route=self._plane.routes.address_for,
+        )
+        self._build_services()
         await stack.enter_async_context(self._runtime)
         for name in _ALWAYS_SERVING:
             self._health.set(name, serves=True)
-        await self._ports.server.start()
+        await self._listeners.start()
         self._tasks = await stack.enter_async_context(Supervisor(self._clock))
         self._http = await stack.enter_async_context(self._serve_http())
         await stack.enter_async_context(self._engines)
-        self._gossip.start(self._tasks)
+        self._plane.start(self._tasks)
         self._tasks.start("models", self._follow_changes)
+        self._tasks.start("state", self._keeper.run)
         self._tell_command_line()
 
-    def _folder(self) -> Path:
-        return self._config.data_dir or default_folder(
-            os.environ, platform=sys.platform, home=Path.home()
+    async def _become_member(self) -> Identity | None:
+        fleet = self._config.fleet
+        if not fleet.join:
+            return load_identity(self._folder)
+        label = self._config.label or host_label()
+        joined = await join(self._folder, fleet.join, label, clock=self._clock)
+        event(
+            _log,
+            "joined" if joined.is_new else "is a member already; the token was not needed",
+            fleet=joined.identity.fleet,
+            node_id=joined.identity.node_id,
         )
+        return joined.identity
 
-    def _next_life(self) -> NodeState:
-        state = next_state(
+    def _next_life(self, identity: Identity | None) -> NodeState:
+        wanted = self._config.node_id
+        if identity is not None and wanted not in ("", identity.node_id):
+            event(
+                _log,
+                "--node-id has no effect on a member of a fleet, whose id is its key's; "
+                "--label names it for people",
+                level=logging.WARNING,
+            )
+        return next_state(
             self._home.load_state(),
-            node_id=self._config.node_id,
+            node_id=identity.node_id if identity else wanted,
             drawn_id=draw_node_id(self._rng),
             now=self._clock.wall(),
         )
-        self._save(state)
-        return state
 
-    def _save(self, state: NodeState) -> None:
+    async def _listen(self, stack: AsyncExitStack, identity: Identity | None) -> None:
+        """Bind every address, then build the fleet half, which has to know them."""
+        config = self._config
+        self._http_socket = listen(HTTP.flag, config.listen.http)
+        stack.callback(self._http_socket.close)
+        host, port = self._http_socket.getsockname()[:2]
+        self._http_address = join_address(str(host), int(port))
+        trust = open_trust(self._folder, identity) if identity else None
+        self._listeners = Listeners(
+            self._register,
+            clock=self._clock,
+            material=trust.material if trust else None,
+            trust=trust,
+        )
+        stack.push_async_callback(self._listeners.stop, None)
+        self._reach = Reach(
+            config.listen,
+            config.fleet,
+            has_identity=identity is not None,
+            clock=self._clock,
+            on_change=self._addresses_changed,
+        )
+        await self._reach.open(self._listeners)
+        await self._open_control()
+        self._plane = FleetPlane(
+            config.fleet,
+            state=self._state,
+            data_dir=self._folder,
+            trust=trust,
+            reach=self._reach,
+            offer=self._offer(),
+            chances=Chances(clock=self._clock, rng=self._rng),
+            on_round=self._round_done,
+        )
+        stack.push_async_callback(self._plane.aclose)
+        if trust is not None:
+            trust.subscribe(lambda _: self._drop_revoked())
+        self._keeper = StateKeeper(
+            self._remembered, self._home.save_state, saved=None, clock=self._clock
+        )
+        # Before the first card of this life is heard of anywhere.
+        await self._keeper.flush()
+
+    async def _open_control(self) -> None:
+        socket = control_socket(self._folder)
         try:
-            self._home.save_state(state)
-        except OSError as problem:
-            # The next start then repeats an incarnation, which peers correct: worth a warning.
-            event(_log, "state not saved", level=logging.WARNING, problem=problem)
+            await self._listeners.open_plain(f"unix:{socket}", flag="--data-dir")
+        except ConfigError as problem:
+            # The node serves without it; only its owner's commands do not reach it.
+            event(
+                _log,
+                "the command line cannot invite, revoke or examine",
+                level=logging.WARNING,
+                problem=problem.message,
+            )
 
     def _tell_command_line(self) -> None:
         run = RunInfo(pid=os.getpid(), node_id=self.node_id, grpc=self.grpc, http=self.http)
@@ -190,37 +283,7 @@ class Agent:
                 problem=problem,
             )
 
-    def _build_fleet(self, stack: AsyncExitStack) -> None:
-        fleet = self._config.fleet
-        self._place = Place(
-            grpc_address=self._ports.advertised,
-            ring_address=probe_ring_environment().address(),
-            platform=platform_name(),
-            unified_memory_bytes=unified_memory_bytes(),
-            ttl_s=fleet.ttl_s,
-        )
-        self._registry = CapabilityRegistry(
-            self._state.node_id,
-            make_offer(self._place, ()),
-            now=self._clock.wall(),
-            mono=self._clock.mono(),
-            incarnation=self._state.incarnation,
-        )
-        channels = Channels()
-        stack.push_async_callback(channels.aclose)
-        self._sync = Sync(self._registry, rng=self._rng)
-        self._gossip = Gossip(
-            self._registry,
-            GossipConfig(seeds=fleet.peers, interval_s=fleet.interval_s, fanout=fleet.fanout),
-            channels=channels,
-            clock=self._clock,
-            rng=self._rng,
-            on_round=self._round_done,
-            sync=self._sync,
-        )
-
-    def _add_services(self) -> None:
-        server = self._ports.server
+    def _build_services(self) -> None:
         limits = SessionLimits(
             capacity=self._config.sessions.capacity, idle_ttl_s=self._config.sessions.idle_ttl_s
         )
@@ -232,16 +295,23 @@ class Agent:
             clock=self._clock,
             rng=self._rng,
         )
-        add_RuntimeServiceServicer_to_server(self._runtime, server)
-        self._capability = add_capability_service(
-            server, self._registry, clock=self._clock, rng=self._rng, sync=self._sync
-        )
         self._proposers = ProposerService({NGRAM: NGramProposer()}, clock=self._clock)
+        self._doctor = Doctor(self._plane, self._folder, clock=self._clock, environ=os.environ)
+        self._control = ControlService(
+            self._plane.membership or NoFleet(), examine=self._doctor.examine_json
+        )
+
+    def _register(self, server: Server) -> None:
+        """Add every service to one more listener; who may call what is the listener's matter."""
+        self._plane.register(server)
+        self._doctor.register(server)
+        add_RuntimeServiceServicer_to_server(self._runtime, server)
         add_ProposerServiceServicer_to_server(self._proposers, server)
+        add_ControlServiceServicer_to_server(self._control, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 
     def _serve_http(self) -> AbstractAsyncContextManager[HttpServer]:
-        addresses = {split_address(address)[0] for address in (self.http, self._ports.advertised)}
+        addresses = {split_address(address)[0] for address in (self.http, self._reach.advertised)}
         app = build_app(
             self._models,
             self._drafts,
@@ -253,9 +323,23 @@ class Agent:
             proposers=self._engines.proposers,
             unready=self._health.reason,
         )
-        return serve_http(app, self._ports.http_socket, grace_s=0.0)
+        return serve_http(app, self._http_socket, grace_s=0.0)
 
     # Run
+
+    def _offer(self) -> Offer:
+        reach = self._reach
+        place = Place(
+            label=self._label,
+            grpc_address=reach.advertised,
+            endpoints=reach.endpoints,
+            is_authority=self._is_authority,
+            ring_address=self._ring_address,
+            platform=platform_name(),
+            unified_memory_bytes=unified_memory_bytes(),
+            ttl_s=self._config.fleet.ttl_s,
+        )
+        return make_offer(place, self._engines.ready())
 
     async def _follow_changes(self) -> None:
         """After each change: who drafts, the card, the runtime's health, the state on disk."""
@@ -263,13 +347,10 @@ class Agent:
             await self._changed.wait()
             self._changed.clear()
             self._serve_ready_drafters()
-            self._gossip.announce(make_offer(self._place, self._engines.ready()))
+            self._plane.gossip.announce(self._offer())
             verifiers = self._models.verifiers()
             is_ready = bool(verifiers) and verifiers[0].state is ModelState.READY
             self._health.set(_RUNTIME, serves=is_ready)
-            if self._registry.incarnation != self._state.incarnation:
-                self._state = replace(self._state, incarnation=self._registry.incarnation)
-                await asyncio.to_thread(self._save, self._state)
 
     def _serve_ready_drafters(self) -> None:
         served = self._proposers.served()
@@ -283,43 +364,67 @@ class Agent:
     def _suspect_failed_drafters(self, usage: Usage) -> None:
         """Ask no peer again that just failed, until gossip finds that it answers."""
         for address in failed_addresses(usage):
-            self._registry.mark_failed(address, mono=self._clock.mono())
+            self._plane.call_failed(address)
+
+    def _addresses_changed(self) -> None:
+        self._plane.addresses_changed()
+        self._changed.set()
+
+    def _drop_revoked(self) -> None:
+        closed = self._listeners.drop_revoked()
+        event(_log, "the fleet took nodes out", level=logging.WARNING, connections_closed=closed)
 
     def _round_done(self, done: Round) -> None:
-        if self._registry.incarnation != self._state.incarnation:
-            self._changed.set()
+        registry = self._plane.registry
+        if registry.incarnation != self._incarnation:
+            self._incarnation = registry.incarnation
+            self._keeper.poke()
+        taken = [c for c in registry.conflicts(self._clock.wall()) if c.is_own]
+        if not taken:
+            self._health.release(_TAKEN)
+        elif self._plane.gossip.stats.rounds <= _NEWCOMER_ROUNDS:
+            self._health.hold(
+                _TAKEN,
+                f"the node at {taken[0].address} had the id {self.node_id} before this one; give "
+                "one of them another --node-id, or a data directory of its own",
+            )
+
+    def _remembered(self) -> NodeState:
+        memory = self._plane.registry.memory(now=self._clock.wall(), mono=self._clock.mono())
+        # When a peer was last seen matters to the hour; to the second it would wear the disk.
+        peers = tuple(
+            peer._replace(last_seen_at=peer.last_seen_at // _SEEN_S * _SEEN_S)
+            for peer in memory.peers
+        )
+        return NodeState(node_id=self._state.node_id, memory=replace(memory, peers=peers))
 
     def status(self) -> Json:
         """Describe the node and the fleet as it sees it."""
-        mono = self._clock.mono()
-        cards = self._registry.snapshot(mono=mono)
+        plane, mono = self._plane, self._clock.mono()
+        cards = plane.registry.snapshot(mono=mono)
         return describe(
             View(
                 node_id=self.node_id,
                 grpc=self.grpc,
                 http=self.http,
+                listeners=self._listeners.addresses,
                 uptime_s=mono - self._started_mono,
                 now=self._clock.wall(),
+                not_serving=self._health.reason(),
                 cards=cards,
-                ages={
-                    card.node_id: self._registry.age_s(card.node_id, mono=mono) for card in cards
-                },
-                suspects=self._registry.suspects(),
-                gossip=self._gossip.stats,
+                fleet=plane.view(cards),
                 models=self._engines.models(),
+                state_error=self._keeper.error,
             )
         )
 
     def _metrics(self) -> Iterator[Metric]:
-        known = len(self._registry.snapshot(mono=self._clock.mono()))
-        suspects = len(self._registry.suspects())
-        yield from metrics.fleet_metrics(
-            known, suspects, self._gossip.stats, self._capability.stats
-        )
+        yield from self._plane.metrics()
         yield from metrics.model_metrics(self._engines.models())
         yield from metrics.session_metrics(self._runtime.stats)
         yield from metrics.task_metrics((*self._tasks.health(), *self._runtime.health()))
         yield from metrics.loop_metrics(self._watchdog.stalls, self._watchdog.worst_lag_s)
+        yield from metrics.state_metrics(self._keeper.failures)
 
     # Stop
 
@@ -327,13 +432,16 @@ class Agent:
         """Say farewell, refuse what is new, let what runs go on for the grace."""
         await self._tasks.aclose()
         self._runtime.drain("it is stopping")
-        # The listener closes first: who hears NOT_SERVING and comes anew is refused cleanly.
-        closing = asyncio.ensure_future(self._ports.server.stop(GRACE_S))
+        # The listeners close first: who hears NOT_SERVING and comes anew is refused cleanly.
+        closing = asyncio.ensure_future(self._listeners.stop(GRACE_S))
         await asyncio.sleep(0)
         self._health.drain()
-        farewell = self._gossip.farewell(_FAREWELL_S)
         faults = await asyncio.gather(
-            closing, self._http.stop(GRACE_S), farewell, return_exceptions=True
+            closing,
+            self._http.stop(GRACE_S),
+            self._plane.gossip.farewell(_FAREWELL_S),
+            self._keeper.flush(),
+            return_exceptions=True,
         )
         for fault in faults:
             if isinstance(fault, Exception):

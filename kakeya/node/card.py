@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kakeya.core.ids import NGRAM, ModelId
-from kakeya.fleet.cards import Offer, OfferedModel
+from kakeya.fleet.cards import Endpoint, Offer, OfferedModel
 from kakeya.fleet.cards import Role as CardRole
 from kakeya.node.models import Role
 from kakeya.runtime.generation import ModelFacts
@@ -18,13 +18,16 @@ from kakeya.runtime.generation import ModelFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What stays the same about a node while it runs. `ring_address` "" = not in a ring."""
+    """What a node is beside its models. `ring_address` "" = not in a ring."""
 
     grpc_address: str
     platform: str
     unified_memory_bytes: int
     ttl_s: float
     ring_address: str = ""
+    label: str = ""
+    endpoints: tuple[Endpoint, ...] = ()
+    is_authority: bool = False
 
 
 _CARD_ROLES = {Role.VERIFIER: CardRole.VERIFIER, Role.PROPOSER: CardRole.PROPOSER}
@@ -45,6 +48,9 @@ def make_offer(place: Place, ready: Iterable[tuple[Role, ModelFacts]]) -> Offer:
     )
     return Offer(
         grpc_address=place.grpc_address,
+        label=place.label,
+        endpoints=place.endpoints,
+        is_authority=place.is_authority,
         ring_address=place.ring_address,
         platform=place.platform,
         unified_memory_bytes=place.unified_memory_bytes,

@@ -1,4 +1,4 @@
-"""The command line beside the daemon: status, plan, generate, demo.
+"""The command line beside the daemon: status, plan, generate, demo, doctor, and the fleet's own.
 
 Each command finds the node that runs in the data directory, or takes `--node HOST:PORT`, the
 address of a node's HTTP interface. Exit status: 0 done, 1 the node said no or is not there, 2 the
@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
+from kakeya.node import fleet_cli
 from kakeya.node.datadir import default_folder
 from kakeya.node.local import NodeApi, find_node
 
 _WATCH_S = 1.0
+DOCTOR = "what is wrong with this node, its peers and the ways between them"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,6 +50,13 @@ def _run(options: argparse.Namespace) -> int:
 
         return run_demo(as_json=options.json)
     folder = Path(options.data_dir) if options.data_dir else _default_folder()
+    if options.command == "doctor":
+        from kakeya.node.doctor import command as doctor
+
+        return doctor.run(options, folder)
+    status = fleet_cli.run(options)
+    if status is not None:
+        return status
     node = find_node(options.node, folder)
     match options.command:
         case "status":
@@ -84,6 +93,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo = commands.add_parser("demo", help="two nodes on this machine, four ways to draft")
     demo.add_argument("--json", action="store_true", help="print one JSON object, no table")
+    fleet_cli.add_parsers(commands)
+    doctor = commands.add_parser("doctor", help=DOCTOR, description=DOCTOR, allow_abbrev=False)
+    doctor.add_argument(
+        "peer", nargs="?", default="", metavar="PEER", help="label, node id or HOST:PORT (all)"
+    )
+    doctor.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 

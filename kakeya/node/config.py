@@ -7,6 +7,7 @@ key outside it is an error that names the nearest known one.
 from __future__ import annotations
 
 import argparse
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Literal, NoReturn, cast
 
 from kakeya.core.errors import ConfigError
 from kakeya.fleet.cards import MAX_ID_BYTES, is_valid_node_id
+from kakeya.node.datadir import default_folder
 from kakeya.node.models import ModelSpec, parse_model, parse_proposer
 from kakeya.node.settings import Sources, is_loopback, nearest
 from kakeya.node.table import (
@@ -93,7 +95,7 @@ class NodeConfig:
 
     node_id: str
     label: str
-    data_dir: Path | None
+    data_dir: Path
     log_format: Literal["text", "json"]
     listen: ListenConfig
     fleet: FleetConfig
@@ -195,7 +197,8 @@ def _build(sources: Sources) -> NodeConfig:
     return NodeConfig(
         node_id=node_id,
         label=sources.value(LABEL),
-        data_dir=sources.value(DATA_DIR),
+        data_dir=sources.value(DATA_DIR)
+        or default_folder(sources.environ, platform=sys.platform, home=Path.home()),
         log_format=cast('Literal["text", "json"]', sources.value(LOG_FORMAT)),
         listen=listen,
         fleet=fleet,

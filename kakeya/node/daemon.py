@@ -53,6 +53,7 @@ def _refuse(status: int, sentence: str) -> int:
 
 async def _run(settings: config.NodeConfig) -> int:
     # After the flags: a wrong one is answered without the time that gRPC takes to import.
+    from kakeya.fleet.identity import FOLDER as IDENTITY
     from kakeya.node.agent import GRACE_S, Agent
     from kakeya.node.engines import engine_command
 
@@ -60,7 +61,8 @@ async def _run(settings: config.NodeConfig) -> int:
     _stop_on_signals(stopped, GRACE_S + _HANG_S)
     for warning in settings.warnings:
         _log.warning(warning)
-    async with Agent(settings, engine_command(settings.log_format)) as agent:
+    command = engine_command(settings.log_format, settings.data_dir / IDENTITY)
+    async with Agent(settings, command) as agent:
         ready = f"kakeya-node ready node_id={agent.node_id} grpc={agent.grpc} http={agent.http}"
         sys.stdout.write(ready + "\n")
         sys.stdout.flush()

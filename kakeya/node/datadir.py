@@ -1,7 +1,7 @@
 """One folder per node: its lock, its identity across starts, and where the running node answers.
 
     node.lock      held (flock) while a node runs; its text is that node's pid
-    node.json      node id and incarnation; versioned, with a checksum
+    node.json      node id, incarnation, last stamp, peers (`state.py`)
     node.run.json  pid and addresses of the running node, for the command line
 
 Files are replaced whole (write aside, fsync, rename). A damaged state file is set aside as
@@ -11,7 +11,6 @@ Files are replaced whole (write aside, fsync, rename). A damaged state file is s
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -24,15 +23,10 @@ from typing import Self
 from kakeya.core.errors import ConfigError, Conflict
 from kakeya.core.files import write_atomically
 from kakeya.core.log import event
-from kakeya.fleet.cards import MAX_INCARNATION, is_valid_node_id
+from kakeya.node.state import DamagedState, NodeState, decode_state, encode_state
 
 _log = logging.getLogger(__name__)
-STATE_VERSION = 1
 LOCK, STATE, RUN = "node.lock", "node.json", "node.run.json"
-
-
-class DamagedState(ValueError):
-    """The state file does not hold what was written to it."""
 
 
 def default_folder(environ: Mapping[str, str], *, platform: str, home: Path) -> Path:
@@ -45,14 +39,6 @@ def default_folder(environ: Mapping[str, str], *, platform: str, home: Path) -> 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeState:
-    """What a node remembers across starts; `incarnation` counts them and orders its cards."""
-
-    node_id: str
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
     """Where the running node answers."""
 
@@ -60,37 +46,6 @@ class RunInfo:
     node_id: str
     grpc: str
     http: str
-
-
-def encode_state(state: NodeState) -> bytes:
-    """Write a state with its version and the checksum of its content."""
-    content = json.dumps(asdict(state), sort_keys=True)
-    digest = hashlib.sha256(content.encode()).hexdigest()
-    return json.dumps({"version": STATE_VERSION, "sha256": digest, "state": content}).encode()
-
-
-def decode_state(data: bytes) -> NodeState:
-    """Read what `encode_state` wrote. Raises DamagedState for anything else."""
-    try:
-        return _decode(data)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as problem:
-        raise DamagedState(str(problem)) from problem
-
-
-def _decode(data: bytes) -> NodeState:
-    outer = json.loads(data)
-    if not isinstance(outer, dict) or outer.get("version") != STATE_VERSION:
-        raise DamagedState(f"not a state of version {STATE_VERSION}")
-    content = outer.get("state")
-    if not isinstance(content, str):
-        raise DamagedState("no state in it")
-    if hashlib.sha256(content.encode()).hexdigest() != outer.get("sha256"):
-        raise DamagedState("the checksum does not match")
-    fields = json.loads(content)
-    state = NodeState(node_id=str(fields["node_id"]), incarnation=int(fields["incarnation"]))
-    if not is_valid_node_id(state.node_id) or not 0 <= state.incarnation < MAX_INCARNATION - 1:
-        raise DamagedState("values out of range")
-    return state
 
 
 class DataDir:
@@ -178,18 +133,6 @@ class DataDir:
     def write_run(self, info: RunInfo) -> None:
         """Tell the command line where this node answers. Raises OSError."""
         write_atomically(self.folder / RUN, json.dumps(asdict(info)).encode())
-
-
-def next_state(previous: NodeState | None, *, node_id: str, drawn_id: str, now: float) -> NodeState:
-    """Return the state of this start: the id that was asked for, kept or drawn; a new life.
-
-    Without a previous state the incarnation starts at the wall clock's seconds, above what an
-    earlier life with the same id, whose file is lost, can have counted to.
-    """
-    return NodeState(
-        node_id=node_id or (previous.node_id if previous else drawn_id),
-        incarnation=previous.incarnation + 1 if previous else max(1, int(now)),
-    )
 
 
 def find_running(folder: Path) -> RunInfo | None:

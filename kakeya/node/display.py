@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TypeGuard
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -15,6 +16,8 @@ from kakeya.node.demo import Row
 
 Json = Mapping[str, object]
 _console = Console()
+_ID_CHARS, _LONG_ID_CHARS = 8, 40
+"""Ids that are keys' have 52 characters; eight of them tell a desk's nodes apart."""
 
 
 def show_status(status: Json, *, clear: bool) -> None:
@@ -23,12 +26,23 @@ def show_status(status: Json, *, clear: bool) -> None:
         _console.clear()
     node, fleet = _object(status, "node"), _object(status, "fleet")
     _console.print(
-        f"[bold]{node.get('node_id')}[/bold]  grpc {node.get('grpc')}  http {node.get('http')}  "
+        f"[bold]{escape(_name(node))}[/bold]  grpc {node.get('grpc')}  http {node.get('http')}  "
         f"pid {node.get('pid')}  up {_seconds(node.get('uptime_s'))}",
         highlight=False,
     )
+    identity = fleet.get("identity")
+    if is_object(identity):
+        _console.print(
+            f"fleet {identity.get('fleet')}, {identity.get('role')}"
+            f"{' and authority' if identity.get('is_authority') else ''}; certificate valid for "
+            f"{identity.get('certificate_days')} days",
+            highlight=False,
+        )
     _console.print(_models(_objects(status, "models")))
     _console.print(_nodes(_objects(fleet, "nodes")))
+    warnings = fleet.get("warnings")
+    for warning in warnings if isinstance(warnings, list) else ():
+        _console.print(f"[yellow]warning[/yellow]  {escape(str(warning))}", highlight=False)
 
 
 def show_plan(plan: Json) -> None:
@@ -80,14 +94,29 @@ def _nodes(nodes: Iterable[Json]) -> Table:
         if node.get("is_suspect"):
             heard += ", does not answer"
         table.add_row(
-            str(node.get("node_id")),
-            str(node.get("grpc_address")),
+            escape(_name(node)),
+            escape(_way(node)),
             heard,
             str(node.get("platform")),
             _bytes(node.get("memory_bytes")),
             offers,
         )
     return table
+
+
+def _name(node: Json) -> str:
+    """The label with the first letters of an id that is a key's; any other id as it is."""
+    node_id, label = str(node.get("node_id")), str(node.get("label") or "")
+    short = node_id[:_ID_CHARS] if len(node_id) > _LONG_ID_CHARS else node_id
+    return f"{label} ({short})" if label else short
+
+
+def _way(node: Json) -> str:
+    route = node.get("route")
+    if not is_object(route):
+        return str(node.get("grpc_address"))
+    downgraded = ", downgraded" if route.get("is_downgraded") else ""
+    return f"{route.get('address')} ({route.get('network') or 'unnamed'}{downgraded})"
 
 
 def is_object(value: object) -> TypeGuard[Mapping[str, object]]:

@@ -12,7 +12,7 @@ yield wrong drafts. Drafts change speed, never tokens, so nothing here can spoil
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from kakeya.core.clock import Clock
@@ -27,6 +27,8 @@ from kakeya.runtime.generation import DraftSource, ModelFacts
 from kakeya.wire.channels import is_local
 
 LOCAL_NGRAM = DraftSource(kind="ngram")
+_PLANNED = ("", "auto", "peer")
+"""Policies that leave the address to the node."""
 POLICIES = "auto, off, ngram, peer or MODEL_ID@HOST:PORT"
 
 
@@ -34,7 +36,7 @@ class FleetDrafts:
     """Chooses draft sources from the registry's view of this moment.
 
     In a fleet with identities (`is_secured`) a peer gets the prompt only after it has shown the
-    certificate of the very node that the plan means.
+    certificate of the very node that the plan means. `route` is where a node is best called.
     """
 
     def __init__(
@@ -43,19 +45,23 @@ class FleetDrafts:
         clock: Clock,
         *,
         is_secured: bool = False,
+        route: Callable[[Card], str] = lambda card: card.grpc_address,
     ) -> None:
         self._registry = registry
+        self._route = route
         self._clock = clock
         self._is_secured = is_secured
 
     def sources(self, facts: ModelFacts, policy: str) -> tuple[DraftSource, ...]:
         """Best first. Raises InvalidArgument for a policy that is none."""
-        now = self._clock.wall()
+        own, *peers = self._registry.snapshot(mono=self._clock.mono())
+        if policy in _PLANNED:
+            peers = [replace(card, grpc_address=self._route(card)) for card in peers]
         return choose_sources(
             facts,
             policy,
-            self._registry.snapshot(mono=self._clock.mono()),
-            now=now,
+            (own, *peers),
+            now=self._clock.wall(),
             suspects=self._registry.suspects(),
             is_secured=self._is_secured,
         )

@@ -27,9 +27,10 @@ COMMANDS = ("init", "invite", "join", "revoke")
 _TIMEOUT_S = 10.0
 _ROLES = ("member", "client", "admin")
 Answer = TypeVar("Answer")
+Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 
-def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the commands to those of `kakeya`."""
     init = _command(commands, "init", "found a fleet; this machine becomes its authority")
     init.add_argument("--label", default="", metavar="NAME", help="default: the host's name")
@@ -73,9 +74,7 @@ def host_label() -> str:
     return socket.gethostname().partition(".")[0][:40] or "node"
 
 
-def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str
-) -> argparse.ArgumentParser:
+def _command(commands: argparse._SubParsersAction[Parser], name: str, text: str) -> Parser:
     command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     command.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
     command.add_argument("--json", action="store_true", help="print JSON")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kakeya.core.tasks import TaskHealth
+from kakeya.fleet.discovery import DiscoveryStats
 from kakeya.fleet.gossip import GossipStats
 from kakeya.fleet.service import ServiceStats
 from kakeya.node.models import ModelSpec
@@ -54,6 +55,21 @@ def fleet_metrics(
     for fault, count in gossip.dropped.items():
         dropped.add_metric([fault.value], count)
     yield dropped
+
+
+def route_metrics(downgrades: int, mdns: DiscoveryStats | None) -> Iterator[Metric]:
+    """Better links that were lost, and what mDNS shows."""
+    yield CounterMetricFamily("kakeya_route_downgrades", "Better links lost", value=downgrades)
+    if mdns is not None:
+        running, seen = float(mdns.is_running), mdns.sightings
+        yield GaugeMetricFamily("kakeya_mdns_running", "1 while multicast works", value=running)
+        yield GaugeMetricFamily("kakeya_mdns_sightings", "Nodes of this fleet seen", value=seen)
+        yield CounterMetricFamily("kakeya_mdns_ignored", "Sightings refused", value=mdns.ignored)
+
+
+def state_metrics(failures: int) -> Iterator[Metric]:
+    """How often the disk took nothing."""
+    yield CounterMetricFamily("kakeya_state_failures", "State not saved", value=failures)
 
 
 def session_metrics(stats: RuntimeStats) -> Iterator[Metric]:

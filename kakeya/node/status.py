@@ -11,10 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kakeya.core.errors import PlacementError
+from kakeya.core.ids import NodeId
 from kakeya.fleet.cards import Card
 from kakeya.fleet.cards import Role as CardRole
+from kakeya.fleet.conflicts import Conflict
+from kakeya.fleet.endpoints import Route
 from kakeya.fleet.gossip import GossipStats
+from kakeya.fleet.identity import Identity
 from kakeya.fleet.placement import SpecDecodePlacement, plan_spec_decode_placement
+from kakeya.fleet.skew import WARN_S
 from kakeya.node.drafting import choose_sources
 from kakeya.node.models import ModelSpec
 from kakeya.runtime.generation import ModelFacts
@@ -24,49 +29,118 @@ Json = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FleetStatus:
+    """What the fleet half of a node knows beside the cards, at one moment.
+
+    By node id: `ages` seconds since it lived, `skews` seconds by which its clock is ahead, `routes`
+    the way in use to nodes that have several. `sightings` None = mDNS is off.
+    """
+
+    ages: Mapping[NodeId, float | None]
+    suspects: frozenset[NodeId]
+    gossip: GossipStats
+    skews: Mapping[NodeId, float]
+    is_clock_wrong: bool
+    conflicts: Sequence[Conflict]
+    routes: Mapping[NodeId, Route]
+    sightings: int | None
+    identity: Identity | None
+    revoked: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """The agent's parts at one moment; `cards` has the own one first.
 
-    `ages` are seconds since each node lived, by id.
+    `not_serving` and `state_error` are sentences, "" when all is well.
     """
 
     node_id: str
     grpc: str
     http: str
+    listeners: Sequence[str]
     uptime_s: float
     now: float
+    not_serving: str
     cards: Sequence[Card]
-    ages: Mapping[str, float | None]
-    suspects: frozenset[str]
-    gossip: GossipStats
+    fleet: FleetStatus
     models: Sequence[tuple[ModelSpec, EngineBackend | None]]
+    state_error: str
 
 
 def describe(view: View) -> Json:
     """Describe the node, its models, the fleet as it sees it, and what it would plan."""
-    own = view.cards[0]
+    own, fleet = view.cards[0], view.fleet
     return {
         "node": {
             "node_id": view.node_id,
+            "label": own.label,
             "grpc": view.grpc,
             "http": view.http,
+            "listeners": list(view.listeners),
             "pid": os.getpid(),
             "incarnation": own.incarnation,
             "platform": own.platform,
             "uptime_s": round(view.uptime_s, 1),
+            "not_serving": view.not_serving,
         },
         "models": [_model(spec, backend) for spec, backend in view.models],
         "fleet": {
+            "identity": _identity(fleet, view.now),
             "nodes": [_card(card, view, is_own=card is own) for card in view.cards],
             "gossip": {
-                "rounds": view.gossip.rounds,
-                "exchanges": view.gossip.exchanges,
-                "failures": view.gossip.failures,
-                "cards_dropped": sum(view.gossip.dropped.values()),
+                "rounds": fleet.gossip.rounds,
+                "exchanges": fleet.gossip.exchanges,
+                "failures": fleet.gossip.failures,
+                "cards_dropped": sum(fleet.gossip.dropped.values()),
+                "dropped": {fault.value: n for fault, n in fleet.gossip.dropped.items()},
             },
+            "mdns_sightings": fleet.sightings,
+            "warnings": _warnings(view),
             "plan": _plan(view),
         },
     }
+
+
+def _identity(fleet: FleetStatus, now: float) -> Json | None:
+    identity = fleet.identity
+    if identity is None:
+        return None
+    return {
+        "fleet": identity.fleet,
+        "role": identity.role.value,
+        "is_authority": identity.is_authority,
+        "certificate_days": round((identity.not_after_at - now) / 86400, 1),
+        "revoked_nodes": fleet.revoked,
+    }
+
+
+def _warnings(view: View) -> list[str]:
+    """Say what a person should look at, a sentence each."""
+    fleet = view.fleet
+    found = [view.not_serving] if view.not_serving else []
+    for conflict in fleet.conflicts:
+        whose = "this node's id" if conflict.is_own else f"the id {conflict.node_id}"
+        found.append(
+            f"another process uses {whose} at {conflict.address}; give one of them an id and a "
+            "data directory of its own"
+        )
+    if fleet.is_clock_wrong:
+        found.append("the clock of this machine is wrong: most peers disagree with it")
+    found += [
+        f"the clock of {node_id} is {skew:+.0f} s off this machine's"
+        for node_id, skew in fleet.skews.items()
+        if abs(skew) > WARN_S and not fleet.is_clock_wrong
+    ]
+    found += [
+        f"{route.node_id} is reached over {route.network or 'an unnamed network'}; its better "
+        f"link ({route.best}) does not answer"
+        for route in fleet.routes.values()
+        if route.is_downgraded
+    ]
+    if view.state_error:
+        found.append(f"the state file cannot be written: {view.state_error}")
+    return found
 
 
 def _model(spec: ModelSpec, backend: EngineBackend | None) -> Json:
@@ -102,11 +176,17 @@ def _card(card: Card, view: View, *, is_own: bool) -> Json:
     return {
         "node_id": card.node_id,
         "is_self": is_own,
-        "is_suspect": card.node_id in view.suspects,
+        "label": card.label,
+        "is_suspect": card.node_id in view.fleet.suspects,
         "grpc_address": card.grpc_address,
+        "endpoints": [way._asdict() for way in card.endpoints],
+        "route": _route(view.fleet.routes.get(card.node_id)),
+        "skew_s": view.fleet.skews.get(card.node_id),
+        "is_authority": card.is_authority,
+        "protocol": [card.protocol_min, card.protocol_max],
         "platform": card.platform,
         "memory_bytes": card.unified_memory_bytes,
-        "age_s": round(view.ages.get(card.node_id) or 0.0, 1),
+        "age_s": round(view.fleet.ages.get(card.node_id) or 0.0, 1),
         "ttl_s": card.ttl_s,
         "models": [
             {
@@ -120,6 +200,18 @@ def _card(card: Card, view: View, *, is_own: bool) -> Json:
     }
 
 
+def _route(route: Route | None) -> Json | None:
+    if route is None:
+        return None
+    return {
+        "address": route.address,
+        "network": route.network,
+        "rtt_ms": round(route.rtt_ms, 2),
+        "is_downgraded": route.is_downgraded,
+        "best": route.best,
+    }
+
+
 def _role_name(role: int) -> str:
     try:
         return CardRole(role).name.lower()
@@ -129,7 +221,7 @@ def _role_name(role: int) -> str:
 
 def _plan(view: View) -> Json:
     try:
-        placed = plan_spec_decode_placement(view.cards, now=view.now, suspects=view.suspects)
+        placed = plan_spec_decode_placement(view.cards, now=view.now, suspects=view.fleet.suspects)
     except PlacementError as none:
         fleet: Json = {"placement": None, "reason": none.message}
     else:
@@ -151,7 +243,7 @@ def _placement(placed: SpecDecodePlacement) -> Json:
 
 def _drafts(view: View) -> Mapping[str, Json]:
     """Say, for each model decoded here, whom each policy would ask."""
-    suspects = view.suspects
+    suspects = view.fleet.suspects
     return {
         facts.model_id: {
             policy: [

@@ -16,23 +16,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import ConfigError, Conflict
+from kakeya.core.files import write_atomically
+from kakeya.core.ids import NodeId
 from kakeya.fleet.cards import MAX_INCARNATION, is_valid_node_id
+from kakeya.fleet.memory import Memory, Sighting
 from kakeya.node.datadir import (
     RUN,
     STATE,
-    DamagedState,
     DataDir,
-    NodeState,
     RunInfo,
-    decode_state,
     default_folder,
-    encode_state,
     find_running,
-    next_state,
-    write_atomically,
 )
+from kakeya.node.state import DamagedState, NodeState, decode_state, encode_state, next_state
 
-GOOD = NodeState(node_id="mini-abc234", incarnation=7)
+PEERS = (Sighting(NodeId("mini-2"), "192.168.1.2:50051", 1.7e9),)
+GOOD = NodeState(
+    node_id="mini-abc234", memory=Memory(incarnation=7, stamp=1_700_000_000.25, peers=PEERS)
+)
 RUNNING = RunInfo(pid=os.getpid(), node_id="n", grpc="127.0.0.1:1", http="127.0.0.1:2")
 
 
@@ -93,8 +94,8 @@ def test_the_state_survives_a_restart_and_each_start_is_a_new_life(tmp_path: Pat
         home.save_state(first)
     with DataDir(tmp_path) as home:
         second = next_state(home.load_state(), node_id="", drawn_id="other", now=0.0)
-    assert first == NodeState(node_id="drawn", incarnation=1000)
-    assert second == NodeState(node_id="drawn", incarnation=1001)
+    assert first == NodeState(node_id="drawn", memory=Memory(incarnation=1000))
+    assert second == NodeState(node_id="drawn", memory=Memory(incarnation=1001))
     assert next_state(second, node_id="asked", drawn_id="x", now=0.0).node_id == "asked"
 
 
@@ -102,7 +103,20 @@ def test_the_state_survives_a_restart_and_each_start_is_a_new_life(tmp_path: Pat
     st.builds(
         NodeState,
         node_id=st.text(min_size=1, max_size=60).filter(is_valid_node_id),
-        incarnation=st.integers(0, MAX_INCARNATION - 2),
+        memory=st.builds(
+            Memory,
+            incarnation=st.integers(0, MAX_INCARNATION - 2),
+            stamp=st.floats(allow_nan=False, allow_infinity=False),
+            peers=st.lists(
+                st.builds(
+                    Sighting,
+                    st.text(min_size=1, max_size=20).filter(is_valid_node_id),
+                    st.sampled_from(["10.0.0.1:1", "[fd00::1]:50051", "mini.local:9"]),
+                    st.floats(0, 2e9),
+                ),
+                max_size=3,
+            ).map(tuple),
+        ),
     )
 )
 def test_a_state_round_trips(state: NodeState) -> None:

@@ -1,0 +1,71 @@
+"""Where a node listens for gRPC: a pure choice from the flag, the identity and the interfaces.
+
+no identity      what --bind says, plain; beyond loopback only with --insecure-lan
+an identity      each address of the local networks, encrypted, and loopback for this machine's
+                 own programs; --bind HOST:PORT narrows it to one address, loopback to none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kakeya.core.errors import ConfigError
+from kakeya.node.interfaces import Interface, choose_listeners
+from kakeya.node.machine import join_address
+from kakeya.node.settings import is_loopback, split_address
+from kakeya.node.table import BIND, INSECURE_LAN, JOIN
+
+DEFAULT_PORT = 50051
+_LOOPBACK = "127.0.0.1"
+_EVERYWHERE = ("0.0.0.0", "::")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """Hosts to listen on with one port; 0 = the system chooses it for the first of them.
+
+    `network` hosts come first. `is_encrypted` is about those; loopback is plain. With
+    `follows_interfaces` the network hosts change as cables do.
+    """
+
+    port: int
+    network: tuple[str, ...] = ()
+    loopback: str = ""
+    is_encrypted: bool = False
+    follows_interfaces: bool = False
+
+
+def choose_binding(
+    bind: str,
+    *,
+    has_identity: bool,
+    insecure_lan: bool,
+    interfaces: Sequence[Interface],
+) -> Binding:
+    """Answer what `--bind` means on this machine; "" = not given.
+
+    Raises ConfigError for an address beyond loopback that would be neither encrypted nor allowed.
+    """
+    host, port = split_address(bind) if bind else ("", DEFAULT_PORT)
+    if host and is_loopback(bind):
+        return Binding(port=port, loopback=host)
+    if has_identity:
+        follows = not host or host in _EVERYWHERE
+        hosts = tuple(i.host for i in choose_listeners(interfaces)) if follows else (host,)
+        return Binding(
+            port=port,
+            network=hosts,
+            loopback=_LOOPBACK,
+            is_encrypted=True,
+            follows_interfaces=follows,
+        )
+    if not host:
+        return Binding(port=port, loopback=_LOOPBACK)
+    if not insecure_lan:
+        raise ConfigError(
+            f"{BIND.flag} {bind} is reachable from other machines and this node has no identity; "
+            f"make one with kakeya init or {JOIN.flag} TOKEN, add {INSECURE_LAN.flag} on a trusted "
+            f"network, or bind {join_address(_LOOPBACK, port)}"
+        )
+    return Binding(port=port, network=(host,))

@@ -1,0 +1,270 @@
+"""The fleet half of a node: who it is, whom it sees, whom it believes; built and wired here.
+
+    identity and trust    none on loopback and with --insecure-lan
+    registry, sync        what is known, and what is said of it
+    gossip, prober        the loops that keep it true
+    routes, discovery     which of a node's addresses is used, and where new ones turn up
+    membership            renewal, invites, revocations
+
+Nothing here knows models: the agent says what this node offers and asks what others do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+from prometheus_client.core import Metric
+
+from kakeya.core.clock import Clock
+from kakeya.core.ids import NodeId
+from kakeya.core.tasks import Supervisor
+from kakeya.fleet.card_trust import FleetTrust
+from kakeya.fleet.cards import Card, Offer
+from kakeya.fleet.discovery import Discovery
+from kakeya.fleet.exchange import Round
+from kakeya.fleet.gossip import Gossip, GossipConfig
+from kakeya.fleet.identity import load_peers
+from kakeya.fleet.probing import Prober
+from kakeya.fleet.registry import CapabilityRegistry
+from kakeya.fleet.service import CapabilityService, register
+from kakeya.fleet.sync import Sync
+from kakeya.node.config import FleetConfig
+from kakeya.node.membership import FleetSecurity, Membership
+from kakeya.node.metrics import fleet_metrics, route_metrics
+from kakeya.node.reach import Reach
+from kakeya.node.renewal import MembershipService
+from kakeya.node.routes import Routes
+from kakeya.node.state import NodeState
+from kakeya.node.status import FleetStatus
+from kakeya.v1.fleet_pb2_grpc import add_MembershipServiceServicer_to_server
+from kakeya.wire.authorization import current_caller
+from kakeya.wire.channels import Channels
+from kakeya.wire.security import ChannelSecurity
+
+OPEN_FLEET = "open"
+"""How a fleet without identities is announced on the local network."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chances:
+    """Time and chance of a node; `rng` must not draw what has to stay secret."""
+
+    clock: Clock
+    rng: random.Random
+
+
+class FleetPlane:
+    """One node's part in the fleet. `offer` makes the card's content from what is loaded now."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        *,
+        state: NodeState,
+        data_dir: Path,
+        trust: FleetTrust | None,
+        reach: Reach,
+        offer: Offer,
+        chances: Chances,
+        on_round: Callable[[Round], None],
+    ) -> None:
+        """`trust` None = a fleet without identities."""
+        self._clock, self._rng = clock, rng = chances.clock, chances.rng
+        self._closing: set[asyncio.Future[None]] = set()
+        self.reach = reach
+        self.trust = trust
+        self.registry = CapabilityRegistry(
+            state.node_id,
+            offer,
+            now=clock.wall(),
+            mono=clock.mono(),
+            memory=state.memory,
+            trust=self.trust,
+        )
+        self.security: ChannelSecurity | None = None
+        if trust is not None:
+            self.security = FleetSecurity(trust, self._node_at)
+            trust.subscribe(self._forget)
+        self.channels = Channels(security=self.security)
+        self._policy = reach.policy()
+        self.routes = Routes(
+            self.registry,
+            channels=self.channels,
+            clock=clock,
+            may_dial=self._may_dial,
+        )
+        self.prober = Prober(
+            self.registry,
+            channels=self.channels,
+            clock=clock,
+            rng=rng,
+            poke=self.poke,
+            route=self.routes.address_for,
+        )
+        self.channels.on_lost = self._connection_lost
+        self.sync = Sync(self.registry, rng=rng, revocations=self.trust, suspicion=self.prober)
+        self.service = CapabilityService(self.registry, self.sync, clock=clock)
+        self.discovery = self._discovery(config, state.node_id)
+        seeds = config.peers + (load_peers(data_dir) if trust else ())
+        self.gossip = Gossip(
+            self.registry,
+            GossipConfig(
+                seeds=tuple(dict.fromkeys(seeds)),
+                interval_s=config.interval_s,
+                fanout=config.fanout,
+            ),
+            channels=self.channels,
+            clock=clock,
+            rng=rng,
+            on_round=on_round,
+            sync=self.sync,
+            sightings=self.discovery.sightings if self.discovery else tuple,
+            may_dial=self._may_dial,
+            routes=self.routes.address_for,
+        )
+        self.membership = self._membership(data_dir)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the services of the fleet to one more server."""
+        register(server, self.service, probe=self.prober.answer_probe)
+        if self.membership is not None:
+            renewals = MembershipService(self.membership.certify, caller=current_caller)
+            add_MembershipServiceServicer_to_server(renewals, server)
+
+    def start(self, supervisor: Supervisor) -> None:
+        """Begin to gossip, look around and keep what was found."""
+        self.reach.start(supervisor)
+        self.gossip.start(supervisor)
+        self.prober.start(supervisor)
+        self.routes.start(supervisor)
+        if self.discovery is not None:
+            self.discovery.start(supervisor)
+        if self.membership is not None:
+            self.membership.start(supervisor)
+
+    def poke(self) -> None:
+        """Ask for a round soon."""
+        self.gossip.poke()
+
+    def call_failed(self, address: str) -> None:
+        """Note that a call to an address broke: its node goes another way, or is in doubt."""
+        card = self._card_at(address)
+        self.routes.lost(address)
+        if card is None or self.routes.address_for(card) == address:
+            peer = card.node_id if card else address
+            self.registry.mark_failed(peer, mono=self._clock.mono())
+        self.prober.lost(address)
+
+    def _connection_lost(self, address: str) -> None:
+        # Idle connections are closed by honest peers too, so this only gives reason to look.
+        self.routes.lost(address)
+        self.prober.lost(address)
+
+    def addresses_changed(self) -> None:
+        """Take over what the reach has now; the agent announces the card anew."""
+        self._policy = self.reach.policy()
+        self.routes.interfaces_changed()
+        if self.discovery is not None:
+            self.discovery.update(hosts=self.reach.hosts, policy=self._policy)
+
+    def why_not_dial(self, address: str) -> str:
+        """Why an address of a card is not dialled; "" = it may be."""
+        return self._policy.may_dial(address)
+
+    def skews(self) -> Mapping[str, float]:
+        """Seconds by which the clocks of peers are ahead of this machine's, by node id."""
+        return {
+            str(node_id): s for node_id, s in self.sync.skews.by_peer(self._clock.mono()).items()
+        }
+
+    def view(self, cards: Sequence[Card]) -> FleetStatus:
+        """What the status tells of the fleet; `cards` as they are now, the own one first."""
+        mono = self._clock.mono()
+        skews = self.sync.skews
+        return FleetStatus(
+            ages={card.node_id: self.registry.age_s(card.node_id, mono=mono) for card in cards},
+            suspects=self.registry.suspects(),
+            gossip=self.gossip.stats,
+            skews=skews.by_peer(mono),
+            is_clock_wrong=skews.is_own_fault(mono),
+            conflicts=self.registry.conflicts(self._clock.wall()),
+            routes={route.node_id: route for route in self.routes.routes()},
+            sightings=len(self.discovery.sightings()) if self.discovery else None,
+            identity=self.trust.identity if self.trust else None,
+            revoked=len(self.trust.revoked.node_ids) if self.trust else 0,
+        )
+
+    def metrics(self) -> Iterator[Metric]:
+        """What the fleet half counts."""
+        known = len(self.registry.snapshot(mono=self._clock.mono()))
+        suspects = len(self.registry.suspects())
+        yield from fleet_metrics(known, suspects, self.gossip.stats, self.service.stats)
+        mdns = self.discovery.stats if self.discovery else None
+        yield from route_metrics(self.routes.downgrades, mdns)
+
+    def live_peers(self) -> Sequence[Card]:
+        """Everybody but this node."""
+        return self.registry.snapshot(mono=self._clock.mono())[1:]
+
+    async def aclose(self) -> None:
+        """Close what is open; the loops end with their supervisor."""
+        if self.membership is not None:
+            await self.membership.aclose()
+        await self.channels.aclose()
+
+    def _may_dial(self, address: str) -> bool:
+        return not self._policy.may_dial(address)
+
+    def _forget(self, revoked: Collection[str]) -> None:
+        """Let go of nodes that the fleet took out: their cards, and the channels to them."""
+        gone = [card for card in self.live_peers() if card.node_id in revoked]
+        self.registry.recheck(self._clock.wall(), mono=self._clock.mono())
+        addresses = {way.address for card in gone for way in card.endpoints}
+        for address in addresses.union(card.grpc_address for card in gone):
+            closing = asyncio.ensure_future(self.channels.discard(address))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        self.poke()
+
+    def _card_at(self, address: str) -> Card | None:
+        for card in self.live_peers():
+            if address == card.grpc_address or any(address == w.address for w in card.endpoints):
+                return card
+        return None
+
+    def _node_at(self, address: str) -> str:
+        card = self._card_at(address)
+        return card.node_id if card else ""
+
+    def _discovery(self, config: FleetConfig, node_id: str) -> Discovery | None:
+        if not (config.mdns and self.reach.is_networked):
+            return None
+        return Discovery(
+            NodeId(node_id),
+            fleet=self.trust.identity.fleet if self.trust else OPEN_FLEET,
+            port=self.reach.port,
+            hosts=self.reach.hosts,
+            policy=self._policy,
+            clock=self._clock,
+            rng=self._rng,
+            on_change=self.poke,
+        )
+
+    def _membership(self, data_dir: Path) -> Membership | None:
+        if self.trust is None:
+            return None
+        return Membership(
+            data_dir,
+            self.trust,
+            cards=self.live_peers,
+            hosts=lambda: self.reach.hosts,
+            channels=self.channels,
+            clock=self._clock,
+            rng=self._rng,
+            route=self.routes.address_for,
+        )

@@ -1,0 +1,199 @@
+"""Where this node is reached: it listens, says so on its card, and follows cables in and out.
+
+The port is chosen once, by the first address that is opened; later addresses share it, because
+peers remember HOST:PORT. An address that cannot be opened later costs only itself.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import ConfigError
+from kakeya.core.log import event
+from kakeya.core.tasks import Supervisor
+from kakeya.fleet.addresses import AddressPolicy
+from kakeya.fleet.cards import Endpoint
+from kakeya.node.binding import Binding, choose_binding
+from kakeya.node.config import FleetConfig, ListenConfig
+from kakeya.node.interfaces import (
+    WATCH_S,
+    Interface,
+    choose_listeners,
+    endpoints_of,
+    policy_for,
+    read_interfaces,
+    read_thunderbolt_ports,
+)
+from kakeya.node.listeners import Listeners
+from kakeya.node.machine import join_address, reachable_address
+from kakeya.node.settings import split_address
+from kakeya.node.table import ADVERTISE, BIND
+
+_log = logging.getLogger(__name__)
+_GRACE_S = 1.0
+
+
+class Reach:
+    """The node's own addresses, opened in `open` and kept up to date from `start` on.
+
+    `on_change` is called after the addresses changed, on the loop; it must not wait.
+    """
+
+    def __init__(
+        self,
+        listen: ListenConfig,
+        fleet: FleetConfig,
+        *,
+        has_identity: bool,
+        clock: Clock,
+        on_change: Callable[[], None],
+        platform: str = sys.platform,
+    ) -> None:
+        self._listen = listen
+        self._fleet = fleet
+        self._has_identity = has_identity
+        self._clock = clock
+        self._on_change = on_change
+        self._platform = platform
+        self._opened: dict[str, str] = {}
+        """Network hosts that are listened on, and the address that each is bound to."""
+        self._loopback = ""
+
+    async def open(self, listeners: Listeners) -> None:
+        """Bind every address. Raises ConfigError naming the flag of one that cannot be used."""
+        self._listeners = listeners
+        self._thunderbolt = await read_thunderbolt_ports(self._platform)
+        self._interfaces = read_interfaces(self._platform, self._thunderbolt)
+        self._binding = binding = choose_binding(
+            self._listen.bind,
+            has_identity=self._has_identity,
+            insecure_lan=self._listen.insecure_lan,
+            interfaces=self._interfaces,
+        )
+        self._port = binding.port
+        for host in binding.network:
+            await self._open_first(host, binding)
+        if binding.loopback:
+            self._loopback = await listeners.open_plain(
+                join_address(binding.loopback, self._port), flag=BIND.flag
+            )
+            self._port = split_address(self._loopback)[1]
+        if not self._advertised():
+            raise ConfigError(
+                f"{BIND.flag} {self.grpc} listens everywhere and no network address was found to "
+                f"tell peers; give it with {ADVERTISE.flag} HOST:PORT"
+            )
+
+    def start(self, supervisor: Supervisor) -> None:
+        """Follow the interfaces, if the choice of addresses was left to the node."""
+        if self._binding.follows_interfaces:
+            supervisor.start("interfaces", self._follow)
+
+    # What others need to know
+
+    @property
+    def grpc(self) -> str:
+        """The address that people are told: of the best network, or of loopback."""
+        return next(iter(self._opened.values()), self._loopback)
+
+    @property
+    def is_networked(self) -> bool:
+        """Whether other machines can reach this node, or could once a cable is plugged in."""
+        return bool(self._opened) or self._binding.follows_interfaces
+
+    @property
+    def port(self) -> int:
+        """The port of every address."""
+        return self._port
+
+    @property
+    def advertised(self) -> str:
+        """The address on the card for nodes that know no other field."""
+        return self._advertised()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Own addresses on networks, without ports."""
+        return tuple(i.host for i in self._listened())
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """What the card says of the ways to this node."""
+        return endpoints_of(self._listened(), self._port)
+
+    def policy(self) -> AddressPolicy:
+        """What may be dialled from here."""
+        made = policy_for(
+            self._interfaces,
+            own=(*self._opened.values(), self._loopback, self._advertised()),
+            typed=self._fleet.peers,
+            is_on_loopback=not self.is_networked,
+        )
+        extra = tuple(ipaddress.ip_network(network) for network in self._fleet.networks)
+        return AddressPolicy(
+            own=made.own,
+            typed=made.typed,
+            links=made.links,
+            zones=made.zones,
+            allowed=made.allowed + extra,
+            is_on_loopback=made.is_on_loopback,
+        )
+
+    def _advertised(self) -> str:
+        return self._listen.advertise or reachable_address(self.grpc)
+
+    def _listened(self) -> Sequence[Interface]:
+        interfaces = self._interfaces
+        if any(ipaddress.ip_address(h.partition("%")[0]).is_unspecified for h in self._opened):
+            return choose_listeners(interfaces)
+        return [i for i in interfaces if i.host in self._opened]
+
+    # Opening and closing
+
+    async def _open_first(self, host: str, binding: Binding) -> None:
+        try:
+            await self._open(host)
+        except ConfigError as problem:
+            # Of addresses that nobody typed one may be dead; a port that is taken is taken on all.
+            is_last_hope = host == binding.network[-1] and not self._opened
+            if is_last_hope or not binding.follows_interfaces:
+                raise
+            event(_log, "not listening", level=logging.WARNING, host=host, problem=problem.message)
+
+    async def _open(self, host: str) -> None:
+        address = join_address(host, self._port)
+        if self._binding.is_encrypted:
+            bound = await self._listeners.open_tls(address, flag=BIND.flag)
+        else:
+            bound = await self._listeners.open_plain(address, flag=BIND.flag)
+        self._opened[host] = bound
+        self._port = split_address(bound)[1]
+
+    async def _follow(self) -> None:
+        while True:
+            await self._clock.sleep(WATCH_S)
+            self._interfaces = read_interfaces(self._platform, self._thunderbolt)
+            await self._reconcile({i.host for i in choose_listeners(self._interfaces)})
+
+    async def _reconcile(self, wanted: set[str]) -> None:
+        before = dict(self._opened)
+        for host in set(self._opened) - wanted:
+            await self._listeners.close(self._opened.pop(host), _GRACE_S)
+        for host in wanted - set(self._opened):
+            try:
+                await self._open(host)
+            except ConfigError as problem:
+                # A new IPv6 address may still be checked for duplicates; the next look retries.
+                event(_log, "not listening yet", host=host, problem=problem.message)
+        if self._opened != before:
+            event(
+                _log,
+                "own addresses changed",
+                now=",".join(self._opened.values()) or "none",
+                before=",".join(before.values()) or "none",
+            )
+            self._on_change()
