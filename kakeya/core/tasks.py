@@ -98,12 +98,17 @@ async def every(
     jitter: float = 0.1,
     wake: asyncio.Event | None = None,
 ) -> None:
-    """Run `work` now and then each `interval_s` +- `jitter`; `wake` starts the next run at once."""
+    """Run `work` now and then each `interval_s` +- `jitter`; `wake` starts the next run at once.
+
+    The interval lies between two beginnings, so that work that waits for deadlines is not rarer.
+    """
     while True:
         if wake is not None:
             wake.clear()
+        began_mono = clock.mono()
         await work()
-        pause = interval_s * (1 + jitter * (2 * rng.random() - 1))
+        spent_s = clock.mono() - began_mono
+        pause = max(0.0, interval_s * (1 + jitter * (2 * rng.random() - 1)) - spent_s)
         if wake is None:
             await clock.sleep(pause)
         else:
