@@ -41,6 +41,9 @@ _ASK_SPACING_S = 2.0
 """Between two times that others are asked about one node that is not yet judged."""
 _FRESH_S = 1.0
 """How long the last dial answers those who ask this node to try."""
+_ECHOES = 2
+"""More rounds after the one that begins with a new accusation: who was missed by the first round
+and by the probes hears it within two revisits, not at its next round."""
 _DEFENCE_S = 2.0
 """Between two rounds for one's own defence; one beat refutes every accusation before it."""
 
@@ -134,6 +137,7 @@ class Prober:
         self._asked = _Moments(config.interval_s)
         self._hinted = _Moments(config.interval_s)
         self._defended_mono = float("-inf")
+        self._echoes = 0
         self._hints = _Allowance(config.allowance, config.interval_s)
         self._favours = _Allowance(config.allowance, config.interval_s)
         self._book.subscribe(self._demand)
@@ -204,10 +208,16 @@ class Prober:
         await every(revisit_s, self._revisit, clock=self._clock, rng=self._rng)
 
     async def _revisit(self) -> None:
-        """Dial doubted nodes again: nobody else can tell when an edge works once more."""
+        """Dial doubted nodes again: nobody else can tell when an edge works once more.
+
+        New accusations are told once more, too.
+        """
         doubted = self._book.doubted()
         for address in self._rng.sample(doubted, min(len(doubted), self._config.allowance)):
             self._demand(address)
+        if self._echoes:
+            self._echoes -= 1
+            self._poke()
         self._dialer.forget(self._clock.mono() - self._config.interval_s)
 
     # --- a look
@@ -250,6 +260,7 @@ class Prober:
             return  # gone, or started again meanwhile
         event(_log, "silent node judged", node=card.node_id, doubt=doubt.value, asked=len(helpers))
         if self._book.settle(card, sign, doubt, self._clock.mono()):
+            self._echoes = _ECHOES
             self._poke()
 
     def _may_ask(self, card: Card, mono: float) -> bool:

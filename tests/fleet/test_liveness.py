@@ -26,7 +26,7 @@ from kakeya.fleet.probing import ProbeConfig
 from kakeya.fleet.suspicion import Doubt
 from kakeya.wire.channels import Keepalive, Option, message_options
 from tests.fleet.nodes import Node, running_node, until, verifier
-from tests.fleet.probers import Probing, probing_node
+from tests.fleet.probers import QUICK, Probing, probing_node
 from tests.fleet.proxy import running_proxy
 
 FAST = Keepalive(interval_s=2.0, timeout_s=1.0)
@@ -101,17 +101,16 @@ async def test_a_killed_peer_breaks_its_streams_at_once_and_gets_no_new_work() -
 
 @contextlib.asynccontextmanager
 async def fleet_of(
-    count: int, child: _Child, *, is_looking: bool = True, **options: object
+    count: int, child: _Child, *, config: ProbeConfig | None = None, **options: object
 ) -> AsyncIterator[list[Probing]]:
-    """Nodes at the default pace of gossip that know each other and the child; all gossip."""
+    """Nodes at the default pace that know each other and the child; all gossip."""
     async with contextlib.AsyncExitStack() as stack:
         nodes = [
             await stack.enter_async_context(
                 probing_node(
                     f"n{i:02}",
                     models=[verifier("m")],
-                    config=ProbeConfig(),
-                    is_looking=is_looking,
+                    config=config or ProbeConfig(),
                     **options,  # type: ignore[arg-type]
                 )
             )
@@ -236,7 +235,7 @@ async def test_a_blocked_loop_is_suspected_and_expires_nowhere() -> None:
     """Row 3, for the fleet: two misses in a row, asked of others too; all is well after it."""
     async with child_node(block_s=4.0) as child:
         quick = GossipConfig(interval_s=0.5, timeout_s=0.5)
-        async with fleet_of(3, child, gossip_config=quick) as nodes:
+        async with fleet_of(3, child, config=QUICK, gossip_config=quick) as nodes:
             child.send(signal.SIGUSR1)
             await until(lambda: _suspecting(nodes) == 3, 4.0)
             assert all("child" in one.node.known() for one in nodes)
