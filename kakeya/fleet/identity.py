@@ -140,14 +140,14 @@ def _identity(
 def renewed(identity: Identity, certificate: bytes) -> Identity:
     """Return the identity with a new certificate.
 
-    Raises Untrusted unless it is for the same key and role, of the same fleet, and lasts longer.
+    Raises Untrusted unless it is for the same key and role, of the same fleet, and lasts as long.
     """
     key = read_key(identity.tls.key)
     new = identity_of(key, certificate, identity.tls.authority, ca_key=identity.ca_key)
     if new.role is not identity.role:
         raise Untrusted(f"the new certificate is for a {new.role}, not a {identity.role}")
-    if new.not_after_at <= identity.not_after_at:
-        raise Untrusted("the new certificate does not last longer than the one that is held")
+    if new.not_after_at < identity.not_after_at:
+        raise Untrusted("the new certificate ends before the one that is held")
     return new
 
 

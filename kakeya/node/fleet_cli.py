@@ -172,10 +172,12 @@ def _ask(folder: Path, call: Callable[[ControlServiceStub], Answer]) -> Answer:
         except grpc.RpcError as failure:
             refusal = error_from_rpc(failure, address)
             if isinstance(refusal, PeerUnavailable):
-                refusal.message = (
+                raise PeerUnavailable(
                     f"the node in {folder} does not answer on {address}; start it anew"
-                )
+                ) from failure
+            # The owner knows which node he asked, and reads the sentence as from this command.
             refusal.message = refusal.message.removeprefix(f"{address}: ")
+            refusal.args = (refusal.message,)
             raise refusal from failure
 
 

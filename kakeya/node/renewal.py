@@ -132,7 +132,7 @@ def pause_before_renewal(identity: Identity, now: float, failures: int) -> float
     if failures == 0:
         return 0.0
     left_s = max(identity.not_after_at - now, 0.0)
-    backoff_s = min(60.0 * 2 ** min(failures, 6), _LOOK_S)
+    backoff_s = min(60.0 * 2 ** min(failures - 1, 6), _LOOK_S)
     return max(1.0, min(backoff_s, left_s / 10) if left_s else _LOOK_S)
 
 

@@ -1,0 +1,280 @@
+"""The owner's socket and the fleet's commands, as a person runs them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from kakeya.core.clock import SystemClock
+from kakeya.core.errors import (
+    ConfigError,
+    Conflict,
+    Denied,
+    InvalidArgument,
+    KakeyaError,
+    NotFound,
+    PeerUnavailable,
+)
+from kakeya.fleet.cards import Card
+from kakeya.fleet.convert import from_wire
+from kakeya.fleet.identity import Identity, load_identity
+from kakeya.fleet.invite import decode_token
+from kakeya.node import fleet_cli
+from kakeya.node.control import ControlService, Fleet, NoFleet, control_socket
+from kakeya.node.datadir import DataDir, RunInfo
+from kakeya.node.listeners import Listeners
+from kakeya.node.membership import Membership, open_trust
+from kakeya.serving.backends.engine_process import MAX_SOCKET_PATH_BYTES
+from kakeya.v1 import distributed_pb2
+from kakeya.v1.fleet_pb2_grpc import add_ControlServiceServicer_to_server
+from kakeya.wire.channels import Channels
+
+
+def kakeya(*words: str) -> int:
+    """What `kakeya WORDS` does once its own parser hands over."""
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("status")
+    fleet_cli.add_parsers(commands)
+    status = fleet_cli.run(parser.parse_args(words))
+    assert status is not None
+    return status
+
+
+async def examine(peer: str) -> str:
+    if peer == "nobody":
+        raise NotFound("no node is called nobody")
+    return json.dumps({"peer": peer})
+
+
+@asynccontextmanager
+async def controlled(home: Path, fleet: Fleet) -> AsyncIterator[None]:
+    """A node's data directory is held, its socket answers."""
+
+    def register(server: grpc.aio.Server) -> None:
+        add_ControlServiceServicer_to_server(ControlService(fleet, examine=examine), server)
+
+    data_dir = await asyncio.to_thread(DataDir, home)
+    listeners = Listeners(register, clock=SystemClock())
+    socket = await asyncio.to_thread(control_socket, home)
+    await listeners.open_plain(f"unix:{socket}", flag="--data-dir")
+    await listeners.start()
+    run = RunInfo(pid=1, node_id="mini-1", grpc="127.0.0.1:1", http="127.0.0.1:2")
+    await asyncio.to_thread(data_dir.write_run, run)
+    try:
+        yield
+    finally:
+        await listeners.stop(None)
+        await asyncio.to_thread(data_dir.close)
+
+
+@dataclass
+class Running:
+    home: Path
+    identity: Identity
+    membership: Membership
+
+
+@asynccontextmanager
+async def authority_node(home: Path) -> AsyncIterator[Running]:
+    identity = await asyncio.to_thread(load_identity, home)
+    assert identity is not None
+    trust = await asyncio.to_thread(open_trust, home, identity)
+    cards: list[Card] = []
+    membership = Membership(
+        home,
+        trust,
+        cards=lambda: cards,
+        hosts=lambda: ["127.0.0.1"],
+        channels=Channels(),
+        clock=SystemClock(),
+        rng=random.Random(1),
+    )
+    body = distributed_pb2.NodeCapability(
+        node_id=identity.node_id, label=identity.label, is_authority=True
+    )
+    cards.append(from_wire(trust.seal(body.SerializeToString())))
+    async with controlled(home, membership):
+        yield Running(home, identity, membership)
+    await membership.aclose()
+
+
+async def run(*words: str) -> int:
+    return await asyncio.to_thread(kakeya, *words)
+
+
+@pytest.fixture
+def founded(tmp_path: Path) -> Path:
+    home = tmp_path / "one"
+    assert kakeya("init", "--data-dir", str(home), "--label", "mini-1") == 0
+    return home
+
+
+def test_init_founds_a_fleet_and_says_what_comes_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert kakeya("init", "--data-dir", str(tmp_path), "--label", "mini-1") == 0
+    identity = load_identity(tmp_path)
+    assert identity is not None
+    said = capsys.readouterr().out
+    assert identity.fleet in said
+    assert "kakeya invite" in said
+
+
+def test_init_is_done_once(founded: Path) -> None:
+    with pytest.raises(ConfigError, match="already"):
+        kakeya("init", "--data-dir", str(founded))
+
+
+def test_init_takes_the_hosts_name_and_speaks_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert kakeya("init", "--data-dir", str(tmp_path), "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    identity = load_identity(tmp_path)
+    assert identity is not None
+    assert said == {
+        "fleet": identity.fleet,
+        "node_id": identity.node_id,
+        "label": fleet_cli.host_label(),
+    }
+
+
+def test_identities_are_not_changed_under_a_running_node(tmp_path: Path) -> None:
+    with DataDir(tmp_path):
+        for words in (("init",), ("join", "kakeya-x")):
+            with pytest.raises(Conflict, match="held by the node"):
+                kakeya(*words, "--data-dir", str(tmp_path))
+
+
+async def test_two_commands_bring_a_second_machine_in(
+    founded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = tmp_path / "two"
+    async with authority_node(founded) as node:
+        assert await run("invite", "--data-dir", str(founded)) == 0
+        said = capsys.readouterr()
+        token = said.out.strip()
+        assert "\n" not in token
+        assert "15 minutes" in said.err
+        assert decode_token(token).fleet == node.identity.fleet
+        words = ("join", token, "--data-dir", str(two), "--label", "mini-2")
+        assert await run(*words) == 0
+        assert f"mini-2 joined fleet {node.identity.fleet} as member" in capsys.readouterr().out
+        assert await run(*words) == 0
+        assert "is a member already of fleet" in capsys.readouterr().out
+        with pytest.raises(Denied, match="used already, by mini-2"):
+            await run("join", token, "--data-dir", str(tmp_path / "three"))
+    joined = await asyncio.to_thread(load_identity, two)
+    assert joined is not None
+    assert joined.fleet == node.identity.fleet
+
+
+async def test_invites_are_for_a_role_and_speak_json(
+    founded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with authority_node(founded):
+        assert await run("invite", "--role", "client", "--json", "--data-dir", str(founded)) == 0
+        made = json.loads(capsys.readouterr().out)
+        assert made["role"] == "client"
+        words = ("join", made["token"], "--json", "--data-dir", str(tmp_path / "laptop"))
+        assert await run(*words) == 0
+        assert json.loads(capsys.readouterr().out)["role"] == "client"
+
+
+async def test_revoke_names_a_node_and_the_list_grows(
+    founded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = "a" * 51 + "q"
+    async with authority_node(founded) as node:
+        assert await run("revoke", other, "--data-dir", str(founded)) == 0
+        assert other in capsys.readouterr().out
+        assert node.membership.trust.is_revoked(other)
+        with pytest.raises(NotFound, match=r"no live node is called 'mini-9'; known are mini-1"):
+            await run("revoke", "mini-9", "--data-dir", str(founded))
+        with pytest.raises(Denied, match="does not revoke itself"):
+            await run("revoke", "mini-1", "--data-dir", str(founded))
+
+
+async def test_a_node_in_no_fleet_says_how_to_found_or_join_one(tmp_path: Path) -> None:
+    async with controlled(tmp_path, NoFleet()):
+        for words in (("invite",), ("revoke", "mini-2")):
+            with pytest.raises(ConfigError, match=r"in no fleet.*kakeya init.*kakeya join"):
+                await run(*words, "--data-dir", str(tmp_path))
+
+
+async def test_a_member_that_is_not_the_authority_says_so(founded: Path) -> None:
+    (founded / "identity" / "ca-key.pem").unlink()
+    async with authority_node(founded):
+        with pytest.raises(Denied, match="not the authority"):
+            await run("invite", "--data-dir", str(founded))
+
+
+def test_without_a_running_node_there_is_nobody_to_tell(founded: Path) -> None:
+    for words in (("invite",), ("revoke", "mini-2")):
+        with pytest.raises(PeerUnavailable, match=r"no node runs in .* start kakeya-node"):
+            kakeya(*words, "--data-dir", str(founded))
+
+
+def test_a_node_whose_socket_does_not_answer_is_told_so(founded: Path) -> None:
+    with DataDir(founded) as data_dir:
+        data_dir.write_run(RunInfo(pid=1, node_id="x", grpc="127.0.0.1:1", http="127.0.0.1:2"))
+        with pytest.raises(PeerUnavailable, match=r"does not answer on .*control\.sock"):
+            kakeya("invite", "--data-dir", str(founded))
+
+
+def test_a_token_that_is_none_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="paste the whole line"):
+        kakeya("join", "hello", "--data-dir", str(tmp_path))
+
+
+def test_other_commands_are_left_to_others() -> None:
+    assert fleet_cli.run(argparse.Namespace(command="status")) is None
+
+
+async def test_the_service_checks_what_it_is_asked(tmp_path: Path) -> None:
+    from kakeya.v1 import fleet_pb2 as pb
+    from kakeya.v1.fleet_pb2_grpc import ControlServiceStub
+    from kakeya.wire.status import error_from_rpc
+
+    async with controlled(tmp_path, NoFleet()):
+        async with grpc.aio.insecure_channel(f"unix:{tmp_path / 'control.sock'}") as channel:
+            stub = ControlServiceStub(channel)
+            for call, kind in (
+                (stub.Invite(pb.InviteRequest(role="king"), timeout=5), InvalidArgument),
+                (stub.Examine(pb.ExamineRequest(peer="nobody"), timeout=5), NotFound),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as failure:
+                    await call
+                error: KakeyaError = error_from_rpc(failure.value, "node")
+                assert isinstance(error, kind)
+            report = await stub.Examine(pb.ExamineRequest(peer="mini-2"), timeout=5)
+            assert json.loads(report.report) == {"peer": "mini-2"}
+
+
+async def test_a_folder_too_deep_for_a_socket_still_has_one(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 60) / ("y" * 60)
+    assert len(str(deep)) > MAX_SOCKET_PATH_BYTES
+    socket = await asyncio.to_thread(control_socket, deep)
+    assert len(str(socket)) <= MAX_SOCKET_PATH_BYTES
+    assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+    assert socket == await asyncio.to_thread(control_socket, deep)
+    async with controlled(deep, NoFleet()):
+        with pytest.raises(ConfigError, match="in no fleet"):
+            await run("invite", "--data-dir", str(deep))
+    socket.parent.chmod(0o755)
+    with pytest.raises(ConfigError, match="not this user's alone"):
+        await asyncio.to_thread(control_socket, deep)
+    socket.parent.chmod(0o700)
+    socket.unlink(missing_ok=True)
+    socket.parent.rmdir()
