@@ -15,6 +15,8 @@ from kakeya.fleet.registry import CapabilityRegistry
 
 MANY_UNKNOWN = 8
 """Cards whose signatures are verified between two awaits: about a millisecond."""
+SETTLED_S = 60.0
+"""After which a card has reached everybody: six rounds."""
 _MIN_SIGNED_BYTES = 300
 
 
@@ -57,6 +59,21 @@ def unknown(registry: CapabilityRegistry, beats: Beats, *, mono: float) -> Keys:
     """Keys of the cards to ask for: neither held nor looked at before."""
     keys = registry.peers.unknown(beats, mono=mono)
     return keys[[not registry.own_card.has_key(key) for key in keys.tolist()]]
+
+
+def likely_new(
+    registry: CapabilityRegistry, cards: list[Card], *, unread: int, mono: float
+) -> list[Card]:
+    """Of cards that somebody did not name, those that are probably news to it.
+
+    Who names `unread` cards that are unknown here may hold newer cards of the same nodes. A card
+    that has been here for long is then more likely outdated there than unheard of; if that is
+    wrong, the next exchange tells it.
+    """
+    held, own = registry.peers.held, registry.own
+    old = [card for card in cards if card is not own and mono - held.since_mono(card) > SETTLED_S]
+    back = {id(card) for card in old[:unread]}
+    return [card for card in cards if id(card) not in back]
 
 
 def compare(mine: Beats, theirs: Beats) -> tuple[Places, Places]:

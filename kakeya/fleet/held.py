@@ -94,6 +94,7 @@ class HeldCards:
         self._heard: Floats = np.zeros(0)
         self._lived: Floats = np.zeros(0)
         self._ttl = np.zeros(0, np.float32)
+        self._since = np.zeros(0, np.float32)
         self._proofs: Keys = np.zeros(0, np.uint64)
 
     def __len__(self) -> int:
@@ -112,6 +113,10 @@ class HeldCards:
     def number(self, card: Card) -> int:
         """The latest beat of a held card."""
         return int(self._numbers[self._slot(card)])
+
+    def since_mono(self, card: Card) -> float:
+        """When a held card came here, to a few tenths of a second."""
+        return float(self._since[self._slot(card)])
 
     def lived_mono(self, card: Card) -> float:
         """When the owner of a held card lived last."""
@@ -134,6 +139,7 @@ class HeldCards:
         self._heard[slot] = mono
         self._lived[slot] = mono - max(0.0, age_s)
         self._ttl[slot] = card.ttl_s
+        self._since[slot] = mono
         if len(self._proofs):
             self._proofs[slot] = card.anchor or 0
         return held
@@ -279,6 +285,7 @@ class HeldCards:
         self._heard = _longer(self._heard, more)
         self._lived = _longer(self._lived, more)
         self._ttl = _longer(self._ttl, more)
+        self._since = _longer(self._since, more)
         if self._needs_proofs:
             self._proofs = _longer(self._proofs, more)
 

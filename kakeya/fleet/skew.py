@@ -25,6 +25,8 @@ class Skews:
 
     def __init__(self) -> None:
         self._offsets: OrderedDict[NodeId, tuple[float, float]] = OrderedDict()
+        self._started_at = 0.0
+        """Wall time at the zero of the monotonic clock."""
 
     def note(
         self, node_id: NodeId, *, sent_at: float, now: float, rtt_s: float, mono: float
@@ -32,6 +34,10 @@ class Skews:
         """Note when a peer says that it sent what arrived just now; 0 = it does not say."""
         if sent_at == 0.0 or not math.isfinite(sent_at):
             return
+        if abs((now - mono) - self._started_at) > WARN_S:
+            # Our own clock was set, or this machine slept: what was known is of another clock.
+            self._offsets.clear()
+            self._started_at = now - mono
         self._offsets[node_id] = (sent_at - (now - rtt_s / 2), mono)
         self._offsets.move_to_end(node_id)
         while len(self._offsets) > _MAX_PEERS:

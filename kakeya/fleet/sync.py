@@ -17,9 +17,17 @@ from typing import Protocol
 
 from kakeya.core.units import MIB
 from kakeya.fleet.beats import Beats
-from kakeya.fleet.cards import Card
+from kakeya.fleet.cards import MAX_AHEAD_S, Card
 from kakeya.fleet.convert import join_batch, split_batch
-from kakeya.fleet.digest import all_beats, beats_of, cards_of, compare, unknown, verification
+from kakeya.fleet.digest import (
+    all_beats,
+    beats_of,
+    cards_of,
+    compare,
+    likely_new,
+    unknown,
+    verification,
+)
 from kakeya.fleet.messages import (
     MAX_WANTED,
     Answer,
@@ -134,11 +142,15 @@ class Sync:
         registry.beat(now=now, mono=mono)
         mine = all_beats(registry, mono=mono)
         newer, unnamed = compare(mine, digest.held)
+        wanted = unknown(registry, digest.held, mono=mono)[:MAX_WANTED]
+        bodies = likely_new(
+            registry, cards_of(registry, mine.keys[unnamed]), unread=len(wanted), mono=mono
+        )
         version, blob = self._revocations.revocations
         response = Answer(
             newer=mine.pick(newer),
-            cards=self._fit(cards_of(registry, mine.keys[unnamed])),
-            wanted=unknown(registry, digest.held, mono=mono)[:MAX_WANTED],
+            cards=self._fit(bodies),
+            wanted=wanted,
             accusations=self._suspicion.outgoing(),
             revocations_version=version,
             revocations=blob if version > digest.revocations_version else b"",
@@ -236,6 +248,9 @@ class Sync:
     def _note_skew(
         self, beats: Beats, sent_at: float, *, now: float, mono: float, rtt_s: float
     ) -> None:
+        if 0.0 < sent_at < self._registry.own_card.stamped_at - MAX_AHEAD_S:
+            # Our clock was ahead and is repaired, so our stamps are ahead of everybody's.
+            self._registry.accept_refusal(now=now, mono=mono)
         sender = cards_of(self._registry, beats.keys[:1])  # the own card comes first
         if sender:
             node_id = sender[0].node_id
