@@ -179,6 +179,11 @@ class RouteBook:
                 if edge.state is EdgeState.FAILED:
                     edge.tried_mono = -math.inf
 
+    def retry(self, address: str) -> None:
+        """Probe one address at once: a call to it broke, which may be the node's doing."""
+        for ways in self._claiming(address, None):
+            ways.edges[address].tried_mono = -math.inf
+
     # --- what happened
 
     def worked(

@@ -75,8 +75,8 @@ class Routes:
         return self._downgrades
 
     def lost(self, address: str) -> None:
-        """Note that a call to an address broke; its node is reached another way at once."""
-        self._book.failed(address, mono=self._clock.mono())
+        """Look at once at an address where a call or a connection broke."""
+        self._book.retry(address)
 
     def interfaces_changed(self) -> None:
         """Probe at once what failed: a cable came or went."""
