@@ -206,7 +206,7 @@ def _build(sources: Sources) -> NodeConfig:
             capacity=sources.value(SESSION_CAPACITY), idle_ttl_s=sources.value(SESSION_IDLE)
         ),
         models=_models(sources),
-        warnings=_warnings(fleet, sources.environ),
+        warnings=_warnings(listen, fleet, sources.environ),
     )
 
 
@@ -232,8 +232,15 @@ def _refuse_open_http(listen: ListenConfig) -> None:
         )
 
 
-def _warnings(fleet: FleetConfig, environ: Mapping[str, str]) -> tuple[str, ...]:
+def _warnings(
+    listen: ListenConfig, fleet: FleetConfig, environ: Mapping[str, str]
+) -> tuple[str, ...]:
     found = []
+    if listen.insecure_lan:
+        found.append(
+            f"{INSECURE_LAN.flag}: whoever reaches this node's addresses may use it and read along; "
+            "kakeya init makes a fleet that needs no such flag"
+        )
     if fleet.ttl_s < 3 * fleet.interval_s:
         found.append(
             f"ttl {fleet.ttl_s:g} s is less than 3 exchange intervals of {fleet.interval_s:g} s; "

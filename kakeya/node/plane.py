@@ -196,7 +196,7 @@ class FleetPlane:
             routes={route.node_id: route for route in self.routes.routes()},
             sightings=len(self.discovery.sightings()) if self.discovery else None,
             identity=self.trust.identity if self.trust else None,
-            revoked=len(self.trust.revoked.node_ids) if self.trust else 0,
+            revoked=self.trust.revoked.node_ids if self.trust else (),
         )
 
     def metrics(self) -> Iterator[Metric]:

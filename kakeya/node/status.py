@@ -7,7 +7,7 @@ measured.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kakeya.core.errors import PlacementError
@@ -45,7 +45,7 @@ class FleetStatus:
     routes: Mapping[NodeId, Route]
     sightings: int | None
     identity: Identity | None
-    revoked: int
+    revoked: Collection[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def _identity(fleet: FleetStatus, now: float) -> Json | None:
         "role": identity.role.value,
         "is_authority": identity.is_authority,
         "certificate_days": round((identity.not_after_at - now) / 86400, 1),
-        "revoked_nodes": fleet.revoked,
+        "revoked_nodes": len(fleet.revoked),
     }
 
 
@@ -124,6 +124,11 @@ def _warnings(view: View) -> list[str]:
         found.append(
             f"another process uses {whose} at {conflict.address}; give one of them an id and a "
             "data directory of its own"
+        )
+    if view.node_id in fleet.revoked:
+        found.append(
+            "the fleet has taken this node out, and its members refuse it; to come back, stop it, "
+            "remove the folder identity from its data directory and join anew"
         )
     if fleet.is_clock_wrong:
         found.append("the clock of this machine is wrong: most peers disagree with it")

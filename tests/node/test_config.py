@@ -138,6 +138,7 @@ def test_risky_and_unknown_values_are_warned_about() -> None:
 def test_insecure_lan_opens_other_addresses() -> None:
     config = load(["--insecure-lan", "--bind", "0.0.0.0:0", "--http", "[::]:0"], {})
     assert config.listen.insecure_lan
+    assert any("--insecure-lan" in warning for warning in config.warnings)
     assert split_address(config.listen.http) == ("::", 0)
 
 
