@@ -74,8 +74,8 @@ class FleetSecurity:
 class Membership:
     """One node's place in its fleet, from start to stop.
 
-    `cards` gives the live cards, `route` where to call the node of a card; `hosts` are the own
-    addresses, without ports, on which a new machine may join.
+    `cards` gives the live cards, the own one among them, `route` where to call the node of a card;
+    `hosts` are the own addresses, without ports, on which a new machine may join.
     """
 
     def __init__(
@@ -146,10 +146,22 @@ class Membership:
             await self._door.aclose()
 
     def _addresses(self) -> list[str]:
-        return [address for card in self._cards() if (address := self._route(card))]
+        """Where a new machine finds members: this node at each of its addresses, then others."""
+        found = []
+        for card in self._cards():
+            if card.node_id == self._trust.identity.node_id:
+                own = [card.grpc_address, *(endpoint.address for endpoint in card.endpoints)]
+                found = own + found
+            else:
+                found.append(self._route(card))
+        return [address for address in found if address]
 
     def _authorities(self) -> list[str]:
-        return [self._route(card) for card in self._cards() if card.is_authority]
+        return [
+            self._route(card)
+            for card in self._cards()
+            if card.is_authority and card.node_id != self._trust.identity.node_id
+        ]
 
     # What the owner asks for
 

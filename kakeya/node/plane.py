@@ -261,7 +261,7 @@ class FleetPlane:
         return Membership(
             data_dir,
             self.trust,
-            cards=self.live_peers,
+            cards=lambda: self.registry.snapshot(mono=self._clock.mono()),
             hosts=lambda: self.reach.hosts,
             channels=self.channels,
             clock=self._clock,

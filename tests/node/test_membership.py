@@ -22,6 +22,7 @@ from kakeya.fleet.cards import Card, CardFault
 from kakeya.fleet.certificates import make_request, new_key, read_key
 from kakeya.fleet.convert import from_wire
 from kakeya.fleet.identity import FOLDER, REVOCATIONS, Identity, load_identity, save_identity
+from kakeya.node.joining import join
 from kakeya.node.listeners import Listeners
 from kakeya.node.membership import FleetSecurity, Membership, open_trust
 from kakeya.node.renewal import MembershipService, pause_before_renewal
@@ -262,6 +263,15 @@ def test_pauses_grow_after_failures_but_ten_fit_in_what_is_left() -> None:
     assert (pauses[0], pauses[-1]) == (60, 3600)
     assert pause_before_renewal(identity, identity.not_after_at - 100, 9) == pytest.approx(10)
     assert pause_before_renewal(identity, identity.not_after_at + 100, 9) == 3600
+
+
+async def test_a_new_machine_is_told_where_members_are_the_inviter_first(tmp_path: Path) -> None:
+    clock = SettableClock()
+    async with two_nodes(tmp_path, clock) as (one, two):
+        one.cards.reverse()
+        made = await one.membership.invite(CertRole.MEMBER)
+        joined = await join(tmp_path / "3", made.token, "mini-3", clock=clock)
+        assert joined.peers == (one.address, two.address)
 
 
 # Revocation
