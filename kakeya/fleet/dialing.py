@@ -7,7 +7,7 @@ within its deadline, never as an exception of the look that it is part of.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -19,7 +19,6 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import (
     DeadlineExceeded,
     KakeyaError,
-    PeerError,
     PeerProtocol,
     PeerUnavailable,
 )
@@ -46,7 +45,7 @@ class Reach(Enum):
     FAILED = auto()
     MISSED = auto()
     UNSURE = auto()
-    """Says nothing: this node was busy, the other refused for now, or somebody else answered."""
+    """Says nothing: this node was busy, the other one refused, or somebody else answered."""
 
 
 class Dial(NamedTuple):
@@ -76,6 +75,8 @@ class Dialer:
         self._timeout_s = timeout_s
         self._under_way: dict[str, asyncio.Task[Dial]] = {}
         self._last: dict[str, Dial] = {}
+        self._used: set[str] = set()
+        """Addresses of which this part may have opened the channel."""
 
     @property
     def under_way(self) -> int:
@@ -90,10 +91,14 @@ class Dialer:
         """Whether a call to the node is under way, which another dial would join."""
         return node_id in self._under_way
 
-    def forget(self, before_mono: float) -> None:
-        """Drop what ended before then."""
+    async def forget(self, *, before_mono: float, peers: Sequence[Card]) -> None:
+        """Drop dials that ended before then, and the channels to who is not among the peers."""
         for node_id in [n for n, dial in self._last.items() if dial.ended_mono < before_mono]:
             del self._last[node_id]
+        gone = self._used.difference(map(self._route, peers))
+        self._used -= gone
+        for address in gone:  # else it would try to connect for ever
+            await self._channels.discard(address)
 
     async def dial(self, card: Card) -> Dial:
         """Call the node that a card is of; joins a call that is under way."""
@@ -146,14 +151,15 @@ class Dialer:
             is_it = _owner_of(answer) == card.node_id
         except DeadlineExceeded:
             return Reach.MISSED
-        except PeerError:
+        except PeerUnavailable:
             return Reach.FAILED
         except KakeyaError:
-            return Reach.UNSURE  # it lives and refuses for now
+            return Reach.UNSURE  # something lives there, and refuses or is no node
         return Reach.REACHED if is_it else Reach.UNSURE
 
     async def _call(self, card: Card, method: str, request: bytes, timeout_s: float) -> bytes:
         address = self._route(card)
+        self._used.add(address)
         channel = self._channels.get(address)
         if channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
             # It would repeat its last failure until its backoff ends; a dial is to find out anew.

@@ -218,7 +218,8 @@ class Prober:
         if self._echoes:
             self._echoes -= 1
             self._poke()
-        self._dialer.forget(self._clock.mono() - self._config.interval_s)
+        oldest_mono = self._clock.mono() - self._config.interval_s
+        await self._dialer.forget(before_mono=oldest_mono, peers=self._peers())
 
     # --- a look
 
@@ -258,7 +259,8 @@ class Prober:
         sign = self._registry.sign_of(card.node_id)
         if sign is None or sign.incarnation != card.incarnation:
             return  # gone, or started again meanwhile
-        event(_log, "silent node judged", node=card.node_id, doubt=doubt.value, asked=len(helpers))
+        if doubt is not self._book.doubt_of(card.grpc_address):
+            event(_log, "node does not answer", node=card.node_id, doubt=doubt, asked=len(helpers))
         if self._book.settle(card, sign, doubt, self._clock.mono()):
             self._echoes = _ECHOES
             self._poke()

@@ -80,12 +80,7 @@ class _Failure:
 
 def sign_of(card: Card, beat: int = 0) -> Sign:
     """The sign of life that a card and the beats after it are."""
-    return Sign(card.node_id, card.incarnation, key_of(card), beat)
-
-
-def key_of(card: Card) -> int:
-    """The number by which beats name a card."""
-    return int.from_bytes(card.digest[:8], "little")
+    return Sign(card.node_id, card.incarnation, card.key, beat)
 
 
 def is_refuted(accusation: Sign, held: Sign) -> bool:
@@ -234,8 +229,8 @@ class Suspicions:
         """
         address = self._accused.get(card.node_id, card.grpc_address)
         failure = self._failures.get(address)
-        if failure is None:
-            return
+        if failure is None or not (failure.sign is None or failure.is_of(card)):
+            return  # who claims the address of another says nothing of that other
         is_moved = address != card.grpc_address
         is_restarted = failure.sign is not None and card.incarnation > failure.sign.incarnation > 0
         if is_moved or is_restarted:

@@ -151,10 +151,23 @@ async def test_a_busy_node_blames_nobody() -> None:
         looking = asyncio.create_task(a.prober._dialer.dial(a.node.card_of("b")))
         for _ in range(3):  # until the call is made
             await asyncio.sleep(0)
-        time.sleep(1.2)  # the fault itself; b stands still too
+        until_mono = time.monotonic() + 1.2
+        while time.monotonic() < until_mono:  # the fault itself; b stands still too
+            pass
         assert (await looking).reach is Reach.UNSURE
         assert not a.node.registry.is_suspect("b")
         assert (await a.prober._dialer.dial(b.node.registry.own)).reach is Reach.REACHED
+
+
+async def test_the_channel_to_a_node_that_is_gone_is_closed() -> None:
+    async with probing_node("a") as a:
+        dead = await gone_node("x")
+        a.learn(dead)
+        a.fail("x")
+        await until(lambda: dead.address in a.node.channels._open)
+        clock = a.node.clock
+        a.node.registry.expire(now=clock.wall() + 700.0, mono=clock.mono() + 700.0)
+        await until(lambda: dead.address not in a.node.channels._open)
 
 
 # --- accusations of others

@@ -139,6 +139,16 @@ def test_another_node_at_the_address_does_not_inherit_the_verdict() -> None:
     assert book.accusations() == ()
 
 
+@pytest.mark.parametrize("doubt", list(Doubt))
+def test_who_claims_the_address_of_a_dead_node_does_not_bring_it_back(doubt: Doubt) -> None:
+    book = Suspicions()
+    book.fail(X, CARD, 10.0)
+    book.settle(CARD, sign_of(CARD), doubt, 10.0)
+    book.hear(make_card("hostile", address=X, incarnation=9), beat=5, lived_at=20.0)
+    assert book.doubt_of(X) is doubt
+    assert len(book.accusations()) == (doubt is Doubt.FLEET_WIDE)
+
+
 def test_after_a_sleep_everybody_is_doubted_until_it_is_heard_of() -> None:
     """Row 12."""
     book = Suspicions()
