@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import ConfigError
@@ -35,6 +35,7 @@ from kakeya.node.table import ADVERTISE, BIND
 
 _log = logging.getLogger(__name__)
 _GRACE_S = 1.0
+ReadInterfaces = Callable[[str, Collection[str]], tuple[Interface, ...]]
 
 
 class Reach:
@@ -52,7 +53,9 @@ class Reach:
         clock: Clock,
         on_change: Callable[[], None],
         platform: str = sys.platform,
+        read: ReadInterfaces = read_interfaces,
     ) -> None:
+        self._read = read
         self._listen = listen
         self._fleet = fleet
         self._has_identity = has_identity
@@ -67,7 +70,7 @@ class Reach:
         """Bind every address. Raises ConfigError naming the flag of one that cannot be used."""
         self._listeners = listeners
         self._thunderbolt = await read_thunderbolt_ports(self._platform)
-        self._interfaces = read_interfaces(self._platform, self._thunderbolt)
+        self._interfaces = self._read(self._platform, self._thunderbolt)
         self._binding = binding = choose_binding(
             self._listen.bind,
             has_identity=self._has_identity,
@@ -176,7 +179,7 @@ class Reach:
     async def _follow(self) -> None:
         while True:
             await self._clock.sleep(WATCH_S)
-            self._interfaces = read_interfaces(self._platform, self._thunderbolt)
+            self._interfaces = self._read(self._platform, self._thunderbolt)
             await self._reconcile({i.host for i in choose_listeners(self._interfaces)})
 
     async def _reconcile(self, wanted: set[str]) -> None:
