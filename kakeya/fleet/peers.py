@@ -19,6 +19,10 @@ from kakeya.fleet.memory import Remembered, Sighting, Tombstones, Unwanted
 from kakeya.fleet.suspicion import Suspicions
 
 
+_MENDED_BY_BEATS = (CardFault.EXPIRED, CardFault.STALE, CardFault.FUTURE)
+"""Why a card is refused that would be taken with a later beat, or with any."""
+
+
 class Peers:
     """The newest valid card of each other node, at most `limit` of them."""
 
@@ -51,11 +55,15 @@ class Peers:
         not. `told` is the beat that came with it."""
         fault = self._fault_of(card, told, now, mono)
         if fault is not None:
-            self.unwanted.refuse(card.key, told.number if told else 0, mono)
+            told_number = told.number if told else -1
+            self.unwanted.refuse(
+                card.key, told_number if fault in _MENDED_BY_BEATS else MAX_BEATS, mono
+            )
             return fault
         held = self.held.card(card.node_id)
         if held is not None and not card.is_newer_than(held):
-            self.unwanted.replace(card, MAX_BEATS, mono)
+            if self.unwanted.replaced(card.key) is None:
+                self.unwanted.replace(card, told.number if told else MAX_BEATS, mono)
             return False
         if held is not None:
             self.unwanted.replace(held, self.held.number(held), mono)

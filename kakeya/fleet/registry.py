@@ -251,7 +251,7 @@ class CapabilityRegistry:
                 card = card or from_wire(wire)
             except MalformedCard as failure:
                 dropped[failure.fault] += 1
-                self.peers.unwanted.refuse(_key_of(wire), 0, mono)
+                self.peers.unwanted.refuse(_key_of(wire), MAX_BEATS, mono)
                 continue
             entries = beats.entries() if entries is None else entries
             told = entries.get(card.key)

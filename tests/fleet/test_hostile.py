@@ -1,0 +1,173 @@
+"""A hostile member: it forges, replays, floods and lies; nothing but its own card is affected."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kakeya.fleet.beats import MAX_BEATS, Beats
+from kakeya.fleet.cards import DEFAULT_TTL_S, CardFault
+from kakeya.fleet.held import MAX_STEPS
+from kakeya.fleet.messages import Digest, Parcel, encode_digest, encode_parcel
+from tests.fleet.nodes import make_wire
+from tests.fleet.talk import Party, ToyTrust, card_of, exchange, make_party
+
+
+def _party(name: str, **options: object) -> Party:
+    return make_party(name, trust=ToyTrust(name), **options)  # type: ignore[arg-type]
+
+
+def _tell(victim: Party, key: int, number: int, age_s: float, proof: int, t: float) -> None:
+    beats = Beats(
+        np.array([key], np.uint64),
+        np.array([number], np.uint32),
+        np.array([age_s]),
+        np.array([proof], np.uint64),
+    )
+    victim.sync.answer(encode_digest(Digest(held=beats)), **victim.times(t))
+
+
+def _age_s(party: Party, name: str, t: float) -> float:
+    age_s = party.registry.age_s(name, mono=party.times(t)["mono"])
+    assert age_s is not None
+    return age_s
+
+
+def test_nobody_but_the_owner_can_beat_for_a_node() -> None:
+    victim, dead = _party("victim"), _party("dead")
+    exchange(victim, dead, 0.0)
+    exchange(victim, dead, 10.0)
+    held = card_of(victim, "dead", 10.0)
+    assert held is not None
+    proof = dead.registry.own_card.proof
+    number = victim.registry.peers.held.number(held)
+    for t in range(11, 140):
+        for guess in (0, proof, proof + 1, 2**64 - 1):
+            for later in (number + 1, number + 7, MAX_BEATS, MAX_BEATS + 1, 2**32 - 1):
+                _tell(victim, held.key, later, 0.0, guess, float(t))
+        _tell(victim, held.key, number, 0.0, proof, float(t))
+    victim.registry.begin_round(**victim.times(10.0 + DEFAULT_TTL_S + 0.2))
+    assert card_of(victim, "dead", 131.0) is None
+
+
+def test_without_proofs_such_beats_would_be_believed() -> None:
+    """The control: a fleet without identities has no secrets to prove by."""
+    victim, dead = make_party("victim"), make_party("dead")
+    exchange(victim, dead, 0.0)
+    held = card_of(victim, "dead", 0.0)
+    assert held is not None
+    _tell(victim, held.key, 100, 0.0, 0, 119.0)
+    assert card_of(victim, "dead", 200.0) is not None
+
+
+def test_an_age_that_lies_young_is_bounded_by_what_was_heard_here() -> None:
+    victim, relay, far = _party("victim"), _party("relay"), _party("far")
+    exchange(far, relay, 0.0)
+    exchange(relay, victim, 50.0)
+    assert _age_s(victim, "far", 50.0) == pytest.approx(50.0, abs=0.2)
+    held = card_of(victim, "far", 50.0)
+    assert held is not None
+    for t in (60.0, 70.0, 80.0):
+        _tell(victim, held.key, 0, 0.0, held.anchor or 0, t)
+        assert _age_s(victim, "far", t) >= t - 50.0
+
+
+def test_an_age_that_lies_old_is_put_right_by_the_first_honest_word() -> None:
+    victim, far, other = _party("victim"), _party("far"), _party("other")
+    exchange(far, victim, 0.0)
+    exchange(far, other, 100.0)
+    own = far.registry.own_card
+    _tell(victim, own.card.key, own.number, 4e8, own.proof, 100.0)
+    assert card_of(victim, "far", 100.0) is not None  # it lived at 0 for certain
+    exchange(other, victim, 101.0)
+    assert _age_s(victim, "far", 101.0) == pytest.approx(1.0, abs=0.2)
+
+
+def test_old_beats_and_bodies_of_the_dead_raise_nobody() -> None:
+    victim, dead = _party("victim"), _party("dead")
+    recorded = []
+    for t in (0.0, 10.0, 20.0):
+        recorded.append(dead.sync.request(**dead.times(t)))
+        recorded.append(dead.sync.batch(**dead.times(t)))
+        exchange(dead, victim, t)
+    victim.registry.begin_round(**victim.times(200.0))
+    assert "dead" not in victim.sees(200.0)
+    for t in range(200, 1200, 25):
+        victim.sync.answer(recorded[-2], **victim.times(float(t)))
+        taken = victim.sync.take_batch(recorded[-1], **victim.times(float(t)))
+        assert "dead" not in victim.sees(float(t))
+    assert taken.report.dropped[CardFault.STALE] == 1
+    exchange(dead, victim, 1210.0)
+    assert "dead" in victim.sees(1210.0)
+
+
+def test_one_message_cannot_make_a_node_hash_for_long() -> None:
+    victim = _party("victim")
+    crowd = [_party(f"n{i:03}") for i in range(200)]
+    victim.registry.merge([p.registry.own.wire for p in crowd], **victim.times(0.0))
+    keys = [p.registry.own.key for p in crowd]
+    lies = Beats(
+        np.array(keys, np.uint64),
+        np.full(len(keys), MAX_BEATS, np.uint32),
+        np.zeros(len(keys)),
+        np.full(len(keys), 42, np.uint64),
+    )
+    assert len(keys) * MAX_BEATS > MAX_STEPS
+    places = victim.registry.peers.held.places(lies.keys)
+    assert victim.registry.peers.held.hear(lies, places, 1.0) == []
+
+
+def test_a_node_that_was_away_for_long_is_proven_over_several_messages() -> None:
+    """The bound on hashing delays, it does not exclude."""
+    crowd = [_party(f"n{i:03}") for i in range(100)]
+    hub, late = _party("hub"), _party("late")
+    for t in range(400):
+        for party in crowd:
+            party.registry.beat(**party.times(float(t)))
+    for party in crowd:
+        exchange(party, hub, 400.0)
+    for t in range(401, 405):
+        exchange(late, hub, float(t))
+    assert len(late.sees(405.0)) == 102
+    numbers = [late.registry.peers.held.number(c) for c in late.registry.peers.held]
+    assert sum(number > 300 for number in numbers) >= 100
+
+
+def test_unsigned_cards_are_dropped_before_they_are_kept() -> None:
+    victim = _party("victim")
+    report = victim.registry.merge([make_wire("stranger")], **victim.times(0.0))
+    assert report.dropped == {CardFault.UNSIGNED: 1}
+    assert victim.sees(0.0) == {"victim"}
+
+
+def test_who_is_revoked_falls_out_of_the_view_and_is_not_dialled_again() -> None:
+    victim, thief = _party("victim"), _party("thief")
+    exchange(victim, thief, 0.0)
+    trust = victim.registry.trust
+    assert isinstance(trust, ToyTrust)
+    trust.revoked.add("thief")
+    assert victim.registry.recheck(victim.times(1.0)["now"], mono=1.0) == ("thief",)
+    exchange(thief, victim, 10.0)
+    assert victim.sees(10.0) == {"victim"}
+    assert victim.registry.remembered_addresses(victim.times(10.0)["now"]) == ()
+
+
+def test_a_flood_of_strangers_costs_no_member_its_place() -> None:
+    """Row 18, the registry's part: at the cap strangers are refused, members are renewed."""
+    victim = make_party("victim")
+    members = [make_party(f"m{i:02}") for i in range(40)]
+    for member in members:
+        exchange(member, victim, 0.0)
+    limit = victim.registry.peers._limit
+    for batch in range(5):
+        wires = [make_wire(f"s{batch}-{i}") for i in range(2000)]
+        push = encode_parcel(Parcel(beats=Beats(*_empty()), cards=wires))
+        victim.sync.take(push, **victim.times(1.0))
+        assert len(victim.registry) <= limit
+    for member in members:
+        exchange(member, victim, 100.0)
+    assert {member.name for member in members} <= victim.sees(200.0)
+
+
+def _empty() -> tuple[np.ndarray, ...]:
+    return (np.empty(0, np.uint64), np.empty(0, np.uint32), np.empty(0), np.empty(0, np.uint64))
