@@ -109,7 +109,7 @@ class Membership:
             rng=rng,
         )
         self._unsaved = asyncio.Event()
-        trust.subscribe(lambda _: self._unsaved.set())
+        trust.subscribe(self._list_came)
 
     def _make_door(
         self, authority: Authority | None, hosts: Callable[[], Sequence[str]]
@@ -147,7 +147,7 @@ class Membership:
 
     def _addresses(self) -> list[str]:
         """Where a new machine finds members: this node at each of its addresses, then others."""
-        found = []
+        found: list[str] = []
         for card in self._cards():
             if card.node_id == self._trust.identity.node_id:
                 own = [card.grpc_address, *(endpoint.address for endpoint in card.endpoints)]
@@ -216,6 +216,17 @@ class Membership:
         return self._authority.issue(wanted, role=caller.role, now=self._clock.wall())
 
     # The list of revoked nodes
+
+    def _list_came(self, added: frozenset[str]) -> None:
+        self._unsaved.set()
+        identity = self._trust.identity
+        if identity.node_id in added:
+            event(
+                _log,
+                f"this node was taken out of fleet {identity.fleet}; to come back, stop it, move "
+                f"{self._data_dir / FOLDER} away and join with a new token",
+                level=logging.ERROR,
+            )
 
     async def _keep_saved(self) -> None:
         path = self._data_dir / FOLDER / REVOCATIONS

@@ -237,10 +237,23 @@ async def test_nobody_renews_for_somebody_else(tmp_path: Path) -> None:
 async def test_a_member_renews_for_nobody(tmp_path: Path) -> None:
     clock = SettableClock()
     async with two_nodes(tmp_path, clock) as (one, two):
-        two.cards[:] = [two.card(is_authority=True)]
-        one.cards[:] = two.cards
-        with pytest.raises(Denied, match="not the authority"):
+        stub = MembershipServiceStub(one.channels.get(two.address))
+        csr = make_request(read_key(one.trust.identity.tls.key), "mini-1")
+        with pytest.raises(grpc.aio.AioRpcError, match="not the authority"):
+            await stub.Renew(pb.RenewRequest(csr=csr), timeout=5)
+        two.cards[:] = [two.card(is_authority=True)]  # its own card is nobody to ask
+        with pytest.raises(NotFound, match="no live node of the fleet holds its CA key"):
             await two.membership.renewal.renew()
+
+
+async def test_a_node_that_was_taken_out_tells_its_owner(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = SettableClock()
+    async with two_nodes(tmp_path, clock) as (one, two):
+        one.membership.revoke("mini-2")
+        assert two.trust.apply_revocations(one.trust.revocations[1])
+        assert f"this node was taken out of fleet {two.trust.identity.fleet}" in caplog.text
 
 
 async def test_renewal_needs_the_callers_certificate(tmp_path: Path) -> None:
