@@ -1,0 +1,1 @@
+"""`kakeya doctor`: facts are collected by thin shells, judged by pure checks, shown as lines."""

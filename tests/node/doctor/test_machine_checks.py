@@ -1,0 +1,263 @@
+"""Checks of the machine as tables. The outputs of pmset are written after Apple's manual and
+public examples: nothing here was recorded on, or run on, a Mac."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+from pathlib import Path
+
+import pytest
+
+from kakeya.core.units import GIB, MIB
+from kakeya.fleet.addresses import Priority
+from kakeya.fleet.ring import RingEnvironment
+from kakeya.node.doctor import machine_checks as checks
+from kakeya.node.doctor.machine import Output, read_self_test
+from kakeya.node.doctor.machine_checks import FileFact, SelfTest
+from kakeya.node.doctor.report import Level
+from kakeya.node.interfaces import Interface
+
+MINI_AS_DELIVERED = """System-wide power settings:
+Currently in use:
+ standby              0
+ Sleep On Power Button 1
+ womp                 1
+ autorestart          0
+ powernap             1
+ networkoversleep     0
+ disksleep            10
+ sleep                1 (sleep prevented by sharingd, powerd)
+ ttyskeepawake        1
+ displaysleep         10
+ tcpkeepalive         1
+"""
+MINI_AWAKE = """System-wide power settings:
+ SleepDisabled		1
+Currently in use:
+ womp                 1
+ powernap             1
+ disksleep            0
+ sleep                0
+ displaysleep         10
+"""
+BOOK_ON_BATTERY = """Battery Power:
+Active Profiles:
+Battery Power		-1*
+AC Power		-1
+Currently in use:
+ lowpowermode         1
+ hibernatefile        /var/vm/sleepimage
+ womp                 0
+ powernap             0
+ disksleep            0
+ sleep                15
+ hibernatemode        3
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "level", "words", "command"),
+    [
+        (
+            MINI_AS_DELIVERED,
+            Level.WARNING,
+            "sleeps after 1 min",
+            "sudo pmset -a sleep 0 powernap 0 disksleep 0",
+        ),
+        (MINI_AWAKE, Level.OK, "stays awake", ""),
+        (BOOK_ON_BATTERY, Level.WARNING, "does not wake it", "sudo pmset -a sleep 0 womp 1"),
+        (MINI_AWAKE.replace("disksleep            0", "disksleep 10"), Level.WARNING, "disk", "0"),
+        ("", Level.WARNING, "did not tell", "pmset -g"),
+        ("Currently in use:\n nonsense\n", Level.WARNING, "did not tell", "pmset -g"),
+    ],
+)
+def test_a_mac_that_sleeps_is_warned_of(text: str, level: Level, words: str, command: str) -> None:
+    line = checks.check_sleep(checks.parse_pmset(text))
+    assert line.level is level
+    assert words in line.detail
+    assert line.command.endswith(command)
+
+
+def test_pmset_is_read_with_names_of_several_words_and_remarks() -> None:
+    found = checks.parse_pmset(MINI_AS_DELIVERED)
+    assert found["Sleep On Power Button"] == 1
+    assert found["sleep"] == 1
+    assert "SleepDisabled" not in checks.parse_pmset(MINI_AWAKE)
+    assert "hibernatefile" not in checks.parse_pmset(BOOK_ON_BATTERY)
+
+
+@pytest.mark.parametrize(
+    ("free", "level"),
+    [
+        (2 * GIB, Level.OK),
+        (GIB, Level.OK),
+        (GIB - 1, Level.WARNING),
+        (64 * MIB, Level.WARNING),
+        (64 * MIB - 1, Level.FAULT),
+        (0, Level.FAULT),
+    ],
+)
+def test_room_on_the_disk(free: int, level: Level) -> None:
+    line = checks.check_disk(free, Path("/d"))
+    assert line.level is level
+    assert bool(line.command) is (level is not Level.OK)
+
+
+FOLDER = Path("/home/me/my data")
+KEY = FOLDER / "identity" / "key.pem"
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "words", "command"),
+    [
+        ([], Level.OK, "no node ran", ""),
+        ([FileFact(path=FOLDER, mode=0o700, uid=7)], Level.OK, "its owner alone", ""),
+        (
+            [FileFact(path=FOLDER, mode=0o755, uid=7)],
+            Level.WARNING,
+            "mode 755",
+            "chmod -R go-rwx '/home/me/my data'",
+        ),
+        (
+            [FileFact(path=FOLDER, mode=0o755, uid=7), FileFact(path=KEY, mode=0o640, uid=7)],
+            Level.FAULT,
+            "private key",
+            "chmod -R go-rwx '/home/me/my data'",
+        ),
+        (
+            [FileFact(path=FOLDER, mode=0o700, uid=0)],
+            Level.FAULT,
+            "belongs to user 0",
+            "sudo chown -R 7 '/home/me/my data'",
+        ),
+    ],
+)
+def test_files_are_their_owners_alone(
+    facts: list[FileFact], level: Level, words: str, command: str
+) -> None:
+    line = checks.check_files(facts, FOLDER, 7)
+    assert line.level is level
+    assert words in line.detail
+    assert line.command == command
+
+
+@pytest.mark.parametrize(
+    ("number", "level", "command"),
+    [
+        (0, Level.OK, ""),
+        (errno.EADDRINUSE, Level.FAULT, "lsof -nP -iTCP:50051 -sTCP:LISTEN"),
+        (errno.EADDRNOTAVAIL, Level.FAULT, "kakeya-node --bind 127.0.0.1:50051"),
+        (errno.EACCES, Level.FAULT, "kakeya-node --bind 127.0.0.1:0"),
+    ],
+)
+def test_a_port_that_is_taken(number: int, level: Level, command: str) -> None:
+    line = checks.check_port("--bind", "10.0.0.1:50051", number)
+    assert (line.level, line.command) == (level, command)
+
+
+GOOD = SelfTest(mlx="0.32.4", device="cpu", same_tokens=True, difference=1e-6, scale=13.0)
+
+
+@pytest.mark.parametrize(
+    ("test", "level", "words"),
+    [
+        (GOOD, Level.OK, "0.32.4 on cpu"),
+        (SelfTest(mlx="0.31", device="gpu", difference=1e-6, scale=13.0), Level.FAULT, "wrong"),
+        (
+            SelfTest(mlx="0.31", device="gpu", same_tokens=True, difference=2.0, scale=13.0),
+            Level.FAULT,
+            "batched answers would be wrong",
+        ),
+        (
+            SelfTest(mlx="0.31", same_tokens=True, difference=float("nan"), scale=13.0),
+            Level.FAULT,
+            "wrong",
+        ),
+        (SelfTest(error="No module named 'mlx'"), Level.FAULT, "No module named"),
+        (SelfTest(error="not done", is_unfinished=True), Level.WARNING, "busy"),
+    ],
+)
+def test_the_self_test_of_mlx(test: SelfTest, level: Level, words: str) -> None:
+    line = checks.check_mlx(test, "/opt/py")
+    assert line.level is level
+    assert words in line.detail
+    if level is Level.FAULT:
+        assert line.command == "/opt/py -m pip install --upgrade mlx mlx-lm"
+
+
+@pytest.mark.parametrize(
+    ("has_blas", "platform", "level"),
+    [(True, "linux", Level.OK), (False, "linux", Level.WARNING), (False, "darwin", Level.OK)],
+)
+def test_blas(has_blas: bool, platform: str, level: Level) -> None:
+    line = checks.check_blas(SelfTest(has_blas=has_blas), platform)
+    assert line is not None
+    assert line.level is level
+    if level is Level.WARNING:
+        assert line.command == "sudo apt-get install libopenblas0-pthread"
+
+
+def test_blas_is_not_judged_when_the_child_said_nothing() -> None:
+    assert checks.check_blas(SelfTest(error="x"), "linux") is None
+
+
+def test_a_ring_that_was_meant_and_is_not_there() -> None:
+    none = RingEnvironment(is_available=False, failure_reason="why")
+    there = RingEnvironment(is_available=True, rank=1, world_size=2, backend="ring")
+    assert checks.check_ring_probe(none, {}).level is Level.OK
+    assert checks.check_ring_probe(there, {"MLX_RANK": "1"}).detail == "rank 1 of 2 (ring)"
+    line = checks.check_ring_probe(none, {"MLX_RANK": "1"})
+    assert line.level is Level.WARNING
+    assert "why" in line.detail
+
+
+@pytest.mark.parametrize(
+    ("output", "error", "is_unfinished"),
+    [
+        (None, "could not be started", False),
+        (Output(status=None, stdout="", stderr=""), "not done within", True),
+        (Output(status=1, stdout="", stderr="Traceback\nImportError: no mlx\n"), "no mlx", False),
+        (Output(status=-9, stdout="", stderr=""), "status -9", False),
+        (Output(status=0, stdout="{}", stderr=""), "cannot be read", False),
+        (Output(status=0, stdout="nothing", stderr=""), "cannot be read", False),
+    ],
+)
+def test_a_self_test_that_fails_says_why(
+    output: Output | None, error: str, is_unfinished: bool
+) -> None:
+    test = read_self_test(output)
+    assert error in test.error
+    assert test.is_unfinished is is_unfinished
+
+
+def interface(name: str, ip: str, prefix: int, priority: Priority) -> Interface:
+    return Interface(
+        name=name, index=1, ip=ipaddress.ip_address(ip), prefix=prefix, priority=priority
+    )
+
+
+WIFI = interface("en0", "192.168.1.7", 24, Priority.LAN)
+CABLE = interface("bridge0", "169.254.3.4", 16, Priority.THUNDERBOLT)
+BARE = interface("en0", "fe80::1", 64, Priority.LAN)
+
+
+@pytest.mark.parametrize(
+    ("host", "link"),
+    [
+        ("192.168.1.9", "en0"),
+        ("169.254.9.9", "bridge0"),
+        ("192.168.2.9", ""),
+        ("fe80::9%en0", "en0"),
+        ("mini.local", ""),
+    ],
+)
+def test_a_host_on_an_own_network_is_found(host: str, link: str) -> None:
+    assert checks.link_to(host, (WIFI, CABLE, BARE)) == link
+
+
+def test_networks_are_listed_and_missed() -> None:
+    line = checks.check_networks((CABLE, WIFI, BARE), "darwin")
+    assert line.detail == "169.254.3.4 on bridge0 (thunderbolt); 192.168.1.7 on en0 (lan)"
+    assert checks.check_networks((), "darwin").level is Level.WARNING
+    assert checks.check_networks((), "linux").command == "ip address"
