@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import Conflict
+from kakeya.core.errors import ConfigError, Conflict
 from kakeya.core.units import KIB
 from kakeya.node.machine import join_address
 from kakeya.node.permissions import PERMISSIONS
@@ -132,7 +132,7 @@ class Listeners:
         await asyncio.gather(*(server.stop(grace_s) for server in servers))
 
     def drop_revoked(self) -> int:
-        """Close every connection of callers that the fleet has taken out; return how many."""
+        """Begin to close the connections of callers that the fleet has taken out; how many."""
         if self._trust is None:
             return 0
         gone = [caller for caller in self._connections.callers() if self._trust.is_revoked(caller)]
@@ -154,7 +154,11 @@ class Listeners:
     async def _open(
         self, address: str, server: grpc.aio.Server, bind: Callable[[str], int], flag: str
     ) -> str:
-        bound = _bind(address, bind, flag)
+        try:
+            bound = _bind(address, bind, flag)
+        except ConfigError:
+            await server.stop(None)
+            raise
         self._servers[bound] = server
         if self._is_started:
             await self._start(server)

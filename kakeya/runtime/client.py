@@ -101,9 +101,10 @@ class Client:
     ) -> None:
         self._address = address
         self._timeout_s = timeout_s
+        self._security = FolderSecurity(identity, node_id) if identity else None
         self._channels = Channels(
             keepalive,
-            security=FolderSecurity(identity, node_id) if identity else None,
+            security=self._security,
             is_plain=(lambda _: False) if node_id else is_local,
         )
 
@@ -125,7 +126,12 @@ class Client:
     async def create_session(
         self, *, model_id: str = "", eos_token_ids: Sequence[int] = (), label: str = ""
     ) -> ClientSession:
-        """Open a session. Without `eos_token_ids` only max_tokens and the context end it."""
+        """Open a session. Without `eos_token_ids` only max_tokens and the context end it.
+
+        Raises ConfigError for an identity that is missing or damaged.
+        """
+        if self._security is not None:
+            await asyncio.to_thread(self._security.refresh)
         stub = RuntimeServiceStub(self._channels.get(self._address))
         request = pb.CreateSessionRequest(
             client_label=label, eos_token_ids=eos_token_ids, model_id=model_id

@@ -11,8 +11,8 @@ its caller was let in, and bytes that are no message end as INVALID_ARGUMENT, no
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
@@ -139,15 +139,25 @@ class Guard(grpc.aio.ServerInterceptor):
 
     async def _enter(self, method: str, context: Context) -> AbstractContextManager[object]:
         """Let a call in or end it; the call lasts as long as the returned context is open."""
-        stack = ExitStack()
+        turn = ExitStack()
         try:
-            stack.enter_context(self._turn(method, context))
+            account = self._authorize(method, context)
+            peer = peer_of(context.peer())
+            if account and peer is not None:
+                await self._connections.admit(account, peer)
+                budget = self._permissions[method].budget
+                turn.enter_context(self._connections.call(account, peer))
+                turn.enter_context(self._admission.turn(account, budget))
         except KakeyaError as refusal:
+            turn.close()
             await abort(context, refusal)
-        return stack
+        return turn
 
-    @contextmanager
-    def _turn(self, method: str, context: Context) -> Iterator[None]:
+    def _authorize(self, method: str, context: Context) -> str:
+        """Let a caller in; return whose account pays, "" = nobody's, on this machine.
+
+        Raises Unauthenticated, Denied.
+        """
         permission = self._permissions.get(method, NOBODY)
         address = context.peer()
         peer = peer_of(address)
@@ -156,15 +166,9 @@ class Guard(grpc.aio.ServerInterceptor):
         check(method, permission, origin, role)
         # No need to reset it: gRPC runs each call in a task, and so in a context, of its own.
         _caller.set(Caller(node_id=node_id, role=role, address=address))
-        if origin in (Origin.SOCKET, Origin.LOOPBACK) or peer is None:
-            yield
-            return
-        account = node_id or peer.rpartition(":")[0]
-        with (
-            self._connections.call(account, peer),
-            self._admission.turn(account, permission.budget),
-        ):
-            yield
+        if origin in (Origin.SOCKET, Origin.LOOPBACK):
+            return ""
+        return node_id or (peer or "").rpartition(":")[0]
 
     def _origin_of(self, peer: Peer | None) -> Origin:
         """Where a call comes from: of plain listeners only loopback is this machine."""

@@ -38,13 +38,24 @@ class Connections:
         self._held: dict[str, OrderedDict[Peer, int]] = {}
         self._noted = 0
 
+    async def admit(self, caller: str, peer: Peer) -> None:
+        """Note a connection before its first call. Raises Refused for one too many."""
+        if peer in self._held.get(caller, ()):
+            return
+        self._noted += 1
+        is_full = len(self._held.get(caller, ())) >= self._limit
+        if is_full or self._noted % _TIDY_EVERY == 0:
+            self._forget_all_but(await asyncio.to_thread(self._open_peers))
+        held = self._held.setdefault(caller, OrderedDict())
+        if len(held) >= self._limit and peer not in held:
+            self._make_room(caller, held, peer)
+        held.setdefault(peer, 0)
+
     @contextmanager
     def call(self, caller: str, peer: Peer) -> Iterator[None]:
-        """Hold one call that came over a connection. Raises Refused for a connection too many."""
-        if peer not in self._held.get(caller, ()):
-            self._note(caller, peer)
-        held = self._held[caller]
-        held[peer] += 1
+        """Hold one call that came over an admitted connection."""
+        held = self._held.setdefault(caller, OrderedDict())
+        held[peer] = held.get(peer, 0) + 1
         held.move_to_end(peer)
         try:
             yield
@@ -62,32 +73,27 @@ class Connections:
 
     def drop(self, caller: str) -> int:
         """Close all connections of a caller, whatever runs on them; return how many."""
-        return self._hang_up(self._held.pop(caller, OrderedDict()))
-
-    def _note(self, caller: str, peer: Peer) -> None:
-        self._noted += 1
-        is_full = len(self._held.get(caller, ())) >= self._limit
-        if is_full or self._noted % _TIDY_EVERY == 0:
-            self._tidy()
-        held = self._held.setdefault(caller, OrderedDict())
-        if len(held) >= self._limit:
-            self._make_room(caller, held, peer)
-        held[peer] = 0
+        held = self._held.pop(caller, OrderedDict())
+        self._close(tuple(held))
+        return len(held)
 
     def _make_room(self, caller: str, held: OrderedDict[Peer, int], newcomer: Peer) -> None:
         idle = next((peer for peer, calls in held.items() if not calls), None)
         if idle is None:
-            loop = asyncio.get_running_loop()
-            loop.call_later(_ANSWER_S, self._hang_up, (newcomer,))
+            asyncio.get_running_loop().call_later(_ANSWER_S, self._close, (newcomer,))
             raise Refused(
                 f"{caller} has {len(held)} connections in use here and may have {self._limit}; "
                 "send calls over one of them"
             )
         del held[idle]
-        self._hang_up((idle,))
+        self._close((idle,))
 
-    def _tidy(self) -> None:
-        open_now = self._open_peers()
+    def _close(self, peers: Collection[Peer]) -> None:
+        """Begin to hang up; in a thread, since it looks through all files of the process."""
+        if peers:
+            asyncio.get_running_loop().run_in_executor(None, self._hang_up, peers)
+
+    def _forget_all_but(self, open_now: Collection[Peer]) -> None:
         for caller, held in list(self._held.items()):
             for peer in [peer for peer in held if peer not in open_now]:
                 del held[peer]

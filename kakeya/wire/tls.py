@@ -105,26 +105,37 @@ def _unreadable(path: Path, problem: OSError) -> ConfigError:
 class FolderSecurity:
     """How a program that is no node opens channels: with the keys of a folder (`kakeya join`).
 
-    `server_name` "" = any member of the fleet may answer, else the node id that must.
+    `server_name` "" = any member of the fleet may answer, else the node id that must. Files are
+    read by `refresh` alone, which an event loop calls in a thread.
     """
 
     def __init__(self, folder: Path, server_name: str = "") -> None:
         self._folder = folder
         self._files = MaterialFolder(folder)
+        self._wanted = server_name
+        self._material: TlsMaterial | None = None
         self._server_name = server_name
 
-    def material(self) -> TlsMaterial:
-        """The keys as of now. Raises ConfigError when there are none."""
+    def refresh(self) -> None:
+        """Read the keys, if they have changed. Raises ConfigError when there are none."""
         material = self._files.current()
         if material is None:
             raise ConfigError(
                 f"{self._folder} holds no identity ({', '.join(_FILES)}); get one with kakeya join"
             )
-        return material
+        if material != self._material:
+            self._server_name = self._wanted or any_member(fleet_of(material.authority))
+            self._material = material
+
+    def material(self) -> TlsMaterial:
+        """The keys as of the last `refresh`."""
+        if self._material is None:
+            raise ConfigError(f"the keys in {self._folder} have not been read yet")
+        return self._material
 
     def server_name(self, address: str) -> str:
         """The name that a certificate must carry, wherever it is."""
-        return self._server_name or any_member(fleet_of(self.material().authority))
+        return self._server_name
 
 
 def fleet_of(authority: bytes) -> str:

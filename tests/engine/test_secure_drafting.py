@@ -31,7 +31,7 @@ from kakeya.wire.authorization import current_caller
 from kakeya.wire.security import Caller, CertRole
 from tests.engine.rig import EagerController
 from tests.mlx.random_models import write_model
-from tests.wire.certificates import Authority, write
+from tests.wire.certificates import Fleet, write
 
 PROMPT = [5, 9, 13, 2, 7] * 4
 START_S = 60.0
@@ -51,16 +51,16 @@ class Recording:
 
 
 @asynccontextmanager
-async def proposing(authority: Authority) -> AsyncIterator[tuple[Recording, str, str]]:
+async def proposing(fleet: Fleet) -> AsyncIterator[tuple[Recording, str, str]]:
     """A ProposerService that only members reach; yields it, its address and its node id."""
     drafter = Recording()
     service = ProposerService({"m": drafter})
-    node_id, material = authority.issue()
+    node_id, material = fleet.issue()
     listeners = Listeners(
         lambda server: add_ProposerServiceServicer_to_server(service, server),
         clock=SystemClock(),
         material=lambda: material,
-        trust=authority,
+        trust=fleet.trust,
     )
     address = await listeners.open_tls("127.0.0.1:0", flag="--bind")
     await listeners.start()
@@ -71,14 +71,14 @@ async def proposing(authority: Authority) -> AsyncIterator[tuple[Recording, str,
 
 
 @pytest.fixture(scope="module")
-def authority() -> Authority:
-    return Authority()
+def fleet() -> Fleet:
+    return Fleet()
 
 
 @pytest.fixture(scope="module")
-def engine(authority: Authority) -> Iterator[tuple[str, str]]:
+def engine(fleet: Fleet) -> Iterator[tuple[str, str]]:
     """An engine as a node starts it, with an identity; yields its address and its node id."""
-    node_id, material = authority.issue()
+    node_id, material = fleet.issue()
     with tempfile.TemporaryDirectory(prefix="kk") as folder:
         home = Path(folder)
         model = write_model(home / "model", "llama")
@@ -121,11 +121,11 @@ def remote(address: str, server_name: str) -> pb.DraftSource:
 
 
 async def test_a_peer_is_asked_as_the_node_that_the_engine_belongs_to(
-    authority: Authority, engine: tuple[str, str]
+    fleet: Fleet, engine: tuple[str, str]
 ) -> None:
     address, own_id = engine
     plain, _ = await decode(address)
-    async with proposing(authority) as (drafter, peer, node_id):
+    async with proposing(fleet) as (drafter, peer, node_id):
         drafted, done = await decode(address, remote(peer, node_id))
     assert drafted == plain
     assert {(caller.node_id, caller.role) for caller in drafter.callers} == {
@@ -136,10 +136,10 @@ async def test_a_peer_is_asked_as_the_node_that_the_engine_belongs_to(
 
 @pytest.mark.parametrize("claim", ["another name", "another fleet", "plain"])
 async def test_whoever_cannot_show_the_expected_name_is_told_no_prompt(
-    authority: Authority, engine: tuple[str, str], claim: str
+    fleet: Fleet, engine: tuple[str, str], claim: str
 ) -> None:
     plain, _ = await decode(engine[0])
-    host = Authority() if claim == "another fleet" else authority
+    host = Fleet() if claim == "another fleet" else fleet
     async with proposing(host) as (drafter, peer, node_id):
         name = {"another name": "a" * 52, "plain": ""}.get(claim, node_id)
         drafted, done = await decode(engine[0], remote(peer, name))
@@ -165,8 +165,8 @@ def test_without_keys_a_peer_that_wants_them_costs_its_drafts_and_nothing_else()
     assert threading.active_count() == threads
 
 
-def test_renewed_keys_are_shown_by_the_next_generation(authority: Authority) -> None:
-    shown = [authority.issue()[1], authority.issue()[1]]
+def test_renewed_keys_are_shown_by_the_next_generation(fleet: Fleet) -> None:
+    shown = [fleet.issue()[1], fleet.issue()[1]]
     current = shown[0]
     books = RemoteBooks(lambda: current)
     spec = SourceSpec(kind="remote", address="127.0.0.1:1", model_id="m", server_name="x")

@@ -20,8 +20,7 @@ from kakeya.v1 import runtime_pb2
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceServicer, add_RuntimeServiceServicer_to_server
 from kakeya.wire.admission import CallerLimits
 from kakeya.wire.security import CertRole
-from kakeya.wire.tls import any_member
-from tests.wire.certificates import Authority
+from tests.wire.certificates import Fleet
 from tests.wire.servers import ANY_PORT, StandIns, call, dial, listening, methods, path
 
 OK = grpc.StatusCode.OK
@@ -43,10 +42,10 @@ def plain_listeners(stand_ins: StandIns) -> Listeners:
 
 
 async def test_addresses_come_and_go_while_the_node_runs() -> None:
-    authority = Authority()
-    _, own = authority.issue()
-    name = any_member(authority.fleet)
-    async with listening(authority) as node:
+    fleet = Fleet()
+    _, own = fleet.issue()
+    name = fleet.any_member
+    async with listening(fleet) as node:
         cable = await node.listeners.open_tls(ANY_PORT, flag="--bind")
         assert node.listeners.addresses == (node.plain, node.tls, cable)
         async with dial(cable, own, name) as channel:
@@ -75,8 +74,8 @@ async def test_bound_before_the_start_and_answered_from_then_on() -> None:
 @pytest.mark.parametrize("taken_by", ["a node", "another program"])
 async def test_two_nodes_never_share_a_port(taken_by: str) -> None:
     """Row 14: without our option both would listen, and each would get half of the calls."""
-    authority = Authority()
-    async with listening(authority) as node:
+    fleet = Fleet()
+    async with listening(fleet) as node:
         with socket.socket() as other:
             other.bind(("127.0.0.1", 0))
             other.listen()
@@ -112,17 +111,17 @@ async def test_the_nodes_own_socket_may_call_everything(tmp_path: Path) -> None:
 
 
 async def test_a_renewed_certificate_is_shown_without_a_restart() -> None:
-    authority = Authority()
-    _, own = authority.issue()
-    old_id, shown = authority.issue()
+    fleet = Fleet()
+    _, own = fleet.issue()
+    old_id, shown = fleet.issue()
     listeners = Listeners(
-        StandIns().register, clock=SystemClock(), material=lambda: shown, trust=authority
+        StandIns().register, clock=SystemClock(), material=lambda: shown, trust=fleet.trust
     )
     address = await listeners.open_tls(ANY_PORT, flag="--bind")
     await listeners.start()
     async with dial(address, own, old_id) as before:
         assert await call(before, DESCRIBE) is OK
-        new_id, shown = authority.issue()
+        new_id, shown = fleet.issue()
         async with dial(address, own, new_id) as after:
             assert await call(after, DESCRIBE) is OK
         async with dial(address, own, old_id) as stale:
@@ -156,20 +155,20 @@ class Endless(RuntimeServiceServicer):
 
 
 async def test_a_revoked_caller_loses_what_it_has_open() -> None:
-    authority = Authority()
-    node_id, own = authority.issue(CertRole.CLIENT)
-    _, others = authority.issue(CertRole.CLIENT)
-    _, shown = authority.issue()
+    fleet = Fleet()
+    node_id, own = fleet.issue(CertRole.CLIENT)
+    _, others = fleet.issue(CertRole.CLIENT)
+    _, shown = fleet.issue()
     runtime = Endless()
     listeners = Listeners(
         lambda server: add_RuntimeServiceServicer_to_server(runtime, server),
         clock=SystemClock(),
         material=lambda: shown,
-        trust=authority,
+        trust=fleet.trust,
     )
     address = await listeners.open_tls(ANY_PORT, flag="--bind")
     await listeners.start()
-    name = any_member(authority.fleet)
+    name = fleet.any_member
     generate = "/kakeya.v1.RuntimeService/Generate"
     async with dial(address, own, name) as channel, dial(address, others, name) as other:
         stream = channel.unary_stream(generate)(b"", timeout=30)
@@ -177,7 +176,7 @@ async def test_a_revoked_caller_loses_what_it_has_open() -> None:
         await stream.read()
         await bystander.read()
         assert listeners.drop_revoked() == 0
-        authority.revoked.add(node_id)
+        fleet.revoke(node_id)
         revoked_mono = time.monotonic()
         assert listeners.drop_revoked() == 1
         assert await ended(stream) is UNREACHED
@@ -193,12 +192,12 @@ async def test_a_revoked_caller_loses_what_it_has_open() -> None:
 
 
 async def test_a_member_that_floods_exchanges_is_told_so_and_others_are_served() -> None:
-    authority = Authority()
-    name = any_member(authority.fleet)
-    async with listening(authority) as node:
+    fleet = Fleet()
+    name = fleet.any_member
+    async with listening(fleet) as node:
         async with (
-            dial(node.tls, authority.issue()[1], name) as flood,
-            dial(node.tls, authority.issue()[1], name) as honest,
+            dial(node.tls, fleet.issue()[1], name) as flood,
+            dial(node.tls, fleet.issue()[1], name) as honest,
         ):
             statuses = [await call(flood, SYNC) for _ in range(100)]
             assert 10 <= statuses.count(OK) <= 20
@@ -208,17 +207,17 @@ async def test_a_member_that_floods_exchanges_is_told_so_and_others_are_served()
 
 
 async def test_processes_of_this_machine_are_not_counted() -> None:
-    async with listening(Authority(), callers=CallerLimits(exchange_burst=1)) as node:
+    async with listening(Fleet(), callers=CallerLimits(exchange_burst=1)) as node:
         async with grpc.aio.insecure_channel(node.plain) as channel:
             assert {await call(channel, SYNC) for _ in range(50)} == {OK}
 
 
 async def test_a_caller_has_four_connections_and_a_new_one_takes_the_idlest() -> None:
-    authority = Authority()
-    _, own = authority.issue()
-    name = any_member(authority.fleet)
+    fleet = Fleet()
+    _, own = fleet.issue()
+    name = fleet.any_member
     before = open_files()
-    async with listening(authority) as node:
+    async with listening(fleet) as node:
         channels = [dial(node.tls, own, name) for _ in range(12)]
         for channel in channels:
             assert await call(channel, DESCRIBE) is OK
@@ -246,9 +245,9 @@ async def test_bytes_that_are_no_message_are_the_callers_mistake() -> None:
 
 
 async def test_long_metadata_is_refused_from_the_network() -> None:
-    authority = Authority()
-    async with listening(authority) as node:
-        async with dial(node.tls, authority.issue()[1], any_member(authority.fleet)) as channel:
+    fleet = Fleet()
+    async with listening(fleet) as node:
+        async with dial(node.tls, fleet.issue()[1], fleet.any_member) as channel:
             described = channel.unary_unary(path(DESCRIBE))
             await described(b"", timeout=10, metadata=(("x", "y" * 4096),))
             with pytest.raises(grpc.aio.AioRpcError) as refused:

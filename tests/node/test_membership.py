@@ -87,8 +87,7 @@ async def running(home: Path, identity: Identity, clock: Clock) -> AsyncIterator
         add_MembershipServiceServicer_to_server(service, server)
 
     listeners = Listeners(register, clock=clock, material=trust.material, trust=trust)
-    loop = asyncio.get_running_loop()
-    trust.subscribe(lambda _: loop.run_in_executor(None, listeners.drop_revoked) and None)
+    trust.subscribe(lambda _: listeners.drop_revoked() and None)
     address = await listeners.open_tls("127.0.0.1:0", flag="--bind")
     await listeners.start()
     try:

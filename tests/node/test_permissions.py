@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from datetime import timedelta
 
 import grpc
 import grpc.aio
@@ -12,15 +11,14 @@ import pytest
 
 from kakeya.node.permissions import PERMISSIONS
 from kakeya.wire.security import CertRole
-from kakeya.wire.tls import any_member
-from tests.wire.certificates import Authority
+from tests.wire.certificates import EXPIRED, Fleet
 from tests.wire.servers import Served, call, dial, listening, methods, path
 
 OK = grpc.StatusCode.OK
 DENIED = grpc.StatusCode.PERMISSION_DENIED
 UNREACHED = grpc.StatusCode.UNAVAILABLE
 """How a handshake ends that the server refuses."""
-STRANGERS = ("no certificate", "foreign authority", "expired")
+STRANGERS = ("no certificate", "foreign fleet", "expired")
 KINDS = (*STRANGERS, "client", "member", "admin", "revoked", "loopback")
 MEMBER, CLIENT, ADMIN = "member", "client", "admin"
 
@@ -53,27 +51,27 @@ def expected(method: str, kind: str) -> grpc.StatusCode:
 
 
 @asynccontextmanager
-async def caller(kind: str, authority: Authority, node: Served) -> AsyncIterator[grpc.aio.Channel]:
-    name = any_member(authority.fleet)
+async def caller(kind: str, fleet: Fleet, node: Served) -> AsyncIterator[grpc.aio.Channel]:
+    name = fleet.any_member
     material = None
     match kind:
         case "no certificate":
             pass
-        case "foreign authority":
-            _, material = Authority().issue()
+        case "foreign fleet":
+            _, material = Fleet().issue()
         case "expired":
-            _, material = authority.issue(age=timedelta(days=400))
+            _, material = fleet.issue(age=EXPIRED)
         case "revoked":
-            node_id, material = authority.issue()
-            authority.revoked.add(node_id)
+            node_id, material = fleet.issue()
+            fleet.revoke(node_id)
         case "loopback":
             pass
         case role:
-            _, material = authority.issue(CertRole(role))
+            _, material = fleet.issue(CertRole(role))
     channel = (
         grpc.aio.insecure_channel(node.plain)
         if kind == "loopback"
-        else dial(node.tls, material, name, root=authority.pem)
+        else dial(node.tls, material, name, root=fleet.pem)
     )
     async with channel:
         yield channel
@@ -84,11 +82,11 @@ def test_the_table_names_every_method_and_no_other() -> None:
 
 
 async def test_every_method_obeys_the_table_for_every_kind_of_caller() -> None:
-    authority = Authority()
+    fleet = Fleet()
     deviations = []
-    async with listening(authority) as node, AsyncExitStack() as stack:
+    async with listening(fleet) as node, AsyncExitStack() as stack:
         for kind in KINDS:
-            channel = await stack.enter_async_context(caller(kind, authority, node))
+            channel = await stack.enter_async_context(caller(kind, fleet, node))
             for method in methods():
                 reached = node.stand_ins.calls.total()
                 wanted = expected(path(method), kind)
@@ -106,8 +104,8 @@ RESOURCE_EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 @pytest.mark.parametrize("kind", ["member", "loopback"])
 async def test_handlers_see_who_calls(kind: str) -> None:
-    authority = Authority()
-    async with listening(authority) as node, caller(kind, authority, node) as channel:
+    fleet = Fleet()
+    async with listening(fleet) as node, caller(kind, fleet, node) as channel:
         (method,) = (m for m in methods() if path(m).endswith("/GetNodeCapability"))
         assert await call(channel, method) is OK
         (seen,) = node.stand_ins.callers

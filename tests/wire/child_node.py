@@ -1,8 +1,8 @@
 """A node's listeners, registry and gossip services in a process of its own, which can be weighed.
 
-Run with a folder of TLS files; says its plain and its encrypted address on one line. For each
-line on standard input it answers one line of JSON: what it holds, and what that costs. The line
-`mark` forgets the worst stall so far.
+Run with a data directory that holds an identity; says its plain and its encrypted address on one
+line. For each line on standard input it answers one line of JSON: what it holds, and what that
+costs. The line `mark` forgets the worst stall so far.
 """
 
 from __future__ import annotations
@@ -16,23 +16,15 @@ import time
 from pathlib import Path
 
 from kakeya.core.clock import SystemClock
+from kakeya.fleet.card_trust import FleetTrust
+from kakeya.fleet.identity import load_identity
 from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.fleet.service import CapabilityService, register
 from kakeya.fleet.sync import Sync
 from kakeya.node.listeners import Listeners, NetworkLimits
-from kakeya.wire.tls import MaterialFolder
 from tests.fleet.nodes import make_registry
-from tests.wire.certificates import caller_of
 
 TICK_S = 0.002
-
-
-class Trust:
-    def caller_of(self, certificate: bytes):
-        return caller_of(certificate)
-
-    def is_revoked(self, node_id: str) -> bool:
-        return False
 
 
 class LoopMeter:
@@ -72,12 +64,14 @@ async def main(folder: Path) -> None:
     clock = SystemClock()
     registry = make_registry("me", now=clock.wall(), mono=clock.mono(), address="127.0.0.1:1")
     service = CapabilityService(registry, Sync(registry, rng=random.Random(1)), clock=clock)
-    files = MaterialFolder(folder)
+    identity = load_identity(folder)
+    assert identity is not None
+    trust = FleetTrust(identity)
     listeners = Listeners(
         lambda server: register(server, service),
         clock=clock,
-        material=lambda: files.current(),  # type: ignore[arg-type,return-value]
-        trust=Trust(),
+        material=trust.material,
+        trust=trust,
         network=NetworkLimits(handshake_s=3.0, idle_s=3.0),
     )
     plain = await listeners.open_plain("127.0.0.1:0", flag="--bind")

@@ -19,7 +19,7 @@ from kakeya.wire.admission import CallerLimits
 from kakeya.wire.authorization import current_caller
 from kakeya.wire.channels import Keepalive
 from kakeya.wire.security import Caller, CertRole, TlsMaterial
-from tests.wire.certificates import Authority
+from tests.wire.certificates import Fleet
 
 FILES = (distributed_pb2, engine_pb2, fleet_pb2, runtime_pb2, health_pb2)
 ANY_PORT = "127.0.0.1:0"
@@ -103,7 +103,7 @@ class Served:
 
 @asynccontextmanager
 async def listening(
-    authority: Authority,
+    fleet: Fleet,
     *,
     network: NetworkLimits | None = None,
     callers: CallerLimits | None = None,
@@ -111,12 +111,12 @@ async def listening(
     role: CertRole = CertRole.MEMBER,
 ) -> AsyncIterator[Served]:
     stand_ins = StandIns()
-    node_id, material = authority.issue(role)
+    node_id, material = fleet.issue(role)
     listeners = Listeners(
         stand_ins.register,
         clock=SystemClock(),
         material=lambda: material,
-        trust=authority,
+        trust=fleet.trust,
         network=network,
         callers=callers,
         keepalive=keepalive,

@@ -14,8 +14,8 @@ import pytest
 from kakeya.core.errors import ConfigError
 from kakeya.wire.channels import Channels, is_local, sync_channel
 from kakeya.wire.security import CertRole, TlsMaterial
-from kakeya.wire.tls import CERTIFICATE_FILE, FolderSecurity, MaterialFolder, any_member
-from tests.wire.certificates import Authority, write
+from kakeya.wire.tls import CERTIFICATE_FILE, FolderSecurity, MaterialFolder, fleet_of
+from tests.wire.certificates import Fleet, write
 from tests.wire.servers import call, listening, methods, path
 
 (DESCRIBE,) = (method for method in methods() if path(method).endswith("/GetNodeCapability"))
@@ -67,10 +67,10 @@ def test_only_this_machine_is_spoken_to_in_plain(address: str, local: bool) -> N
 
 
 async def test_a_member_reaches_a_member_by_its_id_and_at_first_contact_by_any_name() -> None:
-    authority = Authority()
-    _, own = authority.issue()
-    async with listening(authority) as node:
-        for name in (node.node_id, any_member(authority.fleet)):
+    fleet = Fleet()
+    _, own = fleet.issue()
+    async with listening(fleet) as node:
+        for name in (node.node_id, fleet.any_member):
             channels = encrypted(Security(own, name))
             assert await call(channels.get(node.tls), DESCRIBE) is OK
             await channels.aclose()
@@ -78,15 +78,15 @@ async def test_a_member_reaches_a_member_by_its_id_and_at_first_contact_by_any_n
 
 @pytest.mark.parametrize("claim", ["another node's name", "another fleet", "a client's leaf"])
 async def test_an_impostor_is_not_spoken_to(claim: str) -> None:
-    authority, elsewhere = Authority(), Authority()
-    _, own = authority.issue()
-    victim, _ = authority.issue()
+    fleet, elsewhere = Fleet(), Fleet()
+    _, own = fleet.issue()
+    victim, _ = fleet.issue()
     names = {
         "another node's name": victim,
-        "another fleet": any_member(authority.fleet),
-        "a client's leaf": any_member(authority.fleet),
+        "another fleet": fleet.any_member,
+        "a client's leaf": fleet.any_member,
     }
-    host = elsewhere if claim == "another fleet" else authority
+    host = elsewhere if claim == "another fleet" else fleet
     role = CertRole.CLIENT if claim == "a client's leaf" else CertRole.MEMBER
     async with listening(host, role=role) as node:
         channels = encrypted(Security(own, names[claim]))
@@ -96,14 +96,14 @@ async def test_an_impostor_is_not_spoken_to(claim: str) -> None:
 
 
 async def test_a_channel_is_reused_until_the_certificate_or_the_name_changes() -> None:
-    authority = Authority()
-    security = Security(authority.issue()[1], any_member(authority.fleet))
-    async with listening(authority) as node:
+    fleet = Fleet()
+    security = Security(fleet.issue()[1], fleet.any_member)
+    async with listening(fleet) as node:
         channels = encrypted(security)
         first = channels.get(node.tls)
         assert channels.get(node.tls) is first
         assert await call(first, DESCRIBE) is OK
-        renewed_id, security.shown = authority.issue()
+        renewed_id, security.shown = fleet.issue()
         second = channels.get(node.tls)
         assert second is not first
         assert channels.get(node.tls) is second
@@ -115,19 +115,19 @@ async def test_a_channel_is_reused_until_the_certificate_or_the_name_changes() -
 
 
 async def test_loopback_and_sockets_stay_plain_whatever_the_security(tmp_path: Path) -> None:
-    authority = Authority()
-    channels = Channels(security=Security(authority.issue()[1], "whoever"))
-    async with listening(authority) as node:
+    fleet = Fleet()
+    channels = Channels(security=Security(fleet.issue()[1], "whoever"))
+    async with listening(fleet) as node:
         assert await call(channels.get(node.plain), DESCRIBE) is OK
         await channels.aclose()
 
 
 def test_a_thread_without_a_loop_speaks_tls_too() -> None:
-    authority = Authority()
-    own_id, own = authority.issue()
+    fleet = Fleet()
+    own_id, own = fleet.issue()
 
     async def serve(ready: list[str], done: asyncio.Event) -> str:
-        async with listening(authority) as node:
+        async with listening(fleet) as node:
             ready += (node.tls, node.node_id)
             await done.wait()
             return node.stand_ins.callers[0].node_id
@@ -149,10 +149,10 @@ def test_a_thread_without_a_loop_speaks_tls_too() -> None:
 
 
 async def test_a_connection_that_breaks_is_told_at_once_though_nobody_calls() -> None:
-    authority = Authority()
+    fleet = Fleet()
     lost: list[str] = []
-    channels = encrypted(Security(authority.issue()[1], any_member(authority.fleet)), lost.append)
-    async with listening(authority) as node:
+    channels = encrypted(Security(fleet.issue()[1], fleet.any_member), lost.append)
+    async with listening(fleet) as node:
         assert await call(channels.get(node.tls), DESCRIBE) is OK
         assert lost == []
     began = time.monotonic()
@@ -162,10 +162,10 @@ async def test_a_connection_that_breaks_is_told_at_once_though_nobody_calls() ->
 
 
 async def test_closing_a_channel_oneself_is_no_loss() -> None:
-    authority = Authority()
+    fleet = Fleet()
     lost: list[str] = []
-    channels = encrypted(Security(authority.issue()[1], any_member(authority.fleet)), lost.append)
-    async with listening(authority) as node:
+    channels = encrypted(Security(fleet.issue()[1], fleet.any_member), lost.append)
+    async with listening(fleet) as node:
         states = channels.states(node.tls)
         assert await anext(states) is grpc.ChannelConnectivity.IDLE
         assert await call(channels.get(node.tls), DESCRIBE) is OK
@@ -177,9 +177,9 @@ async def test_closing_a_channel_oneself_is_no_loss() -> None:
 
 
 def test_the_files_of_an_identity_are_read_again_when_they_change(tmp_path: Path) -> None:
-    authority = Authority()
-    _, first = authority.issue()
-    _, second = authority.issue()
+    fleet = Fleet()
+    _, first = fleet.issue()
+    _, second = fleet.issue()
     files = MaterialFolder(tmp_path)
     assert files.current() is None
     assert MaterialFolder(tmp_path / "nowhere").current() is None
@@ -193,17 +193,28 @@ def test_the_files_of_an_identity_are_read_again_when_they_change(tmp_path: Path
         files.current()
 
 
+def test_the_fleet_is_named_alike_by_programs_and_by_nodes() -> None:
+    fleet = Fleet()
+    assert fleet_of(fleet.pem) == fleet.founder.fleet
+    security = FolderSecurity(Path("nowhere"), "a name")
+    assert security.server_name("10.0.0.1:1") == "a name"
+    with pytest.raises(ConfigError, match="no PEM certificate"):
+        fleet_of(b"nonsense")
+
+
 def test_a_folder_without_keys_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{tmp_path} holds no identity .* kakeya join"):
-        FolderSecurity(tmp_path).material()
+        FolderSecurity(tmp_path).refresh()
 
 
 async def test_a_folder_is_a_programs_identity(tmp_path: Path) -> None:
-    authority = Authority()
-    write(tmp_path, authority.issue(CertRole.CLIENT)[1])
-    async with listening(authority) as node:
+    fleet = Fleet()
+    write(tmp_path, fleet.issue(CertRole.CLIENT)[1])
+    async with listening(fleet) as node:
         for name, answer in (("", OK), (node.node_id, OK), ("a" * 52, UNREACHED)):
-            channels = Channels(security=FolderSecurity(tmp_path, name), is_plain=lambda _: False)
+            security = FolderSecurity(tmp_path, name)
+            await asyncio.to_thread(security.refresh)
+            channels = Channels(security=security, is_plain=lambda _: False)
             (health,) = (method for method in methods() if path(method).endswith("Health/Check"))
             assert await call(channels.get(node.tls), health) is answer
             await channels.aclose()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -81,31 +81,40 @@ class Sockets:
         return peer
 
 
-def use(book: Connections, caller: str, peer: Peer) -> None:
+async def use(book: Connections, caller: str, peer: Peer) -> None:
+    await book.admit(caller, peer)
     with book.call(caller, peer):
         pass
 
 
-def test_the_connection_idle_for_longest_makes_room_for_a_new_one() -> None:
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_the_connection_idle_for_longest_makes_room_for_a_new_one() -> None:
     sockets = Sockets()
     book = sockets.book()
     peers = [sockets.peer(number) for number in range(5)]
     for peer in (*peers[:4], peers[0]):
-        use(book, "a", peer)
+        await use(book, "a", peer)
     with book.call("a", peers[1]):
-        use(book, "a", peers[4])
-    assert sockets.closed == [peers[2]]
+        await use(book, "a", peers[4])
+    await until(lambda: sockets.closed == [peers[2]])
     assert book.of("a") == (peers[3], peers[0], peers[1], peers[4])
 
 
-def test_connections_that_closed_by_themselves_do_not_count() -> None:
+async def test_connections_that_closed_by_themselves_do_not_count() -> None:
     sockets = Sockets()
     book = sockets.book()
     with ExitStack() as calls:
         for number in range(4):
-            calls.enter_context(book.call("a", sockets.peer(number)))
-    sockets.open.clear()
-    use(book, "a", sockets.peer(9))
+            peer = sockets.peer(number)
+            await book.admit("a", peer)
+            calls.enter_context(book.call("a", peer))
+        sockets.open.clear()
+        await use(book, "a", sockets.peer(9))
     assert sockets.closed == []
     assert len(book.of("a")) == 1
 
@@ -115,33 +124,44 @@ async def test_with_all_in_use_the_newcomer_is_refused_and_later_closed() -> Non
     book = sockets.book()
     with ExitStack() as calls:
         for number in range(4):
-            calls.enter_context(book.call("a", sockets.peer(number)))
+            peer = sockets.peer(number)
+            await book.admit("a", peer)
+            calls.enter_context(book.call("a", peer))
         late = sockets.peer(9)
         with pytest.raises(Refused, match="a has 4 connections in use here and may have 4"):
-            calls.enter_context(book.call("a", late))
-        use(book, "b", sockets.peer(10))
+            await book.admit("a", late)
+        await use(book, "b", sockets.peer(10))
         assert sockets.closed == []
-        async with asyncio.timeout(10):
-            while sockets.closed != [late]:
-                await asyncio.sleep(0.02)
+        await until(lambda: sockets.closed == [late])
 
 
-def test_dropping_a_caller_closes_all_it_has_and_nothing_else() -> None:
+async def test_calls_that_come_at_once_do_not_exceed_the_limit() -> None:
+    sockets = Sockets()
+    book = sockets.book()
+    for number in range(4):
+        await use(book, "a", sockets.peer(number))
+    late = [sockets.peer(number) for number in range(10, 20)]
+    await asyncio.gather(*(book.admit("a", peer) for peer in late * 2))
+    assert len(book.of("a")) == 4
+    await until(lambda: len(sockets.closed) >= 10)
+
+
+async def test_dropping_a_caller_closes_all_it_has_and_nothing_else() -> None:
     sockets = Sockets()
     book = sockets.book()
     for number, caller in enumerate(("a", "a", "b")):
-        use(book, caller, sockets.peer(number))
+        await use(book, caller, sockets.peer(number))
     with book.call("a", Peer("10.0.0.1:0")):
         assert book.drop("a") == 2
-    assert sockets.open == {Peer("10.0.0.1:2")}
+    await until(lambda: sockets.open == {Peer("10.0.0.1:2")})
     assert book.callers() == ("b",)
     assert book.drop("a") == 0
 
 
-def test_callers_that_left_are_forgotten() -> None:
+async def test_callers_that_left_are_forgotten() -> None:
     sockets = Sockets()
     book = sockets.book()
     for number in range(2000):
-        use(book, f"caller {number}", sockets.peer(number))
+        await use(book, f"caller {number}", sockets.peer(number))
         sockets.open.clear()
     assert len(book.callers()) <= 256

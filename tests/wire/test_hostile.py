@@ -20,11 +20,11 @@ import grpc.aio
 import pytest
 
 from kakeya.core.units import MIB
+from kakeya.fleet.identity import save_identity
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.wire.security import TlsMaterial
-from kakeya.wire.tls import any_member
 from tests.fleet.nodes import make_wire
-from tests.wire.certificates import Authority, write
+from tests.wire.certificates import Fleet, write
 from tests.wire.servers import ANY_PORT, call, dial, listening, methods, path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,17 +52,22 @@ class Child:
         return json.loads(await asyncio.wait_for(self.process.stdout.readline(), 30))
 
 
-@pytest.fixture
-def authority() -> Authority:
-    return Authority()
+def written(data_dir: Path, fleet: Fleet) -> Path:
+    save_identity(data_dir, fleet.identity())
+    return data_dir
 
 
 @pytest.fixture
-async def child(authority: Authority) -> AsyncIterator[Child]:
+def fleet() -> Fleet:
+    return Fleet()
+
+
+@pytest.fixture
+async def child(fleet: Fleet) -> AsyncIterator[Child]:
     with tempfile.TemporaryDirectory() as folder:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(Path(__file__).with_name("child_node.py"))),
-            str(write(Path(folder), authority.issue()[1])),
+            str(await asyncio.to_thread(written, Path(folder), fleet)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -134,14 +139,14 @@ async def test_a_flood_of_a_million_cards_costs_neither_memory_nor_honest_nodes(
 
 @linux
 async def test_a_member_cannot_flood_and_others_exchange_meanwhile(
-    authority: Authority, child: Child
+    fleet: Fleet, child: Child
 ) -> None:
     """Row 18, over the network: all but some of 300 messages are refused before they are read."""
-    name = any_member(authority.fleet)
+    name = fleet.any_member
     message = batch_of(1, 3334)
     async with (
-        dial(child.tls, authority.issue()[1], name) as flood,
-        dial(child.tls, authority.issue()[1], name) as honest,
+        dial(child.tls, fleet.issue()[1], name) as flood,
+        dial(child.tls, fleet.issue()[1], name) as honest,
     ):
         assert (await send(flood, b""))[0] is OK
         assert (await send(honest, b""))[0] is OK
@@ -168,10 +173,10 @@ async def test_a_member_cannot_flood_and_others_exchange_meanwhile(
     ids=["5 MiB", "100 MiB of zeros, gzipped"],
 )
 async def test_a_message_beyond_the_limit_is_refused_unread(
-    authority: Authority, child: Child, size: int, compression: grpc.Compression
+    fleet: Fleet, child: Child, size: int, compression: grpc.Compression
 ) -> None:
     """Row 20, from a member over TLS."""
-    async with dial(child.tls, authority.issue()[1], any_member(authority.fleet)) as channel:
+    async with dial(child.tls, fleet.issue()[1], fleet.any_member) as channel:
         for _ in range(3):  # buffers of a connection that is in use
             assert (await send(channel, bytes(1 * MIB)))[0] is not OK
         before = await child.weigh("mark")
@@ -223,7 +228,7 @@ def client_context(folder: Path, material: TlsMaterial) -> ssl.SSLContext:
     write(folder, material)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.load_verify_locations(cadata=material.authority.decode())
+    context.load_verify_locations(cadata=material.fleet.decode())
     context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
     context.set_alpn_protocols(["h2"])
     return context
@@ -241,11 +246,11 @@ async def ask_until(done: Callable[[], bool], channel: grpc.aio.Channel) -> list
 
 
 async def test_silent_sockets_are_closed_and_cost_others_nothing(
-    authority: Authority, child: Child
+    fleet: Fleet, child: Child
 ) -> None:
     """Row 24: 400 connections that never say a word, at a handshake limit of 3 s."""
     async with (
-        dial(child.tls, authority.issue()[1], any_member(authority.fleet)) as channel,
+        dial(child.tls, fleet.issue()[1], fleet.any_member) as channel,
         connections(child.tls, 400) as readers,
     ):
         closing = asyncio.ensure_future(gone(readers, 30))
@@ -260,12 +265,12 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0
 
 
 async def test_connections_without_calls_are_closed_after_the_idle_time(
-    authority: Authority, child: Child, tmp_path: Path
+    fleet: Fleet, child: Child, tmp_path: Path
 ) -> None:
     """Row 24: 200 connections of a member that open HTTP/2 and then rest; idle limit 3 s."""
-    context = client_context(tmp_path, authority.issue()[1])
+    context = client_context(tmp_path, fleet.issue()[1])
     async with (
-        dial(child.tls, authority.issue()[1], any_member(authority.fleet)) as channel,
+        dial(child.tls, fleet.issue()[1], fleet.any_member) as channel,
         connections(child.tls, 200, context, PREFACE) as readers,
     ):
         closing = asyncio.ensure_future(gone(readers, 30))
@@ -304,11 +309,11 @@ async def half_sent(dialled: Callable[[], grpc.aio.Channel], calls: int) -> Asyn
             begun.cancel()
 
 
-async def test_half_sent_calls_keep_nobody_out(authority: Authority) -> None:
+async def test_half_sent_calls_keep_nobody_out(fleet: Fleet) -> None:
     """Row 25: 200 of them, and 100 of 100 honest calls pass."""
-    attacker, honest = authority.issue()[1], authority.issue()[1]
-    name = any_member(authority.fleet)
-    async with listening(authority) as node:
+    attacker, honest = fleet.issue()[1], fleet.issue()[1]
+    name = fleet.any_member
+    async with listening(fleet) as node:
         async with half_sent(lambda: dial(node.tls, attacker, name), 200):
             assert node.stand_ins.calls.total() == 0
             async with dial(node.tls, honest, name) as channel:
