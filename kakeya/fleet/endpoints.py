@@ -270,6 +270,11 @@ class RouteBook:
             edge.tried_mono = mono
         return tuple((node_id, edge.endpoint.address) for _, node_id, edge in chosen)
 
+    def is_spare(self, node_id: NodeId, address: str) -> bool:
+        """Whether a way is neither in use nor the only other one: no connection is kept for it."""
+        ways = self._nodes.get(node_id)
+        return ways is not None and len(ways.edges) > 2 and address != ways.chosen
+
     def state(self, node_id: NodeId, address: str) -> EdgeState:
         """What is known of one way; unknown, too, for one that the node does not have."""
         ways = self._nodes.get(node_id)

@@ -141,6 +141,9 @@ class Routes:
                 self._tell(change)
         elif rtt_s <= PROBE_S + _LAG_S:
             self._book.failed(address, node_id=node_id, mono=ended_mono)
+        if self._book.is_spare(node_id, address):
+            # Peers bound the connections of one node; those that are used come first.
+            await self._channels.discard(address)
 
     async def _who_answers(self, address: str) -> str:
         try:
