@@ -94,7 +94,7 @@ class FleetTrust:
 
     def fault_of(self, card: Card, now: float) -> CardFault | None:
         """What is wrong with the seal of a card that was read from its bytes; None = nothing."""
-        verdict = self._verdict(card.wire)
+        verdict = self._verdict(card.wire, card.digest)
         holder = verdict.holder
         if holder is None:
             return verdict.fault
@@ -107,10 +107,9 @@ class FleetTrust:
     def warm(self, wires: Sequence[bytes]) -> None:
         """Check cards ahead of `fault_of`, which then only looks the verdicts up."""
         for wire in wires:
-            self._verdict(wire)
+            self._verdict(wire, hashlib.sha256(wire).digest())
 
-    def _verdict(self, wire: bytes) -> _Verdict:
-        digest = hashlib.sha256(wire).digest()
+    def _verdict(self, wire: bytes, digest: bytes) -> _Verdict:
         known = self._good.get(digest) or self._bad.get(digest)
         if known is not None:
             return known

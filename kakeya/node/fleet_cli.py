@@ -44,7 +44,11 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
         help="member: a node (default); client: may generate; admin: may do everything",
     )
     join = _command(commands, "join", "join the fleet that a token leads into")
-    join.add_argument("token", metavar="TOKEN", help="the line that `kakeya invite` printed")
+    join.add_argument(
+        "token",
+        metavar="TOKEN",
+        help="the line that `kakeya invite` printed; - reads it from stdin",
+    )
     join.add_argument("--label", default="", metavar="NAME", help="default: the host's name")
     revoke = _command(commands, "revoke", "take a node out of the fleet for good")
     revoke.add_argument("node", metavar="NODE", help="its label, its id, or the start of its id")
@@ -104,6 +108,8 @@ def _join(folder: Path, token: str, label: str, *, as_json: bool) -> int:
     from kakeya.core.clock import SystemClock
     from kakeya.node.joining import join
 
+    if token == "-":  # keeps it out of the list of processes
+        token = sys.stdin.readline()
     with DataDir(folder):
         joined = asyncio.run(join(folder, token, label, clock=SystemClock()))
     identity = joined.identity

@@ -14,17 +14,19 @@ MIN_PREFIX = 4
 def find_node(named: str, cards: Sequence[Card]) -> str:
     """Return the id of the node that is meant; whole ids need no card.
 
-    Raises NotFound, and InvalidArgument when several nodes are meant.
+    Labels are what nodes say of themselves, so one that looks like the id of another node, or the
+    beginning of it, never takes its place. Raises NotFound, and InvalidArgument when several nodes
+    are meant.
     """
-    found = _matches(named, cards)
+    if _is_id(named):
+        return named
+    found = sorted({card.node_id for card in cards if _is_meant(named, card)})
     if len(found) == 1:
         return found[0]
     if found:
         raise InvalidArgument(
             f"{named!r} means {len(found)} nodes: {', '.join(found)}; give more of the id"
         )
-    if _is_id(named):
-        return named
     known = ", ".join(f"{card.label or '-'} ({card.node_id[:8]})" for card in cards)
     raise NotFound(
         f"no live node is called {named!r}; known are {known or 'none'}. A node that is away is "
@@ -32,11 +34,9 @@ def find_node(named: str, cards: Sequence[Card]) -> str:
     )
 
 
-def _matches(named: str, cards: Sequence[Card]) -> list[str]:
-    exact = [card.node_id for card in cards if named in (card.node_id, card.label)]
-    if exact or len(named) < MIN_PREFIX:
-        return sorted(set(exact))
-    return sorted({card.node_id for card in cards if card.node_id.startswith(named.lower())})
+def _is_meant(named: str, card: Card) -> bool:
+    is_prefix = len(named) >= MIN_PREFIX and card.node_id.startswith(named.lower())
+    return is_prefix or named == card.label
 
 
 def _is_id(named: str) -> bool:

@@ -25,6 +25,7 @@ from kakeya.fleet.identity import FOLDER, REVOCATIONS, Identity, load_identity, 
 from kakeya.node.joining import join
 from kakeya.node.listeners import Listeners
 from kakeya.node.membership import FleetSecurity, Membership, open_trust
+from kakeya.node.naming import find_node
 from kakeya.node.renewal import MembershipService, pause_before_renewal
 from kakeya.v1 import distributed_pb2
 from kakeya.v1 import fleet_pb2 as pb
@@ -360,7 +361,7 @@ async def test_a_node_is_named_by_label_id_or_the_start_of_its_id(tmp_path: Path
     async with two_nodes(tmp_path, clock) as (one, two):
         node_id = two.trust.identity.node_id
         for named in ("mini-2", node_id, node_id[:8], node_id[:8].upper()):
-            assert one.membership.revoke(named)[0] == node_id
+            assert find_node(named, one.cards) == node_id
         with pytest.raises(NotFound, match=r"no live node is called 'mini-7'; known are mini-1"):
             one.membership.revoke("mini-7")
         with pytest.raises(NotFound):
@@ -375,3 +376,18 @@ async def test_a_node_is_named_by_label_id_or_the_start_of_its_id(tmp_path: Path
         one.cards.append(from_wire(other.seal(body.SerializeToString())))
         with pytest.raises(InvalidArgument, match="means 2 nodes"):
             one.membership.revoke("mini-2")
+
+
+async def test_nobody_hides_behind_a_label(tmp_path: Path) -> None:
+    clock = SettableClock()
+    async with two_nodes(tmp_path, clock) as (one, two):
+        authority = authority_of(one.trust.identity)
+        assert authority is not None
+        victim = one.trust.identity.node_id
+        for label in (victim, victim[:8]):
+            trust = FleetTrust(authority.new_identity(label, now=clock.wall()))
+            body = distributed_pb2.NodeCapability(node_id=trust.identity.node_id, label=label)
+            cards = [two.card(), one.card(), from_wire(trust.seal(body.SerializeToString()))]
+            assert find_node(victim, cards) == victim
+        with pytest.raises(InvalidArgument, match="means 2 nodes"):
+            find_node(victim[:8], cards)
