@@ -94,7 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="two nodes on this machine, four ways to draft")
     demo.add_argument("--json", action="store_true", help="print one JSON object, no table")
     fleet_cli.add_parsers(commands)
-    doctor = commands.add_parser("doctor", help=DOCTOR, description=DOCTOR, allow_abbrev=False)
+    doctor = commands.add_parser(
+        "doctor",
+        help=DOCTOR,
+        description=f"{DOCTOR}; exit status 0 without a fault, 1 with one",
+        allow_abbrev=False,
+    )
     doctor.add_argument(
         "peer", nargs="?", default="", metavar="PEER", help="label, node id or HOST:PORT (all)"
     )

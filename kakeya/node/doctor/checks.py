@@ -157,8 +157,14 @@ def check_certificate(dates: CertificateDates, now: float, platform: str) -> Lin
     return ok(what, f"valid for {left} more")
 
 
-def check_membership(*, is_member: bool, is_exposed: bool) -> Line | None:
-    """Judge a node without an identity; None for a member."""
+def check_membership(*, is_member: bool, is_revoked: bool, is_exposed: bool) -> Line | None:
+    """Judge a node that no fleet counts in; None for a member."""
+    if is_revoked:
+        detail = (
+            "this node was taken out of its fleet: no member answers it. `kakeya invite` on the "
+            "fleet's authority prints a token to come back with"
+        )
+        return fault("fleet", detail, JOIN)
     if is_member:
         return None
     if is_exposed:

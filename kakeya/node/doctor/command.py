@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -24,6 +23,7 @@ from rich.text import Text
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import DeadlineExceeded, PeerProtocol, PeerUnavailable
+from kakeya.node.binding import DEFAULT_PORT
 from kakeya.node.control import control_socket
 from kakeya.node.datadir import find_running
 from kakeya.node.doctor.dials import Dialler
@@ -32,31 +32,11 @@ from kakeya.node.doctor.machine_checks import check_port
 from kakeya.node.doctor.report import Level, Line, Report, decode_report, fault, shell, warning
 from kakeya.node.doctor.targets import Target, find_targets
 from kakeya.node.doctor.way_checks import Here, check_way
-from kakeya.node.ports import DEFAULT_BIND
 from kakeya.node.table import BIND, HTTP
 
 _NODE_S = 11.0
 """For the node's examination, which ends by itself before."""
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "bold red"}
-HELP = "what is wrong with this node, its peers and the ways between them"
-
-
-class _Commands(Protocol):
-    """`argparse` keeps the type of its subparsers to itself."""
-
-    def add_parser(self, name: str, *, help: str, description: str) -> argparse.ArgumentParser:
-        """Add a command."""
-        ...
-
-
-def add_parser(commands: _Commands) -> None:
-    """Add the command to the command line."""
-    parser = commands.add_parser("doctor", help=HELP, description=__doc__ or HELP)
-    parser.add_argument(
-        "peer", nargs="?", default="", metavar="PEER", help="label, node id or HOST:PORT (all)"
-    )
-    parser.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace, folder: Path) -> int:
@@ -139,7 +119,7 @@ async def _look_at(target: Target | None, machine: Machine) -> tuple[Line, ...]:
 
 def _check_ports(environ: Mapping[str, str]) -> list[Line]:
     wanted = (
-        (BIND.flag, environ.get(BIND.variable) or DEFAULT_BIND),
+        (BIND.flag, environ.get(BIND.variable) or f"127.0.0.1:{DEFAULT_PORT}"),
         (HTTP.flag, environ.get(HTTP.variable) or HTTP.default),
     )
     return [check_port(flag, address, listen_fault(address)) for flag, address in wanted]

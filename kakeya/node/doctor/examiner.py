@@ -23,6 +23,7 @@ from kakeya.node.doctor import checks, machine_checks, way_checks
 from kakeya.node.doctor.checks import CertificateDates, Protocols
 from kakeya.node.doctor.dials import Dial, Dialler, Outcome, outcome_of
 from kakeya.node.doctor.machine import Machine
+from kakeya.node.doctor.mends import JOIN, UPDATE
 from kakeya.node.doctor.report import Line, Report, encode_report, fault, ok, shell, warning
 from kakeya.node.doctor.service import MAX_ADDRESSES, NOT_YOURS
 from kakeya.node.doctor.targets import MAX_PEERS, Target, find_targets, name_of, ways_of
@@ -45,6 +46,7 @@ class FleetView:
     """
 
     identity: Callable[[], Identity | None]
+    is_revoked: Callable[[], bool]
     skews: Callable[[], Mapping[str, float]]
     route: Callable[[Card], str]
 
@@ -81,6 +83,8 @@ class Examiner:
         started_mono = self._clock.mono()
         own, *others = self._registry.snapshot(mono=started_mono)
         targets = find_targets(peer, others)
+        if self._view.is_revoked():
+            targets = ()  # each of them would say the same
         async with asyncio.TaskGroup() as group:
             parts = [
                 group.create_task(self._bounded("machine", self._machine.examine())),
@@ -110,7 +114,9 @@ class Examiner:
     async def _examine_self(self, own: Card) -> list[Line]:
         now = self._clock.wall()
         me = Peer(name=name_of(own), node_id=own.node_id, platform=own.platform)
-        dials = await self._dial_all(ways_of(own))
+        is_revoked = self._view.is_revoked()
+        # Nor does a revoked node believe itself.
+        dials = [] if is_revoked else await self._dial_all(ways_of(own))
         lines = [check_own_address(dial, me) for _, dial in dials]
         identity = self._view.identity()
         if identity is not None:
@@ -118,15 +124,18 @@ class Examiner:
                 identity.not_before_at, identity.renew_at, identity.not_after_at
             )
             lines.append(checks.check_certificate(dates, now, self._machine.platform))
-        exposed = any(not is_loopback(way.address) for way, _ in dials)
-        member = checks.check_membership(is_member=identity is not None, is_exposed=exposed)
+        member = checks.check_membership(
+            is_member=identity is not None,
+            is_revoked=is_revoked,
+            is_exposed=any(not is_loopback(way.address) for way, _ in dials),
+        )
         clock = checks.check_own_clock(self._view.skews(), self._machine.platform)
         conflicts = [c.address for c in self._registry.conflicts(now) if c.is_own]
         ids = checks.check_conflicts(conflicts, data_dir=str(self._machine.data_dir))
         return [line for line in (*lines, member, clock, ids) if line is not None]
 
     def _judge_fleet(self, others: Sequence[Card], wanted: str) -> list[Line]:
-        if wanted:
+        if wanted or self._view.is_revoked():
             return []
         if not others:
             detail = "no other node is known; the two-sided checks need one"
@@ -250,17 +259,23 @@ def check_own_address(dial: Dial, me: Peer) -> Line:
     what = f"answers at {dial.address}"
     if dial.outcome is Outcome.ANSWERED and dial.node_id == me.node_id:
         return ok(what, f"this node does, after {dial.rtt_ms:.1f} ms")
-    if dial.outcome is Outcome.ANSWERED:
-        reason = f"another node does: {dial.node_id}"
-    else:
-        reason = f"this node is told by peers to be there, and is not: {dial.error}"
-    return fault(what, reason, shell("kakeya-node", "--advertise", "HOST:PORT"))
+    match dial.outcome:
+        case Outcome.ANSWERED:
+            detail = f"another node does: {dial.node_id}"
+            command = shell("kakeya-node", "--advertise", "HOST:PORT")
+        case Outcome.UNTRUSTED | Outcome.DENIED:
+            detail = f"this node does not believe its own certificate: {dial.error}"
+            command = JOIN
+        case _:
+            detail = f"this node's card says so, and it is not there: {dial.error}"
+            command = shell("kakeya-node", "--bind", dial.address)
+    return fault(what, detail, command)
 
 
 def _no_answer(failure: grpc.aio.AioRpcError, peer: Peer) -> Line:
     if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
         detail = f"{peer.name} cannot check back: its version knows no doctor"
-        return warning("checked back", detail, "git pull", on=peer.name, peer=peer.name)
+        return warning("checked back", detail, UPDATE, on=peer.name, peer=peer.name)
     words = failure.details() or failure.code().name
     detail = f"{peer.name} was asked to check back and did not: {words}"
     return warning("checked back", detail, shell("kakeya", "doctor", peer.name), peer=peer.name)

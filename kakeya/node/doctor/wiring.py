@@ -37,6 +37,9 @@ class Doctor:
         )
         view = FleetView(
             identity=lambda: plane.trust.identity if plane.trust else None,
+            is_revoked=lambda: (
+                plane.trust is not None and plane.trust.is_revoked(plane.registry.node_id)
+            ),
             skews=plane.skews,
             route=plane.routes.address_for,
         )

@@ -373,13 +373,20 @@ def test_two_ring_addresses_share_a_ring_or_say_why_not(
 
 
 @pytest.mark.parametrize(
-    ("is_member", "is_exposed", "level"),
-    [(True, True, None), (False, True, Level.WARNING), (False, False, Level.OK)],
+    ("is_member", "is_revoked", "is_exposed", "level"),
+    [
+        (True, False, True, None),
+        (True, True, True, Level.FAULT),
+        (False, False, True, Level.WARNING),
+        (False, False, False, Level.OK),
+    ],
 )
-def test_a_node_without_identity_is_warned_of_where_others_reach_it(
-    is_member: bool, is_exposed: bool, level: Level | None
+def test_a_node_that_no_fleet_counts_in_is_told_so(
+    is_member: bool, is_revoked: bool, is_exposed: bool, level: Level | None
 ) -> None:
-    line = checks.check_membership(is_member=is_member, is_exposed=is_exposed)
+    line = checks.check_membership(
+        is_member=is_member, is_revoked=is_revoked, is_exposed=is_exposed
+    )
     assert (line and line.level) is level
 
 

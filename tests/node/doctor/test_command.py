@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import fcntl
 import io
 import json
@@ -22,34 +22,27 @@ from rich.console import Console
 
 from kakeya.core.errors import KakeyaError, NotFound
 from kakeya.node.datadir import LOCK, RUN
-from kakeya.node.doctor.command import add_parser, ask_node, examine_alone, printable, show_report
+from kakeya.node.doctor.command import ask_node, examine_alone, printable, show_report
 from kakeya.node.doctor.examiner import Examiner
-from kakeya.node.doctor.report import Level, Line, Report, fault, ok, warning
+from kakeya.node.doctor.report import Level, Report, fault, ok, warning
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import ControlServiceServicer, add_ControlServiceServicer_to_server
 from kakeya.wire.status import abort
 from tests.node.doctor.small_nodes import closed_port, small_node
 
-SCRIPT = """
-import argparse, sys
-from pathlib import Path
-from kakeya.core.errors import KakeyaError
-from kakeya.node.doctor.command import add_parser, run
-parser = argparse.ArgumentParser()
-add_parser(parser.add_subparsers())
-options = parser.parse_args(sys.argv[1:])
-try:
-    status = run(options, Path(options.data_dir))
-except KakeyaError as failed:
-    print(failed.message, file=sys.stderr)
-    status = 1
-sys.exit(status)
-"""
 FREE = {"KAKEYA_BIND": "127.0.0.1:0", "KAKEYA_HTTP": "127.0.0.1:0"}
 
 
 def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", SCRIPT, "doctor", "--data-dir", str(folder), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "kakeya.node.cli",
+        "doctor",
+        "--data-dir",
+        str(folder),
+        *arguments,
+    ]
     environ = os.environ | FREE
     return subprocess.run(
         command, capture_output=True, text=True, timeout=60, check=False, env=environ
@@ -147,8 +140,6 @@ async def test_the_running_node_examines(tmp_path: Path) -> None:
 
 
 async def _in_thread(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    import asyncio
-
     return await asyncio.to_thread(doctor, folder, *arguments)
 
 
@@ -213,11 +204,3 @@ def test_a_hostile_label_neither_drives_the_terminal_nor_is_markup() -> None:
     assert "\r" not in text
     assert "[bold]x[/bold]" in text
     assert printable("a\u202eb\x07") == "a?b?"
-
-
-def test_the_parser_takes_a_peer() -> None:
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    options = parser.parse_args(["doctor", "mini-2", "--json"])
-    assert (options.peer, options.json, options.data_dir) == ("mini-2", True, "")
-    assert isinstance(fault("a", "b", "c"), Line)
