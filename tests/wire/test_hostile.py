@@ -228,7 +228,7 @@ def client_context(folder: Path, material: TlsMaterial) -> ssl.SSLContext:
     write(folder, material)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.load_verify_locations(cadata=material.fleet.decode())
+    context.load_verify_locations(cadata=material.authority.decode())
     context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
     context.set_alpn_protocols(["h2"])
     return context
