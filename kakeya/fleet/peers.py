@@ -18,7 +18,6 @@ from kakeya.fleet.held import CardIndex, HeldCards
 from kakeya.fleet.memory import Remembered, Sighting, Tombstones, Unwanted
 from kakeya.fleet.suspicion import Suspicions
 
-
 _MENDED_BY_BEATS = (CardFault.EXPIRED, CardFault.STALE, CardFault.FUTURE)
 """Why a card is refused that would be taken with a later beat, or with any."""
 
