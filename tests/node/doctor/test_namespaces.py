@@ -1,0 +1,111 @@
+"""The doctor as a person runs it: two joined nodes in two namespaces with a cable between them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import netns
+from tests.netns import Machine
+
+pytestmark = netns.needs_netns()
+FLAGS = ("--proposer", "ngram", "--no-mdns", "--exchange-interval", "0.5")
+
+
+def kakeya(machine: Machine, data: Path, *arguments: str) -> tuple[int, str, str]:
+    command = ("-m", "kakeya.node.cli", *arguments, "--data-dir", str(data))
+    done = machine.python(*command, limit_s=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+def examine(machine: Machine, data: Path, *peer: str) -> dict[str, dict[str, Any]]:
+    """Lines by subject; where several have one, by subject and peer."""
+    status, out, err = kakeya(machine, data, "doctor", *peer, "--json")
+    assert out, err
+    report = json.loads(out)
+    assert report["seconds"] < 10
+    assert status == (1 if report["level"] == "fault" else 0)
+    return {line["what"]: line for line in report["lines"]}
+
+
+@contextmanager
+def two_minis(folder: Path) -> Iterator[tuple[Machine, Machine]]:
+    """The first made the fleet, the second joined it; both run and know each other."""
+    with netns.network(2, thunderbolt=True) as (one, two):
+        status, _, err = kakeya(one, folder / "one", "init", "--label", "one")
+        assert status == 0, err
+        start(one, folder / "one")
+        status, out, err = kakeya(one, folder / "one", "invite", "--json")
+        assert status == 0, err
+        start(two, folder / "two", "--join", json.loads(out)["token"], "--label", "two")
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            _, out, _ = kakeya(one, folder / "one", "status", "--json")
+            if len(json.loads(out)["fleet"]["nodes"]) == 2:
+                break
+        yield one, two
+
+
+def start(machine: Machine, data: Path, *flags: str) -> None:
+    program = (sys.executable, "-m", "kakeya.node.daemon", "--data-dir", str(data))
+    machine.spawn(*program, *FLAGS, *flags, log_file=data.with_suffix(".log"), limit_s=60)
+
+
+def bad(lines: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines.values() if line["level"] != "ok" and line["what"] != "mlx"]
+
+
+def test_two_minis_are_well_then_a_firewall_then_a_cable(tmp_path: Path) -> None:
+    with two_minis(tmp_path) as (one, two):
+        well = examine(one, tmp_path / "one")
+        assert not bad(well)
+        cable = two.cables["thunderbolt0"]
+        for address in (two.ip, cable):
+            assert f"reach {address}:50051" in str(well)
+        for address in (one.ip, one.cables["thunderbolt0"]):
+            assert well[f"reached at {address}:50051"]["level"] == "ok"
+
+        # A firewall on the second: what it sends out arrives, new calls to it get no answer.
+        one.drop_dials_to(two)
+        lines = examine(one, tmp_path / "one", "two")
+        lost = lines[f"reach {two.ip}:50051 (lan)"]
+        assert (lost["level"], "no answer at all" in lost["detail"]) == ("warning", True)
+        assert lost["on"] == "two"
+        assert lines[f"reached at {one.ip}:50051"]["level"] == "ok"
+        one.pass_out()
+
+        # The cable is pulled: its way fails, the other works, and the path says so.
+        one.unplug("thunderbolt0")
+        lines = examine(one, tmp_path / "one", "two")
+        assert lines[f"reach {two.ip}:50051 (lan)"]["level"] == "ok"
+        assert lines[f"reach {cable}:50051 (thunderbolt)"]["level"] == "warning"
+        assert lines["path"]["level"] == "warning"
+        assert "Thunderbolt Bridge" in lines["path"]["command"]
+
+
+def test_a_machine_that_is_switched_off_is_a_fault(tmp_path: Path) -> None:
+    with two_minis(tmp_path) as (one, two):
+        two.spawned[0].stop(number=9)
+        lines = examine(one, tmp_path / "one", "two")
+        gone = lines[f"reach {two.ip}:50051 (lan)"]
+        assert (gone["level"], "refuses port 50051" in gone["detail"]) == ("fault", True)
+        two.cut(silently=True)
+        lines = examine(one, tmp_path / "one", f"{two.ip}:50051")
+        gone = next(line for what, line in lines.items() if what.startswith(f"reach {two.ip}"))
+        assert gone["level"] == "fault"
+        assert "no answer at all" in gone["detail"]
+
+
+@pytest.mark.parametrize("peer", ["10.77.0.2:50051", "[fd00::9]:50051"])
+def test_alone_an_address_is_dialled(tmp_path: Path, peer: str) -> None:
+    with netns.network(2) as (one, _):
+        lines = examine(one, tmp_path / "none", peer)
+    assert lines[f"reach {peer}"]["level"] == "fault"
+    assert lines["node"]["level"] == "warning"
