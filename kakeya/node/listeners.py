@@ -11,6 +11,7 @@ handshake; a revoked node's connections are closed under it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ import grpc.aio
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import ConfigError, Conflict
+from kakeya.core.log import event
 from kakeya.core.units import KIB
 from kakeya.node.machine import join_address
 from kakeya.node.permissions import PERMISSIONS
@@ -26,10 +28,14 @@ from kakeya.node.settings import split_address
 from kakeya.wire.admission import Admission, CallerLimits
 from kakeya.wire.authorization import CallerTrust, Guard, Origin, Permission
 from kakeya.wire.channels import Keepalive, Option, is_local, message_options
-from kakeya.wire.connections import Connections
+from kakeya.wire.connections import Connections, surplus
+from kakeya.wire.hangup import accepted, hang_up
 from kakeya.wire.security import TlsMaterial
 from kakeya.wire.tls import server_credentials
 
+_log = logging.getLogger(__name__)
+_NETWORK = (Origin.TLS, Origin.OPEN)
+_LOOK_EVERY_S = 2.0
 Register = Callable[[grpc.aio.Server], None]
 """Adds the node's services to a server that has not started; called once for each."""
 
@@ -53,6 +59,12 @@ class NetworkLimits:
             ("grpc.max_metadata_size", self.metadata_bytes),
             ("grpc.absolute_max_metadata_size", self.metadata_bytes),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    server: grpc.aio.Server
+    origin: Origin
 
 
 class Listeners:
@@ -81,15 +93,17 @@ class Listeners:
         self._keepalive = keepalive or Keepalive()
         self._network = network or NetworkLimits()
         self._permissions = permissions
+        self._clock = clock
+        self._callers = callers
         self._admission = Admission(clock, callers)
         self._connections = Connections(callers.connections)
-        self._servers: dict[str, grpc.aio.Server] = {}
+        self._open: dict[str, _Listener] = {}
         self._is_started = False
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where the node listens, in the order they were opened; ports as they were bound."""
-        return tuple(self._servers)
+        return tuple(self._open)
 
     async def open_plain(self, address: str, *, flag: str) -> str:
         """Listen without encryption on HOST:PORT or unix:PATH; return the address with its port.
@@ -101,7 +115,7 @@ class Listeners:
         else:
             origin = Origin.LOOPBACK if is_local(address) else Origin.OPEN
         server = self._server(origin)
-        return await self._open(address, server, server.add_insecure_port, flag)
+        return await self._bind(address, _Listener(server, origin), server.add_insecure_port, flag)
 
     async def open_tls(self, address: str, *, flag: str) -> str:
         """Listen with mutual TLS on HOST:PORT; otherwise as `open_plain`."""
@@ -109,27 +123,30 @@ class Listeners:
             raise Conflict(f"{address} cannot be encrypted: this node has no identity")
         server = self._server(Origin.TLS)
         credentials = server_credentials(self._material)
-        return await self._open(
-            address, server, lambda where: server.add_secure_port(where, credentials), flag
+        return await self._bind(
+            address,
+            _Listener(server, Origin.TLS),
+            lambda where: server.add_secure_port(where, credentials),
+            flag,
         )
 
     async def start(self) -> None:
         """Answer on every open address, and from now on on each that is opened."""
         self._is_started = True
-        for server in list(self._servers.values()):
-            await self._start(server)
+        for listener in list(self._open.values()):
+            await self._start(listener.server)
 
     async def close(self, address: str, grace_s: float | None = None) -> None:
         """Stop listening on one address; calls that run there may go on for `grace_s`."""
-        server = self._servers.pop(address, None)
-        if server is not None:
-            await server.stop(grace_s)
+        listener = self._open.pop(address, None)
+        if listener is not None:
+            await listener.server.stop(grace_s)
 
     async def stop(self, grace_s: float | None) -> None:
         """Refuse new calls everywhere at once; calls that run may go on for `grace_s`."""
-        servers = list(self._servers.values())
-        self._servers.clear()
-        await asyncio.gather(*(server.stop(grace_s) for server in servers))
+        listeners = list(self._open.values())
+        self._open.clear()
+        await asyncio.gather(*(listener.server.stop(grace_s) for listener in listeners))
 
     def drop_revoked(self) -> int:
         """Begin to close the connections of callers that the fleet has taken out; how many."""
@@ -137,6 +154,29 @@ class Listeners:
             return 0
         gone = [caller for caller in self._connections.callers() if self._trust.is_revoked(caller)]
         return sum(self._connections.drop(caller) for caller in gone)
+
+    async def watch(self) -> None:
+        """Keep any one host from taking all the files that this process may open; never returns."""
+        while True:
+            await self._clock.sleep(_LOOK_EVERY_S)
+            ports = {
+                split_address(address)[1]
+                for address, listener in self._open.items()
+                if listener.origin in _NETWORK
+            }
+            open_now = await asyncio.to_thread(accepted, ports)
+            too_many = surplus(
+                open_now, self._connections.known(), self._callers.connections_per_host
+            )
+            if too_many:
+                closed = await asyncio.to_thread(hang_up, frozenset(too_many))
+                event(
+                    _log,
+                    "closed connections of hosts that hold too many",
+                    level=logging.WARNING,
+                    closed=closed,
+                    first=too_many[0],
+                )
 
     def _server(self, origin: Origin) -> grpc.aio.Server:
         guard = Guard(
@@ -147,21 +187,21 @@ class Listeners:
             trust=self._trust,
         )
         options = dict(self._keepalive.server_options() + message_options())
-        if origin in (Origin.TLS, Origin.OPEN):
+        if origin in _NETWORK:
             options |= dict(self._network.options())
         return grpc.aio.server(interceptors=(guard,), options=tuple(options.items()))
 
-    async def _open(
-        self, address: str, server: grpc.aio.Server, bind: Callable[[str], int], flag: str
+    async def _bind(
+        self, address: str, listener: _Listener, bind: Callable[[str], int], flag: str
     ) -> str:
         try:
             bound = _bind(address, bind, flag)
         except ConfigError:
-            await server.stop(None)
+            await listener.server.stop(None)
             raise
-        self._servers[bound] = server
+        self._open[bound] = listener
         if self._is_started:
-            await self._start(server)
+            await self._start(listener.server)
         return bound
 
     async def _start(self, server: grpc.aio.Server) -> None:

@@ -34,6 +34,8 @@ class CallerLimits:
     concurrent_work: int = 32
     concurrent_gossip: int = 8
     connections: int = 4
+    connections_per_host: int = 64
+    """Over all callers of one IP, those that have made no call yet included."""
     callers: int = 4096
 
 

@@ -49,6 +49,8 @@ class Keepalive:
             ("grpc.http2.ping_timeout_ms", int(self.timeout_s * 1000)),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
+            # A channel that replaces a broken one must not inherit its connection.
+            ("grpc.use_local_subchannel_pool", 1),
             ("grpc.initial_reconnect_backoff_ms", 500),
             ("grpc.min_reconnect_backoff_ms", 2000),
             ("grpc.max_reconnect_backoff_ms", 4000),

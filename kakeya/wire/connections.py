@@ -8,8 +8,8 @@ idle the longest, so a node that came back by a new path is heard.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from kakeya.core.errors import Refused
@@ -20,6 +20,21 @@ _TIDY_EVERY = 256
 """New connections between two looks for those that have closed."""
 _ANSWER_S = 1.0
 """How long a refused connection stays open, so that its caller reads why."""
+
+
+def surplus(open_now: Sequence[Peer], known: Collection[Peer], limit: int) -> tuple[Peer, ...]:
+    """Which connections to close so that no host has more than `limit`: never the known ones.
+
+    A host that opens connections and makes no call has no account to pay from; this bounds it.
+    """
+    by_host: dict[str, list[Peer]] = defaultdict(list)
+    for peer in open_now:
+        by_host[peer.rpartition(":")[0]].append(peer)
+    return tuple(
+        peer
+        for peers in by_host.values()
+        for peer in [peer for peer in peers if peer not in known][: max(0, len(peers) - limit)]
+    )
 
 
 class Connections:
@@ -70,6 +85,10 @@ class Connections:
     def callers(self) -> tuple[str, ...]:
         """Everyone who was last known to have a connection."""
         return tuple(self._held)
+
+    def known(self) -> frozenset[Peer]:
+        """Every connection over which a call came."""
+        return frozenset(peer for held in self._held.values() for peer in held)
 
     def drop(self, caller: str) -> int:
         """Close all connections of a caller, whatever runs on them; return how many."""

@@ -36,6 +36,18 @@ def open_peers() -> frozenset[Peer]:
     return frozenset(found)
 
 
+def accepted(ports: Collection[int]) -> tuple[Peer, ...]:
+    """The other ends of the connections to these ports of this process."""
+    found: list[Peer] = []
+
+    def keep(connection: socket.socket, peer: Peer) -> None:
+        if connection.getsockname()[1] in ports:
+            found.append(peer)
+
+    _visit(keep)
+    return tuple(found)
+
+
 def hang_up(peers: Collection[Peer]) -> int:
     """Close every connection to these ends; return how many there were."""
     closed = 0

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
@@ -15,7 +16,7 @@ import pytest
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError, Conflict
-from kakeya.node.listeners import Listeners
+from kakeya.node.listeners import Listeners, NetworkLimits
 from kakeya.v1 import runtime_pb2
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceServicer, add_RuntimeServiceServicer_to_server
 from kakeya.wire.admission import CallerLimits
@@ -226,6 +227,29 @@ async def test_a_caller_has_four_connections_and_a_new_one_takes_the_idlest() ->
                 await asyncio.sleep(0.05)
         for channel in channels:
             await channel.close()
+
+
+async def test_a_host_that_only_connects_does_not_take_all_files_of_the_process() -> None:
+    """Its silent connections are closed above its share, long before their handshakes time out."""
+    fleet = Fleet()
+    limits = CallerLimits(connections_per_host=16)
+    slow = NetworkLimits(handshake_s=60)
+    async with AsyncExitStack() as stack:
+        node = await stack.enter_async_context(listening(fleet, callers=limits, network=slow))
+        honest = await stack.enter_async_context(dial(node.tls, fleet.issue()[1], fleet.any_member))
+        assert await call(honest, DESCRIBE) is OK
+        before = open_files()
+        host, _, port = node.tls.rpartition(":")
+        crowd = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
+        watching = asyncio.create_task(node.listeners.watch())
+        async with asyncio.timeout(20):
+            while sum(reader.at_eof() for reader, _ in crowd) < 100 - 16:
+                await asyncio.sleep(0.05)
+        assert open_files() <= before + 100 + 20
+        assert await call(honest, DESCRIBE) is OK
+        watching.cancel()
+        for _, writer in crowd:
+            writer.transport.abort()
 
 
 async def test_bytes_that_are_no_message_are_the_callers_mistake() -> None:

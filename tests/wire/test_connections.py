@@ -8,9 +8,11 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kakeya.core.errors import Refused
-from kakeya.wire.connections import Connections
+from kakeya.wire.connections import Connections, surplus
 from kakeya.wire.hangup import Peer, hang_up, open_peers, peer_of
 
 
@@ -79,6 +81,24 @@ class Sockets:
         peer = Peer(f"10.0.0.1:{number}")
         self.open.add(peer)
         return peer
+
+
+PEERS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 60)), unique=True, max_size=80)
+
+
+@given(PEERS, st.integers(0, 30), st.data())
+def test_no_host_keeps_more_than_its_share_and_none_loses_a_known_connection(
+    drawn: list[tuple[int, int]], limit: int, data: st.DataObject
+) -> None:
+    peers = [Peer(f"10.0.0.{host}:{port}") for host, port in drawn]
+    known = set(data.draw(st.lists(st.sampled_from(peers), max_size=10))) if peers else set()
+    closed = set(surplus(peers, known, limit))
+    assert not closed & known
+    for host in ("10.0.0.1", "10.0.0.2", "10.0.0.3"):
+        had = {peer for peer in peers if peer.startswith(f"{host}:")}
+        left = had - closed
+        assert len(left) <= max(limit, len(had & known))
+        assert len(left) >= min(limit, len(had)), "nothing is closed without need"
 
 
 async def use(book: Connections, caller: str, peer: Peer) -> None:
