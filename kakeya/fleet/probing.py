@@ -235,37 +235,37 @@ class Prober:
     async def _look_at(self, card: Card) -> None:
         self._book.hold(card.grpc_address)
         try:
-            if await self._is_silent(card):
-                await self._judge(card)
+            reach = await self._dial(card)
+            if reach in (Reach.FAILED, Reach.MISSED) and self._may_ask(card):
+                await self._judge(card, is_missed=reach is Reach.MISSED)
         finally:
             self._book.release(card.grpc_address)
 
-    async def _is_silent(self, card: Card) -> bool:
+    async def _dial(self, card: Card) -> Reach:
         last = self._dialer.last(card.node_id)
         if last is not None:
             await self._clock.sleep(last.ended_mono + _SPACING_S - self._clock.mono())
-        dial = await self._dialer.dial(card)
-        return dial.reach in (Reach.FAILED, Reach.MISSED)
+        return (await self._dialer.dial(card)).reach
 
-    async def _judge(self, card: Card) -> None:
-        mono = self._clock.mono()
-        if not self._may_ask(card, mono):
-            return
-        self._asked.note(card.node_id, mono)
+    async def _judge(self, card: Card, *, is_missed: bool) -> None:
+        self._asked.note(card.node_id, self._clock.mono())
         helpers = self._choose_helpers(card)
-        doubt = judge(
-            await asyncio.gather(*(self._dialer.ask(helper, card.node_id) for helper in helpers))
-        )
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(self._dialer.ask(one, card.node_id)) for one in helpers]
+            # A deadline can pass by one lost packet, so meanwhile this node tries again itself.
+            is_silent = not is_missed or await self._dial(card) in (Reach.FAILED, Reach.MISSED)
+        doubt = judge([task.result() for task in asked])
         sign = self._registry.sign_of(card.node_id)
-        if sign is None or sign.incarnation != card.incarnation:
-            return  # gone, or started again meanwhile
+        if not is_silent or sign is None or sign.incarnation != card.incarnation:
+            return  # it answers, is gone, or started again meanwhile
         if doubt is not self._book.doubt_of(card.grpc_address):
             event(_log, "node does not answer", node=card.node_id, doubt=doubt, asked=len(helpers))
         if self._book.settle(card, sign, doubt, self._clock.mono()):
             self._echoes = _ECHOES
             self._poke()
 
-    def _may_ask(self, card: Card, mono: float) -> bool:
+    def _may_ask(self, card: Card) -> bool:
+        mono = self._clock.mono()
         match self._book.doubt_of(card.grpc_address):
             case Doubt.FLEET_WIDE:
                 return False  # until a sign of life, asking again says nothing new
