@@ -262,20 +262,23 @@ def _fault_of_content(card: Card) -> CardFault | None:
     if len(card.endpoints) > MAX_ENDPOINTS:
         return CardFault.TOO_MANY_ENDPOINTS
     texts = [card.grpc_address, card.ring_address, card.platform, card.mlx_version]
-    for model in card.models:
-        texts += (model.model_id, model.quantization, model.vocabulary_digest)
-    for endpoint in card.endpoints:
-        texts += (endpoint.address, endpoint.network)
-    if _is_longer(card.label, MAX_LABEL_BYTES) or _FORBIDDEN_IN_LABEL.search(card.label):
+    for model_id, _, quantization, _, vocabulary_digest in card.models:
+        texts += (model_id, quantization, vocabulary_digest)
+    for address, network, _, _ in card.endpoints:
+        texts += (address, network)
+    if _is_any_longer(texts, MAX_STRING_BYTES):
         return CardFault.BAD_STRING
-    if any(_is_longer(text, MAX_STRING_BYTES) for text in texts):
+    label = card.label
+    if label and (_is_any_longer([label], MAX_LABEL_BYTES) or _FORBIDDEN_IN_LABEL.search(label)):
         return CardFault.BAD_STRING
     # Plain nodes may mean something else by an address; ours never write one that is none.
-    if not card.is_plain and not all(is_dialable(way.address) for way in card.endpoints):
-        return CardFault.BAD_ADDRESS
-    return None
+    if card.is_plain or all(is_dialable(way.address) for way in card.endpoints):
+        return None
+    return CardFault.BAD_ADDRESS
 
 
-def _is_longer(text: str, limit_bytes: int) -> bool:
+def _is_any_longer(texts: Sequence[str], limit_bytes: int) -> bool:
     # At most 4 bytes a letter, so most texts are never encoded.
-    return 4 * len(text) > limit_bytes and len(text.encode()) > limit_bytes
+    if 4 * max(map(len, texts)) <= limit_bytes:
+        return False
+    return any(len(text.encode()) > limit_bytes for text in texts)

@@ -225,27 +225,32 @@ def from_wire(wire: bytes) -> Card:
         message.platform,
         message.unified_memory_bytes,
         message.mlx_version,
-        tuple(
-            OfferedModel(
-                ModelId(model.model_id),
-                model.role,
-                model.quantization,
-                _positive(model.tokens_per_second),
-                model.vocabulary_digest,
-            )
-            for model in message.models
-        ),
+        tuple([_model_from_wire(model) for model in message.models]),
         message.protocol_min,
         message.protocol_max,
         message.label,
         message.life,
         message.is_authority,
         int.from_bytes(anchor, "little") if len(anchor) == ANCHOR_BYTES else None,
-        tuple(
-            Endpoint(way.address, way.network, way.priority, _positive(way.measured_rtt_ms))
-            for way in message.endpoints
-        ),
+        _endpoints_from_wire(message.endpoints) if message.endpoints else (),
         bool(message.certificate),
+    )
+
+
+def _model_from_wire(model: pb.ModelCapability) -> OfferedModel:
+    return OfferedModel(
+        ModelId(model.model_id),
+        model.role,
+        model.quantization,
+        _positive(model.tokens_per_second),
+        model.vocabulary_digest,
+    )
+
+
+def _endpoints_from_wire(ways: Iterable[pb.NodeEndpoint]) -> tuple[Endpoint, ...]:
+    return tuple(
+        Endpoint(way.address, way.network, way.priority, _positive(way.measured_rtt_ms))
+        for way in ways
     )
 
 

@@ -25,6 +25,7 @@ from kakeya.fleet.cards import Card
 MAX_STEPS = 20_000
 """Of hash chains that one message may cost: 10 ms. What is left over is proven by later ones."""
 
+_MIN_GROWTH = 32
 Number = TypeVar("Number", bound=np.generic)
 Slots = NDArray[np.int32]
 Places = NDArray[np.intp]
@@ -278,7 +279,7 @@ class HeldCards:
         more = self.index.size - len(self._cards)
         if more <= 0:
             return
-        more = max(more, len(self._cards) // 8)
+        more = max(more, len(self._cards) // 8, _MIN_GROWTH)
         self._cards += [None] * more
         self._keys = _longer(self._keys, more)
         self._numbers = _longer(self._numbers, more)
