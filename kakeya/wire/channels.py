@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
+from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.log import event
 from kakeya.core.units import MIB
 from kakeya.wire.security import ChannelSecurity, TlsMaterial
@@ -30,6 +31,9 @@ NETWORK_MESSAGE_BYTES = 4 * MIB
 """Between nodes and from clients, after decompression; gossip has its own, lower limit."""
 ENGINE_MESSAGE_BYTES = 64 * MIB
 """On the unix socket of an engine, which gets whole histories: 4 bytes a token."""
+IDLE_S = 300.0
+"""After so long without a call a server closes a connection that another machine opened."""
+_ROUND_S = 10.0
 _LAST_CALLS_S = 10.0
 """How long calls on a channel may go on after another one took its place."""
 
@@ -108,8 +112,9 @@ class Channels:
 
     With `security` the channels to other machines are mutual TLS; a renewed certificate or another
     expected name makes the next `get` open a new one. `on_lost` is called with an address whose
-    open connection broke, also while nobody calls; it must not raise. `is_plain` says which
-    addresses need no TLS.
+    open connection broke, also while nobody calls; it must not raise. A connection that nobody
+    used for so long that its server may have closed it is no loss. `is_plain` says which addresses
+    need no TLS.
     """
 
     def __init__(
@@ -119,16 +124,20 @@ class Channels:
         security: ChannelSecurity | None = None,
         on_lost: Callable[[str], None] | None = None,
         is_plain: Callable[[str], bool] = is_local,
+        clock: Clock | None = None,
     ) -> None:
         self._options = (keepalive or Keepalive()).client_options() + message_options()
         self._security = security
         self._is_plain = is_plain
+        self._clock = clock or SystemClock()
         self._open: dict[str, _Open] = {}
+        self._used_mono: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.on_lost = on_lost
 
     def get(self, address: str) -> grpc.aio.Channel:
         """Return the channel to `HOST:PORT` or `unix:PATH`; connects lazily."""
+        self._used_mono[address] = self._clock.mono()
         material, name = None, ""
         if self._security is not None and not self._is_plain(address):
             material, name = self._security.material(), self._security.server_name(address)
@@ -160,6 +169,7 @@ class Channels:
     async def discard(self, address: str) -> None:
         """Close the channel to one address, if there is one."""
         held = self._open.pop(address, None)
+        self._used_mono.pop(address, None)
         if held is not None:
             await _close(held, None)
 
@@ -188,7 +198,10 @@ class Channels:
         while state is not grpc.ChannelConnectivity.SHUTDOWN:
             before, state = state, await _next_state(channel, state)
             was_ready = before is grpc.ChannelConnectivity.READY
-            if was_ready and state is not grpc.ChannelConnectivity.SHUTDOWN and self.on_lost:
+            if state is grpc.ChannelConnectivity.SHUTDOWN or not was_ready:
+                continue
+            unused_s = self._clock.mono() - self._used_mono.get(address, 0.0)
+            if self.on_lost is not None and unused_s < IDLE_S - _ROUND_S:
                 event(_log, "connection lost", level=logging.DEBUG, address=address)
                 self.on_lost(address)
 

@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.fleet.addresses import AddressPolicy, Literal, dialable, read_literal
+from kakeya.fleet.gossip import Gossip, GossipConfig
 from kakeya.wire.channels import Channels
+from tests.fleet.nodes import make_wire, running_node
 
 LINKS = (ipaddress.ip_network("192.168.7.0/24"), ipaddress.ip_network("fe80::/64"))
 POLICY = AddressPolicy(
@@ -127,6 +129,26 @@ async def test_rejected_addresses_are_never_connected_to() -> None:
         in_reach = [a for a in corpus if a.startswith(("127.", "localhost:", "[::1]", "0.0.0.0"))]
         await dial(in_reach)
         assert len(callers) >= 5
+
+
+async def test_gossip_dials_none_of_them_whoever_announces_them() -> None:
+    async with counting_listener() as (port, callers), running_node("me") as node:
+        corpus = [address.replace("PORT", str(port)) for address in REJECTED]
+        gossip = Gossip(
+            node.registry,
+            GossipConfig(),
+            channels=node.channels,
+            clock=node.clock,
+            rng=node.rng,
+            sightings=lambda: corpus,
+            may_dial=POLICY.allows,
+        )
+        for number, address in enumerate(corpus):
+            node.merge(make_wire(f"n{number}", address=address, at=node.clock.wall()))
+        assert len(node.known()) > 1
+        dialled = {a for _ in range(40) for a in (await gossip.round()).outcomes}
+        assert dialled == set()
+        assert callers == []
 
 
 @pytest.mark.parametrize("address", REJECTED)
