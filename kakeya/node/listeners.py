@@ -27,7 +27,7 @@ from kakeya.node.ports import listen, unusable
 from kakeya.node.settings import split_address
 from kakeya.wire.admission import Admission, CallerLimits
 from kakeya.wire.authorization import CallerTrust, Guard, Origin, Permission
-from kakeya.wire.channels import Keepalive, Option, is_local, message_options
+from kakeya.wire.channels import IDLE_S, Keepalive, Option, is_local, message_options
 from kakeya.wire.connections import Connections, surplus
 from kakeya.wire.hangup import accepted, hang_up
 from kakeya.wire.security import TlsMaterial
@@ -45,7 +45,7 @@ class NetworkLimits:
     """What a connection from another machine may take, before and after its handshake."""
 
     handshake_s: float = 5.0
-    idle_s: float = 300.0
+    idle_s: float = IDLE_S
     """Without a call; an honest peer comes back by itself."""
     streams: int = 32
     metadata_bytes: int = 8 * KIB

@@ -33,7 +33,8 @@ ENGINE_MESSAGE_BYTES = 64 * MIB
 """On the unix socket of an engine, which gets whole histories: 4 bytes a token."""
 IDLE_S = 300.0
 """After so long without a call a server closes a connection that another machine opened."""
-_ROUND_S = 10.0
+_IDLE_MARGIN_S = 10.0
+"""The two ends do not begin to count at the same moment."""
 _LAST_CALLS_S = 10.0
 """How long calls on a channel may go on after another one took its place."""
 
@@ -201,7 +202,7 @@ class Channels:
             if state is grpc.ChannelConnectivity.SHUTDOWN or not was_ready:
                 continue
             unused_s = self._clock.mono() - self._used_mono.get(address, 0.0)
-            if self.on_lost is not None and unused_s < IDLE_S - _ROUND_S:
+            if self.on_lost is not None and unused_s < IDLE_S - _IDLE_MARGIN_S:
                 event(_log, "connection lost", level=logging.DEBUG, address=address)
                 self.on_lost(address)
 

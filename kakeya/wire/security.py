@@ -30,7 +30,8 @@ class TlsMaterial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who calls a service. `role` None = a process on this machine, over loopback or a socket.
+    """Who calls a service. `role` None = a process on this machine, over loopback or a socket; in
+    a fleet without identities anybody. `node_id` is then "".
 
     `address` is the IP and port that the call came from, `ipv4:10.0.0.5:50123` as gRPC writes it.
     """

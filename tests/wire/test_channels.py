@@ -12,9 +12,10 @@ import grpc.aio
 import pytest
 
 from kakeya.core.errors import ConfigError
-from kakeya.wire.channels import Channels, is_local, sync_channel
+from kakeya.wire.channels import IDLE_S, Channels, is_local, sync_channel
 from kakeya.wire.security import CertRole, TlsMaterial
 from kakeya.wire.tls import CERTIFICATE_FILE, FolderSecurity, MaterialFolder, fleet_of
+from tests.fakes import FakeClock
 from tests.wire.certificates import Fleet, write
 from tests.wire.servers import call, listening, methods, path
 
@@ -158,6 +159,26 @@ async def test_a_connection_that_breaks_is_told_at_once_though_nobody_calls() ->
     began = time.monotonic()
     await until(lambda: lost == [node.tls])
     assert time.monotonic() - began < 5
+    await channels.aclose()
+
+
+async def test_a_connection_that_rested_until_its_server_closed_it_is_no_loss() -> None:
+    fleet = Fleet()
+    lost: list[str] = []
+    clock = FakeClock()
+    security = Security(fleet.issue()[1], fleet.any_member)
+    channels = Channels(
+        security=security, on_lost=lost.append, is_plain=lambda _: False, clock=clock
+    )
+    async with listening(fleet) as node:
+        channel = channels.get(node.tls)
+        assert await call(channel, DESCRIBE) is OK
+        clock.advance(IDLE_S)
+    async with asyncio.timeout(10):
+        while channel.get_state() is grpc.ChannelConnectivity.READY:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert lost == []
     await channels.aclose()
 
 
