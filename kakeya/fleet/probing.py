@@ -170,8 +170,9 @@ class Prober:
             self._demand(address)
 
     def outgoing(self) -> tuple[Sign, ...]:
-        """This node's own standing verdicts."""
-        return self._book.accusations()
+        """This node's own standing verdicts on nodes that it still shows."""
+        sign_of = self._registry.sign_of
+        return tuple(sign for sign in self._book.accusations() if sign_of(sign.node_id))
 
     def hear(self, accusations: Sequence[Sign]) -> None:
         """Look at the accused of whom nothing later is held; refute what is said of oneself."""

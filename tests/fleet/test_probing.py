@@ -159,14 +159,16 @@ async def test_a_busy_node_blames_nobody() -> None:
         assert (await a.prober._dialer.dial(b.node.registry.own)).reach is Reach.REACHED
 
 
-async def test_the_channel_to_a_node_that_is_gone_is_closed() -> None:
+async def test_a_node_that_is_gone_is_no_more_accused_nor_dialled() -> None:
     async with probing_node("a") as a:
         dead = await gone_node("x")
         a.learn(dead)
         a.fail("x")
-        await until(lambda: dead.address in a.node.channels._open)
+        await until(lambda: a.accused() == {"x"})
+        assert dead.address in a.node.channels._open
         clock = a.node.clock
         a.node.registry.expire(now=clock.wall() + 700.0, mono=clock.mono() + 700.0)
+        assert a.accused() == set()
         await until(lambda: dead.address not in a.node.channels._open)
 
 
