@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 from kakeya.core.errors import PeerUnavailable
 from kakeya.node.local import NodeApi
@@ -48,11 +48,13 @@ class NodeProcess:
         self.http = ""
 
     async def __aenter__(self) -> Self:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with self.log_file.open("ab") as log:
+        log = await asyncio.to_thread(self._open_log)
+        try:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, stdout=asyncio.subprocess.PIPE, stderr=log
             )
+        finally:
+            log.close()
         try:
             await self._read_ready_line()
         except BaseException:
@@ -111,6 +113,13 @@ class NodeProcess:
                     line = (await self._process.stdout.readline()).decode()
         match = _READY.fullmatch(line)
         if match is None:
-            tail = self.log_file.read_text("utf-8", "replace")[-_TAIL_CHARS:].strip()
+            tail = await asyncio.to_thread(self._log_tail)
             raise PeerUnavailable(f"the node did not start: {tail or 'it said nothing'}")
         self.node_id, self.grpc, self.http = match.groups()
+
+    def _open_log(self) -> IO[bytes]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return self.log_file.open("ab")
+
+    def _log_tail(self) -> str:
+        return self.log_file.read_text("utf-8", "replace")[-_TAIL_CHARS:].strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -17,8 +18,11 @@ from pathlib import Path
 
 import pytest
 
+from kakeya.core.errors import PeerUnavailable
+from kakeya.node.agent import GRACE_S
 from kakeya.node.child import NodeProcess
-from tests.node.nodes import FREE, eventually, run_cli, run_daemon, seen_by
+from kakeya.runtime.client import Client
+from tests.node.nodes import FREE, eventually, run_cli, run_daemon, seen_by, verifier_node
 
 NGRAM_ONLY = ("--proposer", "ngram")
 
@@ -64,6 +68,34 @@ async def test_one_ready_line_and_an_exit_with_0(tmp_path: Path) -> None:
         assert list(seen_by(node)) == [node.node_id]
         assert await node.stop() == 0
     assert "stopped" in node.log_file.read_text()
+
+
+async def seconds_to_stop_while_decoding(node: NodeProcess) -> float:
+    """Send SIGTERM under decodes that outlast the grace; how long until it ended, and with 0."""
+    async with Client(node.grpc) as client:
+        decoding = asyncio.Event()
+
+        async def decode() -> None:
+            session = await client.create_session()
+            await session.append([5, 6, 7] * 20)
+            async for _ in session.generate(7000, draft_policy="off"):
+                decoding.set()
+
+        decodes = [asyncio.create_task(decode()) for _ in range(8)]
+        await decoding.wait()
+        began_mono = time.monotonic()
+        node.send(signal.SIGTERM)
+        assert await node.wait() == 0
+        took_s = time.monotonic() - began_mono
+        ends = await asyncio.gather(*decodes, return_exceptions=True)
+        assert any(isinstance(end, PeerUnavailable) for end in ends), "a decode thread still ran"
+        return took_s
+
+
+async def test_sigterm_under_load_ends_with_0_within_a_second_of_its_grace(tmp_path: Path) -> None:
+    """Row 28, once; scripts/soak does it 50 times."""
+    async with verifier_node(tmp_path) as node:
+        assert await seconds_to_stop_while_decoding(node) < GRACE_S + 1
 
 
 async def test_sigint_stops_it_too(tmp_path: Path) -> None:

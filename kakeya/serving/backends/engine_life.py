@@ -48,7 +48,8 @@ class EngineOptions:
     """A model thread longer than this at one piece of work misses its probe, whoever answers.
     The longest honest one is a draft behind a prefix of a whole context: seconds."""
     max_missed_probes: int = 2
-    stop_grace_s: float = 5.0
+    stop_grace_s: float = 0.5
+    """From SIGTERM to SIGKILL. An engine has nothing to save, and its callers had their grace."""
     max_running: int = 8
     max_waiting: int = 64
     max_losses_in_a_row: int = 3
