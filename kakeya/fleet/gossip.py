@@ -25,6 +25,8 @@ from kakeya.wire.channels import Channels
 _log = logging.getLogger(__name__)
 MAX_FAREWELLS = 64
 """Peers told of a departure; the others hear it from them, or wait for the TTL."""
+SLEEP_WATCH_S = 2.0
+"""How soon after waking this machine knows that it slept."""
 FULL_EVERY = 12
 """Rounds of which one tells one peer everything, so that no fault of the digests lasts."""
 
@@ -120,6 +122,7 @@ class Gossip:
     def start(self, supervisor: Supervisor) -> None:
         """Run the loop under a supervisor; its first round begins at once."""
         supervisor.start("gossip", self.run)
+        supervisor.start("sleep watch", self._watch_sleep)
 
     async def run(self) -> None:
         """Gossip for ever."""
@@ -154,7 +157,7 @@ class Gossip:
         now, mono = self._clock.wall(), self._clock.mono()
         start = self._registry.begin_round(now=now, mono=mono)
         if start.slept_s:
-            event(_log, "this machine slept; everybody is doubted until heard of", s=start.slept_s)
+            self._log_sleep(start.slept_s)
         if targets is None:
             targets = self._choose(now=now, mono=mono)
         await self._close_forgotten(targets, now=now, mono=mono)
@@ -175,6 +178,18 @@ class Gossip:
         heard = await self._exchanger.say_farewell(told, timeout_s)
         event(_log, "farewell", told=len(told), heard=heard)
         return heard
+
+    async def _watch_sleep(self) -> None:
+        # A round may be far away when a machine wakes, and placement must not wait for it.
+        while True:
+            await self._clock.sleep(SLEEP_WATCH_S)
+            slept_s = self._registry.notice_sleep(now=self._clock.wall(), mono=self._clock.mono())
+            if slept_s:
+                self._log_sleep(slept_s)
+                self.poke()
+
+    def _log_sleep(self, slept_s: float) -> None:
+        event(_log, "this machine slept; everybody is doubted until heard of", seconds=slept_s)
 
     async def _tick(self) -> None:
         if self._is_poked and self._stats.rounds:

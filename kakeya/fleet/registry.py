@@ -107,7 +107,7 @@ class CapabilityRegistry:
         self._held = self.peers.held
         for sighting in memory.peers:
             self.peers.remembered.add(sighting)
-        self._round_times: tuple[float, float] | None = None
+        self._looked = (now, mono)
 
     @property
     def suspicions(self) -> Suspicions:
@@ -280,21 +280,24 @@ class CapabilityRegistry:
         )
 
     def begin_round(self, *, now: float, mono: float) -> RoundStart:
-        """Drop what expired, and doubt everybody if this machine slept since the last round.
+        """Drop what expired; notice whether this machine slept."""
+        slept_s = self.notice_sleep(now=now, mono=mono)
+        return RoundStart(gone=self.expire(now=now, mono=mono), slept_s=slept_s)
+
+    def notice_sleep(self, *, now: float, mono: float) -> float:
+        """Doubt everybody if this machine slept since it was asked last; returns for how long.
 
         The monotonic clock of some systems stands still in sleep: then nobody looks older, though
-        nobody was heard of. Each beat that is heard after it clears its node.
+        nobody was heard of. Each beat that is heard after it clears its node. A wall clock that
+        is set ahead looks the same, and costs as little.
         """
-        slept_s = 0.0
-        if self._round_times is not None:
-            last_at, last_mono = self._round_times
-            slept_s = (now - last_at) - (mono - last_mono)
-        self._round_times = (now, mono)
-        has_slept = slept_s > self.own_card.offer.ttl_s
-        if has_slept:
-            self.suspect_all(mono=mono)
-        gone = self.expire(now=now, mono=mono)
-        return RoundStart(gone=gone, slept_s=slept_s if has_slept else 0.0)
+        last_at, last_mono = self._looked
+        self._looked = (now, mono)
+        slept_s = (now - last_at) - (mono - last_mono)
+        if slept_s <= self.own_card.offer.ttl_s:
+            return 0.0
+        self.suspect_all(mono=mono)
+        return slept_s
 
     def hear(self, beats: Beats, *, now: float, mono: float) -> int:
         """Take beats of cards that are held; returns how many nodes beat anew."""

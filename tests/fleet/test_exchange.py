@@ -16,7 +16,7 @@ from kakeya.core.ids import NodeId
 from kakeya.core.units import MIB
 from kakeya.fleet.cards import CardFault
 from kakeya.fleet.convert import join_cards
-from kakeya.fleet.exchange import EXCHANGE_METHOD
+from kakeya.fleet.exchange import EXCHANGE_METHOD, PUSH_METHOD, SYNC_METHOD
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import CapabilityServiceStub
 from kakeya.wire.channels import message_options
@@ -163,6 +163,25 @@ async def test_malformed_and_oversize_batches_get_their_status(
                 await channel.unary_unary(EXCHANGE_METHOD)(request_bytes, timeout=5)
             assert failure.value.code() is code
             assert "Error" not in (failure.value.details() or "")
+            answer = await channel.unary_unary(EXCHANGE_METHOD)(b"", timeout=5)
+            assert pb.ExchangeCapabilitiesResponse.FromString(answer).known_nodes[0].node_id == "z"
+
+
+@pytest.mark.parametrize("path", [EXCHANGE_METHOD, SYNC_METHOD, PUSH_METHOD])
+@pytest.mark.parametrize(
+    ("size", "compression"),
+    [(5 * MIB, grpc.Compression.NoCompression), (100 * MIB, grpc.Compression.Gzip)],
+)
+async def test_oversize_and_bombs_are_refused_by_every_method(
+    path: str, size: int, compression: grpc.Compression
+) -> None:
+    """RELIABILITY row 20."""
+    unbounded = (("grpc.max_send_message_length", -1),)
+    async with running_node("z") as node:
+        async with grpc.aio.insecure_channel(node.address, options=unbounded) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await channel.unary_unary(path)(bytes(size), timeout=10, compression=compression)
+            assert failure.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             answer = await channel.unary_unary(EXCHANGE_METHOD)(b"", timeout=5)
             assert pb.ExchangeCapabilitiesResponse.FromString(answer).known_nodes[0].node_id == "z"
 

@@ -15,7 +15,8 @@ from kakeya.fleet.cards import Offer
 from kakeya.fleet.exchange import Outcome, Round
 from kakeya.fleet.gossip import Gossip, GossipConfig, GossipStats
 from kakeya.fleet.registry import REMEMBER_S
-from kakeya.fleet.targets import choose_targets, fit_batch
+from kakeya.fleet.targets import MAX_DIALS, choose_targets, fit_batch
+from kakeya.wire.channels import Channels
 from tests.fakes import FakeClock
 from tests.fleet.nodes import NOW, make_registry, running_node, until, verifier
 
@@ -52,6 +53,42 @@ def test_every_seed_that_is_not_live_is_tried_and_one_lost_address() -> None:
 
 def test_a_seed_that_is_also_remembered_is_tried_once() -> None:
     assert _choose(seeds=["s:1", "s:1"], remembered=["s:1"]) == ("s:1",)
+
+
+def test_seeds_are_never_crowded_out_by_what_cards_claim() -> None:
+    poison = [f"10.6.6.{i}:1" for i in range(250)]
+    chosen = _choose(
+        live=poison, remembered=poison, sightings=poison, seeds=[f"s{i}:1" for i in range(20)]
+    )
+    assert {f"s{i}:1" for i in range(20)} <= set(chosen)
+    assert len(chosen) <= 20 + MAX_DIALS
+
+
+def test_two_sightings_a_round_are_dialled_and_known_ones_are_not() -> None:
+    chosen = _choose(live=["a:1"], sightings=["a:1", "b:1", "c:1", "d:1"], fanout=1)
+    assert chosen[0] == "a:1"
+    assert len(chosen) == 3
+
+
+def test_what_may_not_be_dialled_is_passed_over_unless_a_person_typed_it() -> None:
+    chosen = _choose(
+        live=["127.0.0.1:1", "10.0.0.1:1"],
+        remembered=["0.0.0.0:1"],
+        sightings=["224.0.0.1:1"],
+        seeds=["localhost:5"],
+        may_dial=lambda address: address.startswith("10."),
+    )
+    assert chosen == ("localhost:5", "10.0.0.1:1")
+
+
+def test_a_live_seed_is_dialled_though_the_policy_would_not() -> None:
+    chosen = _choose(live=["localhost:5"], seeds=["localhost:5"], may_dial=lambda address: False)
+    assert chosen == ("localhost:5",)
+
+
+def test_the_fanout_never_grows_beyond_the_bound_of_a_round() -> None:
+    live = [f"n{i}:1" for i in range(100)]
+    assert len(_choose(live=live, fanout=50)) == MAX_DIALS
 
 
 def test_alone_there_is_nobody_to_call() -> None:
@@ -194,6 +231,45 @@ async def test_the_channel_to_a_forgotten_address_is_closed() -> None:
         clock.later_s += REMEMBER_S + 1
         await gossip.round([])
         assert not a.channels._open
+
+
+async def test_a_machine_that_slept_doubts_everybody_before_its_next_round() -> None:
+    """RELIABILITY row 12: no work is placed on cards from before the sleep."""
+    clock = FakeClock()
+    rounds: list[tuple[float, frozenset[str]]] = []
+    registry = make_registry(now=clock.wall(), mono=clock.mono())
+    wire = make_registry("peer", now=clock.wall()).own.wire
+    registry.merge([wire], now=clock.wall(), mono=clock.mono())
+
+    def note(done: Round) -> None:
+        rounds.append((clock.mono(), registry.suspects()))
+        if len(rounds) == 1:
+            clock.shift_wall(1800.0)
+
+    gossip = Gossip(
+        registry,
+        GossipConfig(interval_s=100.0),
+        channels=Channels(),
+        clock=clock,
+        rng=random.Random(1),
+        may_dial=lambda address: False,
+        on_round=note,
+    )
+    async with Supervisor(clock) as supervisor:
+        gossip.start(supervisor)
+        await until(lambda: len(rounds) >= 2)
+    (slept_mono, before), (woken_mono, after) = rounds[:2]
+    assert (before, after) == (frozenset(), {"peer"})
+    assert woken_mono - slept_mono <= 3.0
+
+
+async def test_one_round_in_twelve_tells_one_peer_everything() -> None:
+    async with running_node("a") as a, running_node("b") as b:
+        gossip = a.gossip()
+        sent = [(await gossip.round([b.address])).sent_bytes for _ in range(24)]
+    full = [i for i, size in enumerate(sent) if size > 200]
+    assert full[-2:] == [11, 23]
+    assert len(full) <= 3  # and the first, in which each learns the other's card
 
 
 async def test_counts_of_rounds_add_up() -> None:
