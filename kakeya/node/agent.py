@@ -180,6 +180,7 @@ class Agent:
         self._http = await stack.enter_async_context(self._serve_http())
         await stack.enter_async_context(self._engines)
         self._plane.start(self._tasks)
+        self._tasks.start("listeners", self._listeners.watch)
         self._tasks.start("models", self._follow_changes)
         self._tasks.start("state", self._keeper.run)
         self._tell_command_line()

@@ -8,8 +8,10 @@ once everything is closed and flushed, so that no interpreter teardown can hang 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -21,6 +23,7 @@ from kakeya.core.errors import ConfigError, KakeyaError
 from kakeya.node import config
 
 _log = logging.getLogger("kakeya.node.daemon")  # not __name__: this may be __main__
+_FILES = 8192
 _HANG_S = 5.0
 """How much longer than its grace a shutdown may take before the process ends itself."""
 
@@ -29,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a node until it is told to stop."""
     # gRPC's own stderr lines repeat, without our format, what our errors say.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    _allow_files()
     try:
         settings = config.load(sys.argv[1:] if argv is None else argv, os.environ)
         log.configure(settings.log_format)
@@ -44,6 +48,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _allow_files() -> None:
+    """Raise the soft limit of open files: macOS starts programs with 256, a fleet needs more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _refuse(status: int, sentence: str) -> int:
