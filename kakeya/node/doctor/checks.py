@@ -173,6 +173,15 @@ def check_membership(*, is_member: bool, is_revoked: bool, is_exposed: bool) -> 
     return ok("fleet", "none: this node is for this machine alone; kakeya init begins one")
 
 
+def revoked_peer(peer: Peer) -> Line:
+    """Say that the fleet took the peer out; whatever else it answers counts for nothing."""
+    detail = (
+        f"{peer.name} was taken out of this fleet; `kakeya invite` on the fleet's authority "
+        "prints a token for it to come back with"
+    )
+    return fault("fleet", detail, JOIN, on=peer.name, peer=peer.name)
+
+
 def check_ring(own: str, theirs: str, peer: Peer) -> Line | None:
     """Judge whether two advertised ring addresses share a ring; None when neither has one."""
     if not own and not theirs:

@@ -32,6 +32,7 @@ from kakeya.node.doctor.machine_checks import check_port
 from kakeya.node.doctor.report import Level, Line, Report, decode_report, fault, shell, warning
 from kakeya.node.doctor.targets import Target, find_targets
 from kakeya.node.doctor.way_checks import Here, check_way
+from kakeya.node.settings import Illegal, peer_address
 from kakeya.node.table import BIND, HTTP
 
 _NODE_S = 11.0
@@ -64,7 +65,7 @@ def examine(peer: str, folder: Path, environ: Mapping[str, str]) -> Report:
     except (PeerUnavailable, DeadlineExceeded, PeerProtocol) as problem:
         detail = f"the node with pid {running.pid} does not examine: {problem.message}"
         line = fault("node", detail, shell("kill", str(running.pid)))
-        return asyncio.run(examine_alone(peer, folder, environ, line))
+        return asyncio.run(examine_alone(_address_in(peer), folder, environ, line))
 
 
 def ask_node(peer: str, address: str) -> Report:
@@ -91,10 +92,15 @@ async def examine_alone(
     """Look at this machine, and at the bare connection to an address; no node helps.
 
     `node` is what was found of a node that runs all the same; None = none does, so that its
-    ports should be free.
+    ports should be free. Raises PeerUnavailable for a PEER that only a node could know.
     """
     started = time.monotonic()
     machine = Machine(folder, environ=environ)
+    if peer and not _address_in(peer):
+        raise PeerUnavailable(
+            f"no node runs in {folder}, and only a running one knows who {peer!r} is; start it "
+            "with kakeya-node, or give HOST:PORT"
+        )
     target = find_targets(peer, ())[0] if peer else None
     found, way = await asyncio.gather(machine.examine(), _look_at(target, machine))
     lines = [*found, *way]
@@ -105,6 +111,14 @@ async def examine_alone(
         detail = f"none runs in {folder}; what peers see, and what they say of us, needs one"
         lines.append(warning("node", detail, "kakeya-node"))
     return Report(node="", lines=tuple(lines), seconds=time.monotonic() - started)
+
+
+def _address_in(peer: str) -> str:
+    """The peer if it is an address, which can be dialled without knowing anybody; else ""."""
+    try:
+        return peer_address(peer)
+    except Illegal:
+        return ""
 
 
 async def _look_at(target: Target | None, machine: Machine) -> tuple[Line, ...]:
@@ -135,14 +149,23 @@ def show_report(report: Report, console: Console) -> None:
         title = printable(peer) if peer else printable(report.node) or "this machine"
         console.print(Text(title, style="bold"))
         console.print(_table([line for line in report.lines if line.peer == peer]))
-    bad = [line for line in report.lines if line.level is not Level.OK]
-    for line in sorted(bad, key=lambda line: line.level is not Level.FAULT):
-        where = f" (on {printable(line.on)})" if line.on else ""
-        heading = f"\nto mend {printable(line.what)}{where}:"
-        console.print(Text(heading, style=_STYLES[line.level]))
+    for (command, on), lines in _mends(report).items():
+        subjects = ", ".join(dict.fromkeys(line.what for line in lines))
+        heading = f"\nto mend {printable(subjects)}" + (f" (on {printable(on)})" if on else "")
+        worst = lines[0].level
+        console.print(Text(heading + ":", style=_STYLES[worst]), soft_wrap=True)
         # As one line, so that it can be copied whatever the width of the terminal.
-        console.print(Text(f"    {printable(line.command)}"), soft_wrap=True)
+        console.print(Text(f"    {printable(command)}"), soft_wrap=True)
     console.print(Text(f"\n{_verdict(report)}, in {report.seconds:.1f} s"))
+
+
+def _mends(report: Report) -> dict[tuple[str, str], list[Line]]:
+    """Each command once, with the lines that it mends; those that mend faults first."""
+    bad = [line for line in report.lines if line.level is not Level.OK]
+    mends: dict[tuple[str, str], list[Line]] = {}
+    for line in sorted(bad, key=lambda line: line.level is not Level.FAULT):
+        mends.setdefault((line.command, line.on), []).append(line)
+    return mends
 
 
 def _verdict(report: Report) -> str:

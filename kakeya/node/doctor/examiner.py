@@ -42,11 +42,11 @@ class FleetView:
     """What only the running node knows; each is asked anew at each examination.
 
     `skews` are seconds by which peers' clocks are ahead, by node id; `route` is the address that
-    calls to a node take now.
+    calls to a node take now. `is_revoked` is asked with a node id.
     """
 
     identity: Callable[[], Identity | None]
-    is_revoked: Callable[[], bool]
+    is_revoked: Callable[[str], bool]
     skews: Callable[[], Mapping[str, float]]
     route: Callable[[Card], str]
 
@@ -83,7 +83,7 @@ class Examiner:
         started_mono = self._clock.mono()
         own, *others = self._registry.snapshot(mono=started_mono)
         targets = find_targets(peer, others)
-        if self._view.is_revoked():
+        if self._view.is_revoked(self._registry.node_id):
             targets = ()  # each of them would say the same
         async with asyncio.TaskGroup() as group:
             parts = [
@@ -114,7 +114,7 @@ class Examiner:
     async def _examine_self(self, own: Card) -> list[Line]:
         now = self._clock.wall()
         me = Peer(name=name_of(own), node_id=own.node_id, platform=own.platform)
-        is_revoked = self._view.is_revoked()
+        is_revoked = self._view.is_revoked(self._registry.node_id)
         # Nor does a revoked node believe itself.
         dials = [] if is_revoked else await self._dial_all(ways_of(own))
         lines = [check_own_address(dial, me) for _, dial in dials]
@@ -135,7 +135,7 @@ class Examiner:
         return [line for line in (*lines, member, clock, ids) if line is not None]
 
     def _judge_fleet(self, others: Sequence[Card], wanted: str) -> list[Line]:
-        if wanted or self._view.is_revoked():
+        if wanted or self._view.is_revoked(self._registry.node_id):
             return []
         if not others:
             detail = "no other node is known; the two-sided checks need one"
@@ -152,6 +152,8 @@ class Examiner:
         dials = await self._dial_all(target.ways)
         target = self._with_card(target, dials)
         peer = target.peer
+        if peer.node_id and self._view.is_revoked(peer.node_id):
+            return [checks.revoked_peer(peer)]
         lines = await self._judge_ways(dials, peer)
         used = self._view.route(target.card) if target.card else target.ways[0].address
         path = way_checks.check_path(used, dials, peer)

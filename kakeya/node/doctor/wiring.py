@@ -37,9 +37,7 @@ class Doctor:
         )
         view = FleetView(
             identity=lambda: plane.trust.identity if plane.trust else None,
-            is_revoked=lambda: (
-                plane.trust is not None and plane.trust.is_revoked(plane.registry.node_id)
-            ),
+            is_revoked=plane.trust.is_revoked if plane.trust else _is_never_revoked,
             skews=plane.skews,
             route=plane.routes.address_for,
         )
@@ -54,3 +52,7 @@ class Doctor:
     async def examine_json(self, peer: str) -> str:
         """Examine this node, and a peer if one is named; the report as JSON."""
         return await self._examiner.examine_json(peer)
+
+
+def _is_never_revoked(node_id: str) -> bool:
+    return False

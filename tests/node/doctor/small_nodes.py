@@ -86,7 +86,7 @@ class SmallNode:
     skews: Mapping[str, float] = field(default_factory=dict)
     routes: dict[str, str] = field(default_factory=dict)
     address: str = ""
-    is_revoked: bool = False
+    revoked: set[str] = field(default_factory=set)
 
     def offer(self, *endpoints: Endpoint, label: str = "") -> None:
         """Say on the card where this node is."""
@@ -106,7 +106,7 @@ class SmallNode:
     def examiner(self, limit_s: float = 9.0, machine: Machine | None = None) -> Examiner:
         view = FleetView(
             identity=lambda: self.identity,
-            is_revoked=lambda: self.is_revoked,
+            is_revoked=self.revoked.__contains__,
             skews=lambda: self.skews,
             route=self._route,
         )

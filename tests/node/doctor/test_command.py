@@ -20,7 +20,7 @@ import grpc.aio
 import pytest
 from rich.console import Console
 
-from kakeya.core.errors import KakeyaError, NotFound
+from kakeya.core.errors import KakeyaError, PeerUnavailable
 from kakeya.node.datadir import LOCK, RUN
 from kakeya.node.doctor.command import ask_node, examine_alone, printable, show_report
 from kakeya.node.doctor.examiner import Examiner
@@ -107,7 +107,7 @@ async def test_alone_it_finds_a_port_that_is_taken_and_dials_an_address(tmp_path
     lines = {line.what: line for line in report.lines}
     assert lines[f"port {bind}"].level is Level.FAULT
     assert "refuses port" in lines[f"reach {closed}"].detail
-    with pytest.raises(NotFound, match="HOST:PORT"):
+    with pytest.raises(PeerUnavailable, match="only a running one knows who 'some label' is"):
         await examine_alone("some label", tmp_path, FREE)
 
 
@@ -149,7 +149,7 @@ def test_a_node_that_does_not_answer_is_a_fault_and_the_machine_is_looked_at(
     folder = tmp_path / "data"
     with held_folder(folder):
         started = time.monotonic()
-        done = doctor(folder, "--json")
+        done = doctor(folder, "some label", "--json")
     assert time.monotonic() - started < 40
     assert done.returncode == 1
     lines = {line["what"]: line for line in json.loads(done.stdout)["lines"]}
@@ -194,7 +194,9 @@ def test_a_table_then_the_commands_in_one_piece_faults_first() -> None:
     assert text.rstrip().endswith("1 fault and 1 warning, in 1.2 s")
     assert "all is well" in shown(Report(node="one", lines=lines[:1], seconds=1))
     faults = Report(node="one", lines=(lines[2], lines[2]), seconds=1)
-    assert "2 faults, in" in shown(faults)
+    text = shown(faults)
+    assert "2 faults, in" in text
+    assert text.count(LONG) == 1
 
 
 def test_a_hostile_label_neither_drives_the_terminal_nor_is_markup() -> None:

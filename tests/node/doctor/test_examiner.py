@@ -196,12 +196,24 @@ async def test_an_expiring_certificate_is_told(tmp_path: Path) -> None:
 async def test_a_node_that_was_taken_out_hears_it_once(tmp_path: Path) -> None:
     async with small_node(tmp_path, "one") as one, small_node(tmp_path, "two") as two:
         meet(one, two)
-        one.is_revoked = True
+        one.revoked.add("one")
         for peer in ("", "two"):
             report = await one.examiner().examine(peer)
             bad = [line for line in report.lines if line.level is not Level.OK]
             assert [line.what for line in bad] == ["fleet"]
             assert bad[0].command == "kakeya join TOKEN"
+
+
+async def test_a_peer_that_was_taken_out_is_named_so_and_asked_nothing(tmp_path: Path) -> None:
+    async with small_node(tmp_path, "one") as one, small_node(tmp_path, "two") as two:
+        one.revoked.add("two")
+        report = await one.examiner().examine(two.address)
+    (line,) = [line for line in report.lines if line.peer]
+    assert (line.level, line.command, line.on) == (
+        Level.FAULT,
+        "kakeya join TOKEN",
+        two.address,
+    )
 
 
 async def test_an_examination_ends_by_its_limit_whatever_hangs(tmp_path: Path) -> None:
