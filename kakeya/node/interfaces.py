@@ -5,7 +5,7 @@
     tailscale     100.64.0.0/10 and fd7a:115c:a1e0::/48, whatever the interface is called
     public        the rest, chosen only when a person asks for it
 
-`classify` and the choices are pure; `read_interfaces` asks the system, `InterfaceWatch` repeats it.
+`classify` and the choices are pure; `read_interfaces` asks the system.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import ifaddr
 
-from kakeya.core.clock import Clock
 from kakeya.fleet.addresses import (
     TAILSCALE_NETWORKS,
     AddressPolicy,
@@ -185,41 +184,3 @@ def policy_for(
 
 def _is_bare(interface: Interface) -> bool:
     return interface.ip.version == 6 and interface.ip.is_link_local
-
-
-class InterfaceWatch:
-    """Notices cables that are plugged in or pulled; supervised by its owner."""
-
-    def __init__(
-        self,
-        on_change: Callable[[tuple[Interface, ...]], None],
-        *,
-        clock: Clock,
-        read: Callable[[], tuple[Interface, ...]],
-        interval_s: float = WATCH_S,
-    ) -> None:
-        self._on_change = on_change
-        self._clock = clock
-        self._read = read
-        self._interval_s = interval_s
-        self._seen = read()
-
-    @property
-    def interfaces(self) -> tuple[Interface, ...]:
-        """As of the last look."""
-        return self._seen
-
-    async def run(self) -> None:
-        """Look for ever, and tell of each change."""
-        while True:
-            await self._clock.sleep(self._interval_s)
-            self.look()
-
-    def look(self) -> bool:
-        """Look once; returns whether something changed, after it was told."""
-        found = self._read()
-        if found == self._seen:
-            return False
-        self._seen = found
-        self._on_change(found)
-        return True

@@ -153,11 +153,13 @@ class FleetPlane:
 
     def call_failed(self, address: str) -> None:
         """Note that a call to an address broke: its node goes another way, or is in doubt."""
-        card = self._card_at(address)
+        cards = self._cards_at(address)
         self.routes.lost(address)
-        if card is None or self.routes.address_for(card) == address:
-            peer = card.node_id if card else address
-            self.registry.mark_failed(peer, mono=self._clock.mono())
+        for card in cards:
+            if self.routes.address_for(card) == address:
+                self.registry.mark_failed(card.node_id, mono=self._clock.mono())
+        if not cards:
+            self.registry.mark_failed(address, mono=self._clock.mono())
         self.prober.lost(address)
 
     def _connection_lost(self, address: str) -> None:
@@ -231,15 +233,20 @@ class FleetPlane:
             closing.add_done_callback(self._closing.discard)
         self.poke()
 
-    def _card_at(self, address: str) -> Card | None:
-        for card in self.live_peers():
-            if address == card.grpc_address or any(address == w.address for w in card.endpoints):
-                return card
-        return None
+    def _cards_at(self, address: str) -> list[Card]:
+        return [
+            card
+            for card in self.live_peers()
+            if address == card.grpc_address or any(address == w.address for w in card.endpoints)
+        ]
 
     def _node_at(self, address: str) -> str:
-        card = self._card_at(address)
-        return card.node_id if card else ""
+        """Whose certificate is expected at an address; "" = any member's.
+
+        A member that names another's address on its card must not make the other one unreachable.
+        """
+        cards = self._cards_at(address)
+        return cards[0].node_id if len(cards) == 1 else ""
 
     def _discovery(self, config: FleetConfig, node_id: str) -> Discovery | None:
         if not (config.mdns and self.reach.is_networked):

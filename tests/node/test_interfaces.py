@@ -10,7 +10,6 @@ import pytest
 from kakeya.fleet.addresses import Priority
 from kakeya.node.interfaces import (
     Interface,
-    InterfaceWatch,
     choose_listeners,
     classify,
     endpoints_of,
@@ -20,7 +19,6 @@ from kakeya.node.interfaces import (
     read_interfaces,
     read_thunderbolt_ports,
 )
-from tests.fakes import FakeClock
 
 T, L, S, P = Priority.THUNDERBOLT, Priority.LAN, Priority.TAILSCALE, Priority.PUBLIC
 MAC = {
@@ -177,13 +175,3 @@ def test_this_machine_can_be_read() -> None:
     found = read_interfaces(sys.platform)
     assert found == in_order(found)
     assert all(not i.ip.is_loopback for i in found)
-
-
-async def test_a_cable_that_is_plugged_in_is_told_once() -> None:
-    views = [MINI[:2], MINI[:2], MINI, MINI, MINI[:3]]
-    told: list[tuple[Interface, ...]] = []
-    clock = FakeClock()
-    watch = InterfaceWatch(told.append, clock=clock, read=lambda: views.pop(0) if views else ())
-    assert watch.interfaces == MINI[:2]
-    assert [watch.look() for _ in range(4)] == [False, True, False, True]
-    assert told == [MINI, MINI[:3]]

@@ -165,10 +165,21 @@ def test_a_node_needs_its_token_once(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize(
-    "seconds",
-    [10, pytest.param(60, marks=pytest.mark.slow), pytest.param(150, marks=pytest.mark.slow)],
+    ("seconds", "silently"),
+    [
+        pytest.param(8, False, id="8 s"),
+        *(
+            pytest.param(
+                seconds,
+                silently,
+                id=f"{seconds} s {'silent' if silently else 'pulled'}",
+                marks=pytest.mark.slow,
+            )
+            for seconds in (60, 150)
+            for silently in (False, True)
+        ),
+    ],
 )
-@pytest.mark.parametrize("silently", [False, True], ids=["pulled", "silent"])
 def test_a_partition_is_survived(fleet: Fleet, seconds: int, *, silently: bool) -> None:
     """Shorter and longer than the TTL of 120 s."""
     one, two, three = fleet
@@ -234,6 +245,37 @@ def test_a_node_that_is_taken_out_is_out_everywhere(fleet: Fleet) -> None:
         assert one.sees(two)
         assert two.sees(one)
         time.sleep(PAUSE_S)
+
+
+def test_a_lost_cable_is_shown_in_status_and_taken_back(tmp_path: Path) -> None:
+    """Two nodes with a Thunderbolt cable beside the switch, found by their own choice of links."""
+    with netns.network(2, thunderbolt=True) as machines:
+        one, two = (Mini(f"mini-{n}", m, tmp_path / str(n)) for n, m in enumerate(machines, 1))
+        for mini in (one, two):
+            mini.watch()
+        one.kakeya("init", "--label", one.label)
+        one.start()
+        two.start("--join", one.kakeya("invite")["token"])
+        within(10, lambda: one.sees(two) and two.sees(one))
+        within(10, lambda: route(one, two)["network"] == "thunderbolt")
+        assert route(one, two)["rtt_ms"] > 0
+        two.machine.unplug("thunderbolt0")
+        within(10, lambda: route(one, two)["network"] == "lan")
+        within(10, lambda: route(one, two)["is_downgraded"])
+        assert any("thunderbolt" in line for line in one.kakeya("status")["fleet"]["warnings"])
+        assert one.sees(two)
+        two.machine.plug("thunderbolt0")
+        within(25, lambda: route(one, two)["network"] == "thunderbolt")
+        assert one.kakeya("status")["fleet"]["warnings"] == []
+
+
+def route(here: Mini, there: Mini) -> dict[str, Any]:
+    """How one node reaches another, as its status says."""
+    nodes = here.kakeya("status")["fleet"]["nodes"]
+    found: dict[str, Any] = next(
+        (card["route"] or {} for card in nodes if card["node_id"] == there.node_id), {}
+    )
+    return {"network": "", "rtt_ms": 0.0, "is_downgraded": False, **found}
 
 
 def member_of(caller: Mini, callee: Mini) -> tuple[str, ...]:
