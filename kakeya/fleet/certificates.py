@@ -177,7 +177,7 @@ def read_request(der: bytes) -> Request:
     try:
         request = x509.load_der_x509_csr(der)
         key, label = _p256(request.public_key()), _label_of(request.subject)
-        is_signed = request.is_signature_valid
+        is_signed = request.is_signature_valid and _is_whole(der, request.signature)
     except _UNREADABLE as problem:
         raise Untrusted(f"the certificate request cannot be read: {problem}") from problem
     if not is_signed or not is_valid_label(label):
@@ -189,7 +189,7 @@ def read_authority(pem: bytes) -> x509.Certificate:
     """Read the certificate at a fleet's root. Raises Untrusted when it is not whole."""
     try:
         certificate = x509.load_pem_x509_certificate(pem)
-        certificate.verify_directly_issued_by(certificate)
+        _check_issuer(certificate, certificate)
         constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
         _p256(certificate.public_key())
     except _UNREADABLE as problem:
@@ -218,7 +218,7 @@ def read_der(der: bytes) -> x509.Certificate:
 def read_holder(certificate: x509.Certificate, authority: x509.Certificate) -> Holder:
     """Say whom a certificate names. Raises Untrusted unless this authority issued it as `issue`."""
     try:
-        certificate.verify_directly_issued_by(authority)
+        _check_issuer(certificate, authority)
         key, label = _p256(certificate.public_key()), _label_of(certificate.subject)
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         role = _role_of(names.get_values_for_type(x509.UniformResourceIdentifier))
@@ -283,6 +283,17 @@ def certificate_der(certificate: x509.Certificate) -> bytes:
 def certificate_pem(certificate: x509.Certificate) -> bytes:
     """Write a certificate."""
     return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _check_issuer(certificate: x509.Certificate, authority: x509.Certificate) -> None:
+    certificate.verify_directly_issued_by(authority)
+    if not _is_whole(certificate_der(certificate), certificate.signature):
+        raise ValueError("its signature is damaged")
+
+
+def _is_whole(der: bytes, signature: bytes) -> bool:
+    """Whether what is signed ends with its signature and no unused bits: TLS is that strict."""
+    return der.endswith(bytes((0x03, len(signature) + 1, 0x00)) + signature)
 
 
 def _p256(key: object) -> PublicKey:
