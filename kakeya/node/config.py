@@ -238,7 +238,7 @@ def _warnings(
     found = []
     if listen.insecure_lan:
         found.append(
-            f"{INSECURE_LAN.flag}: whoever reaches this node's addresses may use it and read along; "
+            f"{INSECURE_LAN.flag}: whoever reaches this node may use it and read along; "
             "kakeya init makes a fleet that needs no such flag"
         )
     if fleet.ttl_s < 3 * fleet.interval_s:

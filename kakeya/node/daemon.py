@@ -72,10 +72,10 @@ async def _run(settings: config.NodeConfig) -> int:
 
     stopped = asyncio.Event()
     _stop_on_signals(stopped, GRACE_S + _HANG_S)
-    for warning in settings.warnings:
-        _log.warning(warning)
     command = engine_command(settings.log_format, settings.data_dir / IDENTITY)
     async with Agent(settings, command) as agent:
+        for warning in settings.warnings:
+            _log.warning(warning)
         ready = f"kakeya-node ready node_id={agent.node_id} grpc={agent.grpc} http={agent.http}"
         sys.stdout.write(ready + "\n")
         sys.stdout.flush()
