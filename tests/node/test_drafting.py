@@ -10,6 +10,7 @@ from kakeya.fleet.cards import Card, Offer, OfferedModel, Role
 from kakeya.fleet.convert import from_wire, to_wire
 from kakeya.node.drafting import LOCAL_NGRAM, choose_sources
 from kakeya.runtime.generation import DraftSource, ModelFacts
+from tests.fleet.nodes import plain
 
 NOW = 1_700_000_000.0
 FACTS = ModelFacts(
@@ -81,9 +82,9 @@ def test_a_suspect_is_not_asked() -> None:
     assert choose("peer", OWN, FASTER_PEER, DRAFT_PEER, suspects=suspects) == (remote("draft", 2),)
 
 
-def test_an_expired_card_is_not_asked() -> None:
+def test_an_expired_card_of_a_node_that_does_not_beat_is_not_asked() -> None:
     gone = card("gone", proposer("draft", 900, "aa"), at=NOW - 121)
-    assert choose("auto", OWN, gone) == (LOCAL_NGRAM,)
+    assert choose("auto", OWN, from_wire(plain(gone.wire))) == (LOCAL_NGRAM,)
 
 
 def test_without_digests_only_the_embedded_family_is_known_to_share_a_vocabulary() -> None:

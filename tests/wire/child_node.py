@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import random
+import resource
 import sys
 import time
 from pathlib import Path
@@ -52,6 +53,7 @@ def weigh(registry: CapabilityRegistry, service: CapabilityService, meter: LoopM
     return json.dumps(
         {
             "rss": resident_bytes(),
+            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "worst_stall_s": meter.worst_s,
             "nodes": len(registry.snapshot(mono=time.monotonic())),
             "exchanges": service.stats.exchanges,
