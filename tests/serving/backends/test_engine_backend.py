@@ -144,7 +144,7 @@ async def test_a_killed_engine_is_noticed_at_once_and_streams_continue_with_the_
 
 
 async def test_an_exit_is_seen_within_fifty_milliseconds():
-    """Row 34. The least of five: nothing that we wait for takes longer, whatever the machine does."""
+    """Row 34. The least of five: nothing that we wait for takes longer, busy or not."""
     moved = asyncio.Queue()
     options = replace(FAST, restart=RestartPolicy(backoff_s=(0.0,), max_deaths=9))
     async with backend(
