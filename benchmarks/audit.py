@@ -28,7 +28,9 @@ class Findings:
     pairs: int
     absent_pairs: int
     nodes_ever_absent: int
+    doubted_pairs: int
     ghosts: int
+    task_failures: int
     oldest_age_s: float
     p9999_age_s: float
 
@@ -37,6 +39,11 @@ class Findings:
         """Share of the pairs that were falsely absent."""
         return self.absent_pairs / self.pairs if self.pairs else 0.0
 
+    @property
+    def doubted_share(self) -> float:
+        """Share of the pairs in which the viewer would give a living node no work."""
+        return self.doubted_pairs / self.pairs if self.pairs else 0.0
+
 
 class Audit:
     """Looks at the views of one fleet while it runs."""
@@ -44,8 +51,9 @@ class Audit:
     def __init__(self, fleet: VirtualFleet) -> None:
         self._fleet = fleet
         self._settle_s = SETTLE_ROUNDS * fleet.pace.interval_s
-        self._pairs = self._absent = self._ghosts = 0
+        self._pairs = self._absent = self._doubted = self._ghosts = 0
         self._ever_absent: set[str] = set()
+        self._failures: dict[str, int] = {}
         self._oldest_s = 0.0
         self._by_age = np.zeros(math.ceil(2 * fleet.pace.ttl_s) + 1, dtype=np.int64)
 
@@ -66,7 +74,9 @@ class Audit:
             pairs=self._pairs,
             absent_pairs=self._absent,
             nodes_ever_absent=len(self._ever_absent),
+            doubted_pairs=self._doubted,
             ghosts=self._ghosts,
+            task_failures=sum(self._failures.values()),
             oldest_age_s=self._oldest_s,
             p9999_age_s=float(tail),
         )
@@ -80,9 +90,11 @@ class Audit:
         live = viewer.live()
         expected = self._fleet.reachable(viewer, since=settled_before)
         absent = expected - live
+        self._failures[viewer.name] = viewer.task_failures()
         self._pairs += len(expected)
         self._absent += len(absent)
         self._ever_absent |= absent
+        self._doubted += len(expected & viewer.registry.suspects())
         late = self._fleet.pace.ttl_s + 2 * self._fleet.pace.interval_s
         self._ghosts += sum(
             not nodes[name].is_up and now - nodes[name].changed_at > late

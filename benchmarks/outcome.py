@@ -17,6 +17,7 @@ Rounds are median / max over the seeds (share within the goal <= rounds):
 Over the long run:
   absent  share of pairs in which a living node was missing   ever    nodes that were, anywhere
   ghosts  dead nodes seen later than their TTL                oldest  age of the oldest card
+  doubted share of pairs in which a living node gets no work, for it did not answer
   sent    payload of one node in one interval, requests and answers"""
 HEAL_GOAL_ROUNDS = 4
 
@@ -73,7 +74,9 @@ class Outcome:
                 "pairs": found.pairs,
                 "absent_share": found.absent_share,
                 "nodes_ever_absent": found.nodes_ever_absent,
+                "doubted_share": found.doubted_share,
                 "ghosts": found.ghosts,
+                "task_failures": found.task_failures,
                 "oldest_age_s": round(found.oldest_age_s, 1),
                 "p9999_age_s": found.p9999_age_s,
                 "sent_bytes_per_round": round(self.hours.sent_bytes_per_round),
@@ -107,6 +110,7 @@ def _row(outcome: Outcome) -> dict[str, str]:
     run, found = outcome.hours, outcome.hours.findings if outcome.hours else None
     row["absent"] = _tiny(found.absent_share) if found else ""
     row["ever"] = str(found.nodes_ever_absent) if found else ""
+    row["doubted"] = _tiny(found.doubted_share) if found else ""
     row["ghosts"] = str(found.ghosts) if found else ""
     row["oldest"] = f"{found.oldest_age_s:.0f} s" if found else ""
     row["sent"] = f"{run.sent_bytes_per_round / 1e3:.3g} kB" if run else ""

@@ -79,6 +79,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     add("--churn", type=float, default=0.0, metavar="N", help="kills, leaves and joins per hour")
     add("--jump", type=float, default=0.0, metavar="S", help="one clock jumps S s, for 10 minutes")
+    add("--probes", action="store_true", help="probe nodes that do not answer, as the product does")
     add("--no-controls", action="store_true", help="leave out fanout 1, 30 s / 3, and no memory")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="trials at the same time")
     add("--json", action="store_true", help="print a line of JSON for each fleet, not a table")
@@ -109,7 +110,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
         jump_s=options.jump,
     )
     cases = [
-        Case(nodes=count, loss=loss, pace=pace, faults=faults)
+        Case(nodes=count, loss=loss, pace=pace, faults=faults, has_probes=options.probes)
         for count in options.nodes
         for loss in options.loss
     ]

@@ -38,6 +38,7 @@ class Case:
     faults: Faults = field(default_factory=Faults)
     control: str = ""
     is_forgetful: bool = False
+    has_probes: bool = False
 
     @property
     def goal_rounds(self) -> int | None:
@@ -152,6 +153,7 @@ def _fleet(case: Case, seed: int, *, is_cold: bool = False) -> VirtualFleet:
         loss=case.loss,
         skews_s=[rng.uniform(-skew_s, skew_s) for _ in range(case.nodes)],
         contacts=_one_earlier if is_cold else _nobody,
+        has_probes=case.has_probes,
         registry_type=Forgetful if case.is_forgetful else CapabilityRegistry,
     )
 

@@ -33,8 +33,9 @@ from kakeya.fleet.cards import (
 from kakeya.fleet.gossip import Gossip, GossipConfig
 from kakeya.fleet.held import CardIndex
 from kakeya.fleet.memory import Memory
+from kakeya.fleet.probing import Prober
 from kakeya.fleet.registry import CapabilityRegistry
-from kakeya.fleet.service import add_capability_service
+from kakeya.fleet.service import CapabilityService, register
 from kakeya.fleet.sync import Sync
 from kakeya.fleet.targets import DEFAULT_FANOUT
 
@@ -83,24 +84,27 @@ class VirtualNode:
             entropy=rng.randbytes,
             index=fleet.index,
         )
-        sync = Sync(self.registry, rng=rng)
-        self.server = VirtualServer()
-        add_capability_service(
-            self.server,  # type: ignore[arg-type] # the part of a server that services use
-            self.registry,
-            clock=clock,
-            rng=rng,
-            sync=sync,
+        channels = fleet.network.channels(self.address)
+        prober = Prober(
+            self.registry, channels=channels, clock=clock, rng=rng, poke=lambda: self.gossip.poke()
         )
+        sync = Sync(self.registry, rng=rng, suspicion=prober if fleet.has_probes else None)
         self.gossip = Gossip(
             self.registry,
             replace(fleet.config, seeds=self._seeds),
-            channels=fleet.network.channels(self.address),
+            channels=channels,
             clock=clock,
             rng=rng,
             sync=sync,
             routes=fleet.routes,
         )
+        self.server = VirtualServer()
+        register(
+            self.server,  # type: ignore[arg-type] # the part of a server that services use
+            CapabilityService(self.registry, sync, clock=clock),
+            probe=prober.answer_probe,
+        )
+        self._prober = prober
         self._supervisor = Supervisor(clock)
 
     def start(self, delay_s: float = 0.0) -> None:
@@ -113,6 +117,8 @@ class VirtualNode:
             await self.gossip.run()
 
         self._supervisor.start("gossip", gossip)
+        if self._fleet.has_probes:
+            self._prober.start(self._supervisor)
 
     async def kill(self) -> None:
         """End without a word; calls to the address are refused from now on.
@@ -148,6 +154,10 @@ class VirtualNode:
         """The ids that this node shows as live, its own with them."""
         return {card.node_id for card in self.registry.snapshot(mono=self.clock.mono())}
 
+    def task_failures(self) -> int:
+        """How often a background task of this start raised."""
+        return sum(task.failures for task in self._supervisor.health())
+
     def ages(self) -> Floats:
         """Seconds since each held peer lived, as this node reckons."""
         return self.registry.ages(mono=self.clock.mono())
@@ -158,7 +168,8 @@ class VirtualFleet:
 
     `skews_s` says how wrong each clock is, `contacts` which nodes' addresses each is given as
     seeds. `registry_type` and `routes` (where a card's node is dialled) are where a control weakens
-    the product.
+    the product. `has_probes`: nodes that do not answer are probed, as the product does; it has no
+    part in who is shown, and costs far more messages than gossip where many are lost.
     """
 
     def __init__(
@@ -172,12 +183,14 @@ class VirtualFleet:
         contacts: Callable[[int, random.Random], Collection[int]] = lambda index, rng: (),
         registry_type: type[CapabilityRegistry] = CapabilityRegistry,
         routes: Callable[[Card], str] = lambda card: card.grpc_address,
+        has_probes: bool = False,
     ) -> None:
         self.pace = pace or Pace()
         self.rng = random.Random(seed)
         self.network = VirtualNetwork(random.Random(self.rng.random()), loss=loss)
         self.registry_type = registry_type
         self.routes = routes
+        self.has_probes = has_probes
         self.index = CardIndex(is_shared=True)
         self.limit = max(4096, 2 * count)
         self.config = GossipConfig(interval_s=self.pace.interval_s, fanout=self.pace.fanout)

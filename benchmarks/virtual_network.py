@@ -129,8 +129,13 @@ class _VirtualChannel:
     def __init__(self, network: VirtualNetwork, source: str, target: str) -> None:
         self._network, self._source, self._target = network, source, target
 
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return grpc.ChannelConnectivity.READY
+
     def unary_unary(self, path: str, *codecs: object) -> Callable[..., object]:
-        async def call(request: bytes, timeout: float = 60.0) -> bytes:
+        async def call(
+            request: bytes, timeout: float = 60.0, wait_for_ready: bool | None = None
+        ) -> bytes:
             return await self._network.call(self._source, self._target, path, request, timeout)
 
         return call
