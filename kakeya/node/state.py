@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kakeya.core.ids import NodeId
 from kakeya.fleet.cards import MAX_INCARNATION, is_dialable, is_valid_node_id
@@ -85,12 +85,13 @@ def _sighting(fields: Sequence[object]) -> Sighting:
 
 
 def next_state(previous: NodeState | None, *, node_id: str, drawn_id: str, now: float) -> NodeState:
-    """Return the state of this start: the id that was asked for, kept or drawn; a new life.
+    """Return what a start begins with: the id that was asked for, kept or drawn; the last life.
 
-    Without a previous state the incarnation starts at the wall clock's seconds, above what an
-    earlier life with the same id, whose file is lost, can have counted to.
+    The registry begins one incarnation above it. Without a previous state that is the wall clock's
+    seconds, above what an earlier life with the same id, whose file is lost, can have counted to.
     """
     if previous is None:
-        return NodeState(node_id=node_id or drawn_id, memory=Memory(incarnation=max(1, int(now))))
-    memory = replace(previous.memory, incarnation=previous.memory.incarnation + 1)
-    return NodeState(node_id=node_id or previous.node_id, memory=memory)
+        return NodeState(
+            node_id=node_id or drawn_id, memory=Memory(incarnation=max(0, int(now) - 1))
+        )
+    return NodeState(node_id=node_id or previous.node_id, memory=previous.memory)
