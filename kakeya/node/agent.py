@@ -377,7 +377,7 @@ class Agent:
 
     def _round_done(self, done: Round) -> None:
         registry = self._plane.registry
-        if registry.incarnation != self._incarnation:
+        if done.changed or registry.incarnation != self._incarnation:
             self._incarnation = registry.incarnation
             self._keeper.poke()
         taken = [c for c in registry.conflicts(self._clock.wall()) if c.is_own]

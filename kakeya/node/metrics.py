@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kakeya.core.tasks import TaskHealth
 from kakeya.fleet.discovery import DiscoveryStats
 from kakeya.fleet.gossip import GossipStats
+from kakeya.fleet.invite import InviteStats
 from kakeya.fleet.service import ServiceStats
 from kakeya.node.models import ModelSpec
 from kakeya.runtime.generation import ModelState
@@ -65,6 +67,14 @@ def route_metrics(downgrades: int, mdns: DiscoveryStats | None) -> Iterator[Metr
         yield GaugeMetricFamily("kakeya_mdns_running", "1 while multicast works", value=running)
         yield GaugeMetricFamily("kakeya_mdns_sightings", "Nodes of this fleet seen", value=seen)
         yield CounterMetricFamily("kakeya_mdns_ignored", "Sightings refused", value=mdns.ignored)
+
+
+def invite_metrics(door: InviteStats) -> Iterator[Metric]:
+    """What became of invites, and who knocked without one."""
+    family = CounterMetricFamily("kakeya_invites", "Invites and tries to join", labels=["outcome"])
+    for outcome, count in asdict(door).items():
+        family.add_metric([outcome], count)
+    yield family
 
 
 def state_metrics(failures: int) -> Iterator[Metric]:

@@ -35,7 +35,7 @@ from kakeya.fleet.service import CapabilityService, register
 from kakeya.fleet.sync import Sync
 from kakeya.node.config import FleetConfig
 from kakeya.node.membership import FleetSecurity, Membership
-from kakeya.node.metrics import fleet_metrics, route_metrics
+from kakeya.node.metrics import fleet_metrics, invite_metrics, route_metrics
 from kakeya.node.reach import Reach
 from kakeya.node.renewal import MembershipService
 from kakeya.node.routes import Routes
@@ -75,6 +75,7 @@ class FleetPlane:
     ) -> None:
         """`trust` None = a fleet without identities."""
         self._clock, self._rng = clock, rng = chances.clock, chances.rng
+        self._typed = frozenset(config.peers)
         self._closing: set[asyncio.Future[None]] = set()
         self.reach = reach
         self.trust = trust
@@ -207,6 +208,8 @@ class FleetPlane:
         suspects = len(self.registry.suspects())
         yield from fleet_metrics(known, suspects, self.gossip.stats, self.service.stats)
         mdns = self.discovery.stats if self.discovery else None
+        if self.membership is not None and self.membership.door is not None:
+            yield from invite_metrics(self.membership.door.stats)
         yield from route_metrics(self.routes.downgrades, mdns)
 
     def live_peers(self) -> Sequence[Card]:
@@ -241,12 +244,19 @@ class FleetPlane:
         ]
 
     def _node_at(self, address: str) -> str:
-        """Whose certificate is expected at an address; "" = any member's.
+        """Who must answer at an address; "" = any member.
 
-        A member that names another's address on its card must not make the other one unreachable.
+        What a person typed names no node, and of two cards that claim one address one may lie: to
+        insist on its node would make the other unreachable.
         """
-        cards = self._cards_at(address)
-        return cards[0].node_id if len(cards) == 1 else ""
+        if address in self._typed:
+            return ""
+        found = {
+            card.node_id
+            for card in self.live_peers()
+            if address == card.grpc_address or any(address == w.address for w in card.endpoints)
+        }
+        return found.pop() if len(found) == 1 else ""
 
     def _discovery(self, config: FleetConfig, node_id: str) -> Discovery | None:
         if not (config.mdns and self.reach.is_networked):
