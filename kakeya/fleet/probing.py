@@ -17,33 +17,27 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import grpc.aio
-from google.protobuf.message import DecodeError
-
 from kakeya.core.clock import Clock
-from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, Refused
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, every
-from kakeya.fleet.cards import DEFAULT_INTERVAL_S, MAX_ID_BYTES, Card
+from kakeya.fleet.cards import DEFAULT_INTERVAL_S, Card
 from kakeya.fleet.dialing import DIAL_TIMEOUT_S, Dialer, Reach
+from kakeya.fleet.favours import Context, Favours
+from kakeya.fleet.pacing import Allowance, Moments
 from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.fleet.suspicion import Doubt, Sign, is_refuted, judge
-from kakeya.v1.fleet_pb2 import ProbeRequest, ProbeResponse
 from kakeya.wire.channels import Channels
-from kakeya.wire.status import abort
 
 _log = logging.getLogger(__name__)
-Context = grpc.aio.ServicerContext[bytes, bytes]
-_MAX_REQUEST_BYTES = MAX_ID_BYTES + 16
 _SPACING_S = 0.25
 """Between two dials of one node: no burst of reasons to look makes a burst of calls."""
 _ASK_SPACING_S = 2.0
 """Between two times that others are asked about one node that is not yet judged."""
-_FRESH_S = 1.0
-"""How long the last dial answers those who ask this node to try."""
 _ECHOES = 2
 """More rounds after the one that begins with a new accusation: who was missed by the first round
 and by the probes hears it within two revisits, not at its next round."""
+_FALSE_HINT = 4
+"""Accusations that one which proves false uses up: liars and heavy loss make few calls."""
 _DEFENCE_S = 2.0
 """Between two rounds for one's own defence; one beat refutes every accusation before it."""
 
@@ -63,42 +57,6 @@ class ProbeConfig:
     allowance: int = 32
     """Looks for accusations and dials for others in an interval, and doubted nodes dialled again
     at a time: more than die at once, and a fleet of any size bears it."""
-
-
-class _Allowance:
-    """So many in an interval."""
-
-    def __init__(self, limit: int, interval_s: float) -> None:
-        self._limit, self._interval_s = limit, interval_s
-        self._taken, self._since_mono = 0, float("-inf")
-
-    def take(self, mono: float) -> bool:
-        """Take one, if one is left."""
-        if mono - self._since_mono >= self._interval_s:
-            self._taken, self._since_mono = 0, mono
-        if self._taken >= self._limit:
-            return False
-        self._taken += 1
-        return True
-
-
-class _Moments:
-    """When something was last done about each node; what is long past is forgotten."""
-
-    def __init__(self, keep_s: float) -> None:
-        self._keep_s = keep_s
-        self._done_mono: dict[str, float] = {}
-
-    def is_due(self, node_id: str, mono: float, spacing_s: float) -> bool:
-        """Whether it was not done so recently."""
-        done_mono = self._done_mono.get(node_id)
-        return done_mono is None or mono - done_mono >= spacing_s
-
-    def note(self, node_id: str, mono: float) -> None:
-        """Note that it is done now."""
-        oldest_mono = mono - self._keep_s
-        self._done_mono = {n: at for n, at in self._done_mono.items() if at > oldest_mono}
-        self._done_mono[node_id] = mono
 
 
 class Prober:
@@ -133,13 +91,18 @@ class Prober:
         """Addresses to look at, the longest due first."""
         self._wake = asyncio.Event()
         self._looking: set[str] = set()
+        self._unproven: set[str] = set()
+        """Addresses that are looked at because of an accusation."""
         self._slots = asyncio.Semaphore(config.parallel)
-        self._asked = _Moments(config.interval_s)
-        self._hinted = _Moments(config.interval_s)
+        self._asked = Moments(config.interval_s)
+        self._hinted = Moments(config.interval_s)
         self._defended_mono = float("-inf")
         self._echoes = 0
-        self._hints = _Allowance(config.allowance, config.interval_s)
-        self._favours = _Allowance(config.allowance, config.interval_s)
+        self._hints = Allowance(config.allowance, config.interval_s)
+        allowance = Allowance(config.allowance, config.interval_s)
+        self._favours = Favours(
+            registry, self._dialer, clock=clock, allowance=allowance, parallel=config.parallel
+        )
         self._book.subscribe(self._demand)
 
     def start(self, supervisor: Supervisor) -> None:
@@ -197,6 +160,7 @@ class Prober:
             return
         if self._hints.take(mono):
             self._hinted.note(node_id, mono)
+            self._unproven.add(card.grpc_address)
             self._demand(card.grpc_address)
 
     def _demand(self, address: str) -> None:
@@ -232,11 +196,14 @@ class Prober:
                     await self._look_at(card)
         finally:
             self._looking.discard(address)
+            self._unproven.discard(address)
 
     async def _look_at(self, card: Card) -> None:
         self._book.hold(card.grpc_address)
         try:
             reach = await self._dial(card)
+            if reach is Reach.REACHED and card.grpc_address in self._unproven:
+                self._hints.fine(_FALSE_HINT)
             if reach in (Reach.FAILED, Reach.MISSED) and self._may_ask(card):
                 await self._judge(card, is_missed=reach is Reach.MISSED)
         finally:
@@ -291,52 +258,6 @@ class Prober:
     def _peers(self) -> Sequence[Card]:
         return self._registry.snapshot(mono=self._clock.mono())[1:]
 
-    # --- answering those who ask
-
     async def answer_probe(self, request: bytes, context: Context) -> bytes:
-        """Serve GossipService.Probe: say whether this node reaches another that it knows.
-
-        NOT_FOUND for a node without a live card here, RESOURCE_EXHAUSTED above the allowance.
-        """
-        try:
-            return await self._try_for(_read_node_id(request))
-        except KakeyaError as failure:
-            await abort(context, failure)
-            raise
-
-    async def _try_for(self, node_id: str) -> bytes:
-        if node_id == self._registry.node_id:
-            return ProbeResponse(is_reached=True).SerializeToString()
-        card = self._registry.get(node_id, mono=self._clock.mono())
-        if card is None:
-            raise NotFound(
-                f"no live card of node {node_id[:80]!r} is held; ask a node that has one"
-            )
-        mono = self._clock.mono()
-        dial = self._dialer.last(node_id)
-        if dial is None or mono - dial.ended_mono > _FRESH_S:
-            if not self._dialer.is_dialling(node_id):
-                self._charge(mono)
-            dial = await self._dialer.dial(card)
-        if dial.reach is Reach.UNSURE:
-            raise Refused(f"whether node {node_id[:80]!r} answers could not be told; ask again")
-        is_reached = dial.reach is Reach.REACHED
-        return ProbeResponse(is_reached=is_reached, rtt_ms=dial.rtt_s * 1e3).SerializeToString()
-
-    def _charge(self, mono: float) -> None:
-        config = self._config
-        if self._dialer.under_way >= config.parallel or not self._favours.take(mono):
-            raise Refused(
-                f"this node dials for others {config.allowance} times in {config.interval_s:g} s "
-                f"and {config.parallel} at a time; ask later or another",
-                retry_after_s=config.interval_s,
-            )
-
-
-def _read_node_id(request: bytes) -> str:
-    if len(request) > _MAX_REQUEST_BYTES:
-        raise InvalidArgument(f"a probe request has {len(request)} bytes; a node id has fewer")
-    try:
-        return ProbeRequest.FromString(request).node_id
-    except DecodeError as failure:
-        raise InvalidArgument("a probe request must hold a node id") from failure
+        """Serve GossipService.Probe for those who cannot reach a node."""
+        return await self._favours.answer(request, context)

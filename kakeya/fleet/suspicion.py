@@ -30,6 +30,8 @@ from kakeya.fleet.cards import Card
 
 MISSES_TO_SUSPECT = 2
 """One missed deadline may be a long garbage collection; two in a row are not."""
+CONFIRMATIONS = 2
+"""Others who must say that they do not reach a node either, if so many could be asked."""
 SLACK_S = 0.25
 """How much younger than it is a sign of life may seem: its age travels in tenths of a second, and
 grows by the time it lay at nodes but not by the time it was under way."""
@@ -97,14 +99,13 @@ def is_refuted(accusation: Sign, held: Sign) -> bool:
 def judge(answers: Sequence[bool | None]) -> Doubt:
     """Judge a node that did not answer us by what those said whom we asked to try.
 
-    `None` stands for one who gave no answer. If nobody gave any, this node is likely the one that
-    is cut off, and it has no right to accuse.
+    `None` stands for one who gave no answer. If nearly all are silent, this node is likely the one
+    that is cut off, and it has no right to accuse.
     """
     if True in answers:
         return Doubt.ASYMMETRIC
-    if answers and False not in answers:
-        return Doubt.UNJUDGED
-    return Doubt.FLEET_WIDE
+    is_confirmed = answers.count(False) >= min(CONFIRMATIONS, len(answers))
+    return Doubt.FLEET_WIDE if is_confirmed else Doubt.UNJUDGED
 
 
 class Suspicions:

@@ -39,7 +39,10 @@ def accused_book(at: float = 10.0, beat: int = 0) -> Suspicions:
     [
         ([], Doubt.FLEET_WIDE),
         ([False, False, False], Doubt.FLEET_WIDE),
-        ([None, False, None], Doubt.FLEET_WIDE),
+        ([False], Doubt.FLEET_WIDE),
+        ([False, None, False], Doubt.FLEET_WIDE),
+        ([None, False, None], Doubt.UNJUDGED),
+        ([False, None], Doubt.UNJUDGED),
         ([None, None, None], Doubt.UNJUDGED),
         ([False, True, None], Doubt.ASYMMETRIC),
     ],

@@ -1,0 +1,43 @@
+"""How seldom things are done: so many in an interval, and not again so soon for one node."""
+
+from __future__ import annotations
+
+
+class Allowance:
+    """So many (`limit`) in an interval."""
+
+    def __init__(self, limit: int, interval_s: float) -> None:
+        self.limit, self.interval_s = limit, interval_s
+        self._taken, self._since_mono = 0, float("-inf")
+
+    def take(self, mono: float) -> bool:
+        """Take one, if one is left."""
+        if mono - self._since_mono >= self.interval_s:
+            self._taken, self._since_mono = 0, mono
+        if self._taken >= self.limit:
+            return False
+        self._taken += 1
+        return True
+
+    def fine(self, count: int) -> None:
+        """Take some more, left or not, for one that was in vain."""
+        self._taken += count
+
+
+class Moments:
+    """When something was last done about each node; what is long past is forgotten."""
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._done_mono: dict[str, float] = {}
+
+    def is_due(self, node_id: str, mono: float, spacing_s: float) -> bool:
+        """Whether it was not done so recently."""
+        done_mono = self._done_mono.get(node_id)
+        return done_mono is None or mono - done_mono >= spacing_s
+
+    def note(self, node_id: str, mono: float) -> None:
+        """Note that it is done now."""
+        oldest_mono = mono - self._keep_s
+        self._done_mono = {n: at for n, at in self._done_mono.items() if at > oldest_mono}
+        self._done_mono[node_id] = mono
