@@ -251,12 +251,8 @@ class FleetPlane:
         """
         if address in self._typed:
             return ""
-        found = {
-            card.node_id
-            for card in self.live_peers()
-            if address == card.grpc_address or any(address == w.address for w in card.endpoints)
-        }
-        return found.pop() if len(found) == 1 else ""
+        cards = self._cards_at(address)
+        return cards[0].node_id if len(cards) == 1 else ""
 
     def _discovery(self, config: FleetConfig, node_id: str) -> Discovery | None:
         if not (config.mdns and self.reach.is_networked):
