@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
+import json
+import math
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from kakeya.node.child import NodeProcess
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import CapabilityServiceStub
-from tests.node.nodes import QUICK, VERIFIER, eventually, model_state
+from tests.node.nodes import QUICK, eventually
 
 MIB = 1 << 20
 EXCHANGE = "/kakeya.v1.CapabilityService/ExchangeCapabilities"
@@ -78,24 +79,89 @@ async def test_a_message_between_the_limits_is_refused_by_gossip_itself(
     assert (await own_card(node.grpc)).node_id == node.node_id
 
 
-async def test_the_agent_answers_while_its_engine_loads(tmp_path: Path) -> None:
-    """Row 22: a model loads in another process, so no call ever waits for it."""
-    async with NodeProcess(tmp_path, "--model", VERIFIER, *QUICK) as node:
-        began_loading = time.perf_counter()
-        waits_s: list[float] = []
-        async with grpc.aio.insecure_channel(node.grpc) as channel:
+def write_big_model(folder: Path, gibibytes: int = 1) -> Path:
+    """A llama of one small layer under a huge vocabulary; its weights are a file of zeros."""
+    hidden, vocab = 2048, gibibytes << 17
+    layer = "model.layers.0."
+    shapes = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+        layer + "input_layernorm.weight": (hidden,),
+        layer + "post_attention_layernorm.weight": (hidden,),
+        layer + "self_attn.q_proj.weight": (64, hidden),
+        layer + "self_attn.k_proj.weight": (64, hidden),
+        layer + "self_attn.v_proj.weight": (64, hidden),
+        layer + "self_attn.o_proj.weight": (hidden, 64),
+        layer + "mlp.gate_proj.weight": (64, hidden),
+        layer + "mlp.up_proj.weight": (64, hidden),
+        layer + "mlp.down_proj.weight": (hidden, 64),
+    }
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        size = 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    packed = json.dumps(header).encode()
+    folder.mkdir()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(packed).to_bytes(8, "little") + packed)
+        file.truncate(8 + len(packed) + end)
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": vocab,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Waits:
+    """How long calls of one node waited for its loop, over and over."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.seconds: list[float] = []
+
+    async def measure(self) -> None:
+        async with grpc.aio.insecure_channel(self._address) as channel:
             stub = CapabilityServiceStub(channel)
-            loaded = asyncio.create_task(
-                eventually("loaded", lambda: model_state(node, VERIFIER)["state"] == "ready")
-            )
-            while not loaded.done():
+            await stub.GetNodeCapability(pb.GetNodeCapabilityRequest(), timeout=5)
+            while True:
                 began = time.perf_counter()
                 await stub.GetNodeCapability(pb.GetNodeCapabilityRequest(), timeout=5)
-                waits_s.append(time.perf_counter() - began)
+                self.seconds.append(time.perf_counter() - began)
                 await asyncio.sleep(0.005)
-            await loaded
-        assert len(waits_s) > 20
-        assert statistics.median(waits_s) <= 0.05
-        # A shared machine may lose a quarter of a second by itself; a blocked loop loses the load.
-        stalled_s = sum(waited_s for waited_s in waits_s if waited_s > 0.25)
-        assert stalled_s < (time.perf_counter() - began_loading) / 2
+
+
+async def test_loading_a_gibibyte_holds_no_call_of_the_agent_up(tmp_path: Path) -> None:
+    """Row 22: at most 50 ms. What the machine itself does in that time to a node that only
+    gossips, asked beside it in the same way, is the machine's: the loading one may have it too."""
+    model = await asyncio.to_thread(write_big_model, tmp_path / "big")
+    async with NodeProcess(tmp_path / "idle", "--proposer", "ngram", *QUICK) as idle:
+        flags = ("--model", str(model), "--peer", idle.grpc, *QUICK)
+        async with NodeProcess(tmp_path / "loading", *flags) as loading:
+            control, watched = Waits(idle.grpc), Waits(loading.grpc)
+            probes = [asyncio.create_task(waits.measure()) for waits in (control, watched)]
+            states = await eventually(
+                "loaded",
+                lambda: (
+                    (found := loading.api.get("/api/v1/status")["models"])[0]["state"] == "ready"
+                    and found
+                ),
+                limit_s=60,
+            )
+            for probe in probes:
+                probe.cancel()
+            await asyncio.gather(*probes, return_exceptions=True)
+            assert "loading" not in str(states)
+    assert min(len(control.seconds), len(watched.seconds)) > 20
+    assert max(watched.seconds) <= 0.05 + max(control.seconds)
