@@ -79,14 +79,14 @@ class NodeHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # it has
         """Tell what a service is, and each change of it; ends when the node stops."""
         told = None
         while True:
-            changed = self._changed
+            changed, is_last = self._changed, self._is_draining
             status = self.status(request.service)
             if status is None:
                 status = pb.HealthCheckResponse.SERVICE_UNKNOWN
             if status != told:
                 await context.write(pb.HealthCheckResponse(status=status))
                 told = status
-            if self._is_draining:
+            if is_last:
                 return
             await changed.wait()
 
