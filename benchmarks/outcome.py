@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from rich.table import Table
 
+from benchmarks.audit import Findings
+from benchmarks.faults import Faults
 from benchmarks.trials import GIVE_UP_ROUNDS, Case, Hours
+from benchmarks.virtual_fleet import Pace
 
 KINDS = ("spread", "cold", "heal")
 CAPTION = """\
@@ -48,41 +52,21 @@ class Outcome:
             return None
         return sum(count <= goal for count in rounds) / len(rounds)
 
-    def summary(self) -> dict[str, object]:
-        """All of it for machines."""
-        case = self.case
-        line: dict[str, object] = {
-            "control": case.control,
-            "nodes": case.nodes,
-            "loss": case.loss,
-            "fanout": case.pace.fanout,
-            "interval_s": case.pace.interval_s,
-            "ttl_s": case.pace.ttl_s,
-        }
-        for kind in KINDS:
-            if rounds := self.rounds[kind]:
-                line[f"{kind}_rounds"] = {
-                    "median": statistics.median(rounds),
-                    "max": max(rounds),
-                    "seeds": len(rounds),
-                    "goal": self.goal(kind),
-                    "share_within_goal": self.share_within_goal(kind),
-                }
-        if self.hours is not None:
-            found = self.hours.findings
-            line["hours"] = {
-                "pairs": found.pairs,
-                "absent_share": found.absent_share,
-                "nodes_ever_absent": found.nodes_ever_absent,
-                "doubted_share": found.doubted_share,
-                "ghosts": found.ghosts,
-                "task_failures": found.task_failures,
-                "oldest_age_s": round(found.oldest_age_s, 1),
-                "p9999_age_s": found.p9999_age_s,
-                "sent_bytes_per_round": round(self.hours.sent_bytes_per_round),
-                "rounds_per_interval": round(self.hours.rounds_per_interval, 3),
-            }
-        return line
+    def to_line(self) -> str:
+        """All of it as one line of JSON, with the goals and how often they were kept."""
+        goals = {kind: self.goal(kind) for kind in KINDS}
+        kept = {kind: self.share_within_goal(kind) for kind in KINDS}
+        return json.dumps({**asdict(self), "goals": goals, "share_within_goal": kept})
+
+    @classmethod
+    def from_line(cls, line: str) -> Outcome:
+        """What `to_line` wrote."""
+        entry = json.loads(line)
+        case, long = entry["case"], entry["hours"]
+        case |= {"pace": Pace(**case["pace"]), "faults": Faults(**case["faults"])}
+        if long is not None:
+            long |= {"findings": Findings(**long["findings"])}
+        return cls(Case(**case), entry["rounds"], None if long is None else Hours(**long))
 
 
 def table(outcomes: list[Outcome]) -> Table:

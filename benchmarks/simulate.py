@@ -8,7 +8,6 @@ than the product on purpose. `scripts/simulate --help` names what can go wrong o
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import multiprocessing
 import os
@@ -45,9 +44,12 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("simulate: stopped", file=sys.stderr)
         return 130
+    if options.earlier:
+        outcomes += map(Outcome.from_line, options.earlier.read_text("utf-8").splitlines())
+        outcomes.sort(key=lambda o: (bool(o.case.control), o.case.nodes, o.case.loss))
     if options.json:
         for outcome in outcomes:
-            print(json.dumps(outcome.summary()))
+            print(outcome.to_line())
     else:
         Console(width=None if sys.stdout.isatty() else 160).print(table(outcomes))
     if options.plot:
@@ -83,6 +85,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add("--no-controls", action="store_true", help="leave out fanout 1, 30 s / 3, and no memory")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="trials at the same time")
     add("--json", action="store_true", help="print a line of JSON for each fleet, not a table")
+    add("--earlier", type=Path, metavar="FILE", help="show the outcome of a run with --json too")
     add("--plot", type=Path, metavar="FILE.png", help="draw the outcome")
     return parser.parse_args(arguments)
 
@@ -179,8 +182,12 @@ def _begin_worker(shares: Array[c_double]) -> None:
 
 
 def _trial(place: int, case: Case, kind: str, seed: int, seconds: float) -> Result:
+    parent = os.getppid()
+
     def progress(share: float) -> None:
         _shares[place] = share
+        if os.getppid() != parent:
+            sys.exit("simulate: whoever asked for this trial is gone")
 
     try:
         match kind:
