@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 
 from benchmarks.fleet_cards import CERTIFICATE_BYTES, NOW, PaddedTrust, fleet_offer
 from benchmarks.report import emit
+from kakeya.fleet.beats import MAX_BEATS
 from kakeya.fleet.cards import DEFAULT_INTERVAL_S
+from kakeya.fleet.digest import SETTLED_S
 from kakeya.fleet.gossip import FULL_EVERY
 from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.fleet.sync import Sync
@@ -23,7 +25,7 @@ from kakeya.fleet.targets import DEFAULT_FANOUT
 
 GOALS_KB = {25: 3.0, 1000: 60.0}
 CHANGED = {25: 1, 1000: 10}
-WARM_ROUNDS, COUNTED_ROUNDS = 6, 3
+WARM_ROUNDS, COUNTED_ROUNDS = 4, 2
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Fleet:
         self.nodes = [self._node(index) for index in range(count)]
         wires = [node.registry.own.wire for node in self.nodes]
         for node in self.nodes:
-            node.registry.merge(wires, now=NOW, mono=0.0)
+            node.registry.merge(wires, now=NOW, mono=-SETTLED_S - 1)
 
     def _node(self, index: int) -> Node:
         registry = CapabilityRegistry(
@@ -55,6 +57,8 @@ class Fleet:
             trust=PaddedTrust(),
             entropy=self.rng.randbytes,
         )
+        for _ in range(self.rng.randrange(MAX_BEATS // 2)):
+            registry.beat(now=NOW, mono=0.0, is_forced=True)
         return Node(registry, Sync(registry, rng=self.rng))
 
     def exchange(self, caller: Node, callee: Node) -> None:

@@ -79,6 +79,10 @@ class Beats:
             )
         }
 
+    def tell(self, count: int) -> Beats:
+        """The same cards, of which only the first `count` say how old they are."""
+        return Beats(self.keys, self.numbers, self.ages_s[:count], self.proofs[:count])
+
     def pick(self, at: NDArray[np.intp]) -> Beats:
         """The entries at these places, in their order; all of them must say how old they are."""
         proofs = self.proofs[at] if len(self.proofs) else self.proofs

@@ -49,6 +49,9 @@ from kakeya.fleet.targets import fit_batch
 
 MAX_CARDS_BYTES = 3 * MIB // 2
 """Of bodies in one answer or push; the beats of 10,000 cards need the rest of 2 MiB."""
+MIN_TOLD = 64
+"""Beats that a digest vouches for at least. Of many, the earliest third is only named: a peer has
+later ones of most of those, which it answers, and proofs are half of a digest's bytes."""
 
 
 class RevocationSource(Protocol):
@@ -123,9 +126,10 @@ class Sync:
     def request(self, *, now: float, mono: float) -> bytes:
         """Begin an exchange: a SyncRequest, the same for every peer of a round."""
         self._registry.beat(now=now, mono=mono)
+        held = all_beats(self._registry, mono=mono)
         return encode_digest(
             Digest(
-                held=all_beats(self._registry, mono=mono),
+                held=held.tell(max(MIN_TOLD, len(held) * 2 // 3)),
                 accusations=self._suspicion.outgoing(),
                 revocations_version=self._revocations.revocations[0],
                 sent_at=now,
