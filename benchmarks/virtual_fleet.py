@@ -1,8 +1,8 @@
 """A fleet in virtual time: the product's own registry, gossip loop and services, N times.
 
-Nothing of gossip is modelled. Each node is what `node/agent.py` builds of the fleet plane, with a
-clock of its own and the virtual network in place of gRPC; it can be killed, restarted, made to
-leave, cut off, and its clock set wrong. `audit.py` says what came of it.
+Nothing of gossip is modelled. Each node is what `node/plane.py` builds, but for identities, routes
+and discovery, with a clock of its own and the virtual network in place of gRPC; it can be killed,
+restarted, made to leave, cut off, and its clock set wrong. `audit.py` says what came of it.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ class VirtualFleet:
 
     `skews_s` says how wrong each clock is, `contacts` which nodes' addresses each is given as
     seeds. `registry_type` and `routes` (where a card's node is dialled) are where a control weakens
-    the product. `has_probes`: nodes that do not answer are probed, as the product does; it has no
-    part in who is shown, and costs far more messages than gossip where many are lost.
+    the product. `has_probes`: nodes that do not answer are probed, as the product does; that has a
+    part in who is given work, not in who is shown.
     """
 
     def __init__(
