@@ -14,43 +14,30 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from grpc.aio import Server
-from grpc_health.v1 import health_pb2_grpc
-from prometheus_client.core import Metric
-
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError
-from kakeya.core.ids import NGRAM
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor
-from kakeya.decoding.ngram import NGramProposer
-from kakeya.decoding.service import ProposerService
 from kakeya.fleet.cards import Offer
 from kakeya.fleet.exchange import Round
-from kakeya.fleet.identity import Identity, load_identity
+from kakeya.fleet.identity import Identity
 from kakeya.fleet.ring import probe_ring_environment
-from kakeya.node import metrics
 from kakeya.node.card import Place, make_offer
 from kakeya.node.config import NodeConfig
-from kakeya.node.control import ControlService, NoFleet, control_socket
+from kakeya.node.control import control_socket
 from kakeya.node.datadir import DataDir, RunInfo
 from kakeya.node.directory import Models, failed_addresses
-from kakeya.node.doctor.wiring import Doctor
-from kakeya.node.drafting import FleetDrafts
 from kakeya.node.engines import EngineCommand, Engines, sockets_folder
-from kakeya.node.fleet_cli import host_label
 from kakeya.node.health import NodeHealth
-from kakeya.node.joining import join
 from kakeya.node.keeper import StateKeeper
+from kakeya.node.life import become_member, begin
 from kakeya.node.listeners import Listeners
 from kakeya.node.machine import (
-    draw_node_id,
     host_names,
     join_address,
     platform_name,
@@ -58,30 +45,24 @@ from kakeya.node.machine import (
 )
 from kakeya.node.membership import open_trust
 from kakeya.node.models import Role
+from kakeya.node.overview import Overview
 from kakeya.node.plane import Chances, FleetPlane
 from kakeya.node.ports import listen
 from kakeya.node.reach import Reach
+from kakeya.node.services import Services
 from kakeya.node.settings import split_address
-from kakeya.node.state import NodeState, next_state
-from kakeya.node.status import Json, View, describe
+from kakeya.node.state import NodeState
 from kakeya.node.table import HTTP
 from kakeya.node.watchdog import LoopWatchdog
 from kakeya.runtime.generation import ModelState, Usage
-from kakeya.runtime.service import RuntimeService
-from kakeya.runtime.store import SessionLimits, SessionStore
 from kakeya.serving.backends.engine_backend import EngineOptions
 from kakeya.serving.gateway import build_app
 from kakeya.serving.server import HttpServer, serve_http
-from kakeya.v1.distributed_pb2_grpc import add_ProposerServiceServicer_to_server
-from kakeya.v1.fleet_pb2_grpc import add_ControlServiceServicer_to_server
-from kakeya.v1.runtime_pb2_grpc import add_RuntimeServiceServicer_to_server
 
 _log = logging.getLogger(__name__)
 GRACE_S = 5.0
 """How long calls that run may go on after a stop signal."""
 _FAREWELL_S = 1.0
-_RUNTIME = "kakeya.v1.RuntimeService"
-_ALWAYS_SERVING = ("kakeya.v1.CapabilityService", "kakeya.v1.ProposerService")
 _STUCK, _TAKEN = "loop", "conflict"
 """Causes for which the whole node does not serve."""
 _SEEN_S = 1800.0
@@ -157,24 +138,26 @@ class Agent:
             )
         )
         self._home = stack.enter_context(DataDir(self._folder))
-        identity = await self._become_member()
-        self._state = self._next_life(identity)
+        identity = await become_member(self._config, self._clock)
+        self._state = await begin(
+            self._home, self._config, identity, clock=self._clock, rng=self._rng
+        )
         self._label = self._config.label or (identity.label if identity else "")
         self._is_authority = identity is not None and identity.is_authority
         self._ring_address = probe_ring_environment().address()
         self._incarnation = 0
         await self._listen(stack, identity)
         self._models = Models(self._engines.of_role(Role.VERIFIER), self._suspect_failed_drafters)
-        self._drafts = FleetDrafts(
-            self._plane.registry,
-            self._clock,
-            is_secured=self._plane.security is not None,
-            route=self._plane.routes.address_for,
+        self._services = Services(
+            self._plane,
+            self._models,
+            self._config.sessions,
+            data_dir=self._folder,
+            health=self._health,
+            clock=self._clock,
+            rng=self._rng,
         )
-        self._build_services()
-        await stack.enter_async_context(self._runtime)
-        for name in _ALWAYS_SERVING:
-            self._health.set(name, serves=True)
+        await stack.enter_async_context(self._services.runtime)
         await self._listeners.start()
         self._tasks = await stack.enter_async_context(Supervisor(self._clock))
         self._http = await stack.enter_async_context(self._serve_http())
@@ -185,36 +168,6 @@ class Agent:
         self._tasks.start("state", self._keeper.run)
         self._tell_command_line()
 
-    async def _become_member(self) -> Identity | None:
-        fleet = self._config.fleet
-        if not fleet.join:
-            return load_identity(self._folder)
-        label = self._config.label or host_label()
-        joined = await join(self._folder, fleet.join, label, clock=self._clock)
-        event(
-            _log,
-            "joined" if joined.is_new else "is a member already; the token was not needed",
-            fleet=joined.identity.fleet,
-            node_id=joined.identity.node_id,
-        )
-        return joined.identity
-
-    def _next_life(self, identity: Identity | None) -> NodeState:
-        wanted = self._config.node_id
-        if identity is not None and wanted not in ("", identity.node_id):
-            event(
-                _log,
-                "--node-id has no effect on a member of a fleet, whose id is its key's; "
-                "--label names it for people",
-                level=logging.WARNING,
-            )
-        return next_state(
-            self._home.load_state(),
-            node_id=identity.node_id if identity else wanted,
-            drawn_id=draw_node_id(self._rng),
-            now=self._clock.wall(),
-        )
-
     async def _listen(self, stack: AsyncExitStack, identity: Identity | None) -> None:
         """Bind every address, then build the fleet half, which has to know them."""
         config = self._config
@@ -224,7 +177,7 @@ class Agent:
         self._http_address = join_address(str(host), int(port))
         trust = open_trust(self._folder, identity) if identity else None
         self._listeners = Listeners(
-            self._register,
+            lambda server: self._services.register(server),
             clock=self._clock,
             material=trust.material if trust else None,
             trust=trust,
@@ -284,43 +237,29 @@ class Agent:
                 problem=problem,
             )
 
-    def _build_services(self) -> None:
-        limits = SessionLimits(
-            capacity=self._config.sessions.capacity, idle_ttl_s=self._config.sessions.idle_ttl_s
-        )
-        secret = random.SystemRandom()  # session ids are the only key to a history
-        self._runtime = RuntimeService(
-            models=self._models,
-            drafts=self._drafts,
-            store=SessionStore(clock=self._clock, rng=secret, limits=limits),
-            clock=self._clock,
-            rng=self._rng,
-        )
-        self._proposers = ProposerService({NGRAM: NGramProposer()}, clock=self._clock)
-        self._doctor = Doctor(self._plane, self._folder, clock=self._clock, environ=os.environ)
-        self._control = ControlService(
-            self._plane.membership or NoFleet(), examine=self._doctor.examine_json
-        )
-
-    def _register(self, server: Server) -> None:
-        """Add every service to one more listener; who may call what is the listener's matter."""
-        self._plane.register(server)
-        self._doctor.register(server)
-        add_RuntimeServiceServicer_to_server(self._runtime, server)
-        add_ProposerServiceServicer_to_server(self._proposers, server)
-        add_ControlServiceServicer_to_server(self._control, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-
     def _serve_http(self) -> AbstractAsyncContextManager[HttpServer]:
         addresses = {split_address(address)[0] for address in (self.http, self._reach.advertised)}
+        overview = Overview(
+            http=self.http,
+            started_mono=self._started_mono,
+            clock=self._clock,
+            plane=self._plane,
+            engines=self._engines,
+            services=self._services,
+            listeners=self._listeners,
+            health=self._health,
+            keeper=self._keeper,
+            watchdog=self._watchdog,
+            tasks=self._tasks.health,
+        )
         app = build_app(
             self._models,
-            self._drafts,
-            status=self.status,
+            self._services.drafts,
+            status=overview.status,
             clock=self._clock,
             rng=self._rng,
             hosts=host_names() | addresses,
-            collect=self._metrics,
+            collect=overview.metrics,
             proposers=self._engines.proposers,
             unready=self._health.reason,
         )
@@ -347,20 +286,10 @@ class Agent:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            self._serve_ready_drafters()
-            self._plane.gossip.announce(self._offer())
             verifiers = self._models.verifiers()
             is_ready = bool(verifiers) and verifiers[0].state is ModelState.READY
-            self._health.set(_RUNTIME, serves=is_ready)
-
-    def _serve_ready_drafters(self) -> None:
-        served = self._proposers.served()
-        for backend in self._engines.of_role(Role.PROPOSER):
-            is_ready = backend.state is ModelState.READY
-            if is_ready and backend.model_id not in served:
-                self._proposers.serve(backend.model_id, backend)
-            elif not is_ready:
-                self._proposers.withdraw(backend.model_id)
+            self._services.follow(self._engines.of_role(Role.PROPOSER), is_runtime_ready=is_ready)
+            self._plane.gossip.announce(self._offer())
 
     def _suspect_failed_drafters(self, usage: Usage) -> None:
         """Ask no peer again that just failed, until gossip finds that it answers."""
@@ -399,40 +328,12 @@ class Agent:
         )
         return NodeState(node_id=self._state.node_id, memory=replace(memory, peers=peers))
 
-    def status(self) -> Json:
-        """Describe the node and the fleet as it sees it."""
-        plane, mono = self._plane, self._clock.mono()
-        cards = plane.registry.snapshot(mono=mono)
-        return describe(
-            View(
-                node_id=self.node_id,
-                grpc=self.grpc,
-                http=self.http,
-                listeners=self._listeners.addresses,
-                uptime_s=mono - self._started_mono,
-                now=self._clock.wall(),
-                not_serving=self._health.reason(),
-                cards=cards,
-                fleet=plane.view(cards),
-                models=self._engines.models(),
-                state_error=self._keeper.error,
-            )
-        )
-
-    def _metrics(self) -> Iterator[Metric]:
-        yield from self._plane.metrics()
-        yield from metrics.model_metrics(self._engines.models())
-        yield from metrics.session_metrics(self._runtime.stats)
-        yield from metrics.task_metrics((*self._tasks.health(), *self._runtime.health()))
-        yield from metrics.loop_metrics(self._watchdog.stalls, self._watchdog.worst_lag_s)
-        yield from metrics.state_metrics(self._keeper.failures)
-
     # Stop
 
     async def _drain(self) -> None:
         """Say farewell, refuse what is new, let what runs go on for the grace."""
         await self._tasks.aclose()
-        self._runtime.drain("it is stopping")
+        self._services.runtime.drain("it is stopping")
         # The listeners close first: who hears NOT_SERVING and comes anew is refused cleanly.
         closing = asyncio.ensure_future(self._listeners.stop(GRACE_S))
         await asyncio.sleep(0)

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kakeya.core.errors import PeerUnavailable
 from kakeya.node.datadir import DataDir, default_folder, find_running
+from kakeya.node.machine import host_label
 
 if TYPE_CHECKING:  # gRPC and X.509 take longer to import than `kakeya status` to answer
     from kakeya.v1.fleet_pb2_grpc import ControlServiceStub
@@ -71,11 +71,6 @@ def run(options: argparse.Namespace) -> int | None:
             return _revoke(folder, options.node, as_json=options.json)
         case _:
             return None
-
-
-def host_label() -> str:
-    """What this machine is called by default: the first word of its name."""
-    return socket.gethostname().partition(".")[0][:40] or "node"
 
 
 def _command(commands: argparse._SubParsersAction[Parser], name: str, text: str) -> Parser:

@@ -28,6 +28,11 @@ def draw_node_id(rng: random.Random) -> str:
     return draw_id(label or "node", rng, length=6)
 
 
+def host_label() -> str:
+    """What this machine is called by default: the first word of its name."""
+    return socket.gethostname().partition(".")[0][:40] or "node"
+
+
 def host_names() -> frozenset[str]:
     """Return the names by which a local network knows this machine."""
     name = socket.gethostname().lower().rstrip(".")

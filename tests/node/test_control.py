@@ -33,6 +33,7 @@ from kakeya.node import fleet_cli
 from kakeya.node.control import ControlService, Fleet, NoFleet, control_socket
 from kakeya.node.datadir import DataDir, RunInfo
 from kakeya.node.listeners import Listeners
+from kakeya.node.machine import host_label
 from kakeya.node.membership import Membership, open_trust
 from kakeya.serving.backends.engine_process import MAX_SOCKET_PATH_BYTES
 from kakeya.v1 import distributed_pb2
@@ -146,7 +147,7 @@ def test_init_takes_the_hosts_name_and_speaks_json(
     assert said == {
         "fleet": identity.fleet,
         "node_id": identity.node_id,
-        "label": fleet_cli.host_label(),
+        "label": host_label(),
     }
 
 

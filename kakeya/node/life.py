@@ -1,0 +1,60 @@
+"""Who a node is in this start: a member of a fleet, or a name of its own; and its last life."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+from kakeya.core.clock import Clock
+from kakeya.core.log import event
+from kakeya.fleet.identity import Identity, load_identity
+from kakeya.node.config import NodeConfig
+from kakeya.node.datadir import DataDir
+from kakeya.node.joining import join
+from kakeya.node.machine import draw_node_id, host_label
+from kakeya.node.state import NodeState, next_state
+
+_log = logging.getLogger(__name__)
+
+
+async def become_member(config: NodeConfig, clock: Clock) -> Identity | None:
+    """Return the identity in the data directory, after joining if a token was given.
+
+    Raises ConfigError for a damaged key, and what joining raises.
+    """
+    if not config.fleet.join:
+        return await asyncio.to_thread(load_identity, config.data_dir)
+    label = config.label or host_label()
+    joined = await join(config.data_dir, config.fleet.join, label, clock=clock)
+    event(
+        _log,
+        "joined" if joined.is_new else "is a member already; the token was not needed",
+        fleet=joined.identity.fleet,
+        node_id=joined.identity.node_id,
+    )
+    return joined.identity
+
+
+async def begin(
+    home: DataDir,
+    config: NodeConfig,
+    identity: Identity | None,
+    *,
+    clock: Clock,
+    rng: random.Random,
+) -> NodeState:
+    """Return what this start goes on from."""
+    if identity is not None and config.node_id not in ("", identity.node_id):
+        event(
+            _log,
+            "--node-id has no effect on a member of a fleet, whose id is its key's; --label names "
+            "it for people",
+            level=logging.WARNING,
+        )
+    return next_state(
+        await asyncio.to_thread(home.load_state),
+        node_id=identity.node_id if identity else config.node_id,
+        drawn_id=draw_node_id(rng),
+        now=clock.wall(),
+    )

@@ -1,0 +1,67 @@
+"""The running node seen as a whole: its status as JSON, and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import Metric
+
+from kakeya.core.clock import Clock
+from kakeya.core.tasks import TaskHealth
+from kakeya.node import metrics
+from kakeya.node.engines import Engines
+from kakeya.node.health import NodeHealth
+from kakeya.node.keeper import StateKeeper
+from kakeya.node.listeners import Listeners
+from kakeya.node.plane import FleetPlane
+from kakeya.node.services import Services
+from kakeya.node.state import NodeState
+from kakeya.node.status import Json, View, describe
+from kakeya.node.watchdog import LoopWatchdog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overview:
+    """The parts that have something to tell; `started_mono` is when the node began."""
+
+    http: str
+    started_mono: float
+    clock: Clock
+    plane: FleetPlane
+    engines: Engines
+    services: Services
+    listeners: Listeners
+    health: NodeHealth
+    keeper: StateKeeper[NodeState]
+    watchdog: LoopWatchdog
+    tasks: Callable[[], Sequence[TaskHealth]]
+
+    def status(self) -> Json:
+        """Describe the node and the fleet as it sees it."""
+        plane, mono = self.plane, self.clock.mono()
+        cards = plane.registry.snapshot(mono=mono)
+        return describe(
+            View(
+                node_id=plane.registry.node_id,
+                grpc=plane.reach.grpc,
+                http=self.http,
+                listeners=self.listeners.addresses,
+                uptime_s=mono - self.started_mono,
+                now=self.clock.wall(),
+                not_serving=self.health.reason(),
+                cards=cards,
+                fleet=plane.view(cards),
+                models=self.engines.models(),
+                state_error=self.keeper.error,
+            )
+        )
+
+    def metrics(self) -> Iterator[Metric]:
+        """Count what the floors below the gateway did."""
+        yield from self.plane.metrics()
+        yield from metrics.model_metrics(self.engines.models())
+        yield from metrics.session_metrics(self.services.runtime.stats)
+        yield from metrics.task_metrics((*self.tasks(), *self.services.runtime.health()))
+        yield from metrics.loop_metrics(self.watchdog.stalls, self.watchdog.worst_lag_s)
+        yield from metrics.state_metrics(self.keeper.failures)
