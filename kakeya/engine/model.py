@@ -13,6 +13,11 @@ from typing import Protocol
 
 from kakeya.decoding.sampling import SamplingParams
 
+CHUNK_LIMIT_S = 0.15
+"""A prefill chunk longer than this would make a cancelled request linger."""
+LEAST_CHUNK_TOKENS = 16
+"""Below this a forward costs about the same, however few its rows are."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedFacts:
@@ -37,6 +42,20 @@ class LoadedFacts:
     blas_accelerated: bool
     forward_costs_s: Mapping[int, float]
     """Seconds of one forward by its rows; 1 is the pipelined plain step."""
+    prefill_context_s: float = 0.0
+    """Seconds that each token of context adds to each token of prefill: attention over it."""
+
+    def prefill_chunk_at(self, length: int) -> int:
+        """Tokens of the prefill chunk behind a context of `length`, so that it stays within time.
+
+        A whole power of two below `prefill_chunk_tokens`, fixed for the life of the engine: equal
+        histories are computed in equal pieces, and give equal KV.
+        """
+        chunk, rate = self.prefill_chunk_tokens, self.prefill_tokens_per_second
+        token_s = (1 / rate if rate > 0 else 0.0) + self.prefill_context_s * length
+        while chunk >= 2 * LEAST_CHUNK_TOKENS and chunk * token_s > CHUNK_LIMIT_S:
+            chunk //= 2
+        return chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """One generation on the model thread, as a generator of frames: one `next` is one step.
 
-    prefill   the part of the history that no kept KV covers, in chunks on a fixed grid, all but
-              the last token; a frame each, so a cancellation is noticed in between
+    prefill   the part of the history that no kept KV covers, in chunks on a fixed grid that is
+              finer behind a long context, all but the last token; a frame each, so a cancellation
+              is noticed in between
     flight    plain steps in a pipeline: the next row is launched before this one is read
     quiet     nothing in flight; the last committed token is pending
 
@@ -57,7 +58,7 @@ class SequenceRun:
         _validate(job, facts.vocab_size, facts.context_tokens)
         self._tools = tools
         self._job = job
-        self._chunk = facts.prefill_chunk_tokens
+        self._chunk_at = facts.prefill_chunk_at
         self._decoding = Decoding(
             job.token_ids,
             max_tokens=job.max_tokens,
@@ -126,7 +127,8 @@ class SequenceRun:
         history, state = self._decoding.history, self._state
         total = len(history) - 1
         while state.length < total:
-            end = min(total, (state.length // self._chunk + 1) * self._chunk)
+            chunk = self._chunk_at(state.length)
+            end = min(total, (state.length // chunk + 1) * chunk)
             state.prefill(history[state.length : end])
             yield PrefillFrame(computed_tokens=state.length, total_tokens=total)
 

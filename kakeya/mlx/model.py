@@ -15,15 +15,15 @@ from importlib.metadata import version
 import mlx.core as mx
 
 from kakeya.core.log import event
-from kakeya.engine.model import LoadedFacts, MemoryUse, ModelDraft
+from kakeya.engine.model import CHUNK_LIMIT_S, LoadedFacts, MemoryUse, ModelDraft
 from kakeya.mlx.drafts import Drafter
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.verifier import Verifier
 
 _log = logging.getLogger(__name__)
 _CHUNKS = (32, 64, 128, 256)
-_CHUNK_LIMIT_S = 0.15
-"""A prefill chunk longer than this would make a cancelled request linger."""
+_DEEP_TOKENS = 4096
+"""Behind so much context prefill is timed a second time: attention makes it slower and slower."""
 _PROBE_LIMIT_S = 2.0
 _BLOCK_ROWS = (2, 3, 5, 9, 17)
 _PLAIN_STEPS = 24
@@ -57,6 +57,7 @@ class MlxModel:
             device=str(mx.default_device().type).removeprefix("DeviceType."),
             blas_accelerated=blas_accelerated,
             forward_costs_s=probe.costs,
+            prefill_context_s=probe.prefill_context_s,
         )
         self._drafter = Drafter(loaded, probe.chunk_tokens)
         event(
@@ -66,6 +67,7 @@ class MlxModel:
             tokens_per_s=self._facts.tokens_per_second,
             prefill_per_s=self._facts.prefill_tokens_per_second,
             chunk=self._facts.prefill_chunk_tokens,
+            last_chunk=self._facts.prefill_chunk_at(loaded.context_tokens),
             costs_ms={rows: round(cost * 1000, 2) for rows, cost in probe.costs.items()},
         )
 
@@ -103,6 +105,7 @@ class _Probe:
         mx.eval(logits)
         self.vocab_size = int(logits.shape[-1])
         self.chunk_tokens, self.prefill_tokens_per_second = self._prefill()
+        self.prefill_context_s = self._prefill_context_s()
         state = self._warm(64)
         self.kv_bytes_per_token = state.nbytes_per_token()
         self.costs = {1: self._plain(state)}
@@ -129,12 +132,32 @@ class _Probe:
             started = time.perf_counter()
             self._warm(chunk)
             seconds = time.perf_counter() - started
-            if seconds > _CHUNK_LIMIT_S and rate:
+            if seconds > CHUNK_LIMIT_S and rate:
                 break
             chosen, rate = chunk, chunk / seconds
-            if 2 * seconds > _CHUNK_LIMIT_S:
+            if 2 * seconds > CHUNK_LIMIT_S:
                 break
         return chosen, rate
+
+    def _prefill_context_s(self) -> float:
+        """Seconds that a token of context adds to a token of prefill; 0 where none does.
+
+        The context is made up, not computed: its content changes no time.
+        """
+        deep = min(_DEEP_TOKENS, self._loaded.context_tokens - self.chunk_tokens)
+        rate, best_s = self.prefill_tokens_per_second, float("inf")
+        if deep < self.chunk_tokens or rate <= 0:
+            return 0.0
+        for _ in range(2):
+            state = self._warm(1)
+            if not state.pretend(deep):
+                return 0.0
+            started = time.perf_counter()
+            state.prefill(self._ids(self.chunk_tokens))
+            best_s = min(best_s, time.perf_counter() - started)
+            if best_s > _PROBE_LIMIT_S / 2:
+                break
+        return max(0.0, best_s / self.chunk_tokens - 1 / rate) / deep
 
     def _plain(self, state: Verifier) -> float:
         """Seconds of a pipelined plain step; the state ends where it began."""

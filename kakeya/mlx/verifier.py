@@ -115,6 +115,21 @@ class Verifier:
         self._length -= count
         return True
 
+    def pretend(self, length: int) -> bool:
+        """Make the layers that grow with the text hold `length` made-up tokens, not only one.
+
+        For timing only. False, and nothing changed, where no layer is of a kind that this can do.
+        """
+        grown = [layer for layer in self._cache if type(layer) is KVCache]
+        for layer in grown:
+            shapes = [(*part.shape[:2], length, part.shape[-1]) for part in layer.state[:2]]
+            kinds = [part.dtype for part in layer.state[:2]]
+            keys, values = (mx.zeros(*made) for made in zip(shapes, kinds, strict=True))
+            layer.keys, layer.values, layer.offset = keys, values, length
+        if grown:
+            self._length = length
+        return bool(grown)
+
     def layer_length(self) -> int:
         """What the first layer with an offset says; the bookkeeping where none has one."""
         for layer in self._cache:

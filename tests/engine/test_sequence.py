@@ -17,7 +17,10 @@ from kakeya.decoding.proposer import Draft
 from kakeya.decoding.sampling import SamplingParams
 from kakeya.decoding.service import ProposerService
 from kakeya.engine.job import DecodeJob, PrefillFrame, SourceSpec, TokensFrame
+from kakeya.engine.model import CHUNK_LIMIT_S, LEAST_CHUNK_TOKENS, LoadedFacts
 from kakeya.engine.sequence import SequenceRun
+from kakeya.mlx.model import MlxModel
+from kakeya.mlx.verifier import Verifier
 from tests.decoding.servers import serving
 from tests.engine.rig import Rig, collect, load_rig, tools
 
@@ -238,6 +241,75 @@ def test_prefill_comes_in_chunks_with_progress(rigs: dict[str, Rig]) -> None:
     progress = [f.computed_tokens for f in frames if isinstance(f, PrefillFrame)]
     assert progress[-1] == len(prompt) - 1
     assert all(done % chunk == 0 for done in progress[:-1])
+
+
+def paced(rig: Rig, **facts: float) -> LoadedFacts:
+    return replace(rig.model.facts, prefill_chunk_tokens=256, **facts)
+
+
+def test_chunks_get_finer_behind_a_long_context_so_that_each_stays_within_its_time(
+    rigs: dict[str, Rig],
+) -> None:
+    facts = paced(rigs["llama"], prefill_tokens_per_second=5000.0, prefill_context_s=1.7e-7)
+    chunks = [facts.prefill_chunk_at(length) for length in range(0, 8192, 16)]
+    assert chunks == sorted(chunks, reverse=True)
+    assert chunks[0] == 256
+    assert set(chunks) <= {256, 128, 64}
+    for length, chunk in zip(range(0, 8192, 16), chunks, strict=True):
+        assert chunk * (1 / 5000.0 + 1.7e-7 * length) <= CHUNK_LIMIT_S
+
+
+def test_chunks_never_get_so_fine_that_a_forward_costs_more_than_its_rows(
+    rigs: dict[str, Rig],
+) -> None:
+    facts = paced(rigs["llama"], prefill_tokens_per_second=10.0, prefill_context_s=1.0)
+    assert facts.prefill_chunk_at(100_000) == LEAST_CHUNK_TOKENS
+    unmeasured = paced(rigs["llama"], prefill_tokens_per_second=0.0, prefill_context_s=0.0)
+    assert unmeasured.prefill_chunk_at(100_000) == 256
+
+
+def test_the_grid_of_a_prompt_is_that_of_its_positions(rigs: dict[str, Rig]) -> None:
+    """Chunks end where the finer grid's do, so a continued prompt meets the same pieces."""
+    rig = Rig(Paced(rigs["llama"].model, 64, 1 / 0.001, 0.001), tools())
+    prompt = [(3 * i) % 96 for i in range(400)]
+    frames = list(SequenceRun(rig.model, rig.tools, job(token_ids=prompt, max_tokens=2)).frames())
+    ends = [f.computed_tokens for f in frames if isinstance(f, PrefillFrame)]
+    at = 0
+    for end in ends[:-1]:
+        chunk = rig.model.facts.prefill_chunk_at(at)
+        assert end % chunk == 0
+        assert end - at <= chunk
+        at = end
+    assert ends[-1] == len(prompt) - 1
+    assert ends[0] > ends[-2] - ends[-3]
+
+
+class Paced:
+    """A model whose prefill was measured as slow as a test needs it."""
+
+    def __init__(self, model: MlxModel, chunk: int, rate: float, context_s: float) -> None:
+        self._model = model
+        self.facts = replace(
+            model.facts,
+            prefill_chunk_tokens=chunk,
+            prefill_tokens_per_second=rate,
+            prefill_context_s=context_s,
+        )
+
+    def open(self) -> Verifier:
+        return self._model.open()
+
+
+def test_context_makes_prefill_slower_where_layers_grow_with_it(rigs: dict[str, Rig]) -> None:
+    for architecture in ("llama", "mamba"):
+        state = rigs[architecture].model.open()
+        state.prefill([1])
+        assert state.pretend(100) == (architecture == "llama")
+        assert state.length == state.layer_length() == (100 if architecture == "llama" else 1)
+        state.prefill([2, 3])
+        assert state.length == state.layer_length()
+    assert rigs["mamba"].model.facts.prefill_context_s == 0
+    assert rigs["llama"].model.facts.prefill_context_s >= 0
 
 
 def test_the_context_ends_a_generation(rigs: dict[str, Rig]) -> None:
