@@ -1,1 +1,33 @@
-"""Fixtures that every floor's tests may use."""
+"""Fixtures that every floor's tests may use, and what holds for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from blockbuster import BlockBuster
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_blocks_the_event_loop() -> Iterator[BlockBuster]:
+    """Row 22: a call of ours that blocks a running loop fails its test, whichever test that is.
+
+    What tests themselves do on their loop (read a log, wait for a child) is their own affair, and
+    so is a call of what is there to block: the client of the command line, a program's key files.
+    """
+    guard = BlockBuster("kakeya", excluded_modules=["kakeya.node.local"])
+    guard.functions["os.stat"].can_block_in("kakeya/wire/tls.py", "current")
+    guard.functions["io.BufferedReader.read"].can_block_in("kakeya/wire/tls.py", "current")
+    guard.activate()
+    yield guard
+    guard.deactivate()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def grpc_stays_up() -> Iterator[None]:
+    """Keep gRPC's own thread: it is joined, on the loop, when the last channel is collected."""
+    from grpc.aio import init_grpc_aio, shutdown_grpc_aio
+
+    init_grpc_aio()
+    yield
+    shutdown_grpc_aio()

@@ -56,7 +56,8 @@ async def test_the_hint_at_a_faster_blas_is_logged_once_however_many_models(
         ModelSpec(model_id=name, source=VERIFIER, role=Role.VERIFIER) for name in ("one", "two")
     ]
     changed = asyncio.Event()
-    engines = Engines(
+    engines = await asyncio.to_thread(  # it looks at the models' folders
+        Engines,
         specs,
         toy_command,
         clock=SystemClock(),
@@ -76,7 +77,8 @@ async def test_n_grams_are_ready_to_draft_and_other_proposers_once_they_are_load
         ModelSpec(model_id="drafter", source=VERIFIER, role=Role.PROPOSER),
         ModelSpec(model_id="decoder", source=VERIFIER, role=Role.VERIFIER),
     ]
-    engines = Engines(
+    engines = await asyncio.to_thread(  # it looks at the models' folders
+        Engines,
         specs,
         toy_command,
         clock=SystemClock(),

@@ -120,7 +120,7 @@ def _small_files() -> Iterator[None]:
 @pytest.mark.usefixtures("_small_files")
 async def test_on_a_disk_that_is_really_full_the_old_file_stays_whole(tmp_path: Path) -> None:
     path = tmp_path / "state"
-    write_atomically(path, b"old")
+    await asyncio.to_thread(write_atomically, path, b"old")
     keeper = StateKeeper(
         lambda: b"n" * 1000, lambda s: write_atomically(path, s), saved=b"old", clock=FakeClock()
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import openai
 import pytest
-from blockbuster import blockbuster_ctx
+from blockbuster import BlockingError
 
 from kakeya.runtime.generation import ModelState
+from kakeya.serving.backends.engine_process import SocketFolder
 from kakeya.serving.gateway import Standing
 from tests.serving.toy import Pace, ToyModel, make_folder, serving
 
@@ -307,14 +310,20 @@ async def test_a_node_that_serves_nothing_for_a_reason_is_not_ready(folder):
         assert (await served.http.get("/readyz")).status_code == 200
 
 
-async def test_nothing_blocks_the_event_loop(folder):
-    with blockbuster_ctx("kakeya") as guard:
-        assert guard.functions
-        async with serving(ToyModel(folder, script=SAID)) as served:
-            create = served.openai.chat.completions.create
-            long = [{"role": "user", "content": "hello " * 20_000}]
-            with pytest.raises(openai.BadRequestError):
-                await create(model="toy", messages=long)
-            stream = await create(model="toy", messages=HI, stream=True)
-            assert [chunk async for chunk in stream]
-            await served.http.get("/metrics")
+async def test_long_prompts_leave_the_event_loop_free(folder, nothing_blocks_the_event_loop):
+    """Tokenizing 20,000 words takes a thread; the guard of all tests would say so if not."""
+    assert nothing_blocks_the_event_loop.functions
+    async with serving(ToyModel(folder, script=SAID)) as served:
+        create = served.openai.chat.completions.create
+        long = [{"role": "user", "content": "hello " * 20_000}]
+        with pytest.raises(openai.BadRequestError):
+            await create(model="toy", messages=long)
+        stream = await create(model="toy", messages=HI, stream=True)
+        assert [chunk async for chunk in stream]
+        await served.http.get("/metrics")
+
+
+async def test_control_the_guard_sees_what_blocks(tmp_path):
+    with pytest.raises(BlockingError, match="mkdir"):
+        SocketFolder(tmp_path)
+    await asyncio.to_thread(SocketFolder, tmp_path)

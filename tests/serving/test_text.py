@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import tempfile
@@ -233,7 +234,7 @@ def test_special_tokens_are_read_in_both_forms():
 
 @pytest.mark.skipif(not TINY.is_dir(), reason="the embedded model is not built yet")
 async def test_the_embedded_model_has_a_tokenizer_and_a_template():
-    model = TextModel(TINY, lambda: NOW)
+    model = await asyncio.to_thread(TextModel, TINY, lambda: NOW)
     ids = await model.encode_chat(
         [{"role": "user", "content": "def f(x): # 日本語 😀"}], at_most=MANY
     )
@@ -320,7 +321,7 @@ async def test_a_tokenizer_file_that_cuts_or_pads_changes_no_prompt(tmp_path):
     cutting.enable_truncation(4)
     cutting.enable_padding(length=9)
     cutting.save(str(path))
-    model = TextModel(tmp_path, lambda: NOW)
+    model = await asyncio.to_thread(TextModel, tmp_path, lambda: NOW)
     text = "hello world, this is text"
     assert await model.encode(text, at_most=MANY) == make_tokenizer().encode(text).ids
     assert await model.encode("a", at_most=MANY) == make_tokenizer().encode("a").ids
