@@ -18,6 +18,10 @@ Json = Mapping[str, object]
 _console = Console()
 _ID_CHARS, _LONG_ID_CHARS = 8, 40
 """Ids that are keys' have 52 characters; eight of them tell a desk's nodes apart."""
+_SILENCE = {
+    "asymmetric": ", answers others but not this node",
+    "fleet_wide": ", answers nobody",
+}
 
 
 def show_status(status: Json, *, clear: bool) -> None:
@@ -92,7 +96,7 @@ def _nodes(nodes: Iterable[Json]) -> Table:
         )
         heard = "this node" if node.get("is_self") else f"{_seconds(node.get('age_s'))} ago"
         if node.get("is_suspect"):
-            heard += ", does not answer"
+            heard += _SILENCE.get(str(node.get("doubt")), ", does not answer")
         table.add_row(
             escape(_name(node)),
             escape(_way(node)),

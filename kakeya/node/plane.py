@@ -32,6 +32,7 @@ from kakeya.fleet.identity import load_peers
 from kakeya.fleet.probing import Prober
 from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.fleet.service import CapabilityService, register
+from kakeya.fleet.suspicion import Doubt
 from kakeya.fleet.sync import Sync
 from kakeya.node.config import FleetConfig
 from kakeya.node.membership import FleetSecurity, Membership
@@ -192,6 +193,7 @@ class FleetPlane:
         return FleetStatus(
             ages={card.node_id: self.registry.age_s(card.node_id, mono=mono) for card in cards},
             suspects=self.registry.suspects(),
+            doubts=self._doubts(cards),
             gossip=self.gossip.stats,
             skews=skews.by_peer(mono),
             is_clock_wrong=skews.is_own_fault(mono),
@@ -201,6 +203,11 @@ class FleetPlane:
             identity=self.trust.identity if self.trust else None,
             revoked=self.trust.revoked.node_ids if self.trust else (),
         )
+
+    def _doubts(self, cards: Sequence[Card]) -> Mapping[NodeId, Doubt]:
+        book = self.registry.suspicions
+        found = ((card.node_id, book.doubt_of(card.grpc_address)) for card in cards)
+        return {node_id: doubt for node_id, doubt in found if doubt is not None}
 
     def metrics(self) -> Iterator[Metric]:
         """What the fleet half counts."""

@@ -20,6 +20,7 @@ from kakeya.fleet.gossip import GossipStats
 from kakeya.fleet.identity import Identity
 from kakeya.fleet.placement import SpecDecodePlacement, plan_spec_decode_placement
 from kakeya.fleet.skew import WARN_S
+from kakeya.fleet.suspicion import Doubt
 from kakeya.node.drafting import choose_sources
 from kakeya.node.models import ModelSpec
 from kakeya.runtime.generation import ModelFacts
@@ -32,12 +33,14 @@ Json = dict[str, object]
 class FleetStatus:
     """What the fleet half of a node knows beside the cards, at one moment.
 
-    By node id: `ages` seconds since it lived, `skews` seconds by which its clock is ahead, `routes`
-    the way in use to nodes that have several. `sightings` None = mDNS is off.
+    By node id: `ages` seconds since it lived, `doubts` how far the silence of each suspect was
+    judged, `skews` seconds by which its clock is ahead, `routes` the way in use to nodes that have
+    several. `sightings` None = mDNS is off.
     """
 
     ages: Mapping[NodeId, float | None]
     suspects: frozenset[NodeId]
+    doubts: Mapping[NodeId, Doubt]
     gossip: GossipStats
     skews: Mapping[NodeId, float]
     is_clock_wrong: bool
@@ -138,6 +141,11 @@ def _warnings(view: View) -> list[str]:
         if abs(skew) > WARN_S and not fleet.is_clock_wrong
     ]
     found += [
+        f"others reach {node_id} and this node does not: `kakeya doctor {node_id}` says why"
+        for node_id, doubt in fleet.doubts.items()
+        if doubt is Doubt.ASYMMETRIC
+    ]
+    found += [
         f"{route.node_id} is reached over {route.network or 'an unnamed network'}; its better "
         f"link ({route.best}) does not answer"
         for route in fleet.routes.values()
@@ -183,6 +191,7 @@ def _card(card: Card, view: View, *, is_own: bool) -> Json:
         "is_self": is_own,
         "label": card.label,
         "is_suspect": card.node_id in view.fleet.suspects,
+        "doubt": view.fleet.doubts.get(card.node_id),
         "grpc_address": card.grpc_address,
         "endpoints": [way._asdict() for way in card.endpoints],
         "route": _route(view.fleet.routes.get(card.node_id)),

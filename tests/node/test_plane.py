@@ -11,9 +11,12 @@ import pytest
 from kakeya.core.clock import SystemClock
 from kakeya.fleet.cards import Endpoint, Offer
 from kakeya.fleet.memory import Memory
+from kakeya.fleet.suspicion import Doubt, sign_of
 from kakeya.node import config
+from kakeya.node.display import show_status
 from kakeya.node.plane import Chances, FleetPlane
 from kakeya.node.state import NodeState
+from kakeya.node.status import Json, View, describe
 from tests.fleet.nodes import make_wire
 from tests.node.test_reach import Cables, opened
 
@@ -62,3 +65,54 @@ async def test_a_failed_call_doubts_the_node_that_is_reached_there(plane: FleetP
     learn(plane, HONEST, ADDRESS)
     plane.call_failed(ADDRESS)
     assert plane.registry.suspects() == {HONEST}
+
+
+def status_of(plane: FleetPlane) -> Json:
+    cards = plane.registry.snapshot(mono=SystemClock().mono())
+    return describe(
+        View(
+            node_id="me",
+            grpc="127.0.1.1:1",
+            http="127.0.0.1:2",
+            listeners=(),
+            uptime_s=1.0,
+            now=SystemClock().wall(),
+            not_serving="",
+            cards=cards,
+            fleet=plane.view(cards),
+            models=(),
+            state_error="",
+        )
+    )
+
+
+async def test_an_edge_that_only_this_node_lacks_is_told_apart_from_a_dead_node(
+    plane: FleetPlane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mono, book = SystemClock().mono(), plane.registry.suspicions
+    learn(plane, "fine", "10.0.0.6:50051")
+    for node_id, address, doubt in (
+        ("behind-a-wall", "10.0.0.8:50051", Doubt.ASYMMETRIC),
+        ("gone", "10.0.0.9:50051", Doubt.FLEET_WIDE),
+    ):
+        learn(plane, node_id, address)
+        card = plane.registry.get(node_id, mono=mono)
+        assert card is not None
+        book.fail(address, card, mono)
+        book.settle(card, sign_of(card), doubt, mono)
+    status = status_of(plane)
+    fleet = status["fleet"]
+    assert isinstance(fleet, dict)
+    assert {card["node_id"]: card["doubt"] for card in fleet["nodes"]} == {
+        "me": None,
+        "fine": None,
+        "behind-a-wall": "asymmetric",
+        "gone": "fleet_wide",
+    }
+    assert [line for line in fleet["warnings"] if "others reach" in line] == [
+        "others reach behind-a-wall and this node does not: `kakeya doctor behind-a-wall` says why"
+    ]
+    show_status(status, clear=False)
+    shown = capsys.readouterr().out.split()  # columns fold, so words
+    assert {"answers", "others", "but", "not", "nobody"} <= set(shown)
+    assert "doctor" in shown
