@@ -241,6 +241,7 @@ class RuntimeService(RuntimeServiceServicer):
         dropped = session.truncate(max_tokens)
         if dropped:
             self._truncations += 1
+            _log_cut(session, dropped)
             truncated = pb.HistoryTruncated(dropped_token_count=dropped)
             await context.write(pb.GenerateResponse(truncated=truncated))
 
@@ -275,6 +276,20 @@ class RuntimeService(RuntimeServiceServicer):
             await session.model.release(session.session_id)
         if gone:
             event(_log, "idle sessions expired", sessions=len(gone))
+
+
+def _log_cut(session: Session, dropped: int) -> None:
+    """Say what a cut costs; each one under a configured window, which cuts every turn."""
+    event(
+        _log,
+        "history cut",
+        session=session.session_id,
+        dropped=dropped,
+        kept=session.history_length,
+        kv_kept=session.window.sink_tokens,
+        because="a cut moves every token behind the sink to another position, "
+        "and no cache class moves what it has computed",
+    )
 
 
 def _log_failure(session: Session, broken: InvariantBroken) -> None:

@@ -30,7 +30,9 @@ class SessionLimits:
     idle_ttl_s: float = IDLE_TTL_S
     sink_tokens: int = 4
     window_tokens: int | None = None
-    """None: a history may fill the model's context, and is then cut to about half of it."""
+    """None: a history may fill the model's context, and is then cut to about half of it, so that
+    its KV survives the turns until it is full again. A given window is the limit as well: once it
+    is full, every turn cuts, and computes sink and window anew; the log says so each time."""
     sweep_interval_s: float = 15.0
     model_wait_s: float = 10.0
     """How long CreateSession waits for a model that is loading."""

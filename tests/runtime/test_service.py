@@ -190,6 +190,22 @@ async def test_a_client_gets_the_error_that_the_node_named_with_its_wait():
             await node.client.create_session()
 
 
+async def test_a_cut_says_what_it_costs_and_why(caplog):
+    """A configured window cuts each turn once it is full: nothing behind the sink keeps its KV."""
+    caplog.set_level("INFO")
+    async with running_node(sink_tokens=2, window_tokens=6) as node:
+        session = await node.client.create_session()
+        for turn in range(3):
+            await session.append([1 + turn] * 7)
+            assert await generate(session, 2)
+    cuts = [vars(record) for record in caplog.records if record.message == "history cut"]
+    assert len(cuts) == 2, "the first turn still fits"
+    for cut in cuts:
+        said = str(cut)
+        assert "'kept': 8, 'kv_kept': 2" in said
+        assert "moves every token behind the sink" in said
+
+
 async def test_a_second_operation_is_aborted_while_one_runs():
     model = HashServedModel(gate=asyncio.Event())
     async with running_node(model) as node:
