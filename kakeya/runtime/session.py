@@ -21,6 +21,8 @@ from kakeya.core.errors import CapacityExhausted, ConfigError, InvalidArgument, 
 from kakeya.core.ids import SessionId
 from kakeya.runtime.generation import ModelFacts, ServedModel
 
+MAX_PROMPT_TOKENS = 128 * 1024
+"""Of one call: what a caller may have checked, copied and computed at one go."""
 MAX_HISTORY_TOKENS = 1 << 20
 """Of one session: 4 MiB in the agent, far more than any model attends to."""
 MAX_OUTPUT_RESERVE_TOKENS = 1024
@@ -114,8 +116,15 @@ class Session:
     def append(self, token_ids: Sequence[int]) -> int:
         """Add tokens, all or none, and return the new length.
 
-        Raises InvalidArgument for an id outside the vocabulary, CapacityExhausted for too many.
+        Raises InvalidArgument for an id outside the vocabulary or more than one call may add,
+        CapacityExhausted for more than a history may have.
         """
+        if len(token_ids) > MAX_PROMPT_TOKENS:
+            raise InvalidArgument(
+                f"token_ids holds {len(token_ids)} ids and one call may append "
+                f"{MAX_PROMPT_TOKENS}; append the rest with further calls",
+                param="token_ids",
+            )
         check_vocabulary(token_ids, self.facts.vocab_size)
         length = self.history_length + len(token_ids)
         if length > MAX_HISTORY_TOKENS:

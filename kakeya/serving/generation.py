@@ -26,6 +26,7 @@ from kakeya.runtime.generation import (
     ServedModel,
     Tokens,
 )
+from kakeya.runtime.session import MAX_PROMPT_TOKENS
 from kakeya.serving.answer import Answer
 from kakeya.serving.body import parse_json
 from kakeya.serving.edge import envelope, send_json
@@ -256,11 +257,13 @@ class GenerationRoute:
 
 
 async def _prompt_ids(asked: Request, text: TextModel, facts: ModelFacts) -> tuple[int, ...]:
-    at_most = facts.context_tokens - 1
+    at_most = _most_prompt_tokens(facts)
     if isinstance(asked, ChatRequest):
         return tuple(await text.encode_chat(asked.messages, at_most=at_most))
     if isinstance(asked.prompt, str):
         return tuple(await text.encode(asked.prompt, at_most=at_most))
+    if len(asked.prompt) > at_most:
+        raise _too_long(str(len(asked.prompt)), facts)
     highest = max(asked.prompt)
     if highest >= facts.vocab_size:
         raise InvalidArgument(
@@ -274,13 +277,21 @@ def _room(params: GenerationParams, prompt_tokens: int, facts: ModelFacts) -> in
     """How many tokens may be generated: what was asked, at most what the context holds."""
     if prompt_tokens == 0:
         raise InvalidArgument("the prompt has no tokens; it needs at least one", param="prompt")
-    room = facts.context_tokens - prompt_tokens
-    if room < 1:
+    if prompt_tokens > _most_prompt_tokens(facts):
         raise _too_long(str(prompt_tokens), facts)
+    room = facts.context_tokens - prompt_tokens
     return room if params.max_tokens is None else min(params.max_tokens, room)
 
 
+def _most_prompt_tokens(facts: ModelFacts) -> int:
+    return min(facts.context_tokens - 1, MAX_PROMPT_TOKENS)
+
+
 def _too_long(prompt_tokens: str, facts: ModelFacts) -> ContextLengthExceeded:
+    if _most_prompt_tokens(facts) == MAX_PROMPT_TOKENS:
+        return ContextLengthExceeded(
+            f"the prompt has {prompt_tokens} tokens; a prompt may have {MAX_PROMPT_TOKENS}"
+        )
     return ContextLengthExceeded(
         f"the prompt has {prompt_tokens} tokens and the answer needs at least 1; the context "
         f"of {facts.model_id} holds {facts.context_tokens} tokens"

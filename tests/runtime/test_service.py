@@ -105,6 +105,14 @@ async def test_a_bad_id_is_named_with_its_index_and_changes_nothing(node):
     assert (await session.info()).history_length == 3
 
 
+async def test_a_prompt_of_more_than_128_ki_ids_is_refused_and_changes_nothing(node):
+    session = await node.client.create_session()
+    with pytest.raises(InvalidArgument, match="one call may append 131072"):
+        await session.append([1] * (128 * 1024 + 1))
+    assert (await session.info()).history_length == 0
+    assert await session.append([1] * 128 * 1024) == 128 * 1024
+
+
 async def test_client_errors_are_invalid_argument_before_anything_runs(node):
     session = await node.client.create_session()
     with pytest.raises(InvalidArgument, match="append a prompt first"):

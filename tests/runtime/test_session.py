@@ -108,6 +108,14 @@ def test_a_history_has_an_upper_bound(monkeypatch):
     assert session.history_length == 9
 
 
+def test_one_call_appends_no_more_than_a_prompt():
+    session = new_session()
+    with pytest.raises(InvalidArgument, match="holds 131073 ids and one call may append 131072"):
+        session.append([1] * (128 * 1024 + 1))
+    assert session.history_length == 0
+    assert session.append([1] * 128 * 1024) == 128 * 1024
+
+
 def test_a_committed_token_outside_the_vocabulary_breaks_a_law():
     with pytest.raises(InvariantBroken, match="token 97 of a vocabulary of 97"):
         new_session().commit(97)

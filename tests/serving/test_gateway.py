@@ -200,6 +200,21 @@ async def test_a_prompt_over_the_context_is_told_both_numbers(folder):
         assert reply.usage.completion_tokens == 1
 
 
+async def test_a_prompt_has_128_ki_tokens_at_most_whatever_the_context(folder):
+    model = ToyModel(folder, context_tokens=1 << 20)
+    async with serving(model) as served:
+        for prompt, told in (
+            ([5] * (128 * 1024 + 1), "131073"),
+            ("hello world " * 250_000, "least"),
+        ):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await served.openai.completions.create(model="toy", prompt=prompt)
+            assert caught.value.code == "context_length_exceeded"
+            assert told in caught.value.message
+            assert caught.value.message.endswith("tokens; a prompt may have 131072")
+    assert model.requests == []
+
+
 async def test_a_text_far_beyond_the_context_is_refused_by_its_length(folder):
     text = "hello world " * 250_000
     async with serving(ToyModel(folder, context_tokens=64)) as served:
