@@ -41,6 +41,11 @@ class Outcome:
         else:
             self.rounds[kind].append(result)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no trial was asked for."""
+        return self.hours is None and not any(self.rounds.values())
+
     def goal(self, kind: str) -> int | None:
         """Rounds that 99 % of the trials shall keep."""
         return {"spread": self.case.goal_rounds, "heal": HEAL_GOAL_ROUNDS}.get(kind)

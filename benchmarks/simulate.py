@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("simulate: stopped", file=sys.stderr)
         return 130
     if options.earlier:
+        outcomes = [outcome for outcome in outcomes if not outcome.is_empty]
         outcomes += map(Outcome.from_line, options.earlier.read_text("utf-8").splitlines())
         outcomes.sort(key=lambda o: (bool(o.case.control), o.case.nodes, o.case.loss))
     if options.json:

@@ -37,7 +37,10 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
         chart.set_xlabel("nodes")
         chart.grid(alpha=0.25)
         chart.spines[["top", "right"]].set_visible(False)
-        chart.legend(frameon=False, fontsize=8)
+        if chart is not middle:
+            chart.legend(frameon=False, fontsize=8)
+    middle.set_ylim(top=1.5 * middle.get_ylim()[1])  # room for the long legend
+    middle.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
     pace = ours[0].case.pace
     figure.suptitle(
         f"Gossip in virtual time, the product's code: every {pace.interval_s:g} s "
