@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
-import sys
 import time
-from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -29,49 +26,20 @@ from kakeya.fleet.probing import ProbeConfig
 from kakeya.fleet.suspicion import Doubt
 from kakeya.wire.channels import Keepalive, Option, message_options
 from tests.fleet.nodes import Node, running_node, until, verifier
-from tests.fleet.probers import QUICK, Probing, probing_node
+from tests.fleet.outages import (
+    child_node,
+    cut_stream,
+    end_of,
+    fleet_of,
+    hold,
+    seconds_to_return,
+    suspecting,
+    without,
+)
+from tests.fleet.probers import QUICK, probing_node
 from tests.fleet.proxy import running_proxy
 
 FAST = Keepalive(interval_s=2.0, timeout_s=1.0)
-HOLD = "/test.Stream/Hold"
-
-
-@contextlib.asynccontextmanager
-async def child_node(node_id: str = "child", block_s: float = 0.0) -> AsyncIterator[_Child]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.fleet.child_node", node_id, str(block_s), "2", "1", stdout=PIPE
-    )
-    assert process.stdout is not None
-    try:
-        line = await asyncio.wait_for(process.stdout.readline(), 30)
-        yield _Child(process, line.decode().strip())
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-        await process.communicate()
-
-
-class _Child:
-    def __init__(self, process: Process, address: str) -> None:
-        self.process, self.address = process, address
-
-    def send(self, number: signal.Signals) -> float:
-        os.kill(self.process.pid, number)
-        return time.monotonic()
-
-
-async def _hold(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamCall:
-    call = channel.unary_stream(HOLD)(b"", timeout=120)
-    assert await call.read() == b"first"
-    return call
-
-
-async def _end_of(call: grpc.aio.UnaryStreamCall, since_mono: float) -> tuple[float, object]:
-    """Seconds until the stream broke, and its status."""
-    with pytest.raises(grpc.aio.AioRpcError) as failure:
-        await call.read()
-    return time.monotonic() - since_mono, failure.value.code()
 
 
 def _can_place(node: Node) -> bool:
@@ -87,8 +55,8 @@ async def test_a_killed_peer_breaks_its_streams_at_once_and_gets_no_new_work() -
     async with child_node() as child, running_node("a", models=[verifier("m")]) as a:
         await a.exchange(child.address)
         assert _can_place(a)
-        call = await _hold(a.channels.get(child.address))
-        seconds, code = await _end_of(call, child.send(signal.SIGKILL))
+        call = await hold(a.channels.get(child.address))
+        seconds, code = await end_of(call, child.send(signal.SIGKILL))
         assert code is grpc.StatusCode.UNAVAILABLE
         assert seconds < 1.0  # 0.1 s on a quiet machine
         a.registry.mark_failed("child", mono=a.clock.mono())
@@ -102,51 +70,20 @@ async def test_a_killed_peer_breaks_its_streams_at_once_and_gets_no_new_work() -
         ]
 
 
-@contextlib.asynccontextmanager
-async def fleet_of(
-    count: int, child: _Child, *, config: ProbeConfig | None = None, **options: object
-) -> AsyncIterator[list[Probing]]:
-    """Nodes at the default pace that know each other and the child; all gossip."""
-    async with contextlib.AsyncExitStack() as stack:
-        nodes = [
-            await stack.enter_async_context(
-                probing_node(
-                    f"n{i:02}",
-                    models=[verifier("m")],
-                    config=config or ProbeConfig(),
-                    **options,  # type: ignore[arg-type]
-                )
-            )
-            for i in range(count)
-        ]
-        await nodes[0].node.exchange(child.address)
-        wire = nodes[0].node.card_of("child").wire
-        for one in nodes:
-            one.learn(*(other.node for other in nodes if other is not one))
-            one.node.merge(wire)
-            one.gossip.start(one.supervisor)
-        await until(lambda: all(one.gossip.stats.rounds for one in nodes))
-        yield nodes
-
-
-def _suspecting(nodes: list[Probing]) -> int:
-    return sum("child" in one.suspects for one in nodes)
-
-
 async def test_a_killed_node_is_suspected_by_the_whole_fleet_in_seconds() -> None:
     """Row 1: 25 nodes of which one sees the death; no work is placed there after that."""
     async with child_node() as child, fleet_of(25, child) as nodes:
         first = nodes[0].node
         assert _can_place(first)
-        call = await _hold(first.channels.get(child.address))
-        seconds, _ = await _end_of(call, child.send(signal.SIGKILL))
+        call = await hold(first.channels.get(child.address))
+        seconds, _ = await end_of(call, child.send(signal.SIGKILL))
         assert seconds < 1.0
         nodes[0].fail("child")
         placed: list[bool] = []
 
         def is_known_to_all() -> bool:
             placed.append(_can_place(first))
-            return _suspecting(nodes) == len(nodes)
+            return suspecting(nodes) == len(nodes)
 
         assert await until(is_known_to_all) <= 10.0
         assert not any(placed)
@@ -209,7 +146,7 @@ async def test_without_probes_a_death_stays_local_knowledge() -> None:
             child.send(signal.SIGKILL)
             nodes[0].fail("child")
             with pytest.raises(AssertionError, match="not within"):
-                await until(lambda: _suspecting(nodes) == len(nodes), 2.5)
+                await until(lambda: suspecting(nodes) == len(nodes), 2.5)
 
 
 async def test_twenty_deaths_at_once_are_known_to_all_in_seconds() -> None:
@@ -229,8 +166,8 @@ async def test_twenty_deaths_at_once_are_known_to_all_in_seconds() -> None:
 async def test_a_stopped_peer_is_noticed_by_pings() -> None:
     """Row 2."""
     async with child_node() as child, running_node("a", keepalive=FAST) as a:
-        call = await _hold(a.channels.get(child.address))
-        seconds, code = await _end_of(call, child.send(signal.SIGSTOP))
+        call = await hold(a.channels.get(child.address))
+        seconds, code = await end_of(call, child.send(signal.SIGSTOP))
         assert code is grpc.StatusCode.UNAVAILABLE
         assert seconds <= 4.0
 
@@ -244,7 +181,7 @@ async def test_a_stopped_node_is_accused_by_all_and_taken_back_by_all() -> None:
             await until(lambda: all(one.accused() == {"child"} for one in nodes), 10.0)
             assert time.monotonic() - stopped_mono <= 8.0
             child.send(signal.SIGCONT)
-            seconds = await until(lambda: _suspecting(nodes) == 0, 10.0)
+            seconds = await until(lambda: suspecting(nodes) == 0, 10.0)
             assert seconds <= 8.0
             assert not any(one.accused() for one in nodes)
 
@@ -252,11 +189,11 @@ async def test_a_stopped_node_is_accused_by_all_and_taken_back_by_all() -> None:
 @pytest.mark.slow
 async def test_without_the_ping_timeout_a_stopped_peer_goes_unnoticed_for_a_minute() -> None:
     """The control of row 2: fails if grpcio learns to bound it by the other options."""
-    options = _without(FAST.client_options(), "grpc.http2.ping_timeout_ms")
+    options = without(FAST.client_options(), "grpc.http2.ping_timeout_ms")
     async with child_node() as child:
         async with grpc.aio.insecure_channel(child.address, options=options) as channel:
-            call = await _hold(channel)
-            seconds, _ = await _end_of(call, child.send(signal.SIGSTOP))
+            call = await hold(channel)
+            seconds, _ = await end_of(call, child.send(signal.SIGSTOP))
             assert seconds > 20.0
 
 
@@ -286,36 +223,18 @@ async def test_a_blocked_loop_is_suspected_and_expires_nowhere() -> None:
         quick = GossipConfig(interval_s=0.5, timeout_s=0.5)
         async with fleet_of(3, child, config=QUICK, gossip_config=quick) as nodes:
             child.send(signal.SIGUSR1)
-            await until(lambda: _suspecting(nodes) == 3, 4.0)
+            await until(lambda: suspecting(nodes) == 3, 4.0)
             assert all("child" in one.node.known() for one in nodes)
-            await until(lambda: _suspecting(nodes) == 0)
+            await until(lambda: suspecting(nodes) == 0)
             assert all("child" in one.node.known() for one in nodes)
 
 
 async def test_both_ends_notice_a_wire_that_swallows_everything() -> None:
     """Row 4."""
-    ended = asyncio.Event()
-
-    async def hold(request: bytes, context: object) -> AsyncIterator[bytes]:
-        try:
-            yield b"first"
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    handler = grpc.method_handlers_generic_handler(
-        "test.Stream", {"Hold": grpc.unary_stream_rpc_method_handler(hold)}
-    )
-    async with running_node("b", keepalive=FAST, handlers=(handler,)) as b:
-        async with running_proxy(b.address) as proxy, running_node("a", keepalive=FAST) as a:
-            call = await _hold(a.channels.get(proxy.address))
-            proxy.is_blackhole = True
-            cut_mono = time.monotonic()
-            seconds, code = await _end_of(call, cut_mono)
-            assert code is grpc.StatusCode.UNAVAILABLE
-            assert seconds <= 4.0
-            await asyncio.wait_for(ended.wait(), 5.0)
-            assert time.monotonic() - cut_mono <= 5.0
+    cut = await cut_stream(FAST)
+    assert cut.code is grpc.StatusCode.UNAVAILABLE
+    assert cut.client_s <= 4.0
+    assert cut.server_s <= 5.0
 
 
 @pytest.mark.slow
@@ -323,7 +242,7 @@ async def test_without_keepalive_neither_end_notices() -> None:
     """The control of row 4."""
     async with child_node() as child, running_proxy(child.address) as proxy:
         async with grpc.aio.insecure_channel(proxy.address) as channel:
-            call = await _hold(channel)
+            call = await hold(channel)
             proxy.is_blackhole = True
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(call.read(), 11.0)
@@ -369,7 +288,7 @@ PINGER = Keepalive(interval_s=0.5, timeout_s=5.0)
 async def _quiet_call(
     server_options: tuple[Option, ...], quiet_s: float, client: Keepalive = PINGER
 ) -> None:
-    async def hold(request: bytes, context: object) -> AsyncIterator[bytes]:
+    async def quiet(request: bytes, context: object) -> AsyncIterator[bytes]:
         yield b"first"
         await asyncio.sleep(quiet_s)
         yield b"second"
@@ -378,7 +297,7 @@ async def _quiet_call(
     server.add_generic_rpc_handlers(
         (
             grpc.method_handlers_generic_handler(
-                "test.Stream", {"Hold": grpc.unary_stream_rpc_method_handler(hold)}
+                "test.Stream", {"Hold": grpc.unary_stream_rpc_method_handler(quiet)}
             ),
         )
     )
@@ -387,7 +306,7 @@ async def _quiet_call(
     pings = client.client_options()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=pings) as channel:
-            call = await _hold(channel)
+            call = await hold(channel)
             assert await call.read() == b"second"
     finally:
         await server.stop(None)
@@ -410,32 +329,9 @@ async def test_a_call_that_is_quiet_for_a_minute_survives_at_the_default_pace() 
     await _quiet_call(Keepalive().server_options(), 60.0, Keepalive())
 
 
-async def _outage(outage_s: float, options: tuple[Option, ...] | None = None) -> float:
-    """Seconds until a reused channel works again after its peer was away for a while."""
-    keepalive = Keepalive()
-    async with running_node("a") as a:
-        if options is not None:
-            a.channels._options = options
-        async with running_node("b", keepalive=keepalive) as b:
-            assert (await a.exchange(b.address)).errors == {}
-            address = b.address
-        away_until = time.monotonic() + outage_s
-        while time.monotonic() < away_until:
-            assert (await a.exchange(address, timeout_s=1.0)).errors
-            await asyncio.sleep(0.05)
-        port = int(address.rpartition(":")[2])
-        async with running_node("b", port=port, incarnation=2):
-            back_mono = time.monotonic()
-            while (await a.exchange(address, timeout_s=1.0)).errors:
-                await asyncio.sleep(0.05)
-            seconds = time.monotonic() - back_mono
-            assert not a.registry.is_suspect("b")
-            return seconds
-
-
 async def test_a_peer_that_returns_is_used_again_within_seconds() -> None:
     """Row 30, scaled to an outage of 4 s."""
-    assert await _outage(4.0) <= 6.0
+    assert await seconds_to_return(4.0) <= 6.0
 
 
 async def test_a_node_that_returns_is_trusted_again_by_all_within_seconds() -> None:
@@ -458,17 +354,13 @@ async def test_a_node_that_returns_is_trusted_again_by_all_within_seconds() -> N
 @pytest.mark.slow
 async def test_a_peer_that_returns_after_a_minute_is_used_again_within_seconds() -> None:
     """Row 30."""
-    assert await _outage(60.0) <= 6.0
+    assert await seconds_to_return(60.0) <= 6.0
 
 
 @pytest.mark.slow
 async def test_with_the_default_backoff_the_return_is_noticed_late() -> None:
     """The control of row 30."""
-    assert await _outage(60.0, message_options()) > 6.0
-
-
-def _without(options: tuple[Option, ...], name: str) -> tuple[Option, ...]:
-    return tuple(option for option in options if option[0] != name)
+    assert await seconds_to_return(60.0, message_options()) > 6.0
 
 
 async def test_gossip_keeps_going_while_peers_come_and_go() -> None:
