@@ -6,9 +6,13 @@
       NotFound             no such model, session, node
         PlacementError     no live node carries a role that a plan needs
       Conflict             another operation holds it now
+        PageFreed          these pages hold something else by now, or nothing
       Refused              it could be done, not now
         QueueFull          too many wait already
         CapacityExhausted  no room for another session
+        OutOfPages         no such range of pages is free, and none may be taken
+        MemoryRefused      no room in memory for a model or a lease
+          DrainTimeout     what would have to go is still in use
       DeadlineExceeded     the caller's time is up
       Cancelled            the caller left
       Unauthenticated      nobody vouches for the caller
@@ -16,6 +20,7 @@
       PeerError            another node or a child process
         PeerUnavailable    it does not answer
         PeerProtocol       it answered what no correct peer answers
+      LoadFailed           a model could not be loaded; the next request tries again
       Unsupported          a parameter that this node does not honour
       InvariantBroken      our own fault; the state behind it is given up
 
@@ -83,6 +88,12 @@ class Conflict(KakeyaError):
     retryable = True
 
 
+class PageFreed(Conflict):
+    """These pages hold something else by now, or nothing: ask for what you need anew."""
+
+    code = "page_freed"
+
+
 class Refused(KakeyaError):
     """It could be done, but not now."""
 
@@ -100,6 +111,31 @@ class CapacityExhausted(Refused):
     """No room for another session."""
 
     code = "capacity_exhausted"
+
+
+class MemoryRefused(Refused):
+    """No room in memory for a model or a lease."""
+
+    code = "memory_refused"
+
+
+class DrainTimeout(MemoryRefused):
+    """What would have to leave memory is still in use."""
+
+    code = "drain_timeout"
+
+
+class LoadFailed(KakeyaError):
+    """A model could not be loaded; the next request tries again."""
+
+    code = "load_failed"
+    retryable = True
+
+
+class OutOfPages(Refused):
+    """No range of this size is free, and what is in the way is in use."""
+
+    code = "out_of_pages"
 
 
 class DeadlineExceeded(KakeyaError):

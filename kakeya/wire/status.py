@@ -46,6 +46,8 @@ _FINER: tuple[type[errors.KakeyaError], ...] = (
     errors.PlacementError,
     errors.QueueFull,
     errors.CapacityExhausted,
+    errors.MemoryRefused,
+    errors.DrainTimeout,
 )
 _NAMED = {kind.code: kind for kind in (*STATUS_BY_ERROR.keys(), *_FINER)}
 _LONGEST_WAIT_S = 3600.0

@@ -1,0 +1,1 @@
+"""Who may be in memory: one owner of bytes. What is in use is never taken away."""
