@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import re
 import signal
@@ -13,16 +14,18 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kakeya.core.errors import PeerUnavailable
+from kakeya.fleet.authority import create_fleet
 from kakeya.node.agent import GRACE_S
 from kakeya.node.child import NodeProcess
 from kakeya.runtime.client import Client
-from tests.node.nodes import FREE, eventually, run_cli, run_daemon, seen_by, verifier_node
+from tests.node.nodes import FREE, QUICK, eventually, run_cli, run_daemon, seen_by, verifier_node
 
 NGRAM_ONLY = ("--proposer", "ngram")
 
@@ -151,14 +154,78 @@ def test_a_full_disk_does_not_keep_a_node_from_serving(tmp_path: Path) -> None:
     assert "Traceback" not in log
 
 
-async def test_a_damaged_state_file_is_set_aside_and_named(tmp_path: Path) -> None:
+async def test_gossip_misses_no_round_while_the_disk_is_full(tmp_path: Path) -> None:
+    """Row 32. The log goes through a pipe, which no file size limit stops."""
+    script = (
+        "import os, resource, runpy, subprocess;"
+        "log = subprocess.Popen(['cat'], stdin=subprocess.PIPE, stdout=2);"
+        "os.dup2(log.stdin.fileno(), 2);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20));"
+        "runpy.run_module('kakeya.node.daemon', run_name='__main__', alter_sys=True)"
+    )
+    program = (sys.executable, "-c", script)
+    async with NodeProcess(
+        tmp_path / "full", "--node-id", "full", *NGRAM_ONLY, *QUICK, program=program
+    ) as full:
+        flags = ("--node-id", "peer", "--peer", full.grpc, *NGRAM_ONLY, *QUICK)
+        async with NodeProcess(tmp_path / "peer", *flags) as peer:
+            await eventually("both are seen", lambda: "peer" in seen_by(full))
+            problem = "kakeya_state_failures_total"
+            await eventually("a save failed", lambda: metric(full, problem) >= 1)
+            began, rounds = time.monotonic(), gossip_rounds(full)
+            while time.monotonic() - began < 4:
+                assert not (await asyncio.to_thread(seen_by, peer))["full"]["is_suspect"]
+                await asyncio.sleep(0.2)
+            # Rounds come each 0.5 s and a tenth; one may be under way at either end.
+            assert gossip_rounds(full) - rounds >= (time.monotonic() - began) / 0.55 - 2
+    log = (tmp_path / "full" / "node.log").read_text()
+    assert log.count("state not saved") == 1
+    assert "Traceback" not in log
+
+
+def gossip_rounds(node: NodeProcess) -> int:
+    rounds: int = node.api.get("/api/v1/fleet")["gossip"]["rounds"]
+    return rounds
+
+
+def metric(node: NodeProcess, name: str) -> float:
+    with urllib.request.urlopen(f"http://{node.http}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return next((float(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0.0)
+
+
+async def test_a_damaged_state_file_is_set_aside_and_named_and_costs_no_time(
+    tmp_path: Path,
+) -> None:
+    """Row 33: up within 2 s; the best of three, as other work on the machine counts too."""
     data = tmp_path / "data"
     data.mkdir()
-    (data / "node.json").write_bytes(b"\x00\xff{")
-    async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
-        assert (data / "node.json.corrupt").read_bytes() == b"\x00\xff{"
-        assert json.loads((data / "node.json").read_bytes())["version"] == 1
-    assert "node.json.corrupt" in node.log_file.read_text()
+    fastest = math.inf
+    for _ in range(3):
+        (data / "node.json").write_bytes(b"\x00\xff{")
+        began = time.monotonic()
+        async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
+            fastest = min(fastest, time.monotonic() - began)
+            assert (data / "node.json.corrupt").read_bytes() == b"\x00\xff{"
+            assert json.loads((data / "node.json").read_bytes())["version"] == 1
+        assert "node.json.corrupt" in node.log_file.read_text()
+        if fastest <= 2.0:
+            break
+    assert fastest <= 2.0
+
+
+@pytest.mark.parametrize("name", ["key.pem", "cert.pem", "ca.pem", "ca-key.pem"])
+def test_a_damaged_key_file_stops_the_start_and_is_not_replaced(tmp_path: Path, name: str) -> None:
+    """Row 33: such a file is never set aside; a node with another key would be another node."""
+    create_fleet(tmp_path, "mini", time.time())
+    path = tmp_path / "identity" / name
+    path.write_bytes(path.read_bytes()[:-60])
+    damaged = path.read_bytes()
+    refused = run_daemon(*FREE, *NGRAM_ONLY, "--data-dir", str(tmp_path))
+    assert refused.returncode == 2
+    assert str(path) in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1
+    assert path.read_bytes() == damaged
 
 
 async def test_kill_9_leaves_nothing_that_stops_the_next_start(tmp_path: Path) -> None:
