@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kakeya.core.errors import ConfigError
-from kakeya.fleet.cards import Card, CardFault
+from kakeya.fleet.cards import MAX_FORGED, Card, CardFault
 from kakeya.fleet.certificates import (
     Holder,
     Untrusted,
@@ -27,7 +27,7 @@ from kakeya.fleet.certificates import (
 )
 from kakeya.fleet.identity import Identity
 from kakeya.fleet.revocations import NONE, BadList, Revocations, read_list, sign_list
-from kakeya.fleet.seal import BrokenSeal, open_seal, seal
+from kakeya.fleet.seal import BrokenSeal, certificate_mark, open_seal, seal
 from kakeya.wire.security import CertRole, TlsMaterial
 
 _GOOD_VERDICTS, _BAD_VERDICTS, _HOLDERS = 8192, 1024, 8192
@@ -105,9 +105,23 @@ class FleetTrust:
         return None if holder.is_valid_at(now) else CardFault.UNSIGNED
 
     def warm(self, wires: Sequence[bytes]) -> None:
-        """Check cards ahead of `fault_of`, which then only looks the verdicts up."""
+        """Check cards ahead of `fault_of`, which then only looks the verdicts up.
+
+        As costly cards as a liar can sign are not all checked: one of each certificate, and no
+        more after `MAX_FORGED` that prove forged. A registry takes no more of one message either.
+        """
+        forged = 0
+        met: set[bytes] = set()
         for wire in wires:
-            self._verdict(wire, hashlib.sha256(wire).digest())
+            mark = certificate_mark(wire)
+            if mark in met:
+                continue
+            verdict = self._verdict(wire, hashlib.sha256(wire).digest())
+            if verdict.holder is not None:
+                met.add(mark)
+            forged += verdict.fault is CardFault.FORGED
+            if forged >= MAX_FORGED:
+                return
 
     def _verdict(self, wire: bytes, digest: bytes) -> _Verdict:
         known = self._good.get(digest) or self._bad.get(digest)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import NamedTuple, Protocol
@@ -39,6 +39,8 @@ MAX_AHEAD_S = 60.0
 MAX_AHEAD_BEATING_S = 24 * 3600.0
 """The same for a card that came with a beat: the beat tells its age, so the stamp only orders, and
 a clock that is an hour wrong costs nobody its place. A stamp from beyond a day is no clock's."""
+MAX_FORGED = 16
+"""Cards of one message that may prove forged before the rest of it is not worth a look."""
 MAX_INCARNATION = 2**53
 """Starts that a node can count; a larger number could not be jumped above."""
 PROTOCOL_MIN = 1
@@ -84,10 +86,18 @@ class CardFault(StrEnum):
     """No later than what this node already saw expire."""
     CONFLICT = "conflict"
     """Of another process that runs under the id of a live node."""
+    REPEATED = "repeated"
+    """The second card of one node in one message."""
     REGISTRY_FULL = "registry_full"
     UNSIGNED = "unsigned"
     FORGED = "forged"
     REVOKED = "revoked"
+
+
+def is_liars(dropped: Mapping[CardFault, int]) -> bool:
+    """Whether so many cards of a message were made up that no honest node passed it on."""
+    made_up = dropped.get(CardFault.FORGED, 0) + dropped.get(CardFault.MALFORMED, 0)
+    return made_up >= MAX_FORGED
 
 
 class OfferedModel(NamedTuple):
@@ -257,10 +267,6 @@ def fault_of(card: Card, now: float, *, is_beating: bool = False) -> CardFault |
 
 
 def _fault_of_content(card: Card) -> CardFault | None:
-    if len(card.models) > MAX_MODELS:
-        return CardFault.TOO_MANY_MODELS
-    if len(card.endpoints) > MAX_ENDPOINTS:
-        return CardFault.TOO_MANY_ENDPOINTS
     texts = [card.grpc_address, card.ring_address, card.platform, card.mlx_version]
     for model_id, _, quantization, _, vocabulary_digest in card.models:
         texts += (model_id, quantization, vocabulary_digest)

@@ -20,6 +20,8 @@ from kakeya.core.ids import ModelId, NodeId
 from kakeya.core.units import MIB, format_bytes
 from kakeya.fleet.cards import (
     MAX_CARD_BYTES,
+    MAX_ENDPOINTS,
+    MAX_MODELS,
     PROTOCOL_MAX,
     PROTOCOL_MIN,
     Card,
@@ -32,6 +34,9 @@ from kakeya.v1 import distributed_pb2 as pb
 
 MAX_BATCH_BYTES = 2 * MIB
 MAX_BATCH_CARDS = 4096
+MAX_FIELDS = 2 * MAX_BATCH_CARDS
+"""Outermost fields of a message, unknown ones included: hollow ones of two bytes would else keep
+the scan busy for a second."""
 ANCHOR_BYTES = 8
 _CARD_TAG = 1 << 3 | 2
 _BEATS_TAG = 100 << 3 | 2
@@ -68,8 +73,9 @@ def split_batch(message: bytes) -> Batch:
     check_size(message)
     cards: list[bytes] = []
     beats, sent_at = b"", 0.0
-    at, end = 0, len(message)
+    at, end, fields = 0, len(message), 0
     while at < end:
+        fields = _count_field(fields)
         tag, at = _read_varint(message, at)
         if tag == _CARD_TAG:
             length, at = _read_length(message, at)
@@ -134,8 +140,9 @@ def check_counts(message: bytes, limits: Mapping[int, int]) -> None:
     """
     check_size(message)
     counts = dict.fromkeys(limits, 0)
-    at, end = 0, len(message)
+    at, end, fields = 0, len(message), 0
     while at < end:
+        fields = _count_field(fields)
         tag, at = _read_varint(message, at)
         at = _skip_field(message, tag, at)
         field = tag >> 3
@@ -162,6 +169,12 @@ def _head(number: int) -> bytes:
         number >>= 7
     head.append(number)
     return bytes(head)
+
+
+def _count_field(fields: int) -> int:
+    if fields >= MAX_FIELDS:
+        raise Refused(f"a gossip message holds at most {MAX_FIELDS} fields")
+    return fields + 1
 
 
 def _read_length(message: bytes, at: int) -> tuple[int, int]:
@@ -210,6 +223,11 @@ def from_wire(wire: bytes) -> Card:
         message = pb.NodeCapability.FromString(wire)
     except DecodeError as failure:
         raise MalformedCard(CardFault.MALFORMED) from failure
+    # Before each becomes an object: hollow ones of two bytes are thousands in one card.
+    if len(message.models) > MAX_MODELS:
+        raise MalformedCard(CardFault.TOO_MANY_MODELS)
+    if len(message.endpoints) > MAX_ENDPOINTS:
+        raise MalformedCard(CardFault.TOO_MANY_ENDPOINTS)
     digest = hashlib.sha256(wire).digest()
     anchor = message.beat_anchor
     return Card(

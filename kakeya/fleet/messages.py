@@ -19,7 +19,7 @@ from kakeya.fleet.convert import MAX_BATCH_CARDS, check_counts, check_size
 from kakeya.fleet.suspicion import MAX_ACCUSATIONS, Sign
 from kakeya.v1 import fleet_pb2 as pb
 
-MAX_NAMED = 65_536
+MAX_NAMED = 16_384
 """Cards that one message may name."""
 MAX_WANTED = 512
 """Bodies that one answer may ask for; the next exchange asks for the others."""

@@ -20,6 +20,8 @@ from kakeya.fleet.suspicion import Suspicions
 
 _MENDED_BY_BEATS = (CardFault.EXPIRED, CardFault.STALE, CardFault.FUTURE)
 """Why a card is refused that would be taken with a later beat, or with any."""
+_MAX_PROOFS = 16
+"""Of beats of replaced cards that one message may cost, each up to 512 hashes."""
 
 
 class Peers:
@@ -90,6 +92,9 @@ class Peers:
                 return fault
         if held is not None:
             return self._fault_of_rival(card, held, now, mono)
+        if not self._tombstones.holds_down(card, 0, mono):
+            return None
+        # Only now: a proof is up to 512 hashes, and a node that starts hears of everybody at once.
         is_proven = told is not None and self.held.proves(card, told)
         number = told.number if told is not None and is_proven else 0
         return CardFault.STALE if self._tombstones.holds_down(card, number, mono) else None
@@ -118,22 +123,30 @@ class Peers:
         beaten = self.held.hear(beats, places, mono)
         for card in beaten:
             self._tell_book(card)
+        proofs = 0
         for at in np.flatnonzero(places[: beats.told] < 0).tolist():
-            self._hear_replaced(int(beats.keys[at]), beats.entry(at), now, mono)
+            told = beats.entry(at)
+            rivals = None if told is None else self._rivals(int(beats.keys[at]), told, mono)
+            if told is not None and rivals is not None and proofs < _MAX_PROOFS:
+                proofs += 1
+                if self.held.proves(rivals[0], told):
+                    self._note_conflict(*rivals, now)
         return len(beaten)
 
-    def _hear_replaced(self, key: int, told: Told | None, now: float, mono: float) -> None:
-        # An earlier life of a node is over once a new one was heard of; if it beats on, two
-        # processes share the id.
+    def _rivals(self, key: int, told: Told, mono: float) -> tuple[Card, Card] | None:
+        """A replaced card that is said to beat on, and the one that replaced it.
+
+        An earlier life of a node is over once a new one was heard of; if it beats on, two
+        processes share the id.
+        """
         replaced = self.unwanted.replaced(key)
-        if replaced is None or told is None or told.number <= replaced.number:
-            return
+        if replaced is None or told.number <= replaced.number:
+            return None
         held = self.held.card(replaced.card.node_id)
         is_after = mono - told.age_s > replaced.since_mono
         if held is None or held.life == replaced.card.life or not is_after:
-            return
-        if self.held.proves(replaced.card, told):
-            self._note_conflict(replaced.card, held, now)
+            return None
+        return replaced.card, held
 
     def _tell_book(self, card: Card) -> None:
         book = self.suspicions

@@ -15,14 +15,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.ids import NodeId
 from kakeya.fleet import suspicion
 from kakeya.fleet.beats import MAX_BEATS, Beats, Floats, Told, no_beats
-from kakeya.fleet.cards import Card, CardFault, CardTrust, Offer, is_valid_node_id
+from kakeya.fleet.cards import Card, CardFault, CardTrust, Offer, is_liars, is_valid_node_id
 from kakeya.fleet.cards import is_dialable as is_dialable_address
 from kakeya.fleet.conflicts import Conflict
 from kakeya.fleet.convert import MAX_BATCH_CARDS, MalformedCard, from_wire
@@ -243,22 +243,15 @@ class CapabilityRegistry:
         changed: list[NodeId] = []
         dropped: Counter[CardFault] = Counter()
         own: list[tuple[Card, Told | None]] = []
-        for wire in wires:
-            card, is_held = self.peers.known(wire)
-            if is_held:
-                continue
-            try:
-                card = card or from_wire(wire)
-            except MalformedCard as failure:
-                dropped[failure.fault] += 1
-                self.peers.unwanted.refuse(_key_of(wire), MAX_BEATS, mono)
-                continue
+        for card in self._read(wires, dropped, mono):
             entries = beats.entries() if entries is None else entries
             told = entries.get(card.key)
             if card.node_id == self.node_id:
-                own.append((card, told))
-                continue
-            taken = self.peers.take(card, told, now=now, mono=mono)
+                taken: bool | CardFault = self._fault_of_own(card, now, mono) or False
+                if not taken:
+                    own.append((card, told))
+            else:
+                taken = self.peers.take(card, told, now=now, mono=mono)
             if isinstance(taken, CardFault):
                 dropped[taken] += 1
             elif taken:
@@ -278,6 +271,32 @@ class CapabilityRegistry:
             has_own=bool(own),
             has_jumped=has_jumped,
         )
+
+    def _read(
+        self, wires: Iterable[bytes], dropped: Counter[CardFault], mono: float
+    ) -> Iterator[Card]:
+        """The cards that are not held, up to where a batch shows that a liar made it.
+
+        In a fleet with identities no honest node passes on two cards of one node, nor forged ones.
+        """
+        met: set[NodeId] = set()
+        for wire in wires:
+            card, is_held = self.peers.known(wire)
+            if is_held:
+                continue
+            if self.trust is not None and is_liars(dropped):
+                return
+            try:
+                card = card or from_wire(wire)
+            except MalformedCard as failure:
+                dropped[failure.fault] += 1
+                self.peers.unwanted.refuse(_key_of(wire), MAX_BEATS, mono)
+                continue
+            if self.trust is not None and card.node_id in met:
+                dropped[CardFault.REPEATED] += 1
+                continue
+            met.add(card.node_id)
+            yield card
 
     def begin_round(self, *, now: float, mono: float) -> RoundStart:
         """Drop what expired; notice whether this machine slept."""
@@ -317,6 +336,13 @@ class CapabilityRegistry:
 
     # --- hearing of ourselves
 
+    def _fault_of_own(self, card: Card, now: float, mono: float) -> CardFault | None:
+        # Whoever lacks our key must make us believe neither in a twin nor in an earlier life.
+        fault = None if self.trust is None else self.trust.fault_of(card, now)
+        if fault is not None:
+            self.peers.unwanted.refuse(card.key, MAX_BEATS, mono)
+        return fault
+
     def _hear_own(
         self, card: Card, told: Told | None, now: float, mono: float
     ) -> tuple[Card, bool]:
@@ -325,9 +351,15 @@ class CapabilityRegistry:
         if card.life == own.life or card.grpc_address in own.addresses:
             self.peers.unwanted.refuse(card.key, MAX_BEATS, mono)
             return card, False
-        if told is None:
+        if told is None or not self._is_vouched_for(card, told):
             return card, card.announced_at > own.started_at
         return card, mono - told.age_s > own.started_mono + LATENCY_S
+
+    def _is_vouched_for(self, card: Card, told: Told) -> bool:
+        # Anybody can say any age; a beat beyond the card itself takes its owner.
+        if self.trust is None:
+            return True
+        return told.number > 0 and self._held.proves(card, told)
 
     def _news_of_impostors(self, cards: list[Card], now: float) -> tuple[str, ...]:
         note = self.peers.conflicts.note

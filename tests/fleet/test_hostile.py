@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
-from kakeya.fleet.beats import MAX_BEATS, Beats
-from kakeya.fleet.cards import DEFAULT_TTL_S, CardFault
+from kakeya.core.errors import Refused
+from kakeya.fleet.authority import authority_of, new_fleet
+from kakeya.fleet.beats import MAX_BEATS, Beats, no_beats
+from kakeya.fleet.card_trust import FleetTrust
+from kakeya.fleet.cards import (
+    DEFAULT_TTL_S,
+    MAX_CARD_BYTES,
+    MAX_FORGED,
+    MAX_INCARNATION,
+    Card,
+    CardFault,
+    Offer,
+)
+from kakeya.fleet.convert import MAX_BATCH_BYTES, MalformedCard, from_wire, to_wire
 from kakeya.fleet.held import MAX_STEPS
 from kakeya.fleet.messages import Digest, Parcel, encode_digest, encode_parcel
-from tests.fleet.nodes import make_wire
+from tests.fleet.nodes import NOW, make_wire
 from tests.fleet.talk import Party, ToyTrust, card_of, exchange, make_party
 
 
@@ -171,3 +185,165 @@ def test_a_flood_of_strangers_costs_no_member_its_place() -> None:
 
 def _empty() -> tuple[np.ndarray, ...]:
     return (np.empty(0, np.uint64), np.empty(0, np.uint32), np.empty(0), np.empty(0, np.uint64))
+
+
+# --- whose card it is
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "at"),
+    [(1, NOW + 1), (MAX_INCARNATION - 2, NOW - 60), (MAX_INCARNATION - 2, NOW + 1)],
+)
+def test_what_others_write_under_a_nodes_own_id_means_nothing_to_it(
+    incarnation: int, at: float
+) -> None:
+    """Else one message shows it a twin, for which it would not serve, or uses up its starts."""
+    victim = _party("victim")
+    before = victim.registry.incarnation
+    forged = make_wire("victim", at=at, incarnation=incarnation, life=7, address="10.0.0.66:1")
+    report = victim.registry.merge([forged], **victim.times(1.0))
+    assert report.dropped == {CardFault.UNSIGNED: 1}
+    assert not report.conflicts
+    assert victim.registry.conflicts(victim.times(1.0)["now"]) == ()
+    assert victim.registry.incarnation == before
+
+
+def test_an_own_card_of_an_earlier_life_is_no_twin_whatever_age_is_told_of_it() -> None:
+    recorded = _party("victim", address="10.0.0.1:1").registry.own
+    victim = _party("victim", address="10.0.0.2:1", t=100.0, seed=9)
+    beats = Beats(
+        np.array([recorded.key], np.uint64),
+        np.array([3], np.uint32),
+        np.zeros(1),
+        np.array([4], np.uint64),
+    )
+    victim.registry.merge([recorded.wire], beats=beats, **victim.times(110.0))
+    assert victim.registry.conflicts(victim.times(110.0)["now"]) == ()
+
+
+# --- what a message may cost: counted, since the time of a shared machine proves nothing
+
+
+@pytest.mark.parametrize("name", ["answer", "take", "answer_batch", "accept", "take_batch"])
+def test_a_message_of_hollow_fields_is_refused_before_it_is_read(name: str) -> None:
+    """2 MiB of fields of two bytes kept the scan, and so every call here, busy for a second."""
+    victim = _party("victim")
+    with pytest.raises(Refused, match="at most 8192 fields"):
+        getattr(victim.sync, name)(b"\x78\x00" * (MAX_BATCH_BYTES // 2), **victim.times(0.0))
+
+
+@pytest.mark.parametrize(
+    ("tag", "fault"),
+    [(b"\x32", CardFault.TOO_MANY_MODELS), (b"\x5a", CardFault.TOO_MANY_ENDPOINTS)],
+)
+def test_a_card_of_hollow_parts_is_refused_before_they_become_objects(
+    tag: bytes, fault: CardFault
+) -> None:
+    wire = make_wire("thick") + (tag + b"\x00") * ((MAX_CARD_BYTES - 100) // 2)
+    with pytest.raises(MalformedCard) as refusal:
+        from_wire(wire)
+    assert refusal.value.fault is fault
+
+
+FIRST = new_fleet("mini-1", NOW)
+AUTHORITY = authority_of(FIRST)
+assert AUTHORITY is not None
+MALLORY = AUTHORITY.new_identity("mallory", now=NOW)
+
+
+class CountingTrust(FleetTrust):
+    """Counts the curve operations on cards."""
+
+    judged = 0
+
+    def _signer_of(self, wire: bytes):  # type: ignore[no-untyped-def]
+        self.judged += 1
+        return super()._signer_of(wire)
+
+
+def _own_cards(count: int) -> list[bytes]:
+    trust = FleetTrust(MALLORY)
+    offer = Offer(grpc_address="10.0.0.66:1")
+    made = (
+        to_wire(MALLORY.node_id, offer, incarnation=i + 1, announced_at=NOW) for i in range(count)
+    )
+    return [trust.seal(body) for body in made]
+
+
+def _forged(count: int) -> list[bytes]:
+    (good,) = _own_cards(1)
+    # The certificate is as good as ever, and every signature is another's.
+    return [good[:-2] + i.to_bytes(2, "big") for i in range(count)]
+
+
+def _signed_twice_over(count: int) -> list[bytes]:
+    """With another fleet's certificates, each unlike the others."""
+    other = authority_of(new_fleet("other", NOW))
+    assert other is not None
+    thieves = [other.new_identity(f"thief {i}", now=NOW) for i in range(count)]
+    return [FleetTrust(who).seal(make_wire(who.node_id, address="10.0.0.66:1")) for who in thieves]
+
+
+@pytest.mark.parametrize("make", [_own_cards, _forged, _signed_twice_over])
+def test_one_message_cannot_make_a_node_check_many_signatures(
+    make: Callable[[int], list[bytes]],
+) -> None:
+    """Neither with many cards that a member did sign nor with any number that nobody did."""
+    trust = CountingTrust(FIRST)
+    victim = make_party(FIRST.node_id, trust=trust)
+    push = encode_parcel(Parcel(beats=no_beats(), cards=make(60)))
+    for _ in range(3):
+        work = victim.sync.verification(push, 2)
+        if work is not None:
+            work()
+        report = victim.sync.take(push, **victim.times(1.0))
+    assert sum(report.dropped.values()) <= 60
+    assert 0 < trust.judged <= 3 * 2 * MAX_FORGED
+    assert len(victim.registry.peers.unwanted._replaced) <= 3
+
+
+def test_who_starts_hashes_nothing_for_cards_that_it_did_not_see_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A proof costs up to 512 hashes, and a newcomer hears of the whole fleet in one message."""
+    crowd = [_party(f"n{i:02}") for i in range(40)]
+    hub, late = _party("hub"), _party("late")
+    for t in range(300):
+        for party in crowd:
+            party.registry.beat(**party.times(float(t)))
+    for party in crowd:
+        exchange(party, hub, 300.0)
+    proven: list[Card] = []
+    proves = late.registry.peers.held.proves
+
+    def counted(card: Card, told: object) -> bool:
+        proven.append(card)
+        return proves(card, told)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(late.registry.peers.held, "proves", counted)
+    exchange(late, hub, 301.0)
+    assert len(late.sees(301.0)) == 42
+    assert proven == []
+
+
+def test_beats_of_thousands_of_replaced_cards_cost_a_few_proofs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    victim = _party("victim")
+    lives = [
+        make_party("many", trust=ToyTrust("many"), incarnation=i + 1, seed=i).registry.own
+        for i in range(60)
+    ]
+    for i, card in enumerate(lives):
+        victim.registry.merge([card.wire], **victim.times(float(i) / 100))
+    proven: list[Card] = []
+
+    def counted(card: Card, told: object) -> bool:
+        proven.append(card)
+        return False
+
+    monkeypatch.setattr(victim.registry.peers.held, "proves", counted)
+    keys = np.array([card.key for card in lives], np.uint64)
+    lies = Beats(keys, np.full(60, MAX_BEATS, np.uint32), np.zeros(60), np.ones(60, np.uint64))
+    victim.registry.hear(lies, **victim.times(50.0))
+    assert 0 < len(proven) <= MAX_FORGED
