@@ -5,18 +5,31 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
+import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
 
+from benchmarks.fleet_cards import MODELS
+from kakeya.core.clock import SystemClock
+from kakeya.fleet.cards import Offer
+from kakeya.fleet.convert import to_wire
+from kakeya.fleet.exchange import Exchanger
+from kakeya.fleet.registry import CapabilityRegistry
+from kakeya.fleet.sync import Sync
 from kakeya.node.child import NodeProcess
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import CapabilityServiceStub
-from tests.node.nodes import QUICK, eventually
+from kakeya.wire.channels import Channels
+from tests.node.nodes import QUICK, eventually, seen_by, verifier_node
 
 MIB = 1 << 20
 EXCHANGE = "/kakeya.v1.CapabilityService/ExchangeCapabilities"
@@ -165,3 +178,73 @@ async def test_loading_a_gibibyte_holds_no_call_of_the_agent_up(tmp_path: Path) 
             assert "loading" not in str(states)
     assert min(len(control.seconds), len(watched.seconds)) > 20
     assert max(watched.seconds) <= 0.05 + max(control.seconds)
+
+
+@dataclass
+class Busy:
+    """What a node did while it generated at full speed: exchanges it answered, rounds it began."""
+
+    exchange_ms: list[float]
+    rounds: int
+    seconds: float
+
+    @property
+    def missed_rounds(self) -> float:
+        """Rounds come each half second and a tenth; one may be under way at either end."""
+        return self.seconds / 0.55 - 2 - self.rounds
+
+    def percentile_ms(self, share: float) -> float:
+        return sorted(self.exchange_ms)[int(share * len(self.exchange_ms))]
+
+
+def addressless_cards(count: int, now: float) -> list[bytes]:
+    """Cards of nodes that nobody can dial, so that only telling of them costs something."""
+    offer = Offer(models=MODELS, ttl_s=600.0)
+    return [
+        to_wire(f"told-{n}", offer, incarnation=1, announced_at=now, life=1) for n in range(count)
+    ]
+
+
+async def exchange_while_generating(folder: Path, cards: int, seconds: float) -> Busy:
+    """Two generations without a pause, from another process; rounds of 0.5 s with one peer."""
+    clock = SystemClock()
+    registry = CapabilityRegistry("asker", Offer(), now=clock.wall(), mono=clock.mono())
+    registry.merge(addressless_cards(cards, clock.wall()), now=clock.wall(), mono=clock.mono())
+    channels, sync = Channels(), Sync(registry, rng=random.Random(1))
+    exchanger = Exchanger(registry, sync, channels=channels, clock=clock)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(channels.aclose)
+        node = await stack.enter_async_context(verifier_node(folder / "verifier"))
+        flags = ("--proposer", "ngram", "--peer", node.grpc, *QUICK)
+        await stack.enter_async_context(NodeProcess(folder / "peer", *flags))
+        await eventually("both are seen", lambda: len(seen_by(node)) == 2)
+        load = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.node.child_load", node.grpc, "2", stdout=PIPE
+        )
+        stack.push_async_callback(load.wait)
+        stack.callback(load.kill)
+        assert load.stdout is not None
+        assert await asyncio.wait_for(load.stdout.readline(), 60) == b"generating\n"
+        assert (await exchanger.round((node.grpc,))).errors == {}
+        assert len(seen_by(node)) == 3 + cards
+        began, rounds, taken = time.monotonic(), rounds_of(node), list[float]()
+        while time.monotonic() - began < seconds:
+            started = time.perf_counter()
+            assert (await exchanger.round((node.grpc,))).errors == {}
+            taken.append((time.perf_counter() - started) * 1e3)
+            await asyncio.sleep(0.02)
+        assert load.returncode is None
+        return Busy(taken, rounds_of(node) - rounds, time.monotonic() - began)
+    raise AssertionError("the stack swallows nothing")
+
+
+def rounds_of(node: NodeProcess) -> int:
+    rounds: int = node.api.get("/api/v1/fleet")["gossip"]["rounds"]
+    return rounds
+
+
+async def test_gossip_goes_on_while_the_node_generates_at_full_speed(tmp_path: Path) -> None:
+    """Row 23, for seconds; scripts/soak holds the slowest of a hundred exchanges to its figure."""
+    busy = await exchange_while_generating(tmp_path, cards=100, seconds=5.0)
+    assert busy.missed_rounds <= 0
+    assert busy.percentile_ms(0.5) <= 25.0

@@ -13,6 +13,7 @@ from kakeya.node.agent import GRACE_S
 from tests.node.nodes import VERIFIER, drafter_node, eventually, model_state, verifier_node
 from tests.node.test_daemon import seconds_to_stop_while_decoding
 from tests.node.test_fleet import generate
+from tests.node.test_overload import exchange_while_generating
 
 pytestmark = pytest.mark.slow
 STOPS = 50
@@ -58,3 +59,13 @@ async def test_the_node_outlives_its_engine_until_the_breaker_opens(tmp_path: Pa
             )
         assert "died 5 times" in model_state(node, VERIFIER)["error"]
         assert node.api.get("/healthz") == {"status": "ok"}
+
+
+@pytest.mark.parametrize(("cards", "p99_ms"), [(100, 25.0), (1000, 50.0)])
+async def test_exchanges_are_prompt_while_the_node_generates(
+    tmp_path: Path, cards: int, p99_ms: float
+) -> None:
+    """Row 23: ten minutes, half of them with each fleet."""
+    busy = await exchange_while_generating(tmp_path, cards, seconds=300.0)
+    assert busy.missed_rounds <= 0
+    assert busy.percentile_ms(0.99) <= p99_ms
