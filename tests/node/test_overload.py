@@ -225,8 +225,9 @@ async def exchange_while_generating(folder: Path, cards: int, seconds: float) ->
         stack.callback(load.kill)
         assert load.stdout is not None
         assert await asyncio.wait_for(load.stdout.readline(), 60) == b"generating\n"
-        assert (await exchanger.round((node.grpc,))).errors == {}
-        assert len(seen_by(node)) == 3 + cards
+        async with asyncio.timeout(30):
+            while len(await asyncio.to_thread(seen_by, node)) < 3 + cards:
+                assert (await exchanger.round((node.grpc,))).errors == {}
         began, rounds, taken = time.monotonic(), rounds_of(node), list[float]()
         while time.monotonic() - began < seconds:
             started = time.perf_counter()
