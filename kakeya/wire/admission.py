@@ -31,6 +31,9 @@ class CallerLimits:
 
     exchanges_per_s: float = 2.0
     exchange_burst: float = 10.0
+    gossip_per_s: float = 20.0
+    gossip_burst: float = 100.0
+    """Other gossip calls; a renewal costs a signature and a line in the log."""
     concurrent_work: int = 32
     concurrent_gossip: int = 8
     connections: int = 4
@@ -66,6 +69,7 @@ class TokenBucket:
 @dataclass(slots=True)
 class _Account:
     exchanges: TokenBucket
+    gossip: TokenBucket
     running: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
 
 
@@ -92,11 +96,12 @@ class Admission:
                 f"{caller} has {account.running[is_gossip]} {budget} running here and may have "
                 f"{most} at once; wait for one to end"
             )
-        if budget is Budget.EXCHANGE:
-            wait_s = account.exchanges.take(self._clock.mono())
+        if is_gossip:
+            bucket = account.exchanges if budget is Budget.EXCHANGE else account.gossip
+            wait_s = bucket.take(self._clock.mono())
             if wait_s > 0:
                 raise Refused(
-                    f"{caller} exchanges more than {limits.exchanges_per_s:g} times a second; "
+                    f"{caller} makes more than {bucket.rate:g} {budget} a second; "
                     f"try again in {max(wait_s, 0.1):.1f} s",
                     retry_after_s=wait_s,
                 )
@@ -110,8 +115,10 @@ class Admission:
         account = self._accounts.get(caller)
         if account is None:
             limits = self._limits
-            bucket = TokenBucket(limits.exchanges_per_s, limits.exchange_burst)
-            account = self._accounts[caller] = _Account(bucket)
+            account = self._accounts[caller] = _Account(
+                exchanges=TokenBucket(limits.exchanges_per_s, limits.exchange_burst),
+                gossip=TokenBucket(limits.gossip_per_s, limits.gossip_burst),
+            )
             self._forget_one()
         self._accounts.move_to_end(caller)
         return account

@@ -64,11 +64,30 @@ def test_a_burst_of_ten_exchanges_passes_then_two_a_second() -> None:
     assert exchange(admission, "b"), "the account of another caller is its own"
 
 
+def gossip(admission: Admission, caller: str) -> bool:
+    try:
+        with admission.turn(caller, Budget.GOSSIP):
+            return True
+    except Refused:
+        return False
+
+
+def test_other_gossip_has_a_rate_too() -> None:
+    """A member renewed its certificate 1000 times a second, each a line in the authority's log."""
+    clock = FakeClock()
+    admission = Admission(clock)
+    assert sum(gossip(admission, "a") for _ in range(500)) == 100
+    assert exchange(admission, "a"), "exchanges are paid from another bucket"
+    clock.advance(1.0)
+    assert sum(gossip(admission, "a") for _ in range(500)) == 20
+    assert gossip(admission, "b")
+
+
 def test_a_refusal_says_what_is_exhausted_and_for_how_long() -> None:
     admission = Admission(FakeClock(), CallerLimits(exchange_burst=1))
     assert exchange(admission, "a")
     with pytest.raises(
-        Refused, match=r"a exchanges more than 2 times a second; .* in 0\.5 s"
+        Refused, match=r"a makes more than 2 exchanges a second; .* in 0\.5 s"
     ) as no:
         with admission.turn("a", Budget.EXCHANGE):
             pass
