@@ -23,7 +23,6 @@ from kakeya.node.machine import host_label
 if TYPE_CHECKING:  # gRPC and X.509 take longer to import than `kakeya status` to answer
     from kakeya.v1.fleet_pb2_grpc import ControlServiceStub
 
-COMMANDS = ("init", "invite", "join", "revoke")
 _TIMEOUT_S = 10.0
 _ROLES = ("member", "client", "admin")
 Answer = TypeVar("Answer")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kakeya.core.errors import PlacementError
 from kakeya.core.ids import NodeId
-from kakeya.fleet.cards import Card
+from kakeya.fleet.cards import PROTOCOL_MAX, PROTOCOL_MIN, Card
 from kakeya.fleet.cards import Role as CardRole
 from kakeya.fleet.conflicts import Conflict
 from kakeya.fleet.endpoints import Route
@@ -139,6 +139,12 @@ def _warnings(view: View) -> list[str]:
         f"the clock of {node_id} is {skew:+.0f} s off this machine's"
         for node_id, skew in fleet.skews.items()
         if abs(skew) > WARN_S and not fleet.is_clock_wrong
+    ]
+    found += [
+        f"{card.node_id} speaks versions {card.protocol_min} to {card.protocol_max} of the fleet's "
+        f"protocol and this node {PROTOCOL_MIN} to {PROTOCOL_MAX}; update the older one"
+        for card in view.cards
+        if not (card.is_plain or card.is_extended)
     ]
     found += [
         f"others reach {node_id} and this node does not: `kakeya doctor {node_id}` says why"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -155,17 +155,6 @@ class Channels:
             channel=channel, material=material, server_name=name, watcher=watcher
         )
         return channel
-
-    async def states(self, address: str) -> AsyncIterator[grpc.ChannelConnectivity]:
-        """Yield the state of the channel to an address, now and at each change, until it closes.
-
-        Watching keeps no connection open and opens none.
-        """
-        channel = self.get(address)
-        state = channel.get_state()
-        while state is not grpc.ChannelConnectivity.SHUTDOWN:
-            yield state
-            state = await _next_state(channel, state)
 
     async def discard(self, address: str) -> None:
         """Close the channel to one address, if there is one."""

@@ -17,6 +17,7 @@ from kakeya.node.display import show_status
 from kakeya.node.plane import Chances, FleetPlane
 from kakeya.node.state import NodeState
 from kakeya.node.status import Json, View, describe
+from kakeya.v1 import distributed_pb2 as pb
 from tests.fleet.nodes import make_wire
 from tests.node.test_reach import Cables, opened
 
@@ -84,6 +85,20 @@ def status_of(plane: FleetPlane) -> Json:
             state_error="",
         )
     )
+
+
+async def test_a_node_of_another_protocol_is_told_with_both_ranges(plane: FleetPlane) -> None:
+    clock = SystemClock()
+    card = pb.NodeCapability.FromString(make_wire("newer", at=clock.wall()))
+    card.protocol_min, card.protocol_max = 7, 9
+    plane.registry.merge([card.SerializeToString()], now=clock.wall(), mono=clock.mono())
+    learn(plane, "fine", "10.0.0.6:50051")
+    fleet = status_of(plane)["fleet"]
+    assert isinstance(fleet, dict)
+    assert fleet["warnings"] == [
+        "newer speaks versions 7 to 9 of the fleet's protocol and this node 1 to 1; "
+        "update the older one"
+    ]
 
 
 async def test_an_edge_that_only_this_node_lacks_is_told_apart_from_a_dead_node(
