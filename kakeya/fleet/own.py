@@ -141,6 +141,10 @@ class OwnCard:
         """Say the same again in a new body."""
         return self.announce(self._offer, now=now, mono=mono)
 
+    def stamp_age_s(self, mono: float) -> float:
+        """Seconds since the card was stamped."""
+        return mono - self._stamped_mono
+
     def beat(self, *, now: float, mono: float, for_plain: bool = False) -> None:
         """Show that this node lives; `for_plain`, to nodes that go by stamps too.
 

@@ -159,6 +159,17 @@ class CapabilityRegistry:
         self.own_card.beat(now=now, mono=mono, for_plain=True)
         return self.own_card.card
 
+    def describe(self, *, now: float, mono: float) -> Card:
+        """The own card, for somebody who asks for it alone and may go by its stamp.
+
+        Peers ask to see whether this node answers, each of them every few seconds: a new body for
+        each would cross to the whole fleet, so there is one only once half of the TTL is over.
+        """
+        if self._held.has_plain or self.own_card.stamp_age_s(mono) > self.offer.ttl_s / 2:
+            return self.refresh(now=now, mono=mono)
+        self.own_card.beat(now=now, mono=mono)
+        return self.own_card.card
+
     def farewell(self, *, now: float, mono: float) -> Card:
         """Announce the last card: no models, gone from all views in ten seconds; then silence."""
         return self.own_card.farewell(now=now, mono=mono)

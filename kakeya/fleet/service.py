@@ -68,8 +68,8 @@ class CapabilityService:
         return await self._answer(request, context, self._sync.answer_batch, in_field=1)
 
     async def describe(self, request: bytes, context: Context) -> bytes:
-        """Answer with the own card, fresh."""
-        own = self._registry.refresh(now=self._clock.wall(), mono=self._clock.mono())
+        """Answer with the own card."""
+        own = self._registry.describe(now=self._clock.wall(), mono=self._clock.mono())
         return join_cards((own.wire,))  # GetNodeCapabilityResponse.node has the same field number
 
     async def sync(self, request: bytes, context: Context) -> bytes:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection
 
+from kakeya.fleet.convert import MAX_BATCH_CARDS
+
 DEFAULT_FANOUT = 2
 """At a round each 10 s no card in any view grows older than 58 s then, with up to 1000 nodes and
 30 % of the messages lost (`scripts/simulate`), so a TTL of 120 s has room."""
@@ -56,15 +58,18 @@ def choose_targets(
 
 
 def fit_batch(wires: list[bytes], max_bytes: int, rng: random.Random) -> list[bytes]:
-    """Keep the first (own) card and as many others, drawn at random, as fit in one message.
+    """Keep the first card and as many others, drawn at random, as fit in one message.
 
     Each round draws anew, so a view that is larger than a message still reaches everybody.
     """
     per_card_overhead = 4
-    if sum(map(len, wires)) + per_card_overhead * len(wires) <= max_bytes:
+    if (
+        len(wires) <= MAX_BATCH_CARDS
+        and sum(map(len, wires)) + per_card_overhead * len(wires) <= max_bytes
+    ):
         return wires
     own, *others = wires
-    rng.shuffle(others)
+    others = rng.sample(others, min(len(others), MAX_BATCH_CARDS - 1))
     batch, size = [own], len(own) + per_card_overhead
     for wire in others:
         size += len(wire) + per_card_overhead

@@ -12,6 +12,7 @@ import pytest
 from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards import Offer
+from kakeya.fleet.convert import MAX_BATCH_CARDS, join_cards, split_cards
 from kakeya.fleet.exchange import Outcome, Round
 from kakeya.fleet.gossip import Gossip, GossipConfig, GossipStats
 from kakeya.fleet.registry import REMEMBER_S
@@ -278,3 +279,11 @@ async def test_counts_of_rounds_add_up() -> None:
     stats = GossipStats().after(done, NOW).after(done, NOW + 1)
     assert (stats.rounds, stats.exchanges, stats.failures) == (2, 2, 2)
     assert (stats.cards_changed, stats.sent_bytes, stats.last_round_at) == (4, 200, NOW + 1)
+
+
+def test_a_batch_has_no_more_cards_than_its_reader_takes() -> None:
+    wires = [b"own", *(f"{number:04d}".encode() for number in range(MAX_BATCH_CARDS + 500))]
+    batch = fit_batch(wires, 10_000_000, random.Random(1))
+    assert len(batch) == MAX_BATCH_CARDS
+    assert batch[0] == b"own"
+    assert split_cards(join_cards(batch)) == batch

@@ -384,3 +384,14 @@ def test_a_restart_clears_a_suspect_whatever_its_clock_says() -> None:
     registry.mark_failed("a", mono=20)
     registry.merge([make_wire("a", at=NOW - 30, incarnation=2)], **at(NOW + 21))
     assert not registry.is_suspect("a")
+
+
+def test_being_asked_who_one_is_makes_a_new_card_only_when_the_stamp_is_old() -> None:
+    registry = make_registry("me")
+    first = registry.describe(now=NOW, mono=0.0)
+    for second in range(1, 60):
+        assert registry.describe(now=NOW + second, mono=float(second)) is first
+    assert registry.describe(now=NOW + 61, mono=61.0).announced_at == NOW + 61
+    plain = make_wire("old", at=NOW + 61, is_plain=True)
+    registry.merge([plain], now=NOW + 61, mono=61.0)
+    assert registry.describe(now=NOW + 70, mono=70.0).announced_at == NOW + 70

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
-import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from kakeya.node.datadir import write_atomically
 from kakeya.node.keeper import INTERVAL_S, RETRY_S, WARN_S, StateKeeper
 from tests.fakes import FakeClock
 
@@ -105,26 +100,3 @@ async def test_after_a_failure_the_next_try_comes_sooner() -> None:
                 await asyncio.sleep(0.001)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-@pytest.fixture
-def _small_files() -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
-
-
-@pytest.mark.usefixtures("_small_files")
-async def test_on_a_disk_that_is_really_full_the_old_file_stays_whole(tmp_path: Path) -> None:
-    path = tmp_path / "state"
-    await asyncio.to_thread(write_atomically, path, b"old")
-    keeper = StateKeeper(
-        lambda: b"n" * 1000, lambda s: write_atomically(path, s), saved=b"old", clock=FakeClock()
-    )
-    assert not await keeper.flush()
-    assert path.read_bytes() == b"old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["state"]
-    assert keeper.failures == 1
