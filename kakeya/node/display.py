@@ -28,6 +28,7 @@ def show_status(status: Json, *, clear: bool) -> None:
     """Print the node, its models and the fleet as it sees it."""
     if clear:
         _console.clear()
+    status = _printable(status)
     node, fleet = _object(status, "node"), _object(status, "fleet")
     _console.print(
         f"[bold]{escape(_name(node))}[/bold]  grpc {node.get('grpc')}  http {node.get('http')}  "
@@ -41,6 +42,7 @@ def show_status(status: Json, *, clear: bool) -> None:
             f"{' and authority' if identity.get('is_authority') else ''}; certificate valid for "
             f"{identity.get('certificate_days')} days",
             highlight=False,
+            markup=False,
         )
     _console.print(_models(_objects(status, "models")))
     _console.print(_nodes(_objects(fleet, "nodes")))
@@ -51,6 +53,7 @@ def show_status(status: Json, *, clear: bool) -> None:
 
 def show_plan(plan: Json) -> None:
     """Print who verifies, who drafts, and whom each policy would ask."""
+    plan = _printable(plan)
     placed = plan.get("placement")
     if is_object(placed):
         where = "on the same node" if placed.get("colocated") else "on another node"
@@ -60,14 +63,16 @@ def show_plan(plan: Json) -> None:
             f"draft   {placed.get('proposer_model')} on {placed.get('proposer_node')} "
             f"({placed.get('proposer_address')}), {where}",
             highlight=False,
+            markup=False,
         )
     else:
-        _console.print(f"no plan: {plan.get('reason')}", highlight=False)
+        _console.print(f"no plan: {plan.get('reason')}", highlight=False, markup=False)
     for model, policies in _object(plan, "drafts").items():
         if is_object(policies):
             for policy, sources in policies.items():
                 names = ", ".join(sources) if isinstance(sources, list) else ""
-                _console.print(f"{model}, policy {policy}: {names or 'nobody'}", highlight=False)
+                line = f"{model}, policy {policy}: {names or 'nobody'}"
+                _console.print(line, highlight=False, markup=False)
 
 
 def _models(models: Iterable[Json]) -> Table:
@@ -76,9 +81,9 @@ def _models(models: Iterable[Json]) -> Table:
         state = str(model.get("state"))
         error = model.get("error")
         table.add_row(
-            str(model.get("model_id")),
-            str(model.get("role")),
-            f"{state}: {error}" if error else state,
+            escape(str(model.get("model_id"))),
+            escape(str(model.get("role"))),
+            escape(f"{state}: {error}" if error else state),
             _speed(model.get("tokens_per_second")),
             _bytes(model.get("weight_bytes")),
             str(model.get("restarts", "")),
@@ -101,9 +106,9 @@ def _nodes(nodes: Iterable[Json]) -> Table:
             escape(_name(node)),
             escape(_way(node)),
             heard,
-            str(node.get("platform")),
+            escape(str(node.get("platform"))),
             _bytes(node.get("memory_bytes")),
-            offers,
+            escape(offers),
         )
     return table
 
@@ -126,6 +131,23 @@ def _way(node: Json) -> str:
 def is_object(value: object) -> TypeGuard[Mapping[str, object]]:
     """Whether a JSON value is an object."""
     return isinstance(value, dict)
+
+
+def _printable(source: Json) -> Json:
+    """The same without what would drive a terminal: nodes choose most of the words themselves."""
+    return {_plain(key): _plain_value(value) for key, value in source.items()}
+
+
+def _plain_value(value: object) -> object:
+    if isinstance(value, str):
+        return _plain(value)
+    if isinstance(value, list):
+        return [_plain_value(item) for item in value]
+    return _printable(value) if is_object(value) else value
+
+
+def _plain(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _object(source: Json, key: str) -> Json:

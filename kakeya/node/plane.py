@@ -243,10 +243,10 @@ class FleetPlane:
             closing.add_done_callback(self._closing.discard)
         self.poke()
 
-    def _cards_at(self, address: str) -> list[Card]:
+    def _cards_at(self, address: str, *more: Card) -> list[Card]:
         return [
             card
-            for card in self.live_peers()
+            for card in (*more, *self.live_peers())
             if address == card.grpc_address or any(address == w.address for w in card.endpoints)
         ]
 
@@ -254,11 +254,12 @@ class FleetPlane:
         """Who must answer at an address; "" = any member.
 
         What a person typed names no node, and of two cards that claim one address one may lie: to
-        insist on its node would make the other unreachable.
+        insist on its node would make the other unreachable. The own card counts too, else this
+        node would look for a liar at its own address when it examines itself.
         """
         if address in self._typed:
             return ""
-        cards = self._cards_at(address)
+        cards = self._cards_at(address, self.registry.own)
         return cards[0].node_id if len(cards) == 1 else ""
 
     def _discovery(self, config: FleetConfig, node_id: str) -> Discovery | None:

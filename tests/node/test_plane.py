@@ -13,7 +13,7 @@ from kakeya.fleet.cards import Endpoint, Offer
 from kakeya.fleet.memory import Memory
 from kakeya.fleet.suspicion import Doubt, sign_of
 from kakeya.node import config
-from kakeya.node.display import show_status
+from kakeya.node.display import show_plan, show_status
 from kakeya.node.plane import Chances, FleetPlane
 from kakeya.node.state import NodeState
 from kakeya.node.status import Json, View, describe
@@ -58,6 +58,34 @@ async def test_a_member_that_claims_anothers_address_does_not_become_the_one_exp
     learn(plane, HOSTILE, "10.0.0.8:50051", ADDRESS)
     assert plane._node_at(ADDRESS) == ""
     assert plane._node_at("10.0.0.8:50051") == HOSTILE
+
+
+async def test_a_member_that_claims_this_nodes_address_is_not_looked_for_there(
+    plane: FleetPlane,
+) -> None:
+    """`kakeya doctor` said that a node did not believe its own certificate."""
+    own = plane.registry.own.grpc_address
+    assert plane._node_at(own) == "me"
+    learn(plane, HOSTILE, "10.0.0.8:50051", own)
+    assert plane._node_at(own) == ""
+
+
+async def test_words_that_a_member_chose_neither_drive_the_terminal_nor_end_the_command(
+    plane: FleetPlane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b[2J\x1b]0;owned\x07[/red] [bold]"
+    node = {"node_id": evil, "label": evil, "platform": evil, "grpc_address": evil, "age_s": 1.0}
+    model = {"model_id": evil, "role": evil, "state": evil, "error": evil}
+    node |= {"models": [model], "route": {"address": evil, "network": evil}}
+    fleet = {"nodes": [node], "warnings": [evil], "identity": {"fleet": evil}}
+    show_status({"node": node, "models": [model], "fleet": fleet}, clear=False)
+    names = dict.fromkeys(("verifier_model", "verifier_node", "proposer_model"), evil)
+    show_plan({"placement": names, "drafts": {evil: {evil: [evil]}}})
+    show_plan({"reason": evil})
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert shown.count("[bold]") > 5, "shown as it was written"
     assert plane._node_at("10.0.0.9:50051") == ""
 
 
