@@ -42,13 +42,15 @@ class FleetView:
     """What only the running node knows; each is asked anew at each examination.
 
     `skews` are seconds by which peers' clocks are ahead, by node id; `route` is the address that
-    calls to a node take now. `is_revoked` is asked with a node id.
+    calls to a node take now. `is_revoked` is asked with a node id, `why_not_dial` with an address
+    of a card: "" or the reason against it.
     """
 
     identity: Callable[[], Identity | None]
     is_revoked: Callable[[str], bool]
     skews: Callable[[], Mapping[str, float]]
     route: Callable[[Card], str]
+    why_not_dial: Callable[[str], str] = lambda address: ""
 
 
 class Examiner:
@@ -149,12 +151,14 @@ class Examiner:
     # --- a peer
 
     async def _examine_peer(self, target: Target) -> list[Line]:
-        dials = await self._dial_all(target.ways)
+        reasons = self._reasons_against(target)
+        dials = await self._dial_all([w for w in target.ways if w.address not in reasons])
         target = self._with_card(target, dials)
         peer = target.peer
         if peer.node_id and self._view.is_revoked(peer.node_id):
             return [checks.revoked_peer(peer)]
-        lines = await self._judge_ways(dials, peer)
+        lines = [way_checks.not_dialled(a, reason, peer) for a, reason in reasons.items()]
+        lines += await self._judge_ways(dials, peer)
         used = self._view.route(target.card) if target.card else target.ways[0].address
         path = way_checks.check_path(used, dials, peer)
         working = [dial for _, dial in dials if dial.outcome is Outcome.ANSWERED]
@@ -163,6 +167,14 @@ class Examiner:
         lines.append(path)
         address = used if any(dial.address == used for dial in working) else working[0].address
         return lines + await self._ask_back(address, target)
+
+    def _reasons_against(self, target: Target) -> dict[str, str]:
+        """Why addresses are not dialled that only the peer itself names, not a person."""
+        if target.card is None:
+            return {}
+        why_not = self._view.why_not_dial
+        reasons = {way.address: why_not(way.address) for way in target.ways}
+        return {address: reason for address, reason in reasons.items() if reason}
 
     async def _dial_all(self, ways: Sequence[Endpoint]) -> list[tuple[Endpoint, Dial]]:
         dials = await asyncio.gather(*(self._dialler.dial(way.address) for way in ways))

@@ -71,6 +71,11 @@ def check_way(
     return _bad(what, cause, peer, others_work=others_work)
 
 
+def not_dialled(address: str, reason: str, peer: Peer) -> Line:
+    """Tell of an address that a card names and that this node never dials of its own accord."""
+    return ok(f"reach {address}", f"not dialled, nor ever used: {reason}", peer=peer.name)
+
+
 def _cause(dial: Dial, peer: Peer, here: Here, now: float) -> _Cause:
     match dial.outcome:
         case Outcome.ANSWERED:

@@ -40,6 +40,7 @@ class Doctor:
             is_revoked=plane.trust.is_revoked if plane.trust else _is_never_revoked,
             skews=plane.skews,
             route=plane.routes.address_for,
+            why_not_dial=plane.why_not_dial,
         )
         self._examiner = Examiner(
             plane.registry, view, Machine(folder, environ=environ), clock=clock, dialler=dialler

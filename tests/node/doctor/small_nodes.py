@@ -87,6 +87,8 @@ class SmallNode:
     routes: dict[str, str] = field(default_factory=dict)
     address: str = ""
     revoked: set[str] = field(default_factory=set)
+    forbidden: dict[str, str] = field(default_factory=dict)
+    """Why the policy is against an address."""
 
     def offer(self, *endpoints: Endpoint, label: str = "") -> None:
         """Say on the card where this node is."""
@@ -109,6 +111,7 @@ class SmallNode:
             is_revoked=self.revoked.__contains__,
             skews=lambda: self.skews,
             route=self._route,
+            why_not_dial=lambda address: self.forbidden.get(address, ""),
         )
         return Examiner(
             self.registry,

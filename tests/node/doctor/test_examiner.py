@@ -69,6 +69,33 @@ async def test_two_members_examine_each_other_over_tls(tmp_path: Path) -> None:
     assert "364 days" in find(report, "certificate").detail or "365" in str(report.lines)
 
 
+async def test_addresses_that_only_a_peer_names_are_dialled_as_the_policy_says(
+    tmp_path: Path,
+) -> None:
+    """A member's card must not make the owner's doctor knock at the ports of his machine."""
+    async with small_node(tmp_path, "one") as one, small_node(tmp_path, "two") as two:
+        knocks: list[object] = []
+
+        async def knocked(reader: object, writer: asyncio.StreamWriter) -> None:
+            knocks.append(reader)
+            writer.close()
+
+        async with await asyncio.start_server(knocked, "127.0.0.1", 0) as private:
+            port = private.sockets[0].getsockname()[1]
+            address = f"127.0.0.1:{port}"
+            two.offer(Endpoint(address, "lan", 20))
+            meet(one, two)
+            one.forbidden[address] = "it is each machine's own"
+            report = await one.examiner().examine("two")
+            assert knocks == []
+            line = find(report, f"reach {address}", "two")
+            assert line.level is Level.OK
+            assert "not dialled" in line.detail
+            one.forbidden.clear()  # the control
+            await one.examiner().examine("two")
+            assert knocks
+
+
 async def test_a_lonely_node_is_told_that_the_rest_needs_another(tmp_path: Path) -> None:
     async with small_node(tmp_path, "one") as one:
         report = await one.examiner().examine("")
