@@ -154,6 +154,9 @@ class Warmth:
             )
 
 
+COLD = Warmth()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resident:
     """One thing that occupies bytes: an estimate until it is loaded, then what was measured."""
@@ -164,7 +167,7 @@ class Resident:
     estimate_bytes: int
     measured_bytes: int | None = None
     leases: Mapping[LeaseId, RequestPriority] = field(default_factory=dict)
-    warmth: Warmth = Warmth()
+    warmth: Warmth = COLD
     last_priority: RequestPriority = RequestPriority.NORMAL
     last_used_mono: float = 0.0
     loaded_mono: float | None = None

@@ -1,0 +1,433 @@
+"""The arbiter: decides who is in memory. Every method is one event; its `Outcome` is what follows.
+
+It never awaits, logs or touches a model. The keeper tells it what happened, performs what it
+answers, and asks again at `next_wake_mono`. A lease is written down in the decision that grants it,
+a reservation in the decision that plans a load, so nothing can come between.
+
+After each event the line is walked (see `line`), then pressure and overdue idlers are looked at.
+What was DRAINING for a request that no longer waits is READY again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from kakeya.core import errors
+from kakeya.memory import line
+from kakeya.memory.ledger import Ledger
+from kakeya.memory.plan import (
+    Ask,
+    Eviction,
+    Exhausted,
+    Grant,
+    Outcome,
+    Plan,
+    Reason,
+    Refusal,
+    Snapshot,
+)
+from kakeya.memory.policy import Level, Relief, Rules, Shrink, Tenant, fit, pressure_key, relieve
+from kakeya.memory.resident import LeaseId, Resident, ResidentKey, State
+
+
+@dataclass(slots=True)
+class _Answer:
+    """An outcome in the making."""
+
+    grants: list[Grant] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+    exhausted: Exhausted | None = None
+
+    def done(self) -> Outcome:
+        return Outcome(
+            grants=tuple(self.grants),
+            refusals=tuple(self.refusals),
+            plans=tuple(self.plans),
+            exhausted=self.exhausted,
+        )
+
+
+class Arbiter:
+    """Decides for one node. `now` is monotonic, in seconds, and the same clock throughout."""
+
+    def __init__(self, budget: int, *, rules: Rules | None = None) -> None:
+        self._ledger = Ledger(budget)
+        self._rules = rules or Rules()
+        self._level = Level.NOMINAL
+        self._tickets: dict[LeaseId, line.Ticket] = {}
+        self._holders: dict[LeaseId, ResidentKey] = {}
+        self._measured: dict[ResidentKey, int] = {}
+        self._numbers = 0
+        self._is_stopping = False
+        self._relieved_mono = float("-inf")
+        self._reported_mono = float("-inf")
+
+    # What is asked.
+
+    def ask(self, ask: Ask, now: float) -> tuple[LeaseId, Outcome]:
+        """Put a request at the end of the line. It is granted or refused under this number, in
+        this outcome or a later one, exactly once."""
+        lease = LeaseId(self._number())
+        learnt = self._measured.get(ask.key, ask.estimate_bytes)
+        ask = replace(ask, estimate_bytes=learnt)
+        self._tickets[lease] = line.Ticket(lease, ask, now)
+        return lease, self.settle(now)
+
+    def withdraw(self, lease: LeaseId, now: float) -> Outcome:
+        """The asker left: out of the line, or, where the lease was granted just now, released."""
+        if self._tickets.pop(lease, None) is None and lease in self._holders:
+            return self.release(lease, now)
+        return self.settle(now)
+
+    def retain(self, lease: LeaseId, now: float) -> LeaseId:
+        """One more lease for who holds one; it needs no place in the line.
+
+        Raises NotFound when the lease is not held.
+        """
+        resident = self._ledger.get(self._holder(lease))
+        another = LeaseId(self._number())
+        self._ledger.put(resident.leased(another, resident.leases[lease], now))
+        self._holders[another] = resident.key
+        return another
+
+    def release(self, lease: LeaseId, now: float) -> Outcome:
+        """Give a lease back. Raises NotFound when it is not held."""
+        resident = self._ledger.get(self._holder(lease))
+        del self._holders[lease]
+        self._ledger.put(resident.released(lease, now))
+        return self.settle(now)
+
+    def preload(self, ask: Ask, now: float) -> tuple[bool, Outcome]:
+        """Load without a request: only at nominal pressure, into room that is free and that nobody
+        waits for. False = not now. What is resident is kept warm from now."""
+        resident = self._ledger.find(ask.key)
+        if resident is not None:
+            if not resident.is_open:
+                return resident.state is State.LOADING, Outcome()
+            self._ledger.put(replace(resident, last_used_mono=now))
+            return True, self.settle(now)
+        ask = replace(ask, estimate_bytes=self._measured.get(ask.key, ask.estimate_bytes))
+        others = sum(one.role.name == ask.role.name for one in self._ledger.residents)
+        has_place = ask.role.places is None or others < ask.role.places
+        fits = 0 < ask.estimate_bytes <= self._ledger.free_bytes
+        is_calm = self._level is Level.NOMINAL and not self._tickets and not self._is_stopping
+        if not (has_place and fits and is_calm):
+            return False, self.settle(now)
+        plan = replace(self._plan_load(ask, line.Load(), now), is_preload=True)
+        return True, self._settle(_Answer(plans=[plan]), now)
+
+    def unload(self, key: ResidentKey, now: float) -> Outcome:
+        """Evict at somebody's wish. Raises NotFound, and Conflict when it is in use or loading."""
+        resident = self._ledger.get(key)
+        if resident.is_leaving:
+            return self.settle(now)
+        if not resident.is_idle:
+            used = f"{len(resident.leases)} leases" if resident.leases else resident.state.value
+            raise errors.Conflict(f"{key} cannot be unloaded now: {used}; release it first")
+        answer = _Answer(plans=[self._plan_eviction((resident,), Reason.RELEASE)])
+        return self._settle(answer, now)
+
+    def stop(self, now: float) -> Outcome:
+        """Refuse whoever waits or asks from now on. Leases stay; see `clear`."""
+        self._is_stopping = True
+        return self.settle(now)
+
+    def clear(self, now: float) -> Outcome:
+        """Plan the end of every idle resident; nothing is left when all leases were released."""
+        idle = tuple(one for one in self._ledger.residents if one.is_idle)
+        plans = [self._plan_eviction(idle, Reason.SHUTDOWN)] if idle else []
+        return self._settle(_Answer(plans=plans), now)
+
+    # What is so.
+
+    def observe(self, level: Level, available_bytes: int | None, now: float) -> Outcome:
+        """A reading of the machine. Worth telling although nothing changed: low pressure that
+        lasts takes one thing after the other."""
+        if level > self._level:
+            self._relieved_mono = self._reported_mono = float("-inf")
+        self._level = level
+        self._ledger.available_bytes = available_bytes
+        return self.settle(now)
+
+    def report(self, tenant: Tenant) -> None:
+        """What a tenant holds by now. Takes effect with the next event."""
+        self._ledger.report(tenant)
+
+    def hold(self, holder: str, size: int, now: float) -> Outcome:
+        """What another process occupies by now, asked or not; 0 = nothing more."""
+        self._ledger.hold(holder, size)
+        return self.settle(now)
+
+    def set_budget(self, budget: int, now: float) -> Outcome:
+        """Another budget. When more is committed, idle residents go."""
+        self._ledger.budget_bytes = budget
+        return self.settle(now)
+
+    def measure(self, key: ResidentKey, size: int, now: float) -> Outcome:
+        """What a resident occupies by now; also the estimate of its next load."""
+        self._ledger.measured(self._ledger.get(key), size)
+        self._measured[key] = size
+        return self.settle(now)
+
+    # How plans go on.
+
+    def begin_load(self, plan: Plan, now: float) -> tuple[bool, Outcome]:
+        """All that had to go has gone. False = do not load: nobody waits for it any more, pressure
+        came up, or less was given up than was promised, and the requests wait for a better plan."""
+        if plan.load is None:
+            return False, self.settle(now)
+        resident = self._ledger.get(plan.load)
+        is_refused = self._level is Level.CRITICAL and resident.role.yields
+        is_robbed = self._ledger.committed_bytes > self._ledger.budget_bytes
+        is_wanted = plan.is_preload or bool(self._waiting(resident.key))
+        if is_wanted and not is_refused and not is_robbed and not self._is_stopping:
+            return True, self.settle(now)
+        self._ledger.put(resident.moved(State.ABSENT))
+        return False, self.settle(now)
+
+    def loaded(self, key: ResidentKey, size: int | None, now: float) -> Outcome:
+        """A load succeeded; `size` is what it occupies, None = not measured.
+
+        Under critical pressure the requests of a role that yields are refused even now.
+        """
+        resident = replace(self._ledger.get(key).moved(State.READY), loaded_mono=now)
+        self._ledger.put(replace(resident, last_used_mono=now))
+        answer = _Answer()
+        if size is not None:
+            self._ledger.measured(self._ledger.get(key), size)
+            self._measured[key] = size
+        if self._level is Level.CRITICAL and resident.role.yields:
+            for ticket in self._waiting(key):
+                self._refuse(ticket, line.critical(ticket.ask, self._rules), answer)
+        return self._settle(answer, now)
+
+    def load_failed(
+        self, key: ResidentKey, error: Callable[[], errors.KakeyaError], now: float
+    ) -> Outcome:
+        """A load failed: all who wait for it are refused. The next request tries again."""
+        self._ledger.put(self._ledger.get(key).moved(State.ABSENT))
+        answer = _Answer()
+        for ticket in self._waiting(key):
+            self._refuse(ticket, error(), answer)
+        return self._settle(answer, now)
+
+    def unloaded(self, key: ResidentKey, now: float) -> Outcome:
+        """A resident has left and its bytes are given back."""
+        self._ledger.gone(self._ledger.get(key))
+        return self.settle(now)
+
+    def shrunk(self, shrink: Shrink, tenant: Tenant, now: float) -> Outcome:
+        """A tenant did what it could of a shrink, and holds this now."""
+        self._ledger.shrunk(shrink, tenant)
+        return self.settle(now)
+
+    # What is to be seen.
+
+    def find(self, key: ResidentKey) -> Resident | None:
+        """The resident of a key; None = absent."""
+        return self._ledger.find(key)
+
+    def snapshot(self) -> Snapshot:
+        """The whole ledger."""
+        ledger = self._ledger
+        return Snapshot(
+            budget_bytes=ledger.budget_bytes,
+            committed_bytes=ledger.committed_bytes,
+            free_bytes=ledger.free_bytes,
+            available_bytes=ledger.available_bytes,
+            level=self._level,
+            residents=ledger.residents,
+            tenants=ledger.tenants,
+            foreign=ledger.foreign,
+            waiting=tuple(ticket.ask.key for ticket in self._tickets.values()),
+        )
+
+    def next_wake_mono(self, now: float) -> float | None:
+        """When time alone changes a decision; None = only an event does."""
+        rules, due = self._rules, []
+        for ticket in self._tickets.values():
+            steps = int((now - ticket.asked_mono) / rules.age_s) + 1
+            due += [ticket.ask.deadline_mono, ticket.asked_mono + steps * rules.age_s]
+            if ticket.stuck_since_mono is not None:
+                due.append(ticket.stuck_since_mono + rules.drain_limit_s)
+        if self._level is not Level.NOMINAL:
+            due += [
+                self._relieved_mono + rules.cooldown_s,
+                self._reported_mono + rules.exhausted_s,
+            ]
+        for one in self._ledger.residents:
+            if one.is_idle and one.warmth.unload_after_s is not None and not one.warmth.is_pinned:
+                due.append(one.last_used_mono + one.warmth.unload_after_s)
+        return min((at for at in due if at > now), default=None)
+
+    # How it is decided.
+
+    def settle(self, now: float) -> Outcome:
+        """What follows from the time alone."""
+        return self._settle(_Answer(), now)
+
+    def _settle(self, answer: _Answer, now: float) -> Outcome:
+        self._walk(answer, now)
+        self._unload_overdue(answer, now)
+        self._fit_budget(answer, now)
+        self._relieve(answer, now)
+        return answer.done()
+
+    def _walk(self, answer: _Answer, now: float) -> None:
+        ahead = line.Ahead()
+        tickets = sorted(
+            self._tickets.values(), key=lambda one: (one.rank(now, self._rules), one.lease)
+        )
+        for ticket in tickets:
+            verdict = self._consider(ticket, ahead, now)
+            match verdict:
+                case line.Lend():
+                    self._lend(ticket, answer, now)
+                case line.Load():
+                    answer.plans.append(self._plan_load(ticket.ask, verdict, now))
+                    ticket.stuck_since_mono = None
+                case line.Refuse(error):
+                    self._refuse(ticket, error, answer)
+                case line.Wait():
+                    ahead.add(ticket.ask, verdict)
+        for one in self._ledger.residents:
+            is_claimed = one.key in ahead.claims
+            if one.state is State.READY and is_claimed:
+                self._ledger.put(one.moved(State.DRAINING))
+            elif one.state is State.DRAINING and not one.is_leaving and not is_claimed:
+                self._ledger.put(one.moved(State.READY))
+
+    def _consider(self, ticket: line.Ticket, ahead: line.Ahead, now: float) -> line.Verdict:
+        view = line.View(ledger=self._ledger, level=self._level, rules=self._rules, now=now)
+        if self._is_stopping:
+            return line.Refuse(
+                errors.Refused(f"the memory arbiter is shutting down; {ticket.ask.key} is not lent")
+            )
+        if now >= ticket.ask.deadline_mono:
+            waited_s = now - ticket.asked_mono
+            return line.Refuse(
+                errors.DeadlineExceeded(
+                    f"{ticket.ask.key} was not ready within the {waited_s:.3g} s that its deadline "
+                    "left; allow more time, or keep it warm"
+                )
+            )
+        verdict = line.consider(ticket, ahead, view)
+        if not isinstance(verdict, line.Wait) or not verdict.is_stuck:
+            ticket.stuck_since_mono = None
+            return verdict
+        if ticket.stuck_since_mono is None:
+            ticket.stuck_since_mono = now
+        if now - ticket.stuck_since_mono >= self._rules.drain_limit_s:
+            return line.Refuse(line.stuck(ticket, verdict, view))
+        return verdict
+
+    def _lend(self, ticket: line.Ticket, answer: _Answer, now: float) -> None:
+        key = ticket.ask.key
+        resident = self._ledger.get(key).leased(ticket.lease, ticket.ask.priority, now)
+        self._ledger.put(replace(resident, warmth=ticket.ask.warmth))
+        self._holders[ticket.lease] = key
+        del self._tickets[ticket.lease]
+        answer.grants.append(Grant(ticket.lease, key))
+
+    def _refuse(self, ticket: line.Ticket, error: errors.KakeyaError, answer: _Answer) -> None:
+        del self._tickets[ticket.lease]
+        answer.refusals.append(Refusal(ticket.lease, error))
+
+    def _unload_overdue(self, answer: _Answer, now: float) -> None:
+        overdue = tuple(
+            one
+            for one in self._ledger.residents
+            if one.is_idle
+            and not one.warmth.is_pinned
+            and one.warmth.unload_after_s is not None
+            and now >= one.last_used_mono + one.warmth.unload_after_s
+        )
+        if overdue:
+            answer.plans.append(self._plan_eviction(overdue, Reason.IDLE))
+
+    def _fit_budget(self, answer: _Answer, now: float) -> None:
+        """Take back what measurement or other processes brought above the budget."""
+        over = self._ledger.committed_bytes - self._ledger.budget_bytes
+        if over <= 0:
+            return
+        idle = [
+            one
+            for one in self._ledger.residents
+            if one.is_idle and one.role.yields and not one.warmth.is_pinned
+        ]
+        taken = fit(over, idle, self._ledger.tenants, lambda one: pressure_key(one, now))
+        if taken.victims or taken.shrinks:
+            answer.plans.append(self._plan_relief(taken, Reason.FIT, over))
+
+    def _relieve(self, answer: _Answer, now: float) -> None:
+        if self._level is Level.NOMINAL:
+            return
+        is_busy = self._ledger.has_promises or any(r.is_leaving for r in self._ledger.residents)
+        is_low = self._level is Level.LOW
+        if is_low and (is_busy or now - self._relieved_mono < self._rules.cooldown_s):
+            return
+        residents, tenants = self._ledger.residents, self._ledger.tenants
+        taken = relieve(self._level, residents, tenants, now=now, rules=self._rules)
+        if taken.victims or taken.shrinks:
+            self._relieved_mono = now
+            answer.plans.append(self._plan_relief(taken, Reason.PRESSURE, 0))
+        elif not is_busy and now - self._reported_mono >= self._rules.exhausted_s:
+            self._reported_mono = now
+            kept = tuple(one.key for one in residents)
+            answer.exhausted = Exhausted(level=self._level, kept=kept)
+
+    # Plans, and what is out of reach from then on.
+
+    def _plan_load(self, ask: Ask, load: line.Load, now: float) -> Plan:
+        for eviction in load.evict:
+            self._ledger.put(self._ledger.get(eviction.key).leaving())
+        self._ledger.promise(load.shrink)
+        absent = Resident(
+            key=ask.key,
+            role=ask.role,
+            state=State.ABSENT,
+            estimate_bytes=ask.estimate_bytes,
+            warmth=ask.warmth,
+            last_priority=ask.priority,
+            last_used_mono=now,
+        )
+        self._ledger.put(absent.moved(State.LOADING))
+        return Plan(
+            plan_id=self._number(),
+            evict=load.evict,
+            shrink=load.shrink,
+            load=ask.key,
+            asked_bytes=load.asked_bytes,
+        )
+
+    def _plan_eviction(self, victims: tuple[Resident, ...], reason: Reason) -> Plan:
+        return self._plan_relief(Relief(victims=victims), reason, 0)
+
+    def _plan_relief(self, relief: Relief, reason: Reason, asked_bytes: int) -> Plan:
+        for victim in relief.victims:
+            self._ledger.put(self._ledger.get(victim.key).leaving())
+        self._ledger.promise(relief.shrinks)
+        return Plan(
+            plan_id=self._number(),
+            evict=tuple(
+                Eviction(key=one.key, reason=reason, bytes=one.bytes) for one in relief.victims
+            ),
+            shrink=relief.shrinks,
+            asked_bytes=asked_bytes,
+            short_bytes=relief.short_bytes,
+        )
+
+    def _waiting(self, key: ResidentKey) -> tuple[line.Ticket, ...]:
+        return tuple(one for one in self._tickets.values() if one.ask.key == key)
+
+    def _holder(self, lease: LeaseId) -> ResidentKey:
+        key = self._holders.get(lease)
+        if key is None:
+            raise errors.NotFound(f"lease {lease} is not held; it was released, or never granted")
+        return key
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers

@@ -1,0 +1,152 @@
+"""The byte ledger: who occupies what, within which budget. It decides nothing.
+
+    committed   residents that do not leave + tenants less what they were told to give up
+                + foreign bytes: what the budget must hold once all plans are carried out
+    free        the less of budget - committed and what the machine has available, where known,
+                less loads that are under way and plus what leaves
+
+The machine's figure is of its last reading; loads and evictions since then are added to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from kakeya.core import errors
+from kakeya.memory.policy import Shrink, Tenant
+from kakeya.memory.resident import Resident, ResidentKey, State
+
+
+@dataclass(slots=True)
+class Ledger:
+    """One node's bytes."""
+
+    budget_bytes: int
+    available_bytes: int | None = None
+    """What the machine can still give without pressure; None where nobody measures it."""
+    _residents: dict[ResidentKey, Resident] = field(default_factory=dict)
+    _tenants: dict[str, Tenant] = field(default_factory=dict)
+    _foreign: dict[str, int] = field(default_factory=dict)
+    _promised: dict[str, int] = field(default_factory=dict)
+    _stubborn: dict[str, int] = field(default_factory=dict)
+    """What tenants held after they gave up less than they had offered: while they hold as much,
+    their offers count as nothing, else they would be asked again and again."""
+
+    def __contains__(self, key: ResidentKey) -> bool:
+        return key in self._residents
+
+    def find(self, key: ResidentKey) -> Resident | None:
+        """The resident of a key; None = absent."""
+        return self._residents.get(key)
+
+    def get(self, key: ResidentKey) -> Resident:
+        """The resident of a key. Raises NotFound."""
+        resident = self._residents.get(key)
+        if resident is None:
+            raise errors.NotFound(f"{key} is not resident; see status for what is")
+        return resident
+
+    @property
+    def residents(self) -> tuple[Resident, ...]:
+        """All that are not absent."""
+        return tuple(self._residents.values())
+
+    @property
+    def tenants(self) -> tuple[Tenant, ...]:
+        """All tenants, as if they had given up what they were told to."""
+        return tuple(self._after(tenant) for tenant in self._tenants.values())
+
+    @property
+    def foreign(self) -> dict[str, int]:
+        """Bytes that others hold, by holder."""
+        return dict(self._foreign)
+
+    def put(self, resident: Resident) -> None:
+        """Write down a resident's next state; an absent one is forgotten."""
+        if resident.state is State.ABSENT:
+            self._residents.pop(resident.key, None)
+        else:
+            self._residents[resident.key] = resident
+
+    def measured(self, resident: Resident, size: int) -> Resident:
+        """Write down what a resident really occupies."""
+        if size < 0:
+            raise errors.InvalidArgument(f"{resident.key} measured {size} bytes; 0 or more is due")
+        grown = size - (resident.measured_bytes or 0)
+        corrected = replace(resident, measured_bytes=size)
+        self.put(corrected)
+        self._add_available(-grown)
+        return corrected
+
+    def gone(self, resident: Resident) -> None:
+        """Take a resident out, whose bytes are given back."""
+        self.put(resident.moved(State.ABSENT))
+        self._add_available(resident.measured_bytes or 0)
+
+    def report(self, tenant: Tenant) -> None:
+        """Write down what a tenant says of itself."""
+        self._tenants[tenant.name] = tenant
+
+    def promise(self, shrinks: Iterable[Shrink]) -> None:
+        """Count what tenants are told to give up as free."""
+        for shrink in shrinks:
+            self._promised[shrink.name] = self._promised.get(shrink.name, 0) + shrink.bytes
+
+    def shrunk(self, shrink: Shrink, tenant: Tenant) -> None:
+        """Replace a promise by what the tenant says after it."""
+        before = self._tenants[shrink.name].held_bytes
+        if before - tenant.held_bytes < shrink.bytes:
+            self._stubborn[tenant.name] = tenant.held_bytes
+        left = self._promised.get(shrink.name, 0) - shrink.bytes
+        self._promised[shrink.name] = max(0, left)
+        self._tenants[tenant.name] = tenant
+        self._add_available(max(0, before - tenant.held_bytes))
+
+    def hold(self, holder: str, size: int) -> None:
+        """Write down what another process occupies; 0 = nothing more."""
+        if size < 0:
+            raise errors.InvalidArgument(f"{holder!r} holds {size} bytes; 0 or more is due")
+        if size:
+            self._foreign[holder] = size
+        else:
+            self._foreign.pop(holder, None)
+
+    @property
+    def has_promises(self) -> bool:
+        """Whether a tenant has not yet given up what it was told to."""
+        return any(self._promised.values())
+
+    @property
+    def committed_bytes(self) -> int:
+        """What the budget must hold once all plans are carried out."""
+        stays = sum(r.bytes for r in self._residents.values() if not r.is_leaving)
+        tenants = sum(tenant.held_bytes for tenant in self.tenants)
+        return stays + tenants + sum(self._foreign.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """What a load may still take; negative when more is committed than there is."""
+        free = self.budget_bytes - self.committed_bytes
+        if self.available_bytes is None:
+            return free
+        coming = sum(r.bytes for r in self._residents.values() if r.state is State.LOADING)
+        leaving = sum(r.bytes for r in self._residents.values() if r.is_leaving)
+        promised = sum(self._promised.values())
+        return min(free, self.available_bytes - coming + leaving + promised)
+
+    def _after(self, tenant: Tenant) -> Tenant:
+        if self._stubborn.get(tenant.name) == tenant.held_bytes:
+            return replace(tenant, expired_bytes=0, spare_bytes=0)
+        promised = min(self._promised.get(tenant.name, 0), tenant.held_bytes)
+        expired = min(promised, tenant.expired_bytes)
+        return replace(
+            tenant,
+            held_bytes=tenant.held_bytes - promised,
+            expired_bytes=tenant.expired_bytes - expired,
+            spare_bytes=max(0, tenant.spare_bytes - (promised - expired)),
+        )
+
+    def _add_available(self, size: int) -> None:
+        if self.available_bytes is not None:
+            self.available_bytes = max(0, self.available_bytes + size)

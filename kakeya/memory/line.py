@@ -1,0 +1,251 @@
+"""The line of requests that wait for a lease, and what becomes of one of them now.
+
+Those ahead are looked at first, and what they need is out of reach for those behind: the residents
+that go for them (`claims`: no new lease, though they are in use), the places of their role, the
+bytes they will take. So nobody is overtaken by an equal, while requests that want nothing of what
+those ahead want proceed.
+
+A resident has to go for a request
+  by swap   it has a place in the same role, and there is none left
+  to fit    its bytes are needed, and the request is more urgent, or has waited long enough
+
+`Wait.is_stuck` tells waiting for others to let go, which has a limit, from waiting for one's turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kakeya.core import errors
+from kakeya.core.units import format_bytes
+from kakeya.memory.ledger import Ledger
+from kakeya.memory.plan import Ask, Eviction, Reason
+from kakeya.memory.policy import (
+    Level,
+    Rules,
+    Shrink,
+    fit,
+    fit_key,
+    may_displace,
+    shrinkable_bytes,
+    ticket_rank,
+    yields_to,
+)
+from kakeya.memory.resident import LeaseId, Resident, ResidentKey, State
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A request in the line. Its number becomes the number of its lease."""
+
+    lease: LeaseId
+    ask: Ask
+    asked_mono: float
+    stuck_since_mono: float | None = None
+
+    def rank(self, now: float, rules: Rules) -> int:
+        """How urgent it is by now."""
+        return ticket_rank(self.ask.priority, now - self.asked_mono, rules)
+
+
+@dataclass(slots=True)
+class Ahead:
+    """What those ahead in the line keep from those behind them."""
+
+    claims: set[ResidentKey] = field(default_factory=set)
+    roles: set[str] = field(default_factory=set)
+    keys: set[ResidentKey] = field(default_factory=set)
+    held_bytes: int = 0
+
+    def add(self, ask: Ask, wait: Wait) -> None:
+        """Keep what one more request waits for."""
+        self.claims.update(wait.claims)
+        self.roles.add(ask.role.name)
+        self.keys.add(ask.key)
+        self.held_bytes += wait.held_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """The resident is there: a lease at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The model can be loaded once these have gone, and none of them is in use."""
+
+    evict: tuple[Eviction, ...] = ()
+    shrink: tuple[Shrink, ...] = ()
+    asked_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Not now."""
+
+    claims: tuple[ResidentKey, ...] = ()
+    held_bytes: int = 0
+    is_stuck: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Not in any foreseeable time."""
+
+    error: errors.KakeyaError
+
+
+Verdict = Lend | Load | Wait | Refuse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What a decision looks at."""
+
+    ledger: Ledger
+    level: Level
+    rules: Rules
+    now: float
+
+
+def consider(ticket: Ticket, ahead: Ahead, view: View) -> Verdict:
+    """What becomes of a request, after those ahead of it."""
+    ask = ticket.ask
+    resident = view.ledger.find(ask.key)
+    if resident is not None and resident.is_open and ask.key not in ahead.claims:
+        return Lend()
+    if resident is not None and resident.state is State.LOADING:
+        return Wait()
+    if view.level is Level.CRITICAL and ask.role.yields:
+        return Refuse(critical(ask, view.rules))
+    if ask.key in ahead.keys:
+        return Wait()
+    if resident is not None:
+        return Wait(held_bytes=ask.estimate_bytes)
+    if ask.role.places is not None and ask.role.name in ahead.roles:
+        return Wait(held_bytes=_more_than(_of_role(ask, view), ask))
+    return _consider_load(ticket, ahead, view)
+
+
+def critical(ask: Ask, rules: Rules) -> errors.MemoryRefused:
+    """The refusal of a load while memory is critical."""
+    return errors.MemoryRefused(
+        f"memory pressure is critical; refusing to load {ask.key}, whose role {ask.role.name!r} "
+        "can do without; ask again when it has passed",
+        retry_after_s=rules.cooldown_s,
+    )
+
+
+def stuck(ticket: Ticket, ahead_of: Wait, view: View) -> errors.MemoryRefused:
+    """The refusal of a request that waited for others to the limit."""
+    ask, limit_s = ticket.ask, view.rules.drain_limit_s
+    users = [view.ledger.get(key) for key in ahead_of.claims]
+    held = ", ".join(f"{one.key} (refcount={len(one.leases)})" for one in users if one.leases)
+    if held:
+        return errors.DrainTimeout(
+            f"timeout waiting for {held} to drain: in use for over {limit_s:.3g} s while {ask.key} "
+            "waits for its room; ask again when it is released",
+            retry_after_s=view.rules.drain_limit_s,
+        )
+    return errors.MemoryRefused(
+        f"{ask.key} needs {format_bytes(ask.estimate_bytes)}, "
+        f"{format_bytes(max(0, view.ledger.free_bytes))} are free, and the rest is held by other "
+        "programs or by sessions in use; ask again later",
+        retry_after_s=view.rules.drain_limit_s,
+    )
+
+
+def _consider_load(ticket: Ticket, ahead: Ahead, view: View) -> Verdict:
+    ask, ledger = ticket.ask, view.ledger
+    swap = _swapped(ask, ahead, view)
+    if not isinstance(swap, tuple):
+        return swap
+    need = ask.estimate_bytes - (ledger.free_bytes - ahead.held_bytes)
+    need -= sum(resident.bytes for resident in swap)
+    rank = ticket.rank(view.now, view.rules)
+    candidates = [
+        one
+        for one in ledger.residents
+        if one.is_open
+        and one not in swap
+        and one.key not in ahead.claims
+        and may_displace(ask.role, one, may_displace_text=ask.may_displace_text)
+        and yields_to(one, rank, view.now)
+    ]
+    taken = fit(need, candidates, ledger.tenants, lambda one: fit_key(one, view.now))
+    if taken.short_bytes:
+        return _short(ask, view)
+    victims = (*swap, *taken.victims)
+    if any(victim.leases for victim in victims):
+        given = sum(victim.bytes for victim in victims)
+        claims = tuple(victim.key for victim in victims)
+        held = max(0, ask.estimate_bytes - given)
+        return Wait(claims=claims, held_bytes=held, is_stuck=True)
+    evict = [_eviction(one, Reason.SWAP) for one in swap]
+    evict += [
+        _eviction(one, Reason.FIT if one.role.yields else Reason.SWAP) for one in taken.victims
+    ]
+    return Load(evict=tuple(evict), shrink=taken.shrinks, asked_bytes=max(0, need))
+
+
+def _swapped(ask: Ask, ahead: Ahead, view: View) -> tuple[Resident, ...] | Wait | Refuse:
+    """Who goes because the role has no place left."""
+    if ask.role.places is None:
+        return ()
+    there = _of_role(ask, view)
+    over = len(there) + 1 - ask.role.places
+    pinned = [one for one in there if one.warmth.is_pinned]
+    if len(pinned) >= ask.role.places:
+        return Refuse(
+            errors.MemoryRefused(
+                f"role {ask.role.name!r} is taken by {', '.join(str(one.key) for one in pinned)}, "
+                f"which is pinned; unpin it to load {ask.key}"
+            )
+        )
+    movable = [
+        one
+        for one in there
+        if one.is_open and not one.warmth.is_pinned and one.key not in ahead.claims
+    ]
+    if len(movable) < over:
+        return Wait(held_bytes=_more_than(there, ask))
+    movable.sort(key=lambda one: (bool(one.leases), fit_key(one, view.now)))
+    return tuple(movable[: max(0, over)])
+
+
+def _of_role(ask: Ask, view: View) -> list[Resident]:
+    name = ask.role.name
+    return [one for one in view.ledger.residents if one.role.name == name and not one.is_leaving]
+
+
+def _more_than(there: list[Resident], ask: Ask) -> int:
+    """What a load takes from the free bytes when any of these makes place for it."""
+    return max(0, ask.estimate_bytes - min((one.bytes for one in there), default=0))
+
+
+def _short(ask: Ask, view: View) -> Wait | Refuse:
+    """Too little can be taken now: is there ever going to be enough?"""
+    ledger = view.ledger
+    movable, fixed = 0, 0
+    for one in ledger.residents:
+        if one.is_leaving:
+            continue
+        if may_displace(ask.role, one, may_displace_text=ask.may_displace_text):
+            movable += one.bytes
+        else:
+            fixed += one.bytes
+    if ask.estimate_bytes + fixed > ledger.budget_bytes:
+        kept = f", of which {format_bytes(fixed)} never yield to it" if fixed else ""
+        return Refuse(
+            errors.MemoryRefused(
+                f"{ask.key} needs {format_bytes(ask.estimate_bytes)}; the budget is "
+                f"{format_bytes(ledger.budget_bytes)}{kept}; choose a smaller model or unload one"
+            )
+        )
+    spare = shrinkable_bytes(ledger.tenants)
+    is_turn = ask.estimate_bytes <= ledger.free_bytes + movable + spare
+    return Wait(held_bytes=ask.estimate_bytes, is_stuck=not is_turn)
+
+
+def _eviction(resident: Resident, reason: Reason) -> Eviction:
+    return Eviction(key=resident.key, reason=reason, bytes=resident.bytes)

@@ -1,0 +1,703 @@
+"""The arbiter alone: swap, fit, pressure, ageing, pins, and what it answers when it refuses.
+
+Rows of S0 (arbiter) and S3 (model pool) are named where a test answers one; "(d)" marks a known
+defect of the documents that must not come back.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kakeya.core import errors
+from kakeya.memory.policy import Level, Rung, Tenant
+from kakeya.memory.resident import RequestPriority, State, Warmth
+from tests.memory.worlds import MANY, World, ask, key
+
+WARM = Warmth(stay_warm_s=300)
+PINNED = Warmth(is_pinned=True)
+
+
+# Loading and sharing.
+
+
+def test_a_model_is_loaded_at_first_use_and_stays_for_the_next() -> None:
+    world = World.of(1000)
+    world.use(ask("see"))
+    world.use(ask("see"))
+    assert [plan.load for plan in world.plans] == [key("see")]
+    assert world.resident == {"see"}
+
+
+def test_requests_during_a_load_share_it_and_hold_leases_the_moment_it_ends() -> None:
+    """S0.33. (d) The count rose a tick after the model had become evictable."""
+    world = World.of(1000)
+    world.loads_by_hand = True
+    leases = [world.ask(ask("see")) for _ in range(3)]
+    assert world.loading == [key("see")]
+    world.take(world.arbiter.observe(Level.LOW, None, world.now))
+    world.take(world.arbiter.loaded(key("see"), 90, world.now))
+    assert set(world.grants) == set(leases)
+    assert world.resident == {"see"}
+
+
+def test_a_failed_load_fails_all_who_wait_and_the_next_request_tries_again() -> None:
+    world = World.of(1000)
+    world.loads_by_hand = True
+    first, second = world.ask(ask("see")), world.ask(ask("see"))
+    world.take(
+        world.arbiter.load_failed(key("see"), lambda: errors.LoadFailed("broken"), world.now)
+    )
+    assert {first, second} == set(world.refusals)
+    world.ask(ask("see"))
+    assert world.loading == [key("see")] * 2
+
+
+def test_no_load_begins_for_nobody() -> None:
+    """S3 (b): a cancelled client is pruned from the line, and from those who share a load."""
+    world = World.of(100)
+    world.loads_by_hand = True
+    blocker = world.ask(ask("see"))
+    world.take(world.arbiter.loaded(key("see"), None, 0))
+    waits = world.ask(ask("hear", "asr"))
+    world.take(world.arbiter.withdraw(waits, 0))
+    world.release(blocker)
+    assert world.loading == [key("see")]
+
+
+def test_a_lease_is_released_once() -> None:
+    world = World.of(1000)
+    first, second = world.lease(ask("see")), world.lease(ask("see"))
+    world.release(first)
+    with pytest.raises(errors.NotFound, match="not held"):
+        world.arbiter.release(first, 0)
+    world.take(world.arbiter.observe(Level.CRITICAL, None, 0))
+    assert world.resident == {"see"}
+    world.release(second)
+    assert world.resident == set()
+
+
+def test_a_retained_lease_counts_by_itself() -> None:
+    """(d) retain then release left the second count for ever."""
+    world = World.of(1000)
+    first = world.lease(ask("see"))
+    second = world.arbiter.retain(first, 0)
+    world.release(first)
+    assert world.arbiter.find(key("see")).leases.keys() == {second}  # type: ignore[union-attr]
+    world.release(second)
+    assert world.arbiter.find(key("see")).is_idle  # type: ignore[union-attr]
+    with pytest.raises(errors.NotFound):
+        world.arbiter.retain(first, 0)
+
+
+# Swaps inside a role.
+
+
+def test_one_model_of_a_role_is_swapped_for_another_across_capabilities() -> None:
+    world = World.of(1000)
+    for name in ("vision-describe", "image-gen", "vision-describe"):
+        world.use(ask(name))
+        assert world.resident == {name}
+    assert world.gone == [("vision-describe", "swap"), ("image-gen", "swap")]
+
+
+def test_roles_do_not_swap_each_other() -> None:
+    world = World.of(1000)
+    world.use(ask("see"))
+    world.use(ask("hear", "asr"))
+    assert world.resident == {"see", "hear"}
+    assert world.gone == []
+
+
+def test_a_swap_waits_for_those_who_use_what_has_to_go() -> None:
+    world = World.of(1000)
+    held = world.lease(ask("see:a"))
+    waits = world.ask(ask("see:b"))
+    assert world.arbiter.find(key("see:a")).state is State.DRAINING  # type: ignore[union-attr]
+    assert world.gone == []
+    world.release(held)
+    assert waits in world.grants
+    assert world.gone == [("see", "swap")]
+
+
+def test_a_newcomer_does_not_slip_in_front_of_a_swap_and_is_not_yanked_by_it() -> None:
+    """(d) After the drain a new holder could appear, and the swap took the model from it."""
+    world = World.of(1000)
+    held = world.lease(ask("see:a"))
+    swap = world.ask(ask("see:b"))
+    newcomer = world.ask(ask("see:a"))
+    world.release(held)
+    assert swap in world.grants
+    assert newcomer not in world.grants
+    world.release(swap)
+    assert newcomer in world.grants
+
+
+def test_two_models_of_one_role_are_never_there_at_once() -> None:
+    """(d) Two acquires of different keys in one role both loaded."""
+    world = World.of(1000)
+    world.loads_by_hand = True
+    first, second = world.ask(ask("see:a")), world.ask(ask("see:b"))
+    assert world.loading == [key("see:a")]
+    world.take(world.arbiter.loaded(key("see:a"), None, 0))
+    assert first in world.grants
+    assert world.loading == [key("see:a")]
+    world.release(first)
+    assert world.loading == [key("see:a"), key("see:b")]
+    world.take(world.arbiter.loaded(key("see:b"), None, 0))
+    assert second in world.grants
+
+
+def test_a_swap_gives_up_after_ten_seconds_and_says_who_stands_in_the_way() -> None:
+    """S0.32, R8: it fails that swap only, and what was draining is rescued."""
+    world = World.of(1000)
+    world.lease(ask("see:a"))
+    waits = world.ask(ask("see:b"))
+    world.wait(9.9)
+    assert waits not in world.refusals
+    world.wait(0.2)
+    error = world.refusals[waits]
+    assert isinstance(error, errors.DrainTimeout)
+    assert "timeout waiting for see:a (refcount=1) to drain" in str(error)
+    assert error.retry_after_s
+    assert world.arbiter.find(key("see:a")).state is State.READY  # type: ignore[union-attr]
+    world.lease(ask("see:a"))
+
+
+def test_a_deadline_shortens_the_wait() -> None:
+    world = World.of(1000)
+    world.lease(ask("see:a"))
+    waits = world.ask(ask("see:b", deadline=3.0))
+    world.wait(2.9)
+    assert not world.refusals
+    world.wait(0.2)
+    assert isinstance(world.refusals[waits], errors.DeadlineExceeded)
+
+
+def test_a_swap_that_is_called_off_rescues_what_was_draining() -> None:
+    world = World.of(1000)
+    world.lease(ask("see:a"))
+    swap = world.ask(ask("see:b"))
+    newcomer = world.ask(ask("see:a"))
+    world.take(world.arbiter.withdraw(swap, 0))
+    assert newcomer in world.grants
+
+
+def test_disjoint_swaps_do_not_wait_for_each_other() -> None:
+    world = World.of(400)
+    world.lease(ask("see:a", size=200))
+    stuck = world.ask(ask("see:b", size=200))
+    hear = world.lease(ask("hear:a", "asr", 200))
+    world.release(hear)
+    world.lease(ask("hear:b", "asr", 200))
+    assert stuck not in world.grants
+
+
+def test_a_role_can_have_several_places() -> None:
+    world = World.of(1000)
+    leases = [world.lease(ask(f"any:{n}", MANY)) for n in range(5)]
+    assert len(world.grants) == len(leases)
+
+
+def test_an_urgent_request_rescues_what_drains_for_a_lesser_one() -> None:
+    world = World.of(1000)
+    world.lease(ask("see:a"))
+    batch = world.ask(ask("see:b", priority=RequestPriority.BATCH))
+    urgent = world.ask(ask("see:a", priority=RequestPriority.URGENT))
+    assert urgent in world.grants
+    assert batch not in world.grants
+
+
+# Fit to the budget.
+
+
+def test_what_was_unused_longest_goes_to_make_room_not_what_was_loaded_first() -> None:
+    world = World.of(250)
+    for name in ("a", "b"):
+        world.use(ask(f"{name}", MANY))
+        world.wait(1)
+    world.use(ask("a", MANY))
+    world.use(ask("c", MANY))
+    assert world.gone == [("b", "fit")]
+
+
+def test_no_more_goes_than_is_needed() -> None:
+    world = World.of(300)
+    for name, size in (("small", 50), ("large", 240)):
+        world.use(ask(name, MANY, size))
+        world.wait(1)
+    world.use(ask("new", MANY, 240))
+    assert world.gone == [("large", "fit")]
+
+
+def test_foreign_bytes_count() -> None:
+    """S3.29: a training job is seen. The control shows that without it both would fit."""
+    for foreign, gone in ((0, []), (100, [("a", "fit")])):
+        world = World.of(250)
+        world.take(world.arbiter.hold("training", foreign, 0))
+        world.use(ask("a", MANY))
+        world.use(ask("b", MANY))
+        assert world.gone == gone
+
+
+def test_what_the_machine_has_counts_beside_the_ledger() -> None:
+    """S3.13: the budget would allow both, the machine has room for one."""
+    world = World.of(1000)
+    world.take(world.arbiter.observe(Level.NOMINAL, 150, 0))
+    world.use(ask("a", MANY))
+    world.take(world.arbiter.observe(Level.NOMINAL, 50, 0))
+    world.use(ask("b", MANY))
+    assert world.gone == [("a", "fit")]
+
+
+def test_text_is_not_taken_to_fit_and_the_refusal_says_what_is_there() -> None:
+    world = World.of(250)
+    world.use(ask("text", "text-target", 200))
+    refused = world.ask(ask("see"))
+    error = world.refusals[refused]
+    assert isinstance(error, errors.MemoryRefused)
+    assert "never yield" in str(error)
+    assert world.resident == {"text"}
+
+
+def test_an_opt_in_takes_idle_text_as_a_swap() -> None:
+    """(d) The documents promise that vision unloads text, and no path of theirs does it. R3."""
+    world = World.of(250)
+    held = world.lease(ask("text", "text-target", 200))
+    waits = world.ask(ask("see", may_displace_text=True, priority=RequestPriority.HIGH))
+    assert waits not in world.grants
+    world.release(held)
+    assert waits in world.grants
+    assert world.gone == [("text", "swap")]
+
+
+def test_text_is_swapped_for_text() -> None:
+    world = World.of(250)
+    world.use(ask("text:a", "text-target", 200))
+    world.use(ask("text:b", "text-target", 200))
+    assert world.gone == [("text", "swap")]
+
+
+def test_what_cannot_ever_fit_is_refused_at_once() -> None:
+    world = World.of(250)
+    refused = world.ask(ask("see", size=251))
+    assert "budget is 250 B" in str(world.refusals[refused])
+
+
+def test_what_only_others_hold_is_waited_for_and_then_refused_with_a_time() -> None:
+    world = World.of(250)
+    world.take(world.arbiter.hold("training", 200, 0))
+    first = world.ask(ask("see"))
+    world.wait(5)
+    world.take(world.arbiter.hold("training", 0, world.now))
+    assert first in world.grants
+    world.release(first)
+    world.take(world.arbiter.hold("training", 200, world.now))
+    assert world.resident == set(), "more is held than there is, so what idles goes"
+    second = world.ask(ask("hear", "asr"))
+    world.wait(11)
+    error = world.refusals[second]
+    assert isinstance(error, errors.MemoryRefused)
+    assert error.retry_after_s
+
+
+def test_a_pinned_model_stays_whatever_comes() -> None:
+    """S3.27."""
+    world = World.of(250)
+    world.use(ask("see:pinned", MANY, warmth=PINNED))
+    world.wait(10_000)
+    world.use(ask("a", MANY))
+    world.use(ask("b", MANY))
+    world.take(world.arbiter.observe(Level.CRITICAL, None, world.now))
+    assert world.resident == {"see"}
+    swap = World.of(1000)
+    swap.use(ask("see:a", warmth=PINNED))
+    assert "pinned" in str(swap.refusals[swap.ask(ask("see:b"))])
+
+
+def test_a_lower_priority_goes_at_once_though_it_is_kept_warm() -> None:
+    """R2."""
+    world = World.of(150)
+    world.use(ask("low", MANY, warmth=WARM, priority=RequestPriority.LOW))
+    world.lease(ask("normal", MANY, warmth=WARM))
+    assert world.gone == [("low", "fit")]
+
+
+def test_an_equal_goes_when_it_is_no_longer_kept_warm() -> None:
+    world = World.of(150)
+    world.use(ask("old", MANY, warmth=Warmth(stay_warm_s=3)))
+    waits = world.ask(ask("new", MANY))
+    assert waits not in world.grants
+    world.wait(6)
+    assert waits in world.grants
+    assert world.gone == [("old", "fit")]
+
+
+def test_two_normal_models_do_not_starve_each_other() -> None:
+    """(d) Only strictly lower priorities yielded: equals waited until the end of stay-warm."""
+    world = World.of(150)
+    world.use(ask("a", MANY, warmth=WARM))
+    for turn in range(6):
+        waits = world.ask(ask("ab"[(turn + 1) % 2], MANY, warmth=WARM))
+        world.wait(5.1)
+        assert waits in world.grants, turn
+        world.release(waits)
+
+
+def test_one_urgent_use_does_not_protect_an_idle_model_for_ever() -> None:
+    """(d) last_priority stuck."""
+    world = World.of(150)
+    warmth = Warmth(stay_warm_s=10)
+    world.use(ask("urgent", MANY, warmth=warmth, priority=RequestPriority.URGENT))
+    world.wait(31)
+    world.lease(ask("low", MANY, priority=RequestPriority.NORMAL))
+    assert world.gone == [("urgent", "fit")]
+
+
+def test_a_batch_request_passes_a_stream_of_urgent_ones_at_last() -> None:
+    """(d) warm promotion without ageing let a cold model starve."""
+    world = World.of(150)
+    held = world.lease(ask("warm", MANY, priority=RequestPriority.URGENT))
+    batch = world.ask(ask("cold", MANY, priority=RequestPriority.BATCH))
+    for _ in range(40):
+        world.wait(1)
+        following = world.ask(ask("warm", MANY, priority=RequestPriority.URGENT))
+        world.release(held)
+        if following not in world.grants:
+            break
+        held = following
+    assert batch in world.grants
+    assert world.now <= 30
+
+
+def test_room_that_was_made_is_not_robbed() -> None:
+    """(d) Freed memory was unreserved during the wait, so that another load could steal it."""
+    world = World.of(300)
+    held = world.lease(ask("a", MANY, 200))
+    big = world.ask(ask("b", MANY, 300, priority=RequestPriority.HIGH))
+    thief = world.ask(ask("c", MANY, 100))
+    assert thief not in world.grants
+    world.release(held)
+    assert big in world.grants
+    assert thief not in world.grants
+
+
+def test_equals_are_served_in_the_order_they_came() -> None:
+    world = World.of(100)
+    held = world.lease(ask("x", MANY))
+    waiting = [world.ask(ask(name, MANY)) for name in "abc"]
+    order = []
+    for _ in waiting:
+        world.release(held)
+        for _ in range(10):
+            if any(lease in world.grants and lease not in order for lease in waiting):
+                break
+            world.wait(1)
+        held = next(one for one in waiting if one in world.grants and one not in order)
+        order.append(held)
+    assert order == waiting
+
+
+def test_an_estimate_is_replaced_by_what_was_measured_also_for_the_next_load() -> None:
+    """S3.25, R7. (d) Estimates were never corrected."""
+    world = World.of(1000)
+    world.loads_by_hand = True
+    lease = world.ask(ask("see", size=100))
+    world.take(world.arbiter.loaded(key("see"), 400, 0))
+    seen = world.arbiter.snapshot()
+    assert seen.committed_bytes == 400
+    assert (seen.residents[0].estimate_bytes, seen.residents[0].measured_bytes) == (100, 400)
+    world.release(lease)
+    world.take(world.arbiter.unload(key("see"), 0))
+    world.ask(ask("see", size=100))
+    assert world.arbiter.snapshot().committed_bytes == 400
+
+
+def test_growth_beyond_the_budget_takes_what_idles() -> None:
+    world = World.of(300)
+    world.use(ask("idle", MANY))
+    world.lease(ask("grows", MANY))
+    world.take(world.arbiter.measure(key("grows"), 250, 0))
+    assert world.gone == [("idle", "fit")]
+
+
+def test_a_smaller_budget_takes_what_idles() -> None:
+    world = World.of(300)
+    world.use(ask("a", MANY))
+    world.use(ask("b", "drafter"))
+    world.take(world.arbiter.set_budget(150, 0))
+    assert world.gone == [("b", "fit")]
+
+
+# Pressure.
+
+
+def test_low_takes_the_lowest_role_then_the_next_after_the_cooldown() -> None:
+    """S0.24, R5. (d) Low acted once per change of level, so it freed one role only."""
+    world = World.of(1000)
+    for name in ("asr", "drafter", "vision"):
+        world.use(ask(name, name))
+    world.take(world.arbiter.observe(Level.LOW, None, 0))
+    assert world.gone == [("drafter", "pressure")]
+    world.wait(4.9)
+    assert len(world.gone) == 1
+    world.wait(5.2)
+    assert [name for name, _ in world.gone] == ["drafter", "vision", "asr"]
+
+
+def test_low_passes_over_what_is_held() -> None:
+    """(d) When the lowest role was held, nothing went, and it was reported as reclaimed."""
+    world = World.of(1000)
+    held = world.lease(ask("drafter", "drafter"))
+    world.use(ask("vision"))
+    world.take(world.arbiter.observe(Level.LOW, None, 0))
+    assert world.gone == [("vision", "pressure")]
+    world.release(held)
+    world.wait(5)
+    assert [name for name, _ in world.gone] == ["vision", "drafter"]
+
+
+def test_low_never_takes_text() -> None:
+    """(d) It did, when text was the only role."""
+    for level in (Level.LOW, Level.CRITICAL):
+        world = World.of(1000)
+        world.use(ask("text", "text-target"))
+        world.take(world.arbiter.observe(level, None, 0))
+        world.wait(100)
+        assert world.resident == {"text"}
+
+
+def test_critical_takes_every_idle_role_but_text() -> None:
+    world = World.of(1000)
+    for role in ("text-target", "drafter", "vision", "tts"):
+        world.use(ask(role, role))
+    held = world.lease(ask("asr", "asr"))
+    world.take(world.arbiter.observe(Level.CRITICAL, None, 0))
+    assert world.resident == {"text-target", "asr"}
+    assert [name for name, _ in world.gone] == ["drafter", "vision", "tts"]
+    world.release(held)
+    assert world.resident == {"text-target"}
+
+
+def test_critical_refuses_loads_but_text_and_says_when_to_ask_again() -> None:
+    world = World.of(1000)
+    world.take(world.arbiter.observe(Level.CRITICAL, None, 0))
+    error = world.refusals[world.ask(ask("see"))]
+    assert "pressure is critical; refusing" in str(error)
+    assert isinstance(error, errors.MemoryRefused)
+    assert error.retry_after_s == 5.0
+    world.lease(ask("text", "text-target"))
+    world.take(world.arbiter.observe(Level.NOMINAL, None, 0))
+    world.lease(ask("see"))
+
+
+def test_critical_does_not_refuse_what_is_there() -> None:
+    """(d) It refused models that were resident and in use anyway."""
+    world = World.of(1000)
+    world.lease(ask("see"))
+    world.take(world.arbiter.observe(Level.CRITICAL, None, 0))
+    world.lease(ask("see"))
+
+
+def test_a_load_that_ends_under_critical_pressure_is_taken_back() -> None:
+    """(d) Critical was not looked at again after a long load."""
+    world = World.of(1000)
+    world.loads_by_hand = True
+    waits = world.ask(ask("see"))
+    world.take(world.arbiter.observe(Level.CRITICAL, None, 0))
+    world.take(world.arbiter.loaded(key("see"), 100, 0))
+    assert isinstance(world.refusals[waits], errors.MemoryRefused)
+    assert world.resident == set()
+
+
+def test_requests_in_the_line_are_refused_when_pressure_becomes_critical() -> None:
+    world = World.of(1000)
+    world.lease(ask("see:a"))
+    waits = world.ask(ask("see:b"))
+    world.take(world.arbiter.observe(Level.CRITICAL, None, 0))
+    assert waits in world.refusals
+    assert world.arbiter.find(key("see:a")).state is State.READY  # type: ignore[union-attr]
+
+
+def test_pressure_that_finds_nothing_says_so_and_not_all_the_time() -> None:
+    """S0.26, R3: held handles are never dropped; exhaustion is an event of its own."""
+    world = World.of(1000)
+    world.lease(ask("see"))
+    world.take(world.arbiter.observe(Level.LOW, None, 0))
+    world.wait(59)
+    assert len(world.exhausted) == 1
+    world.wait(2)
+    assert len(world.exhausted) == 2
+    world.take(world.arbiter.observe(Level.CRITICAL, None, world.now))
+    assert len(world.exhausted) == 3, "worse is news"
+    assert world.resident == {"see"}
+
+
+def test_a_model_that_came_back_can_be_taken_again() -> None:
+    world = World.of(1000)
+    for _ in range(2):
+        world.take(world.arbiter.observe(Level.NOMINAL, None, world.now))
+        world.use(ask("see"))
+        world.take(world.arbiter.observe(Level.LOW, None, world.now))
+    assert world.gone == [("see", "pressure")] * 2
+
+
+# Tenants: caches, pages, sessions.
+
+
+def _carry_out_shrinks(world: World, tenants: dict[str, Tenant]) -> list[tuple[str, int]]:
+    done = []
+    for plan in world.plans:
+        for shrink in plan.shrink:
+            tenant = tenants[shrink.name]
+            expired = min(tenant.expired_bytes, shrink.bytes)
+            after = Tenant(
+                name=tenant.name,
+                rung=tenant.rung,
+                held_bytes=tenant.held_bytes - shrink.bytes,
+                expired_bytes=tenant.expired_bytes - expired,
+                spare_bytes=tenant.spare_bytes - (shrink.bytes - expired),
+            )
+            tenants[shrink.name] = after
+            world.arbiter.shrunk(shrink, after, world.now)
+            done.append((shrink.name, shrink.bytes))
+    return done
+
+
+def test_what_expired_goes_before_pages_before_sessions_before_models() -> None:
+    world = World.of(1000)
+    tenants = {
+        "cache": Tenant(
+            name="cache", rung=Rung.CACHE, held_bytes=60, expired_bytes=20, spare_bytes=40
+        ),
+        "pages": Tenant(name="pages", rung=Rung.PAGES, held_bytes=200, spare_bytes=100),
+        "kv": Tenant(name="kv", rung=Rung.SESSIONS, held_bytes=200, spare_bytes=100),
+    }
+    for tenant in tenants.values():
+        world.arbiter.report(tenant)
+    world.use(ask("idle", MANY, 300))
+    (plan,) = world.arbiter.ask(ask("new", MANY, 400), 0)[1].plans
+    assert [(one.name, one.bytes) for one in plan.shrink] == [
+        ("cache", 20),
+        ("pages", 100),
+        ("kv", 40),
+    ]
+    assert plan.evict == ()
+    assert world.arbiter.snapshot().committed_bytes == 1000
+    (plan,) = world.arbiter.ask(ask("more", MANY, 350), 0)[1].plans
+    assert [one.name for one in plan.shrink] == ["kv"]
+    assert [one.key.capability for one in plan.evict] == ["idle"]
+
+
+def test_low_purges_what_expired_and_asks_pages_before_models() -> None:
+    world = World.of(1000)
+    tenants = {
+        "cache": Tenant(
+            name="cache", rung=Rung.CACHE, held_bytes=60, expired_bytes=20, spare_bytes=40
+        ),
+        "pages": Tenant(name="pages", rung=Rung.PAGES, held_bytes=200, spare_bytes=100),
+    }
+    for tenant in tenants.values():
+        world.arbiter.report(tenant)
+    world.use(ask("idle", MANY))
+    world.take(world.arbiter.observe(Level.LOW, None, 0))
+    assert _carry_out_shrinks(world, tenants) == [("cache", 20), ("pages", 100)]
+    world.plans.clear()
+    world.wait(5)
+    assert world.gone == [("idle", "pressure")]
+    world.plans.clear()
+    world.take(world.arbiter.observe(Level.CRITICAL, None, world.now))
+    assert _carry_out_shrinks(world, tenants) == [("cache", 40)], "critical empties live caches"
+
+
+def test_a_tenant_that_gives_less_than_it_offers_is_not_asked_for_ever() -> None:
+    world = World.of(300)
+    stubborn = Tenant(name="pages", rung=Rung.PAGES, held_bytes=200, spare_bytes=200)
+    world.arbiter.report(stubborn)
+    lease, outcome = world.arbiter.ask(ask("see", size=250), 0)
+    (plan,) = outcome.plans
+    for shrink in plan.shrink:
+        world.arbiter.shrunk(shrink, stubborn, 0)
+    goes_on, outcome = world.arbiter.begin_load(plan, 0)
+    assert (goes_on, outcome.plans) == (False, ())
+    world.wait(11)
+    assert isinstance(world.refusals[lease], errors.MemoryRefused)
+
+
+# Preload, idle eviction, unloading, the end.
+
+
+def test_preload_only_takes_room_that_is_free_in_calm() -> None:
+    """R10."""
+    world = World.of(250)
+    taken, outcome = world.arbiter.preload(ask("see"), 0)
+    world.take(outcome)
+    assert taken
+    assert world.resident == {"see"}
+    assert world.arbiter.preload(ask("see"), 1)[0], "it is there already"
+    assert not world.arbiter.preload(ask("see:b"), 0)[0], "its role is taken"
+    assert not world.arbiter.preload(ask("big", "asr", 200), 0)[0], "it would evict"
+    assert not world.arbiter.preload(ask("unknown", "asr", 0), 0)[0], "nobody knows its size"
+    world.take(world.arbiter.observe(Level.LOW, None, 0))
+    assert not world.arbiter.preload(ask("hear", "asr"), 0)[0], "memory is low"
+
+
+def test_an_idle_model_leaves_after_its_time_counted_from_the_end_of_its_last_use() -> None:
+    """(d) S0.13 promises idle eviction, and there was none."""
+    world = World.of(1000)
+    wish = ask("see", warmth=Warmth(stay_warm_s=10, unload_after_s=60))
+    lease = world.lease(wish)
+    world.wait(100)
+    world.release(lease)
+    world.wait(59)
+    world.use(wish)
+    world.wait(59)
+    assert world.resident == {"see"}
+    world.wait(1)
+    assert world.gone == [("see", "idle")]
+
+
+def test_without_a_time_an_idle_model_stays() -> None:
+    world = World.of(1000)
+    world.use(ask("see"))
+    world.wait(1e6)
+    assert world.resident == {"see"}
+
+
+def test_unloading_by_hand_is_refused_while_in_use() -> None:
+    world = World.of(1000)
+    lease = world.lease(ask("see"))
+    with pytest.raises(errors.Conflict, match="1 leases"):
+        world.arbiter.unload(key("see"), 0)
+    world.release(lease)
+    world.take(world.arbiter.unload(key("see"), 0))
+    assert world.gone == [("see", "release")]
+    with pytest.raises(errors.NotFound):
+        world.arbiter.unload(key("see"), 0)
+
+
+def test_the_end_refuses_who_waits_and_comes_and_takes_all_that_idles() -> None:
+    world = World.of(1000)
+    world.use(ask("text", "text-target"))
+    world.use(ask("pinned", "asr", warmth=PINNED))
+    held = world.lease(ask("see:a"))
+    waits = world.ask(ask("see:b"))
+    world.take(world.arbiter.stop(0))
+    assert "shutting down" in str(world.refusals[waits])
+    assert "shutting down" in str(world.refusals[world.ask(ask("see:a"))])
+    world.take(world.arbiter.clear(0))
+    assert world.resident == {"see"}
+    world.release(held)
+    world.take(world.arbiter.clear(0))
+    assert world.resident == set()
+
+
+def test_a_load_that_ends_after_the_stop_is_taken_back() -> None:
+    """(d) A load finishing after shutdown leaked."""
+    world = World.of(1000)
+    world.loads_by_hand = True
+    waits = world.ask(ask("see"))
+    world.take(world.arbiter.stop(0))
+    assert waits in world.refusals
+    world.take(world.arbiter.loaded(key("see"), 100, 0))
+    world.take(world.arbiter.clear(0))
+    assert world.resident == set()
