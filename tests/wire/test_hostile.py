@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import ssl
-import statistics
 import sys
 import tempfile
 import time
@@ -249,8 +248,22 @@ async def ask_until(done: Callable[[], bool], channel: grpc.aio.Channel) -> list
     return waits_s
 
 
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[int(share * len(values))]
+
+
+served = pytest.mark.parametrize(
+    ("share", "limit_s"),
+    [
+        pytest.param(0.5, 0.05, id="median"),
+        pytest.param(0.99, 0.01, id="p99 on a quiet machine", marks=pytest.mark.slow),
+    ],
+)
+
+
+@served
 async def test_silent_sockets_are_closed_and_cost_others_nothing(
-    fleet: Fleet, child: Child
+    fleet: Fleet, child: Child, share: float, limit_s: float
 ) -> None:
     """Row 24: 400 connections that never say a word, at a handshake limit of 3 s."""
     async with (
@@ -261,15 +274,16 @@ async def test_silent_sockets_are_closed_and_cost_others_nothing(
         waits_s = await ask_until(closing.done, channel)
         assert await closing <= 6
     assert len(waits_s) > 50
-    assert statistics.median(waits_s) <= 0.05
+    assert percentile(waits_s, share) <= limit_s
 
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """What opens an HTTP/2 connection: the magic words and empty settings."""
 
 
+@served
 async def test_connections_without_calls_are_closed_after_the_idle_time(
-    fleet: Fleet, child: Child, tmp_path: Path
+    fleet: Fleet, child: Child, tmp_path: Path, share: float, limit_s: float
 ) -> None:
     """Row 24: 200 connections of a member that open HTTP/2 and then rest; idle limit 3 s."""
     context = client_context(tmp_path, fleet.issue()[1])
@@ -280,7 +294,7 @@ async def test_connections_without_calls_are_closed_after_the_idle_time(
         closing = asyncio.ensure_future(gone(readers, 30))
         waits_s = await ask_until(closing.done, channel)
         assert await closing <= 10
-    assert statistics.median(waits_s) <= 0.05
+    assert percentile(waits_s, share) <= limit_s
 
 
 async def test_without_the_idle_limit_such_connections_stay(child: Child) -> None:
