@@ -38,6 +38,10 @@ class Fleet(Protocol):
         """Put a node out; return its id and the version of the list."""
         ...
 
+    async def save_revoked(self) -> None:
+        """Return once the list is on disk. Raises ConfigError when it cannot be written."""
+        ...
+
 
 class NoFleet:
     """The answers of a node without an identity."""
@@ -47,6 +51,10 @@ class NoFleet:
         raise ConfigError(_NO_FLEET)
 
     def revoke(self, node: str) -> tuple[str, int]:
+        """Raise ConfigError."""
+        raise ConfigError(_NO_FLEET)
+
+    async def save_revoked(self) -> None:
         """Raise ConfigError."""
         raise ConfigError(_NO_FLEET)
 
@@ -74,9 +82,10 @@ class ControlService(ControlServiceServicer):
         return pb.InviteResponse(token=made.token, expires_at_unix=made.expires_at)
 
     async def Revoke(self, request: pb.RevokeRequest, context: Context) -> pb.RevokeResponse:
-        """Put a node out of the fleet."""
+        """Put a node out of the fleet; answered once a restart would remember it."""
         try:
             node_id, version = self._fleet.revoke(request.node)
+            await self._fleet.save_revoked()
         except KakeyaError as refusal:
             await abort(context, refusal)
             raise

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import Denied
+from kakeya.core.errors import ConfigError, Denied
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor
 from kakeya.fleet.authority import Authority, authority_of
@@ -108,7 +108,8 @@ class Membership:
             clock=clock,
             rng=rng,
         )
-        self._unsaved = asyncio.Event()
+        self._path = data_dir / FOLDER / REVOCATIONS
+        self._unsaved, self._saving = asyncio.Event(), asyncio.Lock()
         trust.subscribe(self._list_came)
 
     def _make_door(
@@ -228,13 +229,30 @@ class Membership:
                 level=logging.ERROR,
             )
 
+    async def save_revoked(self) -> None:
+        """Return once the list is on disk: an owner who took a node out must be able to rely on it.
+
+        Raises ConfigError when it cannot be written; the list counts all the same.
+        """
+        try:
+            await self._save()
+        except OSError as problem:
+            raise ConfigError(
+                "taken out, and the fleet is being told; but the list cannot be written to "
+                f"{self._path}: {problem.strerror or problem}; make room there, and do not stop "
+                "this node before its log is quiet about it"
+            ) from problem
+
+    async def _save(self) -> None:
+        async with self._saving:  # lest an older list end up on top
+            await asyncio.to_thread(save_revocations, self._path, self._trust.revoked)
+
     async def _keep_saved(self) -> None:
-        path = self._data_dir / FOLDER / REVOCATIONS
         while True:
             await self._unsaved.wait()
             self._unsaved.clear()
             try:
-                await asyncio.to_thread(save_revocations, path, self._trust.revoked)
+                await self._save()
             except OSError as problem:
                 event(
                     _log,

@@ -207,6 +207,20 @@ async def test_revoke_names_a_node_and_the_list_grows(
             await run("revoke", "mini-1", "--data-dir", str(founded))
 
 
+async def test_who_was_told_that_a_node_is_out_can_rely_on_it(founded: Path) -> None:
+    """The answer comes once the list is on disk: a node killed right then has not forgotten."""
+    lost, found = "a" * 51 + "q", "b" * 51 + "q"
+    folder = founded / "identity"
+    async with authority_node(founded) as node:
+        assert await run("revoke", found, "--data-dir", str(founded)) == 0
+        after_kill = await asyncio.to_thread(open_trust, founded, node.identity)
+        assert after_kill.is_revoked(found)
+        folder.rename(founded / "away")
+        with pytest.raises(ConfigError, match=r"the list cannot be written to .*revocations\.bin"):
+            await run("revoke", lost, "--data-dir", str(founded))
+        assert node.membership.trust.is_revoked(lost)
+
+
 async def test_a_node_in_no_fleet_says_how_to_found_or_join_one(tmp_path: Path) -> None:
     async with controlled(tmp_path, NoFleet()):
         for words in (("invite",), ("revoke", "mini-2")):
