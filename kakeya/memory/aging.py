@@ -1,0 +1,89 @@
+"""Which block was used longest ago, per priority and size: the order in which blocks go.
+
+Within one priority and size the age alone decides, so each has a heap by last use, and the block
+least worth keeping is the worst of a few heads. Allocation only appends to `notes`; they are filed
+when a decision needs them. An entry is never corrected in place: looked at as a head it is dropped
+when its block is gone, dirty, or of another priority (whoever changes that notes the block again),
+and filed anew when the block was used since.
+"""
+
+from __future__ import annotations
+
+import math
+from heapq import heapify, heappop, heappush, heapreplace
+
+from kakeya.memory.content import ContentPriority, keep_score
+from kakeya.memory.pins import Block, Now
+
+_Heap = list[tuple[float, int, Block]]  # last use, stamp, block
+
+
+class Ageing:
+    """The order of eviction of all blocks of one pool."""
+
+    __slots__ = ("_heaps", "_now", "notes")
+
+    def __init__(self, now: Now) -> None:
+        self._now = now
+        self._heaps: dict[tuple[ContentPriority, int], _Heap] = {}
+        self.notes: list[Block] = []  # to be filed; the same list for ever
+
+    def file(self) -> None:
+        """Put what was noted into order, as of now."""
+        for block in self.notes:
+            if block.tenant is None:
+                continue
+            if not block.used_s:
+                block.used_s = self._now.s
+            heap = self._heaps.setdefault((block.tenant.priority, block.pages), [])
+            heappush(heap, (block.used_s, block.stamp, block))
+        self.notes.clear()
+
+    def least_worth(self, total_pages: int) -> Block | None:
+        """Find the block to evict first, or None when nothing may go."""
+        if self.notes:
+            self.file()
+        now = self._now.s
+        best, lowest = None, math.inf
+        empty = []
+        for key, heap in self._heaps.items():
+            used_s = self._oldest(heap, key[0])
+            if used_s is None:
+                if not heap:
+                    empty.append(key)
+                continue
+            score = keep_score(
+                age_s=now - used_s, pages=key[1], total_pages=total_pages, priority=key[0]
+            )
+            if score < lowest:
+                best, lowest = heap[0][2], score
+        for key in empty:
+            del self._heaps[key]
+        return best
+
+    def forget_dead(self, most: int) -> None:
+        """Drop the entries of freed blocks once the heaps hold more than `most`."""
+        if sum(map(len, self._heaps.values())) > most:
+            for heap in self._heaps.values():
+                heap[:] = [entry for entry in heap if entry[2].tenant is not None]
+                heapify(heap)
+
+    def _oldest(self, heap: _Heap, priority: ContentPriority) -> float | None:
+        """Bring the block that was used longest ago and may go to the head; when that was."""
+        found = None
+        pinned: list[Block] = []
+        while heap:
+            used_s, stamp, block = heap[0]
+            if block.tenant is None or block.dirty or block.tenant.priority is not priority:
+                heappop(heap)
+            elif block.is_pinned:
+                heappop(heap)
+                pinned.append(block)
+            elif (last_s := block.last_used_s()) > used_s:
+                heapreplace(heap, (last_s, stamp, block))
+            else:
+                found = used_s
+                break
+        for block in pinned:  # in use now, so as young as any
+            heappush(heap, (self._now.s, block.stamp, block))
+        return found

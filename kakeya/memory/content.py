@@ -1,0 +1,135 @@
+"""What lies in pages, how long it may be pinned, and what goes first when room is needed.
+
+Three words for urgency exist in this program; `ContentPriority` is the one of pages, and the
+lowest goes first. What is worth keeping is one number in 0..1:
+
+    keep = 0.6 * 1 / (1 + age)  +  0.2 * pages / all pages  +  0.2 * rank of the content
+
+with the age in seconds since the block was last in use, and the rank spread evenly over 0..1, so
+that no content outweighs recency: a buffer used now stays while a prefix idle for an hour goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+
+from kakeya.core.errors import ConfigError
+from kakeya.core.units import KIB, MIB, format_bytes
+
+PAGE_SIZES = (512 * KIB, 1 * MIB, 2 * MIB, 4 * MIB)
+
+
+class ContentType(StrEnum):
+    """What a block holds."""
+
+    KV_CACHE = "kv_cache"
+    LORA_WEIGHT = "lora_weight"
+    TEMP_BUFFER = "temp_buffer"
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+
+
+class ContentPriority(IntEnum):
+    """The lowest goes first."""
+
+    TEMP_BUFFER = 1
+    ACTIVATION = 2
+    GRADIENT = 3
+    LORA_COLD = 4
+    LORA_WARM = 5
+    LORA_HOT = 6
+    KV_CACHE = 7
+
+
+class Unpinning(StrEnum):
+    """Who ends a pin."""
+
+    SCOPED = "scoped"  # leaving the `with` block
+    MANUAL = "manual"  # the owner, by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinRule:
+    """How long a pin of one content lasts, and the priority it has unless its tenant says other."""
+
+    lifetime: str
+    unpinning: Unpinning
+    priority: ContentPriority
+
+
+PIN_RULES: Mapping[ContentType, PinRule] = {
+    ContentType.KV_CACHE: PinRule(
+        lifetime="request", unpinning=Unpinning.SCOPED, priority=ContentPriority.KV_CACHE
+    ),
+    ContentType.LORA_WEIGHT: PinRule(
+        lifetime="active batch", unpinning=Unpinning.MANUAL, priority=ContentPriority.LORA_WARM
+    ),
+    ContentType.TEMP_BUFFER: PinRule(
+        lifetime="kernel", unpinning=Unpinning.SCOPED, priority=ContentPriority.TEMP_BUFFER
+    ),
+    ContentType.ACTIVATION: PinRule(
+        lifetime="forward and backward pass",
+        unpinning=Unpinning.SCOPED,
+        priority=ContentPriority.ACTIVATION,
+    ),
+    ContentType.GRADIENT: PinRule(
+        lifetime="backward pass", unpinning=Unpinning.SCOPED, priority=ContentPriority.GRADIENT
+    ),
+}
+
+
+class Fit(StrEnum):
+    """Which free range an allocation gets."""
+
+    BEST = "best_fit"  # the smallest that suffices: least fragmentation
+    FIRST = "first_fit"  # the lowest address that suffices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageConfig:
+    """The shape and the thresholds of an arena. Raises ConfigError."""
+
+    page_bytes: int = 2 * MIB  # what large pages of the hardware are, and ranks 8-64 fill
+    slab_pages: int = 128  # growth, shrinking and the largest range: 256 MiB of default pages
+    total_pages: int = 4096  # the most that the arena grows to
+    alignment_bytes: int = 256  # of every range; Metal's and every SIMD unit's
+    fit: Fit = Fit.BEST
+    ready_blocks: int = 16  # freed single pages kept at hand before ranges are merged
+    headroom: float = 0.1  # evict this share more than was asked, so the next one need not
+    high_watermark: float = 0.90  # pinned and dirty pages: writing back starts here
+    low_watermark: float = 0.80  # and ends here
+    pin_limit_s: float = 30.0  # an ownerless pin ends, any other is reported, after so long
+
+    def __post_init__(self) -> None:
+        if self.page_bytes not in PAGE_SIZES:
+            allowed = ", ".join(format_bytes(size) for size in PAGE_SIZES)
+            raise ConfigError(f"page_bytes is {self.page_bytes}; it must be one of {allowed}")
+        if not 1 <= self.slab_pages <= self.total_pages:
+            raise ConfigError(
+                f"slab_pages is {self.slab_pages}; it must be 1..total_pages ({self.total_pages})"
+            )
+        if self.alignment_bytes < 1 or self.page_bytes % self.alignment_bytes:
+            raise ConfigError(
+                f"alignment_bytes is {self.alignment_bytes}; "
+                f"it must divide the page of {self.page_bytes} bytes"
+            )
+        if self.ready_blocks < 1:
+            raise ConfigError(f"ready_blocks is {self.ready_blocks}; it must be 1 or more")
+        if not 0.0 <= self.headroom <= 1.0:
+            raise ConfigError(f"headroom is {self.headroom}; it must be 0..1")
+        if not 0.0 < self.low_watermark < self.high_watermark <= 1.0:
+            raise ConfigError(
+                f"the watermarks are {self.low_watermark} and {self.high_watermark}; "
+                "they must be 0 < low < high <= 1"
+            )
+        if not self.pin_limit_s > 0.0:
+            raise ConfigError(f"pin_limit_s is {self.pin_limit_s}; it must be above 0")
+
+
+def keep_score(*, age_s: float, pages: int, total_pages: int, priority: ContentPriority) -> float:
+    """How much a block is worth keeping, in 0..1; the lowest goes first."""
+    ranks = len(ContentPriority) - 1
+    recency = 1.0 / (1.0 + max(0.0, age_s))
+    return 0.6 * recency + 0.2 * pages / total_pages + 0.2 * (priority - 1) / ranks

@@ -1,0 +1,408 @@
+"""The pool of pages: what an allocation gets, what eviction takes, what pins keep."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kakeya.core.errors import (
+    Conflict,
+    InvalidArgument,
+    InvariantBroken,
+    OutOfPages,
+    PageFreed,
+)
+from kakeya.memory.content import ContentPriority, ContentType, Fit, PageConfig
+from kakeya.memory.pages import PagePool, Tenant
+from kakeya.memory.pins import Block
+
+
+def pool_of(slabs: int = 1, slab_pages: int = 16, **config: float | str) -> PagePool:
+    made = PagePool(PageConfig(slab_pages=slab_pages, total_pages=16 * slab_pages, **config))
+    made.at(100.0)
+    for _ in range(slabs):
+        made.grow()
+    return made
+
+
+def kv(pool: PagePool) -> Tenant:
+    return pool.tenant(ContentType.KV_CACHE, "prefixes")
+
+
+def temp(pool: PagePool) -> Tenant:
+    return pool.tenant(ContentType.TEMP_BUFFER, "kernels")
+
+
+def fill(pool: PagePool, tenant: Tenant) -> list[Block]:
+    """One-page blocks until nothing is free, a second apart, by address."""
+    blocks = []
+    while pool.free_pages:
+        pool.at(pool.now.s + 1)
+        blocks.append(tenant.page())
+    return sorted(blocks, key=lambda block: block.first)
+
+
+def test_pages_of_a_range_are_in_a_row_and_in_one_slab() -> None:
+    pool = pool_of(slabs=2, slab_pages=8)
+    first, second = kv(pool).range(6), kv(pool).range(6)
+    assert {first.first // 8, second.first // 8} == {0, 1}
+    with pytest.raises(InvalidArgument, match=r"9 pages is asked; a slab allows 1\.\.8"):
+        kv(pool).range(9)
+    with pytest.raises(InvalidArgument):
+        kv(pool).range(0)
+
+
+def test_the_second_free_is_refused_also_when_the_page_is_used_again() -> None:
+    pool = pool_of()
+    block = kv(pool).page()
+    pool.free(block)
+    with pytest.raises(PageFreed, match="free already"):
+        pool.free(block)
+    again = kv(pool).page()
+    assert again.first == block.first
+    with pytest.raises(PageFreed):
+        pool.free(block)
+    assert again.is_live
+    assert again.stamp != block.stamp
+
+
+def test_a_pinned_block_is_not_freed_and_not_evicted() -> None:
+    pool = pool_of()
+    engine = pool.holder("engine")
+    block = kv(pool).page()
+    with engine.hold(block):
+        with pytest.raises(Conflict, match="pinned 1 times"):
+            pool.free(block)
+        assert pool.evict_until_free(16).short_pages == 1
+        assert block.is_live
+    assert pool.evict_until_free(16).blocks == (block,)
+    assert not block.is_live
+
+
+def test_a_pin_of_freed_pages_is_refused() -> None:
+    """S2.12."""
+    pool = pool_of()
+    engine = pool.holder("engine")
+    block = kv(pool).page()
+    hold = engine.hold(block)
+    pool.free(block)
+    with pytest.raises(PageFreed):
+        hold.pin()
+    with pytest.raises(PageFreed):
+        engine.hold(block)
+
+
+def test_more_unpins_than_pins_are_refused_and_change_nothing() -> None:
+    pool = pool_of()
+    one, other = pool.holder("one"), pool.holder("other")
+    block = kv(pool).page()
+    one.hold(block).pin()
+    with pytest.raises(InvariantBroken, match="other has no pin"):
+        other.hold(block).unpin()
+    assert block.pins == 1
+    assert block.is_pinned
+
+
+def test_the_end_of_a_holder_takes_back_exactly_its_pins() -> None:
+    pool = pool_of()
+    one, other = pool.holder("one"), pool.holder("other")
+    blocks = [kv(pool).page() for _ in range(4)]
+    for block in blocks[:3]:
+        one.hold(block).pin()
+        one.hold(block).pin()
+    for block in blocks[1:]:
+        other.hold(block).pin()
+    mine = one.hold(blocks[0])
+    closed = pool.close(one)
+    assert (closed.pins, closed.rolled_back) == (6, 0)
+    assert [block.pins for block in blocks] == [0, 1, 1, 1]
+    with pytest.raises(PageFreed):
+        mine.pin()
+    with pytest.raises(PageFreed, match="has ended"):
+        one.hold(blocks[1])
+    assert pool.close(one).pins == 0
+
+
+def test_a_scope_whose_holder_died_ends_quietly() -> None:
+    pool = pool_of()
+    engine = pool.holder("engine")
+    with engine.hold(kv(pool).page()):
+        pool.close(engine)
+    assert pool.stats().pinned_pages == 0
+
+
+def test_a_prepared_block_is_nobodys_until_commit() -> None:
+    pool = pool_of()
+    engine, other = pool.holder("engine"), pool.holder("other")
+    block = pool.prepare(kv(pool), 3, engine)
+    with pytest.raises(PageFreed, match="not committed"):
+        other.hold(block)
+    with pytest.raises(Conflict):
+        pool.free(block)
+    assert pool.evict_until_free(16).blocks == ()
+    pool.commit(block)
+    with pytest.raises(Conflict, match="committed already"):
+        pool.rollback(block)
+    other.hold(block).pin()
+
+
+def test_rollback_leaves_no_trace() -> None:
+    pool = pool_of()
+    engine = pool.holder("engine")
+    kv(pool).page()
+    pool.merge()
+    before = pool.stats()
+    block = pool.prepare(kv(pool), 5, engine)
+    pool.rollback(block)
+    assert pool.stats() == before
+    assert engine.preparing == set()
+    with pytest.raises(PageFreed):
+        pool.commit(block)
+
+
+def test_the_end_of_a_holder_rolls_back_what_it_was_filling() -> None:
+    pool = pool_of()
+    engine = pool.holder("engine")
+    block = pool.prepare(kv(pool), 5, engine)
+    assert pool.close(engine).rolled_back == 1
+    assert not block.is_live
+    assert pool.free_pages == 16
+    with pytest.raises(PageFreed):
+        pool.prepare(kv(pool), 1, engine)
+
+
+def test_eviction_for_a_range_makes_its_pages_contiguous() -> None:
+    """The document's loop frees a count; here every other page is pinned but for one stretch."""
+    pool = pool_of(headroom=0.0)
+    engine = pool.holder("engine")
+    blocks = fill(pool, kv(pool))
+    for block in blocks[:8:2]:
+        engine.hold(block).pin()
+    found = kv(pool).range(6)
+    assert found.first >= 7
+    assert all(block.is_live for block in blocks[:7])
+
+
+def test_a_range_that_cannot_be_had_evicts_nothing_and_ends() -> None:
+    pool = pool_of()
+    engine = pool.holder("engine")
+    blocks = fill(pool, kv(pool))
+    for block in blocks[::2]:
+        engine.hold(block).pin()
+    with pytest.raises(OutOfPages, match=r"no 2 pages in a row .* of 16, 8 are pinned, 0 dirty"):
+        kv(pool).range(2)
+    assert all(block.is_live for block in blocks)
+    for block in blocks[1::2]:
+        engine.hold(block).pin()
+    with pytest.raises(OutOfPages):
+        kv(pool).page()
+
+
+def test_a_pinned_block_that_eviction_passed_by_is_evicted_later() -> None:
+    pool = pool_of()
+    engine = pool.holder("engine")
+    blocks = fill(pool, kv(pool))
+    hold = engine.hold(blocks[0])
+    hold.pin()
+    pool.evict_until_free(10)
+    hold.unpin()
+    pool.at(pool.now.s + 60)
+    pool.evict_until_free(14)
+    assert not blocks[0].is_live
+
+
+def test_the_block_used_longest_ago_goes_first() -> None:
+    pool = pool_of()
+    engine = pool.holder("engine")
+    blocks = fill(pool, kv(pool))
+    pool.at(pool.now.s + 1)
+    pool.touch(blocks[0])
+    pool.at(pool.now.s + 1)
+    with engine.hold(blocks[1]):
+        pass
+    gone = pool.evict_until_free(14).blocks
+    assert gone == (*blocks[2:], blocks[0], blocks[1])[: len(gone)]
+    assert len(gone) == 16
+
+
+def test_an_old_prefix_goes_before_a_buffer_in_use_and_a_cold_buffer_before_both() -> None:
+    pool = pool_of()
+    old = kv(pool).page()
+    cold = temp(pool).page()
+    pool.at(pool.now.s + 1000)
+    fresh = temp(pool).page()
+    assert [pool.evict_one() for _ in range(3)] == [cold, old, fresh]
+    assert pool.evict_one() is None
+
+
+def test_headroom_is_rounded_up() -> None:
+    """S2.15: n times 1.1 is no number of pages."""
+    pool = pool_of(slabs=2)
+    blocks = fill(pool, kv(pool))
+    assert len(pool.evict_until_free(11).blocks) == 13
+    assert sum(block.is_live for block in blocks) == 32 - 13
+
+
+def test_freed_pages_at_hand_never_stand_in_the_way_of_a_range() -> None:
+    """A cache of single pages is not contiguous, so it serves single pages alone."""
+    pool = pool_of()
+    for block in fill(pool, kv(pool)):
+        pool.free(block)
+    assert kv(pool).range(16).pages == 16
+
+
+def test_an_adapter_that_cools_goes_earlier() -> None:
+    pool = pool_of()
+    warm = pool.tenant(ContentType.LORA_WEIGHT, "adapters")
+    cold = pool.tenant(ContentType.LORA_WEIGHT, "adapters", ContentPriority.LORA_COLD)
+    first, second = warm.page(), warm.page()
+    pool.at(pool.now.s + 60)
+    pool.touch(second)
+    pool.touch(first)
+    pool.move(second, cold)
+    assert pool.evict_one() is second
+    pool.free(first)
+    with pytest.raises(PageFreed):
+        pool.move(first, cold)
+
+
+def test_a_dirty_block_is_written_back_first_and_evicted_when_clean() -> None:
+    pool = pool_of()
+    blocks = fill(pool, kv(pool))
+    for block in blocks:
+        pool.mark_dirty(block)
+    with pytest.raises(OutOfPages, match="16 dirty"):
+        kv(pool).page()
+    asked = pool.write_back()
+    assert asked.blocks == tuple(blocks[i] for i in order(blocks))[: len(asked.blocks)]
+    assert len(asked.blocks) == 4  # 16 - 0.8 * 16, rounded up
+    assert asked.short_pages == 0
+    for block in asked.blocks:
+        pool.mark_clean(block)
+    assert pool.evict_until_free(4).blocks == asked.blocks[:4]
+    assert pool.write_back().blocks == ()
+
+
+def order(blocks: list[Block]) -> list[int]:
+    return sorted(range(len(blocks)), key=lambda i: blocks[i].used_s)
+
+
+def test_the_watermark_counts_what_is_pinned_or_dirty_and_not_what_can_go() -> None:
+    """R6: a pool that is full of evictable pages is at rest."""
+    pool = pool_of()
+    engine = pool.holder("engine")
+    blocks = fill(pool, kv(pool))
+    assert pool.stats().utilisation == 1.0
+    assert pool.write_back().blocks == ()
+    for block in blocks:
+        engine.hold(block).pin()
+    asked = pool.write_back()
+    assert (asked.blocks, asked.short_pages) == ((), 4)
+
+
+def test_only_pins_without_an_owner_end_by_themselves() -> None:
+    """R4: what has an owner is reported, never yanked."""
+    pool = pool_of()
+    engine = pool.holder("engine")
+    orphan, leaked, renewed, adapter = [kv(pool).page() for _ in range(3)] + [
+        pool.tenant(ContentType.LORA_WEIGHT, "adapters").page()
+    ]
+    pool.ownerless.hold(orphan).pin()
+    for block in (leaked, renewed, adapter):
+        engine.hold(block).pin()
+    pool.at(pool.now.s + 20)
+    engine.hold(renewed).renew()
+    assert pool.end_overdue() == 0
+    pool.at(pool.now.s + 11)
+    assert pool.end_overdue() == 1
+    assert not orphan.is_pinned
+    assert [hold.block for hold in pool.overdue()] == [leaked]
+    assert leaked.is_pinned
+    with pytest.raises(InvalidArgument):
+        pool.close(pool.ownerless)
+
+
+def test_a_slab_comes_and_goes_whole() -> None:
+    pool = pool_of(slabs=2)
+    engine = pool.holder("engine")
+    blocks = fill(pool, kv(pool))
+    pinned = blocks[3]
+    engine.hold(pinned).pin()
+    plan = pool.plan_shrink(2)
+    assert (plan.slabs, plan.short) == ((1,), 1)
+    assert set(plan.blocks) == set(blocks[16:])
+    with pytest.raises(Conflict, match="slab 0 cannot go"):
+        pool.remove(0)
+    pool.remove(1)
+    assert pool.slabs() == (0,)
+    assert pool.stats().total_pages == 16
+    with pytest.raises(InvalidArgument, match="no slab 1"):
+        pool.remove(1)
+    assert pool.grow() == 1
+    assert pool.free_pages == 16
+    assert all(kv(pool).page().stamp > blocks[-1].stamp for _ in range(16))
+
+
+def test_the_slab_that_is_worth_least_goes_first() -> None:
+    pool = pool_of(slabs=3)
+    blocks = fill(pool, kv(pool))
+    pool.at(pool.now.s + 50)
+    for block in blocks[:32]:
+        pool.touch(block)
+    assert pool.plan_shrink(1).slabs == (2,)
+
+
+def test_growth_ends_at_the_configured_total() -> None:
+    pool = PagePool(PageConfig(slab_pages=16, total_pages=40))
+    pool.grow()
+    pool.grow()
+    with pytest.raises(OutOfPages, match="32 pages and one more slab of 16"):
+        pool.grow()
+
+
+def test_a_block_is_found_by_page_and_stamp_alone() -> None:
+    pool = pool_of()
+    block = kv(pool).range(4)
+    assert pool.find(block.first, block.stamp) is block
+    for first, stamp in ((block.first, block.stamp + 1), (block.first + 1, block.stamp), (99, 1)):
+        with pytest.raises(PageFreed):
+            pool.find(first, stamp)
+    pool.free(block)
+    with pytest.raises(PageFreed):
+        pool.find(block.first, block.stamp)
+
+
+@pytest.mark.parametrize("fit", Fit)
+def test_fragmentation_counts_the_longest_run_also_of_what_lies_at_hand(fit: Fit) -> None:
+    pool = pool_of(fit=fit)
+    blocks = fill(pool, kv(pool))
+    assert pool.stats().contiguity == 1.0
+    for block in blocks[::4]:
+        pool.free(block)
+    assert pool.stats().contiguity == 0.25
+    for block in blocks[1:4]:
+        pool.free(block)
+    assert pool.stats().largest_free == 5
+
+
+def test_mixed_sizes_leave_little_unusable_under_best_fit() -> None:
+    """S2.31: a fragmentation ratio above 0.8, and more than 95 % of the pages in use."""
+    pool = pool_of(slabs=8, slab_pages=64)
+    rng = random.Random(5)
+    tenants = [pool.tenant(content, "mixed") for content in ContentType]
+    shares = []
+    for step in range(3000):
+        pool.at(pool.now.s + 0.01)
+        rng.choice(tenants).range(rng.choice((1, 1, 1, 2, 4, 8, 16)))
+        if step > 1000:
+            shares.append(pool.stats().utilisation)
+    assert sum(shares) / len(shares) > 0.95
+
+
+def test_notes_of_allocations_do_not_pile_up_without_decisions() -> None:
+    pool = pool_of()
+    tenant = kv(pool)
+    for _ in range(20_000):
+        pool.free(tenant.page())
+    assert len(pool._ageing.notes) <= 5_000

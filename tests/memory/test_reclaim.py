@@ -1,0 +1,69 @@
+"""Which blocks make way for a range, and when dirty ones are written back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kakeya.memory.pins import Block
+from kakeya.memory.reclaim import Segment, Watermarks, cheapest_window
+
+
+def segment(number: int, pages: int, cost: float | None) -> Segment:
+    if cost is None:
+        return Segment(pages=pages)
+    return Segment(pages=pages, block=Block(number, pages, number + 1), cost=cost)
+
+
+costs = st.one_of(st.none(), st.just(math.inf), st.floats(0, 1))
+layouts = st.lists(st.tuples(st.integers(1, 6), costs), max_size=12)
+
+
+@given(layouts, st.integers(1, 20))
+def test_the_window_is_the_cheapest_of_all(
+    layout: list[tuple[int, float | None]], pages: int
+) -> None:
+    segments = [segment(i, size, cost) for i, (size, cost) in enumerate(layout)]
+    prices = [
+        sum(s.cost for s in segments[begin : end + 1])
+        for begin in range(len(segments))
+        for end in range(begin, len(segments))
+        if sum(s.pages for s in segments[begin : end + 1]) >= pages
+    ]
+    cheapest = min(prices, default=math.inf)
+    found = cheapest_window(segments, pages)
+    if math.isinf(cheapest):
+        assert found is None
+        return
+    assert found is not None
+    assert found.cost == pytest.approx(cheapest, abs=1e-9)
+    assert sum(s.cost for s in segments if s.block in found.blocks) == pytest.approx(
+        cheapest, abs=1e-9
+    )
+
+
+def test_nothing_is_evicted_where_the_free_ranges_suffice() -> None:
+    window = cheapest_window([segment(0, 2, 0.3), segment(1, 4, None)], 4)
+    assert window is not None
+    assert window.blocks == ()
+
+
+def test_writing_back_starts_at_90_percent_ends_at_80_and_waits_for_90() -> None:
+    """S2.17."""
+    marks = Watermarks(high=0.9, low=0.8)
+    loads = [85, 89, 90, 85, 81, 80, 85, 89, 90]
+    states = [marks.wanted_pages(held_pages=load, total_pages=100) > 0 for load in loads]
+    assert states == [False, False, True, True, True, False, False, False, True]
+
+
+def test_the_fuller_the_pool_the_larger_is_the_share_that_is_written_back() -> None:
+    marks = Watermarks(high=0.9, low=0.8)
+    wanted = [marks.wanted_pages(held_pages=held, total_pages=100) for held in (90, 95, 100)]
+    assert wanted == [5, 12, 20]
+
+
+def test_an_arena_without_pages_writes_nothing_back() -> None:
+    assert Watermarks(high=0.9, low=0.8).wanted_pages(held_pages=0, total_pages=0) == 0
