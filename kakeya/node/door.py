@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +36,8 @@ from kakeya.fleet.invite import (
 from kakeya.node.machine import join_address
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.wire.channels import Keepalive, message_options
+from kakeya.wire.connections import surplus
+from kakeya.wire.hangup import accepted, hang_up
 from kakeya.wire.security import CertRole
 from kakeya.wire.status import abort
 
@@ -42,6 +45,10 @@ _log = logging.getLogger(__name__)
 SERVICE_NAME = "kakeya.v1.JoinService"
 _MAX_REQUEST_BYTES = 16 * KIB
 _MAX_PEERS = 16
+_MAX_OF_ONE_HOST = 16
+"""Connections; a machine joins with one."""
+_LOOK_EVERY_S = 2.0
+_TELL_EVERY_S = 1.0
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
@@ -82,6 +89,7 @@ class Door:
         self._addresses: tuple[str, ...] = ()
         self._opened = asyncio.Event()
         self._turn = asyncio.Lock()
+        self._told_mono = -math.inf
 
     @property
     def stats(self) -> InviteStats:
@@ -94,8 +102,9 @@ class Door:
         return self._addresses
 
     def start(self, supervisor: Supervisor) -> None:
-        """Shut the door, from now on, whenever the last invite has ended."""
+        """Shut the door, from now on, whenever the last invite has ended; let nobody block it."""
         supervisor.start("door", self._shut_in_time)
+        supervisor.start("crowd at the door", self._thin_out)
 
     async def invite(self, role: CertRole, valid_s: float = VALID_S) -> Invitation:
         """Make an invite and open the door for it.
@@ -175,19 +184,46 @@ class Door:
                 if self._invites.end_mono() <= self._clock.mono():
                     await self._shut()
 
+    async def _thin_out(self) -> None:
+        """Keep strangers' idle connections from taking all the files that this process may open."""
+        while True:
+            await self._opened.wait()
+            await self._clock.sleep(_LOOK_EVERY_S)
+            ports = {int(address.rpartition(":")[2]) for address in self._addresses}
+            crowd = surplus(await asyncio.to_thread(accepted, ports), (), _MAX_OF_ONE_HOST)
+            if crowd:
+                closed = await asyncio.to_thread(hang_up, frozenset(crowd))
+                event(
+                    _log,
+                    "closed connections to the join port of hosts that hold too many",
+                    level=logging.WARNING,
+                    closed=closed,
+                    first=crowd[0],
+                )
+
     async def _join(self, request: bytes, context: Context) -> bytes:
         try:
             return self._admit(request, context.peer()).SerializeToString()
         except KakeyaError as refusal:
-            event(
-                _log,
-                "refused to join",
-                level=logging.WARNING,
-                peer=context.peer(),
-                reason=refusal.message,
-            )
+            self._tell_of(refusal, context.peer())
             await abort(context, refusal)
             raise
+
+    def _tell_of(self, refusal: KakeyaError, peer: str) -> None:
+        # Who tries many tokens must not fill the disk with log lines; `stats` count all of them.
+        mono = self._clock.mono()
+        if mono - self._told_mono < _TELL_EVERY_S:
+            return
+        self._told_mono = mono
+        event(
+            _log,
+            "refused to join",
+            level=logging.WARNING,
+            peer=peer,
+            reason=refusal.message,
+            wrong_proofs=self.stats.wrong_proofs,
+            refused=self.stats.refused,
+        )
 
     def _admit(self, request: bytes, peer: str) -> pb.JoinResponse:
         """Decide and answer in one go: no second joiner can come between."""

@@ -34,6 +34,7 @@ from kakeya.node.joining import PENDING_KEY, JoinedFleet, join
 from kakeya.node.membership import open_trust
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import JoinServiceStub
+from kakeya.wire.hangup import accepted
 from kakeya.wire.security import CertRole
 from tests.fakes import SettableClock
 
@@ -69,7 +70,7 @@ async def open_house(**options: object) -> AsyncIterator[House]:
             yield House(identity, authority, trust, door, clock)
         finally:
             await door.aclose()
-    assert [health.failures for health in tasks.health()] == [0]
+    assert {health.failures for health in tasks.health()} == {0}
 
 
 async def enter(
@@ -108,6 +109,35 @@ async def test_one_token_makes_a_member_that_its_fleet_believes(tmp_path: Path) 
 async def test_the_invite_says_the_role(tmp_path: Path, role: CertRole) -> None:
     async with open_house() as house:
         assert (await enter(tmp_path, await house.token(role))).identity.role is role
+
+
+async def test_who_only_connects_does_not_take_all_files_of_the_inviting_node(
+    tmp_path: Path,
+) -> None:
+    async with open_house() as house:
+        token = await house.token()
+        host, _, port = house.door.addresses[0].rpartition(":")
+        crowd = [await asyncio.open_connection(host, int(port)) for _ in range(60)]
+        async with asyncio.timeout(4):  # well before their handshakes time out
+            while len(await asyncio.to_thread(accepted, {int(port)})) > 16:
+                house.clock.advance(2.0)
+                await asyncio.sleep(0.05)
+        assert (await enter(tmp_path, token)).is_new
+        for _, writer in crowd:
+            writer.transport.abort()
+
+
+async def test_who_tries_many_tokens_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with open_house() as house:
+        token = decode_token(await house.token())
+        async with grpc.aio.insecure_channel(token.addresses[0]) as channel:
+            stub = JoinServiceStub(channel)
+            for n in range(50):
+                with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                    await stub.Join(pb.JoinRequest(csr=b"x", proof=bytes([n] * 32)), timeout=5)
+                assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert house.door.stats.wrong_proofs == 50
+    assert sum("refused to join" in record.message for record in caplog.records) == 1
 
 
 async def test_the_port_is_open_only_while_an_invite_lives(tmp_path: Path) -> None:
