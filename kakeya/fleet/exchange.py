@@ -33,7 +33,7 @@ from kakeya.core.ids import NodeId
 from kakeya.core.log import event
 from kakeya.fleet.cards import CardFault
 from kakeya.fleet.registry import CapabilityRegistry, MergeReport
-from kakeya.fleet.sync import Accepted, Sync
+from kakeya.fleet.sync import MAX_CARDS_BYTES, MAX_REPAIR_BYTES, Accepted, Sync
 from kakeya.wire.channels import Channels
 from kakeya.wire.status import error_from_rpc
 
@@ -42,6 +42,8 @@ EXCHANGE_METHOD = "/kakeya.v1.CapabilityService/ExchangeCapabilities"
 SYNC_METHOD = "/kakeya.v1.GossipService/Sync"
 PUSH_METHOD = "/kakeya.v1.GossipService/Push"
 DEFAULT_TIMEOUT_S = 5.0
+PATIENCE_S = 1.0
+"""After which a silent target is not relied on: many times what a local network takes."""
 PLAIN_S = 600.0
 """How long an address that did not know Sync is exchanged with in full; it may get an update."""
 _GRACE_S = 0.5
@@ -127,18 +129,46 @@ class Exchanger:
         self._timeout_s = timeout_s
         self._plain_until: dict[str, float] = {}
 
-    async def round(self, targets: Sequence[str], full: Collection[str] = ()) -> Round:
-        """Exchange with all targets at once; with those in `full`, everything."""
+    async def round(
+        self,
+        targets: Sequence[str],
+        full: Collection[str] = (),
+        *,
+        relied_on: Collection[str] = (),
+        spares: Sequence[str] = (),
+    ) -> Round:
+        """Exchange with all targets at once; with those in `full`, everything.
+
+        For each target `relied_on` that refuses, or is silent for `PATIENCE_S`, one of the `spares`
+        is asked in the time that is left: where messages get lost, news still reaches as many.
+        """
         started_mono = self._clock.mono()
         self._forget_old(started_mono)
-        outcomes = await asyncio.gather(
-            *(self._exchange(address, is_full=address in full) for address in targets)
-        )
+        tasks = [self._begin(address, is_full=address in full) for address in targets]
+        try:
+            if spares and tasks:
+                await asyncio.wait(tasks, timeout=PATIENCE_S)
+                silent = sum(
+                    address in relied_on and (not task.done() or bool(task.result().error))
+                    for address, task in zip(targets, tasks, strict=True)
+                )
+                left_s = max(self._timeout_s - PATIENCE_S, PATIENCE_S)
+                tasks += [self._begin(a, timeout_s=left_s) for a in spares[:silent]]
+            outcomes = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
         return Round(
             outcomes=tuple(outcomes),
             seconds=self._clock.mono() - started_mono,
             sent_bytes=sum(outcome.sent_bytes for outcome in outcomes),
         )
+
+    def _begin(
+        self, address: str, *, is_full: bool = False, timeout_s: float | None = None
+    ) -> asyncio.Task[Outcome]:
+        work = self._exchange(address, is_full=is_full, timeout_s=timeout_s or self._timeout_s)
+        return asyncio.get_running_loop().create_task(work)
 
     async def say_farewell(self, targets: Sequence[str], timeout_s: float) -> int:
         """Make the last card and push it to all targets at once; returns how many took it."""
@@ -161,9 +191,9 @@ class Exchanger:
                 return
         await call.send(EXCHANGE_METHOD, batch)
 
-    async def _exchange(self, address: str, *, is_full: bool) -> Outcome:
+    async def _exchange(self, address: str, *, is_full: bool, timeout_s: float) -> Outcome:
         registry, clock = self._registry, self._clock
-        call = _Call(self._channels.get(address), address, clock, self._timeout_s)
+        call = _Call(self._channels.get(address), address, clock, timeout_s)
         try:
             accepted = await self._converse(call, is_full=is_full)
         except KakeyaError as failure:
@@ -194,7 +224,9 @@ class Exchanger:
                 return await self._by_digest(call)
             except _Unimplemented:
                 self._plain_until[call.address] = self._clock.mono() + PLAIN_S
-        answer = await call.send(EXCHANGE_METHOD, self._sync.batch(**self._times()))
+        max_bytes = MAX_CARDS_BYTES if self._is_plain(call.address) else MAX_REPAIR_BYTES
+        batch = self._sync.batch(**self._times(), max_bytes=max_bytes)
+        answer = await call.send(EXCHANGE_METHOD, batch)
         await self._verify_ahead(answer, in_field=1)
         with _as_peer_protocol(call.address):
             accepted = self._sync.take_batch(answer, rtt_s=call.rtt_s, **self._times())

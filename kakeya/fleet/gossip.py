@@ -158,12 +158,20 @@ class Gossip:
         start = self._registry.begin_round(now=now, mono=mono)
         if start.slept_s:
             self._log_sleep(start.slept_s)
+        live: list[str] = []
         if targets is None:
             targets = self._choose(now=now, mono=mono)
+            live = self._live_addresses(mono)
         await self._close_forgotten(targets, now=now, mono=mono)
         is_full_round = self._stats.rounds % FULL_EVERY == FULL_EVERY - 1
         full = (self._rng.choice(targets),) if targets and is_full_round else ()
-        done = await self._exchanger.round(targets, full)
+        spares = [address for address in live if address not in targets]
+        done = await self._exchanger.round(
+            targets,
+            full,
+            relied_on=live,
+            spares=self._rng.sample(spares, min(self._config.fanout, len(spares))),
+        )
         self._stats = self._stats.after(done, self._clock.wall())
         self._log_round(done, gone=len(start.gone))
         self._blame_clock()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kakeya.core.units import MIB
+from kakeya.core.units import KIB, MIB
 from kakeya.fleet.beats import Beats
 from kakeya.fleet.cards import MAX_AHEAD_S, Card
 from kakeya.fleet.convert import join_batch, split_batch
@@ -48,6 +48,9 @@ from kakeya.fleet.suspicion import Accusations, Sign
 from kakeya.fleet.targets import fit_batch
 
 MAX_CARDS_BYTES = 3 * MIB // 2
+MAX_REPAIR_BYTES = 128 * KIB
+"""Of the cards in a full exchange between nodes that have the digests, which carry all news: it
+only repairs what they might have missed, for a large fleet by a draw of some hundreds."""
 """Of bodies in one answer or push; the beats of 10,000 cards need the rest of 2 MiB."""
 MIN_TOLD = 64
 """Beats that a digest vouches for at least. Of many, the earliest third is only named: a peer has
@@ -190,12 +193,12 @@ class Sync:
 
     # --- in full
 
-    def batch(self, *, now: float, mono: float) -> bytes:
-        """Say everything: an ExchangeCapabilitiesRequest, or the answer to one."""
+    def batch(self, *, now: float, mono: float, max_bytes: int = MAX_CARDS_BYTES) -> bytes:
+        """Say everything that fits: an ExchangeCapabilitiesRequest, or the answer to one."""
         registry = self._registry
         registry.beat(now=now, mono=mono)
         own, *others = registry.snapshot(mono=mono)
-        wires = self._fit([own, *others])
+        wires = self._fit([own, *others], max_bytes)
         kept = set(wires)
         cards = [card for card in others if card.wire in kept]
         beats = beats_of(registry, cards, mono=mono)
@@ -215,9 +218,12 @@ class Sync:
         """Take a full exchange and answer with everything. Raises InvalidArgument, Refused."""
         batch = split_batch(request)
         report = self.take_batch(request, now=now, mono=mono).report
-        if not batch.beats:  # the caller goes by stamps
+        max_bytes = MAX_REPAIR_BYTES
+        if not batch.beats:  # the caller goes by stamps, and hears of the others in no other way
             self._registry.refresh(now=now, mono=mono)
-        return Answered(response=self.batch(now=now, mono=mono), report=report)
+            max_bytes = MAX_CARDS_BYTES
+        response = self.batch(now=now, mono=mono, max_bytes=max_bytes)
+        return Answered(response=response, report=report)
 
     def verification(self, message: bytes, field: int) -> Callable[[], None] | None:
         """Work to be done in a thread before a message with many unknown cards is taken.
@@ -245,9 +251,9 @@ class Sync:
         beats = beats_of(self._registry, others, mono=mono)
         return encode_parcel(Parcel(beats=beats, cards=wires, revocations=owed))
 
-    def _fit(self, cards: Sequence[Card]) -> list[bytes]:
+    def _fit(self, cards: Sequence[Card], max_bytes: int = MAX_CARDS_BYTES) -> list[bytes]:
         wires = [card.wire for card in cards]
-        return fit_batch(wires, MAX_CARDS_BYTES, self._rng) if wires else wires
+        return fit_batch(wires, max_bytes, self._rng) if wires else wires
 
     def _note_skew(
         self, beats: Beats, sent_at: float, *, now: float, mono: float, rtt_s: float

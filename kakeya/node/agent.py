@@ -53,6 +53,7 @@ from kakeya.node.services import Services
 from kakeya.node.settings import split_address
 from kakeya.node.state import NodeState
 from kakeya.node.table import HTTP
+from kakeya.node.taken import answers_as
 from kakeya.node.watchdog import LoopWatchdog
 from kakeya.runtime.generation import ModelState, Usage
 from kakeya.serving.backends.engine_backend import EngineOptions
@@ -146,6 +147,7 @@ class Agent:
         self._is_authority = identity is not None and identity.is_authority
         self._ring_address = probe_ring_environment().address()
         self._incarnation = 0
+        self._confirming: asyncio.Task[None] | None = None
         await self._listen(stack, identity)
         self._models = Models(self._engines.of_role(Role.VERIFIER), self._suspect_failed_drafters)
         self._services = Services(
@@ -312,11 +314,19 @@ class Agent:
         taken = [c for c in registry.conflicts(self._clock.wall()) if c.is_own]
         if not taken:
             self._health.release(_TAKEN)
-        elif self._plane.gossip.stats.rounds <= _NEWCOMER_ROUNDS:
+        elif self._plane.gossip.stats.rounds <= _NEWCOMER_ROUNDS and self._confirming is None:
+            self._confirming = asyncio.create_task(self._give_way(taken[0].address))
+
+    async def _give_way(self, address: str) -> None:
+        """Serve nothing if the node that has our id is really there: it came first."""
+        plane = self._plane
+        if plane.why_not_dial(address):
+            return
+        if await answers_as(plane.registry.own, address, plane.trust):
             self._health.hold(
                 _TAKEN,
-                f"the node at {taken[0].address} had the id {self.node_id} before this one; give "
-                "one of them another --node-id, or a data directory of its own",
+                f"the node at {address} had the id {self.node_id} before this one; give one of "
+                "them another --node-id, or a data directory of its own",
             )
 
     def _remembered(self) -> NodeState:
@@ -333,6 +343,8 @@ class Agent:
     async def _drain(self) -> None:
         """Say farewell, refuse what is new, let what runs go on for the grace."""
         await self._tasks.aclose()
+        if self._confirming is not None:
+            self._confirming.cancel()
         self._services.runtime.drain("it is stopping")
         # The listeners close first: who hears NOT_SERVING and comes anew is refused cleanly.
         closing = asyncio.ensure_future(self._listeners.stop(GRACE_S))

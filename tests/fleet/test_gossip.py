@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import time
 from collections.abc import Callable
 
 import pytest
@@ -16,10 +17,11 @@ from kakeya.fleet.convert import MAX_BATCH_CARDS, join_cards, split_cards
 from kakeya.fleet.exchange import Outcome, Round
 from kakeya.fleet.gossip import Gossip, GossipConfig, GossipStats
 from kakeya.fleet.registry import REMEMBER_S
+from kakeya.fleet.sync import MAX_REPAIR_BYTES, Sync
 from kakeya.fleet.targets import MAX_DIALS, choose_targets, fit_batch
 from kakeya.wire.channels import Channels
 from tests.fakes import FakeClock
-from tests.fleet.nodes import NOW, make_registry, running_node, until, verifier
+from tests.fleet.nodes import NOW, make_registry, make_wire, running_node, until, verifier
 
 # --- whom
 
@@ -287,3 +289,39 @@ def test_a_batch_has_no_more_cards_than_its_reader_takes() -> None:
     assert len(batch) == MAX_BATCH_CARDS
     assert batch[0] == b"own"
     assert split_cards(join_cards(batch)) == batch
+
+
+async def test_another_peer_is_asked_for_each_that_does_not_answer() -> None:
+    async with running_node("a") as a, running_node("b") as b, running_node("c") as c:
+        dead = "127.0.0.1:1"
+        wires = [node.registry.own.wire for node in (b, c)]
+        gone = make_wire("gone", at=time.time(), address=dead)
+        a.registry.merge([*wires, gone], now=time.time(), mono=time.monotonic())
+        gossip = a.gossip(fanout=1)
+        asked_others = 0
+        for _ in range(12):
+            done = await gossip.round()
+            addresses = [outcome.address for outcome in done.outcomes]
+            assert len(addresses) == (2 if dead in addresses else 1)
+            asked_others += dead in addresses
+        assert asked_others
+
+
+async def test_seeds_that_are_down_cost_no_further_exchange() -> None:
+    async with running_node("a") as a, running_node("b") as b, running_node("c") as c:
+        wires = [node.registry.own.wire for node in (b, c)]
+        a.registry.merge(wires, now=time.time(), mono=time.monotonic())
+        done = await a.gossip("127.0.0.1:1", fanout=1).round()
+        assert len(done.outcomes) == 2
+
+
+def test_between_nodes_with_digests_a_full_exchange_of_a_large_fleet_is_a_draw() -> None:
+    registry = make_registry("me")
+    wires = [make_wire(f"n{number}", platform="x" * 200) for number in range(1000)]
+    registry.merge(wires, now=NOW, mono=0.0)
+    sync = Sync(registry, rng=random.Random(1))
+    asked = Sync(make_registry("you"), rng=random.Random(2)).batch(now=NOW, mono=0.0)
+    drawn = sync.answer_batch(asked, now=NOW, mono=0.0).response
+    assert len(drawn) < MAX_REPAIR_BYTES + 64 * 1024  # the beats of the drawn cards come with them
+    plain = sync.answer_batch(join_cards([make_wire("old", is_plain=True)]), now=NOW, mono=0.0)
+    assert len(split_cards(plain.response)) == 1003  # with me, you and old
