@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import random
 import sys
 import time
-from asyncio.subprocess import PIPE
+from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from kakeya.node.child import NodeProcess
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import CapabilityServiceStub
 from kakeya.wire.channels import Channels
-from tests.node.nodes import QUICK, eventually, seen_by, verifier_node
+from tests.node.nodes import QUICK, VERIFIER, eventually, model_state, seen_by, verifier_node
 
 MIB = 1 << 20
 EXCHANGE = "/kakeya.v1.CapabilityService/ExchangeCapabilities"
@@ -205,6 +206,22 @@ def addressless_cards(count: int, now: float) -> list[bytes]:
     ]
 
 
+@asynccontextmanager
+async def generating_clients(address: str, count: int) -> AsyncIterator[Process]:
+    """A process that keeps a node generating, from the first token of each on."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.node.child_load", address, str(count), stdout=PIPE
+    )
+    assert process.stdout is not None
+    try:
+        assert await asyncio.wait_for(process.stdout.readline(), 60) == b"generating\n"
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
 async def exchange_while_generating(folder: Path, cards: int, seconds: float) -> Busy:
     """Two generations without a pause, from another process; rounds of 0.5 s with one peer."""
     clock = SystemClock()
@@ -218,13 +235,7 @@ async def exchange_while_generating(folder: Path, cards: int, seconds: float) ->
         flags = ("--proposer", "ngram", "--peer", node.grpc, *QUICK)
         await stack.enter_async_context(NodeProcess(folder / "peer", *flags))
         await eventually("both are seen", lambda: len(seen_by(node)) == 2)
-        load = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.node.child_load", node.grpc, "2", stdout=PIPE
-        )
-        stack.push_async_callback(load.wait)
-        stack.callback(load.kill)
-        assert load.stdout is not None
-        assert await asyncio.wait_for(load.stdout.readline(), 60) == b"generating\n"
+        load = await stack.enter_async_context(generating_clients(node.grpc, 2))
         async with asyncio.timeout(30):
             while len(await asyncio.to_thread(seen_by, node)) < 3 + cards:
                 assert (await exchanger.round((node.grpc,))).errors == {}
@@ -249,3 +260,19 @@ async def test_gossip_goes_on_while_the_node_generates_at_full_speed(tmp_path: P
     busy = await exchange_while_generating(tmp_path, cards=100, seconds=5.0)
     assert busy.missed_rounds <= 0
     assert busy.percentile_ms(0.5) <= 25.0
+
+
+async def test_the_work_of_a_killed_client_ends_at_once(tmp_path: Path) -> None:
+    """Row 26: 0.1 s on a quiet machine, and the time that it takes to ask."""
+    async with verifier_node(tmp_path) as node:
+        async with generating_clients(node.grpc, 2) as clients:
+            assert model_state(node, VERIFIER)["running"] == 2
+            clients.kill()
+            killed_mono = time.monotonic()
+            await eventually(
+                "nothing runs", lambda: model_state(node, VERIFIER)["running"] == 0, every_s=0.01
+            )
+            assert time.monotonic() - killed_mono <= 0.6
+        async with generating_clients(node.grpc, 1):
+            pass
+        assert "Traceback" not in node.log_file.read_text()
