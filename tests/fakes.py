@@ -69,14 +69,18 @@ class SettableClock:
     """The machine's clock, moved on by hand: for tests that wait for real sockets meanwhile."""
 
     def __init__(self) -> None:
-        self._ahead_s = 0.0
+        self._ahead_s = self._wall_ahead_s = 0.0
         self._moved = asyncio.Event()
 
     def wall(self) -> float:
-        return time.time() + self._ahead_s
+        return time.time() + self._ahead_s + self._wall_ahead_s
 
     def mono(self) -> float:
         return time.monotonic() + self._ahead_s
+
+    def shift_wall(self, seconds: float) -> None:
+        """Move the wall clock alone, as a person who sets the time does."""
+        self._wall_ahead_s += seconds
 
     def advance(self, seconds: float) -> None:
         self._ahead_s += seconds

@@ -137,16 +137,22 @@ def _identity(
     )
 
 
-def renewed(identity: Identity, certificate: bytes) -> Identity:
+def renewed(identity: Identity, certificate: bytes, now: float) -> Identity:
     """Return the identity with a new certificate.
 
-    Raises Untrusted unless it is for the same key and role, of the same fleet, and lasts as long.
+    Raises Untrusted unless it is for the same key and role, of the same fleet, counts now, and
+    lasts as long as the one that is held, if that one counts.
     """
     key = read_key(identity.tls.key)
     new = identity_of(key, certificate, identity.tls.authority, ca_key=identity.ca_key)
     if new.role is not identity.role:
         raise Untrusted(f"the new certificate is for a {new.role}, not a {identity.role}")
-    if new.not_after_at < identity.not_after_at:
+    if not new.not_before_at <= now <= new.not_after_at:
+        raise Untrusted(
+            "the new certificate does not count at this machine's time: its clock and the "
+            "authority's are days apart; set the one that is wrong"
+        )
+    if new.not_after_at < identity.not_after_at and not identity.fault_at(now):
         raise Untrusted("the new certificate ends before the one that is held")
     return new
 

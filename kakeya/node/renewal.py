@@ -80,7 +80,7 @@ class Renewal:
     async def _ask(self, identity: Identity, csr: bytes) -> Identity:
         if self._own_authority is not None:
             own = Caller(node_id=identity.node_id, role=identity.role, address="")
-            return renewed(identity, self._own_authority(csr, own))
+            return renewed(identity, self._own_authority(csr, own), self._clock.wall())
         addresses = list(self._authorities())
         self._rng.shuffle(addresses)
         failure: KakeyaError = NotFound("no live node of the fleet holds its CA key")
@@ -88,7 +88,7 @@ class Renewal:
             stub = MembershipServiceStub(self._channels.get(address))
             try:
                 answer = await stub.Renew(pb.RenewRequest(csr=csr), timeout=_TIMEOUT_S)
-                return renewed(identity, answer.certificate)
+                return renewed(identity, answer.certificate, self._clock.wall())
             except grpc.aio.AioRpcError as refusal:
                 failure = error_from_rpc(refusal, address)
             except Untrusted as problem:
@@ -101,7 +101,7 @@ class Renewal:
             now = self._clock.wall()
             pause_s = pause_before_renewal(self._trust.identity, now, failures)
             await self._clock.sleep(pause_s)
-            if self._clock.wall() < self._trust.identity.renew_at:
+            if not is_renewal_due(self._trust.identity, self._clock.wall()):
                 continue
             try:
                 await self.renew()
@@ -122,12 +122,21 @@ class Renewal:
         )
 
 
+def is_renewal_due(identity: Identity, now: float) -> bool:
+    """Whether a new certificate is needed.
+
+    A clock that was ahead by months may have made the authority issue itself one that begins in
+    months, by which it would be shut out of its own fleet. It alone can mend that without a peer.
+    """
+    return now >= identity.renew_at or (identity.is_authority and now < identity.not_before_at)
+
+
 def pause_before_renewal(identity: Identity, now: float, failures: int) -> float:
     """How long to wait before the next look: to the renewal, or after a failed one; 0 = try now.
 
     Tries after a failure come ever later, up to an hour, but ten fit in what is left of the life.
     """
-    if now < identity.renew_at:
+    if not is_renewal_due(identity, now):
         return min(identity.renew_at - now, _LOOK_S)
     if failures == 0:
         return 0.0

@@ -203,7 +203,7 @@ def test_a_renewed_certificate_keeps_the_node_what_it_is(home: Path) -> None:
 
     request = authority.read(make_request(read_key(old.tls.key), "mini-1"))
     later = NOW + 30 * DAY_S
-    new = renewed(old, authority.issue(request, role=old.role, now=later))
+    new = renewed(old, authority.issue(request, role=old.role, now=later), later)
     assert (new.node_id, new.fleet, new.role) == (old.node_id, old.fleet, old.role)
     assert new.is_authority
     assert new.not_after_at == old.not_after_at + 30 * DAY_S
@@ -218,7 +218,7 @@ def test_a_renewed_certificate_keeps_the_node_what_it_is(home: Path) -> None:
         b"",
     ):
         with pytest.raises(Untrusted):
-            renewed(new, wrong)
+            renewed(new, wrong, later)
 
 
 def test_secrets_are_not_in_what_gets_logged(home: Path) -> None:

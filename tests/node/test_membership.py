@@ -14,12 +14,12 @@ import grpc.aio
 import pytest
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import Denied, InvalidArgument, KakeyaError, NotFound
+from kakeya.core.errors import Denied, InvalidArgument, KakeyaError, NotFound, PeerProtocol
 from kakeya.core.tasks import Supervisor
 from kakeya.fleet.authority import authority_of, new_fleet
 from kakeya.fleet.card_trust import FleetTrust
 from kakeya.fleet.cards import Card, CardFault
-from kakeya.fleet.certificates import make_request, new_key, read_key
+from kakeya.fleet.certificates import DAY_S, Request, make_request, new_key, read_key
 from kakeya.fleet.convert import from_wire
 from kakeya.fleet.identity import FOLDER, REVOCATIONS, Identity, load_identity, save_identity
 from kakeya.node.joining import join
@@ -217,6 +217,48 @@ async def test_the_authority_renews_itself_for_years(tmp_path: Path) -> None:
         assert on_disk is not None
         assert on_disk.is_authority
         assert on_disk.not_after_at >= node.trust.identity.not_after_at
+
+
+async def test_an_authority_whose_clock_was_wrong_comes_back_with_the_right_time(
+    tmp_path: Path,
+) -> None:
+    """300 days ahead it renews itself, by a certificate that then begins in 298 days."""
+    clock = SettableClock()
+    first = new_fleet("mini-1", clock.wall(), life_s=LIFE_S)
+    async with running(tmp_path, first, clock) as node:
+        async with Supervisor(clock) as tasks:
+            node.membership.start(tasks)
+            before = node.trust.identity
+            clock.shift_wall(300 * DAY_S)
+            clock.advance(3600)
+            await until(lambda: node.trust.identity is not before)
+            clock.shift_wall(-300 * DAY_S)
+            assert node.trust.identity.fault_at(clock.wall())
+            clock.advance(3600)
+            await until(lambda: not node.trust.identity.fault_at(clock.wall()))
+            await tasks.aclose()
+    on_disk = await held(tmp_path)
+    assert on_disk is not None
+    assert not on_disk.fault_at(clock.wall())
+
+
+async def test_a_member_does_not_take_a_certificate_that_begins_in_months(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SettableClock()
+    async with two_nodes(tmp_path, clock) as (one, two):
+        authority = one.membership._authority
+        assert authority is not None
+        issue = authority.issue
+
+        def issue_later(request: Request, *, role: CertRole, now: float) -> bytes:
+            return issue(request, role=role, now=now + 300 * DAY_S)
+
+        monkeypatch.setattr(authority, "issue", issue_later)
+        before = two.trust.identity
+        with pytest.raises(PeerProtocol, match=r"does not count at this machine's time"):
+            await two.membership.renewal.renew()
+        assert two.trust.identity is before
 
 
 async def test_nobody_renews_for_somebody_else(tmp_path: Path) -> None:
