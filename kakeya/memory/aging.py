@@ -15,7 +15,8 @@ from heapq import heapify, heappop, heappush, heapreplace
 from kakeya.memory.content import ContentPriority, keep_score
 from kakeya.memory.pins import Block, Now
 
-_Heap = list[tuple[float, int, Block]]  # last use, stamp, block
+_Entry = tuple[float, int, Block]  # last use, stamp, block
+_Heap = list[_Entry]
 
 
 class Ageing:
@@ -47,16 +48,17 @@ class Ageing:
         best, lowest = None, math.inf
         empty = []
         for key, heap in self._heaps.items():
-            used_s = self._oldest(heap, key[0])
-            if used_s is None:
+            oldest = self._oldest(heap, key[0])
+            if oldest is None:
                 if not heap:
                     empty.append(key)
                 continue
+            used_s, _, block = oldest
             score = keep_score(
                 age_s=now - used_s, pages=key[1], total_pages=total_pages, priority=key[0]
             )
             if score < lowest:
-                best, lowest = heap[0][2], score
+                best, lowest = block, score
         for key in empty:
             del self._heaps[key]
         return best
@@ -68,8 +70,8 @@ class Ageing:
                 heap[:] = [entry for entry in heap if entry[2].tenant is not None]
                 heapify(heap)
 
-    def _oldest(self, heap: _Heap, priority: ContentPriority) -> float | None:
-        """Bring the block that was used longest ago and may go to the head; when that was."""
+    def _oldest(self, heap: _Heap, priority: ContentPriority) -> _Entry | None:
+        """Find the entry of the block that was used longest ago and may go."""
         found = None
         pinned: list[Block] = []
         while heap:
@@ -82,7 +84,7 @@ class Ageing:
             elif (last_s := block.last_used_s()) > used_s:
                 heapreplace(heap, (last_s, stamp, block))
             else:
-                found = used_s
+                found = heap[0]
                 break
         for block in pinned:  # in use now, so as young as any
             heappush(heap, (self._now.s, block.stamp, block))

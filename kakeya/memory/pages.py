@@ -251,6 +251,7 @@ class PagePool:
     def commit(self, block: Block) -> None:
         """Let all see a prepared block. Raises PageFreed when it was rolled back meanwhile."""
         self._end_preparing(block)
+        block.used_s = self.now.s
 
     def rollback(self, block: Block) -> None:
         """Give a prepared block back as if it had never been. Raises PageFreed, Conflict."""

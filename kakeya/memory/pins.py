@@ -165,6 +165,8 @@ class Holder:
         """End our hold on a block, if there is one."""
         hold = self._holds.pop(block, None)
         if hold is not None:
+            last_s = self._now.s if hold.pins > 0 else hold.used_s
+            block.used_s = max(block.used_s, last_s)  # what it knew of its use stays known
             hold.pins = _GONE
             block.holds = tuple(other for other in block.holds if other is not hold)
 

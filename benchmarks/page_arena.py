@@ -1,0 +1,240 @@
+"""Goals 8 and 21: what allocating, pinning and evicting pages costs the process that owns them.
+
+Each figure is the median of many batches, taken in turns with a list append under a lock, the
+least that an allocator shared by threads would pay. The vLLM figures of goal 8 are cited, not run.
+
+    .venv/bin/python -m benchmarks.page_arena
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.report import emit, interleaved, median, percentile
+from kakeya.memory.arena import PageArena
+from kakeya.memory.content import ContentType, Fit, PageConfig
+from kakeya.memory.pages import PagePool
+from kakeya.memory.pins import Block, Hold
+
+SLABS, CALLS, REPEATS = 32, 1_000, 31
+VLLM_ALLOC_NS, VLLM_HUNDRED_NS = 494.0, 20_715.0
+
+
+def pool_of(slabs: int, *, fit: Fit = Fit.BEST) -> PagePool:
+    pool = PagePool(PageConfig(fit=fit))
+    pool.at(1.0)
+    for _ in range(slabs):
+        pool.grow()
+    return pool
+
+
+def ns_each(work: Callable[[], object], calls: int) -> float:
+    started = time.perf_counter_ns()
+    work()
+    return (time.perf_counter_ns() - started) / calls
+
+
+def locked_append() -> Callable[[], float]:
+    lock, kept = threading.Lock(), []
+
+    def work() -> None:
+        for number in range(CALLS):
+            with lock:
+                kept.append(number)
+
+    def measure() -> float:
+        kept.clear()
+        return ns_each(work, CALLS)
+
+    return measure
+
+
+def allocate_one(*, reused: bool) -> Callable[[], float]:
+    """One page each; `reused`: 16 at a time, from what was freed just before."""
+    pool = pool_of(SLABS)
+    page = pool.tenant(ContentType.KV_CACHE, "bench").page
+    batch = 16 if reused else CALLS
+
+    def measure() -> float:
+        taken: list[Block] = []
+        spent = 0
+        for _ in range(CALLS // batch):
+            started = time.perf_counter_ns()
+            for _ in range(batch):
+                taken.append(page())
+            spent += time.perf_counter_ns() - started
+            for block in taken:
+                pool.free(block)
+            taken.clear()
+        return spent / (CALLS // batch * batch)
+
+    return measure
+
+
+def allocate_hundred(*, pair: bool, merged: bool) -> Callable[[], float]:
+    """A range of 100; `pair`: with its freeing; `merged`: searched for among ranges each time."""
+    pool = pool_of(SLABS)
+    tenant = pool.tenant(ContentType.LORA_WEIGHT, "bench")
+    holes = [tenant.range(20 + i % 7) for i in range(SLABS)]
+    for block in holes[::2]:
+        pool.free(block)
+
+    def measure() -> float:
+        spent = 0
+        for _ in range(CALLS):
+            if merged:
+                pool.merge()
+            started = time.perf_counter_ns()
+            block = tenant.range(100)
+            middle = time.perf_counter_ns()
+            pool.free(block)
+            spent += (time.perf_counter_ns() if pair else middle) - started
+        return spent / CALLS
+
+    return measure
+
+
+def held(count: int) -> list[Hold]:
+    pool = pool_of(SLABS)
+    tenant = pool.tenant(ContentType.KV_CACHE, "bench")
+    engine = pool.holder("engine")
+    return [engine.hold(tenant.page()) for _ in range(count)]
+
+
+def pins(*, unpin: bool) -> Callable[[], float]:
+    """A pin, or an unpin, of each of many held blocks in turn."""
+    holds = held(CALLS)
+
+    def pin_all() -> None:
+        for hold in holds:
+            hold.pin()
+
+    def unpin_all() -> None:
+        for hold in holds:
+            hold.unpin()
+
+    def measure() -> float:
+        first = ns_each(pin_all, CALLS)
+        second = ns_each(unpin_all, CALLS)
+        return second if unpin else first
+
+    return measure
+
+
+def open_hold() -> Callable[[], float]:
+    """Opening a hold: what the first pin of a block by its holder costs more."""
+    pool = pool_of(SLABS)
+    tenant = pool.tenant(ContentType.KV_CACHE, "bench")
+    blocks = [tenant.page() for _ in range(CALLS)]
+    engine = pool.holder("engine")
+
+    def measure() -> float:
+        spent = ns_each(lambda: [engine.hold(block) for block in blocks], CALLS)
+        engine.drop_all()
+        return spent
+
+    return measure
+
+
+def evict_one(worst: list[float]) -> Callable[[], float]:
+    """One eviction from a full pool with five contents, a tenth of it pinned."""
+    pool = pool_of(SLABS)
+    tenants = [pool.tenant(content, "bench") for content in ContentType]
+    rng = random.Random(7)
+    engine = pool.holder("engine")
+    for number in range(SLABS * 128):
+        if number % 64 == 0:
+            pool.at(pool.now.s + 0.1)
+        block = rng.choice(tenants).page()
+        if number % 10 == 0:
+            engine.hold(block).pin()
+    pool.evict_until_free(1)
+
+    def measure() -> float:
+        spent = []
+        for _ in range(200):
+            while pool.free_pages:
+                rng.choice(tenants).page()
+            pool.at(pool.now.s + 0.01)
+            started = time.perf_counter_ns()
+            pool.evict_one()
+            spent.append(float(time.perf_counter_ns() - started))
+        worst.append(percentile(spent, 0.99))
+        return median(spent)
+
+    return measure
+
+
+def prepare_and_commit(folder: Path) -> tuple[PageArena, Callable[[], float]]:
+    """On real shared memory: prepare, commit and free one page, stamps and barrier included."""
+    config = PageConfig(page_bytes=512 * 1024, slab_pages=16, total_pages=16)
+    arena = PageArena(config, folder=folder, rng=random.Random(1))
+    arena.grow()
+    arena.at(1.0)
+    tenant = arena.pool.tenant(ContentType.KV_CACHE, "bench")
+    agent = arena.pool.holder("agent")
+
+    def work() -> None:
+        for _ in range(CALLS):
+            filling = arena.prepare(tenant, 1024, agent)
+            filling.commit()
+            arena.pool.free(filling.block)
+
+    return arena, lambda: ns_each(work, CALLS)
+
+
+def main() -> None:
+    gc.disable()  # as a collection in the middle of a batch is not what is measured
+    worst: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        arena, on_memory = prepare_and_commit(Path(folder))
+        with arena:
+            taken = interleaved(
+                {
+                    "lock": locked_append(),
+                    "alloc": allocate_one(reused=True),
+                    "alloc_bulk": allocate_one(reused=False),
+                    "hundred": allocate_hundred(pair=False, merged=False),
+                    "hundred_pair": allocate_hundred(pair=True, merged=False),
+                    "hundred_searched": allocate_hundred(pair=False, merged=True),
+                    "pin": pins(unpin=False),
+                    "unpin": pins(unpin=True),
+                    "open_hold": open_hold(),
+                    "evict": evict_one(worst),
+                    "prepare_commit_free": on_memory,
+                },
+                repeats=REPEATS,
+            )
+    ns = {name: median(values) for name, values in taken.items()}
+    goals = {"alloc": 100.0, "hundred": 1_000.0, "pin": 50.0, "unpin": 50.0, "evict": 10_000.0}
+    for name, goal in goals.items():
+        emit(
+            f"page arena, {name}, ns",
+            ours=ns[name],
+            baseline=goal,
+            ratio=ns[name] / goal,
+            goal=f"< {goal:.0f} ns",
+            met=ns[name] < goal,
+            times_locked_append=round(ns[name] / ns["lock"], 2),
+        )
+    emit(
+        "page pool against vLLM's BlockPool (cited): alloc 1; 100 and free, ns",
+        ours=ns["hundred_pair"],
+        baseline=VLLM_HUNDRED_NS,
+        ratio=VLLM_HUNDRED_NS / ns["hundred_pair"],
+        goal=">= 5x at one page, >= 20x at 100 with freeing",
+        met=VLLM_ALLOC_NS >= 5 * ns["alloc"] and VLLM_HUNDRED_NS >= 20 * ns["hundred_pair"],
+        times_at_one=round(VLLM_ALLOC_NS / ns["alloc"], 1),
+        evict_p99_ns=round(median(worst)),
+        others_ns={name: round(value, 1) for name, value in ns.items() if name not in goals},
+    )
+
+
+if __name__ == "__main__":
+    main()
