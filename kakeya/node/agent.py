@@ -26,6 +26,7 @@ from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards import Offer
 from kakeya.fleet.exchange import Round
 from kakeya.fleet.identity import Identity
+from kakeya.fleet.registry import LATENCY_S
 from kakeya.fleet.ring import probe_ring_environment
 from kakeya.node.card import Place, make_offer
 from kakeya.node.config import NodeConfig
@@ -68,7 +69,7 @@ _STUCK, _TAKEN = "loop", "conflict"
 """Causes for which the whole node does not serve."""
 _SEEN_S = 1800.0
 _NEWCOMER_ROUNDS = 3
-"""A node that meets its own id in its first rounds came second."""
+"""A node that meets its own id in the time of its first rounds came second."""
 
 
 class Agent:
@@ -314,8 +315,14 @@ class Agent:
         taken = [c for c in registry.conflicts(self._clock.wall()) if c.is_own]
         if not taken:
             self._health.release(_TAKEN)
-        elif self._plane.gossip.stats.rounds <= _NEWCOMER_ROUNDS and self._confirming is None:
+        elif self._is_newcomer() and self._confirming is None:
             self._confirming = asyncio.create_task(self._give_way(taken[0].address))
+
+    def _is_newcomer(self) -> bool:
+        # By time: pokes make rounds come early, and an earlier life is told from another process
+        # only by a beat from well after the start.
+        window_s = _NEWCOMER_ROUNDS * self._config.fleet.interval_s + LATENCY_S
+        return self._clock.mono() - self._started_mono <= window_s
 
     async def _give_way(self, address: str) -> None:
         """Serve nothing if the node that has our id is really there: it came first."""

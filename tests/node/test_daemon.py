@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+import shutil
 import signal
 import socket
 import socketserver
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -234,6 +236,44 @@ async def test_kill_9_leaves_nothing_that_stops_the_next_start(tmp_path: Path) -
         assert await node.wait() == -signal.SIGKILL
     async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
         assert node.api.get("/healthz") == {"status": "ok"}
+
+
+async def test_a_copy_of_a_node_refuses_to_serve_and_both_say_why(tmp_path: Path) -> None:
+    """Row 13: a disk was copied; the node that was there first goes on."""
+    first_folder, copy_folder = tmp_path / "first", tmp_path / "copy"
+    async with NodeProcess(first_folder, *NGRAM_ONLY, *QUICK) as first:
+        # Until it has been up for its first rounds and 5 s, it might be the newcomer itself.
+        await eventually(
+            "it is no newcomer",
+            lambda: first.api.get("/api/v1/status")["node"]["uptime_s"] > 6.6,  # type: ignore[index]
+        )
+        (copy_folder / "data").mkdir(parents=True)
+        shutil.copy(first_folder / "data" / "node.json", copy_folder / "data")
+        flags = ("--peer", first.grpc, *NGRAM_ONLY, *QUICK)
+        async with NodeProcess(copy_folder, *flags) as copy:
+            assert copy.node_id == first.node_id
+            status, said = await eventually("the copy is not ready", lambda: not_ready(copy))
+            assert status == 503
+            assert f"the node at {first.grpc} had the id {first.node_id} before this one" in said
+            for node, other in ((first, copy), (copy, first)):
+                await eventually(
+                    "the conflict is shown",
+                    lambda n=node, o=other: any(
+                        o.grpc in line for line in n.api.get("/api/v1/fleet")["warnings"]
+                    ),
+                )
+                text = node.log_file.read_text()
+                assert text.count("another process") <= 1, text
+            assert not_ready(first) is None
+            assert not_ready(copy) is not None
+
+
+def not_ready(node: NodeProcess) -> tuple[int, str] | None:
+    try:
+        with urllib.request.urlopen(f"http://{node.http}/readyz", timeout=10):
+            return None
+    except urllib.error.HTTPError as refusal:
+        return refusal.code, refusal.read().decode()
 
 
 class _Garbage(socketserver.BaseRequestHandler):
