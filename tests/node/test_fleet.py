@@ -6,8 +6,10 @@ Everything runs over loopback with engine children, as it does for a person.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -143,6 +145,22 @@ async def test_the_command_line_over_a_running_fleet(
     refused = await asyncio.to_thread(run_cli, *arguments, "--prompt", "x", "--model", "nobody")
     assert refused.returncode == 1
     assert "nobody" in refused.stderr
+
+
+async def test_status_is_watched_until_the_owner_has_seen_enough(verifier: NodeProcess) -> None:
+    watch = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kakeya.node.cli", "status", "--watch", "--json"),
+        *("--node", verifier.http),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert watch.stdout is not None
+    seen = [json.loads(await asyncio.wait_for(watch.stdout.readline(), 20)) for _ in range(2)]
+    watch.send_signal(signal.SIGINT)
+    _, complaint = await watch.communicate()
+    assert [one["node"]["node_id"] for one in seen] == ["verifier"] * 2
+    assert 0.5 <= seen[1]["node"]["uptime_s"] - seen[0]["node"]["uptime_s"] <= 5
+    assert b"Traceback" not in complaint
 
 
 async def test_every_floor_is_in_the_metrics(verifier: NodeProcess, drafter: NodeProcess) -> None:

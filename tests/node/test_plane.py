@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -25,22 +27,45 @@ HONEST, HOSTILE = "zz-honest", "aa-hostile"
 ADDRESS = "10.0.0.7:50051"
 
 
-@pytest.fixture
-async def plane(tmp_path: object) -> AsyncIterator[FleetPlane]:
-    clock = SystemClock()
-    async with opened(Cables("127.0.1.1"), "--bind", "127.0.1.1:0") as rig:
+@asynccontextmanager
+async def made_plane(
+    folder: Path, *flags: str, bind: str = "127.0.1.1:0"
+) -> AsyncIterator[FleetPlane]:
+    """The fleet half of a node, not started."""
+    chances = Chances(clock=SystemClock(), rng=random.Random(1))
+    async with opened(Cables("127.0.1.1"), "--bind", bind) as rig:
         made = FleetPlane(
-            (await asyncio.to_thread(config.load, ("--no-mdns",), {})).fleet,
+            (await asyncio.to_thread(config.load, flags, {})).fleet,
             state=NodeState(node_id="me", memory=Memory()),
-            data_dir=tmp_path,  # type: ignore[arg-type]
+            data_dir=folder,
             trust=None,
             reach=rig.reach,
             offer=Offer(grpc_address="127.0.1.1:1"),
-            chances=Chances(clock=clock, rng=random.Random(1)),
+            chances=chances,
             on_round=lambda done: None,
         )
         yield made
         await made.aclose()
+
+
+@pytest.fixture
+async def plane(tmp_path: Path) -> AsyncIterator[FleetPlane]:
+    async with made_plane(tmp_path, "--no-mdns") as made:
+        yield made
+
+
+async def test_no_mdns_turns_it_off_and_typed_peers_still_count(tmp_path: Path) -> None:
+    peer, clock = ("--peer", "10.0.0.9:50051"), SystemClock()
+    async with (
+        made_plane(tmp_path, *peer, bind="0.0.0.0:0") as looks,
+        made_plane(tmp_path, *peer, "--no-mdns", bind="0.0.0.0:0") as does_not,
+    ):
+        assert looks.discovery is not None
+        assert does_not.discovery is None
+        for made in (looks, does_not):
+            assert made.gossip._choose(now=clock.wall(), mono=clock.mono()) == peer[1:]
+        assert status_of(looks)["fleet"]["mdns_sightings"] == 0  # type: ignore[index]
+        assert status_of(does_not)["fleet"]["mdns_sightings"] is None  # type: ignore[index]
 
 
 def learn(plane: FleetPlane, node_id: str, address: str, *more: str) -> None:
