@@ -27,7 +27,17 @@ from kakeya.memory.plan import (
     Refusal,
     Snapshot,
 )
-from kakeya.memory.policy import Level, Relief, Rules, Shrink, Tenant, fit, pressure_key, relieve
+from kakeya.memory.policy import (
+    Level,
+    Relief,
+    Rules,
+    Shrink,
+    Tenant,
+    fit,
+    periods,
+    pressure_key,
+    relieve,
+)
 from kakeya.memory.resident import LeaseId, Resident, ResidentKey, State
 
 
@@ -248,7 +258,7 @@ class Arbiter:
         """When time alone changes a decision; None = only an event does."""
         rules, due = self._rules, []
         for ticket in self._tickets.values():
-            steps = int((now - ticket.asked_mono) / rules.age_s) + 1
+            steps = periods(now - ticket.asked_mono, rules.age_s) + 1
             due += [ticket.ask.deadline_mono, ticket.asked_mono + steps * rules.age_s]
             if ticket.stuck_since_mono is not None:
                 due.append(ticket.stuck_since_mono + rules.drain_limit_s)
@@ -319,7 +329,7 @@ class Arbiter:
             return verdict
         if ticket.stuck_since_mono is None:
             ticket.stuck_since_mono = now
-        if now - ticket.stuck_since_mono >= self._rules.drain_limit_s:
+        if now >= ticket.stuck_since_mono + self._rules.drain_limit_s:
             return line.Refuse(line.stuck(ticket, verdict, view))
         return verdict
 
@@ -366,14 +376,14 @@ class Arbiter:
             return
         is_busy = self._ledger.has_promises or any(r.is_leaving for r in self._ledger.residents)
         is_low = self._level is Level.LOW
-        if is_low and (is_busy or now - self._relieved_mono < self._rules.cooldown_s):
+        if is_low and (is_busy or now < self._relieved_mono + self._rules.cooldown_s):
             return
         residents, tenants = self._ledger.residents, self._ledger.tenants
         taken = relieve(self._level, residents, tenants, now=now, rules=self._rules)
         if taken.victims or taken.shrinks:
             self._relieved_mono = now
             answer.plans.append(self._plan_relief(taken, Reason.PRESSURE, 0))
-        elif not is_busy and now - self._reported_mono >= self._rules.exhausted_s:
+        elif not is_busy and now >= self._reported_mono + self._rules.exhausted_s:
             self._reported_mono = now
             kept = tuple(one.key for one in residents)
             answer.exhausted = Exhausted(level=self._level, kept=kept)

@@ -134,19 +134,24 @@ def check_fixed(fixed: Mapping[str, int], budget: int) -> None:
         )
 
 
+def periods(seconds: float, each_s: float) -> int:
+    """How many periods have passed; a rounding error before the end of one does not hide it."""
+    return int(seconds / each_s + 1e-9)
+
+
 def resident_rank(resident: Resident, now: float) -> int:
     """How urgent a resident is: 0 = most. Idleness costs it a class for each `stay_warm_s`."""
     if resident.leases:
         return min(priority.rank for priority in resident.leases.values())
     idle_s = max(0.0, now - resident.last_used_mono)
     stay_warm_s = resident.warmth.stay_warm_s
-    decay = int(idle_s / stay_warm_s) if stay_warm_s > 0 else WORST_RANK
+    decay = periods(idle_s, stay_warm_s) if stay_warm_s > 0 else WORST_RANK
     return min(WORST_RANK, resident.last_priority.rank + decay)
 
 
 def ticket_rank(priority: RequestPriority, waited_s: float, rules: Rules) -> int:
     """How urgent a waiting request is; below 0 when it waited long."""
-    return priority.rank - int(max(0.0, waited_s) / rules.age_s)
+    return priority.rank - periods(max(0.0, waited_s), rules.age_s)
 
 
 def pressure_key(resident: Resident, now: float) -> tuple[int, int, float, ResidentKey]:

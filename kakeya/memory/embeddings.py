@@ -1,0 +1,161 @@
+"""What images became for a model: projected tokens, kept in RAM for a few minutes.
+
+Projecting an image costs more than most answers about it. The key is a digest of the model family
+and the pixels, normalised, so that two files of one picture meet, and two families never do.
+A hit makes an entry young for the order of leaving; it does not make it live longer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from kakeya.core import errors
+from kakeya.memory.policy import Rung, Tenant
+
+MAX_ENTRIES = 32
+TTL_S = 300.0
+ChannelOrder = Literal["RGB", "BGR", "RGBA", "BGRA", "ARGB", "L"]
+_NAME = "vision-embeddings"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionEmbedding:
+    """Projected tokens, row by row: `token_count` x `hidden_size` numbers of any one format."""
+
+    tokens: memoryview
+    token_count: int
+    hidden_size: int
+
+    def __post_init__(self) -> None:
+        numbers = self.tokens.nbytes // self.tokens.itemsize
+        if numbers != self.token_count * self.hidden_size:
+            raise errors.InvalidArgument(
+                f"an embedding of {self.token_count} tokens x {self.hidden_size} has "
+                f"{numbers} numbers; {self.token_count * self.hidden_size} are needed",
+                param="tokens",
+            )
+
+
+class VisionEmbeddingCache:
+    """Least recently used entries go first, expired ones before. A tenant of the ledger."""
+
+    def __init__(
+        self, *, mono: Callable[[], float], max_entries: int = MAX_ENTRIES, ttl_s: float = TTL_S
+    ) -> None:
+        if max_entries < 1 or not ttl_s > 0:
+            raise errors.ConfigError(
+                f"a cache of {max_entries} entries for {ttl_s} s keeps nothing; at least 1 entry "
+                "and more than 0 s are needed"
+            )
+        self._mono = mono
+        self._max_entries = max_entries
+        self._ttl_s = ttl_s
+        self._entries: OrderedDict[str, tuple[VisionEmbedding, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: str) -> VisionEmbedding | None:
+        """The live entry of a key."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        if entry[1] <= self._mono():
+            del self._entries[key]
+            return None
+        self._entries.move_to_end(key)
+        return entry[0]
+
+    def put(self, key: str, embedding: VisionEmbedding) -> None:
+        """Keep an embedding. Its tokens must not change any more."""
+        self._entries[key] = (embedding, self._mono() + self._ttl_s)
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._max_entries:
+            self.purge_expired()
+        while len(self._entries) > self._max_entries:
+            self._entries.popitem(last=False)
+
+    def purge_expired(self) -> int:
+        """Drop what expired; returns how many that were."""
+        now = self._mono()
+        expired = [key for key, (_, until) in self._entries.items() if until <= now]
+        for key in expired:
+            del self._entries[key]
+        return len(expired)
+
+    def clear(self) -> None:
+        """Drop everything: the model that understood it is gone."""
+        self._entries.clear()
+
+    def usage(self) -> Tenant:
+        """What it holds, as the ledger counts it."""
+        now = self._mono()
+        live = expired = 0
+        for embedding, until in self._entries.values():
+            if until <= now:
+                expired += embedding.tokens.nbytes
+            else:
+                live += embedding.tokens.nbytes
+        return Tenant(
+            name=_NAME,
+            rung=Rung.CACHE,
+            held_bytes=live + expired,
+            expired_bytes=expired,
+            spare_bytes=live,
+        )
+
+    async def shrink(self, size: int) -> None:
+        """Give up so many bytes: expired entries, then the least recently used."""
+        before = self.usage().held_bytes
+        self.purge_expired()
+        while self._entries and before - self.usage().held_bytes < size:
+            self._entries.popitem(last=False)
+
+
+def embedding_key(model_family: str, pixels: bytes) -> str:
+    """The key of an image for a family of models. `pixels` are `normalised`.
+
+    Raises InvalidArgument without a family: tokens of one mean nothing to another.
+    """
+    if not model_family:
+        raise errors.InvalidArgument("a model family is needed", param="model_family")
+    family = model_family.encode()
+    digest = hashlib.sha256(len(family).to_bytes(4, "big") + family)
+    digest.update(pixels)
+    return digest.hexdigest()
+
+
+def normalised(
+    pixels: bytes, width: int, height: int, *, order: ChannelOrder = "RGB", side: int = 224
+) -> bytes:
+    """Pixels as they are hashed: RGB, fitted into a square of `side`, the rest padded with 0.
+
+    A larger image is reduced to its nearest pixels, a smaller one stays as it is; transparency is
+    dropped. Raises InvalidArgument when the length does not fit.
+    """
+    step = len(order)
+    if width < 1 or height < 1 or len(pixels) != width * height * step:
+        raise errors.InvalidArgument(
+            f"{len(pixels)} bytes are no {order} image of {width} x {height}; "
+            f"{width * height * step} are needed",
+            param="pixels",
+        )
+    scale = max(width, height, side)
+    columns, rows = max(1, width * side // scale), max(1, height * side // scale)
+    places = [column * width // columns * step for column in range(columns)]
+    red, green, blue = (0, 0, 0) if order == "L" else (order.index(one) for one in "RGB")
+    square = bytearray(side * side * 3)
+    for row in range(rows):
+        source = row * height // rows * width * step
+        target = row * side * 3
+        for place in places:
+            at = source + place
+            square[target] = pixels[at + red]
+            square[target + 1] = pixels[at + green]
+            square[target + 2] = pixels[at + blue]
+            target += 3
+    return bytes(square)

@@ -1,0 +1,96 @@
+"""What happens in memory, told to whoever listens: metrics, status, the card, plug-ins."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kakeya.core.log import event
+from kakeya.memory.plan import Exhausted, Reason
+from kakeya.memory.policy import Level
+from kakeya.memory.resident import ResidentKey
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLoad:
+    """A model was loaded. `measured_bytes` is None where its handler does not measure."""
+
+    key: ResidentKey
+    load_s: float
+    estimate_bytes: int
+    measured_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelUnload:
+    """A model left memory."""
+
+    key: ResidentKey
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evicted:
+    """A model had to leave for another one, for pressure or for the budget."""
+
+    key: ResidentKey
+    reason: Reason
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPressure:
+    """The level of pressure changed. `source` is the one that says the worst."""
+
+    level: Level
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapabilityRun:
+    """A run ended, well or not."""
+
+    key: ResidentKey
+    run_s: float
+    is_failed: bool
+
+
+Event = ModelLoad | ModelUnload | Evicted | MemoryPressure | CapabilityRun | Exhausted
+Listener = Callable[[Event], None]
+
+
+class Listeners:
+    """Who is told. A listener that raises is told nothing more."""
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, Listener] = {}
+        self._count = 0
+
+    def add(self, listener: Listener) -> Callable[[], None]:
+        """Tell `listener` from now on, until what is returned is called."""
+        self._count += 1
+        number = self._count
+        self._by_number[number] = listener
+
+        def unsubscribe() -> None:
+            self._by_number.pop(number, None)
+
+        return unsubscribe
+
+    def tell(self, happened: Event) -> None:
+        """Tell everybody, in the order in which they came."""
+        for number, listener in tuple(self._by_number.items()):
+            try:
+                listener(happened)
+            except Exception as fault:  # noqa: BLE001 - somebody else's code
+                self._by_number.pop(number, None)
+                event(
+                    _log,
+                    "listener of memory events dropped",
+                    level=logging.WARNING,
+                    told=type(happened).__name__,
+                    error=repr(fault),
+                )

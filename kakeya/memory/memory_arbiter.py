@@ -1,0 +1,448 @@
+"""The one owner of models in memory, as programs and plug-ins use it.
+
+    async with MemoryArbiter(budget=4 * GIB, clock=SystemClock()) as arbiter:
+        arbiter.register(capability)
+        answer = await arbiter.request("vision-describe", "tiny-vl", image)
+        async with arbiter.acquire("vision-describe", "tiny-vl") as handle:
+            for frame in frames:
+                await handle.run(frame)
+
+A model is loaded by the first who needs it and shared; while somebody holds it, it is not taken
+away; afterwards it stays until its room is needed. Loading a model on one's own is not allowed:
+nobody could count it.
+
+Who measures: a handler's `load` returns what it measured, an engine's later growth comes by
+`measure`, the machine's state by `observe` (see `pressure`). Who owns the live models: this object;
+a backend is reached through a handle only, as long as it is held. An active session holds a handle.
+A job in another process is a capability of its own role, whose load is to note the holder, or,
+where nobody asked, `hold`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from kakeya.core import errors
+from kakeya.core.clock import Clock
+from kakeya.core.log import event
+from kakeya.core.tasks import Supervisor
+from kakeya.memory.arbiter import Arbiter
+from kakeya.memory.capability import Capability, Lane, Timings
+from kakeya.memory.embeddings import VisionEmbedding, VisionEmbeddingCache
+from kakeya.memory.events import CapabilityRun, Event, Evicted, Listeners, MemoryPressure
+from kakeya.memory.keeper import FORCE_S, Keeper, TenantSource, cancelled, within
+from kakeya.memory.plan import FOREVER, Ask, Reason, Snapshot
+from kakeya.memory.policy import Level, Rules
+from kakeya.memory.pressure import Reading
+from kakeya.memory.resident import VISION, LeaseId, RequestPriority, ResidentKey, Role, Warmth
+
+_log = logging.getLogger(__name__)
+GRACE_S = 10.0
+"""How long the end waits for those who still use a model."""
+_RUNS_KEPT_S = 60.0
+_LOADS_KEPT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How a caller wants to be served.
+
+    `timeout_s` covers waiting, loading and running. `warmth` overrides the capability's for the
+    model from now on. `may_displace_text` lets the load take the room of text that idles.
+    """
+
+    priority: RequestPriority = RequestPriority.NORMAL
+    timeout_s: float = FOREVER
+    warmth: Warmth | None = None
+    may_displace_text: bool = False
+
+
+PLAIN = Terms()
+
+
+class _Shelf:
+    """The live models, by key. Loads and unloads by their handlers; decides nothing."""
+
+    def __init__(self, capabilities: dict[str, Capability], clock: Clock) -> None:
+        self._capabilities = capabilities
+        self._clock = clock
+        self.backends: dict[ResidentKey, object] = {}
+        self.loads: dict[ResidentKey, Timings] = {}
+
+    async def load(self, key: ResidentKey) -> int | None:
+        """Load by the capability's handler."""
+        began_mono = self._clock.mono()
+        loaded = await self._capabilities[key.capability].handler.load(key.model_key)
+        self.backends[key] = loaded.backend
+        now = self._clock.mono()
+        self.loads.setdefault(key, Timings(_LOADS_KEPT_S)).add(now - began_mono, now)
+        return loaded.measured_bytes
+
+    async def unload(self, key: ResidentKey) -> None:
+        """Unload by the capability's handler: once for each load."""
+        if key in self.backends:
+            backend = self.backends.pop(key)
+            await self._capabilities[key.capability].handler.unload(key.model_key, backend)
+
+
+class Handle:
+    """The right to use a model until it is released. Each handle is released by itself, once;
+    what is released again does nothing."""
+
+    __slots__ = ("_lease", "_owner", "key")
+
+    def __init__(self, owner: MemoryArbiter, key: ResidentKey, lease: LeaseId) -> None:
+        self.key = key
+        self._owner = owner
+        self._lease: LeaseId | None = lease
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    @property
+    def backend(self) -> object:
+        """The loaded model, as its handler returned it. Raises Conflict after the release."""
+        self._held("use")
+        return self._owner.backend(self.key)
+
+    async def run(self, payload: object) -> object:
+        """Run a request in the model's lane. Raises Conflict after the release, and QueueFull."""
+        self._held("run")
+        return await self._owner.run_held(self.key, payload)
+
+    def retain(self) -> Handle:
+        """Another handle of the same model, for somebody else to release."""
+        return Handle(self._owner, self.key, self._owner.retain(self._held("retain")))
+
+    def release(self) -> None:
+        """Give the model back."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self._owner.release(lease)
+
+    def _held(self, wish: str) -> LeaseId:
+        if self._lease is None:
+            raise errors.Conflict(f"cannot {wish} {self.key} after release; acquire it again")
+        return self._lease
+
+
+class MemoryArbiter:
+    """See the module. One for each node, on one event loop, between `async with`."""
+
+    def __init__(
+        self,
+        *,
+        budget: int,
+        clock: Clock,
+        rules: Rules | None = None,
+        embeddings: VisionEmbeddingCache | None = None,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._clock = clock
+        self._grace_s = grace_s
+        self._arbiter = Arbiter(budget, rules=rules)
+        self._capabilities: dict[str, Capability] = {}
+        self._roles: dict[str, Role] = {}
+        self._listeners = Listeners()
+        self._shelf = _Shelf(self._capabilities, clock)
+        self._keeper = Keeper(
+            self._arbiter, models=self._shelf, listeners=self._listeners, clock=clock
+        )
+        self._embeddings = embeddings or VisionEmbeddingCache(mono=clock.mono)
+        self._keeper.add_tenant(self._embeddings)
+        self._listeners.add(self._forget_images)
+        self._lanes: dict[ResidentKey, Lane] = {}
+        self._run_times: dict[str, Timings] = {}
+        self._runs: set[asyncio.Task[object]] = set()
+        self._tasks: Supervisor | None = None
+        self._is_over = False
+
+    async def __aenter__(self) -> Self:
+        self._start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.shutdown()
+
+    # What plug-ins do.
+
+    def register(self, capability: Capability) -> None:
+        """Take over a capability. Raises Conflict when its name has a handler already, or its
+        role's name means another role."""
+        if self._is_over:
+            raise errors.Refused(f"the arbiter is shutting down; {capability.name} is not taken")
+        if capability.name in self._capabilities:
+            raise errors.Conflict(f"capability {capability.name!r} is already registered")
+        role = capability.role
+        if self._roles.setdefault(role.name, role) != role:
+            raise errors.Conflict(
+                f"role {role.name!r} of {capability.name!r} is known with another meaning; use "
+                "that one, or choose another name"
+            )
+        self._capabilities[capability.name] = capability
+
+    async def request(
+        self, capability: str, model_key: str, payload: object, terms: Terms = PLAIN
+    ) -> object:
+        """Acquire, run, release. Cancelling it cancels the run, or gives up the place in the line.
+
+        Raises NotFound, MemoryRefused, DrainTimeout, QueueFull, LoadFailed, DeadlineExceeded (at
+        once, when loading and running usually take longer), and what the run raises.
+        """
+        key = self._key(capability, model_key)
+        self._check_time(key, terms)
+        work = self._serve(key, payload, terms, self._clock.mono() + terms.timeout_s)
+        try:
+            return await within(self._clock, terms.timeout_s, work)
+        except TimeoutError as over:
+            raise errors.DeadlineExceeded(
+                f"{key} did not answer within {terms.timeout_s:.3g} s; allow more time"
+            ) from over
+
+    @asynccontextmanager
+    async def acquire(
+        self, capability: str, model_key: str, terms: Terms = PLAIN
+    ) -> AsyncIterator[Handle]:
+        """Hold a model for many calls. `timeout_s` covers the way to the handle only.
+
+        Raises what `request` raises, but for the run.
+        """
+        key = self._key(capability, model_key)
+        handle = await self._handle(key, terms, self._clock.mono() + terms.timeout_s)
+        try:
+            yield handle
+        finally:
+            handle.release()
+
+    def on_event(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Tell `listener` what happens, until what is returned is called."""
+        return self._listeners.add(listener)
+
+    def cached_embedding(self, key: str) -> VisionEmbedding | None:
+        """Projected tokens of an image that was seen lately; see `embeddings.embedding_key`."""
+        return self._embeddings.get(key)
+
+    def cache_embedding(self, key: str, embedding: VisionEmbedding) -> None:
+        """Keep an image's projected tokens for a while."""
+        self._embeddings.put(key, embedding)
+
+    # What the node does.
+
+    async def preload(self, capability: str, model_key: str) -> bool:
+        """Begin to load before anybody asks, if there is room to spare; False = not now."""
+        key = self._key(capability, model_key)
+        self._keeper.count_tenants()
+        taken, outcome = self._arbiter.preload(self._ask(key, PLAIN, FOREVER), self._clock.mono())
+        self._keeper.take(outcome)
+        return taken
+
+    def unload(self, capability: str, model_key: str) -> None:
+        """Begin to unload. Raises NotFound, and Conflict while it is in use."""
+        key = ResidentKey(capability, model_key)
+        self._keeper.take(self._arbiter.unload(key, self._clock.mono()))
+
+    def measure(self, capability: str, model_key: str, size: int) -> None:
+        """Tell what a loaded model occupies by now."""
+        key = ResidentKey(capability, model_key)
+        self._keeper.take(self._arbiter.measure(key, size, self._clock.mono()))
+
+    def observe(self, reading: Reading) -> None:
+        """Tell how the machine is; at each poll, whether it changed or not."""
+        before = self._arbiter.snapshot().level
+        self._keeper.count_tenants()
+        outcome = self._arbiter.observe(reading.level, reading.available_bytes, self._clock.mono())
+        if reading.level is not before:
+            event(
+                _log,
+                "memory pressure",
+                level=logging.INFO if reading.level is Level.NOMINAL else logging.WARNING,
+                pressure=reading.level.name.lower(),
+                source=reading.source,
+            )
+            self._listeners.tell(MemoryPressure(level=reading.level, source=reading.source))
+        self._keeper.take(outcome)
+
+    def hold(self, holder: str, size: int) -> None:
+        """Tell what another process occupies by now; 0 = nothing more."""
+        self._keeper.take(self._arbiter.hold(holder, size, self._clock.mono()))
+
+    def set_budget(self, budget: int) -> None:
+        """Change the budget; what idles goes when it has become too small."""
+        self._keeper.take(self._arbiter.set_budget(budget, self._clock.mono()))
+
+    def add_tenant(self, source: TenantSource) -> None:
+        """Count a cache, an arena or sessions, and ask them to shrink when room is needed."""
+        self._keeper.add_tenant(source)
+
+    def status(self) -> Snapshot:
+        """The ledger."""
+        self._keeper.count_tenants()
+        return self._arbiter.snapshot()
+
+    async def shutdown(self) -> None:
+        """Refuse new requests, wait for those in use, unload everything. A second call does
+        nothing. Who does not release in time loses the model: its runs are cancelled first."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._keeper.take(self._arbiter.stop(self._clock.mono()))
+        if self._tasks is None:
+            return
+        try:
+            if await self._keeper.drain(self._grace_s):
+                await self._end_by_force()
+        finally:
+            await self._tasks.aclose()
+
+    # What handles do.
+
+    def backend(self, key: ResidentKey) -> object:
+        """The live model of a key that is leased. Raises Conflict when it was taken by the end."""
+        if key not in self._shelf.backends:
+            raise errors.Conflict(f"{key} is gone: the arbiter was shut down")
+        return self._shelf.backends[key]
+
+    async def run_held(self, key: ResidentKey, payload: object) -> object:
+        """Run in the lane of a key that is leased."""
+        async with self._turn(key):
+            return await self._run(key, payload)
+
+    def retain(self, lease: LeaseId) -> LeaseId:
+        """One more lease for who holds one."""
+        return self._arbiter.retain(lease, self._clock.mono())
+
+    def release(self, lease: LeaseId) -> None:
+        """Give a lease back."""
+        self._keeper.count_tenants()
+        self._keeper.take(self._arbiter.release(lease, self._clock.mono()))
+
+    # How a request goes.
+
+    def _start(self) -> None:
+        if self._is_over or self._tasks is not None:
+            raise errors.Conflict("an arbiter cannot start twice, nor after shutdown; make another")
+        self._tasks = Supervisor(self._clock)
+        self._tasks.start("memory keeper", self._keeper.run)
+
+    def _key(self, capability: str, model_key: str) -> ResidentKey:
+        if capability not in self._capabilities:
+            known = ", ".join(sorted(self._capabilities)) or "none"
+            raise errors.NotFound(f"no capability registered as {capability!r}; known: {known}")
+        if self._tasks is None:
+            raise errors.Conflict("the arbiter was not started; use it inside `async with`")
+        return ResidentKey(capability, model_key)
+
+    def _ask(self, key: ResidentKey, terms: Terms, deadline_mono: float) -> Ask:
+        capability = self._capabilities[key.capability]
+        return Ask(
+            key=key,
+            role=capability.role,
+            estimate_bytes=capability.estimate(key.model_key),
+            priority=terms.priority,
+            warmth=terms.warmth or capability.default_warmth,
+            deadline_mono=deadline_mono,
+            may_displace_text=terms.may_displace_text,
+        )
+
+    def _check_time(self, key: ResidentKey, terms: Terms) -> None:
+        needed_s = self._usual_run_s(key) or 0.0
+        if key not in self._shelf.backends and key in self._shelf.loads:
+            needed_s += self._shelf.loads[key].longest_s(self._clock.mono()) or 0.0
+        if terms.timeout_s < needed_s:
+            raise errors.DeadlineExceeded(
+                f"too long: {key} is estimated to take {needed_s:.3g} s to load and run, and the "
+                f"deadline is {terms.timeout_s:.3g} s; allow more time, or keep it warm"
+            )
+
+    def _usual_run_s(self, key: ResidentKey) -> float | None:
+        timings = self._run_times.get(key.capability)
+        return None if timings is None else timings.longest_s(self._clock.mono())
+
+    async def _serve(
+        self, key: ResidentKey, payload: object, terms: Terms, deadline_mono: float
+    ) -> object:
+        async with self._turn(key):
+            with await self._handle(key, terms, deadline_mono):
+                return await self._run(key, payload)
+
+    async def _handle(self, key: ResidentKey, terms: Terms, deadline_mono: float) -> Handle:
+        lease = await self._keeper.lease(self._ask(key, terms, deadline_mono))
+        return Handle(self, key, lease)
+
+    @asynccontextmanager
+    async def _turn(self, key: ResidentKey) -> AsyncIterator[None]:
+        """One lane for each model; first for room in memory and then for a turn would let those
+        who wait for a turn keep others out."""
+        lane = self._lanes.get(key)
+        if lane is None:
+            capability = self._capabilities[key.capability]
+            lane = Lane(str(key), capability.concurrency, capability.max_waiting)
+            self._lanes[key] = lane
+        try:
+            async with lane.turn(self._usual_run_s(key)):
+                yield
+        finally:
+            if lane.is_empty and self._lanes.get(key) is lane:
+                del self._lanes[key]
+
+    async def _run(self, key: ResidentKey, payload: object) -> object:
+        handler = self._capabilities[key.capability].handler
+        began_mono = self._clock.mono()
+        task = asyncio.ensure_future(handler.run(self.backend(key), payload))
+        self._runs.add(task)
+        is_failed = True
+        try:
+            result = await task
+            is_failed = False
+        except asyncio.CancelledError as end:
+            caller = asyncio.current_task()
+            if self._is_over and caller is not None and not caller.cancelling():
+                raise errors.Refused(f"the arbiter was shut down while {key} ran") from end
+            raise
+        finally:
+            self._runs.discard(task)
+            now = self._clock.mono()
+            if not is_failed:
+                timings = self._run_times.setdefault(key.capability, Timings(_RUNS_KEPT_S))
+                timings.add(now - began_mono, now)
+            happened = CapabilityRun(key=key, run_s=now - began_mono, is_failed=is_failed)
+            self._listeners.tell(happened)
+        return result
+
+    async def _end_by_force(self) -> None:
+        await cancelled(self._clock, FORCE_S, tuple(self._runs))
+        await self._keeper.cancel_loads()
+        for key in await self._keeper.drain(FORCE_S):
+            event(
+                _log,
+                "model is still held at the end; it is unloaded",
+                level=logging.WARNING,
+                model=str(key),
+            )
+            await self._keeper.unload_now(key)
+
+    def _forget_images(self, happened: Event) -> None:
+        """Under pressure, vision gives up its projected images with its weights."""
+        if isinstance(happened, Evicted) and happened.reason is Reason.PRESSURE:
+            role = self._capabilities[happened.key.capability].role
+            if role.name == VISION.name:
+                self._embeddings.clear()

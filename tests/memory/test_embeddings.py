@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kakeya.core import errors
+from kakeya.memory.embeddings import (
+    VisionEmbedding,
+    VisionEmbeddingCache,
+    embedding_key,
+    normalised,
+)
+from kakeya.memory.policy import Rung
+
+
+class Now:
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+def embedding(value: float = 0.0) -> VisionEmbedding:
+    tokens = memoryview(array("f", [value] * 6))
+    return VisionEmbedding(tokens=tokens, token_count=2, hidden_size=3)
+
+
+def test_a_hit_and_a_miss() -> None:
+    cache = VisionEmbeddingCache(mono=Now())
+    one = embedding(1)
+    cache.put("a", one)
+    assert cache.get("a") is one
+    assert cache.get("b") is None
+
+
+def test_the_least_recently_used_goes_first_and_a_hit_counts_as_use() -> None:
+    cache = VisionEmbeddingCache(mono=Now(), max_entries=2)
+    for key in ("a", "b"):
+        cache.put(key, embedding())
+    cache.get("a")
+    cache.put("c", embedding())
+    assert cache.get("b") is None
+    assert cache.get("a") is not None
+
+
+def test_what_expired_goes_before_what_lives() -> None:
+    now = Now()
+    cache = VisionEmbeddingCache(mono=now, max_entries=2, ttl_s=10)
+    cache.put("old", embedding())
+    now.at = 5
+    cache.put("young", embedding())
+    cache.get("old")
+    now.at = 10
+    cache.put("new", embedding())
+    assert cache.get("young") is not None
+
+
+def test_an_entry_lives_its_time_whether_it_is_used_or_not() -> None:
+    now = Now()
+    cache = VisionEmbeddingCache(mono=now)
+    cache.put("a", embedding())
+    now.at = 299.9
+    assert cache.get("a") is not None
+    now.at = 300
+    assert cache.get("a") is None
+
+
+def test_purging_takes_only_what_expired() -> None:
+    now = Now()
+    cache = VisionEmbeddingCache(mono=now, ttl_s=10)
+    cache.put("a", embedding())
+    now.at = 5
+    cache.put("b", embedding())
+    now.at = 10
+    assert cache.purge_expired() == 1
+    assert len(cache) == 1
+
+
+def test_putting_again_renews() -> None:
+    now = Now()
+    cache = VisionEmbeddingCache(mono=now, ttl_s=10)
+    cache.put("a", embedding(1))
+    now.at = 5
+    cache.put("a", embedding(2))
+    now.at = 12
+    again = cache.get("a")
+    assert again is not None
+    assert again.tokens[0] == 2
+
+
+async def test_it_is_a_tenant_that_gives_expired_bytes_first() -> None:
+    now = Now()
+    cache = VisionEmbeddingCache(mono=now, ttl_s=10)
+    cache.put("old", embedding())
+    now.at = 5
+    cache.put("lru", embedding())
+    cache.put("mru", embedding())
+    now.at = 10
+    usage = cache.usage()
+    assert (usage.rung, usage.held_bytes, usage.expired_bytes, usage.spare_bytes) == (
+        Rung.CACHE, 72, 24, 48,
+    )  # fmt: skip
+    await cache.shrink(24)
+    assert len(cache) == 2
+    await cache.shrink(1)
+    assert cache.get("mru") is not None
+    assert len(cache) == 1
+
+
+def test_numbers_that_do_not_fit_the_shape_are_refused() -> None:
+    with pytest.raises(errors.InvalidArgument, match="6 numbers; 8 are needed"):
+        VisionEmbedding(tokens=memoryview(array("f", [0] * 6)), token_count=2, hidden_size=4)
+
+
+@pytest.mark.parametrize(("entries", "ttl_s"), [(0, 1.0), (1, 0.0), (1, float("nan"))])
+def test_a_cache_that_keeps_nothing_is_refused(entries: int, ttl_s: float) -> None:
+    with pytest.raises(errors.ConfigError):
+        VisionEmbeddingCache(mono=Now(), max_entries=entries, ttl_s=ttl_s)
+
+
+def test_a_key_names_its_family() -> None:
+    keys = {embedding_key(*pair) for pair in [("a", b"bc"), ("ab", b"c"), ("b", b"bc")]}
+    assert len(keys) == 3
+    assert all(len(key) == 64 for key in keys)
+    with pytest.raises(errors.InvalidArgument):
+        embedding_key("", b"pixels")
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.data())
+def test_one_picture_has_one_normal_form_in_every_order(
+    width: int, height: int, data: st.DataObject
+) -> None:
+    count = width * height
+    pixel = st.tuples(*[st.integers(0, 255)] * 3)
+    pixels = data.draw(st.lists(pixel, min_size=count, max_size=count))
+    forms = {
+        "RGB": bytes(v for r, g, b in pixels for v in (r, g, b)),
+        "BGR": bytes(v for r, g, b in pixels for v in (b, g, r)),
+        "RGBA": bytes(v for r, g, b in pixels for v in (r, g, b, 255)),
+        "BGRA": bytes(v for r, g, b in pixels for v in (b, g, r, 9)),
+        "ARGB": bytes(v for r, g, b in pixels for v in (0, r, g, b)),
+    }
+    normal = {
+        normalised(form, width, height, order=order, side=8)  # type: ignore[arg-type]
+        for order, form in forms.items()
+    }
+    assert len(normal) == 1
+    assert len(normal.pop()) == 8 * 8 * 3
+
+
+def test_a_small_picture_is_padded_and_a_large_one_reduced() -> None:
+    assert normalised(b"\x07", 1, 1, order="L", side=2) == b"\x07\x07\x07" + bytes(9)
+    wide = bytes(range(8)) * 2
+    assert normalised(wide, 8, 2, order="L", side=4) == bytes(
+        v for at in (0, 2, 4, 6) for v in (at, at, at)
+    ) + bytes(36)
+
+
+def test_twice_the_size_of_the_same_picture_meets_it() -> None:
+    small = bytes(n % 251 for n in range(16 * 16 * 3))
+    rows = [small[row * 48 : row * 48 + 48] for row in range(16)]
+    doubled = [b"".join(row[at : at + 3] * 2 for at in range(0, 48, 3)) for row in rows]
+    large = b"".join(row * 2 for row in doubled)
+    assert normalised(small, 16, 16, side=16) == normalised(large, 32, 32, side=16)
+
+
+def test_bytes_that_are_no_such_image_are_refused() -> None:
+    with pytest.raises(errors.InvalidArgument, match="12 are needed"):
+        normalised(bytes(11), 2, 2)

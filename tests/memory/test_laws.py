@@ -1,0 +1,333 @@
+"""Laws of the arbiter, whatever is asked in whatever order, and plans carried out late or badly.
+
+- all that is committed lies within the budget, unless others or measurement brought it above
+- nothing leased is in an eviction plan, nor comes to be leased while it is
+- what a plan frees and what it says is short reach what it was asked
+- residents only go the ways of the table
+- every request is granted or refused, once; requests for one model in the order they came
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from kakeya.core import errors
+from kakeya.memory.arbiter import Arbiter
+from kakeya.memory.plan import FOREVER, Ask, Outcome, Plan
+from kakeya.memory.policy import Level, Rung, Tenant
+from kakeya.memory.resident import (
+    TRANSITIONS,
+    LeaseId,
+    RequestPriority,
+    ResidentKey,
+    Role,
+    State,
+    Warmth,
+)
+from tests.memory.worlds import MANY, ROLE_OF, World, ask
+
+BUDGET = 100
+MODELS: dict[str, tuple[str | Role, int]] = {
+    "see:a": ("vision", 30),
+    "see:b": ("vision", 45),
+    "draw:a": ("vision", 60),
+    "draft:a": ("drafter", 20),
+    "hear:a": ("asr", 25),
+    "text:a": ("text-target", 40),
+    "text:b": ("text-target", 55),
+    "any:a": (MANY, 35),
+    "any:b": (MANY, 35),
+    "huge:a": (MANY, 101),
+}
+WARMTHS = (Warmth(), Warmth(stay_warm_s=60), Warmth(stay_warm_s=5, unload_after_s=20))
+
+
+def _reachable(state: State) -> set[State]:
+    found = {state}
+    while True:
+        more = {after for one in found for after in TRANSITIONS[one]} - found
+        if not more:
+            return found
+        found |= more
+
+
+class ArbiterMachine(RuleBasedStateMachine):
+    """Plans are carried out step by step, in order, between other events."""
+
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arbiter = Arbiter(BUDGET)
+        self.now = 0.0
+        self.asks: dict[LeaseId, Ask] = {}
+        self.waiting: set[LeaseId] = set()
+        self.held: set[LeaseId] = set()
+        self.todo: list[Plan] = []
+        self.loading: list[ResidentKey] = []
+        self.leaving: set[ResidentKey] = set()
+        self.granted: list[LeaseId] = []
+        self.may_be_over = False
+        self.tenant = Tenant(name="pages", rung=Rung.PAGES, held_bytes=0)
+
+    # What is done with an outcome.
+
+    def take(self, outcome: Outcome) -> None:
+        for grant in outcome.grants:
+            assert grant.lease in self.waiting, "granted once, to somebody who waits"
+            assert grant.key == self.asks[grant.lease].key
+            self.waiting.remove(grant.lease)
+            self.held.add(grant.lease)
+            self.granted.append(grant.lease)
+        for refusal in outcome.refusals:
+            assert refusal.lease in self.waiting, "refused once, and only who waits"
+            assert str(refusal.error).strip()
+            self.waiting.remove(refusal.lease)
+        for plan in outcome.plans:
+            self._check(plan)
+            self.todo.append(plan)
+
+    def _check(self, plan: Plan) -> None:
+        freed = sum(one.bytes for one in plan.evict) + sum(one.bytes for one in plan.shrink)
+        assert freed + plan.short_bytes >= plan.asked_bytes
+        for eviction in plan.evict:
+            assert eviction.key not in self.leaving, "evicted once"
+            resident = self.arbiter.find(eviction.key)
+            assert resident is not None
+            assert not resident.leases
+            assert not resident.warmth.is_pinned
+            if eviction.reason in ("pressure", "fit"):
+                assert resident.role.yields
+            self.leaving.add(eviction.key)
+        if plan.load is not None and not self.may_be_over:
+            assert self.arbiter.snapshot().committed_bytes <= BUDGET
+
+    # Events.
+
+    @rule(
+        target=leases,
+        name=st.sampled_from(sorted(MODELS)),
+        priority=st.sampled_from(list(RequestPriority)),
+        warmth=st.sampled_from(WARMTHS),
+        patience=st.sampled_from([2.0, 30.0, FOREVER]),
+        may_displace_text=st.booleans(),
+    )
+    def ask(
+        self,
+        name: str,
+        priority: RequestPriority,
+        warmth: Warmth,
+        patience: float,
+        may_displace_text: bool,
+    ) -> LeaseId:
+        role, size = MODELS[name]
+        wish = ask(
+            name,
+            role,
+            size,
+            priority=priority,
+            warmth=warmth,
+            deadline=self.now + patience,
+            may_displace_text=may_displace_text,
+        )
+        lease, outcome = self.arbiter.ask(wish, self.now)
+        self.asks[lease] = wish
+        self.waiting.add(lease)
+        self.take(outcome)
+        return lease
+
+    @rule(lease=consumes(leases))
+    def leave(self, lease: LeaseId) -> None:
+        """Release what is held, withdraw what waits."""
+        if lease in self.held:
+            self.held.remove(lease)
+            self.take(self.arbiter.release(lease, self.now))
+        else:
+            self.waiting.discard(lease)
+            self.take(self.arbiter.withdraw(lease, self.now))
+
+    @rule(target=leases, lease=leases)
+    def retain(self, lease: LeaseId) -> LeaseId | object:
+        if lease not in self.held:
+            return multiple()
+        another = self.arbiter.retain(lease, self.now)
+        self.asks[another] = self.asks[lease]
+        self.held.add(another)
+        return another
+
+    @rule(name=st.sampled_from(sorted(MODELS)))
+    def preload(self, name: str) -> None:
+        role, size = MODELS[name]
+        _, outcome = self.arbiter.preload(ask(name, role, size), self.now)
+        assert not [one for plan in outcome.plans for one in plan.evict if plan.is_preload]
+        self.take(outcome)
+
+    @rule(seconds=st.floats(0.1, 30))
+    def time_goes_by(self, seconds: float) -> None:
+        end = self.now + seconds
+        while (due := self.arbiter.next_wake_mono(self.now)) is not None and due <= end:
+            assert due > self.now
+            self.now = due
+            self.take(self.arbiter.settle(self.now))
+        self.now = end
+
+    @rule(level=st.sampled_from(list(Level)), available=st.sampled_from([None, 10, 50, 500]))
+    def observe(self, level: Level, available: int | None) -> None:
+        self.take(self.arbiter.observe(level, available, self.now))
+
+    @rule(size=st.integers(0, 60))
+    def others_hold(self, size: int) -> None:
+        self.may_be_over = True
+        self.take(self.arbiter.hold("training", size, self.now))
+        self.may_be_over = self.arbiter.snapshot().committed_bytes > BUDGET
+
+    @rule(held=st.integers(0, 30), spare=st.integers(0, 30))
+    def tenant_reports(self, held: int, spare: int) -> None:
+        if self.arbiter.snapshot().free_bytes >= held:
+            self.tenant = Tenant(
+                name="pages", rung=Rung.PAGES, held_bytes=held, spare_bytes=min(held, spare)
+            )
+            self.arbiter.report(self.tenant)
+            self.may_be_over = True
+
+    @rule(gives=st.sampled_from([1.0, 1.0, 0.5]))
+    def carry_out(self, gives: float) -> None:
+        """Make the next plan's room, and begin its load."""
+        if not self.todo:
+            return
+        plan = self.todo.pop(0)
+        for shrink in plan.shrink:
+            given = min(int(shrink.bytes * gives), self.tenant.spare_bytes)
+            self.tenant = Tenant(
+                name="pages",
+                rung=Rung.PAGES,
+                held_bytes=self.tenant.held_bytes - given,
+                spare_bytes=self.tenant.spare_bytes - given,
+            )
+            self.may_be_over = self.may_be_over or given < shrink.bytes
+            self.take(self.arbiter.shrunk(shrink, self.tenant, self.now))
+        for eviction in plan.evict:
+            self.leaving.remove(eviction.key)
+            self.take(self.arbiter.unloaded(eviction.key, self.now))
+        goes_on, outcome = self.arbiter.begin_load(plan, self.now)
+        if goes_on:
+            assert plan.load is not None
+            self.loading.append(plan.load)
+        self.take(outcome)
+
+    @rule(fails=st.sampled_from([False, False, True]), more=st.sampled_from([None, 0, -5, 5]))
+    def end_load(self, fails: bool, more: int | None) -> None:
+        if not self.loading:
+            return
+        key = self.loading.pop(0)
+        if fails:
+            error = errors.LoadFailed("broken file")
+            self.take(self.arbiter.load_failed(key, lambda: error, self.now))
+            return
+        resident = self.arbiter.find(key)
+        assert resident is not None
+        size = None if more is None else max(0, resident.bytes + more)
+        self.may_be_over = self.may_be_over or (more or 0) > 0
+        self.take(self.arbiter.loaded(key, size, self.now))
+
+    # What always holds.
+
+    @invariant()
+    def the_budget_holds(self) -> None:
+        snapshot = self.arbiter.snapshot()
+        if snapshot.committed_bytes <= BUDGET and not self.todo:
+            self.may_be_over = False
+        assert self.may_be_over or snapshot.committed_bytes <= BUDGET
+
+    @invariant()
+    def what_is_leased_is_there_and_does_not_leave(self) -> None:
+        leased = {lease for one in self.arbiter.snapshot().residents for lease in one.leases}
+        assert leased == self.held
+        for one in self.arbiter.snapshot().residents:
+            assert one.is_leaving == (one.key in self.leaving)
+            if one.leases:
+                assert one.state in (State.READY, State.DRAINING)
+                assert not one.is_leaving
+            assert one.state in _reachable(State.ABSENT)
+
+    @invariant()
+    def roles_with_one_place_have_one(self) -> None:
+        there: dict[str, int] = {}
+        for one in self.arbiter.snapshot().residents:
+            if not one.is_leaving and one.role.places is not None:
+                there[one.role.name] = there.get(one.role.name, 0) + 1
+        assert all(count <= ROLE_OF[name].places for name, count in there.items())  # type: ignore[operator]
+
+    @invariant()
+    def one_model_is_lent_in_the_order_it_was_asked_for(self) -> None:
+        for kind in {(self.asks[lease].key, self.asks[lease].priority) for lease in self.granted}:
+            same = [
+                lease
+                for lease in self.granted
+                if (self.asks[lease].key, self.asks[lease].priority) == kind
+            ]
+            assert all(a < b for a, b in pairwise(same))
+
+    @invariant()
+    def nobody_waits_for_what_is_free(self) -> None:
+        assert len(self.arbiter.snapshot().waiting) == len(self.waiting)
+        if self.waiting:
+            assert self.arbiter.next_wake_mono(self.now) is not None or self.todo or self.loading
+
+    def teardown(self) -> None:
+        """When others let go, nobody is left waiting."""
+        self.take(self.arbiter.hold("training", 0, self.now))
+        self.take(self.arbiter.observe(Level.NOMINAL, None, self.now))
+        for _ in range(400):
+            if not self.waiting and not self.todo and not self.loading:
+                break
+            for lease in sorted(self.held):
+                self.held.remove(lease)
+                self.take(self.arbiter.release(lease, self.now))
+            self.carry_out(1.0)
+            self.end_load(False, None)
+            self.time_goes_by(1.0)
+        assert not self.waiting, "a waiter was lost"
+
+
+ArbiterMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestArbiterLaws = ArbiterMachine.TestCase
+
+
+def test_three_models_on_a_budget_for_two_serve_all_of_200_requests() -> None:
+    """The pressure drill: none failed, none over budget, every eviction explained, and no wait
+    longer than ageing and draining allow."""
+    rng = random.Random(7)
+    world = World.of(200)
+    warm = Warmth(stay_warm_s=300)
+    ends: list[tuple[float, LeaseId]] = []
+    asked: dict[LeaseId, float] = {}
+    longest = 0.0
+    for _ in range(200):
+        wish = ask(rng.choice("abc"), MANY, warmth=warm, priority=rng.choice(list(RequestPriority)))
+        asked[world.ask(wish)] = world.now
+        world.wait(rng.random())
+        for lease in sorted(world.grants.keys() & asked.keys()):
+            longest = max(longest, world.now - asked.pop(lease))
+            ends.append((world.now + 3 * rng.random(), lease))
+        for end in [one for one in sorted(ends) if one[0] <= world.now]:
+            ends.remove(end)
+            world.release(end[1])
+        assert world.arbiter.snapshot().committed_bytes <= 200
+    while asked or ends:
+        world.wait(0.5)
+        for lease in sorted(world.grants.keys() & asked.keys()):
+            del asked[lease]
+            ends.append((world.now + 1, lease))
+        for end in [one for one in sorted(ends) if one[0] <= world.now]:
+            ends.remove(end)
+            world.release(end[1])
+    assert not world.refusals
+    assert len(world.grants) == 200
+    assert longest < 40
+    assert {reason for _, reason in world.gone} == {"fit"}

@@ -1,0 +1,671 @@
+"""The arbiter as plug-ins use it: real tasks, toy models, a clock that only the tests move."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+import pytest
+
+from kakeya.core import errors
+from kakeya.memory.embeddings import VisionEmbedding
+from kakeya.memory.events import (
+    CapabilityRun,
+    Event,
+    Evicted,
+    MemoryPressure,
+    ModelLoad,
+    ModelUnload,
+)
+from kakeya.memory.memory_arbiter import MemoryArbiter, Terms
+from kakeya.memory.plan import Exhausted
+from kakeya.memory.policy import Level, Rung, Tenant
+from kakeya.memory.pressure import Reading
+from kakeya.memory.resident import (
+    ASR,
+    DRAFTER,
+    TEXT_TARGET,
+    VISION,
+    RequestPriority,
+    Role,
+    RolePriority,
+    Warmth,
+)
+from tests.memory.toy import Toy, capability
+from tests.memory.worlds import ManualClock, key, until
+
+
+@dataclass
+class Shelf:
+    """An arbiter that runs, two capabilities of one role and one each of others."""
+
+    arbiter: MemoryArbiter
+    clock: ManualClock
+    see: Toy = field(default_factory=Toy)
+    draw: Toy = field(default_factory=Toy)
+    hear: Toy = field(default_factory=Toy)
+    text: Toy = field(default_factory=Toy)
+    events: list[Event] = field(default_factory=list)
+
+    def register(self) -> None:
+        self.arbiter.register(capability("see", VISION, self.see))
+        self.arbiter.register(capability("draw", VISION, self.draw))
+        self.arbiter.register(capability("hear", ASR, self.hear))
+        self.arbiter.register(capability("text", TEXT_TARGET, self.text))
+        self.arbiter.on_event(self.events.append)
+
+    def told(self, kind: type[Event]) -> list[Event]:
+        return [one for one in self.events if isinstance(one, kind)]
+
+    def resident(self) -> set[str]:
+        return {str(one.key) for one in self.arbiter.status().residents}
+
+    def press(self, level: Level) -> None:
+        self.arbiter.observe(Reading(level=level, source="test"))
+
+
+@pytest.fixture
+async def shelf() -> AsyncIterator[Shelf]:
+    clock = ManualClock()
+    async with MemoryArbiter(budget=1000, clock=clock, grace_s=0) as arbiter:
+        shelf = Shelf(arbiter, clock)
+        shelf.register()
+        yield shelf
+        for toy in (shelf.see, shelf.draw, shelf.hear, shelf.text):
+            toy.load_gate.set()
+            toy.unload_gate.set()
+            toy.run_gate.set()
+        await asyncio.sleep(0)
+
+
+async def pump(turns: int = 30) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+# Registration.
+
+
+async def test_there_is_exactly_one_handler_for_a_capability(shelf: Shelf) -> None:
+    with pytest.raises(errors.Conflict, match="already registered"):
+        shelf.arbiter.register(capability("see", VISION, Toy()))
+
+
+async def test_what_nobody_registered_is_refused(shelf: Shelf) -> None:
+    with pytest.raises(errors.NotFound, match="no capability registered as 'smell'"):
+        await shelf.arbiter.request("smell", "m", 1)
+
+
+async def test_a_plug_in_brings_a_role_of_its_own_but_no_second_meaning(shelf: Shelf) -> None:
+    smell = Role(name="smell", priority=RolePriority(33), eviction="nothing")
+    shelf.arbiter.register(capability("smell", smell, Toy()))
+    assert await shelf.arbiter.request("smell", "m", 1) == "m did 1"
+    other = Role(name="smell", priority=RolePriority(1), eviction="nothing")
+    with pytest.raises(errors.Conflict, match="another meaning"):
+        shelf.arbiter.register(capability("taste", other, Toy()))
+
+
+async def test_it_works_only_between_start_and_shutdown() -> None:
+    arbiter = MemoryArbiter(budget=1000, clock=ManualClock(), grace_s=0)
+    arbiter.register(capability("see", VISION, Toy()))
+    with pytest.raises(errors.Conflict, match="not started"):
+        await arbiter.request("see", "m", 1)
+    async with arbiter:
+        pass
+    with pytest.raises(errors.Refused, match="shutting down"):
+        await arbiter.request("see", "m", 1)
+    with pytest.raises(errors.Refused, match="shutting down"):
+        arbiter.register(capability("hear", ASR, Toy()))
+    with pytest.raises(errors.Conflict, match="nor after shutdown"):
+        async with arbiter:
+            pass
+
+
+# Requests, loads, runs.
+
+
+async def test_a_request_loads_runs_releases_and_the_model_stays_warm(shelf: Shelf) -> None:
+    assert await shelf.arbiter.request("see", "m", 1) == "m did 1"
+    assert await shelf.arbiter.request("see", "m", 2) == "m did 2"
+    assert shelf.see.loads == ["m"]
+    assert shelf.resident() == {"see:m"}
+    assert [type(one) for one in shelf.events] == [ModelLoad, CapabilityRun, CapabilityRun]
+
+
+async def test_concurrent_requests_share_one_load(shelf: Shelf) -> None:
+    shelf.see.load_gate.clear()
+    calls = [asyncio.ensure_future(shelf.arbiter.request("see", "m", n)) for n in range(3)]
+    await pump()
+    shelf.see.load_gate.set()
+    assert sorted(await asyncio.gather(*calls)) == [f"m did {n}" for n in range(3)]  # type: ignore[type-var]
+    assert shelf.see.loads == ["m"]
+
+
+async def test_holders_share_one_load(shelf: Shelf) -> None:
+    shelf.see.load_gate.clear()
+    async with AsyncExitStack() as stack:
+        entering = [
+            asyncio.ensure_future(stack.enter_async_context(shelf.arbiter.acquire("see", "m")))
+            for _ in range(3)
+        ]
+        await pump()
+        shelf.see.load_gate.set()
+        handles = await asyncio.gather(*entering)
+        assert {handle.backend for handle in handles} == {"backend of m"}
+    assert shelf.see.loads == ["m"]
+
+
+async def test_loads_of_different_capabilities_overlap(shelf: Shelf) -> None:
+    shelf.see.load_gate.clear()
+    shelf.hear.load_gate.clear()
+    calls = [asyncio.ensure_future(shelf.arbiter.request(name, "m", 1)) for name in ("see", "hear")]
+    await until(lambda: shelf.see.loads and shelf.hear.loads)
+    shelf.hear.load_gate.set()
+    assert await calls[1] == "m did 1"
+    shelf.see.load_gate.set()
+    await calls[0]
+
+
+async def test_runs_of_one_model_are_in_turn_and_capabilities_are_not(shelf: Shelf) -> None:
+    shelf.see.run_gate.clear()
+    calls = [asyncio.ensure_future(shelf.arbiter.request("see", "m", n)) for n in range(3)]
+    await until(lambda: shelf.see.running)
+    assert await shelf.arbiter.request("hear", "m", 1) == "m did 1"
+    shelf.see.run_gate.set()
+    await asyncio.gather(*calls)
+    assert shelf.see.runs == [0, 1, 2]
+    assert shelf.see.most_running == 1
+
+
+async def test_a_capability_may_allow_several_runs_at_once(shelf: Shelf) -> None:
+    toy = Toy()
+    shelf.arbiter.register(capability("embed", DRAFTER, toy, concurrency=2))
+    toy.run_gate.clear()
+    calls = [asyncio.ensure_future(shelf.arbiter.request("embed", "m", n)) for n in range(3)]
+    await until(lambda: toy.running == 2)
+    await pump()
+    toy.run_gate.set()
+    await asyncio.gather(*calls)
+    assert toy.most_running == 2
+
+
+async def test_too_many_waiting_are_refused_and_a_cancelled_one_makes_place(shelf: Shelf) -> None:
+    toy = Toy()
+    shelf.arbiter.register(capability("embed", DRAFTER, toy, max_waiting=1))
+    await shelf.arbiter.request("embed", "m", 0)
+    toy.run_gate.clear()
+    calls = [asyncio.ensure_future(shelf.arbiter.request("embed", "m", n)) for n in (1, 2)]
+    await until(lambda: toy.running)
+    with pytest.raises(errors.QueueFull) as refused:
+        await shelf.arbiter.request("embed", "m", 3)
+    assert refused.value.retry_after_s is not None
+    calls[1].cancel()
+    await asyncio.gather(calls[1], return_exceptions=True)
+    last = asyncio.ensure_future(shelf.arbiter.request("embed", "m", 4))
+    await pump()
+    toy.run_gate.set()
+    await asyncio.gather(calls[0], last)
+    assert toy.runs == [0, 1, 4]
+
+
+async def test_a_failing_run_fails_its_own_request_only_and_releases(shelf: Shelf) -> None:
+    shelf.see.run_error = ValueError("bad picture")
+    with pytest.raises(ValueError, match="bad picture"):
+        await shelf.arbiter.request("see", "m", 1)
+    shelf.see.run_error = None
+    assert await shelf.arbiter.request("see", "m", 2) == "m did 2"
+    assert [one.is_failed for one in shelf.told(CapabilityRun)] == [True, False]  # type: ignore[union-attr]
+    shelf.press(Level.CRITICAL)
+    await until(lambda: not shelf.resident())
+
+
+async def test_a_failed_load_fails_all_who_share_it_and_is_tried_again(shelf: Shelf) -> None:
+    shelf.see.load_error = OSError("no such file")
+    calls = [
+        asyncio.ensure_future(shelf.arbiter.acquire("see", "m").__aenter__()) for _ in range(2)
+    ]
+    for failed in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(failed, errors.LoadFailed)
+        assert "no such file" in str(failed)
+    shelf.see.load_error = errors.NotFound("no model is called m")
+    with pytest.raises(errors.NotFound, match="called m"):
+        await shelf.arbiter.request("see", "m", 1)
+    shelf.see.load_error = None
+    assert await shelf.arbiter.request("see", "m", 1) == "m did 1"
+
+
+async def test_what_was_measured_is_counted(shelf: Shelf) -> None:
+    shelf.see.measured = 321
+    await shelf.arbiter.request("see", "m", 1)
+    (one,) = shelf.arbiter.status().residents
+    assert (one.estimate_bytes, one.measured_bytes) == (100, 321)
+    shelf.arbiter.measure("see", "m", 400)
+    assert shelf.arbiter.status().committed_bytes == 400
+
+
+# Cancellation and deadlines.
+
+
+async def test_cancelling_a_request_cancels_its_run_and_releases(shelf: Shelf) -> None:
+    shelf.see.run_gate.clear()
+    call = asyncio.ensure_future(shelf.arbiter.request("see", "m", 1))
+    await until(lambda: shelf.see.running)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert shelf.see.cancelled == 1
+    shelf.press(Level.CRITICAL)
+    await until(lambda: not shelf.resident())
+
+
+async def test_a_request_that_waits_can_be_cancelled(shelf: Shelf) -> None:
+    """(d) Queued requests could not."""
+    async with shelf.arbiter.acquire("see", "a"):
+        call = asyncio.ensure_future(shelf.arbiter.request("see", "b", 1))
+        await until(lambda: shelf.arbiter.status().waiting)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        assert not shelf.arbiter.status().waiting
+    await pump()
+    assert shelf.see.loads == ["a"]
+
+
+async def test_cancelled_at_the_very_grant_nothing_leaks(shelf: Shelf) -> None:
+    shelf.see.load_gate.clear()
+    call = asyncio.ensure_future(shelf.arbiter.request("see", "m", 1))
+    await until(lambda: shelf.see.loads)
+    shelf.see.load_gate.set()
+    for _ in range(20):
+        if shelf.arbiter.status().residents[0].leases:
+            break
+        await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert not shelf.arbiter.status().residents[0].leases
+
+
+async def test_a_run_beyond_its_time_is_cancelled(shelf: Shelf) -> None:
+    shelf.see.run_gate.clear()
+    call = asyncio.ensure_future(shelf.arbiter.request("see", "m", 1, Terms(timeout_s=3)))
+    await until(lambda: shelf.see.running)
+    shelf.clock.advance(3)
+    with pytest.raises(errors.DeadlineExceeded, match="within 3 s"):
+        await call
+    assert shelf.see.cancelled == 1
+
+
+async def test_a_deadline_that_cannot_be_met_is_told_at_once_with_the_estimate(
+    shelf: Shelf,
+) -> None:
+    """S3.4, R8. (d) There was no deadline-aware admission. A slow minute is forgotten."""
+    shelf.see.load_gate.clear()
+    call = asyncio.ensure_future(shelf.arbiter.request("see", "m", 1))
+    await until(lambda: shelf.see.loads)
+    shelf.clock.advance(47)
+    shelf.see.load_gate.set()
+    await call
+    await shelf.arbiter.request("see", "m", 1, Terms(timeout_s=30))
+    shelf.arbiter.unload("see", "m")
+    await until(lambda: not shelf.resident())
+    with pytest.raises(errors.DeadlineExceeded, match=r"estimated to take 47 s.*deadline is 30 s"):
+        await shelf.arbiter.request("see", "m", 1, Terms(timeout_s=30))
+    assert shelf.see.loads == ["m"]
+    shelf.clock.advance(601)
+    await shelf.arbiter.request("see", "m", 1, Terms(timeout_s=30))
+
+
+# Handles.
+
+
+async def test_a_handle_is_released_once_and_useless_afterwards(shelf: Shelf) -> None:
+    async with shelf.arbiter.acquire("see", "m") as handle:
+        other = handle.retain()
+        assert await handle.run(1) == "m did 1"
+        handle.release()
+        handle.release()
+        for wish in ("use", "run", "retain"):
+            with pytest.raises(errors.Conflict, match=f"cannot {wish} see:m after release"):
+                await _do(handle, wish)
+        assert other.backend == "backend of m"
+    assert shelf.arbiter.status().residents[0].leases
+    with other:
+        pass
+    assert not shelf.arbiter.status().residents[0].leases
+
+
+async def _do(handle: object, wish: str) -> None:
+    match wish:
+        case "use":
+            handle.backend  # type: ignore[attr-defined]  # noqa: B018
+        case "run":
+            await handle.run(1)  # type: ignore[attr-defined]
+        case "retain":
+            handle.retain()  # type: ignore[attr-defined]
+
+
+async def test_a_held_model_survives_pressure_and_goes_when_released(shelf: Shelf) -> None:
+    async with shelf.arbiter.acquire("see", "m") as handle:
+        shelf.press(Level.CRITICAL)
+        await pump()
+        assert await handle.run(1) == "m did 1"
+        assert shelf.told(Exhausted)
+    await until(lambda: not shelf.resident())
+    assert shelf.told(Evicted) == [Evicted(key=key("see:m"), reason="pressure", bytes=100)]  # type: ignore[arg-type]
+
+
+# Swaps, events, pressure.
+
+
+async def test_capabilities_of_one_role_take_turns(shelf: Shelf) -> None:
+    for name in ("see", "draw", "see"):
+        await shelf.arbiter.request(name, "m", 1)
+    assert shelf.resident() == {"see:m"}
+    assert [(one.key.capability, one.reason) for one in shelf.told(ModelUnload)] == [  # type: ignore[union-attr]
+        ("see", "swap"),
+        ("draw", "swap"),
+    ]
+    assert len(shelf.told(Evicted)) == 2
+
+
+async def test_a_swap_waits_for_the_run_of_another_and_does_not_cancel_it(shelf: Shelf) -> None:
+    shelf.see.run_gate.clear()
+    running = asyncio.ensure_future(shelf.arbiter.request("see", "m", 1))
+    await until(lambda: shelf.see.running)
+    swap = asyncio.ensure_future(shelf.arbiter.request("draw", "m", 2))
+    await pump()
+    assert not shelf.see.unloads
+    shelf.see.run_gate.set()
+    assert await running == "m did 1"
+    assert await swap == "m did 2"
+
+
+async def test_a_swap_times_out_with_a_diagnosis_and_nothing_is_cancelled(shelf: Shelf) -> None:
+    async with shelf.arbiter.acquire("see", "m") as handle:
+        swap = asyncio.ensure_future(shelf.arbiter.request("draw", "m", 2))
+        await until(lambda: shelf.arbiter.status().waiting)
+        shelf.clock.advance(5)
+        await pump()
+        shelf.clock.advance(5)
+        with pytest.raises(errors.DrainTimeout, match=r"see:m \(refcount=1\) to drain"):
+            await swap
+        assert await handle.run(1) == "m did 1"
+
+
+async def test_events_tell_of_pressure_changes_only(shelf: Shelf) -> None:
+    for level in (Level.LOW, Level.LOW, Level.CRITICAL, Level.NOMINAL):
+        shelf.press(level)
+    assert [one.level for one in shelf.told(MemoryPressure)] == [  # type: ignore[union-attr]
+        Level.LOW,
+        Level.CRITICAL,
+        Level.NOMINAL,
+    ]
+
+
+async def test_a_listener_can_leave_and_one_that_raises_is_dropped(shelf: Shelf) -> None:
+    heard: list[Event] = []
+    calls: list[Event] = []
+
+    def broken(happened: Event) -> None:
+        calls.append(happened)
+        raise RuntimeError("broken listener")
+
+    shelf.arbiter.on_event(broken)
+    leave = shelf.arbiter.on_event(heard.append)
+    shelf.press(Level.LOW)
+    shelf.press(Level.NOMINAL)
+    assert heard
+    count = len(heard)
+    leave()
+    leave()
+    shelf.press(Level.LOW)
+    assert len(calls) == 1
+    assert len(heard) == count
+
+
+async def test_low_pressure_takes_one_after_the_other_as_time_goes_by(shelf: Shelf) -> None:
+    for name in ("see", "hear", "text"):
+        await shelf.arbiter.request(name, "m", 1)
+    shelf.press(Level.LOW)
+    await until(lambda: shelf.resident() == {"hear:m", "text:m"})
+    shelf.clock.advance(5)
+    await until(lambda: shelf.resident() == {"text:m"})
+
+
+async def test_an_idle_model_leaves_when_its_time_is_over(shelf: Shelf) -> None:
+    terms = Terms(warmth=Warmth(stay_warm_s=1, unload_after_s=30))
+    await shelf.arbiter.request("see", "m", 1, terms)
+    await pump()
+    shelf.clock.advance(29)
+    await pump()
+    assert shelf.resident() == {"see:m"}
+    shelf.clock.advance(1)
+    await until(lambda: not shelf.resident())
+    assert shelf.told(ModelUnload) == [ModelUnload(key=key("see:m"), reason="idle")]  # type: ignore[arg-type]
+    assert not shelf.told(Evicted), "nobody took it"
+
+
+async def test_vision_displaces_idle_text_only_when_allowed(shelf: Shelf) -> None:
+    """S0.34 by R3."""
+    shelf.arbiter.set_budget(150)
+    await shelf.arbiter.request("text", "m", 1)
+    with pytest.raises(errors.MemoryRefused, match="never yield"):
+        await shelf.arbiter.request("see", "m", 1)
+    terms = Terms(priority=RequestPriority.HIGH, may_displace_text=True)
+    call = asyncio.ensure_future(shelf.arbiter.request("see", "m", 1, terms))
+    for _ in range(100):
+        await pump(20)
+        if call.done():
+            break
+        shelf.clock.advance(5)
+    assert await call == "m did 1"
+    assert shelf.told(Evicted) == [Evicted(key=key("text:m"), reason="swap", bytes=100)]  # type: ignore[arg-type]
+
+
+async def test_preload_begins_a_load_that_a_request_shares(shelf: Shelf) -> None:
+    shelf.see.load_gate.clear()
+    assert await shelf.arbiter.preload("see", "m")
+    await until(lambda: shelf.see.loads)
+    assert await shelf.arbiter.preload("see", "m")
+    call = asyncio.ensure_future(shelf.arbiter.request("see", "m", 1))
+    await pump()
+    shelf.see.load_gate.set()
+    assert await call == "m did 1"
+    assert shelf.see.loads == ["m"]
+    shelf.press(Level.LOW)
+    assert not await shelf.arbiter.preload("hear", "m")
+
+
+# Unloading.
+
+
+async def test_an_unload_that_raises_is_survived(shelf: Shelf) -> None:
+    shelf.see.unload_error = RuntimeError("stuck driver")
+    await shelf.arbiter.request("see", "m", 1)
+    await shelf.arbiter.request("draw", "m", 1)
+    assert shelf.resident() == {"draw:m"}
+
+
+async def test_an_unload_that_does_not_end_stops_nobody_and_stays_counted(shelf: Shelf) -> None:
+    shelf.see.unload_gate.clear()
+    await shelf.arbiter.request("see", "m", 1)
+    call = asyncio.ensure_future(shelf.arbiter.request("draw", "m", 1))
+    await until(lambda: shelf.see.unloads)
+    await pump()
+    assert not call.done()
+    shelf.clock.advance(30)
+    assert await call == "m did 1"
+    assert shelf.arbiter.status().foreign == {"unload of see:m": 100}
+    shelf.see.unload_gate.set()
+    await until(lambda: not shelf.arbiter.status().foreign)
+
+
+async def test_a_model_in_use_is_not_unloaded_by_hand(shelf: Shelf) -> None:
+    async with shelf.arbiter.acquire("see", "m"):
+        with pytest.raises(errors.Conflict):
+            shelf.arbiter.unload("see", "m")
+    shelf.arbiter.unload("see", "m")
+    shelf.arbiter.unload("see", "m")
+    await until(lambda: not shelf.resident())
+    assert shelf.see.unloads == ["m"]
+
+
+# Tenants and embeddings.
+
+
+@dataclass
+class Pages:
+    held: int = 300
+    spare: int = 200
+    fails: bool = False
+    asked: list[int] = field(default_factory=list)
+
+    def usage(self) -> Tenant:
+        return Tenant(name="pages", rung=Rung.PAGES, held_bytes=self.held, spare_bytes=self.spare)
+
+    async def shrink(self, size: int) -> None:
+        self.asked.append(size)
+        if self.fails:
+            raise RuntimeError("arena is broken")
+        self.held -= size
+        self.spare -= size
+
+
+async def test_a_tenant_gives_room_before_a_model_goes(shelf: Shelf) -> None:
+    pages = Pages()
+    shelf.arbiter.add_tenant(pages)
+    with pytest.raises(errors.Conflict):
+        shelf.arbiter.add_tenant(pages)
+    shelf.arbiter.set_budget(450)
+    await shelf.arbiter.request("hear", "m", 1)
+    await shelf.arbiter.request("see", "m", 1)
+    assert pages.asked == [50]
+    assert shelf.resident() == {"hear:m", "see:m"}
+
+
+async def test_a_tenant_that_fails_to_shrink_is_survived(shelf: Shelf) -> None:
+    pages = Pages(fails=True)
+    shelf.arbiter.add_tenant(pages)
+    shelf.arbiter.set_budget(450)
+    await shelf.arbiter.request("hear", "m", 1, Terms(warmth=Warmth()))
+    assert await shelf.arbiter.request("see", "m", 1, Terms(warmth=Warmth())) == "m did 1"
+    assert shelf.resident() == {"see:m"}
+    assert len(pages.asked) == 1
+
+
+def _embedding(size: int = 8) -> VisionEmbedding:
+    return VisionEmbedding(tokens=memoryview(bytes(size)), token_count=2, hidden_size=size // 2)
+
+
+async def test_embeddings_are_counted_purged_at_low_and_dropped_with_vision(shelf: Shelf) -> None:
+    shelf.arbiter.cache_embedding("old", _embedding())
+    shelf.clock.advance(200)
+    shelf.arbiter.cache_embedding("new", _embedding(16))
+    assert shelf.arbiter.status().committed_bytes == 24
+    shelf.clock.advance(100)
+    shelf.press(Level.LOW)
+    await until(lambda: shelf.arbiter.status().committed_bytes == 16)
+    assert shelf.arbiter.cached_embedding("new") is not None
+    shelf.press(Level.CRITICAL)
+    await until(lambda: shelf.arbiter.status().committed_bytes == 0)
+    shelf.press(Level.NOMINAL)
+    shelf.arbiter.cache_embedding("new", _embedding())
+    await shelf.arbiter.request("see", "m", 1)
+    shelf.press(Level.LOW)
+    await until(lambda: not shelf.resident())
+    assert shelf.arbiter.cached_embedding("new") is None
+
+
+# The end.
+
+
+async def test_shutdown_unloads_everything_and_a_second_one_nothing() -> None:
+    toy, text = Toy(), Toy()
+    async with MemoryArbiter(budget=1000, clock=ManualClock()) as arbiter:
+        arbiter.register(capability("see", VISION, toy, warmth=Warmth(is_pinned=True)))
+        arbiter.register(capability("text", TEXT_TARGET, text))
+        told: list[Event] = []
+        arbiter.on_event(told.append)
+        await arbiter.request("see", "m", 1)
+        await arbiter.request("text", "m", 1)
+        await arbiter.shutdown()
+        await arbiter.shutdown()
+    assert toy.unloads == text.unloads == ["m"]
+    reasons = [one.reason for one in told if isinstance(one, ModelUnload)]
+    assert reasons == ["shutdown", "shutdown"]
+
+
+async def test_shutdown_gives_grace_then_refuses_who_waits_and_cancels_runs() -> None:
+    """S3 (b): stop granting is one thing, killing another."""
+    clock, toy = ManualClock(), Toy()
+    arbiter = MemoryArbiter(budget=1000, clock=clock, grace_s=10)
+    async with arbiter:
+        arbiter.register(capability("see", VISION, toy))
+        toy.run_gate.clear()
+        running = asyncio.ensure_future(arbiter.request("see", "a", 1))
+        await until(lambda: toy.running)
+        waiting = asyncio.ensure_future(arbiter.request("see", "b", 2))
+        await until(lambda: arbiter.status().waiting)
+        end = asyncio.ensure_future(arbiter.shutdown())
+        with pytest.raises(errors.Refused, match="shutting down"):
+            await waiting
+        await pump()
+        assert not toy.cancelled
+        assert not toy.unloads
+        clock.advance(10)
+        with pytest.raises(errors.Refused, match="shut down while see:a ran"):
+            await running
+        await end
+        assert toy.unloads == ["a"]
+
+
+async def test_shutdown_waits_for_runs_that_end_in_time() -> None:
+    toy = Toy()
+    arbiter = MemoryArbiter(budget=1000, clock=ManualClock(), grace_s=10)
+    async with arbiter:
+        arbiter.register(capability("see", VISION, toy))
+        toy.run_gate.clear()
+        running = asyncio.ensure_future(arbiter.request("see", "a", 1))
+        await until(lambda: toy.running)
+        end = asyncio.ensure_future(arbiter.shutdown())
+        await pump()
+        toy.run_gate.set()
+        assert await running == "a did 1"
+        await end
+    assert (toy.unloads, toy.cancelled) == (["a"], 0)
+
+
+async def test_a_load_under_way_at_shutdown_leaves_nothing_behind() -> None:
+    """(d) It leaked."""
+    clock, toy = ManualClock(), Toy()
+    arbiter = MemoryArbiter(budget=1000, clock=clock, grace_s=0)
+    async with arbiter:
+        arbiter.register(capability("see", VISION, toy))
+        toy.load_gate.clear()
+        waiting = asyncio.ensure_future(arbiter.request("see", "a", 1))
+        await until(lambda: toy.loads)
+        end = asyncio.ensure_future(arbiter.shutdown())
+        with pytest.raises(errors.Refused):
+            await waiting
+        await end
+        assert not toy.live
+        assert not arbiter.status().residents
+
+
+async def test_a_handle_that_is_never_released_does_not_stop_the_end() -> None:
+    clock, toy = ManualClock(), Toy()
+    arbiter = MemoryArbiter(budget=1000, clock=clock, grace_s=0)
+    async with arbiter:
+        arbiter.register(capability("see", VISION, toy))
+        leaked = arbiter.acquire("see", "a")
+        handle = await leaked.__aenter__()
+        end = asyncio.ensure_future(arbiter.shutdown())
+        for _ in range(10):
+            await pump()
+            clock.advance(1)
+        await end
+        assert toy.unloads == ["a"]
+        with pytest.raises(errors.Conflict, match="shut down"):
+            _ = handle.backend
+        handle.release()

@@ -1,0 +1,90 @@
+"""The worked example, found by its entry point as an installed distribution's would be."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from kakeya.core import errors
+from kakeya.core.clock import SystemClock
+from kakeya.memory.memory_arbiter import MemoryArbiter
+from kakeya.memory.plugins import GROUP, load_capabilities
+from kakeya.memory.policy import Level
+from kakeya.memory.pressure import Reading
+from tests.memory.example_plugin import SIZES, Question, Weights
+from tests.memory.worlds import until
+
+EXAMPLE = "tests.memory.example_plugin:capability"
+
+
+def point(name: str, value: str) -> EntryPoint:
+    return EntryPoint(name=name, value=value, group=GROUP)
+
+
+def arbiter() -> MemoryArbiter:
+    return MemoryArbiter(budget=10**6, clock=SystemClock(), grace_s=0)
+
+
+def test_an_installed_distribution_is_found_before_the_loop_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "example_reranker-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: example-reranker\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\nrerank = {EXAMPLE}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    owner = arbiter()
+    (report,) = load_capabilities(owner)
+    assert (report.name, report.origin, report.error) == ("rerank", EXAMPLE, None)
+
+    async def ask() -> object:
+        question = Question(("red", "fox"), ("a dog", "a red fox", "a fox"))
+        async with owner:
+            return await owner.request("rerank", "small", question)
+
+    assert asyncio.run(ask()) == ["a red fox", "a fox", "a dog"]
+
+
+async def test_the_example_keeps_the_contract() -> None:
+    question = Question(("a",), ("b", "a"))
+    async with arbiter() as owner:
+        load_capabilities(owner, [point("rerank", EXAMPLE)])
+        with pytest.raises(errors.NotFound, match="no re-ranker is called 'huge'"):
+            await owner.request("rerank", "huge", question)
+        async with owner.acquire("rerank", "small") as handle:
+            weights = handle.backend
+            assert await handle.run(question) == ["a", "b"]
+            (seen,) = owner.status().residents
+            assert seen.measured_bytes == SIZES["small"]
+        await owner.request("rerank", "large", question)
+        assert isinstance(weights, Weights)
+        assert weights.table is None, "swapped within its role"
+        owner.observe(Reading(level=Level.LOW, source="test"))
+        await until(lambda: not owner.status().residents)
+
+
+async def test_one_broken_plug_in_keeps_the_others_in() -> None:
+    async with arbiter() as owner:
+        reports = load_capabilities(
+            owner,
+            [
+                point("a-missing", "tests.memory.no_such_module:capability"),
+                point("b-wrong", "builtins:dict"),
+                point("c-good", EXAMPLE),
+                point("d-double", EXAMPLE),
+            ],
+        )
+    errors_by_name = {report.name: report.error for report in reports}
+    assert "no_such_module" in str(errors_by_name["a-missing"])
+    assert "a Capability is needed" in str(errors_by_name["b-wrong"])
+    assert errors_by_name["c-good"] is None
+    assert "already registered" in str(errors_by_name["d-double"])
+
+
+def test_without_an_arbiter_a_capability_stays_off() -> None:
+    """S0.3."""
+    (report,) = load_capabilities(None, [point("rerank", EXAMPLE)])
+    assert "no memory arbiter" in str(report.error)
