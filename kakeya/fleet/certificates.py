@@ -115,6 +115,15 @@ def read_id(node_id: str) -> bytes:
     return key_hash
 
 
+def is_key_id(node_id: str) -> bool:
+    """Whether a name is the id of a key, and not one that a person or chance gave."""
+    try:
+        read_id(node_id)
+    except Untrusted:
+        return False
+    return True
+
+
 def fleet_of(authority_hash: bytes) -> str:
     """The name of the fleet whose authority's key has this `spki_hash`; 16 hex digits."""
     return authority_hash[:8].hex()

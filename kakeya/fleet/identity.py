@@ -261,6 +261,9 @@ def save_identity(
 
 
 def _write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    # Of a try that was killed: it may hold a private key, which nobody would ever remove.
+    for left in folder.parent.glob(f".{FOLDER}.*"):
+        shutil.rmtree(left, ignore_errors=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{FOLDER}.", dir=folder.parent))
     try:
         for name, content in files.items():

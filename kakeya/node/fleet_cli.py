@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from kakeya.core.errors import PeerUnavailable
+from kakeya.core.errors import DeadlineExceeded, PeerUnavailable
 from kakeya.node.datadir import DataDir, default_folder, find_running
 from kakeya.node.machine import host_label
 
@@ -174,6 +174,12 @@ def _ask(folder: Path, call: Callable[[ControlServiceStub], Answer]) -> Answer:
             if isinstance(refusal, PeerUnavailable):
                 raise PeerUnavailable(
                     f"the node in {folder} does not answer on {address}; start it anew"
+                ) from failure
+            if isinstance(refusal, DeadlineExceeded):
+                raise DeadlineExceeded(
+                    f"the node in {folder} (pid {running.pid}) did not answer for "
+                    f"{_TIMEOUT_S:g} s: it is stopped or very busy; look at it with "
+                    "`kakeya status`, then run the same command again"
                 ) from failure
             # The owner knows which node he asked, and reads the sentence as from this command.
             refusal.message = refusal.message.removeprefix(f"{address}: ")

@@ -8,7 +8,8 @@ import random
 
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
-from kakeya.fleet.identity import Identity, load_identity
+from kakeya.fleet.certificates import is_key_id
+from kakeya.fleet.identity import FOLDER, Identity, load_identity
 from kakeya.node.config import NodeConfig
 from kakeya.node.datadir import DataDir
 from kakeya.node.joining import join
@@ -52,8 +53,19 @@ async def begin(
             "it for people",
             level=logging.WARNING,
         )
+    previous = await asyncio.to_thread(home.load_state)
+    if identity is None and previous is not None and is_key_id(previous.node_id):
+        event(
+            _log,
+            f"this node was a member of a fleet, and {home.folder / FOLDER} is gone: it is alone "
+            "now, under a name of its own; restore the folder, or join anew with `kakeya join "
+            "TOKEN`",
+            level=logging.WARNING,
+            was=previous.node_id,
+        )
+        previous = None
     return next_state(
-        await asyncio.to_thread(home.load_state),
+        previous,
         node_id=identity.node_id if identity else config.node_id,
         drawn_id=draw_node_id(rng),
         now=clock.wall(),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kakeya.core.errors import InvalidArgument, NotFound
 from kakeya.fleet.cards import Card
-from kakeya.fleet.certificates import Untrusted, read_id
+from kakeya.fleet.certificates import is_key_id
 
 MIN_PREFIX = 4
 
@@ -18,7 +18,7 @@ def find_node(named: str, cards: Sequence[Card]) -> str:
     beginning of it, never takes its place. Raises NotFound, and InvalidArgument when several nodes
     are meant.
     """
-    if _is_id(named):
+    if is_key_id(named):
         return named
     found = sorted({card.node_id for card in cards if _is_meant(named, card)})
     if len(found) == 1:
@@ -37,11 +37,3 @@ def find_node(named: str, cards: Sequence[Card]) -> str:
 def _is_meant(named: str, card: Card) -> bool:
     is_prefix = len(named) >= MIN_PREFIX and card.node_id.startswith(named.lower())
     return is_prefix or named == card.label
-
-
-def _is_id(named: str) -> bool:
-    try:
-        read_id(named)
-    except Untrusted:
-        return False
-    return True

@@ -165,6 +165,14 @@ def test_an_identity_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
 
 
+def test_a_try_that_was_killed_leaves_no_private_key_behind(tmp_path: Path) -> None:
+    left = tmp_path / f".{FOLDER}.abc"
+    left.mkdir()
+    (left / "ca-key.pem").write_text("secret")
+    create_fleet(tmp_path, "mini-1", NOW)
+    assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
+
+
 def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")

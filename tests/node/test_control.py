@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import random
+import socket
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from kakeya.core.clock import SystemClock
 from kakeya.core.errors import (
     ConfigError,
     Conflict,
+    DeadlineExceeded,
     Denied,
     InvalidArgument,
     KakeyaError,
@@ -67,8 +69,8 @@ async def controlled(home: Path, fleet: Fleet) -> AsyncIterator[None]:
 
     data_dir = await asyncio.to_thread(DataDir, home)
     listeners = Listeners(register, clock=SystemClock())
-    socket = await asyncio.to_thread(control_socket, home)
-    await listeners.open_plain(f"unix:{socket}", flag="--data-dir")
+    path = await asyncio.to_thread(control_socket, home)
+    await listeners.open_plain(f"unix:{path}", flag="--data-dir")
     await listeners.start()
     run = RunInfo(pid=1, node_id="mini-1", grpc="127.0.0.1:1", http="127.0.0.1:2")
     await asyncio.to_thread(data_dir.write_run, run)
@@ -248,6 +250,19 @@ def test_a_node_whose_socket_does_not_answer_is_told_so(founded: Path) -> None:
             kakeya("invite", "--data-dir", str(founded))
 
 
+def test_a_node_that_hangs_is_told_so_and_by_its_pid(
+    founded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was stopped with SIGSTOP: its socket takes the call and nothing comes back."""
+    monkeypatch.setattr(fleet_cli, "_TIMEOUT_S", 0.2)
+    with DataDir(founded) as data_dir, socket.socket(socket.AF_UNIX) as hung:
+        data_dir.write_run(RunInfo(pid=4711, node_id="x", grpc="127.0.0.1:1", http="127.0.0.1:2"))
+        hung.bind(str(founded / "control.sock"))
+        hung.listen()
+        with pytest.raises(DeadlineExceeded, match=r"\(pid 4711\) did not answer for 0.2 s"):
+            kakeya("invite", "--data-dir", str(founded))
+
+
 def test_a_token_that_is_none_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="paste the whole line"):
         kakeya("join", "hello", "--data-dir", str(tmp_path))
@@ -280,16 +295,16 @@ async def test_the_service_checks_what_it_is_asked(tmp_path: Path) -> None:
 async def test_a_folder_too_deep_for_a_socket_still_has_one(tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 60) / ("y" * 60)
     assert len(str(deep)) > MAX_SOCKET_PATH_BYTES
-    socket = await asyncio.to_thread(control_socket, deep)
-    assert len(str(socket)) <= MAX_SOCKET_PATH_BYTES
-    assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
-    assert socket == await asyncio.to_thread(control_socket, deep)
+    path = await asyncio.to_thread(control_socket, deep)
+    assert len(str(path)) <= MAX_SOCKET_PATH_BYTES
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert path == await asyncio.to_thread(control_socket, deep)
     async with controlled(deep, NoFleet()):
         with pytest.raises(ConfigError, match="in no fleet"):
             await run("invite", "--data-dir", str(deep))
-    socket.parent.chmod(0o755)
+    path.parent.chmod(0o755)
     with pytest.raises(ConfigError, match="not this user's alone"):
         await asyncio.to_thread(control_socket, deep)
-    socket.parent.chmod(0o700)
-    socket.unlink(missing_ok=True)
-    socket.parent.rmdir()
+    path.parent.chmod(0o700)
+    path.unlink(missing_ok=True)
+    path.parent.rmdir()
