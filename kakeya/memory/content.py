@@ -43,6 +43,9 @@ class ContentPriority(IntEnum):
     KV_CACHE = 7
 
 
+_RANKS = len(ContentPriority) - 1
+
+
 class Unpinning(StrEnum):
     """Who ends a pin."""
 
@@ -130,6 +133,5 @@ class PageConfig:
 
 def keep_score(*, age_s: float, pages: int, total_pages: int, priority: ContentPriority) -> float:
     """How much a block is worth keeping, in 0..1; the lowest goes first."""
-    ranks = len(ContentPriority) - 1
-    recency = 1.0 / (1.0 + max(0.0, age_s))
-    return 0.6 * recency + 0.2 * pages / total_pages + 0.2 * (priority - 1) / ranks
+    recency = 1.0 / (1.0 + age_s) if age_s > 0.0 else 1.0
+    return 0.6 * recency + 0.2 * pages / total_pages + 0.2 * (priority - 1) / _RANKS

@@ -39,7 +39,7 @@ _NOTES = 4096  # file before so many notes pile up
 class Tenant:
     """Who allocates: one kind of content for one owner. Made by `PagePool.tenant`."""
 
-    __slots__ = ("_note", "_pool", "_singles", "content", "owner", "priority")
+    __slots__ = ("_notes", "_pool", "_singles", "content", "owner", "priority")
 
     def __init__(
         self, pool: PagePool, content: ContentType, owner: str, priority: ContentPriority
@@ -48,7 +48,7 @@ class Tenant:
         self.owner = owner
         self.priority = priority
         self._pool = pool
-        self._singles, self._note = pool.at_hand()
+        self._singles, self._notes = pool.at_hand()
 
     def page(self) -> Block:
         """Allocate one page, unpinned. Raises OutOfPages."""
@@ -57,7 +57,7 @@ class Tenant:
         except IndexError:
             block = self._pool.next_single()
         block.tenant = self
-        self._note(block)
+        self._notes.append(block)
         return block
 
     def range(self, pages: int) -> Block:
@@ -66,7 +66,7 @@ class Tenant:
             return self.page()
         block = self._pool.next_range(pages)
         block.tenant = self
-        self._note(block)
+        self._notes.append(block)
         return block
 
 
@@ -201,9 +201,9 @@ class PagePool:
 
     # --- allocation
 
-    def at_hand(self) -> tuple[list[Block], Callable[[Block], None]]:
-        """Give a tenant the list of single pages at hand, and where to note an allocation."""
-        return self._table.singles, self._ageing.notes.append
+    def at_hand(self) -> tuple[list[Block], list[Block]]:
+        """Give a tenant the single pages at hand, and the list that notes allocations."""
+        return self._table.singles, self._ageing.notes
 
     def next_single(self) -> Block:
         """Find one page, evicting if need be. Raises OutOfPages."""

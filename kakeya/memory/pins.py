@@ -57,7 +57,9 @@ class Block:
     @property
     def is_pinned(self) -> bool:
         """Whether anybody needs it to stay; what is being prepared counts."""
-        return self.preparing is not None or any(hold.pins > 0 for hold in self.holds)
+        if self.preparing is not None:
+            return True
+        return bool(self.holds) and any(hold.pins > 0 for hold in self.holds)
 
     @property
     def is_evictable(self) -> bool:
@@ -71,7 +73,9 @@ class Block:
 
     def last_used_s(self) -> float:
         """When it was last allocated, touched, pinned or unpinned."""
-        return max((self.used_s, *(hold.used_s for hold in self.holds)))
+        if not self.holds:
+            return self.used_s
+        return max(self.used_s, max(hold.used_s for hold in self.holds))
 
     def __repr__(self) -> str:
         return f"Block({self.first}+{self.pages}, stamp {self.stamp})"
