@@ -9,7 +9,7 @@ import pytest
 
 from kakeya.fleet.cards import DEFAULT_TTL_S
 from kakeya.fleet.skew import Skews
-from tests.fleet.nodes import NOW
+from tests.fleet.nodes import NOW, make_wire
 from tests.fleet.talk import INTERVAL_S, Party, Town, exchange, make_party
 
 SKEWS_S = (1.0, -1.0, 30.0, -30.0, 119.0, -119.0, 3600.0, -3600.0)
@@ -89,6 +89,18 @@ def test_a_clock_that_jumps_costs_nobody_a_round(jump_s: float, seed: int) -> No
     town.run(300, look)
     _set_clock(town, "n1", 0.0)
     town.run(300, look)
+
+
+def test_a_node_that_stamps_by_its_clock_alone_is_gone_two_minutes_after_the_jump() -> None:
+    """The control of row 10: a plain node, its clock set back by an hour after a minute."""
+    watcher = make_party("watcher")
+    seen = {}
+    for t in range(0, 400, 10):
+        at = NOW + t - (3600.0 if t > 60 else 0.0)
+        watcher.registry.begin_round(**watcher.times(t))
+        watcher.registry.merge([make_wire("plain", at=at, is_plain=True)], **watcher.times(t))
+        seen[t] = "plain" in watcher.sees(t)
+    assert {t for t, is_seen in seen.items() if is_seen} == set(range(0, 60 + 120 + 1, 10))
 
 
 @pytest.mark.parametrize("seed", range(20))
