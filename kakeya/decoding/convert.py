@@ -16,7 +16,8 @@ from kakeya.v1 import distributed_pb2 as pb
 MAX_PREFIX_TOKENS = 128 * 1024
 MAX_BLOCK_TOKENS = 64
 PADDING_ID = 0
-_WORD = (1 << 64) - 1
+WORD = (1 << 64) - 1
+"""What a seed keeps of itself on the wire."""
 
 
 def request_to_wire(
@@ -44,7 +45,7 @@ def request_to_wire(
         raise InvalidArgument(f"a prefix is token ids in 0..2^32-1: {failure}") from failure
     if extended and noise is not None and len(recent) == len(prefix):
         # The noise belongs to the position, which only a whole prefix tells.
-        request.seed = noise.seed & _WORD
+        request.seed = noise.seed & WORD
         request.temperature = noise.temperature
     return request
 
@@ -94,6 +95,7 @@ def draft_to_wire(draft: Draft, request: pb.ProposeBlockRequest) -> pb.ProposeBl
         num_valid=len(tokens),
         confidence=draft.confidence[: len(tokens)],
         draft_us=draft.draft_us,
+        match_length=draft.match_length,
     )
 
 
@@ -123,6 +125,7 @@ def draft_from_wire(
         source=source,
         tokens=tokens,
         confidence=confidence,
+        match_length=response.match_length,
         forward_passes=response.forward_passes,
         diffusion_steps=response.diffusion_steps,
         peak_activation_bytes=response.peak_activation_bytes,

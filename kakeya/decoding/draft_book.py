@@ -88,6 +88,14 @@ class DraftPeer(Protocol[Sent]):
         """Give a request up."""
         ...
 
+    def prepare(self, prefix: Sequence[int], *, noise: SamplingNoise | None) -> None:
+        """Hear what the first request will begin with."""
+        ...
+
+    def leave(self) -> None:
+        """Hear that no request follows."""
+        ...
+
 
 @dataclass(slots=True)
 class BookCounts:
@@ -143,6 +151,12 @@ class RemoteDraftBook(Generic[Sent]):
         self._pause = 1
         self._silent_until = 0
 
+    def prepare(self, history: Sequence[int]) -> None:
+        """The generation will begin with this history: ask now for what may follow it."""
+        self._peer.prepare(history, noise=self._noise)
+        if self._asked is None and self._held is None:
+            self._ask(list(history), len(history))
+
     def poll(self, history: Sequence[int], size: int, *, wait_s: float) -> Draft:
         """At most `size` tokens after `history`, empty when there are none in time.
 
@@ -183,7 +197,7 @@ class RemoteDraftBook(Generic[Sent]):
         rest = self._rest_after(history, block)
         if rest >= max(LEAST_ASKED, 2 * len(block)):
             return
-        if rest:
+        if self._held is not None:
             self._ask_tokens = min(2 * self._ask_tokens, self._most)
         self._ask([*history, *block], len(history))
 
@@ -201,6 +215,7 @@ class RemoteDraftBook(Generic[Sent]):
             self._peer.abandon(self._asked.call)
             self._asked = None
         self._held = None
+        self._peer.leave()
 
     def _ask(self, prefix: list[int], committed: int) -> None:
         if committed < self._silent_until:
@@ -261,6 +276,9 @@ class RemoteDraftBook(Generic[Sent]):
             self._round_trip_s = known_s + weight * (taken_s - known_s)
         if draft.tokens:
             self._pause = 1
+            if draft.match_length:
+                # A look-up costs the peer as much for one token as for many.
+                self._ask_tokens = self._most
             return draft
         self.counts.abstained += 1
         self._silent_until = committed + self._pause
@@ -282,6 +300,8 @@ class RemoteDraftBook(Generic[Sent]):
             source=self._peer.name,
             tokens=draft.tokens[done : done + size],
             confidence=draft.confidence[done : done + size],
+            # What was copied so far came true: so much more of the text now supports the rest.
+            match_length=draft.match_length + done if draft.match_length else 0,
             forward_passes=draft.forward_passes,
             diffusion_steps=draft.diffusion_steps,
             peak_activation_bytes=draft.peak_activation_bytes,
@@ -293,7 +313,7 @@ class RemoteDraftBook(Generic[Sent]):
         if not held.handed_out:
             self.counts.late += 1
             self._late = [*self._late, (held.base, held.draft)][-KEPT_LATE:]
-        if wrong:
+        if wrong and not held.draft.match_length:
             self._ask_tokens = min(LEAST_ASKED, self._most)
 
     def _rest_after(self, history: Sequence[int], block: Sequence[int]) -> int:

@@ -92,8 +92,13 @@ class NGramIndex:
             keys = [hash(tail[-n:]) for n in lengths if n <= len(tail)]
         self._tail, self._keys = tail, keys
 
+    @property
+    def undoable(self) -> int:
+        """How many tokens at the end can be taken back now: `undo` at most, and none twice."""
+        return len(self._journal)
+
     def truncate(self, length: int) -> None:
-        """Take the end of the text back, at most `undo` tokens."""
+        """Take the end of the text back, at most `undoable` tokens."""
         for _ in range(len(self.tokens) - length):
             for key, before in self._journal.pop():
                 if before is None:
@@ -157,7 +162,7 @@ class NGramProposer:
         self._lengths = (max_n, min_n)
         self._fallback_id = fallback_id
         self._kept_texts = kept_texts
-        self._recent = [NGramIndex(max_n, min_n, undo=ROLLBACK)]
+        self._recent = [self.follow()]
 
     def propose(self, prefix: Sequence[int], size: int) -> Draft:
         """Draft at most `size` tokens; empty when no n-gram of the suffix occurred before."""
@@ -165,7 +170,15 @@ class NGramProposer:
             raise InvalidArgument("the prefix is empty: there is nothing to continue")
         if size < 1:
             raise InvalidArgument(f"the draft size is {size}, it must be at least 1")
-        tokens, match = self._index_of(list(prefix)).draft(size)
+        return self.draft_after(self._index_of(list(prefix)), size)
+
+    def follow(self) -> NGramIndex:
+        """A new index of this kind, for a caller who keeps a text and asks `draft_after` it."""
+        return NGramIndex(*self._lengths, undo=ROLLBACK)
+
+    def draft_after(self, index: NGramIndex, size: int) -> Draft:
+        """Draft at most `size` tokens after the text of an index."""
+        tokens, match = index.draft(size)
         self.stats.calls += 1
         self.stats.drafted += len(tokens)
         if not tokens:
@@ -205,11 +218,11 @@ class NGramProposer:
         recent = self._recent
         for at, index in enumerate(recent):
             shared = _shared_head(prefix, index.tokens)
-            if shared is not None:
+            if shared is not None and len(index) - shared <= index.undoable:
                 recent.insert(0, recent.pop(at))
                 break
         else:
-            shared, index = 0, NGramIndex(*self._lengths, undo=ROLLBACK)
+            shared, index = 0, self.follow()
             recent.insert(0, index)
         if shared < len(index):
             index.truncate(shared)

@@ -11,7 +11,8 @@ Not thread-safe: one thread drafts.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import grpc
 
@@ -24,6 +25,8 @@ from kakeya.decoding.proposer import BlockProposal, Draft, ProposerStats, Sampli
 from kakeya.decoding.sender import PendingDraft, Sender
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1 import distributed_pb2_grpc as rpc
+from kakeya.v1.drafts_pb2 import DraftStreamRequest, DraftStreamResponse
+from kakeya.v1.drafts_pb2_grpc import DraftStreamServiceStub
 from kakeya.wire.channels import sync_channel
 from kakeya.wire.security import TlsMaterial
 
@@ -32,6 +35,43 @@ __all__ += ["RemoteProposerError"]
 
 PROPOSAL_TIMEOUT_S = 2.0
 """The longest that one call may take; drafts that take longer never pay."""
+STREAM_TIMEOUT_S = 3600.0
+"""The longest that one stream lasts; drafts on it are timed each for itself."""
+
+
+class StreamCall(Protocol):
+    """The call of a stream, as gRPC's threads make it."""
+
+    def __iter__(self) -> Iterator[DraftStreamResponse]: ...
+
+    def initial_metadata(self) -> object:
+        """Wait for the server to take the call, or for its end."""
+        ...
+
+    def code(self) -> grpc.StatusCode | None:
+        """How it ended; waits for the end."""
+        ...
+
+    def cancel(self) -> object:
+        """End it."""
+        ...
+
+
+class Ended(Protocol):
+    """A request, unary or on a stream."""
+
+    @property
+    def block_size(self) -> int:
+        """How many tokens it asked for."""
+        ...
+
+    def result(self) -> pb.ProposeBlockResponse:
+        """The answer of a request that has ended. Raises what it ended with."""
+        ...
+
+    def abandon(self) -> None:
+        """Give it up."""
+        ...
 
 
 class RemoteProposerError(PeerError):
@@ -83,13 +123,15 @@ class RemoteProposer:
         self.extended = extended
         self.clock = clock or SystemClock()
         self.breaker = breaker or CircuitBreaker(rng or random.Random())
-        self._model_id = model_id
-        self._timeout_s = timeout_s
+        self.model_id = model_id
+        self.timeout_s = timeout_s
+        self._streams_from_mono = 0.0
         self._vocab_size = vocab_size
         self._sender = Sender(f"draft-{model_id}")
         self._owns_channel = channel is None
         self._channel = channel or sync_channel(address, tls=tls, server_name=server_name)
         self._stub = rpc.ProposerServiceStub(self._channel)
+        self._streams = DraftStreamServiceStub(self._channel)
 
     def propose(self, prefix: Sequence[int], size: int) -> Draft:
         """Draft at most `size` tokens. Raises RemoteProposerError, InvalidArgument."""
@@ -116,22 +158,30 @@ class RemoteProposer:
         `prefix` must stay as it is until the request has left; `noise` is of a sampled decode.
         """
         _check(prefix, size, 1)
-        if not self.breaker.admit(self.clock.mono()):
+        if not self.admit():
             return None
-        self.stats.calls += 1
         pending = PendingDraft(size, self.clock)
 
         def start() -> grpc.Future[pb.ProposeBlockResponse]:
             request = self._request(prefix, size, 1, noise)
-            return self._stub.ProposeBlock.future(request, timeout=self._timeout_s)
+            return self._stub.ProposeBlock.future(request, timeout=self.timeout_s)
 
         self._sender.send(pending, start)
         return pending
 
-    def finish(self, pending: PendingDraft) -> Draft:
+    def admit(self) -> bool:
+        """Count a request, which is then sent; False while the breaker is open."""
+        admitted = self.breaker.admit(self.clock.mono())
+        self.stats.calls += admitted
+        return admitted
+
+    def finish(self, pending: Ended) -> Draft:
         """Read the answer of a call that has ended. Raises RemoteProposerError."""
         try:
             response = pending.result()
+        except PeerProtocol as failure:
+            self._count_failure()
+            raise MalformedDraft(failure.message) from failure
         except (
             grpc.RpcError,
             grpc.FutureTimeoutError,
@@ -141,10 +191,33 @@ class RemoteProposer:
             raise self._failed(failure) from failure
         return self._read(response, pending.block_size)
 
-    def abandon(self, pending: PendingDraft) -> None:
+    def abandon(self, pending: Ended) -> None:
         """Give a call up; the server drops it if it has not begun."""
         pending.abandon()
         self.breaker.withdrawn()
+
+    def prepare(self, prefix: Sequence[int], *, noise: SamplingNoise | None) -> None:
+        """Nothing to prepare: each call tells the whole prefix."""
+
+    def leave(self) -> None:
+        """Nothing to leave."""
+
+    def may_stream(self) -> bool:
+        """Whether a stream is worth a try now; a plain peer has none."""
+        closed = self.breaker.state is BreakerState.CLOSED
+        return self.extended and closed and self.clock.mono() >= self._streams_from_mono
+
+    def delay_streams(self, seconds: float) -> None:
+        """Try no stream for so long; thread-safe."""
+        self._streams_from_mono = self.clock.mono() + seconds
+
+    def stream(self, requests: Iterator[DraftStreamRequest]) -> StreamCall:
+        """Open a stream; its failures come when it is read."""
+        return self._streams.DraftStream(requests, timeout=STREAM_TIMEOUT_S)
+
+    def soon(self, job: Callable[[], None]) -> None:
+        """Have something done on the sender's thread."""
+        self._sender.run(job)
 
     def close(self) -> None:
         """End the sending thread, and the channel if it is the proposer's own."""
@@ -160,7 +233,7 @@ class RemoteProposer:
             raise self._refused(began)
         self.stats.calls += 1
         try:
-            response = self._stub.ProposeBlock(request, timeout=self._timeout_s)
+            response = self._stub.ProposeBlock(request, timeout=self.timeout_s)
         except grpc.RpcError as failure:
             raise self._failed(failure) from failure
         finally:
@@ -175,7 +248,7 @@ class RemoteProposer:
         noise: SamplingNoise | None = None,
     ) -> pb.ProposeBlockRequest:
         return request_to_wire(
-            prefix, size, num_steps, self._model_id, extended=self.extended, noise=noise
+            prefix, size, num_steps, self.model_id, extended=self.extended, noise=noise
         )
 
     def _read(self, response: pb.ProposeBlockResponse, size: int) -> Draft:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import TypeAlias
 
@@ -76,15 +77,19 @@ class Sender:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: SimpleQueue[tuple[PendingDraft, Callable[[], Call]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def send(self, pending: PendingDraft, start: Callable[[], Call]) -> None:
         """Have `start` called soon; what it returns belongs to `pending`."""
+        self.run(partial(pending.begin, start))
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Have `job` done soon; it raises nothing."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
-        self._jobs.put((pending, start))
+        self._jobs.put(job)
 
     def close(self) -> None:
         """End the thread; what was sent before is still started."""
@@ -93,8 +98,7 @@ class Sender:
             self._thread.join(1.0)
             self._thread = None
 
-    def _run(self) -> None:
+    def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            pending, start = job
-            pending.begin(start)
-            del job, pending, start
+            job()
+            del job

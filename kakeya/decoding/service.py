@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import grpc
 import grpc.aio
@@ -46,6 +47,25 @@ class AsyncDrafter(Protocol):
         ...
 
 
+@asynccontextmanager
+async def failures_end(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """End the call with the status of whatever is raised within, a proposer's fault included."""
+    try:
+        yield
+    except KakeyaError as refusal:
+        await abort(context, refusal)
+    except ValueError as refusal:
+        await abort(context, InvalidArgument(f"the proposer refused: {refusal}"))
+    except grpc.aio.AbortError:
+        raise
+    except Exception as failure:  # noqa: BLE001 - a proposer's fault ends here
+        event(_log, "proposer failed", level=logging.ERROR, error=repr(failure))
+        _log.debug("traceback", exc_info=failure)
+        await context.abort(
+            grpc.StatusCode.INTERNAL, f"the proposer failed: {type(failure).__name__}"
+        )
+
+
 class ProposerService(rpc.ProposerServiceServicer):
     """Serves named proposers; the first one is the default for model_id ""."""
 
@@ -58,14 +78,14 @@ class ProposerService(rpc.ProposerServiceServicer):
     ) -> None:
         self._clock = clock or SystemClock()
         self._queue_limit = queue_limit
-        self._desks: dict[str, _Desk] = {}
+        self._desks: dict[str, Desk] = {}
         for model_id, proposer in (proposers or {}).items():
             self.serve(model_id, proposer)
 
     def serve(self, model_id: str, proposer: Proposer | AsyncDrafter) -> None:
         """Offer a proposer, or another one under the same name."""
         replaced = self._desks.get(model_id)
-        self._desks[model_id] = _Desk(model_id, proposer, self._clock, self._queue_limit)
+        self._desks[model_id] = Desk(model_id, proposer, self._clock, self._queue_limit)
         if replaced is not None:
             replaced.close()
 
@@ -85,31 +105,22 @@ class ProposerService(rpc.ProposerServiceServicer):
         context: grpc.aio.ServicerContext[pb.ProposeBlockRequest, pb.ProposeBlockResponse],
     ) -> pb.ProposeBlockResponse:
         """Answer with exactly block_size ids, of which num_valid are meant."""
-        try:
+        async with failures_end(context):
             return await self._answer(request, context.time_remaining())
-        except KakeyaError as refusal:
-            await abort(context, refusal)
-        except ValueError as refusal:
-            await abort(context, InvalidArgument(f"the proposer refused: {refusal}"))
-        except Exception as failure:  # noqa: BLE001 - a proposer's fault ends here
-            event(_log, "proposer failed", level=logging.ERROR, error=repr(failure))
-            _log.debug("traceback", exc_info=failure)
-            await context.abort(
-                grpc.StatusCode.INTERNAL, f"the proposer failed: {type(failure).__name__}"
-            )
         raise AssertionError("abort returned")
 
     async def _answer(
         self, request: pb.ProposeBlockRequest, remaining_s: float | None
     ) -> pb.ProposeBlockResponse:
         check_sizes(request)
-        desk = self._desk(request.model_id)
+        desk = self.desk(request.model_id)
         prefix = prefix_from_wire(request)
         expires_mono = None if remaining_s is None else self._clock.mono() + remaining_s
         draft = await desk.draft(request, prefix, expires_mono)
         return draft_to_wire(draft, request)
 
-    def _desk(self, model_id: str) -> _Desk:
+    def desk(self, model_id: str) -> Desk:
+        """The desk of one proposer, "" = the default. Raises NotFound."""
         if not self._desks:
             raise NotFound("this node serves no proposer")
         if not model_id:
@@ -123,14 +134,14 @@ class ProposerService(rpc.ProposerServiceServicer):
         return desk
 
 
-class _Desk:
+class Desk:
     """One proposer and the requests that wait for it."""
 
     def __init__(
         self, model_id: str, proposer: Proposer | AsyncDrafter, clock: Clock, limit: int
     ) -> None:
         self._model_id = model_id
-        self._proposer = proposer
+        self.proposer = proposer
         self._clock = clock
         self._limit = limit
         self._taken = 0
@@ -165,7 +176,7 @@ class _Desk:
 
     async def _work(self, request: pb.ProposeBlockRequest, prefix: list[int]) -> Draft:
         began = self._clock.mono()
-        proposer, size = self._proposer, request.block_size
+        proposer, size = self.proposer, request.block_size
         if isinstance(proposer, AsyncDrafter):
             seed = request.seed if request.HasField("seed") else None
             draft = await proposer.draft(prefix, size, seed=seed, temperature=request.temperature)

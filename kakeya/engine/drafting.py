@@ -25,11 +25,12 @@ from kakeya.decoding.remote import RemoteProposer
 from kakeya.decoding.sampling import SamplingParams
 from kakeya.decoding.sender import PendingDraft
 from kakeya.decoding.shadow import ShadowScorer
+from kakeya.decoding.stream import StreamedDraft, StreamedPeer
 from kakeya.engine.job import SourceSpec, SourceTally
 from kakeya.wire.security import TlsMaterial
 
 _log = logging.getLogger(__name__)
-RemoteBook: TypeAlias = "RemoteDraftBook[PendingDraft]"
+RemoteBook: TypeAlias = "RemoteDraftBook[PendingDraft | StreamedDraft]"
 NGRAM_SOURCE = "ngram"
 KEPT_PEERS = 16
 """Peers' models whose channels stay open between generations; a placement names one or two."""
@@ -82,7 +83,7 @@ class RemoteBooks:
             shared = self._shared[spec] = _Shared(proposer, tls)
         shared.books += 1
         self._shared.move_to_end(spec)
-        return RemoteDraftBook(shared.proposer, noise)
+        return RemoteDraftBook(StreamedPeer(shared.proposer), noise)
 
     def close(self, spec: SourceSpec, book: RemoteBook) -> None:
         """End a book; once for each `open`."""
@@ -145,6 +146,15 @@ class Drafting:
                     problem=problem.message,
                 )
         return opened
+
+    def prepare(self, history: Sequence[int]) -> None:
+        """The prompt is about to be computed: meanwhile peers can be told of it.
+
+        Not where n-grams draft too: peers may then not be needed, nor told.
+        """
+        if self._index is None:
+            for book in self._books.values():
+                book.prepare(history)
 
     def begin(self, history: list[int]) -> None:
         """Take the history, which the caller goes on extending."""

@@ -80,6 +80,7 @@ class SequenceRun:
         """Do one step per `next`; the last frame is a DoneFrame."""
         timer = self._tools.timer
         started = timer()
+        self._drafting.prepare(self._decoding.history)
         yield from self._prefill()
         self._prefill_s = timer() - started
         self._drafting.begin(self._decoding.history)

@@ -35,6 +35,7 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
     "kakeya.v1.MembershipService": {"Renew": _GOSSIP},
     "kakeya.v1.DoctorService": {"CheckBack": _GOSSIP},
     "kakeya.v1.ProposerService": {"ProposeBlock": _MEMBERS},
+    "kakeya.v1.DraftStreamService": {"DraftStream": _MEMBERS},
     "kakeya.v1.PrefillCacheService": {
         "GetCacheSummary": _MEMBERS,
         "LookupPrefix": _MEMBERS,

@@ -14,6 +14,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.ids import NGRAM
 from kakeya.decoding.ngram import NGramProposer
 from kakeya.decoding.service import ProposerService
+from kakeya.decoding.stream_service import DraftStreamService
 from kakeya.node.config import SessionConfig
 from kakeya.node.control import ControlService, NoFleet
 from kakeya.node.directory import Models
@@ -26,6 +27,7 @@ from kakeya.runtime.service import RuntimeService
 from kakeya.runtime.store import SessionLimits, SessionStore
 from kakeya.serving.backends.engine_backend import EngineBackend
 from kakeya.v1.distributed_pb2_grpc import add_ProposerServiceServicer_to_server
+from kakeya.v1.drafts_pb2_grpc import add_DraftStreamServiceServicer_to_server
 from kakeya.v1.fleet_pb2_grpc import add_ControlServiceServicer_to_server
 from kakeya.v1.runtime_pb2_grpc import add_RuntimeServiceServicer_to_server
 
@@ -65,6 +67,7 @@ class Services:
             rng=rng,
         )
         self._proposers = ProposerService({NGRAM: NGramProposer()}, clock=clock)
+        self._streams = DraftStreamService(self._proposers, clock=clock)
         self._doctor = Doctor(plane, data_dir, clock=clock, environ=os.environ)
         self._control = ControlService(
             plane.membership or NoFleet(), examine=self._doctor.examine_json
@@ -78,6 +81,7 @@ class Services:
         self._doctor.register(server)
         add_RuntimeServiceServicer_to_server(self.runtime, server)
         add_ProposerServiceServicer_to_server(self._proposers, server)
+        add_DraftStreamServiceServicer_to_server(self._streams, server)
         add_ControlServiceServicer_to_server(self._control, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 

@@ -961,6 +961,7 @@ class ProposeBlockResponse(_message.Message):
     NUM_VALID_FIELD_NUMBER: _builtins.int
     CONFIDENCE_FIELD_NUMBER: _builtins.int
     DRAFT_US_FIELD_NUMBER: _builtins.int
+    MATCH_LENGTH_FIELD_NUMBER: _builtins.int
     diffusion_steps: _builtins.int
     forward_passes: _builtins.int
     peak_activation_bytes: _builtins.int
@@ -969,6 +970,8 @@ class ProposeBlockResponse(_message.Message):
     Unset = all of them (a node without this extension).
     """
     draft_us: _builtins.int
+    match_length: _builtins.int
+    """Of a draft that was looked up: how many tokens of the prefix were seen before what it copies."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -985,10 +988,11 @@ class ProposeBlockResponse(_message.Message):
         num_valid: _builtins.int | None = ...,
         confidence: _abc.Iterable[_builtins.float] | None = ...,
         draft_us: _builtins.int = ...,
+        match_length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_valid", b"_num_valid", "num_valid", b"num_valid"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_valid", b"_num_valid", "confidence", b"confidence", "diffusion_steps", b"diffusion_steps", "draft_us", b"draft_us", "forward_passes", b"forward_passes", "num_valid", b"num_valid", "peak_activation_bytes", b"peak_activation_bytes", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_valid", b"_num_valid", "confidence", b"confidence", "diffusion_steps", b"diffusion_steps", "draft_us", b"draft_us", "forward_passes", b"forward_passes", "match_length", b"match_length", "num_valid", b"num_valid", "peak_activation_bytes", b"peak_activation_bytes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_valid: _TypeAlias = _typing.Literal["num_valid"]  # noqa: Y015
     _WhichOneofArgType__num_valid: _TypeAlias = _typing.Literal["_num_valid", b"_num_valid"]  # noqa: Y015

@@ -3,6 +3,7 @@
 A refused caller thus costs no parsing, and bytes that are no message end as INVALID_ARGUMENT
 instead of a Python error. Each wrapped handler is of the kind that it wraps (a coroutine that
 writes, a generator that yields), so that a cancelled call still ends the very frame that works.
+What streams both ways is written.
 """
 
 from __future__ import annotations
@@ -65,16 +66,19 @@ def _streaming(handler: Handler, gate: Gate) -> Handler:
 
 def _streamed(handler: Handler, gate: Gate) -> Handler:
     """Requests that stream are parsed by gRPC, one by one, as the handler asks for them."""
-    if handler.response_streaming:
-        raise NotImplementedError("no service of the fleet streams both ways")
-    collect: Any = handler.stream_unary
+    work: Any = handler.stream_stream if handler.response_streaming else handler.stream_unary
 
     async def collected(requests: AsyncIterator[object], context: Context) -> object:
         with await gate(context):
-            return await collect(requests, context)
+            return await work(requests, context)
 
     made: Any = collected
-    return grpc.stream_unary_rpc_method_handler(
+    kind = (
+        grpc.stream_stream_rpc_method_handler
+        if handler.response_streaming
+        else grpc.stream_unary_rpc_method_handler
+    )
+    return kind(
         made,
         request_deserializer=handler.request_deserializer,
         response_serializer=handler.response_serializer,

@@ -16,9 +16,12 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from kakeya.decoding.service import ProposerService
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1 import distributed_pb2_grpc as rpc
+from kakeya.v1.drafts_pb2_grpc import (
+    DraftStreamServiceServicer,
+    add_DraftStreamServiceServicer_to_server,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
@@ -49,13 +52,17 @@ async def _last_tasks() -> None:
 
 
 @contextmanager
-def serving(service: ProposerService) -> Iterator[str]:
+def serving(
+    service: rpc.ProposerServiceServicer, streams: DraftStreamServiceServicer | None = None
+) -> Iterator[str]:
     """Serve on a free loopback port; yields the address."""
     host = LoopThread()
 
     async def start() -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server()
         rpc.add_ProposerServiceServicer_to_server(service, server)
+        if streams is not None:
+            add_DraftStreamServiceServicer_to_server(streams, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         return server, port

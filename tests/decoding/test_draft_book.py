@@ -41,7 +41,7 @@ class FakePeer:
 
     def __init__(
         self,
-        answer: Callable[[list[int], int], Sequence[int] | Exception],
+        answer: Callable[[list[int], int], Sequence[int] | Draft | Exception],
         delay_s: float = 0.001,
         extended: bool = True,
     ) -> None:
@@ -61,7 +61,7 @@ class FakePeer:
         answer = self._answer(list(prefix), size)
         outcome = (
             answer
-            if isinstance(answer, Exception)
+            if isinstance(answer, Exception | Draft)
             else Draft(source="peer", tokens=tuple(answer), confidence=(0.9,) * len(answer))
         )
         now = self.clock.mono()
@@ -76,6 +76,12 @@ class FakePeer:
 
     def abandon(self, pending: Call) -> None:
         pending.abandoned = True
+
+    def prepare(self, prefix: Sequence[int], *, noise: SamplingNoise | None) -> None:
+        self.prepared = list(prefix)
+
+    def leave(self) -> None:
+        self.left = True
 
     def pass_time(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -339,3 +345,39 @@ def test_the_round_trip_is_hidden_where_drafts_hold():
         history += [*block, history[-1] + len(block) + 1]
     assert sum(wait > 0 for wait in waits) == 1
     assert len(history) == 1 + 40 * 9
+
+
+def test_what_is_prepared_is_asked_before_the_first_poll():
+    peer = FakePeer(counting)
+    book = RemoteDraftBook(peer)
+    book.prepare([1, 2])
+    peer.pass_time(0.002)
+    assert book.poll([1, 2], 4, wait_s=0).tokens == (3, 4, 5, 6)
+    assert peer.prepared == [1, 2]
+    assert len(peer.calls) == 1
+    book.close()
+    assert peer.left
+
+
+def test_a_looked_up_draft_is_better_supported_the_more_of_it_came_true():
+    peer = FakePeer(lambda prefix, size: Draft(source="p", tokens=(7,) * size, match_length=3))
+    book = RemoteDraftBook(peer)
+    history = [1]
+    assert book.poll(history, 4, wait_s=1).match_length == 3
+    history += [7] * 5
+    assert book.poll(history, 4, wait_s=1).match_length == 8
+    assert len(peer.calls) == 1
+
+
+def test_of_a_look_up_the_most_is_asked_at_once():
+    """It costs the peer as much for one token as for many; a draft model pays for each."""
+    for match_length, asked in ((3, [LEAST_ASKED, MOST_ASKED]), (0, [LEAST_ASKED, LEAST_ASKED])):
+        peer = FakePeer(
+            lambda prefix, size, known=match_length: Draft(
+                source="p", tokens=(7,) * size, match_length=known
+            )
+        )
+        book = RemoteDraftBook(peer)
+        book.poll([1], 4, wait_s=1)
+        book.poll([1, 9], 4, wait_s=1)
+        assert [call.size for call in peer.calls] == asked

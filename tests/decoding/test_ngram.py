@@ -228,3 +228,13 @@ def test_a_longer_match_is_told_with_more_confidence():
     short = proposer.propose([*span, 3], 2).confidence[0]
     long = proposer.propose([*span, *span[:20]], 2).confidence[0]
     assert 0 < short < long < 1
+
+
+def test_a_prefix_that_turns_back_twice_is_indexed_anew():
+    """What an index took back once, it cannot take back again."""
+    text = [at % 7 for at in range(300)]
+    proposer = NGramProposer()
+    for prefix in (text, text[: 300 - ROLLBACK], [*text[: 250 - ROLLBACK], 9]):
+        fresh = NGramIndex(undo=ROLLBACK)
+        fresh.extend(prefix)
+        assert proposer.propose(prefix, 8).tokens == tuple(fresh.draft(8)[0])

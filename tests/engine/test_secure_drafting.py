@@ -19,6 +19,7 @@ from kakeya.core.units import pack_ids
 from kakeya.decoding.proposer import Draft
 from kakeya.decoding.sampling import SamplingParams
 from kakeya.decoding.service import ProposerService
+from kakeya.decoding.stream_service import DraftStreamService
 from kakeya.engine.drafting import Drafting, RemoteBooks
 from kakeya.engine.job import SourceSpec
 from kakeya.node.engines import engine_command
@@ -26,6 +27,7 @@ from kakeya.node.listeners import Listeners
 from kakeya.node.models import parse_model
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import add_ProposerServiceServicer_to_server
+from kakeya.v1.drafts_pb2_grpc import add_DraftStreamServiceServicer_to_server
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from kakeya.wire.authorization import current_caller
 from kakeya.wire.security import Caller, CertRole
@@ -56,8 +58,14 @@ async def proposing(fleet: Fleet) -> AsyncIterator[tuple[Recording, str, str]]:
     drafter = Recording()
     service = ProposerService({"m": drafter})
     node_id, material = fleet.issue()
+    streams = DraftStreamService(service)
+
+    def register(server: grpc.aio.Server) -> None:
+        add_ProposerServiceServicer_to_server(service, server)
+        add_DraftStreamServiceServicer_to_server(streams, server)
+
     listeners = Listeners(
-        lambda server: add_ProposerServiceServicer_to_server(service, server),
+        register,
         clock=SystemClock(),
         material=lambda: material,
         trust=fleet.trust,

@@ -161,6 +161,9 @@ class ForeignBook:
 
     counts = BookCounts()
 
+    def prepare(self, history: Sequence[int]) -> None:
+        pass
+
     def poll(self, history: list[int], size: int, *, wait_s: float) -> Draft:
         return Draft(source="peer", tokens=(4_000_000_000,) * size)
 

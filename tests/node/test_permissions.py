@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "kakeya.v1.GossipService": {MEMBER, "loopback"},
     "kakeya.v1.GossipService/Probe": {MEMBER, ADMIN, "loopback"},
     "kakeya.v1.ProposerService": {MEMBER, ADMIN, "loopback"},
+    "kakeya.v1.DraftStreamService": {MEMBER, ADMIN, "loopback"},
     "kakeya.v1.PrefillCacheService": {MEMBER, ADMIN, "loopback"},
     "kakeya.v1.PrefillWorkerService": {MEMBER, ADMIN, "loopback"},
     "kakeya.v1.DFlashProposerService": {MEMBER, ADMIN, "loopback"},

@@ -14,14 +14,14 @@ from grpc_health.v1 import health_pb2
 
 from kakeya.core.clock import SystemClock
 from kakeya.node.listeners import Listeners, NetworkLimits
-from kakeya.v1 import distributed_pb2, engine_pb2, fleet_pb2, runtime_pb2
+from kakeya.v1 import distributed_pb2, drafts_pb2, engine_pb2, fleet_pb2, runtime_pb2
 from kakeya.wire.admission import CallerLimits
 from kakeya.wire.authorization import current_caller
 from kakeya.wire.channels import Keepalive
 from kakeya.wire.security import Caller, CertRole, TlsMaterial
 from tests.wire.certificates import Fleet
 
-FILES = (distributed_pb2, engine_pb2, fleet_pb2, runtime_pb2, health_pb2)
+FILES = (distributed_pb2, drafts_pb2, engine_pb2, fleet_pb2, runtime_pb2, health_pb2)
 ANY_PORT = "127.0.0.1:0"
 
 
@@ -70,6 +70,15 @@ class StandIns:
                 pass
             return seen()
 
+        async def converse(
+            requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+        ) -> None:
+            async for _ in requests:
+                pass
+            await context.write(seen())
+
+        if method.client_streaming and method.server_streaming:
+            return grpc.stream_stream_rpc_method_handler(converse)
         if method.client_streaming:
             return grpc.stream_unary_rpc_method_handler(collect)
         if method.server_streaming:
@@ -80,7 +89,10 @@ class StandIns:
 async def call(channel: grpc.aio.Channel, method: MethodDescriptor) -> grpc.StatusCode:
     """Call a method with an empty request; return how it ended."""
     try:
-        if method.client_streaming:
+        if method.client_streaming and method.server_streaming:
+            async for _ in channel.stream_stream(path(method))(iter([b""]), timeout=10):
+                pass
+        elif method.client_streaming:
             await channel.stream_unary(path(method))(iter([b""]), timeout=10)
         elif method.server_streaming:
             async for _ in channel.unary_stream(path(method))(b"", timeout=10):
