@@ -45,10 +45,7 @@ class Extents:
         start = self._choose(size)
         if start is None:
             return None
-        left = self._size_at[start] - size
-        self._drop(start)
-        if left:
-            self._put(start + size, left)
+        self._cut(start, size)
         return start
 
     def take_smallest(self, limit: int) -> tuple[int, int] | None:
@@ -59,11 +56,8 @@ class Extents:
         start = self._choose(1)
         if start is None:
             return None
-        found = self._size_at[start]
-        size = min(limit, found)
-        self._drop(start)
-        if found > size:
-            self._put(start + size, found - size)
+        size = min(limit, self._size_at[start])
+        self._cut(start, size)
         return start, size
 
     def give(self, start: int, size: int) -> None:
@@ -107,6 +101,26 @@ class Extents:
             return None
         smallest = size + (fitting & -fitting).bit_length() - 1
         return next(reversed(self._by_size[smallest]))
+
+    def _cut(self, start: int, size: int) -> None:
+        """Take the first `size` pages of a range; what is left of it keeps its end."""
+        left = self._size_at[start] - size
+        if not left:
+            self._drop(start)
+            return
+        found = self._size_at.pop(start)
+        rest = start + size
+        self._size_at[rest] = left
+        self._start_of[rest + left] = rest
+        same = self._by_size[found]
+        del same[start]
+        if not same:
+            self._sizes ^= 1 << found
+        self._by_size[left][rest] = None
+        self._sizes |= 1 << left
+        self.pages -= size
+        if self._fit is Fit.FIRST:
+            self._starts[bisect_left(self._starts, start)] = rest
 
     def _put(self, start: int, size: int) -> None:
         self._size_at[start] = size
