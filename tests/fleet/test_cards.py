@@ -7,7 +7,8 @@ import math
 import pytest
 
 from kakeya.fleet.cards import CardFault, fault_of, is_dialable, is_valid_node_id
-from tests.fleet.nodes import NOW, make_card, proposer, verifier
+from kakeya.v1 import distributed_pb2 as pb
+from tests.fleet.nodes import NOW, make_card, make_registry, make_wire, proposer, verifier
 
 
 def test_a_later_stamp_is_newer() -> None:
@@ -68,6 +69,60 @@ def test_the_stamp_of_a_card_that_came_with_a_beat_does_not_tell_its_age() -> No
 def test_each_fault_is_named(fields: dict[str, object], fault: CardFault) -> None:
     card = make_card(**({"node_id": "peer"} | fields))  # type: ignore[arg-type]
     assert fault_of(card, NOW) is fault
+
+
+def _of_size(field: str, size: int) -> bytes:
+    """A card of which one part has a length, in bytes or in entries."""
+    card = pb.NodeCapability.FromString(make_wire("peer", models=[verifier("m")]))
+    way = card.endpoints.add(address="10.0.0.1:1", network="lan")
+    match field:
+        case "models":
+            card.models.extend([card.models[0]] * (size - 1))
+        case "endpoints":
+            card.endpoints.extend([way] * (size - 1))
+        case "card":
+            rest = size - card.ByteSize() - 5  # two bytes of tag, three of length: not known here
+            return card.SerializeToString() + b"\xfa\x3f" + varint(rest, 3) + bytes(rest)
+        case "model_id" | "quantization" | "vocabulary_digest":
+            setattr(card.models[0], field, "x" * size)
+        case "address" | "network":
+            setattr(way, field, f"{'h' * (size - 2)}:1" if field == "address" else "x" * size)
+        case _:
+            setattr(card, field, "x" * size)
+    return card.SerializeToString()
+
+
+def varint(value: int, length: int) -> bytes:
+    parts = [value >> 7 * i & 0x7F for i in range(length)]
+    return bytes(part | 0x80 for part in parts[:-1]) + bytes(parts[-1:])
+
+
+@pytest.mark.parametrize(
+    ("field", "most", "fault"),
+    [
+        ("card", 8 * 1024, CardFault.OVERSIZE),
+        ("models", 64, CardFault.TOO_MANY_MODELS),
+        ("endpoints", 8, CardFault.TOO_MANY_ENDPOINTS),
+        ("node_id", 256, CardFault.BAD_ID),
+        ("label", 64, CardFault.BAD_STRING),
+        ("platform", 256, CardFault.BAD_STRING),
+        ("mlx_version", 256, CardFault.BAD_STRING),
+        ("ring_address", 256, CardFault.BAD_STRING),
+        ("grpc_address", 256, CardFault.BAD_STRING),
+        ("model_id", 256, CardFault.BAD_STRING),
+        ("quantization", 256, CardFault.BAD_STRING),
+        ("vocabulary_digest", 256, CardFault.BAD_STRING),
+        ("network", 256, CardFault.BAD_STRING),
+        ("address", 255, CardFault.BAD_ADDRESS),
+    ],
+)
+def test_what_exceeds_a_limit_by_one_is_dropped_by_its_name(
+    field: str, most: int, fault: CardFault
+) -> None:
+    for size, wanted in ((most, {}), (most + 1, {fault: 1})):
+        wire = _of_size(field, size)
+        report = make_registry().merge([wire], now=NOW, mono=0.0)
+        assert report.dropped == wanted, (field, size, len(wire))
 
 
 @pytest.mark.parametrize("at", [NOW + 60, NOW, NOW - 120])
