@@ -103,6 +103,7 @@ class PageConfig:
     headroom: float = 0.1  # evict this share more than was asked, so the next one need not
     high_watermark: float = 0.90  # pinned and dirty pages: writing back starts here
     low_watermark: float = 0.80  # and ends here
+    wait_limit_s: float = 0.1  # how long a caller waits in line for pages
     pin_limit_s: float = 30.0  # an ownerless pin ends, any other is reported, after so long
 
     def __post_init__(self) -> None:
@@ -127,6 +128,8 @@ class PageConfig:
                 f"the watermarks are {self.low_watermark} and {self.high_watermark}; "
                 "they must be 0 < low < high <= 1"
             )
+        if not self.wait_limit_s >= 0.0:
+            raise ConfigError(f"wait_limit_s is {self.wait_limit_s}; it must be 0 or more")
         if not self.pin_limit_s > 0.0:
             raise ConfigError(f"pin_limit_s is {self.pin_limit_s}; it must be above 0")
 

@@ -70,6 +70,7 @@ def test_the_defaults_are_those_of_the_document() -> None:
     config = PageConfig()
     assert (config.page_bytes, config.total_pages, config.alignment_bytes) == (2 * MIB, 4096, 256)
     assert (config.fit, config.ready_blocks, config.pin_limit_s) == ("best_fit", 16, 30.0)
+    assert config.wait_limit_s == 0.1
     assert (config.headroom, config.high_watermark, config.low_watermark) == (0.1, 0.90, 0.80)
 
 
@@ -87,6 +88,7 @@ def test_the_defaults_are_those_of_the_document() -> None:
         ({"low_watermark": 0.9}, "0 < low < high <= 1"),
         ({"high_watermark": 1.1}, "0 < low < high <= 1"),
         ({"high_watermark": float("nan")}, "0 < low < high <= 1"),
+        ({"wait_limit_s": -1.0}, "wait_limit_s is -1.0"),
         ({"pin_limit_s": 0.0}, "pin_limit_s is 0.0"),
         ({"pin_limit_s": float("nan")}, "pin_limit_s is nan"),
     ],
