@@ -109,8 +109,12 @@ def batch_of(number: int, cards: int) -> bytes:
 
 
 @linux
+@pytest.mark.parametrize(
+    "stall_s",
+    [STALL_S, pytest.param(0.05, id="goal, on a quiet machine", marks=pytest.mark.slow)],
+)
 async def test_a_flood_of_a_million_cards_costs_neither_memory_nor_honest_nodes(
-    child: Child,
+    child: Child, stall_s: float
 ) -> None:
     """Row 18, from this machine, where no budget of a caller stands in its way."""
     honest = [f"honest-{number}" for number in range(50)]
@@ -130,7 +134,7 @@ async def test_a_flood_of_a_million_cards_costs_neither_memory_nor_honest_nodes(
         after = await child.weigh()
         _, answer = await send(channel, b"")
     assert after["rss"] - before["rss"] <= 64 * MIB
-    assert after["worst_stall_s"] <= STALL_S
+    assert after["worst_stall_s"] <= stall_s
     assert 4000 <= after["nodes"] <= 4097
     view = pb.ExchangeCapabilitiesResponse.FromString(answer)
     assert {card.node_id for card in view.known_nodes} >= set(honest)
