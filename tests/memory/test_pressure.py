@@ -1,0 +1,259 @@
+"""Each source's table of level transitions, the composite, and the monitor's cadence."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kakeya.core import errors
+from kakeya.memory.machine import KernelLevel
+from kakeya.memory.policy import Level
+from kakeya.memory.pressure import (
+    LEVEL_BY_NATIVE,
+    AvailableMemory,
+    DispatchedPressure,
+    Footprint,
+    Memory,
+    PressureMonitor,
+    PressureSource,
+    Reading,
+    Waters,
+    worst,
+)
+from tests.memory.worlds import ManualClock, until
+
+NOMINAL, LOW, CRITICAL = Level
+
+
+class Box:
+    """A probe whose answer tests set."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __call__(self) -> object:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+# By available memory.
+
+
+@pytest.mark.parametrize(
+    ("percents", "levels"),
+    [
+        ([50, 16, 15, 14], [NOMINAL, NOMINAL, LOW, LOW]),
+        ([50, 5, 4], [NOMINAL, CRITICAL, CRITICAL]),
+        ([15, 16, 16.9, 18], [LOW, LOW, LOW, NOMINAL]),
+        ([5, 6, 7, 8, 50], [CRITICAL, CRITICAL, CRITICAL, LOW, NOMINAL]),
+        ([5, 50], [CRITICAL, NOMINAL]),
+        ([5, 16, 18], [CRITICAL, LOW, NOMINAL]),
+        ([15.5, 15, 15.5, 15, 15.5], [NOMINAL, LOW, LOW, LOW, LOW]),
+    ],
+)
+async def test_available_memory(percents: list[float], levels: list[Level]) -> None:
+    """S0.19. (d) There was no hysteresis."""
+    box = Box(None)
+    source = AvailableMemory(box)  # type: ignore[arg-type]
+    seen = []
+    for percent in percents:
+        box.value = Memory(1000, int(percent * 10))
+        seen.append((await source.read()).level)
+    assert seen == levels
+
+
+async def test_loads_may_take_what_is_above_the_critical_mark() -> None:
+    reading = await AvailableMemory(lambda: Memory(1000, 400)).read()
+    assert reading.available_bytes == 350
+    reading = await AvailableMemory(lambda: Memory(1000, 10)).read()
+    assert reading.available_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("low", "critical", "margin"),
+    [(0.1, 0.1, 0.0), (0.1, 0.2, 0.0), (1.1, 0.1, 0.0), (0.2, -0.1, 0.0), (0.2, 0.1, 1.0),
+     (float("nan"), 0.1, 0.0)],
+)  # fmt: skip
+def test_marks_that_make_no_sense_are_refused(low: float, critical: float, margin: float) -> None:
+    with pytest.raises(errors.ConfigError):
+        Waters(low=low, critical=critical, margin=margin)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1))
+def test_a_level_is_never_better_than_the_figure_says(fractions: list[float]) -> None:
+    waters, level = Waters(), NOMINAL
+    for fraction in fractions:
+        level = waters.level(fraction, level)
+        assert level >= waters.level(fraction, NOMINAL)
+        assert level <= waters.level(fraction - waters.margin, NOMINAL)
+
+
+# By footprint.
+
+
+@pytest.mark.parametrize(
+    ("used", "levels"),
+    [
+        ([90, 100, 101, 110, 111], [NOMINAL, NOMINAL, LOW, LOW, CRITICAL]),
+        ([111, 108, 104, 96, 95], [CRITICAL, CRITICAL, LOW, LOW, NOMINAL]),
+    ],
+)
+async def test_footprint_against_leases(used: list[int], levels: list[Level]) -> None:
+    """A huge footprint is pressure even if the system still has memory."""
+    box = Box(None)
+    source = Footprint(box)  # type: ignore[arg-type]
+    seen = []
+    for size in used:
+        box.value = (size, 100)
+        reading = await source.read()
+        assert reading is not None
+        seen.append(reading.level)
+    assert seen == levels
+    box.value = (50, 0)
+    assert await source.read() is None
+
+
+def test_footprint_marks_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(errors.ConfigError):
+        Footprint(lambda: (0, 0), low=1.1, critical=1.0)
+
+
+# By dispatch.
+
+
+def test_native_words_are_those_of_android_and_ios() -> None:
+    """S0.20, S0.21."""
+    assert {
+        "TRIM_MEMORY_RUNNING_LOW": LOW,
+        "TRIM_MEMORY_BACKGROUND": LOW,
+        "TRIM_MEMORY_RUNNING_CRITICAL": CRITICAL,
+        "TRIM_MEMORY_COMPLETE": CRITICAL,
+        "UIApplicationDidReceiveMemoryWarning": CRITICAL,
+    } == LEVEL_BY_NATIVE
+
+
+async def test_a_dispatched_level_stands_until_the_next() -> None:
+    clock = ManualClock()
+    source = DispatchedPressure(mono=clock.mono, hold_s=None)
+    assert await source.read() is None
+    source.dispatch("TRIM_MEMORY_RUNNING_LOW", free_bytes=77)
+    clock.advance(1e6)
+    assert await source.read() == Reading(level=LOW, source="dispatched", available_bytes=77)
+    source.dispatch(CRITICAL)
+    assert await source.read() == Reading(level=CRITICAL, source="dispatched")
+    source.dispatch(NOMINAL)
+    assert await source.read() is None
+
+
+async def test_a_warning_that_is_never_taken_back_passes() -> None:
+    clock = ManualClock()
+    source = DispatchedPressure(mono=clock.mono)
+    source.dispatch("UIApplicationDidReceiveMemoryWarning")
+    clock.advance(59)
+    assert await source.read() == Reading(level=CRITICAL, source="dispatched")
+    clock.advance(1)
+    assert await source.read() is None
+
+
+def test_an_unknown_word_is_refused() -> None:
+    source = DispatchedPressure(mono=ManualClock().mono)
+    with pytest.raises(errors.InvalidArgument, match="TRIM_MEMORY_RUNNING_LOW"):
+        source.dispatch("TRIM_MEMORY_SOMETIMES")
+
+
+# By the kernel, and together.
+
+
+async def test_the_kernels_level() -> None:
+    for level in Level:
+        reading = await KernelLevel(lambda level=level: level).read()  # type: ignore[misc]
+        assert reading == Reading(level=level, source="kernel")
+
+
+def test_the_worst_counts_and_the_least_that_is_available() -> None:
+    readings = [
+        Reading(level=LOW, source="a", available_bytes=5),
+        Reading(level=CRITICAL, source="b"),
+        Reading(level=CRITICAL, source="c", available_bytes=9),
+    ]
+    assert worst(readings) == Reading(level=CRITICAL, source="b", available_bytes=5)
+    assert worst([]) == Reading(level=NOMINAL, source="none")
+
+
+def monitor(
+    sources: list[PressureSource], told: list[Reading], clock: ManualClock
+) -> PressureMonitor:
+    return PressureMonitor(sources, tell=told.append, clock=clock, rng=random.Random(1))
+
+
+async def test_it_recovers_when_all_have() -> None:
+    one, two = Box(CRITICAL), Box(LOW)
+    told: list[Reading] = []
+    watch = monitor([KernelLevel(one), Named("other", two)], told, ManualClock())  # type: ignore[arg-type]
+    await watch.poll()
+    one.value = NOMINAL
+    await watch.poll()
+    two.value = NOMINAL
+    await watch.poll()
+    assert [reading.level for reading in told] == [CRITICAL, LOW, NOMINAL]
+
+
+class Named(KernelLevel):
+    def __init__(self, name: str, probe: Box) -> None:
+        super().__init__(probe)  # type: ignore[arg-type]
+        self._named = name
+
+    @property
+    def name(self) -> str:
+        return self._named
+
+
+async def test_a_source_that_cannot_be_read_hides_no_other() -> None:
+    broken, other = Box(errors.PeerProtocol("vm_stat printed nonsense")), Box(LOW)
+    told: list[Reading] = []
+    watch = monitor([Named("broken", broken), Named("other", other)], told, ManualClock())
+    await watch.poll()
+    assert told == [Reading(level=LOW, source="other")]
+    empty = AvailableMemory(lambda: Memory(0, 0))
+    await monitor([empty], told, ManualClock()).poll()
+    assert told[-1].level is NOMINAL
+
+
+async def pump() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def test_it_tells_at_each_poll_and_at_once_when_something_was_dispatched() -> None:
+    clock = ManualClock()
+    told: list[Reading] = []
+    source = DispatchedPressure(mono=clock.mono)
+    watch = monitor([source], told, clock)
+    source.when_told(watch.poll_now)
+    running = asyncio.ensure_future(watch.run())
+    await until(lambda: len(told) == 1)
+    source.dispatch(CRITICAL)
+    await until(lambda: len(told) == 2)
+    assert told[-1].level is CRITICAL
+    await pump()
+    clock.advance(4.9)
+    await pump()
+    assert len(told) == 2
+    clock.advance(0.2)
+    await until(lambda: len(told) == 3)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def test_two_sources_of_one_name_and_a_frantic_pace_are_refused() -> None:
+    clock = ManualClock()
+    pair: list[PressureSource] = [Named("a", Box(LOW)), Named("a", Box(LOW))]
+    with pytest.raises(errors.ConfigError, match="share a name"):
+        monitor(pair, [], clock)
+    with pytest.raises(errors.ConfigError, match="poll_s"):
+        PressureMonitor([], tell=print, clock=clock, rng=random.Random(1), poll_s=0.4)
