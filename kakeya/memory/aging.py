@@ -63,12 +63,18 @@ class Ageing:
             del self._heaps[key]
         return best
 
-    def forget_dead(self, most: int) -> None:
-        """Drop the entries of freed blocks once the heaps hold more than `most`."""
-        if sum(map(len, self._heaps.values())) > most:
-            for heap in self._heaps.values():
-                heap[:] = [entry for entry in heap if entry[2].tenant is not None]
-                heapify(heap)
+    def tidy(self, most: int) -> None:
+        """Leave one entry of each block that is where it belongs, once there are over `most`."""
+        if sum(map(len, self._heaps.values())) <= most:
+            return
+        for (priority, _), heap in self._heaps.items():
+            kept = {
+                entry[1]: entry
+                for entry in heap
+                if entry[2].tenant is not None and entry[2].tenant.priority is priority
+            }
+            heap[:] = kept.values()
+            heapify(heap)
 
     def _oldest(self, heap: _Heap, priority: ContentPriority) -> _Entry | None:
         """Find the entry of the block that was used longest ago and may go."""

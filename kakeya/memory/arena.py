@@ -28,7 +28,8 @@ from kakeya.core.errors import InvalidArgument, PageFreed
 from kakeya.core.ids import draw_id
 from kakeya.memory.content import PageConfig
 from kakeya.memory.page_ref import PageRef
-from kakeya.memory.pages import PagePool, PoolStats, Shrink, Tenant
+from kakeya.memory.page_stats import PoolStats
+from kakeya.memory.pages import PagePool, Shrink, Tenant
 from kakeya.memory.pins import Block, Hold, Holder
 from kakeya.memory.slabs import Slab, SlabStore, header_bytes
 

@@ -29,6 +29,7 @@ from kakeya.memory.content import (
     PageConfig,
     keep_score,
 )
+from kakeya.memory.page_stats import PoolStats, count_pages
 from kakeya.memory.pins import Block, Hold, Holder, Now, is_scoped
 from kakeya.memory.reclaim import Watermarks, WriteBack, cheapest_window
 from kakeya.memory.table import PageTable
@@ -95,36 +96,6 @@ class Closed:
     rolled_back: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolStats:
-    """Pages by state; `pinned_pages` includes what is being prepared."""
-
-    total_pages: int
-    free_pages: int
-    pinned_pages: int
-    dirty_pages: int  # dirty and not pinned
-    largest_free: int  # pages in a row
-    slabs: int
-    slab_pages: int
-    blocks: int
-    evicted_pages: int  # since the start
-    by_content: tuple[tuple[ContentType, int], ...]
-
-    @property
-    def utilisation(self) -> float:
-        """The share of pages that hold something, evictable or not."""
-        return 1.0 - self.free_pages / self.total_pages if self.total_pages else 0.0
-
-    @property
-    def contiguity(self) -> float:
-        """The longest free range against the longest there could be: 1 is no fragmentation.
-
-        A range cannot leave its slab, so with more than a slab free the slab is the measure.
-        """
-        possible = min(self.free_pages, self.slab_pages)
-        return self.largest_free / possible if possible else 1.0
-
-
 def _free_of_charge(_block: Block) -> float:
     return 0.0
 
@@ -151,6 +122,7 @@ class PagePool:
     def at(self, now: float) -> None:
         """Move the time on; `now` in monotonic seconds. What happens next happens then."""
         self._ageing.file()
+        self._ageing.tidy(2 * self._table.total_pages)
         self.now.s = max(self.now.s, now)
 
     def tenant(
@@ -247,6 +219,23 @@ class PagePool:
         block.preparing = holder
         holder.preparing.add(block)
         return block
+
+    def prepare_scattered(self, tenant: Tenant, pages: int, holder: Holder) -> tuple[Block, ...]:
+        """Prepare pages that need not be in a row: few blocks while ranges are free, or none.
+
+        Raises OutOfPages, and then has evicted nothing.
+        """
+        if self.free_pages < pages:
+            evictable = sum(block.pages for block in self.blocks() if block.is_evictable)
+            if self.free_pages + evictable < pages:
+                raise self._out_of_pages(pages)
+        taken: list[Block] = []
+        missing = pages
+        while missing:
+            size = max(1, min(missing, self._table.largest_free()))
+            taken.append(self.prepare(tenant, size, holder))
+            missing -= size
+        return tuple(taken)
 
     def commit(self, block: Block) -> None:
         """Let all see a prepared block. Raises PageFreed when it was rolled back meanwhile."""
@@ -384,33 +373,9 @@ class PagePool:
 
     def stats(self) -> PoolStats:
         """Count everything once, without changing anything."""
-        pinned = dirty = blocks = largest = run = 0
-        by_content = dict.fromkeys(ContentType, 0)
-        for slab in self._table.slabs():
-            run = 0
-            for segment in self._table.segments(slab, _free_of_charge):
-                block = segment.block
-                run = run + segment.pages if block is None else 0
-                largest = max(largest, run)
-                if block is None or block.tenant is None:
-                    continue
-                blocks += 1
-                by_content[block.tenant.content] += block.pages
-                if block.is_pinned:
-                    pinned += block.pages
-                elif block.dirty:
-                    dirty += block.pages
-        return PoolStats(
-            total_pages=self._table.total_pages,
-            free_pages=self._table.free_pages,
-            pinned_pages=pinned,
-            dirty_pages=dirty,
-            largest_free=largest,
-            slabs=len(self._table.slabs()),
-            slab_pages=self.config.slab_pages,
-            blocks=blocks,
-            evicted_pages=self.evicted_pages,
-            by_content=tuple(by_content.items()),
+        slabs = [self._table.segments(slab, _free_of_charge) for slab in self._table.slabs()]
+        return count_pages(
+            slabs, slab_pages=self.config.slab_pages, evicted_pages=self.evicted_pages
         )
 
     # --- inside
@@ -425,7 +390,6 @@ class PagePool:
         self._table.put_back(block, keep=not evicted)
         if len(self._ageing.notes) > _NOTES:
             self._ageing.file()
-            self._ageing.forget_dead(2 * self._table.total_pages)
 
     def _evict(self, block: Block) -> None:
         self.evicted_pages += block.pages
@@ -465,7 +429,7 @@ class PagePool:
     def _out_of_pages(self, pages: int) -> OutOfPages:
         stats = self.stats()
         return OutOfPages(
-            f"no {pages} pages in a row can be had: of {stats.total_pages}, {stats.pinned_pages} "
+            f"{pages} pages cannot be had: of {stats.total_pages}, {stats.pinned_pages} "
             f"are pinned, {stats.dirty_pages} dirty, {stats.free_pages} free "
             f"({stats.largest_free} in a row)"
         )

@@ -143,6 +143,11 @@ class PageTable:
             free += pages * len(ready)
         return free
 
+    def largest_free(self) -> int:
+        """The longest free range, after merging what lies at hand."""
+        self.merge()
+        return self._extents.largest()
+
     def find(self, first: int, stamp: int) -> Block:
         """Find a live block by its first page and stamp. Raises PageFreed."""
         if 0 <= first < len(self._single):

@@ -96,7 +96,7 @@ async def test_who_is_not_served_in_time_is_refused_and_the_next_gets_a_try(rig:
     await asyncio.sleep(0)
     (one,) = await rig.queue(one=1)
     rig.give(0)
-    with pytest.raises(OutOfPages, match="no 3 pages in a row"):
+    with pytest.raises(OutOfPages, match="3 pages cannot be had"):
         await first
     await one
     assert rig.served == ["one"]

@@ -202,7 +202,7 @@ def test_a_range_that_cannot_be_had_evicts_nothing_and_ends() -> None:
     blocks = fill(pool, kv(pool))
     for block in blocks[::2]:
         engine.hold(block).pin()
-    with pytest.raises(OutOfPages, match=r"no 2 pages in a row .* of 16, 8 are pinned, 0 dirty"):
+    with pytest.raises(OutOfPages, match=r"2 pages cannot be had: of 16, 8 are pinned, 0 dirty"):
         kv(pool).range(2)
     assert all(block.is_live for block in blocks)
     for block in blocks[1::2]:
@@ -271,6 +271,30 @@ def test_freed_pages_at_hand_never_stand_in_the_way_of_a_range() -> None:
     for block in fill(pool, kv(pool)):
         pool.free(block)
     assert kv(pool).range(16).pages == 16
+
+
+def test_scattered_pages_are_had_where_a_range_is_not() -> None:
+    """R14: extents for prefixes."""
+    pool = pool_of(headroom=0.0)
+    engine = pool.holder("engine")
+    blocks = fill(pool, kv(pool))
+    for block in blocks[::2]:
+        engine.hold(block).pin()
+    pool.free(blocks[1])
+    with pytest.raises(OutOfPages, match="9 pages cannot be had"):
+        pool.prepare_scattered(kv(pool), 9, engine)
+    assert all(block.is_live for block in blocks[2:])
+    assert engine.preparing == set()
+    taken = pool.prepare_scattered(kv(pool), 8, engine)
+    assert sum(block.pages for block in taken) == 8
+    assert all(block.preparing is engine for block in taken)
+
+
+def test_scattered_pages_are_in_a_row_while_ranges_are_free() -> None:
+    pool = pool_of(slabs=2)
+    engine = pool.holder("engine")
+    assert [b.pages for b in pool.prepare_scattered(kv(pool), 20, engine)] == [16, 4]
+    assert pool.close(engine).rolled_back == 2
 
 
 def test_an_adapter_that_cools_goes_earlier() -> None:
@@ -427,3 +451,16 @@ def test_notes_of_allocations_do_not_pile_up_without_decisions() -> None:
     for _ in range(20_000):
         pool.free(tenant.page())
     assert len(pool._ageing.notes) <= 5_000
+
+
+def test_what_was_moved_and_freed_does_not_pile_up_without_evictions() -> None:
+    pool = pool_of()
+    warm, cold = kv(pool), temp(pool)
+    kept = warm.page()
+    for step in range(500):
+        passing = warm.page()
+        pool.move(kept, cold if step % 2 else warm)
+        pool.at(pool.now.s + 1)
+        pool.free(passing)
+    assert sum(map(len, pool._ageing._heaps.values())) <= 2 * 16 + 4
+    assert pool.evict_one() is kept

@@ -127,6 +127,27 @@ class Pool(RuleBasedStateMachine):
         self.preparing[block] = holder
         return block
 
+    @rule(target=filling, holder=holders, pages=st.integers(1, 3 * SLAB))
+    def prepare_scattered(self, holder: Holder, pages: int) -> object:
+        staying = sum(
+            size for block, size in self.live.items() if self.in_use(block) or block in self.dirty
+        )
+        could = self.pool.stats().total_pages - staying
+        try:
+            blocks = self.pool.prepare_scattered(self.tenants[0], pages, holder)
+        except OutOfPages:
+            assert could < pages
+            assert not self.evicted
+            return multiple()
+        except PageFreed:
+            assert not holder.is_open
+            return multiple()
+        for block in blocks:
+            self.enter(block, block.pages)
+            self.preparing[block] = holder
+        assert sum(block.pages for block in blocks) == pages
+        return multiple(*blocks)
+
     @rule(target=blocks, block=consumes(filling))
     def commit(self, block: Block) -> Block:
         if block not in self.preparing:
@@ -269,8 +290,6 @@ class Pool(RuleBasedStateMachine):
 
     @invariant()
     def agrees_with_the_model(self) -> None:
-        if not hasattr(self, "pool"):
-            return
         taken: set[int] = set()
         for block in self.pool.blocks():
             pages = set(range(block.first, block.first + block.pages))
@@ -283,6 +302,7 @@ class Pool(RuleBasedStateMachine):
         stats = self.pool.stats()
         assert len(taken) == sum(self.live.values())
         assert len(taken) + self.pool.free_pages == stats.total_pages
+        assert stats.free_pages == self.pool.free_pages
         assert sum(count for _, count in stats.by_content) == len(taken)
         assert 0.0 <= stats.contiguity <= 1.0
         assert not self.freed
