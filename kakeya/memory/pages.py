@@ -310,13 +310,17 @@ class PagePool:
 
     def grow(self) -> int:
         """Add one slab; its number. Raises OutOfPages at the configured total."""
+        self.check_growth()
+        return self._table.grow()
+
+    def check_growth(self) -> None:
+        """Look whether one more slab is allowed. Raises OutOfPages."""
         total, size = self._table.total_pages, self.config.slab_pages
         if total + size > self.config.total_pages:
             raise OutOfPages(
                 f"the arena has {total} pages and one more slab of {size} would pass "
                 f"the configured total of {self.config.total_pages}"
             )
-        return self._table.grow()
 
     def plan_shrink(self, slabs: int) -> Shrink:
         """Choose slabs without anything pinned or dirty, those whose blocks are worth the least."""

@@ -26,10 +26,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 
-from kakeya.core.errors import InvalidArgument, OutOfPages, PageFreed
+from kakeya.core.errors import Conflict, InvalidArgument, OutOfPages, PageFreed
 
 _STAMP = 8
 _HEADER_UNIT = 16 * 1024  # the largest page of the machines we run on
@@ -129,7 +130,8 @@ class SlabStore:
         self._token = token
         self._pages = pages
         self._page_bytes = page_bytes
-        self._made = 0
+        self._made = count()
+        self._is_closed = False
         self._slabs: dict[str, Slab] = {}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = folder / f"{token}{_SUFFIX}"
@@ -139,9 +141,13 @@ class SlabStore:
             fcntl.flock(self._names, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def make(self) -> Slab:
-        """Make one slab, all of its memory there. Raises OutOfPages when the machine has none."""
-        name = f"/kk-{self._token}-{self._made}"
-        self._made += 1
+        """Make one slab, all of its memory there. Raises OutOfPages when the machine has none.
+
+        Like `remove`, any thread may call it.
+        """
+        if self._is_closed:
+            raise Conflict("the slab store is closed and makes no slab")
+        name = f"/kk-{self._token}-{next(self._made)}"
         os.write(self._names, f"{name}\n".encode())  # first, so that no death leaves it unlisted
         size = header_bytes(self._pages) + self._pages * self._page_bytes
         handle = _posixshmem.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
@@ -161,22 +167,26 @@ class SlabStore:
             os.close(handle)
         slab = Slab(name, mapping, pages=self._pages, page_bytes=self._page_bytes)
         self._slabs[name] = slab
+        if self._is_closed:  # meanwhile, by another thread, which may have missed it
+            self.remove(slab)
+            raise Conflict("the slab store was closed while it made a slab")
         return slab
 
     def remove(self, slab: Slab) -> None:
-        """Take a slab away; who has it mapped keeps a copy that nobody renews."""
-        del self._slabs[slab.name]
-        _unlink(slab.name)
-        slab.close()
+        """Take a slab away; who has it mapped keeps a copy that nobody renews; harmless twice."""
+        if self._slabs.pop(slab.name, None) is not None:
+            _unlink(slab.name)
+            slab.close()
 
     def close(self) -> None:
         """Take all slabs away, and the list of them; harmless twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         for slab in tuple(self._slabs.values()):
             self.remove(slab)
-        if self._names >= 0:
-            self._path.unlink(missing_ok=True)
-            os.close(self._names)
-            self._names = -1
+        self._path.unlink(missing_ok=True)
+        os.close(self._names)
 
     def __enter__(self) -> SlabStore:
         return self

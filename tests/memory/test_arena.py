@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
@@ -176,6 +177,39 @@ def test_growth_beyond_the_total_is_refused_and_changes_nothing(rig: Rig) -> Non
     with pytest.raises(OutOfPages):
         rig.arena.grow()
     assert rig.arena.snapshot() == before
+
+
+async def test_slabs_come_and_go_while_the_loop_runs(rig: Rig) -> None:
+    await rig.arena.grow_async(2)
+    ref = rig.put(b"kept")
+    rig.arena.hold(ref, rig.engine).pin()
+    with pytest.raises(OutOfPages):
+        await rig.arena.grow_async()
+    plan = await rig.arena.shrink_async(3)
+    assert (len(plan.slabs), plan.short) == (2, 1)
+    assert rig.arena.snapshot().slab_bytes == rig.arena.slab_bytes
+    assert rig.reader.read(ref) == b"kept"
+
+
+async def test_two_growths_at_once_do_not_pass_the_total(rig: Rig) -> None:
+    results = await asyncio.gather(
+        *(rig.arena.grow_async() for _ in range(4)), return_exceptions=True
+    )
+    assert sum(isinstance(result, OutOfPages) for result in results) == 2
+    assert rig.arena.snapshot().pool.slabs == 3
+    assert len(rig.arena._store._slabs) == 3
+
+
+async def test_a_growth_that_is_cancelled_leaves_no_slab_behind(rig: Rig) -> None:
+    growing = asyncio.create_task(rig.arena.grow_async())
+    await asyncio.sleep(0)
+    growing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await growing
+    await asyncio.get_running_loop().shutdown_default_executor()
+    await asyncio.sleep(0)
+    assert len(rig.arena._store._slabs) == 1
+    assert rig.arena.snapshot().pool.slabs == 1
 
 
 def test_a_length_that_no_slab_holds_is_refused(rig: Rig) -> None:

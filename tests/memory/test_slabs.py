@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kakeya.core.errors import InvalidArgument, OutOfPages, PageFreed
+from kakeya.core.errors import Conflict, InvalidArgument, OutOfPages, PageFreed
 from kakeya.core.units import KIB
 from kakeya.memory.slabs import Slab, SlabStore, header_bytes, map_slab
 
@@ -78,6 +79,24 @@ def test_a_slab_that_was_taken_away_cannot_be_mapped(tmp_path: Path) -> None:
     assert not is_there(other.name)
     owner.close()
     assert list(tmp_path.glob("*.arena")) == []
+
+
+def test_a_closed_store_makes_nothing_also_when_it_closes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = store(tmp_path, "t7")
+    truncate = os.ftruncate
+
+    def closed_meanwhile(handle: int, size: int) -> None:
+        truncate(handle, size)
+        owner.close()
+
+    monkeypatch.setattr(os, "ftruncate", closed_meanwhile)
+    with pytest.raises(Conflict, match="closed while"):
+        owner.make()
+    assert not is_there("/kk-t7-0")
+    with pytest.raises(Conflict, match="is closed"):
+        owner.make()
 
 
 def test_a_view_outlives_its_slab(tmp_path: Path) -> None:
