@@ -186,7 +186,10 @@ class StreamedPeer:
     def begin(
         self, prefix: Sequence[int], size: int, *, noise: SamplingNoise | None
     ) -> PendingDraft | StreamedDraft | None:
-        """Send a request and return at once; None while the breaker is open."""
+        """Send a request and return at once; None while the breaker is open.
+
+        `prefix` is kept, to tell what differs in the next one: it must not change.
+        """
         stream = self._stream
         if stream is None or not stream.is_open or not self._follows(prefix):
             self.prepare(prefix, noise=noise)
