@@ -103,6 +103,17 @@ async def test_sigterm_under_load_ends_with_0_within_a_second_of_its_grace(tmp_p
         assert await seconds_to_stop_while_decoding(node) < GRACE_S + 1
 
 
+async def test_a_node_that_is_open_to_all_says_so_at_every_start(tmp_path: Path) -> None:
+    said = "--insecure-lan: whoever reaches this node may use it and read along"
+    for starts in (1, 2):
+        async with NodeProcess(tmp_path, "--insecure-lan", *NGRAM_ONLY) as node:
+            pass
+        assert node.log_file.read_text().count(said) == starts
+    async with NodeProcess(tmp_path / "closed", *NGRAM_ONLY) as node:
+        pass
+    assert said not in node.log_file.read_text()
+
+
 async def test_sigint_stops_it_too(tmp_path: Path) -> None:
     async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
         node.send(signal.SIGINT)
