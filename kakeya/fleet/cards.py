@@ -168,7 +168,6 @@ class Card:
     is_authority: bool
     anchor: int | None
     endpoints: tuple[Endpoint, ...]
-    has_certificate: bool
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Card) and self.wire == other.wire

@@ -251,7 +251,6 @@ def from_wire(wire: bytes) -> Card:
         message.is_authority,
         int.from_bytes(anchor, "little") if len(anchor) == ANCHOR_BYTES else None,
         _endpoints_from_wire(message.endpoints) if message.endpoints else (),
-        bool(message.certificate),
     )
 
 

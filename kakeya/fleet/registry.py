@@ -214,11 +214,6 @@ class CapabilityRegistry:
     def __len__(self) -> int:
         return 1 + len(self._held)
 
-    def live_addresses(self, *, mono: float) -> tuple[str, ...]:
-        """Where live peers can be dialled; own addresses are left out."""
-        addresses = {card.grpc_address for card in self._held.lively(mono)}
-        return tuple(sorted(filter(is_dialable_address, addresses - self.own_card.addresses)))
-
     def remembered_addresses(self, now: float) -> tuple[str, ...]:
         """Where expired peers of the last 24 h were."""
         return tuple(sorted(sighting.address for sighting in self.peers.remembered.at(now)))
