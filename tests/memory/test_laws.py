@@ -10,15 +10,26 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import settings
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kakeya.core import errors
 from kakeya.memory.arbiter import Arbiter
-from kakeya.memory.plan import FOREVER, Ask, Outcome, Plan
+from kakeya.memory.plan import FOREVER, Ask, Eviction, Outcome, Plan, Reason
 from kakeya.memory.policy import Level, Rung, Tenant
 from kakeya.memory.resident import (
     TRANSITIONS,
@@ -60,10 +71,11 @@ class ArbiterMachine(RuleBasedStateMachine):
     """Plans are carried out step by step, in order, between other events."""
 
     leases = Bundle("leases")
+    arbiter_type = Arbiter
 
     def __init__(self) -> None:
         super().__init__()
-        self.arbiter = Arbiter(BUDGET)
+        self.arbiter = self.arbiter_type(BUDGET)
         self.now = 0.0
         self.asks: dict[LeaseId, Ask] = {}
         self.waiting: set[LeaseId] = set()
@@ -235,6 +247,26 @@ class ArbiterMachine(RuleBasedStateMachine):
         self.may_be_over = self.may_be_over or (more or 0) > 0
         self.take(self.arbiter.loaded(key, size, self.now))
 
+    @rule()
+    def catch_up(self) -> None:
+        """Carry out all plans, and load all that they load."""
+        for _ in range(20):
+            if not self.todo and not self.loading:
+                return
+            self.carry_out(1.0)
+            self.end_load(False, None)
+
+    @rule(
+        target=leases,
+        names=st.lists(st.sampled_from(sorted(MODELS)), min_size=2, max_size=5),
+        priority=st.sampled_from(list(RequestPriority)),
+    )
+    def crowd(self, names: list[str], priority: RequestPriority) -> object:
+        """Several ask, and are served as far as that goes."""
+        asked = [self.ask(name, priority, WARMTHS[1], FOREVER, False) for name in names]
+        self.catch_up()
+        return multiple(*asked)
+
     # What always holds.
 
     @invariant()
@@ -331,3 +363,70 @@ def test_three_models_on_a_budget_for_two_serve_all_of_200_requests() -> None:
     assert len(world.grants) == 200
     assert longest < 40
     assert {reason for _, reason in world.gone} == {"fit"}
+
+
+# Controls: an arbiter with a fault must be found by the machine.
+
+
+class Robbed(Arbiter):
+    """Forgets that loads under way have reserved bytes."""
+
+    def _walk(self, answer: Any, now: float) -> None:
+        ledger = self._ledger
+        hidden = {one.key: one for one in ledger.residents if one.state is State.LOADING}
+        budget = ledger.budget_bytes
+        ledger.budget_bytes += sum(one.bytes for one in hidden.values())
+        super()._walk(answer, now)
+        ledger.budget_bytes = budget
+
+
+class Forgetful(Arbiter):
+    """Loses who waits when a lease is released."""
+
+    def release(self, lease: LeaseId, now: float) -> Outcome:
+        waiting = dict(self._tickets)
+        self._tickets.clear()
+        outcome = super().release(lease, now)
+        self._tickets.update({key: waiting[key] for key in list(waiting)[1:]})
+        return outcome
+
+
+class Yanking(Arbiter):
+    """Lets pressure take what is in use."""
+
+    def _relieve(self, answer: Any, now: float) -> None:
+        super()._relieve(answer, now)
+        for one in self._ledger.residents:
+            if self._level is Level.CRITICAL and one.leases and one.role.yields:
+                self._ledger.put(replace(one, state=State.DRAINING, is_leaving=True))
+                eviction = Eviction(key=one.key, reason=Reason.PRESSURE, bytes=one.bytes)
+                answer.plans.append(Plan(plan_id=self._number(), evict=(eviction,)))
+
+
+class Unfair(Arbiter):
+    """Serves the last who came first."""
+
+    def _walk(self, answer: Any, now: float) -> None:
+        tickets = self._tickets
+        self._tickets = {
+            key: replace(tickets[key], asked_mono=now - 5 * key) for key in reversed(tickets)
+        }
+        super()._walk(answer, now)
+
+
+@pytest.mark.parametrize("faulty", [Robbed, Forgetful, Yanking, Unfair])
+def test_the_machine_finds_a_fault(faulty: type[Arbiter]) -> None:
+    class Machine(ArbiterMachine):
+        arbiter_type = faulty
+
+    found = settings(
+        max_examples=400,
+        stateful_step_count=40,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    with pytest.raises((AssertionError, errors.KakeyaError, KeyError)):
+        run_state_machine_as_test(Machine, settings=found)
