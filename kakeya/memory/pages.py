@@ -390,8 +390,7 @@ class PagePool:
         for hold in block.holds:
             hold.holder.drop(block)
         block.tenant = None
-        block.dirty = False
-        self._table.put_back(block, keep=not evicted)
+        self._table.put_back(block)
         if len(self._ageing.notes) > _NOTES:
             self._ageing.file()
 

@@ -72,18 +72,18 @@ class PageTable:
         block = self._range[start] = Block(start, pages, next(self._stamps))
         return block
 
-    def put_back(self, block: Block, *, keep: bool) -> None:
-        """Free the pages of a block, which is dead from here on; `keep` lays them at hand."""
+    def put_back(self, block: Block) -> None:
+        """Free the pages of a block, which is dead from here on."""
         first, pages = block.first, block.pages
         if pages == 1:
             fresh = self._single[first] = Block(first, 1, next(self._stamps))
-            if keep and len(self.singles) < self.config.ready_blocks:
+            if len(self.singles) < self.config.ready_blocks:
                 self.singles.append(fresh)
             else:
                 self._extents.give(first, 1)
             return
         ready = self._ready.setdefault(pages, [])
-        if keep and len(ready) < _READY_RANGES:
+        if len(ready) < _READY_RANGES:
             fresh = self._range[first] = Block(first, pages, next(self._stamps))
             ready.append(fresh)
         else:

@@ -159,6 +159,17 @@ def test_a_prepared_block_is_nobodys_until_commit() -> None:
     other.hold(block).pin()
 
 
+def test_what_took_long_to_fill_is_as_young_as_its_commit() -> None:
+    pool = pool_of()
+    engine = pool.holder("engine")
+    slow = pool.prepare(kv(pool), 1, engine)
+    pool.at(pool.now.s + 10)
+    quick = kv(pool).page()
+    pool.at(pool.now.s + 10)
+    pool.commit(slow)
+    assert [pool.evict_one(), pool.evict_one()] == [quick, slow]
+
+
 def test_rollback_leaves_no_trace() -> None:
     pool = pool_of()
     engine = pool.holder("engine")
@@ -265,6 +276,40 @@ def test_headroom_is_rounded_up() -> None:
     assert sum(block.is_live for block in blocks) == 32 - 13
 
 
+def test_a_range_that_had_to_evict_leaves_headroom_for_the_next() -> None:
+    pool = pool_of(slabs=2)
+    fill(pool, kv(pool))
+    kv(pool).range(14)
+    assert pool.free_pages == 2
+
+
+def test_of_two_slabs_the_range_comes_from_the_one_that_is_worth_less() -> None:
+    for old in (0, 1):
+        pool = pool_of(slabs=2, headroom=0.0)
+        blocks = fill(pool, kv(pool))
+        pool.at(pool.now.s + 50)
+        for block in blocks[16 * (1 - old) :][:16]:
+            pool.touch(block)
+        assert kv(pool).range(16).first == 16 * old
+
+
+def test_time_that_seems_to_go_back_stands_still() -> None:
+    pool = pool_of()
+    pool.at(50.0)
+    assert pool.now.s == 100.0
+
+
+def test_a_block_counts_as_used_until_its_unpin() -> None:
+    pool = pool_of()
+    hold = pool.holder("engine").hold(kv(pool).page())
+    hold.pin()
+    pool.at(pool.now.s + 10)
+    other = kv(pool).page()
+    pool.at(pool.now.s + 10)
+    hold.unpin()
+    assert [pool.evict_one(), pool.evict_one()] == [other, hold.block]
+
+
 def test_freed_pages_at_hand_never_stand_in_the_way_of_a_range() -> None:
     """A cache of single pages is not contiguous, so it serves single pages alone."""
     pool = pool_of()
@@ -310,6 +355,15 @@ def test_an_adapter_that_cools_goes_earlier() -> None:
     pool.free(first)
     with pytest.raises(PageFreed):
         pool.move(first, cold)
+
+
+def test_a_block_that_became_worth_more_stays_longer() -> None:
+    pool = pool_of()
+    risen = temp(pool).page()
+    other = pool.tenant(ContentType.ACTIVATION, "layers").page()
+    pool.at(pool.now.s + 1)
+    pool.move(risen, kv(pool))
+    assert [pool.evict_one(), pool.evict_one()] == [other, risen]
 
 
 def test_a_dirty_block_is_written_back_first_and_evicted_when_clean() -> None:
@@ -358,6 +412,7 @@ def test_only_pins_without_an_owner_end_by_themselves() -> None:
         engine.hold(block).pin()
     pool.at(pool.now.s + 20)
     engine.hold(renewed).renew()
+    pool.holder("idle").hold(leaked)
     assert pool.end_overdue() == 0
     pool.at(pool.now.s + 11)
     assert pool.end_overdue() == 1
