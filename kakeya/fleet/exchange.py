@@ -229,7 +229,8 @@ class Exchanger:
         answer = await call.send(EXCHANGE_METHOD, batch)
         await self._verify_ahead(answer, in_field=1)
         with _as_peer_protocol(call.address):
-            accepted = self._sync.take_batch(answer, rtt_s=call.rtt_s, **self._times())
+            peer = self._node_at(call.address)
+            accepted = self._sync.take_batch(answer, rtt_s=call.rtt_s, peer=peer, **self._times())
         if not accepted.report.has_own:
             self._accept_refusal(call.address)
         return accepted
@@ -238,7 +239,8 @@ class Exchanger:
         answer = await call.send(SYNC_METHOD, self._sync.request(**self._times()))
         await self._verify_ahead(answer, in_field=2)
         with _as_peer_protocol(call.address):
-            accepted = self._sync.accept(answer, rtt_s=call.rtt_s, **self._times())
+            peer = self._node_at(call.address)
+            accepted = self._sync.accept(answer, rtt_s=call.rtt_s, peer=peer, **self._times())
         if accepted.push is not None:
             await call.send(PUSH_METHOD, accepted.push)
         return accepted
@@ -251,6 +253,10 @@ class Exchanger:
     def _accept_refusal(self, address: str) -> None:
         if self._registry.accept_refusal(**self._times()):
             event(_log, "own stamps ran ahead of the peers; began a new incarnation", peer=address)
+
+    def _node_at(self, address: str) -> str:
+        card = self._registry.peers.find(address)
+        return card.node_id if card is not None else ""
 
     def _is_plain(self, address: str) -> bool:
         return address in self._plain_until or self._registry.is_plain_at(address)

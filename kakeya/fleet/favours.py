@@ -13,9 +13,10 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, Refused
 from kakeya.fleet.cards import MAX_ID_BYTES
 from kakeya.fleet.dialing import Dialer, Reach
-from kakeya.fleet.pacing import Allowance
+from kakeya.fleet.pacing import Shares
 from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.v1.fleet_pb2 import ProbeRequest, ProbeResponse
+from kakeya.wire.authorization import calling_node
 from kakeya.wire.status import abort
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -33,7 +34,7 @@ class Favours:
         dialer: Dialer,
         *,
         clock: Clock,
-        allowance: Allowance,
+        allowance: Shares,
         parallel: int,
     ) -> None:
         self._registry = registry
@@ -73,7 +74,9 @@ class Favours:
         return ProbeResponse(is_reached=is_reached, rtt_ms=dial.rtt_s * 1e3).SerializeToString()
 
     def _charge(self, mono: float) -> None:
-        if self._dialer.under_way >= self._parallel or not self._allowance.take(mono):
+        if self._dialer.under_way >= self._parallel or not self._allowance.take(
+            calling_node(), mono
+        ):
             raise Refused(
                 f"this node dials for others {self._allowance.limit} times in "
                 f"{self._allowance.interval_s:g} s and {self._parallel} at a time; "

@@ -24,6 +24,31 @@ class Allowance:
         self._taken += count
 
 
+class Shares:
+    """So many in an interval, of which no one name gets more than a share; "" is nobody's name."""
+
+    def __init__(self, limit: int, interval_s: float, *, share: int) -> None:
+        self.limit, self.interval_s, self._share = limit, interval_s, share
+        self._all = Allowance(limit, interval_s)
+        self._each: dict[str, Allowance] = {}
+        self._since_mono = float("-inf")
+
+    def take(self, name: str, mono: float) -> bool:
+        """Take one for a name, if its share and all together allow it."""
+        if mono - self._since_mono >= self.interval_s:
+            self._each, self._since_mono = {}, mono
+        return (not name or self._of(name).take(mono)) and self._all.take(mono)
+
+    def fine(self, name: str, count: int) -> None:
+        """Take some more, left or not, for one that was in vain."""
+        self._all.fine(count)
+        if name:
+            self._of(name).fine(count)
+
+    def _of(self, name: str) -> Allowance:
+        return self._each.setdefault(name, Allowance(self._share, self.interval_s))
+
+
 class Moments:
     """When something was last done about each node; what is long past is forgotten."""
 

@@ -23,7 +23,7 @@ from kakeya.core.tasks import Supervisor, every
 from kakeya.fleet.cards import DEFAULT_INTERVAL_S, Card
 from kakeya.fleet.dialing import DIAL_TIMEOUT_S, Dialer, Reach
 from kakeya.fleet.favours import Context, Favours
-from kakeya.fleet.pacing import Allowance, Moments
+from kakeya.fleet.pacing import Moments, Shares
 from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.fleet.suspicion import Doubt, Sign, is_refuted, judge
 from kakeya.wire.channels import Channels
@@ -91,15 +91,17 @@ class Prober:
         """Addresses to look at, the longest due first."""
         self._wake = asyncio.Event()
         self._looking: set[str] = set()
-        self._unproven: set[str] = set()
-        """Addresses that are looked at because of an accusation."""
+        self._unproven: dict[str, str] = {}
+        """Addresses that are looked at because of an accusation, and who accuses."""
         self._slots = asyncio.Semaphore(config.parallel)
         self._asked = Moments(config.interval_s)
         self._hinted = Moments(config.interval_s)
         self._defended_mono = float("-inf")
         self._echoes = 0
-        self._hints = Allowance(config.allowance, config.interval_s)
-        allowance = Allowance(config.allowance, config.interval_s)
+        # One liar must leave enough for those who tell the truth.
+        share = max(1, config.allowance // 4)
+        self._hints = Shares(config.allowance, config.interval_s, share=share)
+        allowance = Shares(config.allowance, config.interval_s, share=share)
         self._favours = Favours(
             registry, self._dialer, clock=clock, allowance=allowance, parallel=config.parallel
         )
@@ -137,7 +139,7 @@ class Prober:
         sign_of = self._registry.sign_of
         return tuple(sign for sign in self._book.accusations() if sign_of(sign.node_id))
 
-    def hear(self, accusations: Sequence[Sign]) -> None:
+    def hear(self, accusations: Sequence[Sign], accuser: str = "") -> None:
         """Look at the accused of whom nothing later is held; refute what is said of oneself."""
         mono = self._clock.mono()
         for accusation in accusations:
@@ -147,20 +149,20 @@ class Prober:
             if accusation.node_id == self._registry.node_id:
                 self._defend(mono)
             elif self._hinted.is_due(accusation.node_id, mono, self._config.interval_s):
-                self._follow(accusation.node_id, mono)
+                self._follow(accusation.node_id, accuser, mono)
 
     def _defend(self, mono: float) -> None:
         if mono - self._defended_mono >= _DEFENCE_S:
             self._defended_mono = mono
             self._poke()
 
-    def _follow(self, node_id: str, mono: float) -> None:
+    def _follow(self, node_id: str, accuser: str, mono: float) -> None:
         card = self._registry.get(node_id, mono=self._clock.mono())
         if card is None or self._book.doubt_of(card.grpc_address) is Doubt.FLEET_WIDE:
             return
-        if self._hints.take(mono):
+        if self._hints.take(accuser, mono):
             self._hinted.note(node_id, mono)
-            self._unproven.add(card.grpc_address)
+            self._unproven[card.grpc_address] = accuser
             self._demand(card.grpc_address)
 
     def _demand(self, address: str) -> None:
@@ -196,14 +198,15 @@ class Prober:
                     await self._look_at(card)
         finally:
             self._looking.discard(address)
-            self._unproven.discard(address)
+            self._unproven.pop(address, None)
 
     async def _look_at(self, card: Card) -> None:
         self._book.hold(card.grpc_address)
         try:
             reach = await self._dial(card)
-            if reach is Reach.REACHED and card.grpc_address in self._unproven:
-                self._hints.fine(_FALSE_HINT)
+            accuser = self._unproven.get(card.grpc_address)
+            if reach is Reach.REACHED and accuser is not None:
+                self._hints.fine(accuser, _FALSE_HINT)
             if reach in (Reach.FAILED, Reach.MISSED) and self._may_ask(card):
                 await self._judge(card, is_missed=reach is Reach.MISSED)
         finally:

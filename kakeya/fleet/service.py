@@ -21,6 +21,7 @@ from kakeya.fleet.convert import join_cards
 from kakeya.fleet.exchange import log_report
 from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.fleet.sync import Answered, Sync
+from kakeya.wire.authorization import calling_node
 from kakeya.wire.status import abort
 
 SERVICE_NAME = "kakeya.v1.CapabilityService"
@@ -33,8 +34,8 @@ Probe = Callable[[bytes, Context], Awaitable[bytes]]
 class Answer(Protocol):
     """One of the ways in which `Sync` takes a message."""
 
-    def __call__(self, request: bytes, *, now: float, mono: float) -> Answered:
-        """Take it and answer. Raises InvalidArgument, Refused."""
+    def __call__(self, request: bytes, *, now: float, mono: float, peer: str) -> Answered:
+        """Take it from a node, "" = not known, and answer. Raises InvalidArgument, Refused."""
         ...
 
 
@@ -80,7 +81,7 @@ class CapabilityService:
         """Take what was wanted of the caller, or its last card."""
         return await self._answer(request, context, self._take, in_field=2)
 
-    def _take(self, request: bytes, *, now: float, mono: float) -> Answered:
+    def _take(self, request: bytes, *, now: float, mono: float, peer: str) -> Answered:
         return Answered(response=b"", report=self._sync.take(request, now=now, mono=mono))
 
     async def _answer(
@@ -90,7 +91,8 @@ class CapabilityService:
             work = self._sync.verification(request, in_field)
             if work is not None:
                 await asyncio.to_thread(work)
-            answered = answer(request, now=self._clock.wall(), mono=self._clock.mono())
+            now, mono = self._clock.wall(), self._clock.mono()
+            answered = answer(request, now=now, mono=mono, peer=calling_node())
         except KakeyaError as failure:
             self._stats = replace(self._stats, refused=self._stats.refused + 1)
             await abort(context, failure)

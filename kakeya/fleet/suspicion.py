@@ -64,8 +64,11 @@ class Accusations(Protocol):
         """This node's own standing verdicts."""
         ...
 
-    def hear(self, accusations: Sequence[Sign]) -> None:
-        """Take what another node accuses: hints, of which some are worth a look."""
+    def hear(self, accusations: Sequence[Sign], accuser: str = "") -> None:
+        """Take what another node accuses: hints, of which some are worth a look.
+
+        `accuser` is the id that its connection vouches for; "" = nobody knows.
+        """
         ...
 
 

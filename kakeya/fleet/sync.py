@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kakeya.core.ids import NodeId
 from kakeya.core.units import KIB, MIB
 from kakeya.fleet.beats import Beats
 from kakeya.fleet.cards import MAX_AHEAD_S, Card
@@ -81,7 +82,7 @@ class _NoAccusations:
     def outgoing(self) -> tuple[Sign, ...]:
         return ()
 
-    def hear(self, accusations: Sequence[Sign]) -> None:
+    def hear(self, accusations: Sequence[Sign], accuser: str = "") -> None:
         pass
 
 
@@ -139,13 +140,16 @@ class Sync:
             )
         )
 
-    def answer(self, request: bytes, *, now: float, mono: float) -> Answered:
-        """Take the beats of a SyncRequest, and answer it. Raises InvalidArgument, Refused."""
+    def answer(self, request: bytes, *, now: float, mono: float, peer: str = "") -> Answered:
+        """Take the beats of a SyncRequest, and answer it. Raises InvalidArgument, Refused.
+
+        Here and below `peer` is the node id that the connection vouches for; "" = none does.
+        """
         digest = decode_digest(request)
         registry = self._registry
         report = MergeReport(beaten=registry.hear(digest.held, now=now, mono=mono))
-        self._note_skew(digest.held, digest.sent_at, now=now, mono=mono, rtt_s=0.0)
-        self._hear_accusations(digest.accusations, now=now, mono=mono)
+        self._note_skew(digest.held, digest.sent_at, peer, now=now, mono=mono, rtt_s=0.0)
+        self._hear_accusations(digest.accusations, peer, now=now, mono=mono)
         registry.beat(now=now, mono=mono)
         mine = all_beats(registry, mono=mono)
         newer, unnamed = compare(mine, digest.held)
@@ -165,12 +169,14 @@ class Sync:
         )
         return Answered(response=encode_answer(response), report=report)
 
-    def accept(self, response: bytes, *, now: float, mono: float, rtt_s: float = 0.0) -> Accepted:
+    def accept(
+        self, response: bytes, *, now: float, mono: float, rtt_s: float = 0.0, peer: str = ""
+    ) -> Accepted:
         """Take a SyncResponse. Raises InvalidArgument, Refused."""
         answer = decode_answer(response)
         report = self._merge(answer.cards, answer.newer, now=now, mono=mono)
-        self._note_skew(answer.newer, answer.sent_at, now=now, mono=mono, rtt_s=rtt_s)
-        self._hear_accusations(answer.accusations, now=now, mono=mono)
+        self._note_skew(answer.newer, answer.sent_at, peer, now=now, mono=mono, rtt_s=rtt_s)
+        self._hear_accusations(answer.accusations, peer, now=now, mono=mono)
         self._apply(answer.revocations, now=now, mono=mono)
         return Accepted(
             report=report,
@@ -205,19 +211,19 @@ class Sync:
         return join_batch(wires, encode_beats(beats), now)
 
     def take_batch(
-        self, message: bytes, *, now: float, mono: float, rtt_s: float = 0.0
+        self, message: bytes, *, now: float, mono: float, rtt_s: float = 0.0, peer: str = ""
     ) -> Accepted:
         """Take a full exchange, asked or answered. Raises InvalidArgument, Refused."""
         batch = split_batch(message)
         beats = decode_beats(batch.beats)
         report = self._merge(batch.cards, beats, now=now, mono=mono)
-        self._note_skew(beats, batch.sent_at, now=now, mono=mono, rtt_s=rtt_s)
+        self._note_skew(beats, batch.sent_at, peer, now=now, mono=mono, rtt_s=rtt_s)
         return Accepted(report=report, cards_received=len(batch.cards))
 
-    def answer_batch(self, request: bytes, *, now: float, mono: float) -> Answered:
+    def answer_batch(self, request: bytes, *, now: float, mono: float, peer: str = "") -> Answered:
         """Take a full exchange and answer with everything. Raises InvalidArgument, Refused."""
         batch = split_batch(request)
-        report = self.take_batch(request, now=now, mono=mono).report
+        report = self.take_batch(request, now=now, mono=mono, peer=peer).report
         max_bytes = MAX_REPAIR_BYTES
         if not batch.beats:  # the caller goes by stamps, and hears of the others in no other way
             self._registry.refresh(now=now, mono=mono)
@@ -256,20 +262,24 @@ class Sync:
         return fit_batch(wires, max_bytes, self._rng) if wires else wires
 
     def _note_skew(
-        self, beats: Beats, sent_at: float, *, now: float, mono: float, rtt_s: float
+        self, beats: Beats, sent_at: float, peer: str, *, now: float, mono: float, rtt_s: float
     ) -> None:
         if 0.0 < sent_at < self._registry.own_card.stamped_at - MAX_AHEAD_S:
             # Our clock was ahead and is repaired, so our stamps are ahead of everybody's.
             self._registry.accept_refusal(now=now, mono=mono)
-        sender = cards_of(self._registry, beats.keys[:1])  # the own card comes first
-        if sender:
-            node_id = sender[0].node_id
-            self._skews.note(node_id, sent_at=sent_at, now=now, rtt_s=rtt_s, mono=mono)
+        if not peer and self._registry.trust is None:
+            # The own card comes first, but whoever wants can put another's there.
+            peer = next((card.node_id for card in cards_of(self._registry, beats.keys[:1])), "")
+        if peer:
+            self._skews.note(NodeId(peer), sent_at=sent_at, now=now, rtt_s=rtt_s, mono=mono)
 
-    def _hear_accusations(self, signs: tuple[Sign, ...], *, now: float, mono: float) -> None:
+    def _hear_accusations(
+        self, signs: tuple[Sign, ...], peer: str, *, now: float, mono: float
+    ) -> None:
         is_accused = self._registry.is_accused(signs)
         if signs:
-            self._suspicion.hear(signs)  # before the beat, after which the accusation looks refuted
+            # Before the beat, after which the accusation looks refuted.
+            self._suspicion.hear(signs, peer)
         if is_accused:
             self._registry.beat(now=now, mono=mono, is_forced=True)
 

@@ -79,6 +79,12 @@ def current_caller() -> Caller:
     return caller
 
 
+def calling_node() -> str:
+    """The id in the caller's certificate; "" = it has none, or no call is being handled."""
+    caller = _caller.get()
+    return caller.node_id if caller is not None else ""
+
+
 def check(method: str, permission: Permission, origin: Origin, role: CertRole | None) -> None:
     """Raise Denied unless a caller of this role and origin may call the method."""
     match origin:

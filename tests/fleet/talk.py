@@ -87,8 +87,10 @@ def make_party(
 def exchange(caller: Party, callee: Party, t: float) -> int:
     """A digest exchange; returns the bytes that crossed."""
     request = caller.sync.request(**caller.times(t))
-    answered = callee.sync.answer(request, **callee.times(t))
-    accepted = caller.sync.accept(answered.response, **caller.times(t))
+    answered = callee.sync.answer(request, **callee.times(t), peer=caller.registry.node_id)
+    accepted = caller.sync.accept(
+        answered.response, **caller.times(t), peer=callee.registry.node_id
+    )
     callee.reports.append(answered.report)
     caller.reports.append(accepted.report)
     push = accepted.push or b""

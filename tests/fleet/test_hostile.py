@@ -347,3 +347,24 @@ def test_beats_of_thousands_of_replaced_cards_cost_a_few_proofs(
     lies = Beats(keys, np.full(60, MAX_BEATS, np.uint32), np.zeros(60), np.ones(60, np.uint64))
     victim.registry.hear(lies, **victim.times(50.0))
     assert 0 < len(proven) <= MAX_FORGED
+
+
+# --- who says it
+
+
+def test_nobody_can_make_a_node_blame_its_clock_in_the_name_of_others() -> None:
+    """The key that comes first named the sender; a liar put a new one there each time."""
+    victim, liar = _party("victim"), _party("liar")
+    others = [_party(f"n{i}") for i in range(6)]
+    for party in (*others, liar):
+        exchange(party, victim, 0.0)
+    for i, other in enumerate(others):
+        t = 1.0 + i
+        own = other.registry.own_card
+        first = Beats(np.array([own.card.key], np.uint64), np.zeros(1, np.uint32), *_empty()[2:])
+        lie = encode_digest(Digest(held=first, sent_at=NOW + 9000.0))
+        victim.sync.answer(lie, **victim.times(t), peer="liar")
+        victim.sync.answer(lie, **victim.times(t))  # nor by a connection that vouches for nobody
+    skews = victim.sync.skews.by_peer(8.0)
+    assert {name for name, skew_s in skews.items() if abs(skew_s) > 5} == {"liar"}
+    assert not victim.sync.skews.is_own_fault(8.0)

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.fleet.dialing import Reach
+from kakeya.fleet.pacing import Shares
 from kakeya.fleet.probing import ProbeConfig, Prober
 from kakeya.fleet.suspicion import Doubt, Sign
 from kakeya.v1.fleet_pb2 import ProbeRequest, ProbeResponse
@@ -223,6 +224,28 @@ async def test_a_true_accusation_becomes_an_own_verdict() -> None:
         assert sign is not None
         a.prober.hear([sign])
         await until(lambda: a.accused() == {"x"})
+
+
+def test_a_liar_uses_up_its_own_share_of_looks_and_not_that_of_others() -> None:
+    shares = Shares(32, 10.0, share=8)
+    assert sum(shares.take("liar", 0.0) for _ in range(100)) == 8
+    shares.fine("liar", 4)
+    assert sum(shares.take("honest", 0.0) for _ in range(5)) == 5
+    assert sum(shares.take(f"n{i}", 0.0) for i in range(100)) == 32 - 8 - 4 - 5
+    assert shares.take("liar", 10.0), "a new interval"
+    assert sum(shares.take("", 20.0) for _ in range(100)) == 32
+
+
+async def test_one_that_accuses_everybody_leaves_looks_for_a_true_accusation() -> None:
+    async with probing_node("a", is_looking=False) as a:
+        crowd = [f"n{i:02}" for i in range(40)]
+        for at, name in enumerate(crowd):
+            a.learn_of(f"127.0.0.1:{at + 1}", name)
+        signs = [sign for name in crowd if (sign := a.node.registry.sign_of(name))]
+        a.prober.hear(signs[:39], "liar")
+        assert len(a.prober._due) == 8
+        a.prober.hear(signs[39:], "honest")
+        assert len(a.prober._due) == 9
 
 
 async def test_an_accused_node_beats_again_and_not_for_each_accusation() -> None:

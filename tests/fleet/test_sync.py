@@ -183,7 +183,7 @@ class _Book:
     def outgoing(self) -> tuple[Sign, ...]:
         return self.signs
 
-    def hear(self, accusations: Sequence[Sign]) -> None:
+    def hear(self, accusations: Sequence[Sign], accuser: str = "") -> None:
         self.heard.extend(accusations)
 
 
