@@ -245,7 +245,8 @@ async def test_a_host_that_only_connects_does_not_take_all_files_of_the_process(
         async with asyncio.timeout(20):
             while sum(reader.at_eof() for reader, _ in crowd) < 100 - 16:
                 await asyncio.sleep(0.05)
-        assert open_files() <= before + 100 + 20
+            while open_files() > before + 100 + 20:  # gRPC closes its ends a moment later
+                await asyncio.sleep(0.05)
         assert await call(honest, DESCRIBE) is OK
         watching.cancel()
         for _, writer in crowd:
