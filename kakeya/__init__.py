@@ -15,6 +15,7 @@ _HOMES = {
     "CapabilityRegistry": "kakeya.fleet.registry",
     "Client": "kakeya.runtime.client",
     "DistributedSpeculativeDecoder": "kakeya.decoding.speculative",
+    "MemoryArbiter": "kakeya.memory.memory_arbiter",
     "NGramProposer": "kakeya.decoding.ngram",
     "RemoteProposer": "kakeya.decoding.remote",
     "SpeculativeDecoder": "kakeya.decoding.speculative",
