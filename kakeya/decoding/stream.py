@@ -119,7 +119,7 @@ class DraftStream:
             self._call.cancel()
 
     def _read(self, call: StreamCall) -> None:
-        outcome: Exception = PeerProtocol(f"{self._proposer.name} ended its stream")
+        outcome: Exception = grpc.FutureCancelledError()
         try:
             call.initial_metadata()
             self.is_open = not self._is_closed

@@ -62,6 +62,14 @@ class DraftStreamService(DraftStreamServiceServicer):
         self._limits = limits or StreamLimits()
         self._streams: Counter[str] = Counter()
         self._held_tokens = 0
+        self._silences: set[asyncio.Timeout] = set()
+        self._is_draining = False
+
+    def drain(self) -> None:
+        """End every stream once its draft is told, and take no more: the node is stopping."""
+        self._is_draining = True
+        for silence in self._silences:
+            silence.reschedule(0)
 
     @property
     def held_tokens(self) -> int:
@@ -118,10 +126,14 @@ class DraftStreamService(DraftStreamServiceServicer):
             self._held_tokens -= len(text)
 
     async def _next(self, requests: Requests) -> DraftStreamRequest | None:
-        """The next message; None when the stream is over, or silent for too long."""
+        """The next message; None when the stream is over, silent for too long, or to end."""
         try:
-            async with asyncio.timeout(self._limits.idle_s):
-                return await anext(requests, None)
+            async with asyncio.timeout(0 if self._is_draining else self._limits.idle_s) as silence:
+                self._silences.add(silence)
+                try:
+                    return await anext(requests, None)
+                finally:
+                    self._silences.discard(silence)
         except TimeoutError:
             return None
 

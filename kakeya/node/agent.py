@@ -352,7 +352,7 @@ class Agent:
         await self._tasks.aclose()
         if self._confirming is not None:
             self._confirming.cancel()
-        self._services.runtime.drain("it is stopping")
+        self._services.drain("it is stopping")
         # The listeners close first: who hears NOT_SERVING and comes anew is refused cleanly.
         closing = asyncio.ensure_future(self._listeners.stop(GRACE_S))
         await asyncio.sleep(0)

@@ -85,6 +85,11 @@ class Services:
         add_ControlServiceServicer_to_server(self._control, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 
+    def drain(self, reason: str) -> None:
+        """Take no new work for others; what runs may end, streams that only wait end now."""
+        self.runtime.drain(reason)
+        self._streams.drain()
+
     def follow(self, drafters: Iterable[EngineBackend], *, is_runtime_ready: bool) -> None:
         """Draft with the models that are ready now; say whether generations are served."""
         served = self._proposers.served()

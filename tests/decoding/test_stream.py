@@ -278,6 +278,20 @@ async def test_a_silent_stream_is_ended() -> None:
         assert (service.streams, service.held_tokens) == (0, 0)
 
 
+async def test_a_node_that_stops_ends_its_streams_and_takes_no_more() -> None:
+    service = ngrams()[1]
+    async with served(service) as stub:
+        call = stub.DraftStream(timeout=10)
+        await call.write(FIRST)
+        await call.read()
+        service.drain()
+        assert await call.read() is grpc.aio.EOF
+        late = stub.DraftStream(timeout=10)
+        await late.write(FIRST)
+        assert await late.code() is grpc.StatusCode.OK
+        assert (service.streams, service.held_tokens) == (0, 0)
+
+
 async def test_one_peer_has_so_many_streams_and_a_place_is_free_when_one_ends() -> None:
     service = ngrams(streams_per_peer=2)[1]
     async with served(service) as stub:
