@@ -106,11 +106,13 @@ class Pool(RuleBasedStateMachine):
 
     @rule(target=blocks, tenant=WHO, pages=SIZES)
     def allocate(self, tenant: int, pages: int) -> object:
+        suffices = self.pool.stats().largest_free >= pages
         try:
             block = self.tenants[tenant].range(pages)
         except OutOfPages:
             self.refused(pages)
             return multiple()
+        assert not (self.evicted and suffices), "evicted although such a range was free"
         return self.enter(block, pages)
 
     @rule(target=filling, holder=holders, pages=SIZES)

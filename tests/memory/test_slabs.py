@@ -124,6 +124,15 @@ def test_memory_that_the_machine_lacks_is_refused_and_leaves_nothing(tmp_path: P
         assert not is_there("/kk-t6-0")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm")
+def test_the_memory_of_a_slab_is_there_before_it_is_touched(tmp_path: Path) -> None:
+    """Else a full tmpfs ends the process at the first touch."""
+    with store(tmp_path, "t8") as owner:
+        found = Path("/dev/shm", owner.make().name[1:]).stat()
+        assert found.st_blocks * 512 >= found.st_size == header_bytes(2) + 2 * PAGE
+        assert found.st_mode & 0o777 == 0o600
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
