@@ -168,8 +168,12 @@ class HeldCards:
 
     @property
     def has_plain(self) -> bool:
-        """Whether a node is held that judges cards by their stamps."""
-        return self._plain > 0
+        """Whether a node is held that judges cards by their stamps.
+
+        Never where cards are signed: who can sign knows beats, and one that denies it would have
+        everybody make new bodies all the time.
+        """
+        return self._plain > 0 and not self._needs_proofs
 
     def lively(self, mono: float) -> list[Card]:
         """The cards of nodes that live, in no order."""

@@ -368,3 +368,14 @@ def test_nobody_can_make_a_node_blame_its_clock_in_the_name_of_others() -> None:
     skews = victim.sync.skews.by_peer(8.0)
     assert {name for name, skew_s in skews.items() if abs(skew_s) > 5} == {"liar"}
     assert not victim.sync.skews.is_own_fault(8.0)
+
+
+def test_a_member_that_denies_to_know_beats_makes_nobody_waste_bodies() -> None:
+    victim = _party("victim")
+    body = make_wire("liar", is_plain=True) + ToyTrust.WORD
+    assert victim.registry.merge([body], **victim.times(1.0)).changed == ("liar",)
+    before = victim.registry.own
+    for t in range(10, 110, 10):
+        victim.registry.beat(**victim.times(float(t)))
+        victim.registry.describe(**victim.times(10.0))
+    assert victim.registry.own is before
