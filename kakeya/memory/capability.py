@@ -19,10 +19,7 @@ A new capability takes the role that says what it is worth to the node (a re-ran
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -90,50 +87,3 @@ class Capability:
     def default_warmth(self) -> Warmth:
         """How long its models stay without being used."""
         return self.warmth or Warmth(stay_warm_s=self.role.stay_warm_s)
-
-
-class Timings:
-    """How long something took of late. What lies back is forgotten, so that a slow minute does not
-    refuse for ever who would show that it has passed."""
-
-    def __init__(self, keep_s: float) -> None:
-        self._keep_s = keep_s
-        self._taken: deque[tuple[float, float]] = deque(maxlen=64)
-
-    def add(self, seconds: float, now: float) -> None:
-        """Note a duration."""
-        self._taken.append((now, seconds))
-
-    def longest_s(self, now: float) -> float | None:
-        """The longest of the last 64 that are not forgotten; None = none is known."""
-        return max((s for at, s in self._taken if now - at <= self._keep_s), default=None)
-
-
-class Lane:
-    """Who runs on one model: `concurrency` at a time, first come first served, a bounded line."""
-
-    def __init__(self, name: str, concurrency: int, max_waiting: int) -> None:
-        self._name = name
-        self._free = asyncio.Semaphore(concurrency)
-        self._limit = concurrency + max_waiting
-        self._inside = 0
-
-    @asynccontextmanager
-    async def turn(self, run_s: float | None) -> AsyncIterator[None]:
-        """Wait for a turn. Raises QueueFull; `run_s` is how long a run takes, where known."""
-        if self._inside >= self._limit:
-            raise errors.QueueFull(
-                f"{self._inside} requests wait for {self._name} already; ask again later",
-                retry_after_s=run_s,
-            )
-        self._inside += 1
-        try:
-            async with self._free:
-                yield
-        finally:
-            self._inside -= 1
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nobody runs or waits."""
-        return self._inside == 0

@@ -20,7 +20,6 @@ where nobody asked, `hold`.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -33,19 +32,19 @@ from kakeya.core.clock import Clock
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor
 from kakeya.memory.arbiter import Arbiter
-from kakeya.memory.capability import Capability, Lane, Timings
+from kakeya.memory.capability import Capability
 from kakeya.memory.embeddings import VisionEmbedding, VisionEmbeddingCache
-from kakeya.memory.events import CapabilityRun, Event, Evicted, Listeners, MemoryPressure
-from kakeya.memory.keeper import FORCE_S, Keeper, TenantSource, cancelled, within
+from kakeya.memory.events import Event, Evicted, Listeners, MemoryPressure
+from kakeya.memory.keeper import FORCE_S, Keeper, TenantSource, within
 from kakeya.memory.plan import FOREVER, Ask, Reason, Snapshot
 from kakeya.memory.policy import Level, Rules
 from kakeya.memory.pressure import Reading
 from kakeya.memory.resident import VISION, LeaseId, RequestPriority, ResidentKey, Role, Warmth
+from kakeya.memory.runner import Runner, Timings
 
 _log = logging.getLogger(__name__)
 GRACE_S = 10.0
 """How long the end waits for those who still use a model."""
-_RUNS_KEPT_S = 60.0
 _LOADS_KEPT_S = 600.0
 
 
@@ -165,9 +164,7 @@ class MemoryArbiter:
         self._embeddings = embeddings or VisionEmbeddingCache(mono=clock.mono)
         self._keeper.add_tenant(self._embeddings)
         self._listeners.add(self._forget_images)
-        self._lanes: dict[ResidentKey, Lane] = {}
-        self._run_times: dict[str, Timings] = {}
-        self._runs: set[asyncio.Task[object]] = set()
+        self._runner = Runner(clock=clock, listeners=self._listeners)
         self._tasks: Supervisor | None = None
         self._is_over = False
 
@@ -322,9 +319,9 @@ class MemoryArbiter:
         return self._shelf.backends[key]
 
     async def run_held(self, key: ResidentKey, payload: object) -> object:
-        """Run in the lane of a key that is leased."""
-        async with self._turn(key):
-            return await self._run(key, payload)
+        """Run on a key that is leased."""
+        capability = self._capabilities[key.capability]
+        return await self._runner.run(key, capability, self.backend(key), payload)
 
     def retain(self, lease: LeaseId) -> LeaseId:
         """One more lease for who holds one."""
@@ -364,7 +361,7 @@ class MemoryArbiter:
         )
 
     def _check_time(self, key: ResidentKey, terms: Terms) -> None:
-        needed_s = self._usual_run_s(key) or 0.0
+        needed_s = self._runner.usual_s(key) or 0.0
         if key not in self._shelf.backends and key in self._shelf.loads:
             needed_s += self._shelf.loads[key].longest_s(self._clock.mono()) or 0.0
         if terms.timeout_s < needed_s:
@@ -373,63 +370,19 @@ class MemoryArbiter:
                 f"deadline is {terms.timeout_s:.3g} s; allow more time, or keep it warm"
             )
 
-    def _usual_run_s(self, key: ResidentKey) -> float | None:
-        timings = self._run_times.get(key.capability)
-        return None if timings is None else timings.longest_s(self._clock.mono())
-
     async def _serve(
         self, key: ResidentKey, payload: object, terms: Terms, deadline_mono: float
     ) -> object:
-        async with self._turn(key):
-            with await self._handle(key, terms, deadline_mono):
-                return await self._run(key, payload)
+        async with self._runner.turn_to_ask(key, self._capabilities[key.capability]):
+            with await self._handle(key, terms, deadline_mono) as handle:
+                return await handle.run(payload)
 
     async def _handle(self, key: ResidentKey, terms: Terms, deadline_mono: float) -> Handle:
         lease = await self._keeper.lease(self._ask(key, terms, deadline_mono))
         return Handle(self, key, lease)
 
-    @asynccontextmanager
-    async def _turn(self, key: ResidentKey) -> AsyncIterator[None]:
-        """One lane for each model; first for room in memory and then for a turn would let those
-        who wait for a turn keep others out."""
-        lane = self._lanes.get(key)
-        if lane is None:
-            capability = self._capabilities[key.capability]
-            lane = Lane(str(key), capability.concurrency, capability.max_waiting)
-            self._lanes[key] = lane
-        try:
-            async with lane.turn(self._usual_run_s(key)):
-                yield
-        finally:
-            if lane.is_empty and self._lanes.get(key) is lane:
-                del self._lanes[key]
-
-    async def _run(self, key: ResidentKey, payload: object) -> object:
-        handler = self._capabilities[key.capability].handler
-        began_mono = self._clock.mono()
-        task = asyncio.ensure_future(handler.run(self.backend(key), payload))
-        self._runs.add(task)
-        is_failed = True
-        try:
-            result = await task
-            is_failed = False
-        except asyncio.CancelledError as end:
-            caller = asyncio.current_task()
-            if self._is_over and caller is not None and not caller.cancelling():
-                raise errors.Refused(f"the arbiter was shut down while {key} ran") from end
-            raise
-        finally:
-            self._runs.discard(task)
-            now = self._clock.mono()
-            if not is_failed:
-                timings = self._run_times.setdefault(key.capability, Timings(_RUNS_KEPT_S))
-                timings.add(now - began_mono, now)
-            happened = CapabilityRun(key=key, run_s=now - began_mono, is_failed=is_failed)
-            self._listeners.tell(happened)
-        return result
-
     async def _end_by_force(self) -> None:
-        await cancelled(self._clock, FORCE_S, tuple(self._runs))
+        await self._runner.cancel_all()
         await self._keeper.cancel_loads()
         for key in await self._keeper.drain(FORCE_S):
             event(

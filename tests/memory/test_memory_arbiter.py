@@ -345,6 +345,20 @@ async def _do(handle: object, wish: str) -> None:
             handle.retain()  # type: ignore[attr-defined]
 
 
+async def test_a_holder_does_not_wait_for_who_waits_for_the_model(shelf: Shelf) -> None:
+    """A swap waits for the holder, a request behind the swap; the holder's runs must go on."""
+    async with shelf.arbiter.acquire("see", "a") as handle:
+        swap = asyncio.ensure_future(shelf.arbiter.request("see", "b", 2))
+        await until(lambda: shelf.arbiter.status().waiting)
+        behind = asyncio.ensure_future(shelf.arbiter.request("see", "a", 3))
+        await until(lambda: len(shelf.arbiter.status().waiting) == 2)
+        running = asyncio.ensure_future(handle.run(1))
+        await until(running.done)
+        assert await running == "a did 1"
+    assert await swap == "b did 2"
+    assert await behind == "a did 3"
+
+
 async def test_a_held_model_survives_pressure_and_goes_when_released(shelf: Shelf) -> None:
     async with shelf.arbiter.acquire("see", "m") as handle:
         shelf.press(Level.CRITICAL)
