@@ -64,7 +64,8 @@ class Handler(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
     """One capability. `estimate` says by model key how many bytes a load is expected to take; it
-    decides until a measurement is there. Raises what the caller should get for an unknown model.
+    decides until a measurement is there. It answers at once, and for an unknown model it raises
+    what the caller should get.
     """
 
     name: str

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -10,6 +12,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from kakeya.core import errors
+from kakeya.core.clock import SystemClock
+from kakeya.memory.capability import Loaded
 from kakeya.memory.embeddings import VisionEmbedding
 from kakeya.memory.events import (
     CapabilityRun,
@@ -21,7 +25,7 @@ from kakeya.memory.events import (
 )
 from kakeya.memory.memory_arbiter import MemoryArbiter, Terms
 from kakeya.memory.plan import Exhausted
-from kakeya.memory.policy import Level, Rung, Tenant
+from kakeya.memory.policy import Level, Rules, Rung, Tenant
 from kakeya.memory.pressure import Reading
 from kakeya.memory.resident import (
     ASR,
@@ -683,3 +687,56 @@ async def test_a_handle_that_is_never_released_does_not_stop_the_end() -> None:
         with pytest.raises(errors.Conflict, match="shut down"):
             _ = handle.backend
         handle.release()
+
+
+# By the machine's own clock.
+
+
+async def test_limits_ageing_and_cooldowns_pass_in_real_time() -> None:
+    rules = Rules(age_s=0.02, drain_limit_s=0.1, cooldown_s=0.05)
+    toy, low, text = Toy(), Toy(), Toy()
+    async with MemoryArbiter(budget=250, clock=SystemClock(), rules=rules, grace_s=0) as arbiter:
+        arbiter.register(capability("see", VISION, toy))
+        arbiter.register(capability("hear", ASR, low))
+        arbiter.register(capability("text", TEXT_TARGET, text))
+        async with arbiter.acquire("see", "a"):
+            with pytest.raises(errors.DrainTimeout):
+                await arbiter.request("see", "b", 1)
+            with pytest.raises(errors.DeadlineExceeded):
+                await arbiter.request("see", "b", 1, Terms(timeout_s=0.05))
+        assert await arbiter.request("hear", "a", 1) == "a did 1"
+        async with asyncio.timeout(10):
+            assert await arbiter.request("text", "a", 1) == "a did 1", "ageing made room"
+        arbiter.observe(Reading(level=Level.LOW, source="test"))
+        async with asyncio.timeout(10):
+            while len(arbiter.status().residents) > 1:
+                await asyncio.sleep(0.01)
+    assert [toy.live, low.live, text.live] == [set()] * 3
+
+
+async def test_hundreds_of_loads_leave_no_trace() -> None:
+    class Heavy(Toy):
+        async def load(self, model_key: str) -> Loaded:
+            return Loaded(backend=bytearray(64 * 1024), measured_bytes=64 * 1024)
+
+        async def unload(self, model_key: str, backend: object) -> None:
+            return
+
+        async def run(self, backend: object, payload: object) -> object:
+            return payload
+
+    async def cycle(arbiter: MemoryArbiter, count: int) -> int:
+        for number in range(count):
+            await arbiter.request("see", "ab"[number % 2], number)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    async with MemoryArbiter(budget=10**6, clock=SystemClock(), grace_s=0) as arbiter:
+        arbiter.register(capability("see", VISION, Heavy()))
+        tracemalloc.start()
+        try:
+            before = await cycle(arbiter, 100)
+            after = await cycle(arbiter, 200)
+        finally:
+            tracemalloc.stop()
+    assert after - before < 64 * 1024, "less than one model in 200 cycles"
