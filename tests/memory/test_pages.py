@@ -408,11 +408,11 @@ def test_only_pins_without_an_owner_end_by_themselves() -> None:
         pool.tenant(ContentType.LORA_WEIGHT, "adapters").page()
     ]
     pool.ownerless.hold(orphan).pin()
+    pool.holder("idle").hold(renewed)
     for block in (leaked, renewed, adapter):
         engine.hold(block).pin()
     pool.at(pool.now.s + 20)
     engine.hold(renewed).renew()
-    pool.holder("idle").hold(leaked)
     assert pool.end_overdue() == 0
     pool.at(pool.now.s + 11)
     assert pool.end_overdue() == 1
