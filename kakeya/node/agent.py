@@ -332,8 +332,8 @@ class Agent:
         if await answers_as(plane.registry.own, address, plane.trust):
             self._health.hold(
                 _TAKEN,
-                f"the node at {address} had the id {self.node_id} before this one; give one of "
-                "them another --node-id, or a data directory of its own",
+                f"the node at {address} had the id {self.node_id} before this one; stop one of "
+                "them and give it an id and a data directory of its own",
             )
 
     def _remembered(self) -> NodeState:

@@ -121,11 +121,17 @@ def _identity(fleet: FleetStatus, now: float) -> Json | None:
 def _warnings(view: View) -> list[str]:
     """Say what a person should look at, a sentence each."""
     fleet = view.fleet
+    names = {card.node_id: card.label or card.node_id for card in view.cards}
     found = [view.not_serving] if view.not_serving else []
     for conflict in fleet.conflicts:
-        whose = "this node's id" if conflict.is_own else f"the id {conflict.node_id}"
+        whose = (
+            "this node's id"
+            if conflict.is_own
+            else f"the id of {names.get(conflict.node_id, conflict.node_id)}"
+        )
+        mend = "let it join anew with" if fleet.identity else "give it another --node-id and"
         found.append(
-            f"another process uses {whose} at {conflict.address}; give one of them an id and a "
+            f"another process uses {whose} at {conflict.address}; stop one of them and {mend} a "
             "data directory of its own"
         )
     if view.node_id in fleet.revoked:
@@ -136,24 +142,25 @@ def _warnings(view: View) -> list[str]:
     if fleet.is_clock_wrong:
         found.append("the clock of this machine is wrong: most peers disagree with it")
     found += [
-        f"the clock of {node_id} is {skew:+.0f} s off this machine's"
+        f"the clock of {names.get(node_id, node_id)} is {skew:+.0f} s off this machine's"
         for node_id, skew in fleet.skews.items()
         if abs(skew) > WARN_S and not fleet.is_clock_wrong
     ]
     found += [
-        f"{card.node_id} speaks versions {card.protocol_min} to {card.protocol_max} of the fleet's "
-        f"protocol and this node {PROTOCOL_MIN} to {PROTOCOL_MAX}; update the older one"
+        f"{names[card.node_id]} speaks versions {card.protocol_min} to {card.protocol_max} of the "
+        f"fleet's protocol and this node {PROTOCOL_MIN} to {PROTOCOL_MAX}; update the older one"
         for card in view.cards
         if not (card.is_plain or card.is_extended)
     ]
     found += [
-        f"others reach {node_id} and this node does not: `kakeya doctor {node_id}` says why"
+        f"others reach {names.get(node_id, node_id)} and this node does not; "
+        f"`kakeya doctor {node_id}` says why"
         for node_id, doubt in fleet.doubts.items()
         if doubt is Doubt.ASYMMETRIC
     ]
     found += [
-        f"{route.node_id} is reached over {route.network or 'an unnamed network'}; its better "
-        f"link ({route.best}) does not answer"
+        f"{names.get(route.node_id, route.node_id)} is reached over "
+        f"{route.network or 'an unnamed network'}; its better link ({route.best}) does not answer"
         for route in fleet.routes.values()
         if route.is_downgraded
     ]
