@@ -178,7 +178,7 @@ async def test_an_edge_that_only_this_node_lacks_is_told_apart_from_a_dead_node(
         "gone": "fleet_wide",
     }
     assert [line for line in fleet["warnings"] if "others reach" in line] == [
-        "others reach behind-a-wall and this node does not: `kakeya doctor behind-a-wall` says why"
+        "others reach behind-a-wall and this node does not; `kakeya doctor behind-a-wall` says why"
     ]
     show_status(status, clear=False)
     shown = capsys.readouterr().out.split()  # columns fold, so words
