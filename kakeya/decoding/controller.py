@@ -40,6 +40,8 @@ PROBE_COST = 0.005
 """Share of plain time that asking a source which does not pay may cost."""
 PROBE_EVERY = 32
 """Steps between two such probes, at least."""
+VAIN_ASKS = 16
+"""Asks in a row without a draft in time, after which a source is only probed, ever more seldom."""
 PROBE_STEPS = 8
 """Steps that a probe lasts: an answer that comes late is still seen."""
 WAITS_KNOWN = 8
@@ -99,6 +101,7 @@ class _Source:
     waits: int = 0
     ask_s: float = 0.0
     asks: int = 0
+    vain_asks: int = 0
     steps_unasked: int = 0
     tried: list[int] = field(default_factory=list)
     right: list[int] = field(default_factory=list)
@@ -155,16 +158,18 @@ class DraftController:
         """How long to wait, in this step, for a source that can be asked without waiting.
 
         The budget where waiting pays; 0 where drafts would pay and waiting for them did not; None,
-        which is not to ask, where drafts do not pay. There it is 0 for a few steps now and then:
-        such a probe costs what asking takes, however long the answers took that were waited for.
+        which is not to ask, where drafts do not pay, or never come in time: the peer would draft
+        for nobody. There it is 0 for a few steps now and then: such a probe costs what asking
+        takes, however long the answers took that were waited for.
         """
         known = self._source(source)
-        budget_s = self.wait_budget_s(source)
-        if budget_s >= known.wait_s:
-            return budget_s
-        if budget_s > 0 or known.waits < PROBE_STEPS or self._is_probed(known, known.ask_s):
-            return 0.0
-        return None
+        if known.vain_asks < VAIN_ASKS:
+            budget_s = self.wait_budget_s(source)
+            if budget_s >= known.wait_s:
+                return budget_s
+            if budget_s > 0 or known.waits < PROBE_STEPS:
+                return 0.0
+        return 0.0 if self._is_probed(known, known.ask_s) else None
 
     def observe_forward(self, rows: int, seconds: float) -> None:
         """Learn what a forward over `rows` rows took; rows 1 = a step of plain decoding."""
@@ -198,12 +203,20 @@ class DraftController:
         known.shadow_hits += right
         self._learn(known, draft, right, judged)
 
-    def observe_wait(self, source: str, seconds: float, *, patience_s: float | None = None) -> None:
-        """Learn how long the step was held up by asking this source, whatever it answered.
+    def observe_wait(
+        self,
+        source: str,
+        seconds: float,
+        *,
+        patience_s: float | None = None,
+        has_draft: bool = True,
+    ) -> None:
+        """Learn how long the step was held up by asking this source, and whether a draft was there.
 
         `patience_s` is what it might have waited; 0 = it only asked.
         """
         known = self._source(source)
+        known.vain_asks = 0 if has_draft else known.vain_asks + 1
         known.waits += 1
         known.wait_s += (seconds - known.wait_s) / min(known.waits, WAITS_KNOWN)
         if patience_s == 0:
@@ -227,7 +240,7 @@ class DraftController:
         """Whether this is one of the few steps in which a source that does not pay is asked."""
         known.steps_unasked += 1
         dear = PROBE_STEPS * cost_s / (PROBE_COST * self._costs.seconds(1))
-        pause = max(PROBE_EVERY, dear)
+        pause = max(PROBE_EVERY * (1 + known.vain_asks // VAIN_ASKS), dear)
         if known.steps_unasked >= pause + PROBE_STEPS:
             known.steps_unasked = 0
         return known.steps_unasked >= pause

@@ -249,7 +249,9 @@ class Drafting:
         started = self._timer()
         draft = book.poll(history, room, wait_s=patience_s)
         waited = self._timer() - started
-        self._controller.observe_wait(name, waited, patience_s=patience_s)
+        self._controller.observe_wait(
+            name, waited, patience_s=patience_s, has_draft=bool(draft.tokens)
+        )
         self._tallies[name].wait_s += waited
         draft = Draft(
             source=name,

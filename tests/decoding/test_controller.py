@@ -399,3 +399,21 @@ class TestAcceptance:
         chain = list(table.chain(draft(8), 8))
         assert len(chain) == 8
         assert chain[7] == pytest.approx(chain[1])
+
+
+def test_a_peer_whose_drafts_never_come_in_time_is_only_probed() -> None:
+    controller = DraftController(max_rows=8)
+    for _ in range(20):
+        controller.observe_forward(1, 0.002)
+    good = Draft(source="peer", tokens=(1, 2, 3))
+    for _ in range(30):
+        controller.observe_shadow(good, (1, 2, 3))  # it would be right, were it there
+        controller.observe_wait("peer", 0.02, patience_s=0.02)  # and is far too slow
+    asked = 0
+    for _ in range(1000):
+        if controller.patience_s("peer") is not None:
+            asked += 1
+            controller.observe_wait("peer", 0.0, patience_s=0.0, has_draft=False)
+    assert asked < 350
+    controller.observe_wait("peer", 0.0, patience_s=0.0)  # one draft was in time
+    assert controller.patience_s("peer") is not None
