@@ -58,12 +58,18 @@ class DescribeResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     BLAS_ACCELERATED_FIELD_NUMBER: _builtins.int
     MODEL_THREAD_SILENT_SECONDS_FIELD_NUMBER: _builtins.int
+    ADAPTER_SLOTS_FIELD_NUMBER: _builtins.int
+    ADAPTER_RANK_FIELD_NUMBER: _builtins.int
+    BATCH_ROWS_FIELD_NUMBER: _builtins.int
+    BASE_FINGERPRINT_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     model_path: _builtins.str
     """The local folder that the weights and the tokenizer were read from."""
     vocab_size: _builtins.int
     context_tokens: _builtins.int
-    """Positions that the model was made for; prompts and outputs together stay below it."""
+    """Positions that the model was made for, or fewer where the KV bound holds no more; prompts and
+    outputs together stay below it.
+    """
     quantization: _builtins.str
     dtype: _builtins.str
     weight_bytes: _builtins.int
@@ -82,6 +88,13 @@ class DescribeResponse(_message.Message):
     """How long the model thread has been at one piece of work; 0 while it has none. This answer
     comes from the event loop, which goes on when that thread hangs.
     """
+    adapter_slots: _builtins.int
+    """Adapters that fit at the same time, and their largest rank; 0 = none are taken."""
+    adapter_rank: _builtins.int
+    batch_rows: _builtins.int
+    """How many sequences share one forward; 1 = this model does not batch."""
+    base_fingerprint: _builtins.str
+    """Of the weights that were loaded, as adapters name the base they were made for; "" = not known."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -105,10 +118,14 @@ class DescribeResponse(_message.Message):
         device: _builtins.str = ...,
         blas_accelerated: _builtins.bool = ...,
         model_thread_silent_seconds: _builtins.float = ...,
+        adapter_slots: _builtins.int = ...,
+        adapter_rank: _builtins.int = ...,
+        batch_rows: _builtins.int = ...,
+        base_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blas_accelerated", b"blas_accelerated", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_bytes_per_token", b"kv_bytes_per_token", "load_seconds", b"load_seconds", "mlx_version", b"mlx_version", "model_id", b"model_id", "model_path", b"model_path", "model_thread_silent_seconds", b"model_thread_silent_seconds", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "tokens_per_second", b"tokens_per_second", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_rank", b"adapter_rank", "adapter_slots", b"adapter_slots", "base_fingerprint", b"base_fingerprint", "batch_rows", b"batch_rows", "blas_accelerated", b"blas_accelerated", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_bytes_per_token", b"kv_bytes_per_token", "load_seconds", b"load_seconds", "mlx_version", b"mlx_version", "model_id", b"model_id", "model_path", b"model_path", "model_thread_silent_seconds", b"model_thread_silent_seconds", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "tokens_per_second", b"tokens_per_second", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -176,6 +193,7 @@ class DecodeRequest(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     DRAFT_SOURCES_FIELD_NUMBER: _builtins.int
     KV_KEY_FIELD_NUMBER: _builtins.int
+    ADAPTER_ID_FIELD_NUMBER: _builtins.int
     token_ids_le32: _builtins.bytes
     """The whole history, little-endian uint32 each."""
     max_tokens: _builtins.int
@@ -185,6 +203,8 @@ class DecodeRequest(_message.Message):
     seed: _builtins.int
     kv_key: _builtins.str
     """Names the KV to continue from and to keep; "" = keep nothing."""
+    adapter_id: _builtins.str
+    """A loaded adapter; "" = the model alone. Unknown = NOT_FOUND."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -201,10 +221,11 @@ class DecodeRequest(_message.Message):
         seed: _builtins.int = ...,
         draft_sources: _abc.Iterable[Global___DraftSource] | None = ...,
         kv_key: _builtins.str = ...,
+        adapter_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_sources", b"draft_sources", "kv_key", b"kv_key", "max_tokens", b"max_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "draft_sources", b"draft_sources", "kv_key", b"kv_key", "max_tokens", b"max_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -550,6 +571,9 @@ class StatsResponse(_message.Message):
     CACHE_LENGTH_VIOLATIONS_FIELD_NUMBER: _builtins.int
     POSITION_VIOLATIONS_FIELD_NUMBER: _builtins.int
     KV_BYTES_BY_KEY_FIELD_NUMBER: _builtins.int
+    FOOTPRINT_FIELD_NUMBER: _builtins.int
+    ADAPTER_IDS_FIELD_NUMBER: _builtins.int
+    BATCH_ROWS_FIELD_NUMBER: _builtins.int
     kv_live_bytes: _builtins.int
     kv_entries: _builtins.int
     running: _builtins.int
@@ -559,9 +583,17 @@ class StatsResponse(_message.Message):
     resident_bytes: _builtins.int
     cache_length_violations: _builtins.int
     position_violations: _builtins.int
+    batch_rows: _builtins.int
+    """Rows in the last batched forward; 0 = none ran yet."""
     @_builtins.property
     def kv_bytes_by_key(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """KV bytes by key, of the keys that the engine still holds."""
+
+    @_builtins.property
+    def footprint(self) -> Global___Footprint: ...
+    @_builtins.property
+    def adapter_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Adapters that are in a slot."""
 
     def __init__(
         self,
@@ -576,11 +608,228 @@ class StatsResponse(_message.Message):
         cache_length_violations: _builtins.int = ...,
         position_violations: _builtins.int = ...,
         kv_bytes_by_key: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        footprint: Global___Footprint | None = ...,
+        adapter_ids: _abc.Iterable[_builtins.str] | None = ...,
+        batch_rows: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["footprint", b"footprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_length_violations", b"cache_length_violations", "kv_bytes_by_key", b"kv_bytes_by_key", "kv_entries", b"kv_entries", "kv_live_bytes", b"kv_live_bytes", "mlx_active_bytes", b"mlx_active_bytes", "mlx_peak_bytes", b"mlx_peak_bytes", "position_violations", b"position_violations", "resident_bytes", b"resident_bytes", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_ids", b"adapter_ids", "batch_rows", b"batch_rows", "cache_length_violations", b"cache_length_violations", "footprint", b"footprint", "kv_bytes_by_key", b"kv_bytes_by_key", "kv_entries", b"kv_entries", "kv_live_bytes", b"kv_live_bytes", "mlx_active_bytes", b"mlx_active_bytes", "mlx_peak_bytes", b"mlx_peak_bytes", "position_violations", b"position_violations", "resident_bytes", b"resident_bytes", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
+
+@_typing.final
+class Footprint(_message.Message):
+    """What an engine occupies, in bytes. `resident` is what the system counts for the process now;
+    the others are parts of it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
+    MLX_ACTIVE_BYTES_FIELD_NUMBER: _builtins.int
+    MLX_CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    IDLE_KV_BYTES_FIELD_NUMBER: _builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    resident_bytes: _builtins.int
+    mlx_active_bytes: _builtins.int
+    mlx_cache_bytes: _builtins.int
+    """Buffers that no array uses."""
+    idle_kv_bytes: _builtins.int
+    """KV that is kept and that no generation uses now."""
+    limit_bytes: _builtins.int
+    """The bound that was set; 0 = none."""
+    def __init__(
+        self,
+        *,
+        resident_bytes: _builtins.int = ...,
+        mlx_active_bytes: _builtins.int = ...,
+        mlx_cache_bytes: _builtins.int = ...,
+        idle_kv_bytes: _builtins.int = ...,
+        limit_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_kv_bytes", b"idle_kv_bytes", "limit_bytes", b"limit_bytes", "mlx_active_bytes", b"mlx_active_bytes", "mlx_cache_bytes", b"mlx_cache_bytes", "resident_bytes", b"resident_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Footprint: _TypeAlias = Footprint  # noqa: Y015
+
+@_typing.final
+class SetLimitsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    memory_bytes: _builtins.int
+    """0 = unchanged."""
+    cache_bytes: _builtins.int
+    kv_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        memory_bytes: _builtins.int = ...,
+        cache_bytes: _builtins.int = ...,
+        kv_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "kv_bytes", b"kv_bytes", "memory_bytes", b"memory_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetLimitsRequest: _TypeAlias = SetLimitsRequest  # noqa: Y015
+
+@_typing.final
+class ShrinkRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.int
+    """How much to give back at least, where that is possible."""
+    def __init__(
+        self,
+        *,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShrinkRequest: _TypeAlias = ShrinkRequest  # noqa: Y015
+
+@_typing.final
+class PageRef(_message.Message):
+    """A block in shared memory: kakeya/memory/page_ref.py says what the fields mean."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLAB_FIELD_NUMBER: _builtins.int
+    SLAB_PAGES_FIELD_NUMBER: _builtins.int
+    PAGE_BYTES_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    STAMP_FIELD_NUMBER: _builtins.int
+    slab: _builtins.str
+    slab_pages: _builtins.int
+    page_bytes: _builtins.int
+    first: _builtins.int
+    pages: _builtins.int
+    length: _builtins.int
+    stamp: _builtins.int
+    def __init__(
+        self,
+        *,
+        slab: _builtins.str = ...,
+        slab_pages: _builtins.int = ...,
+        page_bytes: _builtins.int = ...,
+        first: _builtins.int = ...,
+        pages: _builtins.int = ...,
+        length: _builtins.int = ...,
+        stamp: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "length", b"length", "page_bytes", b"page_bytes", "pages", b"pages", "slab", b"slab", "slab_pages", b"slab_pages", "stamp", b"stamp"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageRef: _TypeAlias = PageRef  # noqa: Y015
+
+@_typing.final
+class LoadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_ID_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    INSTEAD_OF_FIELD_NUMBER: _builtins.int
+    adapter_id: _builtins.str
+    instead_of: _builtins.str
+    """An idle adapter whose slot it takes; unknown ones are fine, one in use is ABORTED. It stays
+    where the call is refused. "" = a free slot.
+    """
+    @_builtins.property
+    def pages(self) -> Global___PageRef:
+        """The packed adapter. The caller keeps it pinned until the answer."""
+
+    def __init__(
+        self,
+        *,
+        adapter_id: _builtins.str = ...,
+        pages: Global___PageRef | None = ...,
+        instead_of: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "instead_of", b"instead_of", "pages", b"pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class LoadAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_ID_FIELD_NUMBER: _builtins.int
+    adapter_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        adapter_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAS_LOADED_FIELD_NUMBER: _builtins.int
+    was_loaded: _builtins.bool
+    def __init__(
+        self,
+        *,
+        was_loaded: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["was_loaded", b"was_loaded"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015

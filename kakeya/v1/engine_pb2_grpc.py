@@ -59,6 +59,26 @@ class EngineServiceStub:
                 request_serializer=kakeya_dot_v1_dot_engine__pb2.StatsRequest.SerializeToString,
                 response_deserializer=kakeya_dot_v1_dot_engine__pb2.StatsResponse.FromString,
                 _registered_method=True)
+        self.SetLimits = channel.unary_unary(
+                '/kakeya.v1.EngineService/SetLimits',
+                request_serializer=kakeya_dot_v1_dot_engine__pb2.SetLimitsRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_engine__pb2.Footprint.FromString,
+                _registered_method=True)
+        self.Shrink = channel.unary_unary(
+                '/kakeya.v1.EngineService/Shrink',
+                request_serializer=kakeya_dot_v1_dot_engine__pb2.ShrinkRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_engine__pb2.Footprint.FromString,
+                _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/kakeya.v1.EngineService/LoadAdapter',
+                request_serializer=kakeya_dot_v1_dot_engine__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_engine__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/kakeya.v1.EngineService/UnloadAdapter',
+                request_serializer=kakeya_dot_v1_dot_engine__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_engine__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer:
@@ -100,6 +120,35 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetLimits(self, request, context):
+        """Bounds what the engine may occupy from now on; what is above goes as far as it is not in use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Shrink(self, request, context):
+        """Gives memory back: spare buffers first, then KV that no generation uses, oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapter(self, request, context):
+        """Takes an adapter from pages into a slot; generations may name it from then on.
+        RESOURCE_EXHAUSTED when every slot is in use, INVALID_ARGUMENT when it does not fit the model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Frees an adapter's slot. Unknown ones are fine; one in use is ABORTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -127,6 +176,26 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=kakeya_dot_v1_dot_engine__pb2.StatsRequest.FromString,
                     response_serializer=kakeya_dot_v1_dot_engine__pb2.StatsResponse.SerializeToString,
+            ),
+            'SetLimits': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLimits,
+                    request_deserializer=kakeya_dot_v1_dot_engine__pb2.SetLimitsRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_engine__pb2.Footprint.SerializeToString,
+            ),
+            'Shrink': grpc.unary_unary_rpc_method_handler(
+                    servicer.Shrink,
+                    request_deserializer=kakeya_dot_v1_dot_engine__pb2.ShrinkRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_engine__pb2.Footprint.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=kakeya_dot_v1_dot_engine__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_engine__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=kakeya_dot_v1_dot_engine__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_engine__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -264,6 +333,114 @@ class EngineService:
             '/kakeya.v1.EngineService/Stats',
             kakeya_dot_v1_dot_engine__pb2.StatsRequest.SerializeToString,
             kakeya_dot_v1_dot_engine__pb2.StatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLimits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.EngineService/SetLimits',
+            kakeya_dot_v1_dot_engine__pb2.SetLimitsRequest.SerializeToString,
+            kakeya_dot_v1_dot_engine__pb2.Footprint.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Shrink(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.EngineService/Shrink',
+            kakeya_dot_v1_dot_engine__pb2.ShrinkRequest.SerializeToString,
+            kakeya_dot_v1_dot_engine__pb2.Footprint.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.EngineService/LoadAdapter',
+            kakeya_dot_v1_dot_engine__pb2.LoadAdapterRequest.SerializeToString,
+            kakeya_dot_v1_dot_engine__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.EngineService/UnloadAdapter',
+            kakeya_dot_v1_dot_engine__pb2.UnloadAdapterRequest.SerializeToString,
+            kakeya_dot_v1_dot_engine__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

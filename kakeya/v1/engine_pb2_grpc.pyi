@@ -45,6 +45,16 @@ class EngineServiceStub:
     Release: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ReleaseRequest, _engine_pb2.ReleaseResponse]
     """Forgets the KV of one key. Unknown keys are fine."""
     Stats: _grpc.UnaryUnaryMultiCallable[_engine_pb2.StatsRequest, _engine_pb2.StatsResponse]
+    SetLimits: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SetLimitsRequest, _engine_pb2.Footprint]
+    """Bounds what the engine may occupy from now on; what is above goes as far as it is not in use."""
+    Shrink: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ShrinkRequest, _engine_pb2.Footprint]
+    """Gives memory back: spare buffers first, then KV that no generation uses, oldest first."""
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_engine_pb2.LoadAdapterRequest, _engine_pb2.LoadAdapterResponse]
+    """Takes an adapter from pages into a slot; generations may name it from then on.
+    RESOURCE_EXHAUSTED when every slot is in use, INVALID_ARGUMENT when it does not fit the model.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_engine_pb2.UnloadAdapterRequest, _engine_pb2.UnloadAdapterResponse]
+    """Frees an adapter's slot. Unknown ones are fine; one in use is ABORTED."""
 
 @_typing.type_check_only
 class EngineServiceAsyncStub(EngineServiceStub):
@@ -61,6 +71,16 @@ class EngineServiceAsyncStub(EngineServiceStub):
     Release: _aio.UnaryUnaryMultiCallable[_engine_pb2.ReleaseRequest, _engine_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Forgets the KV of one key. Unknown keys are fine."""
     Stats: _aio.UnaryUnaryMultiCallable[_engine_pb2.StatsRequest, _engine_pb2.StatsResponse]  # type: ignore[assignment]
+    SetLimits: _aio.UnaryUnaryMultiCallable[_engine_pb2.SetLimitsRequest, _engine_pb2.Footprint]  # type: ignore[assignment]
+    """Bounds what the engine may occupy from now on; what is above goes as far as it is not in use."""
+    Shrink: _aio.UnaryUnaryMultiCallable[_engine_pb2.ShrinkRequest, _engine_pb2.Footprint]  # type: ignore[assignment]
+    """Gives memory back: spare buffers first, then KV that no generation uses, oldest first."""
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_engine_pb2.LoadAdapterRequest, _engine_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Takes an adapter from pages into a slot; generations may name it from then on.
+    RESOURCE_EXHAUSTED when every slot is in use, INVALID_ARGUMENT when it does not fit the model.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_engine_pb2.UnloadAdapterRequest, _engine_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Frees an adapter's slot. Unknown ones are fine; one in use is ABORTED."""
 
 class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -104,5 +124,39 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.StatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.StatsResponse, _abc.Awaitable[_engine_pb2.StatsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def SetLimits(
+        self,
+        request: _engine_pb2.SetLimitsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.Footprint, _abc.Awaitable[_engine_pb2.Footprint]]:
+        """Bounds what the engine may occupy from now on; what is above goes as far as it is not in use."""
+
+    @_abc_1.abstractmethod
+    def Shrink(
+        self,
+        request: _engine_pb2.ShrinkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.Footprint, _abc.Awaitable[_engine_pb2.Footprint]]:
+        """Gives memory back: spare buffers first, then KV that no generation uses, oldest first."""
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _engine_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.LoadAdapterResponse, _abc.Awaitable[_engine_pb2.LoadAdapterResponse]]:
+        """Takes an adapter from pages into a slot; generations may name it from then on.
+        RESOURCE_EXHAUSTED when every slot is in use, INVALID_ARGUMENT when it does not fit the model.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _engine_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.UnloadAdapterResponse, _abc.Awaitable[_engine_pb2.UnloadAdapterResponse]]:
+        """Frees an adapter's slot. Unknown ones are fine; one in use is ABORTED."""
 
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -642,3 +642,49 @@ class ExamineResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExamineResponse: _TypeAlias = ExamineResponse  # noqa: Y015
+
+@_typing.final
+class DispatchPressureRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    level: _builtins.str
+    """"nominal", "low", "critical", or a system's own word, such as TRIM_MEMORY_RUNNING_LOW. It
+    stands for a minute, or until the next one.
+    """
+    free_bytes: _builtins.int
+    """What loads may still take; 0 = not said."""
+    def __init__(
+        self,
+        *,
+        level: _builtins.str = ...,
+        free_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_bytes", b"free_bytes", "level", b"level"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DispatchPressureRequest: _TypeAlias = DispatchPressureRequest  # noqa: Y015
+
+@_typing.final
+class DispatchPressureResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_BEFORE_FIELD_NUMBER: _builtins.int
+    level_before: _builtins.str
+    """The level that stood before, the worst of all sources."""
+    def __init__(
+        self,
+        *,
+        level_before: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level_before", b"level_before"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DispatchPressureResponse: _TypeAlias = DispatchPressureResponse  # noqa: Y015

@@ -440,6 +440,11 @@ class ControlServiceStub:
                 request_serializer=kakeya_dot_v1_dot_fleet__pb2.ExamineRequest.SerializeToString,
                 response_deserializer=kakeya_dot_v1_dot_fleet__pb2.ExamineResponse.FromString,
                 _registered_method=True)
+        self.DispatchPressure = channel.unary_unary(
+                '/kakeya.v1.ControlService/DispatchPressure',
+                request_serializer=kakeya_dot_v1_dot_fleet__pb2.DispatchPressureRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_fleet__pb2.DispatchPressureResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -464,6 +469,13 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DispatchPressure(self, request, context):
+        """What a host program learnt from its system about memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -481,6 +493,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.Examine,
                     request_deserializer=kakeya_dot_v1_dot_fleet__pb2.ExamineRequest.FromString,
                     response_serializer=kakeya_dot_v1_dot_fleet__pb2.ExamineResponse.SerializeToString,
+            ),
+            'DispatchPressure': grpc.unary_unary_rpc_method_handler(
+                    servicer.DispatchPressure,
+                    request_deserializer=kakeya_dot_v1_dot_fleet__pb2.DispatchPressureRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_fleet__pb2.DispatchPressureResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -565,6 +582,33 @@ class ControlService:
             '/kakeya.v1.ControlService/Examine',
             kakeya_dot_v1_dot_fleet__pb2.ExamineRequest.SerializeToString,
             kakeya_dot_v1_dot_fleet__pb2.ExamineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DispatchPressure(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.ControlService/DispatchPressure',
+            kakeya_dot_v1_dot_fleet__pb2.DispatchPressureRequest.SerializeToString,
+            kakeya_dot_v1_dot_fleet__pb2.DispatchPressureResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -177,6 +177,8 @@ class ControlServiceStub:
     Invite: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.InviteRequest, _fleet_pb2.InviteResponse]
     Revoke: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.RevokeRequest, _fleet_pb2.RevokeResponse]
     Examine: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ExamineRequest, _fleet_pb2.ExamineResponse]
+    DispatchPressure: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.DispatchPressureRequest, _fleet_pb2.DispatchPressureResponse]
+    """What a host program learnt from its system about memory."""
 
 @_typing.type_check_only
 class ControlServiceAsyncStub(ControlServiceStub):
@@ -186,6 +188,8 @@ class ControlServiceAsyncStub(ControlServiceStub):
     Invite: _aio.UnaryUnaryMultiCallable[_fleet_pb2.InviteRequest, _fleet_pb2.InviteResponse]  # type: ignore[assignment]
     Revoke: _aio.UnaryUnaryMultiCallable[_fleet_pb2.RevokeRequest, _fleet_pb2.RevokeResponse]  # type: ignore[assignment]
     Examine: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ExamineRequest, _fleet_pb2.ExamineResponse]  # type: ignore[assignment]
+    DispatchPressure: _aio.UnaryUnaryMultiCallable[_fleet_pb2.DispatchPressureRequest, _fleet_pb2.DispatchPressureResponse]  # type: ignore[assignment]
+    """What a host program learnt from its system about memory."""
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     """What the owner of a node tells it; on a socket in the data directory, or with an admin's key."""
@@ -210,5 +214,13 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.ExamineRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.ExamineResponse, _abc.Awaitable[_fleet_pb2.ExamineResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def DispatchPressure(
+        self,
+        request: _fleet_pb2.DispatchPressureRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.DispatchPressureResponse, _abc.Awaitable[_fleet_pb2.DispatchPressureResponse]]:
+        """What a host program learnt from its system about memory."""
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
