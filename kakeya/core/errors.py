@@ -13,6 +13,7 @@
         OutOfPages         no such range of pages is free, and none may be taken
         MemoryRefused      no room in memory for a model or a lease
           DrainTimeout     what would have to go is still in use
+        LeaseRefused       no leases are given, to nobody or not on these terms
       DeadlineExceeded     the caller's time is up
       Cancelled            the caller left
       Unauthenticated      nobody vouches for the caller
@@ -21,6 +22,7 @@
         PeerUnavailable    it does not answer
         PeerProtocol       it answered what no correct peer answers
       LoadFailed           a model could not be loaded; the next request tries again
+      StoreFailed          what is shared on disk or in Redis cannot be read or written now
       Unsupported          a parameter that this node does not honour
       InvariantBroken      our own fault; the state behind it is given up
 
@@ -125,6 +127,19 @@ class DrainTimeout(MemoryRefused):
     code = "drain_timeout"
 
 
+class LeaseRefused(Refused):
+    """No leases are given now, to nobody or not on these terms."""
+
+    code = "lease_refused"
+
+
+class StoreFailed(KakeyaError):
+    """What processes share on disk or in Redis cannot be read or written now."""
+
+    code = "store_failed"
+    retryable = True
+
+
 class LoadFailed(KakeyaError):
     """A model could not be loaded; the next request tries again."""
 
@@ -180,6 +195,12 @@ class PeerProtocol(PeerError):
     """It answered what no correct peer answers."""
 
     code = "peer_protocol"
+
+
+class UnknownMethod(PeerProtocol):
+    """It does not have the method; another version, or another service."""
+
+    code = "unknown_method"
 
 
 class InvariantBroken(KakeyaError):

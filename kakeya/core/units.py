@@ -9,6 +9,8 @@ from collections.abc import Sequence
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
+KV_BLOCK_TOKENS = 256
+"""What mlx-lm's caches grow by."""
 
 
 def format_bytes(count: float) -> str:

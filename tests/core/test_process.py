@@ -1,0 +1,74 @@
+"""What a process occupies, by the system's own account."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from kakeya.core.process import parse_rusage, parse_status, resident_bytes, trim_heap
+
+MIB = 1 << 20
+# /proc/PID/status of a Python on Linux 6.18, shortened; its shared memory is made up.
+RECORDED = """Name:\tpython
+State:\tR (running)
+VmPeak:\t   12936 kB
+VmHWM:\t    9880 kB
+VmRSS:\t    9880 kB
+RssAnon:\t    3972 kB
+RssFile:\t    5908 kB
+RssShmem:\t   14608 kB
+Threads:\t1
+"""
+
+
+def test_shared_memory_is_not_counted() -> None:
+    assert parse_status(RECORDED) == (3972 + 5908) * 1024
+
+
+def test_a_process_that_has_ended_occupies_nothing_that_could_be_read() -> None:
+    assert parse_status("Name:\tpython\nState:\tZ (zombie)\nThreads:\t1\n") is None
+
+
+def test_the_footprint_is_the_ninth_field_of_the_macs_answer() -> None:
+    fields = [100 + n for n in range(10)]
+    assert parse_rusage(struct.pack("=16s10Q", b"u" * 16, *fields)) == fields[7]
+
+
+@pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="no such account here")
+def test_it_follows_what_is_taken_and_given_back() -> None:
+    before = resident_bytes()
+    assert before is not None
+    block = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block.write(b"x" * (64 * MIB))
+    grown = resident_bytes()
+    assert grown is not None
+    assert grown - before > 60 * MIB
+    block.close()
+    after = resident_bytes()
+    assert after is not None
+    assert grown - after > 60 * MIB
+
+
+def test_a_child_is_measured_and_one_that_went_is_not() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert (resident_bytes(child.pid) or 0) > 100_000
+        child.communicate(b"\n")
+    assert resident_bytes(child.pid) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
+def test_freed_heap_goes_back_to_the_system() -> None:
+    blocks = [bytearray(b"x") * 60_000 for _ in range(1000)]  # below the mmap threshold
+    keep = bytearray(100)
+    full = resident_bytes()
+    del blocks
+    trim_heap()
+    after = resident_bytes()
+    assert keep is not None
+    assert full is not None
+    assert after is not None
+    assert full - after > 40 * MIB
