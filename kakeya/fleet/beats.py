@@ -67,26 +67,13 @@ class Beats:
         proof = int(self.proofs[at]) if at < len(self.proofs) else None
         return Told(int(self.numbers[at]), float(self.ages_s[at]), proof)
 
-    def entries(self) -> dict[int, Told]:
-        """Every entry that says how old it is, by key."""
-        numbers, ages = self.numbers.tolist(), self.ages_s.tolist()
-        proofs: list[int | None] = self.proofs.tolist()
-        proofs += [None] * (len(ages) - len(proofs))
-        return {
-            key: Told(number, age_s, proof)
-            for key, number, age_s, proof in zip(
-                self.keys[: len(ages)].tolist(), numbers, ages, proofs, strict=False
-            )
-        }
+    def places(self) -> dict[int, int]:
+        """Where the entry of each key is."""
+        return dict(zip(self.keys.tolist(), range(len(self)), strict=True))
 
     def tell(self, count: int) -> Beats:
         """The same cards, of which only the first `count` say how old they are."""
         return Beats(self.keys, self.numbers, self.ages_s[:count], self.proofs[:count])
-
-    def pick(self, at: NDArray[np.intp]) -> Beats:
-        """The entries at these places, in their order; all of them must say how old they are."""
-        proofs = self.proofs[at] if len(self.proofs) else self.proofs
-        return Beats(self.keys[at], self.numbers[at], self.ages_s[at], proofs)
 
 
 def no_beats() -> Beats:

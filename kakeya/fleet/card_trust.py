@@ -28,7 +28,7 @@ from kakeya.fleet.certificates import (
 from kakeya.fleet.identity import Identity
 from kakeya.fleet.revocations import NONE, BadList, Revocations, read_list, sign_list
 from kakeya.fleet.seal import BrokenSeal, certificate_mark, open_seal, seal
-from kakeya.wire.security import CertRole, TlsMaterial
+from kakeya.wire.security import Certified, CertRole, TlsMaterial
 
 _GOOD_VERDICTS, _BAD_VERDICTS, _HOLDERS = 8192, 1024, 8192
 """Twice the cards that a registry holds; forgeries are kept apart, so that a flood of them pushes
@@ -154,13 +154,16 @@ class FleetTrust:
 
     # Callers
 
-    def caller_of(self, cert_pem: bytes) -> tuple[str, CertRole] | None:
-        """Who a certificate names; None = nobody of this fleet. TLS has checked its dates."""
+    def caller_of(self, cert_pem: bytes) -> Certified | None:
+        """Whom a certificate names; None = nobody of this fleet.
+
+        TLS has checked its dates, but only when the connection was made.
+        """
         try:
             holder = self._holder(certificate_der(read_leaf(cert_pem)))
         except Untrusted:
             return None
-        return holder.node_id, holder.role
+        return Certified(holder.node_id, holder.role, holder.not_after_at)
 
     # Revocation
 

@@ -125,6 +125,7 @@ class Offer:
     """What an owner says of itself, before it is stamped; `""` and 0 mean unknown.
 
     `label` is what people call the node. `is_authority`: members renew their certificates there.
+    `is_careful`: it takes less upon itself than it could, after its machine panicked.
     """
 
     grpc_address: str = ""
@@ -137,6 +138,7 @@ class Offer:
     mlx_version: str = ""
     models: tuple[OfferedModel, ...] = ()
     ttl_s: float = DEFAULT_TTL_S
+    is_careful: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,6 +170,7 @@ class Card:
     is_authority: bool
     anchor: int | None
     endpoints: tuple[Endpoint, ...]
+    is_careful: bool = False
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Card) and self.wire == other.wire
@@ -179,6 +182,12 @@ class Card:
     def order(self) -> tuple[int, int, float, bytes]:
         """Sorts the cards of one owner, the newest last."""
         return (self.incarnation, -self.life, self.announced_at, self.digest)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where it says that its node is, each address once, the one it names first before all."""
+        named = (self.grpc_address, *(way.address for way in self.endpoints))
+        return tuple(filter(None, dict.fromkeys(named)))
 
     @property
     def is_plain(self) -> bool:

@@ -26,7 +26,7 @@ from cryptography.utils import CryptographyDeprecationWarning
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kakeya.wire.security import CertRole
-from kakeya.wire.tls import any_member
+from kakeya.wire.tls import any_member, fleet_name
 
 DAY_S = 86_400.0
 LEAF_LIFE_S = 365 * DAY_S
@@ -124,11 +124,6 @@ def is_key_id(node_id: str) -> bool:
     return True
 
 
-def fleet_of(authority_hash: bytes) -> str:
-    """The name of the fleet whose authority's key has this `spki_hash`; 16 hex digits."""
-    return authority_hash[:8].hex()
-
-
 def is_valid_label(label: str) -> bool:
     """1 to 64 bytes of printable text."""
     return bool(label) and label.isprintable() and len(label.encode()) <= MAX_LABEL_BYTES
@@ -154,7 +149,7 @@ def issue(
 ) -> x509.Certificate:
     """Make a leaf certificate."""
     issuer = authority_key.public_key()
-    fleet = fleet_of(spki_hash(issuer))
+    fleet = fleet_name(spki_hash(issuer))
     names: list[x509.GeneralName] = [x509.DNSName(request.node_id)]
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
     if role is CertRole.MEMBER:

@@ -7,6 +7,7 @@ on exactly what it got. Joining is the reverse: bytes that are kept are never en
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import struct
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from kakeya.core.errors import InvalidArgument, Refused
+from kakeya.core.errors import Refused
 from kakeya.core.ids import ModelId, NodeId
 from kakeya.core.units import MIB, format_bytes
 from kakeya.fleet.cards import (
@@ -30,6 +31,14 @@ from kakeya.fleet.cards import (
     Offer,
     OfferedModel,
 )
+from kakeya.fleet.framing import (
+    FIXED64,
+    LENGTH,
+    read_length,
+    read_number,
+    skip_field,
+    write_number,
+)
 from kakeya.v1 import distributed_pb2 as pb
 
 MAX_BATCH_BYTES = 2 * MIB
@@ -38,10 +47,9 @@ MAX_FIELDS = 2 * MAX_BATCH_CARDS
 """Outermost fields of a message, unknown ones included: hollow ones of two bytes would else keep
 the scan busy for a second."""
 ANCHOR_BYTES = 8
-_CARD_TAG = 1 << 3 | 2
-_BEATS_TAG = 100 << 3 | 2
-_SENT_AT_TAG = 101 << 3 | 1
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_CARD_TAG = 1 << 3 | LENGTH
+_BEATS_TAG = 100 << 3 | LENGTH
+_SENT_AT_TAG = 101 << 3 | FIXED64
 
 
 class MalformedCard(ValueError):
@@ -75,39 +83,69 @@ def split_batch(message: bytes) -> Batch:
     beats, sent_at = b"", 0.0
     at, end, fields = 0, len(message), 0
     while at < end:
+        at = _read_run(message, at, _CARD_TAG, cards)
+        if at >= end or len(cards) > MAX_BATCH_CARDS:
+            break
         fields = _count_field(fields)
-        tag, at = _read_varint(message, at)
+        tag, at = read_number(message, at)
         if tag == _CARD_TAG:
-            length, at = _read_length(message, at)
+            length, at = read_length(message, at)
             cards.append(message[at : at + length])
             at += length
-            if len(cards) > MAX_BATCH_CARDS:
-                raise Refused(f"a batch holds at most {MAX_BATCH_CARDS} cards")
         elif tag == _BEATS_TAG:
-            length, at = _read_length(message, at)
+            length, at = read_length(message, at)
             beats = message[at : at + length]
             at += length
         else:
             if tag == _SENT_AT_TAG and at + 8 <= end:
                 sent_at = struct.unpack_from("<d", message, at)[0]
-            at = _skip_field(message, tag, at)
+            at = skip_field(message, tag, at)
+    if len(cards) > MAX_BATCH_CARDS:
+        raise Refused(f"a batch holds at most {MAX_BATCH_CARDS} cards")
     return Batch(cards, beats, sent_at)
 
 
 def scan_cards(message: bytes, field: int) -> list[bytes]:
     """The bytes in one field of a gossip message, unread. Raises as `check_counts` does."""
-    check_counts(message, {field: MAX_BATCH_CARDS})
+    check_size(message)
     found: list[bytes] = []
-    at, wanted = 0, field << 3 | _LENGTH
-    while at < len(message):
-        tag, at = _read_varint(message, at)
+    at, end, fields, wanted = 0, len(message), 0, field << 3 | LENGTH
+    while at < end:
+        at = _read_run(message, at, wanted, found)
+        if at >= end or len(found) > MAX_BATCH_CARDS:
+            break
+        fields = _count_field(fields)
+        tag, at = read_number(message, at)
         if tag == wanted:
-            length, at = _read_length(message, at)
+            length, at = read_length(message, at)
             found.append(message[at : at + length])
             at += length
         else:
-            at = _skip_field(message, tag, at)
+            at = skip_field(message, tag, at)
+    if len(found) > MAX_BATCH_CARDS:
+        raise _too_many(field, MAX_BATCH_CARDS)
     return found
+
+
+def _read_run(message: bytes, at: int, tag: int, found: list[bytes]) -> int:
+    """Add the contents of fields with a tag of one byte that follow each other; where they end.
+
+    Most of a message is such a run. Anything unusual ends it, and is for the careful to read.
+    """
+    end = len(message)
+    while at + 1 < end and message[at] == tag and len(found) <= MAX_BATCH_CARDS:
+        length, start = message[at + 1], at + 2
+        if length > 0x7F:
+            more = message[start] if start < end else 0x80
+            if more > 0x7F:
+                break
+            length, start = length & 0x7F | more << 7, start + 1
+        at_next = start + length
+        if at_next > end:
+            break
+        found.append(message[start:at_next])
+        at = at_next
+    return at
 
 
 def join_batch(wires: Iterable[bytes], beats: bytes, sent_at: float) -> bytes:
@@ -115,10 +153,10 @@ def join_batch(wires: Iterable[bytes], beats: bytes, sent_at: float) -> bytes:
     return b"".join(
         (
             join_cards(wires),
-            _head(_BEATS_TAG),
-            _head(len(beats)),
+            write_number(_BEATS_TAG),
+            write_number(len(beats)),
             beats,
-            _head(_SENT_AT_TAG),
+            write_number(_SENT_AT_TAG),
             struct.pack("<d", sent_at),
         )
     )
@@ -143,76 +181,37 @@ def check_counts(message: bytes, limits: Mapping[int, int]) -> None:
     at, end, fields = 0, len(message), 0
     while at < end:
         fields = _count_field(fields)
-        tag, at = _read_varint(message, at)
-        at = _skip_field(message, tag, at)
+        tag, at = read_number(message, at)
+        at = skip_field(message, tag, at)
         field = tag >> 3
         if field in counts:
             counts[field] += 1
             if counts[field] > limits[field]:
-                raise Refused(f"a gossip message holds field {field} at most {limits[field]} times")
+                raise _too_many(field, limits[field])
+
+
+def _too_many(field: int, limit: int) -> Refused:
+    return Refused(f"a gossip message holds field {field} at most {limit} times")
 
 
 def join_cards(wires: Iterable[bytes]) -> bytes:
     """Make the message of which `split_cards` gives back these cards."""
     parts: list[bytes] = []
     for wire in wires:
-        parts.append(b"\x0a" + _head(len(wire)))
-        parts.append(wire)
+        parts += (_head(len(wire)), wire)
     return b"".join(parts)
 
 
-def _head(number: int) -> bytes:
-    """A number as protobuf writes tags and lengths."""
-    head = bytearray()
-    while number > 0x7F:
-        head.append(number & 0x7F | 0x80)
-        number >>= 7
-    head.append(number)
-    return bytes(head)
+@functools.cache
+def _head(length: int) -> bytes:
+    """The tag and length before a card; there are no more than a card has bytes."""
+    return b"\x0a" + write_number(length)
 
 
 def _count_field(fields: int) -> int:
     if fields >= MAX_FIELDS:
         raise Refused(f"a gossip message holds at most {MAX_FIELDS} fields")
     return fields + 1
-
-
-def _read_length(message: bytes, at: int) -> tuple[int, int]:
-    length, at = _read_varint(message, at)
-    if at + length > len(message):
-        raise InvalidArgument(f"a field claims {length} bytes where {len(message) - at} are left")
-    return length, at
-
-
-def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        if at >= len(message) or shift > 63:
-            raise InvalidArgument(f"a gossip message breaks off inside a number at byte {at}")
-        byte = message[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-
-
-def _skip_field(message: bytes, tag: int, at: int) -> int:
-    kind = tag & 7
-    if tag >> 3 == 0:
-        raise InvalidArgument(f"a gossip message has field number 0 before byte {at}")
-    if kind == _VARINT:
-        return _read_varint(message, at)[1]
-    if kind == _LENGTH:
-        length, at = _read_varint(message, at)
-        at += length
-    elif kind in (_FIXED64, _FIXED32):
-        at += 8 if kind == _FIXED64 else 4
-    else:
-        raise InvalidArgument(f"a gossip message has wire type {kind} before byte {at}")
-    if at > len(message):
-        raise InvalidArgument("a gossip message breaks off inside a field")
-    return at
 
 
 def from_wire(wire: bytes) -> Card:
@@ -251,6 +250,7 @@ def from_wire(wire: bytes) -> Card:
         message.is_authority,
         int.from_bytes(anchor, "little") if len(anchor) == ANCHOR_BYTES else None,
         _endpoints_from_wire(message.endpoints) if message.endpoints else (),
+        message.is_careful,
     )
 
 
@@ -302,6 +302,7 @@ def to_wire(
         label=offer.label,
         life=life,
         is_authority=offer.is_authority,
+        is_careful=offer.is_careful,
         beat_anchor=anchor,
         endpoints=[
             pb.NodeEndpoint(

@@ -1,6 +1,7 @@
 """Calls that find out whether a node answers: to itself, and to others that are asked to try.
 
-One call to a node at a time: who wants to know meanwhile waits for the same answer. Each ends
+Each goes to one node, which must show its own certificate, whoever else claims its address. One
+call to a node at a time: who wants to know meanwhile waits for the same answer. Each ends
 within its deadline, never as an exception of the look that it is part of.
 """
 
@@ -16,22 +17,19 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import (
-    DeadlineExceeded,
-    KakeyaError,
-    PeerProtocol,
-    PeerUnavailable,
-)
+from kakeya.core.errors import DeadlineExceeded, KakeyaError, PeerUnavailable
+from kakeya.core.ids import NodeId
 from kakeya.fleet.cards import Card
-from kakeya.fleet.convert import MalformedCard, from_wire, split_cards
+from kakeya.fleet.describe import ask_card
 from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.v1.fleet_pb2 import ProbeRequest, ProbeResponse
+from kakeya.wire.calls import call_bytes
 from kakeya.wire.channels import Channels
-from kakeya.wire.status import error_from_rpc
 
-DESCRIBE_METHOD = "/kakeya.v1.CapabilityService/GetNodeCapability"
 PROBE_METHOD = "/kakeya.v1.GossipService/Probe"
 DIAL_TIMEOUT_S = 1.5
+MAX_OPEN = 32
+"""Connections that stay open after a first meeting: a newcomer meets the whole fleet at once."""
 _RELAY_S = 1.0
 """What asking another node takes beside its dial."""
 _LAG_S = 0.5
@@ -66,8 +64,11 @@ class Dialer:
         channels: Channels,
         clock: Clock,
         route: Callable[[Card], str],
+        may_dial: Callable[[str], bool] = lambda address: True,
         timeout_s: float = DIAL_TIMEOUT_S,
     ) -> None:
+        """`may_dial` is asked of every address: what a card names is its owner's word."""
+        self._may_dial = may_dial
         self._registry = registry
         self._channels = channels
         self._clock = clock
@@ -75,8 +76,8 @@ class Dialer:
         self._timeout_s = timeout_s
         self._under_way: dict[str, asyncio.Task[Dial]] = {}
         self._last: dict[str, Dial] = {}
-        self._used: set[str] = set()
-        """Addresses of which this part may have opened the channel."""
+        self._used: set[tuple[str, NodeId]] = set()
+        """Of which this part may have opened the channel."""
 
     @property
     def under_way(self) -> int:
@@ -95,10 +96,10 @@ class Dialer:
         """Drop dials that ended before then, and the channels to who is not among the peers."""
         for node_id in [n for n, dial in self._last.items() if dial.ended_mono < before_mono]:
             del self._last[node_id]
-        gone = self._used.difference(map(self._route, peers))
+        gone = self._used.difference((self._route(peer), peer.node_id) for peer in peers)
         self._used -= gone
-        for address in gone:  # else it would try to connect for ever
-            await self._channels.discard(address)
+        for address, node_id in gone:  # else it would try to connect for ever
+            await self._channels.discard(address, node_id)
 
     async def dial(self, card: Card) -> Dial:
         """Call the node that a card is of; joins a call that is under way."""
@@ -114,7 +115,15 @@ class Dialer:
         """Ask another node whether it reaches one; None = it gave no answer."""
         request = ProbeRequest(node_id=node_id).SerializeToString()
         try:
-            answer = await self._call(helper, PROBE_METHOD, request, self._timeout_s + _RELAY_S)
+            if not self._may_dial(self._route(helper)):
+                return None
+            answer = await call_bytes(
+                await self._channel(helper),
+                self._route(helper),
+                PROBE_METHOD,
+                request,
+                timeout_s=self._timeout_s + _RELAY_S,
+            )
             return ProbeResponse.FromString(answer).is_reached
         except (KakeyaError, DecodeError):
             return None
@@ -128,6 +137,7 @@ class Dialer:
 
     async def _dial(self, card: Card) -> Dial:
         started_mono = self._clock.mono()
+        is_hearsay = self._registry.peers.is_hearsay(card)
         reach = await self._reach(card)
         ended_mono = self._clock.mono()
         if reach is not Reach.REACHED and ended_mono - started_mono > self._timeout_s + _LAG_S:
@@ -136,7 +146,10 @@ class Dialer:
         self._last[card.node_id] = dial
         match reach:
             case Reach.REACHED:
+                self._registry.meet(card.node_id, self._route(card))
                 self._registry.mark_alive(card.node_id)
+                if is_hearsay and len(self._used) > MAX_OPEN:
+                    await self._close(self._route(card), card.node_id)
             case Reach.FAILED:
                 self._registry.mark_failed(card.node_id, mono=ended_mono)
             case Reach.MISSED:
@@ -146,44 +159,37 @@ class Dialer:
         return dial
 
     async def _reach(self, card: Card) -> Reach:
+        address = self._route(card)
+        if not self._may_dial(address):
+            return Reach.UNSURE
         try:
-            answer = await self._call(card, DESCRIBE_METHOD, b"", self._timeout_s)
-            is_it = _owner_of(answer) == card.node_id
+            found = await ask_card(await self._channel(card), address, timeout_s=self._timeout_s)
         except DeadlineExceeded:
             return Reach.MISSED
         except PeerUnavailable:
-            return Reach.FAILED
+            return await self._reach_of_lost(card, address)
         except KakeyaError:
             return Reach.UNSURE  # something lives there, and refuses or is no node
-        return Reach.REACHED if is_it else Reach.UNSURE
+        return Reach.REACHED if found.node_id == card.node_id else Reach.UNSURE
 
-    async def _call(self, card: Card, method: str, request: bytes, timeout_s: float) -> bytes:
+    async def _reach_of_lost(self, card: Card, address: str) -> Reach:
+        self._registry.miss(card.node_id, address)
+        if not self._registry.met_at(address):
+            return Reach.FAILED
+        # Another node answers there, of which who claims its address says nothing.
+        await self._close(address, card.node_id)
+        return Reach.UNSURE
+
+    async def _close(self, address: str, node_id: NodeId) -> None:
+        self._used.discard((address, node_id))
+        await self._channels.discard(address, node_id)
+
+    async def _channel(self, card: Card) -> grpc.aio.Channel:
         address = self._route(card)
-        self._used.add(address)
-        channel = self._channels.get(address)
+        self._used.add((address, card.node_id))
+        channel = self._channels.get(address, card.node_id)
         if channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
             # It would repeat its last failure until its backoff ends; a dial is to find out anew.
-            await self._channels.discard(address)
-            channel = self._channels.get(address)
-        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
-        try:
-            answer: bytes = await call(request, timeout=timeout_s)
-        except grpc.RpcError as failure:
-            raise error_from_rpc(failure, address) from failure
-        except grpc.aio.UsageError as failure:
-            raise PeerUnavailable(f"{address}: the channel was closed before the call") from failure
-        except asyncio.CancelledError as failure:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise PeerUnavailable(f"{address}: the channel was closed during the call") from failure
-        return answer
-
-
-def _owner_of(answer: bytes) -> str:
-    """Read whose card a node answers with; `GetNodeCapabilityResponse` is a batch of one."""
-    try:
-        wires = split_cards(answer)
-        return from_wire(wires[0]).node_id if wires else ""
-    except (MalformedCard, KakeyaError) as failure:
-        raise PeerProtocol(f"a node answers with what is no card: {failure}") from failure
+            await self._channels.discard(address, card.node_id)
+            channel = self._channels.get(address, card.node_id)
+        return channel

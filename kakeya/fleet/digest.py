@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
 
 from kakeya.fleet.beats import Beats, Keys
 from kakeya.fleet.cards import Card, CardTrust
-from kakeya.fleet.convert import scan_cards
-from kakeya.fleet.held import Places
+from kakeya.fleet.keys import Places
 from kakeya.fleet.registry import CapabilityRegistry
 
 MANY_UNKNOWN = 8
 """Cards whose signatures are verified between two awaits: about a millisecond."""
 SETTLED_S = 60.0
 """After which a card has reached everybody: six rounds."""
-_MIN_SIGNED_BYTES = 300
+MIN_SIGNED_BYTES = 300
 
 
-def all_beats(registry: CapabilityRegistry, *, mono: float) -> Beats:
-    """The own beat, then those of all live peers, the latest first."""
-    return _with_own(registry, registry.peers.held.beats(mono), mono)
+def all_beats(registry: CapabilityRegistry, *, mono: float, least: int) -> Beats:
+    """The own beat, then those of all live peers, of which the earliest third is only named.
+
+    Of at least so many it is told how old they are.
+    """
+    told = max(least, (1 + len(registry.peers.held)) * 2 // 3)
+    mine = _with_own(registry, registry.peers.held.beats(mono, latest=told), mono)
+    return mine.tell(told)
 
 
 def beats_of(registry: CapabilityRegistry, cards: Sequence[Card], *, mono: float) -> Beats:
@@ -47,6 +51,8 @@ def _with_own(registry: CapabilityRegistry, held: Beats, mono: float) -> Beats:
 def cards_of(registry: CapabilityRegistry, keys: Keys) -> list[Card]:
     """The cards with these keys, the own one included; keys of others are passed over."""
     own, held = registry.own, registry.peers.held
+    if not len(keys):
+        return []
     places = zip(keys.tolist(), held.places(keys).tolist(), strict=True)
     return [
         own if key == own.key else held.card_at(place)
@@ -55,9 +61,22 @@ def cards_of(registry: CapabilityRegistry, keys: Keys) -> list[Card]:
     ]
 
 
-def unknown(registry: CapabilityRegistry, beats: Beats, *, mono: float) -> Keys:
-    """Keys of the cards to ask for: neither held nor looked at before."""
-    keys = registry.peers.unknown(beats, mono=mono)
+def news(
+    registry: CapabilityRegistry, theirs: Beats, places: Places, *, mono: float
+) -> tuple[Beats, list[Card]]:
+    """Later beats than theirs, the own first, and the cards that they do not name.
+
+    `places` are where the cards that they name are held.
+    """
+    held, unnamed = registry.peers.held.news(theirs, places, mono)
+    if not (theirs.keys == np.uint64(registry.own.key)).any():
+        unnamed.insert(0, registry.own)
+    return _with_own(registry, held, mono), unnamed
+
+
+def unknown(registry: CapabilityRegistry, beats: Beats, places: Places, *, mono: float) -> Keys:
+    """Keys of the cards to ask for: not held, which `places` says, nor looked at before."""
+    keys = registry.peers.unknown(beats, places, mono=mono)
     return keys[[not registry.own_card.has_key(key) for key in keys.tolist()]]
 
 
@@ -76,29 +95,10 @@ def likely_new(
     return [card for card in cards if id(card) not in back]
 
 
-def compare(mine: Beats, theirs: Beats) -> tuple[Places, Places]:
-    """Places in `mine` of later beats than theirs, the own first, and of keys they did not name."""
-    order = np.argsort(theirs.keys)
-    sorted_keys = theirs.keys[order]
-    is_named = np.zeros(len(mine), bool)
-    is_newer = ~is_named
-    if len(order):
-        at = np.minimum(np.searchsorted(sorted_keys, mine.keys), len(order) - 1)
-        is_named = sorted_keys[at] == mine.keys
-        is_newer = ~is_named | (mine.numbers > theirs.numbers[order[at]])
-    is_newer[0] = True
-    return np.flatnonzero(is_newer), np.flatnonzero(~is_named)
-
-
 def verification(
-    registry: CapabilityRegistry, trust: CardTrust | None, message: bytes, field: int
+    registry: CapabilityRegistry, trust: CardTrust, wires: Iterable[bytes]
 ) -> Callable[[], None] | None:
-    """Signatures to be verified in a thread before many unknown cards are merged.
-
-    `field` is the one of the cards in the message.
-    """
-    if trust is None or len(message) < MANY_UNKNOWN * _MIN_SIGNED_BYTES:
-        return None
+    """Signatures to be verified in a thread before many unknown cards are merged."""
     index = registry.peers.held.index
-    unread = [wire for wire in scan_cards(message, field) if index.card(wire) is None]
+    unread = [wire for wire in wires if index.card(wire) is None]
     return partial(trust.warm, unread) if len(unread) > MANY_UNKNOWN else None

@@ -4,7 +4,8 @@
 
 The choice is the lowest (state, priority, round trip) with works < unknown < failed, so a failed
 endpoint is never chosen while another works, and a better one that was never tried is probed
-before it is used. Round trips decide only within one kind of network, and only by a clear margin.
+before it is used. Round trips decide only within one kind of network, and only by a clear margin;
+what the card says of one counts until this node measured it itself.
 
     edge                                  is probed
     chosen, and there is another          each WATCH_S, so that a pulled cable costs seconds
@@ -106,7 +107,8 @@ class _Ways:
     def _rank(self, edge: _Edge) -> tuple[int, int, float, str]:
         # The chosen one keeps its place against others that are only a little faster.
         margin = _MARGIN if edge.endpoint.address == self.chosen else 1.0
-        return edge.state, edge.priority, edge.rtt_ms * margin, edge.endpoint.address
+        rtt_ms = edge.rtt_ms if math.isfinite(edge.rtt_ms) else edge.endpoint.rtt_ms or math.inf
+        return edge.state, edge.priority, rtt_ms * margin, edge.endpoint.address
 
     def interval_s(self, edge: _Edge) -> float:
         """How long after its last probe an edge is probed again; see the table above."""

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-import grpc
 import grpc.aio
 
 from kakeya.core.clock import Clock
@@ -27,15 +26,16 @@ from kakeya.core.errors import (
     KakeyaError,
     PeerError,
     PeerProtocol,
-    PeerUnavailable,
+    UnknownMethod,
 )
 from kakeya.core.ids import NodeId
 from kakeya.core.log import event
 from kakeya.fleet.cards import CardFault
 from kakeya.fleet.registry import CapabilityRegistry, MergeReport
+from kakeya.fleet.slices import in_slices
 from kakeya.fleet.sync import MAX_CARDS_BYTES, MAX_REPAIR_BYTES, Accepted, Sync
+from kakeya.wire.calls import call_bytes
 from kakeya.wire.channels import Channels
-from kakeya.wire.status import error_from_rpc
 
 _log = logging.getLogger(__name__)
 EXCHANGE_METHOD = "/kakeya.v1.CapabilityService/ExchangeCapabilities"
@@ -46,8 +46,6 @@ PATIENCE_S = 1.0
 """After which a silent target is not relied on: many times what a local network takes."""
 PLAIN_S = 600.0
 """How long an address that did not know Sync is exchanged with in full; it may get an update."""
-_GRACE_S = 0.5
-"""After the RPC's own deadline; passes only when gRPC itself does not come back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,16 +142,18 @@ class Exchanger:
         """
         started_mono = self._clock.mono()
         self._forget_old(started_mono)
-        tasks = [self._begin(address, is_full=address in full) for address in targets]
+        digest = _Digest(self._sync, self._times())
+        tasks = [self._begin(address, digest, is_full=address in full) for address in targets]
         try:
             if spares and tasks:
                 await asyncio.wait(tasks, timeout=PATIENCE_S)
                 silent = sum(
-                    address in relied_on and (not task.done() or bool(task.result().error))
+                    (not task.done() or bool(task.result().error)) and address in relied_on
                     for address, task in zip(targets, tasks, strict=True)
                 )
                 left_s = max(self._timeout_s - PATIENCE_S, PATIENCE_S)
-                tasks += [self._begin(a, timeout_s=left_s) for a in spares[:silent]]
+                digest = _Digest(self._sync, self._times())
+                tasks += [self._begin(a, digest, timeout_s=left_s) for a in spares[:silent]]
             outcomes = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
@@ -165,9 +165,15 @@ class Exchanger:
         )
 
     def _begin(
-        self, address: str, *, is_full: bool = False, timeout_s: float | None = None
+        self,
+        address: str,
+        digest: _Digest,
+        *,
+        is_full: bool = False,
+        timeout_s: float | None = None,
     ) -> asyncio.Task[Outcome]:
-        work = self._exchange(address, is_full=is_full, timeout_s=timeout_s or self._timeout_s)
+        timeout_s = timeout_s or self._timeout_s
+        work = self._exchange(address, None if is_full else digest, timeout_s=timeout_s)
         return asyncio.get_running_loop().create_task(work)
 
     async def say_farewell(self, targets: Sequence[str], timeout_s: float) -> int:
@@ -185,17 +191,18 @@ class Exchanger:
         if not self._is_plain(address):
             try:
                 await call.send(PUSH_METHOD, push)
-            except _Unimplemented:
+            except UnknownMethod:
                 pass
             else:
                 return
         await call.send(EXCHANGE_METHOD, batch)
 
-    async def _exchange(self, address: str, *, is_full: bool, timeout_s: float) -> Outcome:
+    async def _exchange(self, address: str, digest: _Digest | None, *, timeout_s: float) -> Outcome:
         registry, clock = self._registry, self._clock
         call = _Call(self._channels.get(address), address, clock, timeout_s)
+        call.node_id = registry.node_at(address)
         try:
-            accepted = await self._converse(call, is_full=is_full)
+            accepted = await self._converse(call, digest)
         except KakeyaError as failure:
             if isinstance(failure, DeadlineExceeded):
                 registry.mark_missed(address, mono=clock.mono())
@@ -206,7 +213,8 @@ class Exchanger:
             registry.mark_failed(address, mono=clock.mono())
             _log.debug("traceback", exc_info=failure)
             return call.failed(f"{address}: {failure!r}", "internal")
-        registry.mark_alive(address)
+        if call.node_id or registry.trust is None:
+            registry.mark_alive(address)  # else any member may have answered there
         report = accepted.report
         log_report(report, registry, address)
         return Outcome(
@@ -218,29 +226,33 @@ class Exchanger:
             dropped=report.dropped,
         )
 
-    async def _converse(self, call: _Call, *, is_full: bool) -> Accepted:
-        if not is_full and not self._is_plain(call.address):
+    async def _converse(self, call: _Call, digest: _Digest | None) -> Accepted:
+        if digest is not None and not self._is_plain(call.address):
             try:
-                return await self._by_digest(call)
-            except _Unimplemented:
+                return await self._by_digest(call, digest)
+            except UnknownMethod:
                 self._plain_until[call.address] = self._clock.mono() + PLAIN_S
         max_bytes = MAX_CARDS_BYTES if self._is_plain(call.address) else MAX_REPAIR_BYTES
         batch = self._sync.batch(**self._times(), max_bytes=max_bytes)
         answer = await call.send(EXCHANGE_METHOD, batch)
         await self._verify_ahead(answer, in_field=1)
         with _as_peer_protocol(call.address):
-            peer = self._node_at(call.address)
-            accepted = self._sync.take_batch(answer, rtt_s=call.rtt_s, peer=peer, **self._times())
+            accepted = await in_slices(
+                self._sync.taking_batch(
+                    answer, rtt_s=call.rtt_s, peer=call.node_id, **self._times()
+                )
+            )
         if not accepted.report.has_own:
             self._accept_refusal(call.address)
         return accepted
 
-    async def _by_digest(self, call: _Call) -> Accepted:
-        answer = await call.send(SYNC_METHOD, self._sync.request(**self._times()))
+    async def _by_digest(self, call: _Call, digest: _Digest) -> Accepted:
+        answer = await call.send(SYNC_METHOD, digest.request())
         await self._verify_ahead(answer, in_field=2)
         with _as_peer_protocol(call.address):
-            peer = self._node_at(call.address)
-            accepted = self._sync.accept(answer, rtt_s=call.rtt_s, peer=peer, **self._times())
+            accepted = await in_slices(
+                self._sync.accepting(answer, rtt_s=call.rtt_s, peer=call.node_id, **self._times())
+            )
         if accepted.push is not None:
             await call.send(PUSH_METHOD, accepted.push)
         return accepted
@@ -253,10 +265,6 @@ class Exchanger:
     def _accept_refusal(self, address: str) -> None:
         if self._registry.accept_refusal(**self._times()):
             event(_log, "own stamps ran ahead of the peers; began a new incarnation", peer=address)
-
-    def _node_at(self, address: str) -> str:
-        card = self._registry.peers.find(address)
-        return card.node_id if card is not None else ""
 
     def _is_plain(self, address: str) -> bool:
         return address in self._plain_until or self._registry.is_plain_at(address)
@@ -274,8 +282,18 @@ class _Times(TypedDict):
     mono: float
 
 
-class _Unimplemented(PeerProtocol):
-    """The peer does not know the method."""
+class _Digest:
+    """What all targets of one moment are told, made for the first of them that needs it."""
+
+    def __init__(self, sync: Sync, times: _Times) -> None:
+        self._sync, self._times = sync, times
+        self._request: bytes | None = None
+
+    def request(self) -> bytes:
+        """The SyncRequest."""
+        if self._request is None:
+            self._request = self._sync.request(**self._times)
+        return self._request
 
 
 class _Call:
@@ -285,6 +303,8 @@ class _Call:
         self, channel: grpc.aio.Channel, address: str, clock: Clock, timeout_s: float
     ) -> None:
         self.address = address
+        self.node_id = ""
+        """Who answers there, where that is known."""
         self.rtt_s = 0.0
         self.sent_bytes = 0
         self._channel = channel
@@ -293,28 +313,11 @@ class _Call:
         self._started_mono = clock.mono()
 
     async def send(self, path: str, message: bytes) -> bytes:
-        """Send bytes and return the answer's; without serializers they are moved as they are."""
+        """Send bytes and return the answer's."""
         started_mono = self._clock.mono()
         left_s = max(self._started_mono + self._timeout_s - started_mono, 0.001)
-        method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(path)
         self.sent_bytes += len(message)
-        try:
-            async with asyncio.timeout(left_s + _GRACE_S):
-                answer: bytes = await method(message, timeout=left_s)
-        except grpc.RpcError as failure:
-            if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise _Unimplemented(f"{self.address}: does not know {path}") from failure
-            raise error_from_rpc(failure, self.address) from failure
-        except TimeoutError as failure:
-            raise DeadlineExceeded(
-                f"{self.address}: no answer in {self._timeout_s:g} s"
-            ) from failure
-        except asyncio.CancelledError as failure:
-            if _is_cancelled():
-                raise
-            raise PeerUnavailable(
-                f"{self.address}: the channel was closed during the call"
-            ) from failure
+        answer = await call_bytes(self._channel, self.address, path, message, timeout_s=left_s)
         self.rtt_s = self._clock.mono() - started_mono
         return answer
 
@@ -335,12 +338,6 @@ def _as_peer_protocol(address: str) -> Iterator[None]:
         yield
     except KakeyaError as failure:
         raise PeerProtocol(f"{address}: {failure.message}") from failure
-
-
-def _is_cancelled() -> bool:
-    # gRPC raises CancelledError for a closed channel too; only a cancelled task may end by it.
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
 
 
 def log_report(report: MergeReport, registry: CapabilityRegistry, peer: str) -> None:

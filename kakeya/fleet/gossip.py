@@ -10,6 +10,7 @@ import logging
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
@@ -19,7 +20,7 @@ from kakeya.fleet.exchange import DEFAULT_TIMEOUT_S, Exchanger, Round
 from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.fleet.skew import WARN_S
 from kakeya.fleet.sync import Sync
-from kakeya.fleet.targets import DEFAULT_FANOUT, choose_targets
+from kakeya.fleet.targets import DEFAULT_FANOUT, choose_targets, in_random_order
 from kakeya.wire.channels import Channels
 
 _log = logging.getLogger(__name__)
@@ -158,19 +159,20 @@ class Gossip:
         start = self._registry.begin_round(now=now, mono=mono)
         if start.slept_s:
             self._log_sleep(start.slept_s)
-        live: list[str] = []
+        live: Sequence[str] = ()
         if targets is None:
-            targets = self._choose(now=now, mono=mono)
-            live = self._live_addresses(mono)
-        await self._close_forgotten(targets, now=now, mono=mono)
+            live = self._live(mono)
+            targets = self._choose(live, now=now)
+        self._dialled.update(targets)
         is_full_round = self._stats.rounds % FULL_EVERY == FULL_EVERY - 1
+        if is_full_round or start.gone:
+            await self._close_forgotten(targets, now=now, mono=mono)
         full = (self._rng.choice(targets),) if targets and is_full_round else ()
-        spares = [address for address in live if address not in targets]
         done = await self._exchanger.round(
             targets,
             full,
-            relied_on=live,
-            spares=self._rng.sample(spares, min(self._config.fanout, len(spares))),
+            relied_on=self._known(targets, live, now=now),
+            spares=self._draw(live, self._config.fanout, without=targets),
         )
         self._stats = self._stats.after(done, self._clock.wall())
         self._log_round(done, gone=len(start.gone))
@@ -181,8 +183,7 @@ class Gossip:
 
     async def farewell(self, timeout_s: float = 2.0) -> int:
         """Tell the live peers that this node leaves; returns how many heard it."""
-        peers = self._live_addresses(self._clock.mono())
-        told = self._rng.sample(peers, min(MAX_FAREWELLS, len(peers)))
+        told = self._draw(self._live(self._clock.mono()), MAX_FAREWELLS)
         heard = await self._exchanger.say_farewell(told, timeout_s)
         event(_log, "farewell", told=len(told), heard=heard)
         return heard
@@ -206,32 +207,46 @@ class Gossip:
         self._is_poked = False
         await self.round()
 
-    def _choose(self, *, now: float, mono: float) -> tuple[str, ...]:
+    def _choose(self, live: Sequence[str], *, now: float) -> tuple[str, ...]:
         registry = self._registry
         return choose_targets(
-            live=self._live_addresses(mono),
+            live=live,
             remembered=registry.remembered_addresses(now),
             seeds=self._config.seeds,
             own=registry.own_addresses,
             fanout=self._config.fanout,
             rng=self._rng,
             sightings=self._sightings(),
-            may_dial=self._may_dial,
+            may_dial=lambda address: is_dialable(address) and self._may_dial(address),
         )
 
-    def _live_addresses(self, mono: float) -> list[str]:
-        own = self._registry.own_addresses
-        _, *peers = self._registry.snapshot(mono=mono)
-        addresses = {self._routes(card) for card in peers}
-        return sorted(filter(is_dialable, addresses - own))
+    def _known(self, targets: Sequence[str], live: Sequence[str], *, now: float) -> list[str]:
+        """The targets at which somebody lives, as far as is known, rather than may live."""
+        hints = {*self._config.seeds, *self._sightings()}
+        hints.update(self._registry.remembered_addresses(now))
+        return [address for address in targets if address not in hints or address in live]
+
+    def _live(self, mono: float) -> Sequence[str]:
+        return _Addresses(self._registry.live_peers(mono=mono), self._routes)
+
+    def _draw(self, live: Sequence[str], count: int, without: Collection[str] = ()) -> list[str]:
+        """Some live addresses, none twice, for calls that need not ask whether they may be."""
+        taken = {*without, *self._registry.own_addresses}
+        drawn: dict[str, None] = {}
+        for address in in_random_order(live, self._rng):
+            if len(drawn) >= count:
+                break
+            if address not in taken and is_dialable(address):
+                drawn[address] = None
+        return list(drawn)
 
     async def _close_forgotten(self, targets: Sequence[str], *, now: float, mono: float) -> None:
         # An open channel to nobody would try to connect every few seconds for ever.
-        wanted = {*self._live_addresses(mono), *self._registry.remembered_addresses(now)}
+        wanted = {*self._live(mono), *self._registry.remembered_addresses(now)}
         wanted.update(self._config.seeds, targets)
         for address in self._dialled - wanted:
             await self._channels.discard(address)
-        self._dialled = (self._dialled & wanted).union(targets)
+        self._dialled &= wanted
 
     def _blame_clock(self) -> None:
         mono = self._clock.mono()
@@ -261,3 +276,24 @@ class Gossip:
             errors="; ".join(done.errors.values()) or "none",
             seconds=done.seconds,
         )
+
+
+class _Addresses(Sequence[str]):
+    """Where nodes are dialled, each worked out when it is looked at: a round dials a few of all."""
+
+    def __init__(self, cards: Sequence[Card], route: Callable[[Card], str]) -> None:
+        self._cards, self._route = cards, route
+
+    def __len__(self) -> int:
+        return len(self._cards)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[str]: ...
+
+    def __getitem__(self, at: int | slice) -> str | Sequence[str]:
+        if isinstance(at, slice):
+            return [self._route(card) for card in self._cards[at]]
+        return self._route(self._cards[at])

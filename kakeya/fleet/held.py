@@ -11,9 +11,8 @@ came, older. A card lives while `now - lived <= ttl`. The wall clock has no part
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import repeat
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +20,27 @@ from numpy.typing import NDArray
 from kakeya.core.ids import NodeId
 from kakeya.fleet.beats import MAX_BEATS, Beats, Floats, Keys, Told, leads_to
 from kakeya.fleet.cards import Card
+from kakeya.fleet.keys import KeyTable, Places
 
 MAX_STEPS = 20_000
 """Of hash chains that one message may cost: 10 ms. What is left over is proven by later ones."""
 
 _MIN_GROWTH = 32
 Number = TypeVar("Number", bound=np.generic)
-Slots = NDArray[np.int32]
-Places = NDArray[np.intp]
+
+
+class Anchored(Protocol):
+    """What beats are proven by: a card, or what is left of one."""
+
+    @property
+    def life(self) -> int:
+        """The life whose chain it is."""
+        ...
+
+    @property
+    def anchor(self) -> int | None:
+        """The end of the chain; None = its beats are not proven."""
+        ...
 
 
 class CardIndex:
@@ -41,7 +53,8 @@ class CardIndex:
     def __init__(self, *, is_shared: bool = False) -> None:
         self._is_shared = is_shared
         self._slot_by_id: dict[NodeId, int] = {}
-        self._slot_by_key: dict[int, int] = {}
+        self._slot_by_key = KeyTable()
+        self._slots_by_address: dict[str, set[int]] = {}
         self._card_by_wire: dict[bytes, Card] = {}
         self._free: list[int] = []
         self.size = 0
@@ -55,10 +68,13 @@ class CardIndex:
         """The slot of a node."""
         return self._slot_by_id.get(NodeId(node_id))
 
-    def slots(self, keys: Keys) -> Slots:
+    def slots(self, keys: Keys) -> Places:
         """The slot by each key; -1 = no held card has it."""
-        found = map(self._slot_by_key.get, keys.tolist(), repeat(-1))
-        return np.fromiter(found, np.int32, len(keys))
+        return self._slot_by_key.find(keys)
+
+    def slots_at(self, address: str) -> list[int]:
+        """The slots of the nodes that claim an address, in their order."""
+        return sorted(self._slots_by_address.get(address, ()))
 
     def hold(self, card: Card) -> int:
         """Note a card; returns its node's slot."""
@@ -67,7 +83,8 @@ class CardIndex:
             slot = self._free.pop() if self._free else self.size
             self.size = max(self.size, slot + 1)
             self._slot_by_id[card.node_id] = slot
-        self._slot_by_key[card.key] = slot
+        self._slot_by_key.put(card.key, slot)
+        self._slots_by_address.setdefault(card.grpc_address, set()).add(slot)
         self._card_by_wire[card.wire] = card
         return slot
 
@@ -75,8 +92,12 @@ class CardIndex:
         """Forget a card that was replaced, or whose node is gone too."""
         if self._is_shared:
             return
-        del self._slot_by_key[card.key]
+        self._slot_by_key.drop(card.key)
         del self._card_by_wire[card.wire]
+        claimants = self._slots_by_address[card.grpc_address]
+        claimants.discard(self._slot_by_id[card.node_id])
+        if not claimants:
+            del self._slots_by_address[card.grpc_address]
         if is_gone:
             self._free.append(self._slot_by_id.pop(card.node_id))
 
@@ -111,6 +132,14 @@ class HeldCards:
         slot = self.index.slot(node_id)
         return None if slot is None or slot >= len(self._cards) else self._cards[slot]
 
+    def card_with(self, address: str) -> Card | None:
+        """The card of a node that claims an address, lively or not."""
+        for slot in self.index.slots_at(address):
+            card = self._cards[slot] if slot < len(self._cards) else None
+            if card is not None and card.grpc_address == address:
+                return card  # in a shared index this registry may hold another card there
+        return None
+
     def number(self, card: Card) -> int:
         """The latest beat of a held card."""
         return int(self._numbers[self._slot(card)])
@@ -125,14 +154,14 @@ class HeldCards:
 
     def keep(self, card: Card, *, age_s: float, mono: float) -> Card | None:
         """Put a body in its node's slot, at beat 0; returns the one that it replaces."""
-        slot = self.index.hold(card)
-        self._grow()
-        held = self._cards[slot]
+        held = self.card(card.node_id)
         if held is None:
             self._count += 1
         else:
             self._plain -= held.is_plain
             self.index.let_go(held, is_gone=False)
+        slot = self.index.hold(card)
+        self._grow()
         self._plain += card.is_plain
         self._cards[slot] = card
         self._keys[slot] = card.key
@@ -154,7 +183,7 @@ class HeldCards:
         self._plain -= card.is_plain
         self.index.let_go(card, is_gone=True)
 
-    def proves(self, card: Card, told: Told) -> bool:
+    def proves(self, card: Anchored, told: Told) -> bool:
         """Whether a beat that was told of a card, held or not, is its owner's doing."""
         if told.number == 0:
             return True
@@ -175,10 +204,14 @@ class HeldCards:
         """
         return self._plain > 0 and not self._needs_proofs
 
+    def living(self, mono: float) -> Sequence[Card]:
+        """The same, each read when it is looked at: where a few of many are drawn."""
+        return _Cards(self._cards, self._live(mono))
+
     def lively(self, mono: float) -> list[Card]:
         """The cards of nodes that live, in no order."""
-        cards = self._cards
-        return [card for slot in self._live(mono) if (card := cards[slot]) is not None]
+        cards, slots = self._cards, self._live(mono).tolist()
+        return [card for slot in slots if (card := cards[slot]) is not None]
 
     def expired(self, mono: float) -> list[Card]:
         """The cards whose time is over."""
@@ -196,17 +229,31 @@ class HeldCards:
         ages: Floats = mono - self._lived[self._keys != 0]
         return ages
 
-    def beats(self, mono: float) -> Beats:
-        """The beats of all nodes that live, the latest first."""
+    def beats(self, mono: float, *, latest: int = 0) -> Beats:
+        """The beats of all nodes that live; so many of the latest come before all others."""
         slots = self._live(mono)
-        slots = slots[np.argsort(-self._lived[slots], kind="stable")]
+        if 0 < latest < len(slots):
+            slots = slots[np.argpartition(-self._lived[slots], latest)]
         return self._beats_of(slots, mono)
+
+    def news(self, theirs: Beats, places: Places, mono: float) -> tuple[Beats, list[Card]]:
+        """Of nodes that live: later beats than theirs, and the cards that they do not name.
+
+        `places` are those of their keys.
+        """
+        slots = self._live(mono)
+        named = np.full(len(self._keys), -1, np.int64)
+        is_held = places >= 0
+        named[places[is_held]] = theirs.numbers[is_held]
+        named = named[slots]
+        unnamed = [self.card_at(slot) for slot in slots[named < 0].tolist()]
+        return self._beats_of(slots[self._numbers[slots] > named], mono), unnamed
 
     def beats_of(self, cards: list[Card], mono: float) -> Beats:
         """The beats of these held cards, in their order."""
         return self._beats_of(np.array([self._slot(c) for c in cards], np.intp), mono)
 
-    def places(self, keys: Keys) -> Slots:
+    def places(self, keys: Keys) -> Places:
         """Where the cards with these keys are held; -1 = nowhere."""
         slots = self.index.slots(keys)
         self._grow()
@@ -220,29 +267,31 @@ class HeldCards:
         assert card is not None
         return card
 
-    def hear(self, beats: Beats, places: Slots, mono: float) -> list[Card]:
-        """Take what somebody tells of these cards; returns those whose owners beat anew.
+    def hear(self, beats: Beats, places: Places, mono: float) -> Places:
+        """Take what somebody tells of these cards; returns where those are that beat anew.
 
         `places` are those of the keys. Beats that no proof vouches for change nothing.
         """
         told = beats.told
-        at = np.flatnonzero(places[:told] >= 0)
-        slots, numbers = places[at], beats.numbers[at]
-        lived = mono - np.maximum(beats.ages_s[at], 0.0)
+        at = (places[:told] >= 0).nonzero()[0]
+        slots, numbers, ages_s = places[:told], beats.numbers[:told], beats.ages_s
+        if len(at) < told:
+            slots, numbers, ages_s = slots[at], numbers[at], ages_s[at]
+        lived = mono - np.maximum(ages_s, 0.0)
         held = self._numbers[slots]
         known = numbers <= held  # who lived at an earlier beat did so no later than at this one
         where = slots[known]
         younger = np.minimum(self._heard[where], lived[known])
         self._lived[where] = np.maximum(self._lived[where], younger)
-        later = np.flatnonzero(~known & (numbers <= MAX_BEATS))
+        later = (~known & (numbers <= MAX_BEATS)).nonzero()[0]
         later = self._proven(beats, at, slots, later)
         where = slots[later]
         self._numbers[where] = numbers[later]
         self._heard[where] = mono
         self._lived[where] = np.maximum(self._lived[where], lived[later])
-        return [self.card_at(slot) for slot in where]
+        return where
 
-    def _proven(self, beats: Beats, at: Places, slots: Slots, later: Places) -> Places:
+    def _proven(self, beats: Beats, at: Places, slots: Places, later: Places) -> Places:
         if not self._needs_proofs:
             return later
         self._grow()
@@ -264,7 +313,9 @@ class HeldCards:
         return np.array(proven, np.intp)
 
     def _live(self, mono: float) -> Places:
-        return np.flatnonzero((self._keys != 0) & (mono - self._lived <= self._ttl))
+        is_live = (self._keys != 0) & (mono - self._lived <= self._ttl)
+        places: Places = is_live.nonzero()[0]
+        return places
 
     def _beats_of(self, slots: Places, mono: float) -> Beats:
         return Beats(
@@ -293,6 +344,29 @@ class HeldCards:
         self._since = _longer(self._since, more)
         if self._needs_proofs:
             self._proofs = _longer(self._proofs, more)
+
+
+class _Cards(Sequence[Card]):
+    """Cards in some slots; true until the next change of what is held."""
+
+    def __init__(self, cards: list[Card | None], slots: Places) -> None:
+        self._cards, self._slots = cards, slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @overload
+    def __getitem__(self, at: int) -> Card: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Card]: ...
+
+    def __getitem__(self, at: int | slice) -> Card | Sequence[Card]:
+        if isinstance(at, slice):
+            return _Cards(self._cards, self._slots[at])
+        card = self._cards[int(self._slots[at])]
+        assert card is not None
+        return card
 
 
 def _longer(column: NDArray[Number], more: int) -> NDArray[Number]:

@@ -33,7 +33,6 @@ from kakeya.fleet.certificates import (
     Untrusted,
     authority_key,
     certificate_pem,
-    fleet_of,
     is_pair,
     key_pem,
     read_authority,
@@ -43,7 +42,7 @@ from kakeya.fleet.certificates import (
     spki_hash,
 )
 from kakeya.wire.security import CertRole, TlsMaterial
-from kakeya.wire.tls import any_member
+from kakeya.wire.tls import any_member, fleet_name
 
 _log = logging.getLogger(__name__)
 FOLDER = "identity"
@@ -71,7 +70,7 @@ class Identity:
     @property
     def fleet(self) -> str:
         """The fleet's name; 16 hex digits."""
-        return fleet_of(self.authority_hash)
+        return fleet_name(self.authority_hash)
 
     @property
     def is_authority(self) -> bool:

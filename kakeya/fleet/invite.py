@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 
 from kakeya.core.errors import Denied, InvalidArgument, Refused, Unauthenticated
 from kakeya.fleet.authority import Authority
-from kakeya.fleet.certificates import Request, fleet_of
+from kakeya.fleet.certificates import Request
 from kakeya.wire.security import CertRole
+from kakeya.wire.tls import fleet_name
 
 VALID_S = 15 * 60.0
 MAX_VALID_S = 24 * 3600.0
@@ -56,7 +57,7 @@ class Token:
     @property
     def fleet(self) -> str:
         """The name of the fleet that it leads into."""
-        return fleet_of(self.ca_hash)
+        return fleet_name(self.ca_hash)
 
 
 def encode_token(token: Token) -> str:
@@ -217,7 +218,7 @@ class Invites:
                 return invite
         self._wrong_proofs += 1
         raise Unauthenticated(
-            f"fleet {fleet_of(ca_hash)} does not know this token: it was made before this node "
+            f"fleet {fleet_name(ca_hash)} does not know this token: it was made before this node "
             f"last started, or by another fleet; {AGAIN}"
         )
 

@@ -9,7 +9,7 @@ Memory       what a node writes to its disk: enough to find the fleet and order 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ TOMBSTONE_S = 2 * MAX_TTL_S
 """Longer than any relay can hold a card that nobody beats for."""
 REFUSED_S = 300.0
 """After which a card that was refused is looked at again: the reason may have passed."""
+MAX_REPLACED = 16
+"""Replaced cards of one node that are remembered: more bodies than it makes in a TTL."""
 
 
 class Sighting(NamedTuple):
@@ -42,28 +44,32 @@ class Memory:
 
 
 class Remembered:
-    """Addresses of nodes that are gone, bounded: the longest gone is forgotten first."""
+    """Where nodes that are gone were, bounded: the longest gone is forgotten first.
+
+    One place for each node: who claims the address of another, or many in turn, makes nobody else
+    be forgotten.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._places: OrderedDict[str, Sighting] = OrderedDict()
+        self._places: OrderedDict[NodeId, Sighting] = OrderedDict()
 
     def add(self, sighting: Sighting) -> None:
         """Remember where a node was, if it can be dialled."""
         if is_dialable(sighting.address):
-            self._places[sighting.address] = sighting
-            self._places.move_to_end(sighting.address)
+            self._places[sighting.node_id] = sighting
+            self._places.move_to_end(sighting.node_id)
             while len(self._places) > self._limit:
                 self._places.popitem(last=False)
 
-    def drop(self, address: str) -> None:
-        """Forget an address: somebody lives there."""
-        self._places.pop(address, None)
+    def drop(self, node_id: NodeId) -> None:
+        """Forget a node: it lives, or is to be forgotten."""
+        self._places.pop(node_id, None)
 
     def forget_old(self, now: float) -> None:
         """Forget what was seen too long ago."""
-        for address in [a for a, s in self._places.items() if now - s.last_seen_at > REMEMBER_S]:
-            del self._places[address]
+        for node_id in [n for n, s in self._places.items() if now - s.last_seen_at > REMEMBER_S]:
+            del self._places[node_id]
 
     def at(self, now: float) -> tuple[Sighting, ...]:
         """Every place of the last 24 h."""
@@ -125,9 +131,12 @@ class _Refused(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """The last of a card that a newer one of its node replaced."""
+    """What is left of a card that a newer one of its node replaced: enough to tell who beats it."""
 
-    card: Card
+    node_id: NodeId
+    life: int
+    grpc_address: str
+    anchor: int | None
     number: int
     since_mono: float
 
@@ -135,23 +144,44 @@ class Replaced(NamedTuple):
 class Unwanted:
     """Keys of cards that were looked at and are not asked for again, bounded.
 
-    A replaced card is never wanted; a refused one is, once it beat on or some time went by.
+    A replaced card is never wanted; a refused one is, once it beat on or some time went by. Of
+    one node's replaced cards only the latest are kept: who makes new ones all the time pushes
+    out nobody else's.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._refused: OrderedDict[int, _Refused] = OrderedDict()
         self._replaced: OrderedDict[int, Replaced] = OrderedDict()
+        self._keys: dict[NodeId, deque[int]] = {}
+        """Of each node's replaced cards, the longest known first."""
 
     def refuse(self, key: int, number: int, mono: float) -> None:
         """Note that a card at this beat was dropped."""
         self._refused[key] = _Refused(number, mono + REFUSED_S)
-        self._bound(self._refused)
+        while len(self._refused) > self._limit:
+            self._refused.popitem(last=False)
+
+    def forgive(self) -> None:
+        """Look again at all that was refused: the reason lay here."""
+        self._refused.clear()
 
     def replace(self, card: Card, number: int, mono: float) -> None:
         """Note that a newer card took the place of one."""
-        self._replaced[card.key] = Replaced(card, number, mono)
-        self._bound(self._replaced)
+        if card.key not in self._replaced:
+            keys = self._keys.setdefault(card.node_id, deque())
+            keys.append(card.key)
+            if len(keys) > MAX_REPLACED:
+                del self._replaced[keys.popleft()]
+        self._replaced[card.key] = Replaced(
+            card.node_id, card.life, card.grpc_address, card.anchor, number, mono
+        )
+        while len(self._replaced) > self._limit:
+            _, oldest = self._replaced.popitem(last=False)
+            keys = self._keys[oldest.node_id]
+            keys.popleft()
+            if not keys:
+                del self._keys[oldest.node_id]
 
     def replaced(self, key: int) -> Replaced | None:
         """The replaced card with a key."""
@@ -163,7 +193,3 @@ class Unwanted:
             return False
         refused = self._refused.get(key)
         return refused is None or number > refused.above or mono > refused.until_mono
-
-    def _bound(self, notes: OrderedDict[int, _Refused] | OrderedDict[int, Replaced]) -> None:
-        while len(notes) > self._limit:
-            notes.popitem(last=False)

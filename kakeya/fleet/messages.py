@@ -1,8 +1,4 @@
-"""The messages of GossipService to and from values; each is scanned before it is parsed.
-
-Numbers on the wire: keys and proofs are 8 bytes little-endian, ages tenths of a second, rounded up
-so that no card grows younger by being told of.
-"""
+"""The messages of GossipService to and from values; each is scanned before it is parsed."""
 
 from __future__ import annotations
 
@@ -13,20 +9,19 @@ from typing import TypeVar
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
-from kakeya.core.errors import InvalidArgument, Refused
-from kakeya.fleet.beats import TENTH_S, Beats, Keys, no_beats
+from kakeya.core.errors import InvalidArgument
+from kakeya.fleet.beats import Beats, Keys, no_beats
+from kakeya.fleet.columns import KEY, KEY_BYTES, columns_from_wire, columns_to_wire
 from kakeya.fleet.convert import MAX_BATCH_CARDS, check_counts, check_size
+from kakeya.fleet.framing import read_length, write_number
 from kakeya.fleet.suspicion import MAX_ACCUSATIONS, Sign
 from kakeya.v1 import fleet_pb2 as pb
 
-MAX_NAMED = 16_384
-"""Cards that one message may name."""
 MAX_WANTED = 512
 """Bodies that one answer may ask for; the next exchange asks for the others."""
 Parsed = TypeVar("Parsed", bound=Message)
-KEY_BYTES = 8
-_KEY = np.dtype("<u8")
-_MAX_TENTHS = 2**32 - 1
+_BEATS_TAG = b"\x0a"
+"""Of field 1, which comes first in what our encoder writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,72 +57,36 @@ class Parcel:
     is_farewell: bool = False
 
 
-def beats_to_wire(beats: Beats) -> pb.Heartbeats:
-    """Encode columns of beats."""
-    tenths = np.ceil(np.maximum(beats.ages_s, 0.0) / TENTH_S - 1e-6)
-    return pb.Heartbeats(
-        keys=beats.keys.astype(_KEY, copy=False).tobytes(),
-        beats=beats.numbers.tolist(),
-        age_ds=np.minimum(tenths, _MAX_TENTHS).astype(np.uint32).tolist(),
-        proofs=beats.proofs.astype(_KEY, copy=False).tobytes(),
-    )
-
-
-def beats_from_wire(message: pb.Heartbeats) -> Beats:
-    """Read columns of beats. Raises InvalidArgument if they do not fit together."""
-    if len(message.keys) % KEY_BYTES or len(message.proofs) % KEY_BYTES:
-        raise InvalidArgument(
-            f"heartbeats hold {len(message.keys)} bytes of keys and {len(message.proofs)} of "
-            f"proofs; both are {KEY_BYTES} bytes for each card"
-        )
-    count, told = len(message.keys) // KEY_BYTES, len(message.age_ds)
-    proofs = len(message.proofs) // KEY_BYTES
-    if count > MAX_NAMED:
-        raise Refused(f"heartbeats of {count} cards are too many; at most {MAX_NAMED} are read")
-    if len(message.beats) != count or told > count or proofs not in (0, told):
-        raise InvalidArgument(
-            f"heartbeats of {count} cards with {len(message.beats)} beats, {told} ages and "
-            f"{proofs} proofs do not fit together"
-        )
-    keys = np.frombuffer(message.keys, _KEY).astype(np.uint64, copy=False)
-    if len(np.unique(keys)) != count:
-        raise InvalidArgument(f"heartbeats of {count} cards name a card twice")
-    return Beats(
-        keys,
-        np.fromiter(message.beats, np.uint32, count),
-        np.fromiter(message.age_ds, np.float64, told) * TENTH_S,
-        np.frombuffer(message.proofs, _KEY).astype(np.uint64, copy=False),
-    )
-
-
 def encode_beats(beats: Beats) -> bytes:
     """Serialize beats, as they lie beside the cards of a full exchange."""
-    return beats_to_wire(beats).SerializeToString()
+    return columns_to_wire(beats)
 
 
 def decode_beats(data: bytes) -> Beats:
     """Read beats that lay beside cards. Raises InvalidArgument, Refused."""
     if not data:
         return no_beats()
-    return beats_from_wire(_parse(pb.Heartbeats(), data))
+    check_size(data)
+    return columns_from_wire(data)
 
 
 def encode_digest(digest: Digest) -> bytes:
     """Serialize a SyncRequest."""
-    return pb.SyncRequest(
-        held=beats_to_wire(digest.held),
+    rest = pb.SyncRequest(
         accusations=_accusations_to_wire(digest.accusations),
         revocations_version=digest.revocations_version,
         sent_at_unix=digest.sent_at,
-    ).SerializeToString()
+    )
+    return _join(digest.held, rest)
 
 
 def decode_digest(data: bytes) -> Digest:
     """Read a SyncRequest. Raises InvalidArgument, Refused."""
     check_counts(data, {1: 1, 2: MAX_ACCUSATIONS})
-    message = _parse(pb.SyncRequest(), data)
+    columns, rest = _split(data)
+    message = _parse(pb.SyncRequest(), rest)
     return Digest(
-        held=beats_from_wire(message.held),
+        held=columns_from_wire(columns or message.held.SerializeToString()),
         accusations=_accusations_from_wire(message.accusations),
         revocations_version=message.revocations_version,
         sent_at=message.sent_at_unix,
@@ -136,30 +95,31 @@ def decode_digest(data: bytes) -> Digest:
 
 def encode_answer(answer: Answer) -> bytes:
     """Serialize a SyncResponse."""
-    return pb.SyncResponse(
-        newer=beats_to_wire(answer.newer),
+    rest = pb.SyncResponse(
         cards=answer.cards,
-        wanted=answer.wanted.astype(_KEY, copy=False).tobytes(),
+        wanted=answer.wanted.astype(KEY, copy=False).tobytes(),
         accusations=_accusations_to_wire(answer.accusations),
         revocations_version=answer.revocations_version,
         revocations=answer.revocations,
         sent_at_unix=answer.sent_at,
-    ).SerializeToString()
+    )
+    return _join(answer.newer, rest)
 
 
 def decode_answer(data: bytes) -> Answer:
     """Read a SyncResponse. Raises InvalidArgument, Refused."""
     check_counts(data, {1: 1, 2: MAX_BATCH_CARDS, 4: MAX_ACCUSATIONS})
-    message = _parse(pb.SyncResponse(), data)
+    columns, rest = _split(data)
+    message = _parse(pb.SyncResponse(), rest)
     if len(message.wanted) % KEY_BYTES or len(message.wanted) > KEY_BYTES * MAX_WANTED:
         raise InvalidArgument(
             f"an answer wants {len(message.wanted)} bytes of keys; they are {KEY_BYTES} bytes "
             f"each, at most {MAX_WANTED}"
         )
     return Answer(
-        newer=beats_from_wire(message.newer),
+        newer=columns_from_wire(columns or message.newer.SerializeToString()),
         cards=list(message.cards),
-        wanted=np.frombuffer(message.wanted, _KEY).astype(np.uint64, copy=False),
+        wanted=np.frombuffer(message.wanted, KEY).astype(np.uint64, copy=False),
         accusations=_accusations_from_wire(message.accusations),
         revocations_version=message.revocations_version,
         revocations=message.revocations,
@@ -169,24 +129,39 @@ def decode_answer(data: bytes) -> Answer:
 
 def encode_parcel(parcel: Parcel) -> bytes:
     """Serialize a PushRequest."""
-    return pb.PushRequest(
-        beats=beats_to_wire(parcel.beats),
+    rest = pb.PushRequest(
         cards=parcel.cards,
         revocations=parcel.revocations,
         is_farewell=parcel.is_farewell,
-    ).SerializeToString()
+    )
+    return _join(parcel.beats, rest)
 
 
 def decode_parcel(data: bytes) -> Parcel:
     """Read a PushRequest. Raises InvalidArgument, Refused."""
     check_counts(data, {1: 1, 2: MAX_BATCH_CARDS})
-    message = _parse(pb.PushRequest(), data)
+    columns, rest = _split(data)
+    message = _parse(pb.PushRequest(), rest)
     return Parcel(
-        beats=beats_from_wire(message.beats),
+        beats=columns_from_wire(columns or message.beats.SerializeToString()),
         cards=list(message.cards),
         revocations=message.revocations,
         is_farewell=message.is_farewell,
     )
+
+
+def _join(beats: Beats, rest: Message) -> bytes:
+    """A message whose first field is its beats."""
+    columns = columns_to_wire(beats)
+    return b"".join((_BEATS_TAG, write_number(len(columns)), columns, rest.SerializeToString()))
+
+
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    """The beats, unread, of a message that has them once and first, and the rest of it."""
+    if data[:1] != _BEATS_TAG:
+        return b"", data
+    length, at = read_length(data, 1)
+    return data[at : at + length], data[at + length :]
 
 
 def _parse(message: Parsed, data: bytes) -> Parsed:

@@ -30,6 +30,8 @@ MAX_JUMP_S = 24 * 3600.0
 """How far above our own clock an earlier life of ours is believed to have been."""
 BEAT_S = 1.0
 """Beats within this time are one, however many peers ask."""
+DEFENCE_S = 2.0
+"""Between two beats that answer accusations; one refutes every accusation before it."""
 PLAIN_AGE_S = 8.0
 """When a body is made anew for nodes that go by its stamp: once in each default interval."""
 _STEP_S = 0.001
@@ -62,6 +64,7 @@ class OwnCard:
         self._addresses: set[str] = set()
         self._keys: deque[int] = deque(maxlen=_KEYS_KEPT)
         self._chain: Chain | None = None
+        self._defended_mono = float("-inf")
         self.announce(offer, now=now, mono=mono)
 
     # --- queries
@@ -158,8 +161,17 @@ class OwnCard:
         elif mono - self._beat_mono >= BEAT_S:
             self.beat_anew(now=now, mono=mono)
 
+    def defend(self, *, now: float, mono: float) -> None:
+        """Beat, however short ago the last one was: somebody doubts that this node lives.
+
+        Not more often than `DEFENCE_S`, or who accuses all the time would use up the chain.
+        """
+        if mono - self._defended_mono >= DEFENCE_S:
+            self._defended_mono = mono
+            self.beat_anew(now=now, mono=mono)
+
     def beat_anew(self, *, now: float, mono: float) -> None:
-        """Beat however short ago the last one was: somebody doubts that this node lives."""
+        """Beat however short ago the last one was."""
         if self.is_leaving:
             return
         if self._number >= MAX_BEATS:

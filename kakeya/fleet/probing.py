@@ -1,6 +1,7 @@
 """Looks at nodes that are in doubt: dials them, has others dial them, and gives the verdict.
 
-    a call failed, a connection broke, another node accuses, an accused node beats on
+    a call failed, a connection broke, another node accuses, an accused node beats on,
+    a node that offers something was only heard of
         -> one look at a time: GetNodeCapability, then GossipService.Probe through three others
         -> the book (`suspicion.py`) settles the doubt; a new accusation starts a round at once
 
@@ -23,6 +24,7 @@ from kakeya.core.tasks import Supervisor, every
 from kakeya.fleet.cards import DEFAULT_INTERVAL_S, Card
 from kakeya.fleet.dialing import DIAL_TIMEOUT_S, Dialer, Reach
 from kakeya.fleet.favours import Context, Favours
+from kakeya.fleet.own import DEFENCE_S
 from kakeya.fleet.pacing import Moments, Shares
 from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.fleet.suspicion import Doubt, Sign, is_refuted, judge
@@ -38,8 +40,9 @@ _ECHOES = 2
 and by the probes hears it within two revisits, not at its next round."""
 _FALSE_HINT = 4
 """Accusations that one which proves false uses up: liars and heavy loss make few calls."""
-_DEFENCE_S = 2.0
-"""Between two rounds for one's own defence; one beat refutes every accusation before it."""
+_DEFENCES = 3
+"""Rounds for one's own defence in an interval, one for each accuser: the beat that it begins with
+refutes every accusation before it, and the next round is not far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,8 @@ class Prober:
     """Settles the doubts of one registry's book, and answers those who ask this node to try.
 
     `poke` asks for a gossip round soon, with a new beat of this node; `route` says where a node is
-    best dialled. Give it to gossip as its `Accusations`, and `lost` to the channels.
+    best dialled, `may_dial` whether an address may be that only a card names. Give it to gossip as
+    its `Accusations`, and `lost` to the channels.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Prober:
         rng: random.Random,
         poke: Callable[[], None],
         route: Callable[[Card], str] = lambda card: card.grpc_address,
+        may_dial: Callable[[str], bool] = lambda address: True,
         config: ProbeConfig | None = None,
     ) -> None:
         self._config = config = config or ProbeConfig()
@@ -85,18 +90,24 @@ class Prober:
         self._poke = poke
         self._route = route
         self._dialer = Dialer(
-            registry, channels=channels, clock=clock, route=route, timeout_s=config.timeout_s
+            registry,
+            channels=channels,
+            clock=clock,
+            route=route,
+            may_dial=may_dial,
+            timeout_s=config.timeout_s,
         )
         self._due: dict[str, None] = {}
         """Addresses to look at, the longest due first."""
         self._wake = asyncio.Event()
         self._looking: set[str] = set()
-        self._unproven: dict[str, str] = {}
-        """Addresses that are looked at because of an accusation, and who accuses."""
+        self._unproven: dict[str, dict[str, str]] = {}
+        """By address that is looked at: the nodes there that are accused, and who accuses."""
         self._slots = asyncio.Semaphore(config.parallel)
         self._asked = Moments(config.interval_s)
         self._hinted = Moments(config.interval_s)
         self._defended_mono = float("-inf")
+        self._defences = Shares(_DEFENCES, config.interval_s, share=1)
         self._echoes = 0
         # One liar must leave enough for those who tell the truth.
         share = max(1, config.allowance // 4)
@@ -131,7 +142,7 @@ class Prober:
 
     def lost(self, address: str) -> None:
         """Take note that an open connection broke, as the channels tell it."""
-        if self._card_at(address) is not None:
+        if self._cards_at(address):
             self._demand(address)
 
     def outgoing(self) -> tuple[Sign, ...]:
@@ -147,12 +158,12 @@ class Prober:
             if held is None or is_refuted(accusation, held):
                 continue
             if accusation.node_id == self._registry.node_id:
-                self._defend(mono)
+                self._defend(accuser, mono)
             elif self._hinted.is_due(accusation.node_id, mono, self._config.interval_s):
                 self._follow(accusation.node_id, accuser, mono)
 
-    def _defend(self, mono: float) -> None:
-        if mono - self._defended_mono >= _DEFENCE_S:
+    def _defend(self, accuser: str, mono: float) -> None:
+        if mono - self._defended_mono >= DEFENCE_S and self._defences.take(accuser, mono):
             self._defended_mono = mono
             self._poke()
 
@@ -162,7 +173,7 @@ class Prober:
             return
         if self._hints.take(accuser, mono):
             self._hinted.note(node_id, mono)
-            self._unproven[card.grpc_address] = accuser
+            self._unproven.setdefault(card.grpc_address, {})[node_id] = accuser
             self._demand(card.grpc_address)
 
     def _demand(self, address: str) -> None:
@@ -175,11 +186,13 @@ class Prober:
         await every(revisit_s, self._revisit, clock=self._clock, rng=self._rng)
 
     async def _revisit(self) -> None:
-        """Dial doubted nodes again: nobody else can tell when an edge works once more.
+        """Dial doubted nodes again, and those that were only heard of: nobody else can tell when an
+        edge works.
 
         New accusations are told once more, too.
         """
-        doubted = self._book.doubted()
+        unmet = self._registry.unmet(mono=self._clock.mono())
+        doubted = sorted({*self._book.doubted(), *(card.grpc_address for card in unmet)})
         for address in self._rng.sample(doubted, min(len(doubted), self._config.allowance)):
             self._demand(address)
         if self._echoes:
@@ -193,8 +206,7 @@ class Prober:
     async def _look(self, address: str) -> None:
         try:
             async with self._slots:
-                card = self._card_at(address)
-                if card is not None:
+                for card in self._cards_at(address):  # one may lie about being there
                     await self._look_at(card)
         finally:
             self._looking.discard(address)
@@ -204,7 +216,7 @@ class Prober:
         self._book.hold(card.grpc_address)
         try:
             reach = await self._dial(card)
-            accuser = self._unproven.get(card.grpc_address)
+            accuser = self._unproven.get(card.grpc_address, {}).pop(card.node_id, None)
             if reach is Reach.REACHED and accuser is not None:
                 self._hints.fine(accuser, _FALSE_HINT)
             if reach in (Reach.FAILED, Reach.MISSED) and self._may_ask(card):
@@ -254,9 +266,9 @@ class Prober:
         ]
         return self._rng.sample(able, min(len(able), self._config.helpers))
 
-    def _card_at(self, address: str) -> Card | None:
-        at = (card for card in self._peers() if address in (card.grpc_address, self._route(card)))
-        return next(at, None)
+    def _cards_at(self, address: str) -> list[Card]:
+        peers, route = self._peers(), self._route
+        return [card for card in peers if address in (card.grpc_address, route(card))]
 
     def _peers(self) -> Sequence[Card]:
         return self._registry.snapshot(mono=self._clock.mono())[1:]

@@ -8,50 +8,33 @@ calls the mutating methods between awaits only, so no lock is needed.
     peers        `peers.py`: the newest valid card of each, by the total order of `cards.py`, how
                  long ago its owner lived, and what is over
     suspicions   `suspicion.py`: who does not answer us
+
+`merging.py` takes what others send into the first two.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.ids import NodeId
 from kakeya.fleet import suspicion
-from kakeya.fleet.beats import MAX_BEATS, Beats, Floats, Told, no_beats
-from kakeya.fleet.cards import Card, CardFault, CardTrust, Offer, is_liars, is_valid_node_id
+from kakeya.fleet.beats import Beats, Floats, no_beats
+from kakeya.fleet.cards import Card, CardTrust, Offer, is_valid_node_id
 from kakeya.fleet.cards import is_dialable as is_dialable_address
 from kakeya.fleet.conflicts import Conflict
-from kakeya.fleet.convert import MAX_BATCH_CARDS, MalformedCard, from_wire
+from kakeya.fleet.convert import MAX_BATCH_CARDS
 from kakeya.fleet.held import CardIndex
 from kakeya.fleet.memory import REMEMBER_S, Memory, Sighting
+from kakeya.fleet.merging import Merger, MergeReport
 from kakeya.fleet.own import OwnCard
 from kakeya.fleet.peers import Peers
+from kakeya.fleet.slices import Slices, finish
 from kakeya.fleet.suspicion import Suspicions
 
-LATENCY_S = 5.0
-"""How much younger than it was a beat may seem: the longest that an exchange takes."""
 __all__ = ["REMEMBER_S", "CapabilityRegistry", "MergeReport"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeReport:
-    """What a batch of cards and beats did to the view.
-
-    `beaten` counts the nodes that beat anew. `conflicts` are newly found addresses of other nodes
-    that speak with our id. `has_own` says that the batch held a card of ours, `has_jumped` that it
-    was an earlier life's and our incarnation went above.
-    """
-
-    changed: tuple[NodeId, ...] = ()
-    dropped: Mapping[CardFault, int] = field(default_factory=dict)
-    beaten: int = 0
-    conflicts: tuple[str, ...] = ()
-    has_own: bool = False
-    has_jumped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +88,7 @@ class CapabilityRegistry:
         )
         self.peers = Peers(limit=limit, trust=trust, index=index or CardIndex())
         self._held = self.peers.held
+        self._merger = Merger(self.own_card, self.peers, trust)
         for sighting in memory.peers:
             self.peers.remembered.add(sighting)
         self._looked = (now, mono)
@@ -144,15 +128,12 @@ class CapabilityRegistry:
         """Say the same again in a new body."""
         return self.own_card.restamp(now=now, mono=mono)
 
-    def beat(self, *, now: float, mono: float, is_forced: bool = False) -> None:
+    def beat(self, *, now: float, mono: float) -> None:
         """Show that this node lives; done before each exchange and each answer.
 
-        Beats within a second are one unless `is_forced`.
+        Beats within a second are one.
         """
-        if is_forced:
-            self.own_card.beat_anew(now=now, mono=mono)
-        else:
-            self.own_card.beat(now=now, mono=mono, for_plain=self._held.has_plain)
+        self.own_card.beat(now=now, mono=mono, for_plain=self._held.has_plain)
 
     def refresh(self, *, now: float, mono: float) -> Card:
         """Beat, in a new body if the last one is old: somebody asks who goes by its stamp."""
@@ -178,10 +159,12 @@ class CapabilityRegistry:
         """Begin anew at the wall clock when peers do not keep our card because it runs ahead.
 
         A clock that was ahead and got repaired leaves stamps that peers refuse; nobody holds
-        them, so a new incarnation may go back. Returns whether that was the case.
+        them, so a new incarnation may go back. What such a clock made this node refuse is looked
+        at again. Returns whether that was the case.
         """
         if not self.own_card.runs_ahead(now):
             return False
+        self.peers.unwanted.forgive()
         self.own_card.begin_anew(now=now, mono=mono)
         return True
 
@@ -192,6 +175,10 @@ class CapabilityRegistry:
         live = self._held.lively(mono)
         live.sort(key=lambda card: card.node_id)
         return (self.own_card.card, *live)
+
+    def live_peers(self, *, mono: float) -> Sequence[Card]:
+        """The cards of all live peers, in an order of their own, to draw from before any change."""
+        return self._held.living(mono)
 
     def get(self, node_id: str, *, mono: float) -> Card | None:
         """The card of one live node; the own card never expires for its owner."""
@@ -216,7 +203,7 @@ class CapabilityRegistry:
 
     def remembered_addresses(self, now: float) -> tuple[str, ...]:
         """Where expired peers of the last 24 h were."""
-        return tuple(sorted(sighting.address for sighting in self.peers.remembered.at(now)))
+        return tuple(sorted({sighting.address for sighting in self.peers.remembered.at(now)}))
 
     def memory(self, *, now: float, mono: float) -> Memory:
         """What to write to disk: the own order, and where everybody is or was."""
@@ -244,65 +231,13 @@ class CapabilityRegistry:
 
         A card without an entry in `beats` is as old as its stamp says. Others are counted by fault.
         """
-        beats = beats or no_beats()
-        entries: dict[int, Told] | None = None
-        changed: list[NodeId] = []
-        dropped: Counter[CardFault] = Counter()
-        own: list[tuple[Card, Told | None]] = []
-        for card in self._read(wires, dropped, mono):
-            entries = beats.entries() if entries is None else entries
-            told = entries.get(card.key)
-            if card.node_id == self.node_id:
-                taken: bool | CardFault = self._fault_of_own(card, now, mono) or False
-                if not taken:
-                    own.append((card, told))
-            else:
-                taken = self.peers.take(card, told, now=now, mono=mono)
-            if isinstance(taken, CardFault):
-                dropped[taken] += 1
-            elif taken:
-                changed.append(card.node_id)
-        beaten = self.hear(beats, now=now, mono=mono)
-        heard = [self._hear_own(card, told, now, mono) for card, told in own]
-        has_jumped = any(
-            self.own_card.jump_above(card, now) for card, is_other in heard if not is_other
-        )
-        if has_jumped:
-            self.own_card.restamp(now=now, mono=mono)
-        return MergeReport(
-            changed=tuple(changed),
-            dropped=dropped,
-            beaten=beaten,
-            conflicts=self._news_of_impostors([card for card, other in heard if other], now),
-            has_own=bool(own),
-            has_jumped=has_jumped,
-        )
+        return finish(self.merging(wires, beats or no_beats(), now=now, mono=mono))
 
-    def _read(
-        self, wires: Iterable[bytes], dropped: Counter[CardFault], mono: float
-    ) -> Iterator[Card]:
-        """The cards that are not held, up to where a batch shows that a liar made it.
-
-        In a fleet with identities no honest node passes on two cards of one node, nor forged ones.
-        """
-        met: set[NodeId] = set()
-        for wire in wires:
-            card, is_held = self.peers.known(wire)
-            if is_held:
-                continue
-            if self.trust is not None and is_liars(dropped):
-                return
-            try:
-                card = card or from_wire(wire)
-            except MalformedCard as failure:
-                dropped[failure.fault] += 1
-                self.peers.unwanted.refuse(_key_of(wire), MAX_BEATS, mono)
-                continue
-            if self.trust is not None and card.node_id in met:
-                dropped[CardFault.REPEATED] += 1
-                continue
-            met.add(card.node_id)
-            yield card
+    def merging(
+        self, wires: Iterable[bytes], beats: Beats, *, now: float, mono: float
+    ) -> Slices[MergeReport]:
+        """The same in slices of a few milliseconds; other merges may come between them."""
+        return self._merger.merging(wires, beats, now=now, mono=mono)
 
     def begin_round(self, *, now: float, mono: float) -> RoundStart:
         """Drop what expired; notice whether this machine slept."""
@@ -340,38 +275,6 @@ class CapabilityRegistry:
         self.peers.drop(fallen, mono=mono)
         return tuple(card.node_id for card in fallen)
 
-    # --- hearing of ourselves
-
-    def _fault_of_own(self, card: Card, now: float, mono: float) -> CardFault | None:
-        # Whoever lacks our key must make us believe neither in a twin nor in an earlier life.
-        fault = None if self.trust is None else self.trust.fault_of(card, now)
-        if fault is not None:
-            self.peers.unwanted.refuse(card.key, MAX_BEATS, mono)
-        return fault
-
-    def _hear_own(
-        self, card: Card, told: Told | None, now: float, mono: float
-    ) -> tuple[Card, bool]:
-        """The card and whether another process speaks by it, rather than an earlier life."""
-        own = self.own_card
-        if card.life == own.life or card.grpc_address in own.addresses:
-            self.peers.unwanted.refuse(card.key, MAX_BEATS, mono)
-            return card, False
-        if told is None or not self._is_vouched_for(card, told):
-            return card, card.announced_at > own.started_at
-        return card, mono - told.age_s > own.started_mono + LATENCY_S
-
-    def _is_vouched_for(self, card: Card, told: Told) -> bool:
-        # Anybody can say any age; a beat beyond the card itself takes its owner.
-        if self.trust is None:
-            return True
-        return told.number > 0 and self._held.proves(card, told)
-
-    def _news_of_impostors(self, cards: list[Card], now: float) -> tuple[str, ...]:
-        note = self.peers.conflicts.note
-        addresses = dict.fromkeys(card.grpc_address for card in cards)
-        return tuple(a for a in addresses if note(self.node_id, a, is_own=True, now=now))
-
     def is_plain_at(self, address: str) -> bool:
         """Whether the node with this address knows none of our extensions."""
         card = self.peers.find(address)
@@ -401,12 +304,45 @@ class CapabilityRegistry:
     def is_suspect(self, peer: str) -> bool:
         """Whether new work should avoid a peer (node id or address)."""
         card = self.peers.find(peer)
+        if card is not None and self.peers.is_hearsay(card):
+            return True
         return self.suspicions.has(card.grpc_address if card else peer)
 
     def suspects(self) -> frozenset[NodeId]:
-        """The nodes that placement should leave out."""
-        has = self.suspicions.has
-        return frozenset(card.node_id for card in self._held if has(card.grpc_address))
+        """The nodes that placement should leave out: who does not answer, and in a fleet with
+        identities who was only heard of: what relays tell of a node may be long over."""
+        has, is_hearsay = self.suspicions.has, self.peers.is_hearsay
+        return frozenset(
+            card.node_id for card in self._held if has(card.grpc_address) or is_hearsay(card)
+        )
+
+    def meet(self, node_id: str, address: str = "") -> None:
+        """Note that a node called here, or answered at an address, under its own certificate."""
+        self.peers.meet(NodeId(node_id), address)
+
+    def miss(self, node_id: str, address: str) -> None:
+        """Note that a node no longer answers at an address."""
+        self.peers.meetings.missed(NodeId(node_id), address)
+
+    def unmet(self, *, mono: float) -> tuple[Card, ...]:
+        """Live nodes that offer something and were only heard of."""
+        return tuple(filter(self.peers.is_hearsay, self._held.lively(mono)))
+
+    def met_at(self, address: str) -> NodeId | None:
+        """The node that answered at an address under its own certificate and still claims it."""
+        node_id = self.peers.meetings.at(address)
+        card = None if node_id is None else self._held.card(node_id)
+        return card.node_id if card is not None and address in card.addresses else None
+
+    def node_at(self, address: str) -> str:
+        """Whom an answer from an address comes from; "" = that is not known.
+
+        Without identities whoever claims the address is believed to be there.
+        """
+        if self.trust is not None:
+            return self.met_at(address) or ""
+        card = self.peers.find(address)
+        return "" if card is None else card.node_id
 
     def is_accused(self, accusations: Iterable[suspicion.Sign]) -> bool:
         """Whether this node is said not to have lived since its latest beat."""
@@ -420,7 +356,3 @@ class CapabilityRegistry:
             return suspicion.sign_of(self.own_card.card, self.own_card.number)
         card = self._held.card(node_id)
         return None if card is None else suspicion.sign_of(card, self._held.number(card))
-
-
-def _key_of(wire: bytes) -> int:
-    return int.from_bytes(hashlib.sha256(wire).digest()[:8], "little")

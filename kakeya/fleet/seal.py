@@ -21,8 +21,10 @@ from cryptography.hazmat.primitives.asymmetric.utils import (
     encode_dss_signature,
 )
 
+from kakeya.core.errors import InvalidArgument
 from kakeya.fleet.cards import CardFault
 from kakeya.fleet.certificates import PrivateKey, PublicKey
+from kakeya.fleet.framing import LENGTH, read_number, skip_field, write_number
 
 CERTIFICATE_FIELD, SIGNATURE_FIELD = 110, 111
 SIGNATURE_BYTES = 64
@@ -66,7 +68,7 @@ class Seal:
 
 def seal(body: bytes, *, certificate: bytes, key: PrivateKey) -> bytes:
     """Return the card of a body that has neither field, under a certificate (DER)."""
-    signed = body + _CERTIFICATE_TAG + _length(len(certificate)) + certificate
+    signed = body + _CERTIFICATE_TAG + write_number(len(certificate)) + certificate
     r, s = decode_dss_signature(key.sign(signed, _SHA256))
     halves = r.to_bytes(32, "big") + min(s, _ORDER - s).to_bytes(32, "big")
     return signed + _SIGNATURE_HEAD + halves
@@ -95,44 +97,15 @@ def certificate_mark(wire: bytes) -> bytes:
 def _split(message: bytes) -> list[tuple[int, bytes]]:
     """The outermost fields: number, and content without tag and length."""
     found: list[tuple[int, bytes]] = []
-    at, end = 0, len(message)
-    while at < end:
-        tag, at = _varint(message, at)
-        start = at
-        match tag & 7:
-            case 0:
-                at = _varint(message, at)[1]
-            case 1:
-                at += 8
-            case 2:
-                length, start = _varint(message, at)
-                at = start + length
-            case 5:
-                at += 4
-            case _:
+    at = 0
+    try:
+        while at < len(message):
+            tag, at = read_number(message, at)
+            start = read_number(message, at)[1] if tag & 7 == LENGTH else at
+            at = skip_field(message, tag, at)
+            if len(found) >= _MAX_FIELDS:
                 raise BrokenSeal(CardFault.FORGED)
-        if at > end or len(found) >= _MAX_FIELDS:
-            raise BrokenSeal(CardFault.FORGED)
-        found.append((tag >> 3, message[start:at]))
+            found.append((tag >> 3, message[start:at]))
+    except InvalidArgument as broken:
+        raise BrokenSeal(CardFault.FORGED) from broken
     return found
-
-
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < len(message) and shift <= 63:
-        byte = message[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-    raise BrokenSeal(CardFault.FORGED)
-
-
-def _length(count: int) -> bytes:
-    head = bytearray()
-    while count > 0x7F:
-        head.append(count & 0x7F | 0x80)
-        count >>= 7
-    head.append(count)
-    return bytes(head)

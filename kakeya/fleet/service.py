@@ -20,6 +20,7 @@ from kakeya.core.errors import KakeyaError
 from kakeya.fleet.convert import join_cards
 from kakeya.fleet.exchange import log_report
 from kakeya.fleet.registry import CapabilityRegistry
+from kakeya.fleet.slices import Slices, in_slices
 from kakeya.fleet.sync import Answered, Sync
 from kakeya.wire.authorization import calling_node
 from kakeya.wire.status import abort
@@ -34,7 +35,9 @@ Probe = Callable[[bytes, Context], Awaitable[bytes]]
 class Answer(Protocol):
     """One of the ways in which `Sync` takes a message."""
 
-    def __call__(self, request: bytes, *, now: float, mono: float, peer: str) -> Answered:
+    def __call__(
+        self, request: bytes, /, *, now: float, mono: float, peer: str
+    ) -> Slices[Answered]:
         """Take it from a node, "" = not known, and answer. Raises InvalidArgument, Refused."""
         ...
 
@@ -66,7 +69,7 @@ class CapabilityService:
 
     async def exchange(self, request: bytes, context: Context) -> bytes:
         """Merge the caller's cards; answer with all that is known then, the own card first."""
-        return await self._answer(request, context, self._sync.answer_batch, in_field=1)
+        return await self._answer(request, context, self._sync.answering_batch, in_field=1)
 
     async def describe(self, request: bytes, context: Context) -> bytes:
         """Answer with the own card."""
@@ -75,14 +78,11 @@ class CapabilityService:
 
     async def sync(self, request: bytes, context: Context) -> bytes:
         """Answer a digest."""
-        return await self._answer(request, context, self._sync.answer, in_field=2)
+        return await self._answer(request, context, self._sync.answering, in_field=2)
 
     async def push(self, request: bytes, context: Context) -> bytes:
         """Take what was wanted of the caller, or its last card."""
-        return await self._answer(request, context, self._take, in_field=2)
-
-    def _take(self, request: bytes, *, now: float, mono: float, peer: str) -> Answered:
-        return Answered(response=b"", report=self._sync.take(request, now=now, mono=mono))
+        return await self._answer(request, context, self._sync.taking, in_field=2)
 
     async def _answer(
         self, request: bytes, context: Context, answer: Answer, *, in_field: int
@@ -92,7 +92,7 @@ class CapabilityService:
             if work is not None:
                 await asyncio.to_thread(work)
             now, mono = self._clock.wall(), self._clock.mono()
-            answered = answer(request, now=now, mono=mono, peer=calling_node())
+            answered = await in_slices(answer(request, now=now, mono=mono, peer=calling_node()))
         except KakeyaError as failure:
             self._stats = replace(self._stats, refused=self._stats.refused + 1)
             await abort(context, failure)

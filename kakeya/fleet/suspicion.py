@@ -125,10 +125,19 @@ class Suspicions:
         self._listener: Callable[[str], None] = _nobody
 
     def subscribe(self, listener: Callable[[str], None]) -> None:
-        """Have the address of each failure, miss and refutation told, to be looked at."""
+        """Have the address of each failure, miss, refutation and newcomer told, to be looked at."""
         self._listener = listener
 
+    def look_at(self, address: str) -> None:
+        """Have an address looked at, of which nothing but hearsay is known."""
+        self._listener(address)
+
     # --- queries
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is doubted and nobody missed a deadline."""
+        return not (self._failures or self._misses)
 
     def has(self, address: str) -> bool:
         """Whether calls to the address are to be avoided."""

@@ -19,13 +19,15 @@ from kakeya.core.ids import NodeId
 from kakeya.core.units import KIB, MIB
 from kakeya.fleet.beats import Beats
 from kakeya.fleet.cards import MAX_AHEAD_S, Card
-from kakeya.fleet.convert import join_batch, split_batch
+from kakeya.fleet.convert import Batch, join_batch, scan_cards, split_batch
 from kakeya.fleet.digest import (
+    MANY_UNKNOWN,
+    MIN_SIGNED_BYTES,
     all_beats,
     beats_of,
     cards_of,
-    compare,
     likely_new,
+    news,
     unknown,
     verification,
 )
@@ -45,6 +47,7 @@ from kakeya.fleet.messages import (
 )
 from kakeya.fleet.registry import CapabilityRegistry, MergeReport
 from kakeya.fleet.skew import Skews
+from kakeya.fleet.slices import Slices, finish
 from kakeya.fleet.suspicion import Accusations, Sign
 from kakeya.fleet.targets import fit_batch
 
@@ -119,6 +122,8 @@ class Sync:
         self._revocations = revocations or _NoRevocations()
         self._suspicion: Accusations = suspicion or _NoAccusations()
         self._skews = Skews()
+        self._split_ahead: tuple[bytes, Batch] | None = None
+        """A full exchange that was split for `verification` and is taken next."""
 
     @property
     def skews(self) -> Skews:
@@ -130,10 +135,9 @@ class Sync:
     def request(self, *, now: float, mono: float) -> bytes:
         """Begin an exchange: a SyncRequest, the same for every peer of a round."""
         self._registry.beat(now=now, mono=mono)
-        held = all_beats(self._registry, mono=mono)
         return encode_digest(
             Digest(
-                held=held.tell(max(MIN_TOLD, len(held) * 2 // 3)),
+                held=all_beats(self._registry, mono=mono, least=MIN_TOLD),
                 accusations=self._suspicion.outgoing(),
                 revocations_version=self._revocations.revocations[0],
                 sent_at=now,
@@ -148,18 +152,18 @@ class Sync:
         digest = decode_digest(request)
         registry = self._registry
         report = MergeReport(beaten=registry.hear(digest.held, now=now, mono=mono))
+        if peer:
+            registry.meet(peer)
         self._note_skew(digest.held, digest.sent_at, peer, now=now, mono=mono, rtt_s=0.0)
         self._hear_accusations(digest.accusations, peer, now=now, mono=mono)
         registry.beat(now=now, mono=mono)
-        mine = all_beats(registry, mono=mono)
-        newer, unnamed = compare(mine, digest.held)
-        wanted = unknown(registry, digest.held, mono=mono)[:MAX_WANTED]
-        bodies = likely_new(
-            registry, cards_of(registry, mine.keys[unnamed]), unread=len(wanted), mono=mono
-        )
+        places = registry.peers.held.places(digest.held.keys)
+        newer, unnamed = news(registry, digest.held, places, mono=mono)
+        wanted = unknown(registry, digest.held, places, mono=mono)[:MAX_WANTED]
+        bodies = likely_new(registry, unnamed, unread=len(wanted), mono=mono)
         version, blob = self._revocations.revocations
         response = Answer(
-            newer=mine.pick(newer),
+            newer=newer,
             cards=self._fit(bodies),
             wanted=wanted,
             accusations=self._suspicion.outgoing(),
@@ -169,12 +173,25 @@ class Sync:
         )
         return Answered(response=encode_answer(response), report=report)
 
+    def answering(
+        self, request: bytes, *, now: float, mono: float, peer: str = ""
+    ) -> Slices[Answered]:
+        """The same for who takes all answers in slices; it needs but one."""
+        yield from ()
+        return self.answer(request, now=now, mono=mono, peer=peer)
+
     def accept(
         self, response: bytes, *, now: float, mono: float, rtt_s: float = 0.0, peer: str = ""
     ) -> Accepted:
         """Take a SyncResponse. Raises InvalidArgument, Refused."""
+        return finish(self.accepting(response, now=now, mono=mono, rtt_s=rtt_s, peer=peer))
+
+    def accepting(
+        self, response: bytes, *, now: float, mono: float, rtt_s: float = 0.0, peer: str = ""
+    ) -> Slices[Accepted]:
+        """The same in slices, as all that take cards."""
         answer = decode_answer(response)
-        report = self._merge(answer.cards, answer.newer, now=now, mono=mono)
+        report = yield from self._merge(answer.cards, answer.newer, peer, now=now, mono=mono)
         self._note_skew(answer.newer, answer.sent_at, peer, now=now, mono=mono, rtt_s=rtt_s)
         self._hear_accusations(answer.accusations, peer, now=now, mono=mono)
         self._apply(answer.revocations, now=now, mono=mono)
@@ -184,12 +201,16 @@ class Sync:
             cards_received=len(answer.cards),
         )
 
-    def take(self, push: bytes, *, now: float, mono: float) -> MergeReport:
+    def take(self, push: bytes, *, now: float, mono: float, peer: str = "") -> MergeReport:
         """Take a PushRequest. Raises InvalidArgument, Refused."""
+        return finish(self.taking(push, now=now, mono=mono, peer=peer)).report
+
+    def taking(self, push: bytes, *, now: float, mono: float, peer: str = "") -> Slices[Answered]:
+        """The same in slices; the answer is empty."""
         parcel = decode_parcel(push)
-        report = self._merge(parcel.cards, parcel.beats, now=now, mono=mono)
+        report = yield from self._merge(parcel.cards, parcel.beats, peer, now=now, mono=mono)
         self._apply(parcel.revocations, now=now, mono=mono)
-        return report
+        return Answered(response=b"", report=report)
 
     def farewell(self, *, now: float, mono: float) -> bytes:
         """Make the last body; a PushRequest of it, for every live peer."""
@@ -203,27 +224,35 @@ class Sync:
         """Say everything that fits: an ExchangeCapabilitiesRequest, or the answer to one."""
         registry = self._registry
         registry.beat(now=now, mono=mono)
-        own, *others = registry.snapshot(mono=mono)
-        wires = self._fit([own, *others], max_bytes)
-        kept = set(wires)
-        cards = [card for card in others if card.wire in kept]
-        beats = beats_of(registry, cards, mono=mono)
+        others = {card.wire: card for card in registry.peers.held.lively(mono)}
+        wires = fit_batch([registry.own.wire, *others], max_bytes, self._rng)
+        beats = beats_of(registry, [others[wire] for wire in wires[1:]], mono=mono)
         return join_batch(wires, encode_beats(beats), now)
 
     def take_batch(
         self, message: bytes, *, now: float, mono: float, rtt_s: float = 0.0, peer: str = ""
     ) -> Accepted:
         """Take a full exchange, asked or answered. Raises InvalidArgument, Refused."""
-        batch = split_batch(message)
-        beats = decode_beats(batch.beats)
-        report = self._merge(batch.cards, beats, now=now, mono=mono)
-        self._note_skew(beats, batch.sent_at, peer, now=now, mono=mono, rtt_s=rtt_s)
+        return finish(self.taking_batch(message, now=now, mono=mono, rtt_s=rtt_s, peer=peer))
+
+    def taking_batch(
+        self, message: bytes, *, now: float, mono: float, rtt_s: float = 0.0, peer: str = ""
+    ) -> Slices[Accepted]:
+        """The same in slices."""
+        batch = self._split(message)
+        report = yield from self._take_whole(batch, peer, now=now, mono=mono, rtt_s=rtt_s)
         return Accepted(report=report, cards_received=len(batch.cards))
 
     def answer_batch(self, request: bytes, *, now: float, mono: float, peer: str = "") -> Answered:
         """Take a full exchange and answer with everything. Raises InvalidArgument, Refused."""
-        batch = split_batch(request)
-        report = self.take_batch(request, now=now, mono=mono, peer=peer).report
+        return finish(self.answering_batch(request, now=now, mono=mono, peer=peer))
+
+    def answering_batch(
+        self, request: bytes, *, now: float, mono: float, peer: str = ""
+    ) -> Slices[Answered]:
+        """The same in slices."""
+        batch = self._split(request)
+        report = yield from self._take_whole(batch, peer, now=now, mono=mono, rtt_s=0.0)
         max_bytes = MAX_REPAIR_BYTES
         if not batch.beats:  # the caller goes by stamps, and hears of the others in no other way
             self._registry.refresh(now=now, mono=mono)
@@ -236,14 +265,36 @@ class Sync:
 
         `field` is the one of the cards: 1 of a full exchange, 2 of an answer and of a push.
         """
-        return verification(self._registry, self._registry.trust, message, field)
+        trust = self._registry.trust
+        if trust is None or len(message) < MANY_UNKNOWN * MIN_SIGNED_BYTES:
+            return None
+        if field == 1:
+            self._split_ahead = (message, batch := split_batch(message))
+            return verification(self._registry, trust, batch.cards)
+        return verification(self._registry, trust, scan_cards(message, field))
 
     # --- parts
 
+    def _split(self, message: bytes) -> Batch:
+        """Split a full exchange, unless that was done ahead."""
+        ahead, self._split_ahead = self._split_ahead, None
+        return ahead[1] if ahead is not None and ahead[0] is message else split_batch(message)
+
+    def _take_whole(
+        self, batch: Batch, peer: str, *, now: float, mono: float, rtt_s: float
+    ) -> Slices[MergeReport]:
+        beats = decode_beats(batch.beats)
+        report = yield from self._merge(batch.cards, beats, peer, now=now, mono=mono)
+        self._note_skew(beats, batch.sent_at, peer, now=now, mono=mono, rtt_s=rtt_s)
+        return report
+
     def _merge(
-        self, wires: Sequence[bytes], beats: Beats, *, now: float, mono: float
-    ) -> MergeReport:
-        return self._registry.merge(wires, now=now, mono=mono, beats=beats)
+        self, wires: Sequence[bytes], beats: Beats, peer: str, *, now: float, mono: float
+    ) -> Slices[MergeReport]:
+        report = yield from self._registry.merging(wires, beats, now=now, mono=mono)
+        if peer:
+            self._registry.meet(peer)
+        return report
 
     def _push(self, answer: Answer, *, mono: float) -> bytes | None:
         version, blob = self._revocations.revocations
@@ -257,9 +308,9 @@ class Sync:
         beats = beats_of(self._registry, others, mono=mono)
         return encode_parcel(Parcel(beats=beats, cards=wires, revocations=owed))
 
-    def _fit(self, cards: Sequence[Card], max_bytes: int = MAX_CARDS_BYTES) -> list[bytes]:
+    def _fit(self, cards: Sequence[Card]) -> list[bytes]:
         wires = [card.wire for card in cards]
-        return fit_batch(wires, max_bytes, self._rng) if wires else wires
+        return fit_batch(wires, MAX_CARDS_BYTES, self._rng) if wires else wires
 
     def _note_skew(
         self, beats: Beats, sent_at: float, peer: str, *, now: float, mono: float, rtt_s: float
@@ -281,7 +332,7 @@ class Sync:
             # Before the beat, after which the accusation looks refuted.
             self._suspicion.hear(signs, peer)
         if is_accused:
-            self._registry.beat(now=now, mono=mono, is_forced=True)
+            self._registry.own_card.defend(now=now, mono=mono)
 
     def _apply(self, revocations: bytes, *, now: float, mono: float) -> None:
         if revocations and self._revocations.apply_revocations(revocations):

@@ -8,13 +8,14 @@ what heals a partition longer than a TTL.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain, islice
 
 from kakeya.fleet.convert import MAX_BATCH_CARDS
 
 DEFAULT_FANOUT = 2
 """At a round each 10 s views of a hundred nodes hold no card older than 58 s then, of a thousand
-none older than 68 s, with 30 % of the messages lost (`scripts/simulate`); the TTL is 120 s."""
+none older than 76 s, with 30 % of the messages lost (`scripts/simulate`); the TTL is 120 s."""
 MAX_SIGHTINGS = 2
 MAX_DIALS = 8
 """In one round beside the seeds, whatever cards and the local network claim."""
@@ -22,7 +23,7 @@ MAX_DIALS = 8
 
 def choose_targets(
     *,
-    live: Collection[str],
+    live: Sequence[str],
     remembered: Collection[str],
     seeds: Collection[str],
     own: Collection[str],
@@ -33,34 +34,44 @@ def choose_targets(
 ) -> tuple[str, ...]:
     """Choose every seed that is not live, `fanout` live addresses, two sightings, one lost address.
 
-    Only seeds, which a person typed, are dialled without asking `may_dial`. Sorted inputs are not
-    needed: the same sets and the same rng state give the same answer.
+    Only seeds, which a person typed, are dialled without asking `may_dial`. The same addresses, the
+    live ones in the same order, and the same rng state give the same answer. Of the live only those
+    that are drawn are looked at, unless there is something else to tell from them.
     """
-    chosen = [a for a in dict.fromkeys(seeds) if a not in live and a not in own]
+    others = {*seeds, *sightings, *remembered}
+    living = others.intersection(live) if others else others
+    chosen = [a for a in dict.fromkeys(seeds) if a not in living and a not in own]
     taken = set(chosen) | set(own)
 
-    def draw(addresses: Collection[str], count: int) -> list[str]:
-        open_to = sorted(set(addresses) - taken)
-        rng.shuffle(open_to)
+    def draw(addresses: Sequence[str], count: int) -> list[str]:
         drawn: list[str] = []
-        for address in open_to:
+        for address in in_random_order(addresses, rng):
             if len(drawn) >= count:
                 break
-            if may_dial(address) or address in seeds:
+            if address not in taken and (may_dial(address) or address in seeds):
+                taken.add(address)
                 drawn.append(address)
-        taken.update(drawn)
         return drawn
 
-    others = draw(live, fanout)
-    others += draw(set(sightings) - set(live), MAX_SIGHTINGS)
-    others += draw(set(remembered) - set(live), 1)
-    return (*chosen, *others[:MAX_DIALS])
+    dialled = draw(live, fanout)
+    dialled += draw(sorted(set(sightings) - living), MAX_SIGHTINGS)
+    dialled += draw(sorted(set(remembered) - living), 1)
+    return (*chosen, *dialled[:MAX_DIALS])
+
+
+def in_random_order(items: Sequence[str], rng: random.Random) -> Iterator[str]:
+    """Draw without putting back; costs only as many draws as are taken."""
+    moved: dict[int, str] = {}
+    for left in range(len(items), 0, -1):
+        at, last = rng.randrange(left), left - 1
+        yield moved[at] if at in moved else items[at]
+        moved[at] = moved[last] if last in moved else items[last]
 
 
 def fit_batch(wires: list[bytes], max_bytes: int, rng: random.Random) -> list[bytes]:
-    """Keep the first card and as many others, drawn at random, as fit in one message.
+    """Keep the first card and as many others, from a random one on, as fit in one message.
 
-    Each round draws anew, so a view that is larger than a message still reaches everybody.
+    Each round begins anew, so a view that is larger than a message still reaches everybody.
     """
     per_card_overhead = 4
     if (
@@ -69,11 +80,11 @@ def fit_batch(wires: list[bytes], max_bytes: int, rng: random.Random) -> list[by
     ):
         return wires
     own, *others = wires
-    others = rng.sample(others, min(len(others), MAX_BATCH_CARDS - 1))
     batch, size = [own], len(own) + per_card_overhead
-    for wire in others:
+    first = rng.randrange(len(others)) if others else 0
+    for wire in chain(islice(others, first, None), islice(others, first)):
         size += len(wire) + per_card_overhead
-        if size > max_bytes:
+        if size > max_bytes or len(batch) >= MAX_BATCH_CARDS:
             break
         batch.append(wire)
     return batch

@@ -11,6 +11,7 @@ its caller was let in, and bytes that are no message end as INVALID_ARGUMENT, no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
@@ -21,12 +22,13 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
+from kakeya.core.clock import Clock
 from kakeya.core.errors import Denied, KakeyaError, Unauthenticated
 from kakeya.wire.admission import Admission, Budget
 from kakeya.wire.connections import Connections
 from kakeya.wire.handlers import Context, Handler, guarded
 from kakeya.wire.hangup import Peer, peer_of
-from kakeya.wire.security import Caller, CertRole
+from kakeya.wire.security import Caller, Certified, CertRole
 from kakeya.wire.status import abort
 
 _caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
@@ -44,8 +46,8 @@ class Origin(StrEnum):
 class CallerTrust(Protocol):
     """What a fleet knows of those who hold its certificates."""
 
-    def caller_of(self, certificate: bytes) -> tuple[str, CertRole] | None:
-        """The node id and role in a certificate (PEM) that the handshake has verified."""
+    def caller_of(self, certificate: bytes) -> Certified | None:
+        """Whom a certificate (PEM) names that the handshake has verified."""
         ...
 
     def is_revoked(self, node_id: str) -> bool:
@@ -113,12 +115,14 @@ class Guard(grpc.aio.ServerInterceptor):
         *,
         admission: Admission,
         connections: Connections,
+        clock: Clock,
         trust: CallerTrust | None = None,
     ) -> None:
         self._origin = origin
         self._permissions = permissions
         self._admission = admission
         self._connections = connections
+        self._clock = clock
         self._trust = trust
         self._wrapped: dict[str, tuple[Handler, Handler]] = {}
 
@@ -147,10 +151,10 @@ class Guard(grpc.aio.ServerInterceptor):
         """Let a call in or end it; the call lasts as long as the returned context is open."""
         turn = ExitStack()
         try:
-            account = self._authorize(method, context)
+            account, ends_at = self._authorize(method, context)
             peer = peer_of(context.peer())
             if account and peer is not None:
-                await self._connections.admit(account, peer)
+                await self._connections.admit(account, peer, ends_at=ends_at)
                 budget = self._permissions[method].budget
                 turn.enter_context(self._connections.call(account, peer))
                 turn.enter_context(self._admission.turn(account, budget))
@@ -159,8 +163,9 @@ class Guard(grpc.aio.ServerInterceptor):
             await abort(context, refusal)
         return turn
 
-    def _authorize(self, method: str, context: Context) -> str:
-        """Let a caller in; return whose account pays, "" = nobody's, on this machine.
+    def _authorize(self, method: str, context: Context) -> tuple[str, float]:
+        """Let a caller in; return whose account pays, "" = nobody's, on this machine, and until
+        when its connection counts (wall seconds).
 
         Raises Unauthenticated, Denied.
         """
@@ -168,13 +173,14 @@ class Guard(grpc.aio.ServerInterceptor):
         address = context.peer()
         peer = peer_of(address)
         origin = self._origin_of(peer)
-        node_id, role = self._holder(context) if origin is Origin.TLS else ("", None)
+        holder = self._holder(context) if origin is Origin.TLS else None
+        node_id, role, ends_at = holder or ("", None, math.inf)
         check(method, permission, origin, role)
         # No need to reset it: gRPC runs each call in a task, and so in a context, of its own.
         _caller.set(Caller(node_id=node_id, role=role, address=address))
         if origin in (Origin.SOCKET, Origin.LOOPBACK):
-            return ""
-        return node_id or (peer or "").rpartition(":")[0]
+            return "", ends_at
+        return node_id or (peer or "").rpartition(":")[0], ends_at
 
     def _origin_of(self, peer: Peer | None) -> Origin:
         """Where a call comes from: of plain listeners only loopback is this machine."""
@@ -186,13 +192,20 @@ class Guard(grpc.aio.ServerInterceptor):
             raise Unauthenticated(f"{peer} is not this machine, and shows no certificate")
         return Origin.OPEN
 
-    def _holder(self, context: Context) -> tuple[str, CertRole]:
+    def _holder(self, context: Context) -> Certified:
         certificates = tuple(context.auth_context().get("x509_pem_cert", ()))
         if self._trust is None or not certificates:
             raise Unauthenticated("this call shows no certificate; join the fleet to get one")
         known = self._trust.caller_of(certificates[0])
         if known is None:
             raise Unauthenticated("the certificate of this call is none of this fleet's")
-        if self._trust.is_revoked(known[0]):
-            raise Denied(f"node {known[0]} was taken out of this fleet; to come back, join it anew")
+        if self._trust.is_revoked(known.node_id):
+            raise Denied(
+                f"node {known.node_id} was taken out of this fleet; to come back, join it anew"
+            )
+        if self._clock.wall() > known.ends_at:
+            raise Unauthenticated(
+                f"the certificate of node {known.node_id} ran out while this connection was open; "
+                "connect with a renewed one"
+            )
         return known

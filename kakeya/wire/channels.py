@@ -1,4 +1,4 @@
-"""gRPC channels: one reused channel per address, with options that notice dead peers.
+"""gRPC channels: one reused channel per address and name, with options that notice dead peers.
 
 Between machines of a fleet with identities a channel is mutual TLS, and the certificate at its
 other end must carry the name that is expected there. Unix sockets and loopback are plain.
@@ -10,7 +10,6 @@ Reconnect backoff is capped, so a peer that returns after minutes is used again 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import grpc
 import grpc.aio
 
 from kakeya.core.clock import Clock, SystemClock
+from kakeya.core.hosts import is_loopback_host
 from kakeya.core.log import event
 from kakeya.core.units import MIB
 from kakeya.wire.security import ChannelSecurity, TlsMaterial
@@ -27,6 +27,8 @@ from kakeya.wire.tls import channel_credentials
 _log = logging.getLogger(__name__)
 
 Option = tuple[str, int | str]
+_Way = tuple[str, str]
+"""An address, and the name that the certificate there must carry; "" = plain."""
 NETWORK_MESSAGE_BYTES = 4 * MIB
 """Between nodes and from clients, after decompression; gossip has its own, lower limit."""
 ENGINE_MESSAGE_BYTES = 64 * MIB
@@ -89,13 +91,7 @@ def is_local(address: str) -> bool:
     """Whether only this machine can be meant: a unix socket, a loopback literal, localhost."""
     if address.startswith("unix:"):
         return True
-    host = address.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
+    return is_loopback_host(address.rpartition(":")[0].strip("[]"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,15 +100,15 @@ class _Open:
 
     channel: grpc.aio.Channel
     material: TlsMaterial | None
-    server_name: str
     watcher: asyncio.Task[None] | None
 
 
 class Channels:
-    """One asyncio channel per address, made on first use and kept until `aclose`.
+    """One asyncio channel per address and expected name, made on first use, kept until `aclose`.
 
-    With `security` the channels to other machines are mutual TLS; a renewed certificate or another
-    expected name makes the next `get` open a new one. `on_lost` is called with an address whose
+    With `security` the channels to other machines are mutual TLS; a renewed certificate makes the
+    next `get` open a new one, and so does another name where `get` leaves it to `security`.
+    `on_lost` is called with an address whose
     open connection broke, also while nobody calls; it must not raise. A connection that nobody
     used for so long that its server may have closed it is no loss. `is_plain` says which addresses
     need no TLS.
@@ -131,41 +127,68 @@ class Channels:
         self._security = security
         self._is_plain = is_plain
         self._clock = clock or SystemClock()
-        self._open: dict[str, _Open] = {}
-        self._used_mono: dict[str, float] = {}
+        self._open: dict[_Way, _Open] = {}
+        self._names: dict[str, str] = {}
+        """Of each address, the name that `security` chose last."""
+        self._used_mono: dict[_Way, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.on_lost = on_lost
 
-    def get(self, address: str) -> grpc.aio.Channel:
-        """Return the channel to `HOST:PORT` or `unix:PATH`; connects lazily."""
-        self._used_mono[address] = self._clock.mono()
+    def get(self, address: str, node_id: str = "") -> grpc.aio.Channel:
+        """Return the channel to `HOST:PORT` or `unix:PATH`; connects lazily.
+
+        `node_id` is the node that must answer there, whoever else claims the address; "" = whom
+        `security` expects. Where channels are plain, it means nothing.
+        """
         material, name = None, ""
         if self._security is not None and not self._is_plain(address):
-            material, name = self._security.material(), self._security.server_name(address)
-        held = self._open.get(address)
-        if held is not None and held.server_name == name and held.material == material:
+            material = self._security.material()
+            name = node_id or self._chosen(address, self._security)
+        way = (address, name)
+        self._used_mono[way] = self._clock.mono()
+        held = self._open.get(way)
+        if held is not None and held.material == material:
             return held.channel
         if held is not None:
             self._retire(held)
         channel = self._connect(address, material, name)
         watcher = None
         if self.on_lost is not None:
-            watcher = asyncio.create_task(self._watch(address, channel), name=f"watch {address}")
-        self._open[address] = _Open(
-            channel=channel, material=material, server_name=name, watcher=watcher
-        )
+            watcher = asyncio.create_task(self._watch(way, channel), name=f"watch {address}")
+        self._open[way] = _Open(channel=channel, material=material, watcher=watcher)
         return channel
 
-    async def discard(self, address: str) -> None:
-        """Close the channel to one address, if there is one."""
-        held = self._open.pop(address, None)
-        self._used_mono.pop(address, None)
-        if held is not None:
-            await _close(held, None)
+    @property
+    def addresses(self) -> frozenset[str]:
+        """Where channels are open, or try to be."""
+        return frozenset(address for address, _ in self._open)
+
+    def _chosen(self, address: str, security: ChannelSecurity) -> str:
+        name = security.server_name(address)
+        before = self._names.get(address, name)
+        self._names[address] = name
+        if before != name:
+            self._used_mono.pop((address, before), None)
+            if (held := self._open.pop((address, before), None)) is not None:
+                self._retire(held)
+        return name
+
+    async def discard(self, address: str, node_id: str = "") -> None:
+        """Close the channels to one address, or only that to one node there."""
+        names = {name for where, name in self._open if where == address}
+        if node_id and names != {""}:
+            names &= {node_id}
+        else:
+            self._names.pop(address, None)
+        for name in names:
+            self._used_mono.pop((address, name), None)
+            # Another discard may have come first while this one waited.
+            if (held := self._open.pop((address, name), None)) is not None:
+                await _close(held, None)
 
     async def aclose(self) -> None:
         """Close every channel."""
-        for address in list(self._open):
+        for address, _ in list(self._open):
             await self.discard(address)
         for closing in self._closing:
             closing.cancel()
@@ -183,14 +206,15 @@ class Channels:
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
-    async def _watch(self, address: str, channel: grpc.aio.Channel) -> None:
+    async def _watch(self, way: _Way, channel: grpc.aio.Channel) -> None:
+        address, _ = way
         state = channel.get_state()
         while state is not grpc.ChannelConnectivity.SHUTDOWN:
             before, state = state, await _next_state(channel, state)
             was_ready = before is grpc.ChannelConnectivity.READY
             if state is grpc.ChannelConnectivity.SHUTDOWN or not was_ready:
                 continue
-            unused_s = self._clock.mono() - self._used_mono.get(address, 0.0)
+            unused_s = self._clock.mono() - self._used_mono.get(way, 0.0)
             if self.on_lost is not None and unused_s < IDLE_S - _IDLE_MARGIN_S:
                 event(_log, "connection lost", level=logging.DEBUG, address=address)
                 self.on_lost(address)

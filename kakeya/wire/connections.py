@@ -8,9 +8,11 @@ idle the longest, so a node that came back by a new path is heard.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from kakeya.core.errors import Refused
 from kakeya.wire import hangup
@@ -37,6 +39,14 @@ def surplus(open_now: Sequence[Peer], known: Collection[Peer], limit: int) -> tu
     )
 
 
+@dataclass(slots=True)
+class _Link:
+    """One connection: how many calls run on it, and until when its caller may use it."""
+
+    calls: int = 0
+    ends_at: float = math.inf
+
+
 class Connections:
     """Counts and closes; `limit` is for each caller. `hang_up` and `open_peers` reach sockets."""
 
@@ -50,12 +60,17 @@ class Connections:
         self._limit = limit
         self._open_peers = open_peers
         self._hang_up = hang_up
-        self._held: dict[str, OrderedDict[Peer, int]] = {}
+        self._held: dict[str, OrderedDict[Peer, _Link]] = {}
         self._noted = 0
 
-    async def admit(self, caller: str, peer: Peer) -> None:
-        """Note a connection before its first call. Raises Refused for one too many."""
-        if peer in self._held.get(caller, ()):
+    async def admit(self, caller: str, peer: Peer, *, ends_at: float = math.inf) -> None:
+        """Note a connection before its first call. Raises Refused for one too many.
+
+        `ends_at` is when the certificate runs out that the caller showed on it (wall seconds).
+        """
+        known = self._held[caller].get(peer) if caller in self._held else None
+        if known is not None:
+            known.ends_at = ends_at  # it may be a new connection by the port of an old one
             return
         self._noted += 1
         is_full = len(self._held.get(caller, ())) >= self._limit
@@ -64,19 +79,19 @@ class Connections:
         held = self._held.setdefault(caller, OrderedDict())
         if len(held) >= self._limit and peer not in held:
             self._make_room(caller, held, peer)
-        held.setdefault(peer, 0)
+        held.setdefault(peer, _Link(ends_at=ends_at))
 
     @contextmanager
     def call(self, caller: str, peer: Peer) -> Iterator[None]:
         """Hold one call that came over an admitted connection."""
         held = self._held.setdefault(caller, OrderedDict())
-        held[peer] = held.get(peer, 0) + 1
+        link = held.setdefault(peer, _Link())
+        link.calls += 1
         held.move_to_end(peer)
         try:
             yield
         finally:
-            if peer in held:
-                held[peer] -= 1
+            link.calls -= 1
 
     def of(self, caller: str) -> tuple[Peer, ...]:
         """The connections that a caller was last known to have, least recently used first."""
@@ -96,8 +111,23 @@ class Connections:
         self._close(tuple(held))
         return len(held)
 
-    def _make_room(self, caller: str, held: OrderedDict[Peer, int], newcomer: Peer) -> None:
-        idle = next((peer for peer, calls in held.items() if not calls), None)
+    def drop_ended(self, now: float) -> int:
+        """Close the connections whose certificates have run out; return how many."""
+        gone = [
+            (caller, peer)
+            for caller, held in self._held.items()
+            for peer, link in held.items()
+            if now > link.ends_at
+        ]
+        for caller, peer in gone:
+            del self._held[caller][peer]
+            if not self._held[caller]:
+                del self._held[caller]
+        self._close({peer for _, peer in gone})
+        return len(gone)
+
+    def _make_room(self, caller: str, held: OrderedDict[Peer, _Link], newcomer: Peer) -> None:
+        idle = next((peer for peer, link in held.items() if not link.calls), None)
         if idle is None:
             asyncio.get_running_loop().call_later(_ANSWER_S, self._close, (newcomer,))
             raise Refused(

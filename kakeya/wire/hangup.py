@@ -67,6 +67,10 @@ def _visit(act: Callable[[socket.socket, Peer], None]) -> None:
     """Call `act` with each connected TCP socket of this process."""
     for name in os.listdir("/dev/fd"):  # noqa: PTH208 - names, not paths
         try:
+            # Files are left alone: closing any copy of one ends the locks that this process has
+            # on it, and SQLite's would be among them.
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
             # Our own copy: whatever gRPC closes meanwhile, its number cannot become another file.
             copy = os.dup(int(name))
         except OSError:

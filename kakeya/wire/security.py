@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+CLIENT_NAME = "x-kakeya-client"
+"""The metadata or header in which a caller without a certificate says who it is."""
 
 
 class CertRole(StrEnum):
@@ -26,6 +29,14 @@ class TlsMaterial:
     key: bytes
     certificate: bytes
     authority: bytes
+
+
+class Certified(NamedTuple):
+    """Whom a certificate names, and when it runs out (wall seconds)."""
+
+    node_id: str
+    role: CertRole
+    ends_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

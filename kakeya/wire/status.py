@@ -17,12 +17,15 @@ STATUS_BY_ERROR: dict[type[errors.KakeyaError], grpc.StatusCode] = {
     errors.Conflict: grpc.StatusCode.ABORTED,
     errors.Refused: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.LoadFailed: grpc.StatusCode.UNAVAILABLE,
     errors.Cancelled: grpc.StatusCode.CANCELLED,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.Denied: grpc.StatusCode.PERMISSION_DENIED,
     errors.PeerError: grpc.StatusCode.UNAVAILABLE,
     errors.PeerUnavailable: grpc.StatusCode.UNAVAILABLE,
     errors.PeerProtocol: grpc.StatusCode.INTERNAL,
+    errors.UnknownMethod: grpc.StatusCode.UNIMPLEMENTED,
+    errors.StoreFailed: grpc.StatusCode.UNAVAILABLE,
     errors.InvariantBroken: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
@@ -36,7 +39,7 @@ ERROR_BY_STATUS: dict[grpc.StatusCode, type[errors.KakeyaError]] = {
     grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: errors.Denied,
     grpc.StatusCode.UNAVAILABLE: errors.PeerUnavailable,
-    grpc.StatusCode.UNIMPLEMENTED: errors.PeerProtocol,
+    grpc.StatusCode.UNIMPLEMENTED: errors.UnknownMethod,
     grpc.StatusCode.INTERNAL: errors.PeerProtocol,
     grpc.StatusCode.UNKNOWN: errors.PeerProtocol,
     grpc.StatusCode.FAILED_PRECONDITION: errors.InvariantBroken,
@@ -48,6 +51,7 @@ _FINER: tuple[type[errors.KakeyaError], ...] = (
     errors.CapacityExhausted,
     errors.MemoryRefused,
     errors.DrainTimeout,
+    errors.LeaseRefused,
 )
 _NAMED = {kind.code: kind for kind in (*STATUS_BY_ERROR.keys(), *_FINER)}
 _LONGEST_WAIT_S = 3600.0

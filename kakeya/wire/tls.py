@@ -139,7 +139,7 @@ class FolderSecurity:
 
 
 def fleet_of(authority: bytes) -> str:
-    """The fleet's name: the first 16 hex digits of the SHA-256 over the authority's public key."""
+    """The name of the fleet with this authority, a certificate in PEM. Raises ConfigError."""
     # Here, because plain processes that import this module need no X.509.
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
@@ -149,7 +149,12 @@ def fleet_of(authority: bytes) -> str:
     except ValueError as problem:
         raise ConfigError(f"the fleet's authority is no PEM certificate: {problem}") from problem
     spki = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    return hashlib.sha256(spki).hexdigest()[:16]
+    return fleet_name(hashlib.sha256(spki).digest())
+
+
+def fleet_name(authority_hash: bytes) -> str:
+    """The name of the fleet whose authority's public key has this SHA-256; 16 hex digits."""
+    return authority_hash[:8].hex()
 
 
 def any_member(fleet: str) -> str:

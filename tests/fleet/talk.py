@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kakeya.fleet.cards import Card, CardFault, CardTrust
+from kakeya.fleet.cards import Card, CardFault, CardTrust, OfferedModel
 from kakeya.fleet.convert import from_wire
 from kakeya.fleet.memory import Memory
 from kakeya.fleet.registry import CapabilityRegistry, MergeReport
@@ -70,6 +70,7 @@ def make_party(
     memory: Memory | None = None,
     address: str = "",
     seed: int | None = None,
+    models: Sequence[OfferedModel] = (),
 ) -> Party:
     registry = make_registry(
         name,
@@ -80,6 +81,7 @@ def make_party(
         memory=memory,
         address=address,
         seed=seed,
+        models=models,
     )
     return Party(name, registry, Sync(registry, rng=random.Random(name)), skew_s)
 
@@ -95,7 +97,8 @@ def exchange(caller: Party, callee: Party, t: float) -> int:
     caller.reports.append(accepted.report)
     push = accepted.push or b""
     if push:
-        callee.reports.append(callee.sync.take(push, **callee.times(t)))
+        peer = caller.registry.node_id
+        callee.reports.append(callee.sync.take(push, **callee.times(t), peer=peer))
     return len(request) + len(answered.response) + len(push)
 
 

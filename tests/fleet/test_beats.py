@@ -107,7 +107,7 @@ def test_the_owner_beats_once_a_second_and_makes_a_new_body_when_its_chain_is_us
 
 def test_a_node_that_is_doubted_beats_at_once() -> None:
     party = make_party("a")
-    party.registry.beat(**party.times(0.1), is_forced=True)
+    party.registry.own_card.beat_anew(**party.times(0.1))
     assert party.registry.own_card.number == 1
 
 

@@ -259,8 +259,8 @@ def test_a_renewed_certificate_seals_the_next_cards() -> None:
 def test_a_caller_is_whom_its_certificate_names() -> None:
     trust = FleetTrust(FIRST)
     admin = AUTHORITY.new_identity("laptop", role=CertRole.ADMIN, now=NOW)
-    assert trust.caller_of(ALICE.tls.certificate) == (ALICE.node_id, CertRole.MEMBER)
-    assert trust.caller_of(admin.tls.certificate) == (admin.node_id, CertRole.ADMIN)
+    for who, role in ((ALICE, CertRole.MEMBER), (admin, CertRole.ADMIN)):
+        assert trust.caller_of(who.tls.certificate) == (who.node_id, role, who.not_after_at)
 
 
 @pytest.mark.parametrize(

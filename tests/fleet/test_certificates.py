@@ -50,7 +50,7 @@ async def _echo(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes])
     (pem,) = context.auth_context()["x509_pem_cert"]
     caller = FleetTrust(FIRST).caller_of(pem)
     assert caller is not None
-    return caller[0].encode()
+    return caller.node_id.encode()
 
 
 @asynccontextmanager

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from dataclasses import replace
 
 import pytest
 
-from kakeya.fleet.cards import DEFAULT_TTL_S
+from kakeya.fleet.cards import DEFAULT_TTL_S, Card, CardFault
 from kakeya.fleet.skew import Skews
 from tests.fleet.nodes import NOW, make_wire
-from tests.fleet.talk import INTERVAL_S, Party, Town, exchange, make_party
+from tests.fleet.talk import INTERVAL_S, Party, Town, ToyTrust, exchange, make_party
 
 SKEWS_S = (1.0, -1.0, 30.0, -30.0, 119.0, -119.0, 3600.0, -3600.0)
 
@@ -122,6 +123,44 @@ def test_a_clock_that_was_a_year_ahead_is_forgiven_within_two_rounds(seed: int) 
     town.run(2 * INTERVAL_S * 1.1, look)
     for watcher in town.up():
         assert "n1" in watcher.sees(town.t)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_node_that_started_a_year_ahead_is_there_within_two_rounds_of_the_repair(
+    seed: int,
+) -> None:
+    """Row 11: all its stamps, and the one that it saved, are of next year."""
+    town = Town([make_party(f"n{i}") for i in range(3)], seed)
+    late = make_party("late", skew_s=3.2e7, seed=seed)
+    town.parties["late"] = late
+    heapq.heappush(town._due, (0.5, "late"))
+    others = set(town.parties) - {"late"}
+    town.run(300)
+    for watcher in town.up():
+        assert watcher.sees(town.t) - {"late"} == others
+        assert watcher is late or "late" not in watcher.sees(town.t)
+    _set_clock(town, "late", 0.0)
+    town.run(2 * INTERVAL_S * 1.1)
+    for party in town.up():
+        assert party.sees(town.t) == {*others, "late"}
+
+
+def test_what_was_refused_by_a_clock_that_was_wrong_is_looked_at_again_after_its_repair() -> None:
+    """By a clock a year ahead, every certificate has run out."""
+
+    class Dated(ToyTrust):
+        def fault_of(self, card: Card, now: float) -> CardFault | None:
+            return CardFault.UNSIGNED if now > NOW + 1e7 else super().fault_of(card, now)
+
+    ahead = make_party("ahead", trust=Dated("ahead"), skew_s=3.2e7)
+    other = make_party("other", trust=ToyTrust("other"))
+    for t in (1.0, 11.0):
+        exchange(other, ahead, t)
+    assert ahead.sees(11.0) == {"ahead"}
+    ahead.skew_s = 0.0
+    for t in (21.0, 31.0):
+        exchange(other, ahead, t)
+    assert ahead.sees(31.0) == other.sees(31.0) == {"ahead", "other"}
 
 
 def _sleep(party: Party, town: Town, seconds: float) -> None:

@@ -33,6 +33,7 @@ offers = st.builds(
     mlx_version=text,
     models=st.lists(models, max_size=4).map(tuple),
     ttl_s=finite,
+    is_careful=st.booleans(),
 )
 
 
@@ -52,6 +53,7 @@ def test_an_offer_survives_the_wire(
         mlx_version=card.mlx_version,
         models=card.models,
         ttl_s=card.ttl_s,
+        is_careful=card.is_careful,
     )
 
 

@@ -245,3 +245,16 @@ def test_news_of_unknown_ways_changes_nothing(event: str) -> None:
     else:
         book.failed("10.0.0.1:1", mono=1)
     assert book.routes() == ()
+
+
+def test_what_a_card_tells_of_its_round_trips_counts_until_they_are_measured() -> None:
+    book = RouteBook()
+    one, other = Endpoint("10.0.0.2:1", "lan", 20, 5.0), Endpoint("10.0.1.2:1", "lan", 20, 0.5)
+    book.learn(NODE, [one, other])
+    assert book.address(NODE) == other.address
+    book.worked(NODE, other.address, rtt_ms=9.0, mono=1.0)
+    book.worked(NODE, one.address, rtt_ms=1.0, mono=1.0)
+    assert book.address(NODE) == one.address
+    book.learn(NODE, [one._replace(rtt_ms=100.0), other._replace(rtt_ms=0.25)])
+    assert book.address(NODE) == one.address
+    assert book.routes()[0].rtt_ms == 1.0

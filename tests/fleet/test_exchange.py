@@ -84,7 +84,7 @@ async def test_peer_without_the_service_is_reported() -> None:
     try:
         async with running_node("a") as a:
             done = await a.exchange(f"127.0.0.1:{port}")
-            assert done.outcomes[0].error_code == "peer_protocol"
+            assert done.outcomes[0].error_code == "unknown_method"
             assert a.known() == ["a"]
     finally:
         await server.stop(None)

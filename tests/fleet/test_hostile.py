@@ -128,7 +128,7 @@ def test_one_message_cannot_make_a_node_hash_for_long() -> None:
     )
     assert len(keys) * MAX_BEATS > MAX_STEPS
     places = victim.registry.peers.held.places(lies.keys)
-    assert victim.registry.peers.held.hear(lies, places, 1.0) == []
+    assert victim.registry.peers.held.hear(lies, places, 1.0).tolist() == []
 
 
 def test_a_node_that_was_away_for_long_is_proven_over_several_messages() -> None:

@@ -50,6 +50,21 @@ def _can_place(node: Node) -> bool:
     return False
 
 
+async def test_a_stream_from_a_killed_process_breaks_within_a_tenth_of_a_second() -> None:
+    """Row 1: the least of several, since another program may hold the processor meanwhile."""
+    least_s = 60.0
+    async with running_node("a") as a:
+        for _ in range(8):
+            async with child_node() as child:
+                call = await hold(a.channels.get(child.address))
+                seconds, code = await end_of(call, child.send(signal.SIGKILL))
+                assert code is grpc.StatusCode.UNAVAILABLE
+            least_s = min(least_s, seconds)
+            if least_s <= 0.1:
+                break
+    assert least_s <= 0.1
+
+
 async def test_a_killed_peer_breaks_its_streams_at_once_and_gets_no_new_work() -> None:
     """Row 1."""
     async with child_node() as child, running_node("a", models=[verifier("m")]) as a:
@@ -58,7 +73,7 @@ async def test_a_killed_peer_breaks_its_streams_at_once_and_gets_no_new_work() -
         call = await hold(a.channels.get(child.address))
         seconds, code = await end_of(call, child.send(signal.SIGKILL))
         assert code is grpc.StatusCode.UNAVAILABLE
-        assert seconds < 1.0  # 0.1 s on a quiet machine
+        assert seconds < 1.0
         a.registry.mark_failed("child", mono=a.clock.mono())
         assert not _can_place(a)
         done = await a.exchange(child.address)
@@ -352,9 +367,12 @@ async def test_a_node_that_returns_is_trusted_again_by_all_within_seconds() -> N
 
 
 @pytest.mark.slow
-async def test_a_peer_that_returns_after_a_minute_is_used_again_within_seconds() -> None:
+@pytest.mark.parametrize("outage_s", [60.0, 200.0])
+async def test_a_peer_that_returns_after_minutes_is_used_again_within_seconds(
+    outage_s: float,
+) -> None:
     """Row 30."""
-    assert await seconds_to_return(60.0) <= 6.0
+    assert await seconds_to_return(outage_s) <= 6.0
 
 
 @pytest.mark.slow

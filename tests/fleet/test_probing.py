@@ -166,11 +166,11 @@ async def test_a_node_that_is_gone_is_no_more_accused_nor_dialled() -> None:
         a.learn(dead)
         a.fail("x")
         await until(lambda: a.accused() == {"x"})
-        assert dead.address in a.node.channels._open
+        assert dead.address in a.node.channels.addresses
         clock = a.node.clock
         a.node.registry.expire(now=clock.wall() + 700.0, mono=clock.mono() + 700.0)
         assert a.accused() == set()
-        await until(lambda: dead.address not in a.node.channels._open)
+        await until(lambda: dead.address not in a.node.channels.addresses)
 
 
 # --- accusations of others
@@ -246,6 +246,19 @@ async def test_one_that_accuses_everybody_leaves_looks_for_a_true_accusation() -
         assert len(a.prober._due) == 8
         a.prober.hear(signs[39:], "honest")
         assert len(a.prober._due) == 9
+
+
+async def test_an_accusation_is_forgotten_with_the_look_that_it_began() -> None:
+    """Kept, it would be held against its accuser once the node is there again."""
+    async with probing_node("a") as a:
+        a.learn(await gone_node("x"))
+        sign = a.node.registry.sign_of("x")
+        assert sign is not None
+        a.prober.hear([sign], "honest")
+        clock = a.node.clock
+        assert a.node.registry.expire(now=clock.wall() + 200, mono=clock.mono() + 200) == ("x",)
+        await until(lambda: not a.prober._due and not a.prober._looking)
+        assert a.prober._unproven == {}
 
 
 async def test_an_accused_node_beats_again_and_not_for_each_accusation() -> None:

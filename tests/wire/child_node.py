@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from kakeya.core.clock import SystemClock
+from kakeya.core.garbage import spare_what_is_there
 from kakeya.fleet.card_trust import FleetTrust
 from kakeya.fleet.identity import load_identity
 from kakeya.fleet.registry import CapabilityRegistry
@@ -69,6 +70,7 @@ def weigh(registry: CapabilityRegistry, service: CapabilityService, meter: LoopM
 
 
 async def main(folder: Path) -> None:
+    spare_what_is_there()  # as a node does
     clock = SystemClock()
     registry = make_registry("me", now=clock.wall(), mono=clock.mono(), address="127.0.0.1:1")
     service = CapabilityService(registry, Sync(registry, rng=random.Random(1)), clock=clock)

@@ -12,16 +12,16 @@ import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from grpc_health.v1 import health_pb2
 
-from kakeya.core.clock import SystemClock
+from kakeya.core.clock import Clock, SystemClock
 from kakeya.node.listeners import Listeners, NetworkLimits
-from kakeya.v1 import distributed_pb2, drafts_pb2, engine_pb2, fleet_pb2, runtime_pb2
+from kakeya.v1 import adapters_pb2, distributed_pb2, drafts_pb2, engine_pb2, fleet_pb2, runtime_pb2
 from kakeya.wire.admission import CallerLimits
 from kakeya.wire.authorization import current_caller
 from kakeya.wire.channels import Keepalive
 from kakeya.wire.security import Caller, CertRole, TlsMaterial
 from tests.wire.certificates import Fleet
 
-FILES = (distributed_pb2, drafts_pb2, engine_pb2, fleet_pb2, runtime_pb2, health_pb2)
+FILES = (adapters_pb2, distributed_pb2, drafts_pb2, engine_pb2, fleet_pb2, runtime_pb2, health_pb2)
 ANY_PORT = "127.0.0.1:0"
 
 
@@ -121,12 +121,13 @@ async def listening(
     callers: CallerLimits | None = None,
     keepalive: Keepalive | None = None,
     role: CertRole = CertRole.MEMBER,
+    clock: Clock | None = None,
 ) -> AsyncIterator[Served]:
     stand_ins = StandIns()
     node_id, material = fleet.issue(role)
     listeners = Listeners(
         stand_ins.register,
-        clock=SystemClock(),
+        clock=clock or SystemClock(),
         material=lambda: material,
         trust=fleet.trust,
         network=network,

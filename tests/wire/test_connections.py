@@ -185,3 +185,16 @@ async def test_callers_that_left_are_forgotten() -> None:
         await use(book, f"caller {number}", sockets.peer(number))
         sockets.open.clear()
     assert len(book.callers()) <= 256
+
+
+async def test_a_connection_counts_as_long_as_the_certificate_that_was_shown_on_it_last() -> None:
+    """A new one can come by the port of an old one, whose certificate ends earlier."""
+    sockets = Sockets()
+    book = sockets.book()
+    peer = sockets.peer(1)
+    await book.admit("a", peer, ends_at=10.0)
+    await book.admit("a", peer, ends_at=20.0)
+    assert book.drop_ended(15.0) == 0
+    assert book.drop_ended(25.0) == 1
+    await until(lambda: sockets.closed == [peer])
+    assert book.callers() == ()

@@ -182,15 +182,14 @@ async def test_a_message_beyond_the_limit_is_refused_unread(
     async with dial(child.tls, fleet.issue()[1], fleet.any_member) as channel:
         assert await call(channel, DESCRIBE) is OK
         fresh = await child.weigh("mark")
-        for _ in range(2):  # buffers that a connection keeps once it was busy
+        for _ in range(4):  # buffers that a connection and the allocator keep once they were busy
             assert (await send(channel, bytes(size), compression))[0] is EXHAUSTED
         before = await child.weigh()
         for _ in range(4):
             assert (await send(channel, bytes(size), compression))[0] is EXHAUSTED
         after = await child.weigh()
         assert await call(channel, DESCRIBE) is OK
-    # The goal is 8 MiB; what an allocator keeps of parallel reads differs between runs.
-    assert after["rss"] - before["rss"] <= 16 * MIB
+    assert after["rss"] - before["rss"] <= 8 * MIB
     assert after["peak"] - fresh["rss"] <= 64 * MIB, "at no time was it all unpacked"
     assert after["worst_stall_s"] <= STALL_S
 

@@ -1,0 +1,41 @@
+"""One unary call that moves bytes as they are, and ends as an answer or as one of our errors."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+
+from kakeya.core.errors import DeadlineExceeded, PeerUnavailable
+from kakeya.wire.status import error_from_rpc
+
+_GRACE_S = 0.5
+"""After the RPC's own deadline; passes only when gRPC itself does not come back."""
+
+
+async def call_bytes(
+    channel: grpc.aio.Channel, address: str, path: str, request: bytes, *, timeout_s: float
+) -> bytes:
+    """Call `/package.Service/Method`; `address` is how errors name the peer.
+
+    Raises DeadlineExceeded, UnknownMethod, PeerUnavailable (a closed channel too) and what else
+    `error_from_rpc` makes of the peer's status.
+    """
+    try:
+        method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
+        async with asyncio.timeout(timeout_s + _GRACE_S):
+            answer: bytes = await method(request, timeout=timeout_s)
+    except grpc.RpcError as failure:
+        raise error_from_rpc(failure, address) from failure
+    except TimeoutError as failure:
+        raise DeadlineExceeded(f"{address}: no answer in {timeout_s:g} s") from failure
+    except grpc.aio.UsageError as failure:
+        raise PeerUnavailable(f"{address}: the channel was closed before the call") from failure
+    except asyncio.CancelledError as failure:
+        # gRPC raises it for a closed channel too; only a cancelled task may end by it.
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise PeerUnavailable(f"{address}: the channel was closed during the call") from failure
+    return answer
