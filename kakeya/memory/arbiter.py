@@ -11,52 +11,16 @@ What was DRAINING for a request that no longer waits is READY again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from kakeya.core import errors
 from kakeya.memory import line
 from kakeya.memory.ledger import Ledger
-from kakeya.memory.plan import (
-    Ask,
-    Eviction,
-    Exhausted,
-    Grant,
-    Outcome,
-    Plan,
-    Reason,
-    Refusal,
-    Snapshot,
-)
-from kakeya.memory.policy import (
-    Level,
-    Relief,
-    Rules,
-    Shrink,
-    Tenant,
-    fit,
-    periods,
-    pressure_key,
-    relieve,
-)
-from kakeya.memory.resident import LeaseId, Resident, ResidentKey, State
-
-
-@dataclass(slots=True)
-class _Answer:
-    """An outcome in the making."""
-
-    grants: list[Grant] = field(default_factory=list)
-    refusals: list[Refusal] = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)
-    exhausted: Exhausted | None = None
-
-    def done(self) -> Outcome:
-        return Outcome(
-            grants=tuple(self.grants),
-            refusals=tuple(self.refusals),
-            plans=tuple(self.plans),
-            exhausted=self.exhausted,
-        )
+from kakeya.memory.plan import Ask, Grant, Outcome, Plan, Reason, Refusal, Snapshot
+from kakeya.memory.planning import Answer, Planner
+from kakeya.memory.policy import Level, Rules, Shrink, Tenant, periods
+from kakeya.memory.resident import LeaseId, RequestPriority, Resident, ResidentKey, State
+from kakeya.memory.taking import Taking
 
 
 class Arbiter:
@@ -65,24 +29,20 @@ class Arbiter:
     def __init__(self, budget: int, *, rules: Rules | None = None) -> None:
         self._ledger = Ledger(budget)
         self._rules = rules or Rules()
-        self._level = Level.NOMINAL
+        self._planner = Planner(self._ledger)
+        self._taking = Taking(self._ledger, self._planner, self._rules)
         self._tickets: dict[LeaseId, line.Ticket] = {}
         self._holders: dict[LeaseId, ResidentKey] = {}
         self._measured: dict[ResidentKey, int] = {}
-        self._numbers = 0
         self._is_stopping = False
-        self._relieved_mono = float("-inf")
-        self._reported_mono = float("-inf")
 
     # What is asked.
 
     def ask(self, ask: Ask, now: float) -> tuple[LeaseId, Outcome]:
         """Put a request at the end of the line. It is granted or refused under this number, in
         this outcome or a later one, exactly once."""
-        lease = LeaseId(self._number())
-        learnt = self._measured.get(ask.key, ask.estimate_bytes)
-        ask = replace(ask, estimate_bytes=learnt)
-        self._tickets[lease] = line.Ticket(lease, ask, now)
+        lease = LeaseId(self._planner.number())
+        self._tickets[lease] = line.Ticket(lease, self._learnt(ask), now)
         return lease, self.settle(now)
 
     def withdraw(self, lease: LeaseId, now: float) -> Outcome:
@@ -97,7 +57,7 @@ class Arbiter:
         Raises NotFound when the lease is not held.
         """
         resident = self._ledger.get(self._holder(lease))
-        another = LeaseId(self._number())
+        another = LeaseId(self._planner.number())
         self._ledger.put(resident.leased(another, resident.leases[lease], now))
         self._holders[another] = resident.key
         return another
@@ -118,15 +78,16 @@ class Arbiter:
                 return resident.state is State.LOADING, Outcome()
             self._ledger.put(replace(resident, last_used_mono=now))
             return True, self.settle(now)
-        ask = replace(ask, estimate_bytes=self._measured.get(ask.key, ask.estimate_bytes))
+        ask = self._learnt(ask)
         others = sum(one.role.name == ask.role.name for one in self._ledger.residents)
         has_place = ask.role.places is None or others < ask.role.places
         fits = 0 < ask.estimate_bytes <= self._ledger.free_bytes
-        is_calm = self._level is Level.NOMINAL and not self._tickets and not self._is_stopping
+        is_calm = self._level is Level.NOMINAL or not ask.role.yields
+        is_calm = is_calm and not self._tickets and not self._is_stopping
         if not (has_place and fits and is_calm):
             return False, self.settle(now)
-        plan = replace(self._plan_load(ask, line.Load(), now), is_preload=True)
-        return True, self._settle(_Answer(plans=[plan]), now)
+        plan = replace(self._planner.load(ask, line.Load(), now), is_preload=True)
+        return True, self._settle(Answer(plans=[plan]), now)
 
     def unload(self, key: ResidentKey, now: float) -> Outcome:
         """Evict at somebody's wish. Raises NotFound, and Conflict when it is in use or loading."""
@@ -136,7 +97,7 @@ class Arbiter:
         if not resident.is_idle:
             used = f"{len(resident.leases)} leases" if resident.leases else resident.state.value
             raise errors.Conflict(f"{key} cannot be unloaded now: {used}; release it first")
-        answer = _Answer(plans=[self._plan_eviction((resident,), Reason.RELEASE)])
+        answer = Answer(plans=[self._planner.eviction((resident,), Reason.RELEASE)])
         return self._settle(answer, now)
 
     def stop(self, now: float) -> Outcome:
@@ -147,17 +108,51 @@ class Arbiter:
     def clear(self, now: float) -> Outcome:
         """Plan the end of every idle resident; nothing is left when all leases were released."""
         idle = tuple(one for one in self._ledger.residents if one.is_idle)
-        plans = [self._plan_eviction(idle, Reason.SHUTDOWN)] if idle else []
-        return self._settle(_Answer(plans=plans), now)
+        plans = [self._planner.eviction(idle, Reason.SHUTDOWN)] if idle else []
+        return self._settle(Answer(plans=plans), now)
+
+    def lend(self, key: ResidentKey, priority: RequestPriority, now: float) -> LeaseId | None:
+        """A lease of what is there and stays; None = it is not, or others wait for its room."""
+        resident = self._ledger.find(key)
+        if resident is None or resident.state is not State.READY or self._is_stopping:
+            return None
+        lease = LeaseId(self._planner.number())
+        self._ledger.put(resident.leased(lease, priority, now))
+        self._holders[lease] = key
+        return lease
+
+    def would_grant(self, ask: Ask, now: float) -> bool:
+        """Whether a request would be served that came now: at once, or in its turn."""
+        ticket = line.Ticket(LeaseId(0), self._learnt(ask), now)
+        view = line.View(ledger=self._ledger, level=self._level, rules=self._rules, now=now)
+        match line.consider(ticket, line.Ahead(), view):
+            case line.Refuse():
+                return False
+            case line.Wait(is_stuck=is_stuck):
+                return not is_stuck and not self._is_stopping
+        return not self._is_stopping
+
+    def may_grow(self, name: str, size: int) -> bool:
+        """Reserve bytes for a tenant, if there is room that nobody waits for. Raises NotFound."""
+        if size < 0:
+            raise errors.InvalidArgument(f"{name!r} cannot grow by {size} bytes; 0 or more is due")
+        is_calm = self._level is Level.NOMINAL and not self._tickets and not self._is_stopping
+        if not is_calm or size > self._ledger.free_bytes:
+            return False
+        self._ledger.grow(name, size)
+        return True
+
+    def grown(self, name: str, now: float) -> Outcome:
+        """End a tenant's reservation."""
+        self._ledger.grown(name)
+        return self.settle(now)
 
     # What is so.
 
     def observe(self, level: Level, available_bytes: int | None, now: float) -> Outcome:
         """A reading of the machine. Worth telling although nothing changed: low pressure that
         lasts takes one thing after the other."""
-        if level > self._level:
-            self._relieved_mono = self._reported_mono = float("-inf")
-        self._level = level
+        self._taking.press(level)
         self._ledger.available_bytes = available_bytes
         return self.settle(now)
 
@@ -175,17 +170,30 @@ class Arbiter:
         self._ledger.budget_bytes = budget
         return self.settle(now)
 
-    def measure(self, key: ResidentKey, size: int, now: float) -> Outcome:
+    def forget(self, name: str, now: float) -> Outcome:
+        """A tenant is there no longer."""
+        self._ledger.forget(name)
+        return self.settle(now)
+
+    def measure(
+        self, key: ResidentKey, size: int, now: float, *, unfilled_bytes: int = 0
+    ) -> Outcome:
         """What a resident occupies by now; also the estimate of its next load."""
-        self._ledger.measured(self._ledger.get(key), size)
+        self._ledger.measured(self._ledger.get(key), size, unfilled_bytes)
         self._measured[key] = size
         return self.settle(now)
+
+    def unlearn(self, key: ResidentKey) -> None:
+        """Forget what a model took that never comes back."""
+        if self._ledger.find(key) is None:
+            self._measured.pop(key, None)
 
     # How plans go on.
 
     def begin_load(self, plan: Plan, now: float) -> tuple[bool, Outcome]:
-        """All that had to go has gone. False = do not load: nobody waits for it any more, pressure
-        came up, or less was given up than was promised, and the requests wait for a better plan."""
+        """All that had to go has gone. False = do not load: it is room for a tenant, which has it
+        now; or nobody waits for it any more, pressure came up, or less was given up than was
+        promised, and the requests wait for a better plan."""
         if plan.load is None:
             return False, self.settle(now)
         resident = self._ledger.get(plan.load)
@@ -193,20 +201,24 @@ class Arbiter:
         is_robbed = self._ledger.committed_bytes > self._ledger.budget_bytes
         is_wanted = plan.is_preload or bool(self._waiting(resident.key))
         if is_wanted and not is_refused and not is_robbed and not self._is_stopping:
+            if resident.role.is_room:
+                return False, self._room_made(resident, now)
             return True, self.settle(now)
         self._ledger.put(resident.moved(State.ABSENT))
         return False, self.settle(now)
 
-    def loaded(self, key: ResidentKey, size: int | None, now: float) -> Outcome:
+    def loaded(
+        self, key: ResidentKey, size: int | None, now: float, *, unfilled_bytes: int = 0
+    ) -> Outcome:
         """A load succeeded; `size` is what it occupies, None = not measured.
 
         Under critical pressure the requests of a role that yields are refused even now.
         """
         resident = replace(self._ledger.get(key).moved(State.READY), loaded_mono=now)
         self._ledger.put(replace(resident, last_used_mono=now))
-        answer = _Answer()
+        answer = Answer()
         if size is not None:
-            self._ledger.measured(self._ledger.get(key), size)
+            self._ledger.measured(self._ledger.get(key), size, unfilled_bytes)
             self._measured[key] = size
         if self._level is Level.CRITICAL and resident.role.yields:
             for ticket in self._waiting(key):
@@ -218,7 +230,7 @@ class Arbiter:
     ) -> Outcome:
         """A load failed: all who wait for it are refused. The next request tries again."""
         self._ledger.put(self._ledger.get(key).moved(State.ABSENT))
-        answer = _Answer()
+        answer = Answer()
         for ticket in self._waiting(key):
             self._refuse(ticket, error(), answer)
         return self._settle(answer, now)
@@ -262,30 +274,21 @@ class Arbiter:
             due += [ticket.ask.deadline_mono, ticket.asked_mono + steps * rules.age_s]
             if ticket.stuck_since_mono is not None:
                 due.append(ticket.stuck_since_mono + rules.drain_limit_s)
-        if self._level is not Level.NOMINAL:
-            due += [
-                self._relieved_mono + rules.cooldown_s,
-                self._reported_mono + rules.exhausted_s,
-            ]
-        for one in self._ledger.residents:
-            if one.is_idle and one.warmth.unload_after_s is not None and not one.warmth.is_pinned:
-                due.append(one.last_used_mono + one.warmth.unload_after_s)
+        due += self._taking.due()
         return min((at for at in due if at > now), default=None)
 
     # How it is decided.
 
     def settle(self, now: float) -> Outcome:
         """What follows from the time alone."""
-        return self._settle(_Answer(), now)
+        return self._settle(Answer(), now)
 
-    def _settle(self, answer: _Answer, now: float) -> Outcome:
+    def _settle(self, answer: Answer, now: float) -> Outcome:
         self._walk(answer, now)
-        self._unload_overdue(answer, now)
-        self._fit_budget(answer, now)
-        self._relieve(answer, now)
+        self._taking.take(answer, now)
         return answer.done()
 
-    def _walk(self, answer: _Answer, now: float) -> None:
+    def _walk(self, answer: Answer, now: float) -> None:
         ahead = line.Ahead()
         tickets = sorted(
             self._tickets.values(), key=lambda one: (one.rank(now, self._rules), one.lease)
@@ -296,7 +299,7 @@ class Arbiter:
                 case line.Lend():
                     self._lend(ticket, answer, now)
                 case line.Load():
-                    answer.plans.append(self._plan_load(ticket.ask, verdict, now))
+                    answer.plans.append(self._planner.load(ticket.ask, verdict, now))
                     ticket.stuck_since_mono = None
                 case line.Refuse(error):
                     self._refuse(ticket, error, answer)
@@ -333,7 +336,7 @@ class Arbiter:
             return line.Refuse(line.stuck(ticket, verdict, view))
         return verdict
 
-    def _lend(self, ticket: line.Ticket, answer: _Answer, now: float) -> None:
+    def _lend(self, ticket: line.Ticket, answer: Answer, now: float) -> None:
         key = ticket.ask.key
         resident = self._ledger.get(key).leased(ticket.lease, ticket.ask.priority, now)
         self._ledger.put(replace(resident, warmth=ticket.ask.warmth))
@@ -341,93 +344,30 @@ class Arbiter:
         del self._tickets[ticket.lease]
         answer.grants.append(Grant(ticket.lease, key))
 
-    def _refuse(self, ticket: line.Ticket, error: errors.KakeyaError, answer: _Answer) -> None:
+    def _refuse(self, ticket: line.Ticket, error: errors.KakeyaError, answer: Answer) -> None:
         del self._tickets[ticket.lease]
-        answer.refusals.append(Refusal(ticket.lease, error))
+        answer.refusals.append(Refusal(ticket.lease, error, ticket.ask.key))
 
-    def _unload_overdue(self, answer: _Answer, now: float) -> None:
-        overdue = tuple(
-            one
-            for one in self._ledger.residents
-            if one.is_idle
-            and not one.warmth.is_pinned
-            and one.warmth.unload_after_s is not None
-            and now >= one.last_used_mono + one.warmth.unload_after_s
-        )
-        if overdue:
-            answer.plans.append(self._plan_eviction(overdue, Reason.IDLE))
+    def _room_made(self, resident: Resident, now: float) -> Outcome:
+        """Reserve what is free now for the tenant; who asked first has it, without a lease."""
+        key, answer = resident.key, Answer()
+        ticket = self._waiting(key)[0]
+        self._ledger.put(resident.moved(State.ABSENT))
+        try:
+            self._ledger.grow(key.model_key, resident.bytes)
+        except errors.NotFound as gone:
+            self._refuse(ticket, gone, answer)
+        else:
+            del self._tickets[ticket.lease]
+            answer.grants.append(Grant(ticket.lease, key))
+        return self._settle(answer, now)
 
-    def _fit_budget(self, answer: _Answer, now: float) -> None:
-        """Take back what measurement or other processes brought above the budget."""
-        over = self._ledger.committed_bytes - self._ledger.budget_bytes
-        if over <= 0:
-            return
-        idle = [
-            one
-            for one in self._ledger.residents
-            if one.is_idle and one.role.yields and not one.warmth.is_pinned
-        ]
-        taken = fit(over, idle, self._ledger.tenants, lambda one: pressure_key(one, now))
-        if taken.victims or taken.shrinks:
-            answer.plans.append(self._plan_relief(taken, Reason.FIT, over))
+    @property
+    def _level(self) -> Level:
+        return self._taking.level
 
-    def _relieve(self, answer: _Answer, now: float) -> None:
-        if self._level is Level.NOMINAL:
-            return
-        is_busy = self._ledger.has_promises or any(r.is_leaving for r in self._ledger.residents)
-        is_low = self._level is Level.LOW
-        if is_low and (is_busy or now < self._relieved_mono + self._rules.cooldown_s):
-            return
-        residents, tenants = self._ledger.residents, self._ledger.tenants
-        taken = relieve(self._level, residents, tenants, now=now, rules=self._rules)
-        if taken.victims or taken.shrinks:
-            self._relieved_mono = now
-            answer.plans.append(self._plan_relief(taken, Reason.PRESSURE, 0))
-        elif not is_busy and now >= self._reported_mono + self._rules.exhausted_s:
-            self._reported_mono = now
-            kept = tuple(one.key for one in residents)
-            answer.exhausted = Exhausted(level=self._level, kept=kept)
-
-    # Plans, and what is out of reach from then on.
-
-    def _plan_load(self, ask: Ask, load: line.Load, now: float) -> Plan:
-        for eviction in load.evict:
-            self._ledger.put(self._ledger.get(eviction.key).leaving())
-        self._ledger.promise(load.shrink)
-        absent = Resident(
-            key=ask.key,
-            role=ask.role,
-            state=State.ABSENT,
-            estimate_bytes=ask.estimate_bytes,
-            warmth=ask.warmth,
-            last_priority=ask.priority,
-            last_used_mono=now,
-        )
-        self._ledger.put(absent.moved(State.LOADING))
-        return Plan(
-            plan_id=self._number(),
-            evict=load.evict,
-            shrink=load.shrink,
-            load=ask.key,
-            asked_bytes=load.asked_bytes,
-        )
-
-    def _plan_eviction(self, victims: tuple[Resident, ...], reason: Reason) -> Plan:
-        return self._plan_relief(Relief(victims=victims), reason, 0)
-
-    def _plan_relief(self, relief: Relief, reason: Reason, asked_bytes: int) -> Plan:
-        for victim in relief.victims:
-            self._ledger.put(self._ledger.get(victim.key).leaving())
-        self._ledger.promise(relief.shrinks)
-        return Plan(
-            plan_id=self._number(),
-            evict=tuple(
-                Eviction(key=one.key, reason=reason, bytes=one.bytes) for one in relief.victims
-            ),
-            shrink=relief.shrinks,
-            asked_bytes=asked_bytes,
-            short_bytes=relief.short_bytes,
-        )
+    def _learnt(self, ask: Ask) -> Ask:
+        return replace(ask, estimate_bytes=self._measured.get(ask.key, ask.estimate_bytes))
 
     def _waiting(self, key: ResidentKey) -> tuple[line.Ticket, ...]:
         return tuple(one for one in self._tickets.values() if one.ask.key == key)
@@ -437,7 +377,3 @@ class Arbiter:
         if key is None:
             raise errors.NotFound(f"lease {lease} is not held; it was released, or never granted")
         return key
-
-    def _number(self) -> int:
-        self._numbers += 1
-        return self._numbers

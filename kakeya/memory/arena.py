@@ -19,7 +19,8 @@ import asyncio
 import random
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -30,9 +31,10 @@ from kakeya.core.ids import draw_id
 from kakeya.memory.content import PageConfig
 from kakeya.memory.page_ref import PageRef
 from kakeya.memory.page_stats import PoolStats
-from kakeya.memory.pages import PagePool, Shrink, Tenant
+from kakeya.memory.pages import PagePool, Tenant
 from kakeya.memory.pins import Block, Hold, Holder
 from kakeya.memory.slabs import Slab, SlabStore, header_bytes
+from kakeya.memory.worth import Shrink
 
 LATENCY_BOUNDS_S = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
@@ -199,12 +201,13 @@ class PageArena:
 
     def hold(self, ref: PageRef, holder: Holder) -> Hold:
         """Open the block that a process means. Raises PageFreed when it has gone."""
-        self._holds_asked += 1
-        try:
+        with self._asked():
             return holder.hold(self._find(ref))
-        except PageFreed:
-            self._holds_stale += 1
-            raise
+
+    def open(self, block: Block, holder: Holder) -> Hold:
+        """Open a block that is known by itself. Raises PageFreed when it has gone."""
+        with self._asked():
+            return holder.hold(block)
 
     def close_holder(self, holder: Holder) -> int:
         """End a holder, as when its process died; how many pins that took back."""
@@ -262,6 +265,16 @@ class PageArena:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Count what became of a wish to open a block."""
+        self._holds_asked += 1
+        try:
+            yield
+        except PageFreed:
+            self._holds_stale += 1
+            raise
 
     def _add(self, slab: Slab) -> None:
         try:

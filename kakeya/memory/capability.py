@@ -20,7 +20,7 @@ A new capability takes the role that says what it is worth to the node (a re-ran
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kakeya.core import errors
@@ -33,10 +33,14 @@ lines, and knows their order."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A loaded model. `measured_bytes` is what memory really grew by, None = not measured."""
+    """A loaded model. `measured_bytes` is what memory really grew by, None = not measured.
+
+    `unfilled_bytes` of them are its own and not yet used, such as room for what it computes later.
+    """
 
     backend: object
     measured_bytes: int | None = None
+    unfilled_bytes: int = 0
 
 
 class Handler(Protocol):
@@ -74,6 +78,8 @@ class Capability:
     estimate: Callable[[str], int]
     warmth: Warmth | None = None
     """None = kept warm as its role is."""
+    pinned: frozenset[str] = frozenset()
+    """Models that stay once they are loaded."""
     concurrency: int = 1
     max_waiting: int = MAX_WAITING
 
@@ -84,7 +90,7 @@ class Capability:
                 f"{self.max_waiting} waiting; a name, at least 1 and at least 0 are needed"
             )
 
-    @property
-    def default_warmth(self) -> Warmth:
-        """How long its models stay without being used."""
-        return self.warmth or Warmth(stay_warm_s=self.role.stay_warm_s)
+    def warmth_of(self, model_key: str) -> Warmth:
+        """How long a model stays without being used, where its callers say nothing of it."""
+        warmth = self.warmth or Warmth(stay_warm_s=self.role.stay_warm_s)
+        return replace(warmth, is_pinned=True) if model_key in self.pinned else warmth

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kakeya.core import errors
 from kakeya.core.log import event
 from kakeya.memory.plan import Exhausted, Reason
 from kakeya.memory.policy import Level
@@ -39,6 +40,8 @@ class Evicted:
     key: ResidentKey
     reason: Reason
     bytes: int
+    room_for: ResidentKey | None = None
+    """Who asked for its room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +61,63 @@ class CapabilityRun:
     is_failed: bool
 
 
-Event = ModelLoad | ModelUnload | Evicted | MemoryPressure | CapabilityRun | Exhausted
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFailure:
+    """A load failed; who waited for it gets the same error."""
+
+    key: ResidentKey
+    error: errors.KakeyaError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRefused:
+    """A request for a model was refused."""
+
+    key: ResidentKey
+    error: errors.KakeyaError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShrunk:
+    """An engine above its lease was asked for memory, and gave back so many bytes."""
+
+    key: ResidentKey
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDrained:
+    """An engine that stayed above its lease was drained and asked to end, which gives so many bytes
+    back. What still ran goes on in the next one."""
+
+    key: ResidentKey
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKilled:
+    """A drained engine did not end and was killed; it occupied so many bytes."""
+
+    key: ResidentKey
+    bytes: int
+    reason: str
+
+
+Event = (
+    ModelLoad
+    | ModelUnload
+    | Evicted
+    | MemoryPressure
+    | CapabilityRun
+    | Exhausted
+    | LoadFailure
+    | RequestRefused
+    | EngineShrunk
+    | EngineDrained
+    | EngineKilled
+)
 Listener = Callable[[Event], None]
 
 

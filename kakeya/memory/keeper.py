@@ -20,7 +20,15 @@ from kakeya.core.clock import Clock
 from kakeya.core.log import event
 from kakeya.core.tasks import sleep_or_wake
 from kakeya.memory.arbiter import Arbiter
-from kakeya.memory.events import Evicted, Listeners, ModelLoad, ModelUnload
+from kakeya.memory.capability import Loaded
+from kakeya.memory.events import (
+    Evicted,
+    Listeners,
+    LoadFailure,
+    ModelLoad,
+    ModelUnload,
+    RequestRefused,
+)
 from kakeya.memory.plan import Ask, Eviction, Outcome, Plan, Reason
 from kakeya.memory.policy import Shrink, Tenant
 from kakeya.memory.resident import LeaseId, ResidentKey, State
@@ -37,8 +45,8 @@ Result = TypeVar("Result")
 class Models(Protocol):
     """Who holds the live models."""
 
-    async def load(self, key: ResidentKey) -> int | None:
-        """Load one. Returns the bytes that it was measured to occupy, None = not measured."""
+    async def load(self, key: ResidentKey) -> Loaded:
+        """Load one. Returns it with what it was measured to occupy."""
         ...
 
     async def unload(self, key: ResidentKey) -> None:
@@ -113,6 +121,11 @@ class Keeper:
         self._tenants[tenant.name] = source
         self._arbiter.report(tenant)
 
+    def remove_tenant(self, name: str) -> None:
+        """Count a tenant no longer; what it was told to give up is forgotten."""
+        if self._tenants.pop(name, None) is not None:
+            self.take(self._arbiter.forget(name, self._clock.mono()))
+
     async def lease(self, ask: Ask) -> LeaseId:
         """Wait for a lease. Cancelled: the place in the line is given up, a lease given back."""
         self.count_tenants()
@@ -145,6 +158,7 @@ class Keeper:
             waiter = self._waiters.pop(refusal.lease)
             if not waiter.done():
                 waiter.set_exception(refusal.error)
+            self._listeners.tell(RequestRefused(key=refusal.key, error=refusal.error))
         for plan in outcome.plans:
             self._plans.put_nowait(plan)
         if outcome.exhausted is not None:
@@ -214,7 +228,7 @@ class Keeper:
         for shrink in plan.shrink:
             await self._shrink(shrink)
         for eviction in plan.evict:
-            await self._evict(eviction)
+            await self._evict(eviction, plan.load)
         if plan.load is None:
             return
         goes_on, outcome = self._arbiter.begin_load(plan, self._clock.mono())
@@ -225,14 +239,17 @@ class Keeper:
         self.take(outcome)
 
     async def _shrink(self, shrink: Shrink) -> None:
-        source = self._tenants[shrink.name]
+        source = self._tenants.get(shrink.name)
+        if source is None:
+            return  # it left meanwhile, and its promise with it
         try:
             await source.shrink(shrink.bytes)
         except Exception as fault:  # noqa: BLE001 - a tenant's fault must not stop the others
             _warn("tenant failed to shrink", tenant=shrink.name, error=repr(fault))
-        self.take(self._arbiter.shrunk(shrink, source.usage(), self._clock.mono()))
+        if shrink.name in self._tenants:
+            self.take(self._arbiter.shrunk(shrink, source.usage(), self._clock.mono()))
 
-    async def _evict(self, eviction: Eviction) -> None:
+    async def _evict(self, eviction: Eviction, room_for: ResidentKey | None) -> None:
         key = eviction.key
         task = asyncio.get_running_loop().create_task(self._unload(key))
         sleeper = asyncio.ensure_future(self._clock.sleep(UNLOAD_LIMIT_S))
@@ -250,7 +267,9 @@ class Keeper:
         self.take(self._arbiter.unloaded(key, self._clock.mono()))
         self._listeners.tell(ModelUnload(key=key, reason=eviction.reason))
         if eviction.reason in _TELLING:
-            self._listeners.tell(Evicted(key=key, reason=eviction.reason, bytes=eviction.bytes))
+            self._listeners.tell(
+                Evicted(key=key, reason=eviction.reason, bytes=eviction.bytes, room_for=room_for)
+            )
 
     def _freed(self, held: str) -> None:
         self.take(self._arbiter.hold(held, 0, self._clock.mono()))
@@ -267,7 +286,7 @@ class Keeper:
         if resident is None or resident.state is not State.LOADING:
             raise errors.InvariantBroken("load of a resident", f"{key} is not loading")
         try:
-            size = await self._models.load(key)
+            loaded = await self._models.load(key)
         except asyncio.CancelledError:
             self._failed(key, errors.Refused(f"the node stops while {key} loads"))
             raise
@@ -284,13 +303,18 @@ class Keeper:
                     key=key,
                     load_s=now - began_mono,
                     estimate_bytes=resident.estimate_bytes,
-                    measured_bytes=size,
+                    measured_bytes=loaded.measured_bytes,
                 )
             )
-            self.take(self._arbiter.loaded(key, size, now))
+            self.take(
+                self._arbiter.loaded(
+                    key, loaded.measured_bytes, now, unfilled_bytes=loaded.unfilled_bytes
+                )
+            )
 
     def _failed(self, key: ResidentKey, error: errors.KakeyaError) -> None:
         _warn("load failed", model=str(key), error=error.message)
+        self._listeners.tell(LoadFailure(key=key, error=error))
         self.take(self._arbiter.load_failed(key, lambda: error, self._clock.mono()))
 
 

@@ -3,7 +3,8 @@
     committed   residents that do not leave + tenants less what they were told to give up
                 + foreign bytes: what the budget must hold once all plans are carried out
     free        the less of budget - committed and what the machine has available, where known,
-                less loads that are under way and plus what leaves
+                less loads that are under way, less what is lent and not used yet, and plus
+                what leaves
 
 The machine's figure is of its last reading; loads and evictions since then are added to it.
 """
@@ -32,6 +33,8 @@ class Ledger:
     _stubborn: dict[str, int] = field(default_factory=dict)
     """What tenants held after they gave up less than they had offered: while they hold as much,
     their offers count as nothing, else they would be asked again and again."""
+    _growing: dict[str, int] = field(default_factory=dict)
+    """What is reserved for tenants that grow, less what they grew by since."""
 
     def __contains__(self, key: ResidentKey) -> bool:
         return key in self._residents
@@ -69,12 +72,16 @@ class Ledger:
         else:
             self._residents[resident.key] = resident
 
-    def measured(self, resident: Resident, size: int) -> Resident:
-        """Write down what a resident really occupies."""
-        if size < 0:
-            raise errors.InvalidArgument(f"{resident.key} measured {size} bytes; 0 or more is due")
-        grown = size - (resident.measured_bytes or 0)
-        corrected = replace(resident, measured_bytes=size)
+    def measured(self, resident: Resident, size: int, unfilled_bytes: int = 0) -> Resident:
+        """Write down what a resident really occupies, and what it does not use of it yet."""
+        if not 0 <= unfilled_bytes <= size:
+            raise errors.InvalidArgument(
+                f"{resident.key} measured {size} bytes, {unfilled_bytes} of them not used yet; "
+                "0 or more, and no more than all, is due"
+            )
+        before = (resident.measured_bytes or 0) - resident.unfilled_bytes
+        grown = size - unfilled_bytes - before
+        corrected = replace(resident, measured_bytes=size, unfilled_bytes=unfilled_bytes)
         self.put(corrected)
         self._add_available(-grown)
         return corrected
@@ -82,11 +89,38 @@ class Ledger:
     def gone(self, resident: Resident) -> None:
         """Take a resident out, whose bytes are given back."""
         self.put(resident.moved(State.ABSENT))
-        self._add_available(resident.measured_bytes or 0)
+        self._add_available((resident.measured_bytes or 0) - resident.unfilled_bytes)
 
     def report(self, tenant: Tenant) -> None:
         """Write down what a tenant says of itself."""
+        before = self._tenants.get(tenant.name)
         self._tenants[tenant.name] = tenant
+        if before is not None and tenant.name in self._growing:
+            grown = max(0, tenant.held_bytes - before.held_bytes)
+            self._reserve(tenant.name, -min(grown, self._growing[tenant.name]))
+            self._add_available(-grown)
+
+    def grow(self, name: str, size: int) -> None:
+        """Reserve bytes for a tenant until it reports them. Raises NotFound."""
+        if name not in self._tenants:
+            raise errors.NotFound(
+                f"no tenant is called {name!r}; there are {sorted(self._tenants)}"
+            )
+        self._reserve(name, size)
+
+    def grown(self, name: str) -> None:
+        """End a tenant's reservation."""
+        self._growing.pop(name, None)
+
+    def forget(self, name: str) -> None:
+        """Take a tenant out with all that is noted of it."""
+        for notes in (self._tenants, self._promised, self._stubborn, self._growing):
+            notes.pop(name, None)
+
+    def _reserve(self, name: str, size: int) -> None:
+        self._growing[name] = self._growing.get(name, 0) + size
+        if not self._growing[name]:
+            del self._growing[name]
 
     def promise(self, shrinks: Iterable[Shrink]) -> None:
         """Count what tenants are told to give up as free."""
@@ -122,7 +156,8 @@ class Ledger:
         """What the budget must hold once all plans are carried out."""
         stays = sum(r.bytes for r in self._residents.values() if not r.is_leaving)
         tenants = sum(tenant.held_bytes for tenant in self.tenants)
-        return stays + tenants + sum(self._foreign.values())
+        growing = sum(self._growing.values())
+        return stays + tenants + growing + sum(self._foreign.values())
 
     @property
     def free_bytes(self) -> int:
@@ -131,7 +166,9 @@ class Ledger:
         if self.available_bytes is None:
             return free
         coming = sum(r.bytes for r in self._residents.values() if r.state is State.LOADING)
-        leaving = sum(r.bytes for r in self._residents.values() if r.is_leaving)
+        coming += sum(r.unfilled_bytes for r in self._residents.values() if not r.is_leaving)
+        coming += sum(self._growing.values())
+        leaving = sum(r.bytes - r.unfilled_bytes for r in self._residents.values() if r.is_leaving)
         promised = sum(self._promised.values())
         return min(free, self.available_bytes - coming + leaving + promised)
 

@@ -171,6 +171,7 @@ def _consider_load(ticket: Ticket, ahead: Ahead, view: View) -> Verdict:
         and one.key not in ahead.claims
         and may_displace(ask.role, one, may_displace_text=ask.may_displace_text)
         and yields_to(one, rank, view.now)
+        and not (ask.role.is_room and one.leases)
     ]
     taken = fit(need, candidates, ledger.tenants, lambda one: fit_key(one, view.now))
     if taken.short_bytes:
@@ -226,25 +227,45 @@ def _more_than(there: list[Resident], ask: Ask) -> int:
 def _short(ask: Ask, view: View) -> Wait | Refuse:
     """Too little can be taken now: is there ever going to be enough?"""
     ledger = view.ledger
-    movable, fixed = 0, 0
+    movable, fixed, lent = 0, 0, 0
     for one in ledger.residents:
         if one.is_leaving:
             continue
         if may_displace(ask.role, one, may_displace_text=ask.may_displace_text):
             movable += one.bytes
+        elif one.role.is_lent:
+            lent += one.bytes
         else:
             fixed += one.bytes
     if ask.estimate_bytes + fixed > ledger.budget_bytes:
         kept = f", of which {format_bytes(fixed)} never yield to it" if fixed else ""
+        way_out = (
+            "lease less, or give the node a larger budget"
+            if ask.role.is_lent
+            else "choose a smaller model or unload one"
+        )
         return Refuse(
             errors.MemoryRefused(
                 f"{ask.key} needs {format_bytes(ask.estimate_bytes)}; the budget is "
-                f"{format_bytes(ledger.budget_bytes)}{kept}; choose a smaller model or unload one"
+                f"{format_bytes(ledger.budget_bytes)}{kept}; {way_out}"
             )
         )
+    if ask.estimate_bytes + fixed + lent > ledger.budget_bytes:
+        return Refuse(_lent(ask, lent, view))
     spare = shrinkable_bytes(ledger.tenants)
     is_turn = ask.estimate_bytes <= ledger.free_bytes + movable + spare
     return Wait(held_bytes=ask.estimate_bytes, is_stuck=not is_turn)
+
+
+def _lent(ask: Ask, size: int, view: View) -> errors.MemoryRefused:
+    """The refusal of what has to wait for others to give back what they hold, however long."""
+    held = ", ".join(str(one.key) for one in view.ledger.residents if one.role.is_lent)
+    return errors.MemoryRefused(
+        f"{ask.key} needs {format_bytes(ask.estimate_bytes)}; of the budget of "
+        f"{format_bytes(view.ledger.budget_bytes)}, {format_bytes(size)} are lent to {held}; "
+        "ask again when that has ended",
+        retry_after_s=view.rules.drain_limit_s,
+    )
 
 
 def _eviction(resident: Resident, reason: Reason) -> Eviction:

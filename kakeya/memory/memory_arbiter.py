@@ -23,120 +23,29 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from kakeya.core import errors
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
-from kakeya.core.tasks import Supervisor
+from kakeya.core.tasks import Supervisor, TaskHealth
 from kakeya.memory.arbiter import Arbiter
 from kakeya.memory.capability import Capability
 from kakeya.memory.embeddings import VisionEmbedding, VisionEmbeddingCache
 from kakeya.memory.events import Event, Evicted, Listeners, MemoryPressure
+from kakeya.memory.handle import PLAIN, Handle, Shelf, Terms
 from kakeya.memory.keeper import FORCE_S, Keeper, TenantSource, within
 from kakeya.memory.plan import FOREVER, Ask, Reason, Snapshot
 from kakeya.memory.policy import Level, Rules
 from kakeya.memory.pressure import Reading
-from kakeya.memory.resident import VISION, LeaseId, RequestPriority, ResidentKey, Role, Warmth
-from kakeya.memory.runner import Runner, Timings
+from kakeya.memory.resident import ROOM, VISION, LeaseId, Resident, ResidentKey, Role
+from kakeya.memory.runner import Runner
 
+__all__ = ["GRACE_S", "PLAIN", "Handle", "MemoryArbiter", "Terms"]
 _log = logging.getLogger(__name__)
 GRACE_S = 10.0
 """How long the end waits for those who still use a model."""
-_LOADS_KEPT_S = 600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """How a caller wants to be served.
-
-    `timeout_s` covers waiting, loading and running. `warmth` overrides the capability's for the
-    model from now on. `may_displace_text` lets the load take the room of text that idles.
-    """
-
-    priority: RequestPriority = RequestPriority.NORMAL
-    timeout_s: float = FOREVER
-    warmth: Warmth | None = None
-    may_displace_text: bool = False
-
-
-PLAIN = Terms()
-
-
-class _Shelf:
-    """The live models, by key. Loads and unloads by their handlers; decides nothing."""
-
-    def __init__(self, capabilities: dict[str, Capability], clock: Clock) -> None:
-        self._capabilities = capabilities
-        self._clock = clock
-        self.backends: dict[ResidentKey, object] = {}
-        self.loads: dict[ResidentKey, Timings] = {}
-
-    async def load(self, key: ResidentKey) -> int | None:
-        """Load by the capability's handler."""
-        began_mono = self._clock.mono()
-        loaded = await self._capabilities[key.capability].handler.load(key.model_key)
-        self.backends[key] = loaded.backend
-        now = self._clock.mono()
-        self.loads.setdefault(key, Timings(_LOADS_KEPT_S)).add(now - began_mono, now)
-        return loaded.measured_bytes
-
-    async def unload(self, key: ResidentKey) -> None:
-        """Unload by the capability's handler: once for each load."""
-        if key in self.backends:
-            backend = self.backends.pop(key)
-            await self._capabilities[key.capability].handler.unload(key.model_key, backend)
-
-
-class Handle:
-    """The right to use a model until it is released. Each handle is released by itself, once;
-    what is released again does nothing."""
-
-    __slots__ = ("_lease", "_owner", "key")
-
-    def __init__(self, owner: MemoryArbiter, key: ResidentKey, lease: LeaseId) -> None:
-        self.key = key
-        self._owner = owner
-        self._lease: LeaseId | None = lease
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    @property
-    def backend(self) -> object:
-        """The loaded model, as its handler returned it. Raises Conflict after the release."""
-        self._held("use")
-        return self._owner.backend(self.key)
-
-    async def run(self, payload: object) -> object:
-        """Run a request in the model's lane. Raises Conflict after the release, and QueueFull."""
-        self._held("run")
-        return await self._owner.run_held(self.key, payload)
-
-    def retain(self) -> Handle:
-        """Another handle of the same model, for somebody else to release."""
-        return Handle(self._owner, self.key, self._owner.retain(self._held("retain")))
-
-    def release(self) -> None:
-        """Give the model back."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            self._owner.release(lease)
-
-    def _held(self, wish: str) -> LeaseId:
-        if self._lease is None:
-            raise errors.Conflict(f"cannot {wish} {self.key} after release; acquire it again")
-        return self._lease
 
 
 class MemoryArbiter:
@@ -157,7 +66,7 @@ class MemoryArbiter:
         self._capabilities: dict[str, Capability] = {}
         self._roles: dict[str, Role] = {}
         self._listeners = Listeners()
-        self._shelf = _Shelf(self._capabilities, clock)
+        self._shelf = Shelf(self._capabilities, clock)
         self._keeper = Keeper(
             self._arbiter, models=self._shelf, listeners=self._listeners, clock=clock
         )
@@ -206,7 +115,7 @@ class MemoryArbiter:
         once, when loading and running usually take longer), and what the run raises.
         """
         key = self._key(capability, model_key)
-        self._check_time(key, terms)
+        self._check_time(key, terms, self._runner.usual_s(key) or 0.0)
         work = self._serve(key, payload, terms, self._clock.mono() + terms.timeout_s)
         try:
             return await within(self._clock, terms.timeout_s, work)
@@ -224,11 +133,21 @@ class MemoryArbiter:
         Raises what `request` raises, but for the run.
         """
         key = self._key(capability, model_key)
+        self._check_time(key, terms, 0.0)
         handle = await self._handle(key, terms, self._clock.mono() + terms.timeout_s)
         try:
             yield handle
         finally:
             handle.release()
+
+    def try_acquire(self, capability: str, model_key: str, terms: Terms = PLAIN) -> Handle | None:
+        """A handle of what is in memory and nobody ahead waits to see go; None = not now.
+
+        It never loads and never waits: for who would rather do without.
+        """
+        key = self._key(capability, model_key)
+        lease = self._arbiter.lend(key, terms.priority, self._clock.mono())
+        return None if lease is None else Handle(self, key, lease)
 
     def on_event(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Tell `listener` what happens, until what is returned is called."""
@@ -244,11 +163,11 @@ class MemoryArbiter:
 
     # What the node does.
 
-    async def preload(self, capability: str, model_key: str) -> bool:
+    async def preload(self, capability: str, model_key: str, terms: Terms = PLAIN) -> bool:
         """Begin to load before anybody asks, if there is room to spare; False = not now."""
         key = self._key(capability, model_key)
         self._keeper.count_tenants()
-        taken, outcome = self._arbiter.preload(self._ask(key, PLAIN, FOREVER), self._clock.mono())
+        taken, outcome = self._arbiter.preload(self._ask(key, terms, FOREVER), self._clock.mono())
         self._keeper.take(outcome)
         return taken
 
@@ -257,10 +176,18 @@ class MemoryArbiter:
         key = ResidentKey(capability, model_key)
         self._keeper.take(self._arbiter.unload(key, self._clock.mono()))
 
-    def measure(self, capability: str, model_key: str, size: int) -> None:
-        """Tell what a loaded model occupies by now."""
+    def measure(self, capability: str, model_key: str, size: int, unfilled_bytes: int = 0) -> None:
+        """Tell what a loaded model occupies by now. `unfilled_bytes` of it are lent to it and not
+        yet used: the machine still shows them as available."""
         key = ResidentKey(capability, model_key)
-        self._keeper.take(self._arbiter.measure(key, size, self._clock.mono()))
+        now = self._clock.mono()
+        self._keeper.take(self._arbiter.measure(key, size, now, unfilled_bytes=unfilled_bytes))
+
+    def unlearn(self, capability: str, model_key: str) -> None:
+        """Forget what was learnt of a model that never comes back; one in memory is left."""
+        key = ResidentKey(capability, model_key)
+        self._arbiter.unlearn(key)
+        self._shelf.unlearn(key)
 
     def observe(self, reading: Reading) -> None:
         """Tell how the machine is; at each poll, whether it changed or not."""
@@ -282,6 +209,10 @@ class MemoryArbiter:
         """Tell what another process occupies by now; 0 = nothing more."""
         self._keeper.take(self._arbiter.hold(holder, size, self._clock.mono()))
 
+    def tell(self, happened: Event) -> None:
+        """Tell the listeners what happened to what is in memory, done by somebody else."""
+        self._listeners.tell(happened)
+
     def set_budget(self, budget: int) -> None:
         """Change the budget; what idles goes when it has become too small."""
         self._keeper.take(self._arbiter.set_budget(budget, self._clock.mono()))
@@ -290,10 +221,61 @@ class MemoryArbiter:
         """Count a cache, an arena or sessions, and ask them to shrink when room is needed."""
         self._keeper.add_tenant(source)
 
+    def remove_tenant(self, name: str) -> None:
+        """Count a tenant no longer. One that is not there is fine."""
+        self._keeper.remove_tenant(name)
+
+    def may_grow(self, name: str, size: int) -> bool:
+        """Reserve bytes that nobody needs for a tenant that wants to grow; False = not now.
+
+        They stay reserved until the tenant reports that it grew by them, or until `grown`. Nothing
+        is evicted for it, and nobody who waits is robbed. Raises NotFound for an unknown tenant.
+        """
+        self._keeper.count_tenants()
+        return self._arbiter.may_grow(name, size)
+
+    async def make_room(self, name: str, size: int, timeout_s: float) -> None:
+        """Reserve bytes for a tenant that somebody waits for; what idles goes for it, in its turn.
+
+        As `may_grow` otherwise; for one growth of a tenant at a time. Raises MemoryRefused,
+        DeadlineExceeded, Refused at the end, NotFound for an unknown tenant.
+        """
+        ask = Ask(
+            key=ResidentKey(ROOM.name, name),
+            role=ROOM,
+            estimate_bytes=size,
+            deadline_mono=self._clock.mono() + timeout_s,
+            may_displace_text=True,
+        )
+        try:
+            await self._keeper.lease(ask)
+        except BaseException:  # it may have been granted in the moment in which its asker left
+            self.grown(name)
+            raise
+
+    def grown(self, name: str) -> None:
+        """End a tenant's reservation: it has grown, or it will not."""
+        self._keeper.count_tenants()
+        self._keeper.take(self._arbiter.grown(name, self._clock.mono()))
+
+    def find(self, capability: str, model_key: str) -> Resident | None:
+        """One resident of the ledger; None = it is not in memory."""
+        return self._arbiter.find(ResidentKey(capability, model_key))
+
+    def would_grant(self, capability: str, model_key: str) -> bool:
+        """Whether a request of normal priority would be served if it came now, at once or in its
+        turn. Changes nothing. Raises NotFound."""
+        key = self._key(capability, model_key)
+        return self._arbiter.would_grant(self._ask(key, PLAIN, FOREVER), self._clock.mono())
+
     def status(self) -> Snapshot:
         """The ledger."""
         self._keeper.count_tenants()
         return self._arbiter.snapshot()
+
+    def health(self) -> tuple[TaskHealth, ...]:
+        """The background task that carries out what is decided."""
+        return self._tasks.health() if self._tasks else ()
 
     async def shutdown(self) -> None:
         """Refuse new requests, wait for those in use, unload everything. A second call does
@@ -355,15 +337,13 @@ class MemoryArbiter:
             role=capability.role,
             estimate_bytes=capability.estimate(key.model_key),
             priority=terms.priority,
-            warmth=terms.warmth or capability.default_warmth,
+            warmth=terms.warmth or capability.warmth_of(key.model_key),
             deadline_mono=deadline_mono,
             may_displace_text=terms.may_displace_text,
         )
 
-    def _check_time(self, key: ResidentKey, terms: Terms) -> None:
-        needed_s = self._runner.usual_s(key) or 0.0
-        if key not in self._shelf.backends and key in self._shelf.loads:
-            needed_s += self._shelf.loads[key].longest_s(self._clock.mono()) or 0.0
+    def _check_time(self, key: ResidentKey, terms: Terms, run_s: float) -> None:
+        needed_s = run_s + self._shelf.usual_load_s(key)
         if terms.timeout_s < needed_s:
             raise errors.DeadlineExceeded(
                 f"too long: {key} is estimated to take {needed_s:.3g} s to load and run, and the "

@@ -22,17 +22,12 @@ from dataclasses import dataclass
 
 from kakeya.core.errors import Conflict, InvalidArgument, InvariantBroken, OutOfPages, PageFreed
 from kakeya.memory.aging import Ageing
-from kakeya.memory.content import (
-    PIN_RULES,
-    ContentPriority,
-    ContentType,
-    PageConfig,
-    keep_score,
-)
+from kakeya.memory.content import PIN_RULES, ContentPriority, ContentType, PageConfig
 from kakeya.memory.page_stats import PoolStats, count_pages
 from kakeya.memory.pins import Block, Hold, Holder, Now, is_scoped
-from kakeya.memory.reclaim import Watermarks, WriteBack, cheapest_window
+from kakeya.memory.reclaim import Watermarks, WriteBack
 from kakeya.memory.table import PageTable
+from kakeya.memory.worth import Shrink, Worth
 
 _NOTES = 4096  # file before so many notes pile up
 
@@ -80,24 +75,11 @@ class Eviction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shrink:
-    """Slabs that can go now, with the blocks that go with them; `short` could not be found."""
-
-    slabs: tuple[int, ...]
-    blocks: tuple[Block, ...]
-    short: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
     """What the end of a holder gave back."""
 
     pins: int
     rolled_back: int
-
-
-def _free_of_charge(_block: Block) -> float:
-    return 0.0
 
 
 class PagePool:
@@ -113,6 +95,7 @@ class PagePool:
         self.evicted_pages = 0
         self._freed = freed
         self._table = PageTable(config)
+        self._worth = Worth(self._table, self.now)
         self._ageing = Ageing(self.now)
         self._holders: set[Holder] = {self.ownerless}
         self._watermarks = Watermarks(high=config.high_watermark, low=config.low_watermark)
@@ -297,14 +280,7 @@ class PagePool:
         wanted = self._watermarks.wanted_pages(held_pages=held, total_pages=stats.total_pages)
         if not wanted:
             return WriteBack(blocks=(), short_pages=0)
-        dirty = [block for block in self.blocks() if block.dirty and not block.is_pinned]
-        chosen: list[Block] = []
-        for block in sorted(dirty, key=self._keep):
-            if wanted <= 0:
-                break
-            chosen.append(block)
-            wanted -= block.pages
-        return WriteBack(blocks=tuple(chosen), short_pages=max(0, wanted))
+        return self._worth.write_back(self.blocks(), wanted)
 
     # --- slabs
 
@@ -324,18 +300,7 @@ class PagePool:
 
     def plan_shrink(self, slabs: int) -> Shrink:
         """Choose slabs without anything pinned or dirty, those whose blocks are worth the least."""
-        costs = []
-        for slab in self._table.slabs():
-            segments = self._table.segments(slab, self._cost)
-            cost = sum(segment.cost for segment in segments)
-            if not math.isinf(cost):
-                costs.append((cost, slab, [s.block for s in segments if s.block is not None]))
-        chosen = sorted(costs, key=lambda found: found[:2])[:slabs]
-        return Shrink(
-            slabs=tuple(slab for _, slab, _ in chosen),
-            blocks=tuple(block for _, _, blocks in chosen for block in blocks),
-            short=max(0, slabs - len(chosen)),
-        )
+        return self._worth.cheapest_slabs(slabs)
 
     def remove(self, slab: int) -> tuple[Block, ...]:
         """Evict what is in a slab and take it away; what was evicted.
@@ -344,14 +309,14 @@ class PagePool:
         """
         if slab not in self._table.slabs():
             raise InvalidArgument(f"there is no slab {slab}; there are {self._table.slabs()}")
-        blocks = [s.block for s in self._table.segments(slab, self._cost) if s.block is not None]
+        blocks = self._table.blocks(slab)
         held = [block for block in blocks if not block.is_evictable]
         if held:
             raise Conflict(f"slab {slab} cannot go: {held[0]} in it is pinned or dirty")
         for block in blocks:
             self._evict(block)
         self._table.remove(slab)
-        return tuple(blocks)
+        return blocks
 
     def slabs(self) -> tuple[int, ...]:
         """The numbers of the slabs there are."""
@@ -371,13 +336,11 @@ class PagePool:
     def blocks(self) -> Iterator[Block]:
         """Every live block, by address."""
         for slab in self._table.slabs():
-            for segment in self._table.segments(slab, _free_of_charge):
-                if segment.block is not None:
-                    yield segment.block
+            yield from self._table.blocks(slab)
 
     def stats(self) -> PoolStats:
         """Count everything once, without changing anything."""
-        slabs = [self._table.segments(slab, _free_of_charge) for slab in self._table.slabs()]
+        slabs = [self._table.segments(slab) for slab in self._table.slabs()]
         return count_pages(
             slabs, slab_pages=self.config.slab_pages, evicted_pages=self.evicted_pages
         )
@@ -419,14 +382,10 @@ class PagePool:
 
     def _evict_window(self, pages: int) -> None:
         """Make a range of `pages` free. Raises OutOfPages, and then evicts nothing."""
-        found = (
-            cheapest_window(self._table.segments(slab, self._cost), pages)
-            for slab in self._table.slabs()
-        )
-        windows = [window for window in found if window is not None]
-        if not windows:
+        window = self._worth.cheapest_window(pages)
+        if window is None:
             raise self._out_of_pages(pages)
-        for block in min(windows, key=lambda window: window.cost).blocks:
+        for block in window.blocks:
             self._evict(block)
 
     def _out_of_pages(self, pages: int) -> OutOfPages:
@@ -435,17 +394,4 @@ class PagePool:
             f"{pages} pages cannot be had: of {stats.total_pages}, {stats.pinned_pages} "
             f"are pinned, {stats.dirty_pages} dirty, {stats.free_pages} free "
             f"({stats.largest_free} in a row)"
-        )
-
-    def _cost(self, block: Block) -> float:
-        return self._keep(block) if block.is_evictable else math.inf
-
-    def _keep(self, block: Block) -> float:
-        if block.tenant is None:
-            return 0.0
-        return keep_score(
-            age_s=self.now.s - (block.last_used_s() or self.now.s),
-            pages=block.pages,
-            total_pages=self._table.total_pages,
-            priority=block.tenant.priority,
         )

@@ -71,6 +71,7 @@ class Refusal:
 
     lease: LeaseId
     error: errors.KakeyaError
+    key: ResidentKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,15 @@
 """Capabilities that installed distributions offer, by entry points of `kakeya.capabilities`.
 
-Each names a function without arguments that returns a `Capability`. One that fails is reported and
-left out; the others are registered.
+Each names a function that returns a `Capability`. One with an argument gets the arbiter, for who
+asks for models by itself, keeps projected images, or listens to events. A function that fails is
+reported and left out; the others are registered.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
@@ -61,9 +63,21 @@ def _load(arbiter: MemoryArbiter | None, point: EntryPoint) -> PluginReport:
 def _register(arbiter: MemoryArbiter | None, point: EntryPoint) -> None:
     if arbiter is None:
         raise errors.ConfigError("there is no memory arbiter; the capability stays off")
-    capability = point.load()()
+    make = point.load()
+    capability = make(arbiter) if _wants_arbiter(make) else make()
     if not isinstance(capability, Capability):
         raise errors.ConfigError(
             f"{point.value} returned {type(capability).__name__}; a Capability is needed"
         )
     arbiter.register(capability)
+
+
+def _wants_arbiter(make: Callable[..., object]) -> bool:
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):
+        return False  # built in: it does not tell
+    return any(
+        one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+        for one in parameters
+    )

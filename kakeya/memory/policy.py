@@ -8,7 +8,7 @@ it idles; leases count as themselves. A waiting request gains a class for each `
 end, so that it passes at last whatever stands before it. What costs least to get back is taken
 before any model:
 
-    expired entries -> spare pages -> idle sessions (written to disk first) -> models
+    expired entries -> spare pages -> idle sessions (they prefill again) -> models
 
 All functions here are pure.
 """

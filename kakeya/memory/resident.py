@@ -62,6 +62,10 @@ class Role:
     places: int | None = 1
     stay_warm_s: float = 300.0
     """Default of `Warmth.stay_warm_s`."""
+    is_lent: bool = False
+    """Its residents are held by others, who give them back: in the way now, not for good."""
+    is_room: bool = False
+    """Its keys name tenants that wait for room to grow: nothing is loaded, only what idles goes."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -79,7 +83,12 @@ def _role(name: str, priority: int, eviction: str, stay_warm_s: float = 300.0) -
     )
 
 
-DRAFTER = _role("drafter", 10, "generation goes on without drafts of this model")
+DRAFTER = Role(
+    name="drafter",
+    priority=RolePriority(10),
+    eviction="generation goes on without drafts of this model",
+    places=None,
+)
 EMOTION = _role("emotion", 15, "weights are unloaded")
 SPEAKER_ID = _role("speaker-id", 18, "weights are unloaded")
 VISION = _role("vision", 20, "weights are unloaded, projected images forgotten", 60.0)
@@ -94,6 +103,15 @@ TEXT_TARGET = Role(
     priority=RolePriority(100),
     eviction="weights are unloaded; sessions prefill again. Only a swap does that, never pressure",
     yields=False,
+    places=None,
+)
+ROOM = Role(
+    name="room",
+    priority=RolePriority(5),
+    eviction="not evicted: it becomes a tenant's as soon as it is there",
+    places=None,
+    stay_warm_s=0.0,
+    is_room=True,
 )
 ROLES: tuple[Role, ...] = (
     DRAFTER, EMOTION, SPEAKER_ID, VISION, EMBEDDING, TURN_DETECTOR, WAKE_WORD, VAD, ASR, TTS,
@@ -159,13 +177,17 @@ COLD = Warmth()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resident:
-    """One thing that occupies bytes: an estimate until it is loaded, then what was measured."""
+    """One thing that occupies bytes: an estimate until it is loaded, then what was measured.
+
+    `unfilled_bytes` of them it may use and does not yet, so that the machine shows them as free.
+    """
 
     key: ResidentKey
     role: Role
     state: State
     estimate_bytes: int
     measured_bytes: int | None = None
+    unfilled_bytes: int = 0
     leases: Mapping[LeaseId, RequestPriority] = field(default_factory=dict)
     warmth: Warmth = COLD
     last_priority: RequestPriority = RequestPriority.NORMAL

@@ -19,6 +19,10 @@ from kakeya.memory.reclaim import Segment
 _READY_RANGES = 2  # of each size above one page
 
 
+def _free_of_charge(_block: Block) -> float:
+    return 0.0
+
+
 class PageTable:
     """Slabs of equal size, and which block is where in them."""
 
@@ -156,7 +160,13 @@ class PageTable:
                     return block
         raise PageFreed(f"page {first} holds no block with stamp {stamp}")
 
-    def segments(self, slab: int, cost: Callable[[Block], float]) -> list[Segment]:
+    def blocks(self, slab: int) -> tuple[Block, ...]:
+        """The live blocks of one slab, by address."""
+        return tuple(found.block for found in self.segments(slab) if found.block is not None)
+
+    def segments(
+        self, slab: int, cost: Callable[[Block], float] = _free_of_charge
+    ) -> list[Segment]:
         """Lay out one slab by address, each live block with what it costs to take."""
         segments: list[Segment] = []
         page = slab * self.config.slab_pages

@@ -6,6 +6,8 @@ Its distribution would name it so:
     rerank = "tests.memory.example_plugin:capability"
 
 The model is a bag of word weights in real memory, so that its size can be measured.
+
+The second one, a camera, is handed the arbiter, and keeps what images became there.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from dataclasses import dataclass
 
 from kakeya.core import errors
 from kakeya.memory.capability import Capability, Loaded
-from kakeya.memory.resident import EMBEDDING, Warmth
+from kakeya.memory.embeddings import VisionEmbedding, embedding_key, normalised
+from kakeya.memory.memory_arbiter import MemoryArbiter
+from kakeya.memory.resident import EMBEDDING, VISION, Warmth
 
 SIZES = {"small": 64 * 1024, "large": 256 * 1024}
 
@@ -73,4 +77,46 @@ def capability() -> Capability:
         handler=Reranker(),
         estimate=_estimate,
         warmth=Warmth(stay_warm_s=60, unload_after_s=600),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What a camera sends: RGB pixels."""
+
+    pixels: bytes
+    width: int
+    height: int
+
+
+class Camera:
+    """Answers with the brightness of an image, and how many it projected: that is what costs."""
+
+    def __init__(self, arbiter: MemoryArbiter) -> None:
+        self._arbiter = arbiter
+        self.projected = 0
+
+    async def load(self, model_key: str) -> Loaded:
+        return Loaded(backend=model_key, measured_bytes=1024)
+
+    async def unload(self, model_key: str, backend: object) -> None:
+        """Nothing is held beside what the arbiter keeps, and forgets with the weights."""
+
+    async def run(self, backend: object, payload: object) -> object:
+        assert isinstance(payload, Image)
+        pixels = normalised(payload.pixels, payload.width, payload.height, side=8)
+        key = embedding_key("camera-1", pixels)
+        known = self._arbiter.cached_embedding(key)
+        if known is None:
+            self.projected += 1
+            rows = memoryview(pixels)
+            known = VisionEmbedding(tokens=rows, token_count=64, hidden_size=3)
+            self._arbiter.cache_embedding(key, known)
+        return sum(known.tokens), self.projected
+
+
+def camera(arbiter: MemoryArbiter) -> Capability:
+    """What another entry point names: a function with an argument is handed the arbiter."""
+    return Capability(
+        name="brightness", role=VISION, handler=Camera(arbiter), estimate=lambda _: 1024
     )

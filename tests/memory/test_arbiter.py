@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from kakeya.core import errors
+from kakeya.memory.lease_rules import JOB
 from kakeya.memory.policy import Level, Rung, Tenant
 from kakeya.memory.resident import RequestPriority, State, Warmth
 from tests.memory.worlds import MANY, World, ask, key
@@ -257,6 +258,12 @@ def test_text_is_not_taken_to_fit_and_the_refusal_says_what_is_there() -> None:
     assert isinstance(error, errors.MemoryRefused)
     assert "never yield" in str(error)
     assert world.resident == {"text"}
+
+
+def test_a_job_that_asks_for_more_than_there_is_hears_what_helps_a_job() -> None:
+    world = World.of(250)
+    message = str(world.refusals[world.ask(ask("train", JOB, 300))])
+    assert message.endswith("lease less, or give the node a larger budget")
 
 
 def test_an_opt_in_takes_idle_text_as_a_swap() -> None:

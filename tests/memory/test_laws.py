@@ -5,6 +5,9 @@
 - what a plan frees and what it says is short reach what it was asked
 - residents only go the ways of the table
 - every request is granted or refused, once; requests for one model in the order they came
+- what is foreseen comes true: who would be granted is not refused, who would not be is not served
+- a tenant grows into room that nobody needs, is counted once, and reserved bytes come back
+- a tenant that waits for room gets it as a request does, and takes it from nobody who is at work
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from kakeya.memory.arbiter import Arbiter
 from kakeya.memory.plan import FOREVER, Ask, Eviction, Outcome, Plan, Reason
 from kakeya.memory.policy import Level, Rung, Tenant
 from kakeya.memory.resident import (
+    ROOM,
     TRANSITIONS,
     LeaseId,
     RequestPriority,
@@ -86,6 +90,7 @@ class ArbiterMachine(RuleBasedStateMachine):
         self.granted: list[LeaseId] = []
         self.may_be_over = False
         self.tenant = Tenant(name="pages", rung=Rung.PAGES, held_bytes=0)
+        self.arbiter.report(self.tenant)
 
     # What is done with an outcome.
 
@@ -94,8 +99,11 @@ class ArbiterMachine(RuleBasedStateMachine):
             assert grant.lease in self.waiting, "granted once, to somebody who waits"
             assert grant.key == self.asks[grant.lease].key
             self.waiting.remove(grant.lease)
-            self.held.add(grant.lease)
             self.granted.append(grant.lease)
+            if grant.key.capability == ROOM.name:
+                self.room_made(grant.lease)
+            else:
+                self.held.add(grant.lease)
         for refusal in outcome.refusals:
             assert refusal.lease in self.waiting, "refused once, and only who waits"
             assert str(refusal.error).strip()
@@ -103,6 +111,14 @@ class ArbiterMachine(RuleBasedStateMachine):
         for plan in outcome.plans:
             self._check(plan)
             self.todo.append(plan)
+
+    def room_made(self, lease: LeaseId) -> None:
+        """The tenant grows by what it was granted, which stays counted once."""
+        before = self.arbiter.snapshot().committed_bytes
+        size = self.asks[lease].estimate_bytes
+        self.tenant = replace(self.tenant, held_bytes=self.tenant.held_bytes + size)
+        self.arbiter.report(self.tenant)
+        assert self.arbiter.snapshot().committed_bytes == before
 
     def _check(self, plan: Plan) -> None:
         freed = sum(one.bytes for one in plan.evict) + sum(one.bytes for one in plan.shrink)
@@ -178,6 +194,76 @@ class ArbiterMachine(RuleBasedStateMachine):
         _, outcome = self.arbiter.preload(ask(name, role, size), self.now)
         assert not [one for plan in outcome.plans for one in plan.evict if plan.is_preload]
         self.take(outcome)
+
+    @rule(target=leases, name=st.sampled_from(sorted(MODELS)))
+    def lend(self, name: str) -> LeaseId | object:
+        """Take what is there without waiting: never what is claimed or leaves."""
+        role, size = MODELS[name]
+        wish = ask(name, role, size)
+        resident = self.arbiter.find(wish.key)
+        lease = self.arbiter.lend(wish.key, RequestPriority.BATCH, self.now)
+        if lease is None:
+            return multiple()
+        assert resident is not None
+        assert resident.state is State.READY
+        self.asks[lease] = wish
+        self.held.add(lease)
+        return lease
+
+    @rule(target=leases, name=st.sampled_from(sorted(MODELS)))
+    def foresee(self, name: str) -> LeaseId:
+        """Ask whether it would be granted, then ask."""
+        role, size = MODELS[name]
+        wish = ask(name, role, size)
+        before = self.arbiter.snapshot()
+        is_foreseen = self.arbiter.would_grant(wish, self.now)
+        assert self.arbiter.snapshot() == before, "it changed something"
+        lease, outcome = self.arbiter.ask(wish, self.now)
+        self.asks[lease] = wish
+        self.waiting.add(lease)
+        refused = {one.lease for one in outcome.refusals}
+        served = {one.lease for one in outcome.grants}
+        loaded = {plan.load for plan in outcome.plans}
+        assert not is_foreseen or lease not in refused
+        assert is_foreseen or (lease not in served and wish.key not in loaded)
+        self.take(outcome)
+        return lease
+
+    @rule(size=st.integers(0, 40), part=st.sampled_from([0.0, 0.5, 1.0]))
+    def tenant_grows(self, size: int, part: float) -> None:
+        before = self.arbiter.snapshot()
+        if not self.arbiter.may_grow("pages", size):
+            assert self.arbiter.snapshot() == before
+            return
+        assert size <= before.free_bytes
+        assert not before.waiting
+        assert self.arbiter.snapshot().committed_bytes == before.committed_bytes + size
+        grown = int(size * part)
+        self.tenant = replace(self.tenant, held_bytes=self.tenant.held_bytes + grown)
+        self.arbiter.report(self.tenant)
+        assert self.arbiter.snapshot().committed_bytes == before.committed_bytes + size
+        self.take(self.arbiter.grown("pages", self.now))
+
+    @rule(target=leases, patience=st.sampled_from([2.0, 30.0, FOREVER]))
+    def tenant_waits_for_room(self, patience: float) -> LeaseId:
+        """What idles goes for it in its turn; nobody who uses a model is kept from it."""
+        used = {one.key: one.state for one in self.arbiter.snapshot().residents if one.leases}
+        wish = ask("room:pages", ROOM, 12, deadline=self.now + patience, may_displace_text=True)
+        lease, outcome = self.arbiter.ask(wish, self.now)
+        self.asks[lease] = wish
+        self.waiting.add(lease)
+        self.take(outcome)
+        for one in self.arbiter.snapshot().residents:
+            assert one.key not in used or one.state in (used[one.key], State.READY)
+        return lease
+
+    @rule()
+    def tenant_leaves(self) -> None:
+        """And another of its name comes."""
+        self.take(self.arbiter.forget("pages", self.now))
+        assert not self.arbiter.snapshot().tenants
+        self.tenant = Tenant(name="pages", rung=Rung.PAGES, held_bytes=0)
+        self.arbiter.report(self.tenant)
 
     @rule(seconds=st.floats(0.1, 30))
     def time_goes_by(self, seconds: float) -> None:
@@ -394,13 +480,13 @@ class Forgetful(Arbiter):
 class Yanking(Arbiter):
     """Lets pressure take what is in use."""
 
-    def _relieve(self, answer: Any, now: float) -> None:
-        super()._relieve(answer, now)
+    def _settle(self, answer: Any, now: float) -> Outcome:
         for one in self._ledger.residents:
             if self._level is Level.CRITICAL and one.leases and one.role.yields:
                 self._ledger.put(replace(one, state=State.DRAINING, is_leaving=True))
                 eviction = Eviction(key=one.key, reason=Reason.PRESSURE, bytes=one.bytes)
-                answer.plans.append(Plan(plan_id=self._number(), evict=(eviction,)))
+                answer.plans.append(Plan(plan_id=self._planner.number(), evict=(eviction,)))
+        return super()._settle(answer, now)
 
 
 class Unfair(Arbiter):

@@ -24,7 +24,7 @@ from kakeya.memory.events import (
     ModelUnload,
 )
 from kakeya.memory.memory_arbiter import MemoryArbiter, Terms
-from kakeya.memory.plan import Exhausted
+from kakeya.memory.plan import Exhausted, Reason
 from kakeya.memory.policy import Level, Rules, Rung, Tenant
 from kakeya.memory.pressure import Reading
 from kakeya.memory.resident import (
@@ -478,7 +478,9 @@ async def test_vision_displaces_idle_text_only_when_allowed(shelf: Shelf) -> Non
             break
         shelf.clock.advance(5)
     assert await call == "m did 1"
-    assert shelf.told(Evicted) == [Evicted(key=key("text:m"), reason="swap", bytes=100)]  # type: ignore[arg-type]
+    assert shelf.told(Evicted) == [
+        Evicted(key=key("text:m"), reason=Reason.SWAP, bytes=100, room_for=key("see:m"))
+    ]
 
 
 async def test_preload_begins_a_load_that_a_request_shares(shelf: Shelf) -> None:
@@ -570,6 +572,53 @@ async def test_a_tenant_that_fails_to_shrink_is_survived(shelf: Shelf) -> None:
     assert await shelf.arbiter.request("see", "m", 1, Terms(warmth=Warmth())) == "m did 1"
     assert shelf.resident() == {"see:m"}
     assert len(pages.asked) == 1
+
+
+async def test_room_for_a_tenant_is_made_of_idle_text_in_its_turn(shelf: Shelf) -> None:
+    shelf.arbiter.add_tenant(Pages(held=0, spare=0))
+    shelf.arbiter.set_budget(110)
+    await shelf.arbiter.request("text", "m", 1, Terms(warmth=Warmth(stay_warm_s=300)))
+    assert not shelf.arbiter.may_grow("pages", 20), "it takes nobody's room"
+    room = asyncio.create_task(shelf.arbiter.make_room("pages", 20, 10))
+    await pump()
+    assert not room.done(), "an equal that is kept warm goes first when it has aged"
+    shelf.clock.advance(5)
+    await asyncio.wait_for(room, 5)
+    status = shelf.arbiter.status()
+    assert (shelf.text.unloads, status.residents, status.committed_bytes) == (["m"], (), 20)
+    shelf.arbiter.grown("pages")
+    assert shelf.arbiter.status().committed_bytes == 0
+
+
+async def test_room_for_a_tenant_is_never_made_of_what_is_in_use(shelf: Shelf) -> None:
+    """And who uses it is joined by others meanwhile; in the end it is refused."""
+    shelf.arbiter.add_tenant(Pages(held=0, spare=0))
+    shelf.arbiter.set_budget(110)
+    async with shelf.arbiter.acquire("see", "m"):
+        room = asyncio.create_task(shelf.arbiter.make_room("pages", 20, 9))
+        for _ in range(3):
+            await pump()
+            assert await shelf.arbiter.request("see", "m", 1) == "m did 1"
+            shelf.clock.advance(3)
+        with pytest.raises(errors.DeadlineExceeded):
+            await asyncio.wait_for(room, 5)
+        assert shelf.resident() == {"see:m"}
+
+
+async def test_room_for_a_tenant_is_refused_under_critical_pressure_and_when_asker_leaves(
+    shelf: Shelf,
+) -> None:
+    shelf.arbiter.add_tenant(Pages(held=0, spare=0))
+    room = asyncio.create_task(shelf.arbiter.make_room("pages", 20, 10))
+    await asyncio.sleep(0)
+    room.cancel()
+    await pump()
+    assert shelf.arbiter.status().committed_bytes == 0
+    with pytest.raises(errors.NotFound, match="no tenant is called"):
+        await shelf.arbiter.make_room("sessions", 20, 10)
+    shelf.press(Level.CRITICAL)
+    with pytest.raises(errors.MemoryRefused, match="critical"):
+        await shelf.arbiter.make_room("pages", 20, 10)
 
 
 def _embedding(size: int = 8) -> VisionEmbedding:

@@ -247,7 +247,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def evict_one(self) -> None:
-        worth = {block: self.pool._keep(block) for block in self.live if block.is_evictable}
+        worth = {block: self.pool._worth.keep(block) for block in self.live if block.is_evictable}
         gone = self.pool.evict_one()
         assert (gone is None) == (not worth)
         if gone is not None:

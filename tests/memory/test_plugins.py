@@ -14,7 +14,7 @@ from kakeya.memory.memory_arbiter import MemoryArbiter
 from kakeya.memory.plugins import GROUP, load_capabilities
 from kakeya.memory.policy import Level
 from kakeya.memory.pressure import Reading
-from tests.memory.example_plugin import SIZES, Question, Weights
+from tests.memory.example_plugin import SIZES, Image, Question, Weights
 from tests.memory.worlds import until
 
 EXAMPLE = "tests.memory.example_plugin:capability"
@@ -82,6 +82,20 @@ async def test_one_broken_plug_in_keeps_the_others_in() -> None:
     assert "a Capability is needed" in str(errors_by_name["b-wrong"])
     assert errors_by_name["c-good"] is None
     assert "already registered" in str(errors_by_name["d-double"])
+
+
+async def test_a_plug_in_that_wants_the_arbiter_keeps_its_images_there() -> None:
+    picture = Image(bytes(range(48)), 4, 4)
+    async with arbiter() as owner:
+        (report,) = load_capabilities(owner, [point("eye", "tests.memory.example_plugin:camera")])
+        assert report.error is None
+        assert await owner.request("brightness", "m", picture) == (sum(range(48)), 1)
+        assert await owner.request("brightness", "m", picture) == (sum(range(48)), 1)
+        held = {one.name: one.held_bytes for one in owner.status().tenants}
+        assert held["vision-embeddings"] == 8 * 8 * 3
+        owner.observe(Reading(level=Level.LOW, source="test"))
+        await until(lambda: not owner.status().residents)
+        assert sum(one.held_bytes for one in owner.status().tenants) == 0, "gone with the weights"
 
 
 def test_without_an_arbiter_a_capability_stays_off() -> None:

@@ -1,0 +1,99 @@
+"""Which requests run next, when each wants an adapter and only so many adapters fit. Pure.
+
+The adapter with the most requests goes first, so that few adapters serve many; but a whole class
+more urgent for each `age_s` that its oldest request has waited, so that a rare one is never passed
+over for ever: once everything that came before a request, or less than `age_s` after it, is
+served, nothing stands before it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kakeya.core.errors import InvalidArgument
+
+MAX_ROWS = 256
+AGE_S = 2.0
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Generic[Item]):
+    """What runs together: rows with their keys, the most urgent key first."""
+
+    rows: tuple[tuple[str, Item], ...]
+
+
+class BatchFormer(Generic[Item]):
+    """Requests that wait, by adapter. Each is in exactly one place: here, or in one batch."""
+
+    def __init__(self, *, max_rows: int = MAX_ROWS, age_s: float = AGE_S) -> None:
+        if max_rows < 1 or age_s <= 0.0:
+            raise InvalidArgument(f"a batch has {max_rows} rows and ages by {age_s} s; more is due")
+        self._max_rows = max_rows
+        self._age_s = age_s
+        self._pending: dict[str, deque[tuple[float, Item]]] = {}
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def add(self, key: str, item: Item, now: float) -> None:
+        """Put a request in line, before those that came later; `now`, in monotonic seconds, is
+        when it came: earlier for one that comes back from a batch that could not run."""
+        line = self._pending.setdefault(key, deque())
+        place = len(line)
+        while place and line[place - 1][0] > now:
+            place -= 1
+        line.insert(place, (now, item))
+        self._length += 1
+
+    def remove(self, key: str, item: Item) -> bool:
+        """Take a request out, whose caller left; False = it is not here."""
+        line = self._pending.get(key, deque())
+        found = next((index for index, (_, one) in enumerate(line) if one is item), None)
+        if found is None:
+            return False
+        del line[found]
+        self._length -= 1
+        if not line:
+            del self._pending[key]
+        return True
+
+    def oldest(self) -> float | None:
+        """Since when the request waits that waits longest; None = nobody does."""
+        return min((line[0][0] for line in self._pending.values()), default=None)
+
+    def order(self, now: float) -> tuple[str, ...]:
+        """The keys in the order in which they are served."""
+        return tuple(sorted(self._pending, key=lambda key: self._urgency(key, now)))
+
+    def form(self, now: float, *, places: int, resident: Collection[str] = ()) -> Batch[Item]:
+        """Take out what runs next: at most the cap, with at most `places` keys that are not
+        resident. What does not fit waits on."""
+        rows: list[tuple[str, Item]] = []
+        for key in self.order(now):
+            if len(rows) == self._max_rows:
+                break
+            if key not in resident:
+                if not places:
+                    continue
+                places -= 1
+            rows += self._take(key, self._max_rows - len(rows))
+        self._length -= len(rows)
+        return Batch(tuple(rows))
+
+    def _urgency(self, key: str, now: float) -> tuple[int, int, float]:
+        line = self._pending[key]
+        since = line[0][0]
+        return -int((now - since) / self._age_s), -len(line), since
+
+    def _take(self, key: str, most: int) -> list[tuple[str, Item]]:
+        line = self._pending[key]
+        taken = [(key, line.popleft()[1]) for _ in range(min(most, len(line)))]
+        if not line:
+            del self._pending[key]
+        return taken

@@ -1,0 +1,204 @@
+"""What is done about an engine that occupies more than its lease: pure, `now` as an argument.
+
+    WITHIN     up to its lease
+    SHRINKING  above it: asked for what it can spare, and again each `ask_again_s`
+    DRAINING   far above it although it was asked: no sequence gets in, those that run may end
+    ENDING     drained, or `drain_s` over: asked to end; what still runs goes on in the next child
+    KILLED     it did not end within `end_s`
+
+    WITHIN -> SHRINKING -> DRAINING -> ENDING -> KILLED
+       ^          | ^          |          |         |
+       +-- calm --+ +- rescued +          +---------+--> WITHIN, with another child
+
+Laws, held by the tests: no step is left out and none taken back to front; nothing is done to an
+engine that is within its lease; it is asked when it goes above, then once in a while.
+
+An engine is ended only where that can help: after `rest_s`, twice, four times ... that since the
+last time, because one that is above its lease as soon as it was started was leased too little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kakeya.core.units import format_bytes
+
+
+class Stage(StrEnum):
+    """Where an engine is on the way out."""
+
+    WITHIN = "within"
+    SHRINKING = "shrinking"
+    DRAINING = "draining"
+    ENDING = "ending"
+    KILLED = "killed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EscalationRules:
+    """Shares are of the lease."""
+
+    full: float = 1.0
+    """Above it, memory is asked back."""
+    high: float = 1.1
+    """Above it although it was asked, the engine is drained. In between it is only asked: the
+    ledger counts what it really occupies."""
+    calm: float = 0.95
+    """Below it, all is well again; what an engine is asked for brings it there."""
+    shrink_wait_s: float = 4.0
+    """From asking to draining: two looks."""
+    ask_again_s: float = 30.0
+    drain_s: float = 10.0
+    """What sequences get to end by themselves; the limit of all draining in a node."""
+    end_s: float = 5.0
+    """From asking it to end to ending it: its streams get 2 s, its model thread 2 more."""
+    rest_s: float = 60.0
+    """Between two ends of one model's engines, doubled for each end within the last hour."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """An engine as it is now. `child` is its process, `running` its sequences."""
+
+    child: int
+    resident_bytes: int
+    lease_bytes: int
+    running: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShrinkIt:
+    """Ask the engine for so many bytes."""
+
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HoldIt:
+    """Let no new sequence in."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeIt:
+    """Let sequences in again."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndIt:
+    """Ask the child to end."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KillIt:
+    """End the child."""
+
+    reason: str
+
+
+Step = ShrinkIt | HoldIt | ResumeIt | EndIt | KillIt
+_HOUR_S = 3600.0
+
+
+class Escalation:
+    """The way of one model's engines. `see` it regularly; what it answers is to be done."""
+
+    def __init__(self, rules: EscalationRules | None = None) -> None:
+        self._rules = rules or EscalationRules()
+        self._child: int | None = None
+        self._since_mono = 0.0
+        self._asked_mono = float("-inf")
+        self._ends_mono: tuple[float, ...] = ()
+        self.stage = Stage.WITHIN
+
+    def see(self, sight: Sight, now: float) -> Step | None:
+        """Decide by what is seen at `now`."""
+        if sight.child != self._child:
+            return self._begin(sight.child, now) or self._within(sight, now)
+        match self.stage:
+            case Stage.WITHIN:
+                return self._within(sight, now)
+            case Stage.SHRINKING:
+                return self._shrinking(sight, now)
+            case Stage.DRAINING:
+                return self._draining(sight, now)
+            case Stage.ENDING:
+                return self._ending(sight, now)
+            case Stage.KILLED:
+                return None
+
+    def may_end(self, now: float) -> bool:
+        """Whether the last end is long enough ago for another one."""
+        recent = [at for at in self._ends_mono if now - at < _HOUR_S]
+        if not recent:
+            return True
+        return now - recent[-1] >= self._rules.rest_s * 2.0 ** (len(recent) - 1)
+
+    def _begin(self, child: int, now: float) -> Step | None:
+        """Another child: what was known of the one before means nothing for it."""
+        was_held = self.stage is Stage.DRAINING
+        self._child = child
+        self._move(Stage.WITHIN, now)
+        return ResumeIt() if was_held else None
+
+    def _within(self, sight: Sight, now: float) -> Step | None:
+        if not self._is_above(sight, self._rules.full):
+            return None
+        self._move(Stage.SHRINKING, now)
+        return self._ask(sight, now)
+
+    def _shrinking(self, sight: Sight, now: float) -> Step | None:
+        if not self._is_above(sight, self._rules.calm):
+            self._move(Stage.WITHIN, now)
+            return None
+        has_waited = now >= self._asked_mono + self._rules.shrink_wait_s
+        if self._is_above(sight, self._rules.high) and has_waited and self.may_end(now):
+            self._move(Stage.DRAINING, now)
+            return HoldIt(_words(sight))
+        is_due = now >= self._asked_mono + self._rules.ask_again_s
+        if self._is_above(sight, self._rules.full) and is_due:
+            return self._ask(sight, now)
+        return None
+
+    def _draining(self, sight: Sight, now: float) -> Step | None:
+        if not self._is_above(sight, self._rules.full):
+            self._move(Stage.SHRINKING, now)
+            return ResumeIt()
+        if sight.running and now < self._since_mono + self._rules.drain_s:
+            return None
+        self._move(Stage.ENDING, now)
+        self._ends_mono = (*(at for at in self._ends_mono if now - at < _HOUR_S), now)
+        return EndIt(_words(sight))
+
+    def _ending(self, sight: Sight, now: float) -> Step | None:
+        """One that has come within its lease and still does not end is its backend's matter, which
+        probes it."""
+        is_late = now >= self._since_mono + self._rules.end_s
+        if not is_late or not self._is_above(sight, self._rules.full):
+            return None
+        self._move(Stage.KILLED, now)
+        return KillIt(f"{_words(sight)} and did not end within {self._rules.end_s:g} s")
+
+    def _ask(self, sight: Sight, now: float) -> ShrinkIt:
+        self._asked_mono = now
+        wanted = sight.resident_bytes - int(self._rules.calm * sight.lease_bytes)
+        return ShrinkIt(wanted, _words(sight))
+
+    def _is_above(self, sight: Sight, share: float) -> bool:
+        return sight.resident_bytes > share * sight.lease_bytes
+
+    def _move(self, stage: Stage, now: float) -> None:
+        self.stage = stage
+        self._since_mono = now
+
+
+def _words(sight: Sight) -> str:
+    return (
+        f"occupied {format_bytes(sight.resident_bytes)} of a lease of "
+        f"{format_bytes(sight.lease_bytes)}"
+    )

@@ -1,0 +1,56 @@
+"""What models were measured to take, remembered by what they are and what they serve for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kakeya.core import errors
+
+KEPT = 8
+"""Measurements of one model that count; an outlier is forgotten after so many loads."""
+MAX_MODELS = 512
+"""Models that are remembered; those measured longest ago are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRecord:
+    """The newest measurements of one model, oldest first. Units: bytes."""
+
+    digest: str
+    kind: str
+    measured: tuple[int, ...]
+
+
+class SizeHistory:
+    """Measured bytes of models after their load, without keys and values of requests."""
+
+    def __init__(self, records: Iterable[SizeRecord] = ()) -> None:
+        self._records = {(one.digest, one.kind): one for one in records}
+
+    def note(self, digest: str, kind: str, measured_bytes: int, kv_bytes: int = 0) -> None:
+        """Remember that a loaded model occupies so many bytes, of which so many are KV.
+
+        A measurement of nothing is no measurement. Raises InvalidArgument below 0.
+        """
+        if min(measured_bytes, kv_bytes) < 0:
+            raise errors.InvalidArgument(
+                f"measured {measured_bytes} bytes with {kv_bytes} of KV; at least 0 is possible"
+            )
+        base = measured_bytes - kv_bytes
+        if base <= 0 or not digest:
+            return
+        before = self._records.pop((digest, kind), None)
+        measured = (*(before.measured if before else ()), base)[-KEPT:]
+        self._records[digest, kind] = SizeRecord(digest, kind, measured)
+        while len(self._records) > MAX_MODELS:
+            self._records.pop(next(iter(self._records)))
+
+    def peak_bytes(self, digest: str, kind: str) -> int | None:
+        """The most that it took lately; None = never measured."""
+        record = self._records.get((digest, kind))
+        return max(record.measured) if record else None
+
+    def snapshot(self) -> tuple[SizeRecord, ...]:
+        """All records, those noted longest ago first; equal when nothing was noted between."""
+        return tuple(self._records.values())

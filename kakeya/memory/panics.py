@@ -1,0 +1,315 @@
+"""What macOS wrote down when it panicked, or ended processes for memory, and how careful to be.
+
+    panic-full-*.panic, Kernel_*.panic   the kernel stopped: JSON, or plain text on older systems
+    JetsamEvent-*.ips                    the kernel ended processes because memory was short
+
+JSON reports are two documents: one line that says what kind of report it is and when it was
+written, and the report. Parsers are pure functions of text; reading is bounded in files and in
+bytes, blocks, and raises nothing: a report that does not read is told as such, and counts nothing.
+
+A kernel panic within a week makes a node careful, whoever caused it; Jetsam does when it ended a
+process of ours for memory, or when ours was the largest while it ended others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+KEEP_S = 7 * 86400.0
+"""How long a report counts: long enough to see whether the careful profile holds."""
+FIND_PERIOD_S = 3600.0
+"""Between two looks at the reports of a node that runs on."""
+MAX_FILES = 50
+MAX_BYTES = 2 << 20
+"""Of one file; the rest holds no line that is needed. Common reports have a tenth of it."""
+_MAX_ENTRIES = 10_000
+"""Files of a folder that are looked at; a Mac keeps some hundred."""
+OURS = ("python", "kakeya", "mlx")
+"""How the names of our processes begin, whatever their case: engines are Python's."""
+
+_PANIC = re.compile(r"panic\(cpu \d+(?: caller 0x[0-9a-f]+)?\): *(.{1,2000})", re.DOTALL)
+_TASK = re.compile(r"Panicked task [^\n]*?pid (\d+): ([^\n]{1,80})")
+_NAME = re.compile(r"(?:JetsamEvent-.*\.ips|panic-.*\.(?:panic|ips)|Kernel.*\.panic)\Z")
+_HARMLESS = ("idle-exit", "long-idle-exit", "vnode-limit", "disk-space-shortage", "sustained-fast")
+"""Why Jetsam ends processes, other than that memory is short."""
+_TIME = "%Y-%m-%d %H:%M:%S.%f %z"
+
+
+class ReportKind(StrEnum):
+    """What happened."""
+
+    GPU_PANIC = "gpu panic"
+    WATCHDOG = "watchdog panic"
+    PANIC = "panic"
+    JETSAM = "jetsam"
+    UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One report in short. `at` is wall clock seconds, None = it does not say."""
+
+    kind: ReportKind
+    at: float | None
+    summary: str
+    process: str = ""
+    """Whose fault it was by the report: the panicked task, or the largest of ours that ended."""
+    process_bytes: int = 0
+    is_ours: bool = False
+    """Whether a process of ours was ended, or was the largest while others were."""
+    file: str = ""
+
+    @property
+    def calls_for_care(self) -> bool:
+        """Whether it speaks for the careful profile while it is recent."""
+        if self.kind is ReportKind.JETSAM:
+            return self.is_ours
+        return self.kind is not ReportKind.UNREADABLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """How much a node takes upon itself. `until_at` is wall clock seconds, None = for good."""
+
+    name: Literal["normal", "careful"]
+    reason: str = ""
+    until_at: float | None = None
+    max_running: int | None = None
+    """The most sequences that an engine runs at once; None = as configured."""
+    reserve_factor: float = 1.0
+    """By which more is left to the system than configured."""
+
+
+NORMAL = Profile(name="normal")
+
+
+def parse_report(text: str, *, ours: Sequence[str] = OURS) -> Report | None:
+    """What a report's text tells; None = it is none of these reports. Raises ValueError."""
+    header, body = _documents(text)
+    kind = str(header.get("bug_type", ""))
+    at = parse_time(header.get("timestamp") or body.get("date"))
+    if kind == "298" or "largestProcess" in body:
+        return _jetsam(body, at, ours)
+    told = body.get("panicString")
+    return _panic(told if isinstance(told, str) else text, at)
+
+
+def parse_time(value: object) -> float | None:
+    """Wall clock seconds of a report's time, `2026-03-31 09:43:10.00 +0900`; None = none."""
+    try:
+        return datetime.strptime(str(value), _TIME).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def read_reports(
+    folders: Iterable[Path],
+    *,
+    since: float,
+    limit: int = MAX_FILES,
+    ours: Sequence[str] = OURS,
+) -> tuple[Report, ...]:
+    """The newest `limit` reports of some folders that were written after `since`, newest first.
+
+    Blocks. Folders that are not there, or may not be read, have none.
+    """
+    found = sorted((one for folder in folders for one in _candidates(folder)), reverse=True)
+    recent = [(written, path) for written, path in found if written >= since][: max(0, limit)]
+    reports = [_read(path, written, ours) for written, path in recent]
+    return tuple(report for report in reports if report is not None)
+
+
+def report_folders(platform: str, home: Path) -> tuple[Path, ...]:
+    """Where macOS keeps reports, of the machine and of a user; nothing elsewhere."""
+    if platform != "darwin":
+        return ()
+    places = (Path("/Library/Logs/DiagnosticReports"), home / "Library/Logs/DiagnosticReports")
+    return tuple(folder for place in places for folder in (place, place / "Retired"))
+
+
+def choose_profile(reports: Iterable[Report], *, now: float) -> Profile:
+    """The profile that reports call for, at `now` in wall clock seconds.
+
+    It ends a week after the newest of them. A report from the future counts as written now.
+    """
+    recent = sorted(
+        (
+            (min(report.at, now), report.summary)
+            for report in reports
+            if report.at is not None and report.calls_for_care and now - report.at < KEEP_S
+        ),
+        reverse=True,
+    )
+    if not recent:
+        return NORMAL
+    at, summary = recent[0]
+    more = f", and {len(recent) - 1} more such reports" if len(recent) > 1 else ""
+    return Profile(
+        name="careful",
+        reason=f"{summary} on {_day(at)}{more}; careful until {_day(at + KEEP_S)}",
+        until_at=at + KEEP_S,
+        max_running=1 if len(recent) > 2 else 2,
+        reserve_factor=1.5,
+    )
+
+
+def find_profile(folders: Iterable[Path], *, now: float) -> tuple[Profile, tuple[Report, ...]]:
+    """Read what is recent and choose. Blocks; raises nothing."""
+    reports = read_reports(folders, since=now - KEEP_S)
+    return choose_profile(reports, now=now), reports
+
+
+def _documents(text: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The header's line and the body; empty where a part is no JSON object."""
+    first, _, rest = text.partition("\n")
+    header, body = _object(first), _object(rest)
+    if not header and not body:
+        return {}, _object(text)
+    return header, body
+
+
+def _object(text: str) -> Mapping[str, Any]:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _panic(text: str, at: float | None) -> Report | None:
+    # In JSON that was cut off, line breaks and quotes are still escaped.
+    plain = text.replace("\\n", "\n").replace('\\"', '"').replace("\\/", "/")
+    found = _PANIC.search(plain)
+    if found is None:
+        return None
+    line = _clean(found[1].partition("\n")[0])
+    task = _TASK.search(plain)
+    kind = ReportKind.PANIC
+    if "IOGPU" in line or "AGX" in line or "prepare count underflow" in line:
+        kind = ReportKind.GPU_PANIC
+    elif "watchdog timeout" in line:
+        kind = ReportKind.WATCHDOG
+    process = _clean(task[2]) if task else ""
+    by = f" (in {process})" if process else ""
+    return Report(
+        kind=kind, at=at, process=process, summary=f"the kernel panicked{by}: {line[:120]}"
+    )
+
+
+def _jetsam(body: Mapping[str, Any], at: float | None, ours: Sequence[str]) -> Report:
+    listed = body.get("processes")
+    processes = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    page = _page_bytes(body)
+    ended = [one for one in processes if _is_ended(one)]
+    own = sorted(
+        ((_pages(one) * page, _clean(str(one.get("name", "")))) for one in ended if _is(one, ours)),
+        reverse=True,
+    )
+    reasons = sorted({_clean(str(one["reason"])) for one in ended})
+    largest = _clean(str(body.get("largestProcess", "")))
+    why = f" ({', '.join(reasons[:3])})" if reasons else ""
+    if own:
+        size, name = own[0]
+        told = f"the system ended {name} for memory{why}"
+        return _told_jetsam(at, told, name, size, is_ours=True)
+    is_largest = bool(ended) and largest.lower().startswith(tuple(ours))
+    if is_largest:
+        told = (
+            f"the system ended {len(ended)} processes for memory{why} while {largest} was largest"
+        )
+        return _told_jetsam(at, told, largest, 0, is_ours=True)
+    told = f"the system ended {len(ended)} processes for memory{why}, none of ours"
+    return _told_jetsam(at, told, "", 0, is_ours=False)
+
+
+def _told_jetsam(
+    at: float | None, summary: str, process: str, size: int, *, is_ours: bool
+) -> Report:
+    return Report(
+        kind=ReportKind.JETSAM,
+        at=at,
+        summary=summary,
+        process=process,
+        process_bytes=size,
+        is_ours=is_ours,
+    )
+
+
+def _is_ended(process: Mapping[str, Any]) -> bool:
+    reason = process.get("reason")
+    return isinstance(reason, str) and bool(reason) and not reason.startswith(_HARMLESS)
+
+
+def _is(process: Mapping[str, Any], ours: Sequence[str]) -> bool:
+    return str(process.get("name", "")).lower().startswith(tuple(ours))
+
+
+def _page_bytes(body: Mapping[str, Any]) -> int:
+    status = body.get("memoryStatus")
+    for part in (status if isinstance(status, dict) else {}, body):
+        size = part.get("pageSize")
+        if isinstance(size, int) and 0 < size <= 1 << 20:
+            return size
+    return 16384
+
+
+def _pages(process: Mapping[str, Any]) -> int:
+    pages = process.get("rpages")
+    return pages if isinstance(pages, int) and 0 <= pages < 1 << 40 else 0
+
+
+def _candidates(folder: Path) -> list[tuple[float, Path]]:
+    """When each report of a folder was written, and where it lies. Links and pipes are none."""
+    found = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in islice(entries, _MAX_ENTRIES):
+                if not _NAME.match(entry.name):
+                    continue
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    found.append((status.st_mtime, Path(entry.path)))
+    except OSError:
+        return found
+    return found
+
+
+def _read(path: Path, written: float, ours: Sequence[str]) -> Report | None:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES).decode("utf-8", "replace")
+        report = parse_report(text, ours=ours)
+    except (OSError, ValueError, OverflowError) as fault:
+        return _unreadable(path, written, str(fault))
+    if report is None:
+        return _unreadable(path, written, "neither a panic nor a Jetsam report")
+    at = written if report.at is None else report.at
+    return replace(report, at=at, file=_clean(path.name))
+
+
+def _unreadable(path: Path, written: float, why: str) -> Report:
+    return Report(
+        kind=ReportKind.UNREADABLE, at=written, summary=_clean(why)[:200], file=_clean(path.name)
+    )
+
+
+def _clean(text: str) -> str:
+    """One line of printable signs: reports name processes, and anybody may name a process."""
+    return "".join(sign if sign.isprintable() else " " for sign in text).strip()[:200]
+
+
+def _day(at: float) -> str:
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d")
+    except (ValueError, OverflowError, OSError):
+        return "an unknown day"

@@ -1,0 +1,112 @@
+"""What the tests of leases share: both stores, a real Redis, and ways to ask."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kakeya.core.clock import SystemClock
+from kakeya.core.units import GIB, MIB
+from kakeya.memory.lease import Wish, in_order
+from kakeya.memory.lease_borrower import Borrower, Room
+from kakeya.memory.lease_redis import RedisLeaseStore
+from kakeya.memory.lease_sqlite import SqliteLeaseStore
+from kakeya.memory.lease_store import LeaseStore
+from kakeya.memory.processes import Census
+from kakeya.memory.resident import RequestPriority
+
+REDIS = shutil.which("redis-server")
+NO_REDIS = "redis-server is not installed here"
+
+
+@dataclass
+class Redis:
+    """A real Redis on a socket of its own, which can be stopped and started."""
+
+    folder: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / "r.sock"
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket}"
+
+    def start(self) -> None:
+        command = [str(REDIS), "--port", "0", "--unixsocket", str(self.socket), "--save", ""]
+        self.process = subprocess.Popen(
+            [*command, "--dir", str(self.folder)], stdout=subprocess.DEVNULL
+        )
+        until = time.monotonic() + 10
+        while not self.socket.exists():
+            assert time.monotonic() < until, "redis-server does not start"
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
+            self.process = None
+
+
+@contextmanager
+def real_redis() -> Iterator[Redis]:
+    with tempfile.TemporaryDirectory(prefix="kr") as folder:  # short: it is a socket's path
+        redis = Redis(Path(folder))
+        redis.start()
+        try:
+            yield redis
+        finally:
+            redis.stop()
+
+
+MakeStore = Callable[[], LeaseStore]
+
+
+def sqlite_stores(folder: Path) -> MakeStore:
+    return lambda: SqliteLeaseStore(folder / "leases.db")
+
+
+def redis_stores(url: str, machine: str) -> MakeStore:
+    return lambda: RedisLeaseStore(url, machine=lambda: machine)
+
+
+def wish(
+    name: str = "job",
+    mb: int = 10,
+    *resources: str,
+    priority: RequestPriority = RequestPriority.NORMAL,
+) -> Wish:
+    return Wish(
+        name=name, size_bytes=mb * MIB, priority=priority, resources=tuple(in_order(resources))
+    )
+
+
+def borrower(
+    store: LeaseStore, census: Census, *, budget: int = GIB, poll_s: float = 0.02
+) -> Borrower:
+    room = Room(budget=lambda: budget, available=lambda: None)
+    return Borrower(store, census, clock=SystemClock(), room=room, poll_s=poll_s)
+
+
+@asynccontextmanager
+async def borrowing(make: MakeStore, *, budget: int = GIB) -> AsyncIterator[Borrower]:
+    census = await asyncio.to_thread(Census)
+    async with make() as store:
+        yield borrower(store, census, budget=budget)
+
+
+async def eventually(what: str, probe: Callable[[], object], *, limit_s: float = 20.0) -> None:
+    until = time.monotonic() + limit_s
+    while not await asyncio.to_thread(probe):
+        assert time.monotonic() < until, f"not within {limit_s:g} s: {what}"
+        await asyncio.sleep(0.02)
