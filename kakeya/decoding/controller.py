@@ -16,6 +16,9 @@ Tv(rows)   a load-time sweep, then every forward (RowCosts)
                from shadow drafts, which were only compared with what plain decoding emitted
     wait       per source, what asking it costs before a forward can begin
 
+Where several sequences share a plain forward, the plain step costs each only its share: a block,
+which is a forward of its own, must beat that.
+
 Pure: no clock, no randomness. The same calls give the same decisions.
 """
 
@@ -36,6 +39,8 @@ MEMORY = 0.95
 """Decay per step of the achieved rate: about the last 20 steps count."""
 NEGLIGIBLE = 0.01
 """Path probability below which deeper rows are not looked at."""
+SHARED_WEIGHT = 0.1
+"""Of the newest measurement of a shared forward."""
 PROBE_COST = 0.005
 """Share of plain time that asking a source which does not pay may cost."""
 PROBE_EVERY = 32
@@ -122,6 +127,8 @@ class DraftController:
         self._recent_s = 0.0
         self._plain_steps = 0
         self._block_steps = 0
+        self._sharers = 1
+        self._shared_s: dict[int, float] = {}
 
     def seed_costs(self, seconds_by_rows: Mapping[int, float]) -> None:
         """Start from a sweep: seconds of a forward by its number of rows, 1 = the plain step."""
@@ -141,7 +148,7 @@ class DraftController:
         """The longest wait for this source that still pays, judged by all its drafts so far."""
         known = self._source(source)
         _, tokens, cost_s = self._best(known.acceptance.overall(self._max_rows), 0.0)
-        return max(0.0, tokens * self._costs.seconds(1) / self._margin - cost_s)
+        return max(0.0, tokens * self._plain_s() / self._margin - cost_s)
 
     def wants(self, source: str) -> bool:
         """Whether to ask, in this step, a source that cannot be asked without waiting for it.
@@ -177,6 +184,19 @@ class DraftController:
         if rows == 1:
             self._plain_steps += 1
             self._remember(1, self._costs.seconds(1))
+
+    def share(self, sharers: int) -> None:
+        """From now on `sharers` sequences take their plain steps in one forward; 1 = each alone."""
+        self._sharers = max(1, sharers)
+
+    def observe_shared(self, sharers: int, seconds: float) -> None:
+        """Learn what a plain forward of several sequences took."""
+        if seconds <= 0 or sharers < 2:
+            return
+        known_s = self._shared_s.get(sharers, seconds)
+        self._shared_s[sharers] = known_s + SHARED_WEIGHT * (min(seconds, 2 * known_s) - known_s)
+        self._plain_steps += sharers
+        self._remember(1, self._plain_s())
 
     def observe_verified(self, draft: Draft, offered_rows: int, accepted: int) -> None:
         """Learn that of the first `offered_rows` draft tokens the first `accepted` were right."""
@@ -236,6 +256,14 @@ class DraftController:
             sources=tuple(_report(name, known) for name, known in self._sources.items()),
         )
 
+    def _plain_s(self) -> float:
+        """What a plain step costs one sequence."""
+        if self._sharers == 1:
+            return self._costs.seconds(1)
+        known_s = self._shared_s.get(self._sharers)
+        # A block of as many rows costs about the same, before any such step was measured.
+        return (known_s or self._costs.seconds(self._sharers)) / self._sharers
+
     def _is_probed(self, known: _Source, cost_s: float) -> bool:
         """Whether this is one of the few steps in which a source that does not pay is asked."""
         known.steps_unasked += 1
@@ -248,7 +276,7 @@ class DraftController:
     def _best(self, chain: Iterable[float], wait_s: float) -> tuple[int, float, float]:
         """The best k for these conditional acceptances, with its E(k) and its seconds."""
         costs = self._costs.table()
-        plain_s = costs[0]
+        plain_s = self._plain_s()
         rate = max(self._recent_tokens / self._recent_s if self._recent_s else 0.0, 1.0 / plain_s)
         swiftest = worthiest = (0, 1.0, plain_s)
         top_speed = 1.0 / plain_s

@@ -54,11 +54,11 @@ class RowCosts:
         if seconds <= 0 or rows < 1:
             return
         if not self._measured:
-            self._speed = seconds / self._shape(rows)
+            self._speed = seconds / _shape(self._nodes, rows)
             self._measured = True
             self._tabulate()
             return
-        shape = self._shape(rows)
+        shape = _shape(self._nodes, rows)
         surprise = min(max(seconds / (self._speed * shape), 1 / SURPRISE), SURPRISE) - 1.0
         self._speed *= 1.0 + TO_SPEED * surprise
         node = shape * (1.0 + TO_SHAPE * surprise)
@@ -69,25 +69,31 @@ class RowCosts:
 
     def seconds(self, rows: int) -> float:
         """Tv(rows)."""
-        return self._table[min(rows, self._max_rows) - 1]
+        if rows == 1:  # asked at each step, the table only where there is a draft
+            return self._tabled_speed * self._tabled[1]
+        return self.table()[min(rows, self._max_rows) - 1]
 
     def table(self) -> tuple[float, ...]:
         """Tv(1), Tv(2), ... up to max_rows."""
+        if not self._table:
+            table: list[float] = []
+            highest = 0.0
+            for rows in range(1, self._max_rows + 1):
+                highest = max(highest, self._tabled_speed * _shape(self._tabled, rows))
+                table.append(highest)
+            self._table = tuple(table)
         return self._table
 
-    def _shape(self, rows: int) -> float:
-        known = self._nodes.get(rows)
-        return known if known is not None else _between(self._nodes, rows)
-
     def _tabulate(self) -> None:
+        """From now on tell what is known now; the table itself is made when it is asked for."""
         self._tabled = dict(self._nodes)
         self._tabled_speed = self._speed
-        table: list[float] = []
-        highest = 0.0
-        for rows in range(1, self._max_rows + 1):
-            highest = max(highest, self._speed * self._shape(rows))
-            table.append(highest)
-        self._table = tuple(table)
+        self._table = ()
+
+
+def _shape(nodes: Mapping[int, float], rows: int) -> float:
+    known = nodes.get(rows)
+    return known if known is not None else _between(nodes, rows)
 
 
 def _between(nodes: Mapping[int, float], rows: int) -> float:

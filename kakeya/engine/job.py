@@ -31,7 +31,10 @@ class SourceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeJob:
-    """One generation; `kv_key` names the KV to continue from and to keep, "" keeps none."""
+    """One generation; `kv_key` names the KV to continue from and to keep, "" keeps none.
+
+    `adapter_id` names a loaded adapter, "" is the model alone.
+    """
 
     token_ids: Sequence[int]
     max_tokens: int
@@ -39,6 +42,7 @@ class DecodeJob:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     sources: tuple[SourceSpec, ...] = ()
     kv_key: str = ""
+    adapter_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kakeya.decoding.sampling import SamplingParams
+from kakeya.memory.adapter_format import PackedAdapter
 
 CHUNK_LIMIT_S = 0.15
 """A prefill chunk longer than this would make a cancelled request linger."""
+KEPT_BUFFER_BYTES = 256 << 20
+"""Of buffers that no array uses, where nobody sets another bound."""
 LEAST_CHUNK_TOKENS = 16
 """Below this a forward costs about the same, however few its rows are."""
 
@@ -44,6 +47,11 @@ class LoadedFacts:
     """Seconds of one forward by its rows; 1 is the pipelined plain step."""
     prefill_context_s: float = 0.0
     """Seconds that each token of context adds to each token of prefill: attention over it."""
+    adapter_slots: int = 0
+    adapter_rank: int = 0
+    base_fingerprint: str = ""
+    batch_rows: int = 1
+    """How many sequences share one forward."""
 
     def prefill_chunk_at(self, length: int) -> int:
         """Tokens of the prefill chunk behind a context of `length`, so that it stays within time.
@@ -69,10 +77,14 @@ class ModelDraft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Bytes that the model's framework holds, weights included."""
+    """Bytes that the model's framework holds, weights included.
+
+    `cache_bytes` are buffers that no array uses; they are not among the active ones.
+    """
 
     active_bytes: int
     peak_bytes: int
+    cache_bytes: int = 0
 
 
 class SequenceState(Protocol):
@@ -90,6 +102,10 @@ class SequenceState(Protocol):
 
     def select_with(self, sampling: SamplingParams) -> None:
         """Choose tokens this way from now on."""
+        ...
+
+    def adapt(self, slot: int) -> None:
+        """Compute with the adapter in this slot from now on; 0 = with none."""
         ...
 
     def prefill(self, tokens: Sequence[int]) -> None:
@@ -125,8 +141,39 @@ class SequenceState(Protocol):
         ...
 
 
+class AdapterBank(Protocol):
+    """Slots for adapters beside a model's weights, 1 to `count`."""
+
+    @property
+    def count(self) -> int:
+        """Adapters that fit at the same time."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """What all slots take now, used or not; they grow and never shrink."""
+        ...
+
+    def missing_bytes(self, adapter: PackedAdapter) -> int:
+        """What would be allocated for this adapter. Raises InvalidArgument if it does not fit."""
+        ...
+
+    def load(self, slot: int, adapter: PackedAdapter) -> None:
+        """Fill a slot. Raises InvalidArgument if it does not fit the model."""
+        ...
+
+    def slot_bytes(self) -> int:
+        """What one slot takes."""
+        ...
+
+
 class Model(Protocol):
     """A loaded model."""
+
+    @property
+    def adapters(self) -> AdapterBank | None:
+        """Its slots for adapters; None where it has none."""
+        ...
 
     @property
     def facts(self) -> LoadedFacts:
@@ -135,6 +182,15 @@ class Model(Protocol):
 
     def open(self) -> SequenceState:
         """A new, empty sequence."""
+        ...
+
+    def launch_together(
+        self, states: Sequence[SequenceState], tokens: Sequence[int | None]
+    ) -> None:
+        """Start a plain step of each sequence in one forward; as `launch` for each of them.
+
+        For 2 to `facts.batch_rows` sequences. When it raises, they are as before.
+        """
         ...
 
     def draft(
@@ -149,4 +205,16 @@ class Model(Protocol):
 
     def tidy(self) -> None:
         """Give buffers that are no longer needed back; called now and then between steps."""
+        ...
+
+    def limit(self, memory_bytes: int | None, cache_bytes: int | None) -> None:
+        """Bound what the framework takes, and what it keeps of that unused; None = unchanged."""
+        ...
+
+    def idle_bytes(self) -> int:
+        """KV of drafts for others, a part of what is active: it can be computed again."""
+        ...
+
+    def shed(self, size: int) -> None:
+        """Drop such KV, oldest first, until `size` bytes of it are gone or none is left."""
         ...

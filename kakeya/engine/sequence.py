@@ -1,4 +1,4 @@
-"""One generation on the model thread, as a generator of frames: one `next` is one step.
+"""One generation on the model thread, as a generator of steps: frames, and launches between them.
 
     prefill   the part of the history that no kept KV covers, in chunks on a fixed grid that is
               finer behind a long context, all but the last token; a frame each, so a cancellation
@@ -10,20 +10,25 @@ From flight, a draft is entered confirm-first: the row in flight is read, and on
 the first drafted token are the others verified. From quiet, a block is verified at once. Drafts
 that are not verified are scored against what plain decoding emits, for free.
 
+A plain step is launched by who runs the generator, so that many sequences can share its forward:
+`steps` yields a `Launch`, and goes on once that was done; `frames` is `steps` of one that is alone.
+
 Law, checked after each step: the KV holds `committed - 1` tokens, plus the row in flight.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from kakeya.core.errors import InvalidArgument, InvariantBroken
+from kakeya.core.errors import InvalidArgument, InvariantBroken, NotFound
 from kakeya.decoding.acceptance import agreeing
 from kakeya.decoding.controller import DraftController
 from kakeya.decoding.decoder import Decoding
 from kakeya.decoding.proposer import Draft
+from kakeya.engine.adapters import AdapterUse, EngineAdapters
 from kakeya.engine.drafting import Drafting, RemoteBooks
 from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, PrefillFrame, TokensFrame
 from kakeya.engine.model import Model, SequenceState
@@ -48,6 +53,26 @@ class SequenceTools:
     violations: Violations
     max_draft_rows: int
     timer: Callable[[], float] = time.perf_counter
+    adapters: EngineAdapters | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Launch:
+    """A plain step that is due: of `token`, or of what the step before it will select.
+
+    `is_shared` says afterwards that other sequences were in the same forward.
+    """
+
+    state: SequenceState
+    token: int | None
+    is_shared: bool = False
+
+    def alone(self) -> None:
+        """Launch it in a forward of its own."""
+        self.state.launch(self.token)
+
+
+Step: TypeAlias = EngineFrame | Launch
 
 
 class SequenceRun:
@@ -65,19 +90,44 @@ class SequenceRun:
             stop_token_ids=job.stop_token_ids,
             context_tokens=facts.context_tokens,
         )
-        self._state, self._cached_tokens = self._reopen(model)
-        self._state.select_with(job.sampling)
-        # Last: what it opens is closed by `finish` and `abandon`, which need the rest.
-        self._drafting = Drafting(
-            job.sources, tools.controller, tools.books, facts.vocab_size, job.sampling
-        )
+        self._adapter = _enter(tools, job.adapter_id)
+        self._lender = tools.adapters
+        try:
+            self._state, self._cached_tokens = self._reopen(model)
+            self._state.select_with(job.sampling)
+            self._state.adapt(self._adapter.slot if self._adapter else 0)
+            # Last: what it opens is closed by `finish` and `abandon`, which need the rest.
+            self._drafting = Drafting(
+                job.sources, tools.controller, tools.books, facts.vocab_size, job.sampling
+            )
+        except BaseException:
+            self._leave_adapter()
+            raise
         self._finished = False
         self._forwards = 0
         self._drafted = self._verified = self._accepted = 0
         self._prefill_s = 0.0
 
+    @property
+    def length(self) -> int:
+        """Tokens whose KV it holds."""
+        return self._state.length
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its prompt is computed."""
+        return self._state.length + 1 >= len(self._decoding.history)
+
     def frames(self) -> Iterator[EngineFrame]:
-        """Do one step per `next`; the last frame is a DoneFrame."""
+        """Do one step per `next`, alone on the model; the last frame is a DoneFrame."""
+        for step in self.steps():
+            if isinstance(step, Launch):
+                step.alone()
+            else:
+                yield step
+
+    def steps(self) -> Iterator[Step]:
+        """As `frames`, but a plain step is launched by the caller before the next `next`."""
         timer = self._tools.timer
         started = timer()
         self._drafting.prepare(self._decoding.history)
@@ -86,7 +136,7 @@ class SequenceRun:
         self._drafting.begin(self._decoding.history)
         mark = timer()
         while self._decoding.finish is None:
-            tokens, comparable_rows = self._step()
+            tokens, comparable_rows = yield from self._step()
             now = timer()
             if comparable_rows:
                 self._tools.controller.observe_forward(comparable_rows, now - mark)
@@ -103,21 +153,34 @@ class SequenceRun:
             return
         self._finished = True
         self._drafting.close()
-        while self._state.in_flight():
-            self._state.collect()
+        try:
+            while self._state.in_flight():
+                self._state.collect()
+        finally:
+            self._leave_adapter()
         if self._job.kv_key:
             tokens = self._decoding.history[: self._state.length]
-            self._tools.slots.keep(self._job.kv_key, tokens, self._state)
+            self._tools.slots.keep(self._job.kv_key, tokens, self._state, self._content())
 
     def abandon(self) -> None:
         """Drop the KV: after a fault nobody knows what it holds."""
         self._finished = True
         self._drafting.close()
+        self._leave_adapter()
+
+    def _leave_adapter(self) -> None:
+        """Let the slot go, once; `_adapter` stays, since it tells whose the KV is."""
+        if self._lender is not None and self._adapter is not None:
+            self._lender.leave(self._adapter)
+            self._lender = None
+
+    def _content(self) -> str:
+        return self._adapter.content if self._adapter else ""
 
     def _reopen(self, model: Model) -> tuple[SequenceState, int]:
         """Continue the kept KV as far as it agrees with the history, else start empty."""
         kept = self._tools.slots.take(self._job.kv_key) if self._job.kv_key else None
-        if kept is not None:
+        if kept is not None and kept.content == self._content():
             history = self._decoding.history
             shared = min(agreeing(kept.tokens, history), len(history) - 1)
             if shared > 0 and kept.state.trim(kept.state.length - shared):
@@ -133,16 +196,18 @@ class SequenceRun:
             state.prefill(history[state.length : end])
             yield PrefillFrame(computed_tokens=state.length, total_tokens=total)
 
-    def _step(self) -> tuple[tuple[int, ...], int]:
+    def _step(self) -> Generator[Launch, None, tuple[tuple[int, ...], int]]:
         """Commit at least one token.
 
         Returns what was committed, and the rows of the forward that the step's time is a fair
-        sample for; 0 where it is none (the pipeline was filling or running dry).
+        sample for; 0 where it is none (the pipeline was filling or running dry, or others were in
+        the forward).
         """
         draft, rows = self._choose()
         in_flight = self._state.in_flight() > 0
         if rows == 0:
-            return (self._plain_step(draft),), 1 if in_flight else 0
+            token, is_shared = yield from self._plain_step(draft)
+            return (token,), 1 if in_flight and not is_shared else 0
         if in_flight:
             return self._confirm(draft, rows), 0
         return self._block(draft, draft.tokens[:rows]), rows + 1
@@ -156,20 +221,26 @@ class SequenceRun:
             room = min(room, self._state.verifiable_rows())
         return self._drafting.choose(self._decoding.history, room)
 
-    def _plain_step(self, draft: Draft) -> int:
+    def _plain_step(self, draft: Draft) -> Generator[Launch, None, tuple[int, bool]]:
+        """Commit one token; also returns whether others shared the newest forward."""
         state, decoding = self._state, self._decoding
+        is_shared = False
         if state.in_flight() == 0:
-            state.launch(decoding.history[-1])
+            first = Launch(state, decoding.history[-1])
+            yield first
             self._forwards += 1
+            is_shared = first.is_shared
         if decoding.room() > 0:
             # Another token is needed after this one: start it before reading this one.
-            state.launch(None)
+            ahead = Launch(state, None)
+            yield ahead
             self._forwards += 1
+            is_shared = ahead.is_shared
         self._drafting.shadow(draft)
         token = state.collect()
         decoding.commit((), (token,))
         self._drafting.extend((token,))
-        return token
+        return token, is_shared
 
     def _confirm(self, draft: Draft, rows: int) -> tuple[int, ...]:
         """Read the row in flight; verify the rest of the draft only if it guessed that row."""
@@ -239,6 +310,15 @@ class SequenceRun:
             accepted=self._accepted,
             sources=self._drafting.tallies(),
         )
+
+
+def _enter(tools: SequenceTools, adapter_id: str) -> AdapterUse | None:
+    """The adapter to compute with; None for the model alone. Raises NotFound."""
+    if not adapter_id:
+        return None
+    if tools.adapters is None:
+        raise NotFound(f"adapter {adapter_id!r} is not loaded: this engine takes no adapters")
+    return tools.adapters.enter(adapter_id)
 
 
 def _validate(job: DecodeJob, vocab_size: int, context_tokens: int) -> None:

@@ -9,43 +9,28 @@ whose connection breaks, cancels the generation before its next step.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import resource
-import sys
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import grpc.aio
 
-from kakeya.core.errors import InvalidArgument, KakeyaError
+from kakeya.core.errors import InvalidArgument, KakeyaError, UnknownMethod
 from kakeya.core.units import unpack_ids
-from kakeya.decoding.decoder import FinishReason
 from kakeya.decoding.sampling import SamplingParams
-from kakeya.engine.job import (
-    DecodeJob,
-    DoneFrame,
-    EngineFrame,
-    PrefillFrame,
-    SourceSpec,
-    TokensFrame,
-)
-from kakeya.engine.model import Model
+from kakeya.engine.adapters import EngineAdapters
+from kakeya.engine.job import DecodeJob, SourceSpec
+from kakeya.engine.limits import Footprint
+from kakeya.engine.model import Model, ModelDraft
+from kakeya.engine.outbox import Outbox
 from kakeya.engine.scheduler import Scheduler, Ticket
 from kakeya.engine.sequence import SequenceTools
+from kakeya.memory.page_ref import PageRef
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1 import engine_pb2_grpc
 from kakeya.wire.status import abort
 
 _Answer = TypeVar("_Answer")
 _Context = grpc.aio.ServicerContext[Any, Any]
-FRAME_S = 0.02
-"""The least time between two messages of one stream, ends excepted."""
-_REASONS = {
-    FinishReason.MAX_TOKENS: pb.DecodeDone.REASON_MAX_TOKENS,
-    FinishReason.STOP_TOKEN: pb.DecodeDone.REASON_STOP_TOKEN,
-    FinishReason.CONTEXT_FULL: pb.DecodeDone.REASON_CONTEXT_FULL,
-}
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
@@ -55,6 +40,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._model = model
         self._scheduler = scheduler
         self._tools = tools
+        self._limits = scheduler.limits
+        self._adapters = tools.adapters
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeResponse:
         """The model's facts, and whether its thread still comes round."""
@@ -63,7 +50,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             model_id=facts.model_id,
             model_path=facts.model_path,
             vocab_size=facts.vocab_size,
-            context_tokens=facts.context_tokens,
+            context_tokens=self._limits.room.context_tokens,
             eos_token_ids=facts.eos_token_ids,
             quantization=facts.quantization,
             dtype=facts.dtype,
@@ -78,6 +65,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             device=facts.device,
             blas_accelerated=facts.blas_accelerated,
             model_thread_silent_seconds=self._scheduler.silent_s(),
+            adapter_slots=facts.adapter_slots,
+            adapter_rank=facts.adapter_rank,
+            base_fingerprint=facts.base_fingerprint,
+            batch_rows=facts.batch_rows,
         )
 
     async def Decode(  # type: ignore[override]
@@ -88,7 +79,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         Written, not yielded: a cancellation then ends this very frame, and with it the work.
         """
         try:
-            outbox = _Outbox(asyncio.get_running_loop())
+            outbox = Outbox(asyncio.get_running_loop())
             ticket = Ticket(_job_from_wire(request), outbox.put, outbox.fail)
             self._scheduler.submit(ticket)
             try:
@@ -115,7 +106,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             timer = self._tools.timer
             started = timer()
             draft = await self._on_model_thread(
-                lambda: self._model.draft(prefix, size, seed, request.temperature)
+                lambda: self._draft(prefix, size, seed, request.temperature)
             )
         except KakeyaError as failure:
             await abort(context, failure)
@@ -136,8 +127,68 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """Live numbers."""
         return await self._on_model_thread(self._stats)
 
+    async def SetLimits(self, request: pb.SetLimitsRequest, context: _Context) -> pb.Footprint:
+        """Bound memory, spare buffers and KV; 0 = unchanged."""
+        asked = (request.memory_bytes, request.cache_bytes, request.kv_bytes)
+        return await self._footprint(context, lambda: self._limits.set(*asked))
+
+    async def Shrink(self, request: pb.ShrinkRequest, context: _Context) -> pb.Footprint:
+        """Give memory back, between two steps."""
+        return await self._footprint(context, lambda: self._limits.shrink(request.bytes))
+
+    async def LoadAdapter(
+        self, request: pb.LoadAdapterRequest, context: _Context
+    ) -> pb.LoadAdapterResponse:
+        """Take an adapter from pages."""
+        ref = _page_ref(request.pages)
+        try:
+            adapters = self._taken()
+            loaded = await self._on_model_thread(
+                lambda: adapters.load(request.adapter_id, ref, request.instead_of)
+            )
+        except KakeyaError as failure:
+            await abort(context, failure)
+            raise
+        return pb.LoadAdapterResponse(slot=loaded.slot, bytes=loaded.nbytes)
+
+    async def UnloadAdapter(
+        self, request: pb.UnloadAdapterRequest, context: _Context
+    ) -> pb.UnloadAdapterResponse:
+        """Free an adapter's slot."""
+        try:
+            adapters = self._taken()
+            was_loaded = await self._on_model_thread(lambda: adapters.unload(request.adapter_id))
+        except KakeyaError as failure:
+            await abort(context, failure)
+            raise
+        return pb.UnloadAdapterResponse(was_loaded=was_loaded)
+
+    def _taken(self) -> EngineAdapters:
+        if self._adapters is None:
+            raise UnknownMethod(
+                f"the engine of {self._model.facts.model_id} takes no adapters; "
+                "start it with --adapter-slots"
+            )
+        return self._adapters
+
+    def _draft(
+        self, prefix: list[int], size: int, seed: int | None, temperature: float
+    ) -> ModelDraft:
+        draft = self._model.draft(prefix, size, seed, temperature)
+        # Prefixes are kept for the next draft: that too is within the bounds.
+        self._limits.holds()
+        return draft
+
+    async def _footprint(self, context: _Context, work: Callable[[], Footprint]) -> pb.Footprint:
+        try:
+            return _footprint_to_wire(await self._on_model_thread(work))
+        except KakeyaError as failure:
+            await abort(context, failure)
+            raise
+
     def _stats(self) -> pb.StatsResponse:
         load, memory = self._scheduler.load(), self._model.memory()
+        footprint = self._limits.footprint()
         by_key = self._tools.slots.bytes_by_key()
         return pb.StatsResponse(
             kv_live_bytes=self._tools.slots.held_bytes,
@@ -146,121 +197,18 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             waiting=load.waiting,
             mlx_active_bytes=memory.active_bytes,
             mlx_peak_bytes=memory.peak_bytes,
-            resident_bytes=_peak_resident_bytes(),
+            resident_bytes=footprint.resident_bytes,
             cache_length_violations=self._tools.violations.cache_length,
             position_violations=self._tools.violations.position,
             kv_bytes_by_key=by_key,
+            footprint=_footprint_to_wire(footprint),
+            adapter_ids=self._adapters.ids() if self._adapters else (),
+            batch_rows=load.batch_rows,
         )
 
     async def _on_model_thread(self, work: Callable[[], _Answer]) -> _Answer:
         """Await `work` done between two steps; a cancelled wait drops it if it has not begun."""
         return await asyncio.wrap_future(self._scheduler.call(work))
-
-
-class _Outbox:
-    """Frames of one generation on their way from the model thread to the wire.
-
-    The first frame and the last leave at once, those between at most every FRAME_S: a fast model
-    commits several tokens in that time, and one message for all of them leaves the processor to
-    the model. Slow models, whose steps take longer, are never held up.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._frames: deque[EngineFrame | KakeyaError] = deque()
-        self._filled = asyncio.Event()
-        self._ended = asyncio.Event()
-
-    def put(self, frame: EngineFrame) -> None:
-        """Add a frame; called on the model thread."""
-        self._frames.append(frame)
-        if isinstance(frame, DoneFrame):
-            self._loop.call_soon_threadsafe(self._end)
-        # One wake-up is enough for all that is appended before the loop looks.
-        elif len(self._frames) == 1:
-            self._loop.call_soon_threadsafe(self._filled.set)
-
-    def fail(self, failure: KakeyaError) -> None:
-        """End with an error; called on the model thread."""
-        self._frames.append(failure)
-        self._loop.call_soon_threadsafe(self._end)
-
-    def _end(self) -> None:
-        self._ended.set()
-        self._filled.set()
-
-    async def __aiter__(self) -> AsyncIterator[pb.DecodeResponse]:
-        """Yield responses until the last frame."""
-        while True:
-            await self._filled.wait()
-            self._filled.clear()
-            for response in self._drain():
-                yield response
-                if response.HasField("done"):
-                    return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FRAME_S):
-                    await self._ended.wait()
-
-    def _drain(self) -> list[pb.DecodeResponse]:
-        """Take all frames; committed tokens that follow each other become one response."""
-        responses: list[pb.DecodeResponse] = []
-        tokens: list[int] = []
-        while self._frames:
-            frame = self._frames.popleft()
-            if isinstance(frame, TokensFrame):
-                tokens += frame.token_ids
-                continue
-            if isinstance(frame, KakeyaError):
-                raise frame
-            if tokens:
-                responses.append(_tokens_to_wire(tokens))
-                tokens = []
-            responses.append(_to_wire(frame))
-        if tokens:
-            responses.append(_tokens_to_wire(tokens))
-        return responses
-
-
-def _tokens_to_wire(tokens: list[int]) -> pb.DecodeResponse:
-    return pb.DecodeResponse(tokens=pb.CommittedTokens(token_ids=tokens))
-
-
-def _to_wire(frame: PrefillFrame | DoneFrame) -> pb.DecodeResponse:
-    if isinstance(frame, PrefillFrame):
-        return pb.DecodeResponse(
-            progress=pb.PrefillProgress(
-                computed_tokens=frame.computed_tokens, total_tokens=frame.total_tokens
-            )
-        )
-    return pb.DecodeResponse(
-        done=pb.DecodeDone(
-            reason=_REASONS[frame.reason],
-            prefill_seconds=frame.prefill_s,
-            total_seconds=frame.total_s,
-            cached_tokens=frame.cached_tokens,
-            forwards=frame.forwards,
-            drafted=frame.drafted,
-            verified=frame.verified,
-            accepted=frame.accepted,
-            sources=[
-                pb.SourceStats(
-                    source=tally.source,
-                    drafts=tally.drafts,
-                    drafted=tally.drafted,
-                    verified=tally.verified,
-                    accepted=tally.accepted,
-                    abstained=tally.abstained,
-                    failed=tally.failed,
-                    late=tally.late,
-                    shadowed=tally.shadowed,
-                    shadow_hits=tally.shadow_hits,
-                    mean_wait_ms=1000 * tally.wait_s / max(1, tally.drafts),
-                )
-                for tally in frame.sources
-            ],
-        )
-    )
 
 
 def _ids(packed: bytes) -> list[int]:
@@ -304,10 +252,27 @@ def _job_from_wire(request: pb.DecodeRequest) -> DecodeJob:
             for source in request.draft_sources
         ),
         kv_key=request.kv_key,
+        adapter_id=request.adapter_id,
     )
 
 
-def _peak_resident_bytes() -> int:
-    """Largest resident set so far; Linux counts KiB, macOS bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _page_ref(pages: pb.PageRef) -> PageRef:
+    return PageRef(
+        slab=pages.slab,
+        slab_pages=pages.slab_pages,
+        page_bytes=pages.page_bytes,
+        first=pages.first,
+        pages=pages.pages,
+        length=pages.length,
+        stamp=pages.stamp,
+    )
+
+
+def _footprint_to_wire(footprint: Footprint) -> pb.Footprint:
+    return pb.Footprint(
+        resident_bytes=footprint.resident_bytes,
+        mlx_active_bytes=footprint.active_bytes,
+        mlx_cache_bytes=footprint.cache_bytes,
+        idle_kv_bytes=footprint.idle_kv_bytes,
+        limit_bytes=footprint.limit_bytes,
+    )

@@ -1,7 +1,9 @@
 """KV that outlives its generation: one entry a key, least recently used first to go.
 
 An entry is taken out while a generation works on it and put back afterwards, so nothing can be
-dropped under a running sequence. `held` counts bytes of the entries that wait here.
+dropped under a running sequence. The budget is for KV of both kinds: `held` counts bytes of the
+entries that wait here, `lent` what running sequences may use (see `room`), and entries go when
+these need the space.
 """
 
 from __future__ import annotations
@@ -14,11 +16,16 @@ from kakeya.engine.model import SequenceState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptKv:
-    """The KV of a history; `tokens` is as long as the state."""
+    """The KV of a history; `tokens` is as long as the state.
+
+    `content` tells adapters apart by what is in them, "" = the model alone: another one's KV is
+    another one.
+    """
 
     tokens: list[int]
     state: SequenceState
     nbytes: int
+    content: str = ""
 
 
 class KvSlots:
@@ -28,6 +35,12 @@ class KvSlots:
         self._budget_bytes = budget_bytes
         self._entries: OrderedDict[str, KeptKv] = OrderedDict()
         self._held_bytes = 0
+        self._lent_bytes = 0
+
+    @property
+    def budget_bytes(self) -> int:
+        """What all KV may take, kept and running."""
+        return self._budget_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -45,14 +58,36 @@ class KvSlots:
             self._held_bytes -= entry.nbytes
         return entry
 
-    def keep(self, key: str, tokens: list[int], state: SequenceState) -> None:
-        """Put an entry in; the oldest others go where it does not fit, itself where it can't."""
+    def keep(self, key: str, tokens: list[int], state: SequenceState, content: str = "") -> None:
+        """Put an entry in; the oldest others go where it does not fit, itself where it can't.
+
+        Its sequence may still count as running, so only entries are weighed here.
+        """
         self.take(key)
-        entry = KeptKv(tokens=tokens, state=state, nbytes=state.nbytes)
+        entry = KeptKv(tokens=tokens, state=state, nbytes=state.nbytes, content=content)
         if entry.nbytes > self._budget_bytes:
             return
         self._entries[key] = entry
         self._held_bytes += entry.nbytes
-        while self._held_bytes > self._budget_bytes:
+        self.shed(self._held_bytes - self._budget_bytes)
+
+    def lend(self, size: int) -> None:
+        """Note what running sequences may use in all; entries that are in the way go."""
+        self._lent_bytes = size
+        self._fit()
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Another budget; entries beyond it go at once."""
+        self._budget_bytes = budget_bytes
+        self._fit()
+
+    def shed(self, size: int) -> int:
+        """Drop entries, oldest first, until `size` bytes are gone or none is left; what went."""
+        before = self._held_bytes
+        while self._entries and before - self._held_bytes < size:
             _, oldest = self._entries.popitem(last=False)
             self._held_bytes -= oldest.nbytes
+        return before - self._held_bytes
+
+    def _fit(self) -> None:
+        self.shed(self._held_bytes + self._lent_bytes - self._budget_bytes)

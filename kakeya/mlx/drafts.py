@@ -36,6 +36,16 @@ class Drafter:
         self._chunk = prefill_chunk_tokens
         self._streams: list[_Stream] = []
 
+    @property
+    def held_bytes(self) -> int:
+        """KV of all prefixes."""
+        return sum(stream.state.nbytes for stream in self._streams)
+
+    def shed(self, size: int) -> None:
+        """Forget prefixes, oldest first, until `size` bytes of KV are gone or none is left."""
+        while self._streams and size > 0:
+            size -= self._streams.pop().state.nbytes
+
     def draft(
         self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
     ) -> ModelDraft:

@@ -22,8 +22,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from kakeya.core.errors import ConfigError
+from kakeya.core.errors import ConfigError, InvalidArgument
 from kakeya.core.log import event
+from kakeya.memory.adapter_base import read_base
+from kakeya.mlx.lora import AdapterSlots
 
 _log = logging.getLogger(__name__)
 _PATTERNS = [
@@ -52,15 +54,24 @@ class LoadedModel:
     dtype: str
     weight_bytes: int
     vocabulary_digest: str
+    adapters: AdapterSlots | None = None
 
     def make_cache(self) -> list[Any]:
         """One cache object a layer, of the class that the architecture asks for."""
         caches: list[Any] = make_prompt_cache(self.network)
         return caches
 
-    def forward(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """Run rows through the network. Shapes: tokens [B, L] int32 -> logits [B, L, V]."""
-        return self.network(tokens, cache=cache)
+    def forward(
+        self, tokens: mx.array, cache: list[Any], slots: mx.array | None = None
+    ) -> mx.array:
+        """Run rows through the network. Shapes: tokens [B, L] int32 -> logits [B, L, V].
+
+        `slots` [B] names the rows' adapters; None = no row has one.
+        """
+        if slots is None or self.adapters is None:
+            return self.network(tokens, cache=cache)
+        with self.adapters.rows(slots):
+            return self.network(tokens, cache=cache)
 
 
 def resolve_folder(id_or_path: str, download: Callable[..., str] = snapshot_download) -> Path:
@@ -89,8 +100,10 @@ def resolve_folder(id_or_path: str, download: Callable[..., str] = snapshot_down
     return _checked(Path(found))
 
 
-def load(id_or_path: str, model_id: str) -> LoadedModel:
-    """Load weights into memory.
+def load(
+    id_or_path: str, model_id: str, *, adapter_slots: int = 0, adapter_rank: int = 0
+) -> LoadedModel:
+    """Load weights into memory; with slots for so many adapters of at most this rank.
 
     Raises ConfigError when the folder lacks a part, or holds an architecture or weights that
     mlx-lm cannot read.
@@ -124,7 +137,20 @@ def load(id_or_path: str, model_id: str) -> LoadedModel:
         dtype="+".join(sorted(floats)),
         weight_bytes=sum(p.nbytes for p in parameters),
         vocabulary_digest=vocabulary_digest(folder),
+        adapters=AdapterSlots(
+            network, count=adapter_slots, max_rank=adapter_rank, base=_fingerprint(folder)
+        )
+        if adapter_slots > 0
+        else None,
     )
+
+
+def _fingerprint(folder: Path) -> str:
+    """What adapters name the weights by; "" where the folder holds them in another way."""
+    try:
+        return read_base(folder).fingerprint
+    except InvalidArgument:
+        return ""
 
 
 def vocabulary_digest(folder: Path) -> str:

@@ -11,13 +11,24 @@ import logging
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import cast
 
 import mlx.core as mx
 
 from kakeya.core.log import event
-from kakeya.engine.model import CHUNK_LIMIT_S, LoadedFacts, MemoryUse, ModelDraft
+from kakeya.core.process import trim_heap
+from kakeya.engine.model import (
+    CHUNK_LIMIT_S,
+    KEPT_BUFFER_BYTES,
+    LoadedFacts,
+    MemoryUse,
+    ModelDraft,
+    SequenceState,
+)
+from kakeya.mlx.batch import fitting_rows, launch_together
 from kakeya.mlx.drafts import Drafter
 from kakeya.mlx.loader import LoadedModel
+from kakeya.mlx.lora import AdapterSlots
 from kakeya.mlx.verifier import Verifier
 
 _log = logging.getLogger(__name__)
@@ -28,7 +39,6 @@ _PROBE_LIMIT_S = 2.0
 _BLOCK_ROWS = (2, 3, 5, 9, 17)
 _PLAIN_STEPS = 24
 _REPEATS = 3
-_KEPT_BUFFER_BYTES = 256 << 20
 
 
 class MlxModel:
@@ -36,7 +46,7 @@ class MlxModel:
 
     def __init__(self, loaded: LoadedModel, load_s: float, blas_accelerated: bool) -> None:
         self._loaded = loaded
-        mx.set_cache_limit(_KEPT_BUFFER_BYTES)
+        mx.set_cache_limit(KEPT_BUFFER_BYTES)
         probe = _Probe(loaded)
         self._facts = LoadedFacts(
             model_id=loaded.model_id,
@@ -58,7 +68,14 @@ class MlxModel:
             blas_accelerated=blas_accelerated,
             forward_costs_s=probe.costs,
             prefill_context_s=probe.prefill_context_s,
+            adapter_slots=loaded.adapters.count if loaded.adapters else 0,
+            adapter_rank=loaded.adapters.max_rank if loaded.adapters else 0,
+            base_fingerprint=loaded.adapters.base if loaded.adapters else "",
+            batch_rows=fitting_rows(loaded),
         )
+        # The probe's buffers would count as the model's, and none of them is needed again.
+        mx.clear_cache()
+        trim_heap()
         self._drafter = Drafter(loaded, probe.chunk_tokens)
         event(
             _log,
@@ -68,6 +85,7 @@ class MlxModel:
             prefill_per_s=self._facts.prefill_tokens_per_second,
             chunk=self._facts.prefill_chunk_tokens,
             last_chunk=self._facts.prefill_chunk_at(loaded.context_tokens),
+            batch_rows=self._facts.batch_rows,
             costs_ms={rows: round(cost * 1000, 2) for rows, cost in probe.costs.items()},
         )
 
@@ -76,9 +94,20 @@ class MlxModel:
         """What it is."""
         return self._facts
 
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        """Its slots for adapters; None where it has none."""
+        return self._loaded.adapters
+
     def open(self) -> Verifier:
         """A new, empty sequence."""
         return Verifier(self._loaded)
+
+    def launch_together(
+        self, states: Sequence[SequenceState], tokens: Sequence[int | None]
+    ) -> None:
+        """Start a plain step of each sequence in one forward."""
+        launch_together(self._loaded, cast("Sequence[Verifier]", states), tokens)
 
     def draft(
         self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
@@ -88,11 +117,30 @@ class MlxModel:
 
     def memory(self) -> MemoryUse:
         """Bytes that mlx holds."""
-        return MemoryUse(active_bytes=mx.get_active_memory(), peak_bytes=mx.get_peak_memory())
+        return MemoryUse(
+            active_bytes=mx.get_active_memory(),
+            peak_bytes=mx.get_peak_memory(),
+            cache_bytes=mx.get_cache_memory(),
+        )
 
     def tidy(self) -> None:
         """Give buffers that no array uses back to the system."""
         mx.clear_cache()
+
+    def limit(self, memory_bytes: int | None, cache_bytes: int | None) -> None:
+        """Bound what mlx takes and what it keeps of that unused; None = unchanged."""
+        if memory_bytes is not None:
+            mx.set_memory_limit(memory_bytes)
+        if cache_bytes is not None:
+            mx.set_cache_limit(cache_bytes)
+
+    def idle_bytes(self) -> int:
+        """KV of the prefixes that others had drafts for."""
+        return self._drafter.held_bytes
+
+    def shed(self, size: int) -> None:
+        """Forget such prefixes, oldest first, until `size` bytes are gone or none is left."""
+        self._drafter.shed(size)
 
 
 class _Probe:

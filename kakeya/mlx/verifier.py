@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -28,9 +28,42 @@ from mlx_lm.models.cache import (
 from kakeya.core.errors import InvariantBroken
 from kakeya.decoding.sampling import SamplingParams, noise_key
 from kakeya.mlx.loader import LoadedModel
+from kakeya.mlx.lora import row_slots
 
 _FREELY_TRIMMABLE = (KVCache, QuantizedKVCache, ConcatenateKVCache)
 UNBOUNDED_ROWS = 1 << 30
+
+
+class Flight:
+    """A launched step of one or many rows. Shape: selected [B] int32."""
+
+    __slots__ = ("_tokens", "selected")
+
+    def __init__(self, selected: mx.array) -> None:
+        self.selected = selected
+        self._tokens: list[int] | None = None
+
+    def tokens(self) -> list[int]:
+        """Wait for it; all rows are read at once."""
+        if self._tokens is None:
+            self._tokens = cast("list[int]", self.selected.tolist())
+        return self._tokens
+
+
+class Landing(NamedTuple):
+    """One row of a flight."""
+
+    flight: Flight
+    place: int
+
+    def token(self) -> int:
+        """Wait for the flight; return what this row selected."""
+        return self.flight.tokens()[self.place]
+
+    def row(self) -> mx.array:
+        """What this row selects, unread. Shape: [1] int32."""
+        selected = self.flight.selected
+        return selected if selected.size == 1 else selected[self.place : self.place + 1]
 
 
 class Verifier:
@@ -40,13 +73,30 @@ class Verifier:
         self._model = model
         self._cache = model.make_cache()
         self._length = 0
-        self._flight: deque[mx.array] = deque()
+        self._flight: deque[Landing] = deque()
         self._sampling = SamplingParams()
+        self._slot = 0
+        self._slots: mx.array | None = None
 
     @property
     def length(self) -> int:
         """Tokens whose KV is held."""
         return self._length
+
+    @property
+    def cache(self) -> list[Any]:
+        """The layers' caches."""
+        return self._cache
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How tokens are chosen."""
+        return self._sampling
+
+    @property
+    def slot(self) -> int:
+        """The slot of its adapter; 0 = none."""
+        return self._slot
 
     @property
     def nbytes(self) -> int:
@@ -61,28 +111,45 @@ class Verifier:
         """Choose tokens this way from now on."""
         self._sampling = sampling
 
+    def adapt(self, slot: int) -> None:
+        """Compute with the adapter in this slot from now on; 0 = with none."""
+        self._slot, self._slots = slot, row_slots((slot,))
+
     def prefill(self, tokens: Sequence[int]) -> None:
         """Append tokens and wait until their KV is computed; their logits are not."""
-        self._model.forward(_rows(tokens), self._cache)
+        self._model.forward(_rows(tokens), self._cache, self._slots)
         mx.eval([layer.state for layer in self._cache])
         self._length += len(tokens)
 
     def launch(self, token: int | None) -> None:
         """Start a plain step on `token`, or on what the newest launched step will select."""
-        row = self._flight[-1] if token is None else mx.array([token], dtype=mx.int32)
+        row = self.next_row() if token is None else mx.array([token], dtype=mx.int32)
         selected = self._select(self.step(row), first_position=self._length)
         mx.async_eval(selected)  # type: ignore[no-untyped-call]
-        self._flight.append(selected)
+        self._flight.append(Landing(Flight(selected), 0))
+
+    def next_row(self) -> mx.array:
+        """What the newest launched step selects, unread. Shape: [1] int32."""
+        return self._flight[-1].row()
+
+    def newest(self) -> Landing:
+        """The newest launched step."""
+        return self._flight[-1]
+
+    def launched(self, landing: Landing) -> None:
+        """A step was launched together with those of other sequences."""
+        self._flight.append(landing)
+        self._length += 1
 
     def step(self, row: mx.array) -> mx.array:
         """Append one row lazily; nothing is evaluated. Shapes: row [1] -> logits [1, V]."""
-        logits: mx.array = self._model.forward(row[None], self._cache)[0]
+        logits: mx.array = self._model.forward(row[None], self._cache, self._slots)[0]
         self._length += 1
         return logits
 
     def collect(self) -> int:
         """Wait for the oldest launched step; return the token that it selected."""
-        return cast("int", self._flight.popleft().item())
+        return self._flight.popleft().token()
 
     def in_flight(self) -> int:
         """Steps launched and not collected."""
@@ -90,7 +157,7 @@ class Verifier:
 
     def verify(self, tokens: Sequence[int]) -> list[int]:
         """Append `tokens` in one forward; return the token selected after each of them."""
-        logits = self._model.forward(_rows(tokens), self._cache)[0]
+        logits = self._model.forward(_rows(tokens), self._cache, self._slots)[0]
         selected = self._select(logits, first_position=self._length + 1)
         self._length += len(tokens)
         return cast("list[int]", selected.tolist())

@@ -4,6 +4,8 @@ import random
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.decoding.acceptance_rate import AcceptanceTable, Cell
@@ -358,6 +360,15 @@ class TestRowCosts:
         costs.seed({1: 1.0, 4: 1.5})
         costs.observe(1, 500.0)
         assert costs.seconds(1) < 1.3
+
+    @given(st.lists(st.tuples(st.integers(1, 9), st.floats(0.1, 10.0)), max_size=40))
+    def test_asking_changes_nothing(self, taken):
+        asked, left = RowCosts(8), RowCosts(8)
+        for rows, seconds in taken:
+            asked.observe(rows, seconds)
+            left.observe(rows, seconds)
+            assert asked.table()[0] == asked.seconds(1)
+        assert left.table() == asked.table()
 
     def test_without_a_sweep_the_first_measurement_sets_the_scale(self):
         costs = RowCosts(8)

@@ -44,6 +44,9 @@ class ToyState:
     def select_with(self, sampling: SamplingParams) -> None:
         return None
 
+    def adapt(self, slot: int) -> None:
+        return None
+
     def prefill(self, tokens: Sequence[int]) -> None:
         if self.mode == "slow":
             time.sleep(CHUNK_S)
@@ -79,6 +82,8 @@ class ToyState:
 
 
 class ToyModel:
+    adapters = None
+
     def __init__(self, mode: str, file: Path) -> None:
         self._mode = mode
         self._file = file
@@ -106,6 +111,10 @@ class ToyModel:
     def open(self) -> ToyState:
         return ToyState(self._mode, self._file)
 
+    def launch_together(self, states: Sequence[ToyState], tokens: Sequence[int | None]) -> None:
+        for state, token in zip(states, tokens, strict=True):
+            state.launch(token)
+
     def draft(
         self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
     ) -> ModelDraft:
@@ -117,6 +126,15 @@ class ToyModel:
     def tidy(self) -> None:
         if self._mode == "breaks":
             raise RuntimeError("the device is gone")
+
+    def limit(self, memory_bytes: int | None, cache_bytes: int | None) -> None:
+        return None
+
+    def idle_bytes(self) -> int:
+        return 0
+
+    def shed(self, size: int) -> None:
+        return None
 
 
 def load(mode: str) -> Callable[[Namespace], ToyModel]:

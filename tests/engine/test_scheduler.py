@@ -105,14 +105,13 @@ def test_a_bad_job_fails_alone(scheduler: Scheduler) -> None:
 
 def test_a_fault_in_a_step_ends_that_sequence_only(rig: Rig) -> None:
     class Breaking:
-        facts = rig.model.facts
-
         def open(self):
             state = rig.model.open()
             state.collect = lambda: (_ for _ in ()).throw(RuntimeError("boom"))
             return state
 
-        def tidy(self) -> None: ...
+        def __getattr__(self, name: str) -> object:
+            return getattr(rig.model, name)
 
     scheduler = Scheduler(Breaking(), tools(), max_running=2)  # type: ignore[arg-type]
     thread = threading.Thread(target=scheduler.run, daemon=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import mlx.core as mx
@@ -66,9 +67,13 @@ def write_model(
     quantize_bits: int | None = None,
     dtype: mx.Dtype = mx.float32,
     scale: float = 1.0,
+    changes: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write config.json and model.safetensors; weights depend on the seed alone."""
-    config = dict(CONFIGS[architecture])
+    """Write config.json and model.safetensors; weights depend on the seed alone.
+
+    `changes` go over the architecture's config; one of "" has no config but them.
+    """
+    config = {**CONFIGS.get(architecture, {}), **(changes or {})}
     model_class, args_class = _get_classes(config=config)
     mx.random.seed(seed)
     model = model_class(args_class.from_dict(config))

@@ -1,0 +1,200 @@
+"""What an engine may occupy, how it keeps to it, and how it gives memory back.
+
+The bound is on the process as the system counts it. What is not the model framework's (the
+interpreter, libraries) cannot shrink, so the framework gets the rest: its share is the bound less
+what else was resident when it was set.
+
+What mlx 0.32 does at its limit: on the CPU nothing. The number is stored, allocations go on
+beyond it, and one that the system refuses ends the process. On Metal its documentation calls the
+limit a guideline for the evaluation of graphs: beyond it, allocations fail once there is no more
+memory, swap included. So the limit is handed on, and what holds is our own look after each step:
+beyond it, spare buffers go, then KV that nobody uses, then the youngest generation (see `room`).
+The cache limit holds everywhere, and is set to what arrays leave of the bound.
+
+Slots for adapters come out of the same share, and are allocated long after the bounds were set: the
+KV bound is lowered to what they leave, so that a context that is promised can be filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kakeya.core.errors import MemoryRefused
+from kakeya.core.process import resident_bytes, trim_heap
+from kakeya.core.units import format_bytes
+from kakeya.engine.model import KEPT_BUFFER_BYTES, Model
+from kakeya.engine.room import RETRY_S, KvRoom
+from kakeya.engine.slots import KvSlots
+
+_LEAST_KV_TOKENS = 2048
+"""Slots of adapters leave KV for so much, or for the whole bound where that is less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What the engine occupies now, in bytes; `limit_bytes` 0 = unbounded."""
+
+    resident_bytes: int
+    active_bytes: int
+    cache_bytes: int
+    idle_kv_bytes: int
+    limit_bytes: int
+
+
+class Limits:
+    """The bounds of one engine; made and used on the model thread.
+
+    `room` says which sequences may run within the KV bound.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        slots: KvSlots,
+        *,
+        resident: Callable[[], int | None] = resident_bytes,
+        trim: Callable[[], bool] = trim_heap,
+    ) -> None:
+        self._model = model
+        self._slots = slots
+        self.room = KvRoom(slots, model.facts)
+        self._resident = resident
+        self._trim = trim
+        self._limit_bytes = 0
+        self._share_bytes: int | None = None
+        self._cache_bytes = self._cut_bytes = KEPT_BUFFER_BYTES
+        self._kv_bytes = slots.budget_bytes
+        """What was asked for; what is allowed is less where slots of adapters need it."""
+        self._model_bytes = model.memory().active_bytes - self._idle_bytes() - self._slot_bytes()
+
+    def set(self, memory_bytes: int, cache_bytes: int, kv_bytes: int) -> Footprint:
+        """Bound memory, spare buffers and KV; 0 = unchanged. What is above and idle goes at once.
+
+        Raises MemoryRefused when the model alone takes more, InvalidArgument for a KV bound in
+        which nothing fits; nothing is changed then.
+        """
+        if kv_bytes:
+            self.room.check_bound(kv_bytes)
+        share = self._share(memory_bytes) if memory_bytes else None
+        if share is not None:
+            self._limit_bytes, self._share_bytes = memory_bytes, share
+        if cache_bytes:
+            self._cache_bytes = self._cut_bytes = cache_bytes
+        if share is not None or cache_bytes:
+            self._model.limit(share, cache_bytes or None)
+        if kv_bytes:
+            self._kv_bytes = kv_bytes
+        self.fit_kv()
+        over = self.footprint().resident_bytes - self._limit_bytes if self._limit_bytes else 0
+        return self.shrink(over) if over > 0 else self.footprint()
+
+    def fit_kv(self) -> None:
+        """Bound KV by what was asked for, and by what slots of adapters leave of the share."""
+        allowed = self._kv_bytes
+        if self._share_bytes is not None and self._slot_bytes():
+            left = self._share_bytes - self._model_bytes - self._slot_bytes()
+            allowed = min(allowed, max(left, self._least_kv_bytes()))
+        if allowed != self._slots.budget_bytes:
+            self._slots.set_budget(allowed)
+
+    def slot_room_bytes(self) -> int | None:
+        """What more slots of adapters may take: not the KV of those that run, and not all of it.
+
+        None = without a bound.
+        """
+        room = self.room_bytes()
+        if self._share_bytes is None or room is None:
+            return None
+        kv = max(self.room.lent_bytes, self._least_kv_bytes())
+        left = self._share_bytes - self._model_bytes - self._slot_bytes() - kv
+        return max(0, min(room, left))
+
+    def shrink(self, size: int) -> Footprint:
+        """Give `size` bytes back, as far as nobody uses them, and tell what is left."""
+        missing = size - self._model.memory().cache_bytes
+        if missing > 0:
+            missing -= self._slots.shed(missing)
+        if missing > 0:
+            self._model.shed(missing)
+        # What was dropped lies among the spare buffers now; and the C library keeps pages too.
+        self._model.tidy()
+        self._trim()
+        return self.footprint()
+
+    def holds(self) -> bool:
+        """Whether the model keeps to its share, after what idles was dropped where needed."""
+        if self._share_bytes is None:
+            return True
+        memory = self._model.memory()
+        left = self._share_bytes - memory.active_bytes
+        self._fit_cache(memory.cache_bytes, max(0, left))
+        if left >= 0:
+            return True
+        self.shrink(memory.cache_bytes - left)
+        return self._model.memory().active_bytes <= self._share_bytes
+
+    def refusal(self, *, has_company: bool) -> MemoryRefused:
+        """The error of a generation that ends so that the others can go on, or the engine."""
+        bounds = f"{format_bytes(self._slots.budget_bytes)} of KV"
+        if self._limit_bytes:
+            bounds += f", {format_bytes(self._limit_bytes)} in all"
+        if has_company:
+            return MemoryRefused(
+                f"generations outgrew the engine's bounds ({bounds}), and this was the youngest; "
+                "it can go on when others have ended",
+                retry_after_s=RETRY_S,
+            )
+        return MemoryRefused(
+            f"the generation outgrew the engine's bounds ({bounds}); ask for fewer tokens"
+        )
+
+    def room_bytes(self) -> int | None:
+        """What the model may still take, idle KV not counted; None = without a bound."""
+        if self._share_bytes is None:
+            return None
+        return max(0, self._share_bytes - self._model.memory().active_bytes + self._idle_bytes())
+
+    def footprint(self) -> Footprint:
+        """What is occupied now."""
+        memory = self._model.memory()
+        held = memory.active_bytes + memory.cache_bytes
+        return Footprint(
+            resident_bytes=self._resident() or held,
+            active_bytes=memory.active_bytes,
+            cache_bytes=memory.cache_bytes,
+            idle_kv_bytes=self._idle_bytes(),
+            limit_bytes=self._limit_bytes,
+        )
+
+    def _fit_cache(self, cache_bytes: int, left: int) -> None:
+        """Bound spare buffers by what arrays leave of the share, and again by more when they leave
+        twice as much: at each step it would cost more than the buffers save."""
+        if cache_bytes > left:
+            self._cut_bytes = left
+        elif self._cut_bytes < self._cache_bytes and left > 2 * self._cut_bytes:
+            self._cut_bytes = min(left, self._cache_bytes)
+        else:
+            return
+        self._model.limit(None, self._cut_bytes)
+
+    def _share(self, memory_bytes: int) -> int:
+        """What of a bound is the framework's."""
+        now = self.footprint()
+        other = max(0, now.resident_bytes - now.active_bytes - now.cache_bytes)
+        fixed = now.active_bytes - now.idle_kv_bytes - self.room.lent_bytes
+        if memory_bytes - other < fixed:
+            raise MemoryRefused(
+                f"a bound of {format_bytes(memory_bytes)} is less than the model itself occupies, "
+                f"which is {format_bytes(other + fixed)}"
+            )
+        return memory_bytes - other
+
+    def _slot_bytes(self) -> int:
+        return self._model.adapters.nbytes if self._model.adapters is not None else 0
+
+    def _least_kv_bytes(self) -> int:
+        return min(self._kv_bytes, self.room.kv_bytes(_LEAST_KV_TOKENS))
+
+    def _idle_bytes(self) -> int:
+        return self._slots.held_bytes + self._model.idle_bytes()

@@ -1,0 +1,132 @@
+"""Frames of one generation on their way from the model thread to the wire.
+
+The first frame and the last leave at once, those between at most every FRAME_S: a fast model
+commits several tokens in that time, and one message for all of them leaves the processor to the
+model. Slow models, whose steps take longer, are never held up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+
+from kakeya.core.errors import KakeyaError
+from kakeya.decoding.decoder import FinishReason
+from kakeya.engine.job import DoneFrame, EngineFrame, PrefillFrame, TokensFrame
+from kakeya.v1 import engine_pb2 as pb
+
+FRAME_S = 0.02
+"""The least time between two messages of one stream, ends excepted."""
+_REASONS = {
+    FinishReason.MAX_TOKENS: pb.DecodeDone.REASON_MAX_TOKENS,
+    FinishReason.STOP_TOKEN: pb.DecodeDone.REASON_STOP_TOKEN,
+    FinishReason.CONTEXT_FULL: pb.DecodeDone.REASON_CONTEXT_FULL,
+}
+
+
+class Outbox:
+    """Filled on the model thread, read on the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._frames: deque[EngineFrame | KakeyaError] = deque()
+        self._filled = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    def put(self, frame: EngineFrame) -> None:
+        """Add a frame; called on the model thread."""
+        self._frames.append(frame)
+        if isinstance(frame, DoneFrame):
+            self._loop.call_soon_threadsafe(self._end)
+        # One wake-up is enough for all that is appended before the loop looks.
+        elif len(self._frames) == 1:
+            self._loop.call_soon_threadsafe(self._filled.set)
+
+    def fail(self, failure: KakeyaError) -> None:
+        """End with an error; called on the model thread."""
+        self._frames.append(failure)
+        self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        self._ended.set()
+        self._filled.set()
+
+    async def __aiter__(self) -> AsyncIterator[pb.DecodeResponse]:
+        """Yield responses until the last frame."""
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            for response in self._drain():
+                yield response
+                if response.HasField("done"):
+                    return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FRAME_S):
+                    await self._ended.wait()
+
+    def _drain(self) -> list[pb.DecodeResponse]:
+        """Take all frames; committed tokens that follow each other become one response."""
+        responses: list[pb.DecodeResponse] = []
+        tokens: list[int] = []
+        while self._frames:
+            frame = self._frames.popleft()
+            if isinstance(frame, TokensFrame):
+                tokens += frame.token_ids
+                continue
+            if isinstance(frame, KakeyaError):
+                if not tokens and not responses:
+                    raise frame
+                # What was committed before it goes out first: it need not be computed again.
+                self._frames.appendleft(frame)
+                self._filled.set()
+                break
+            if tokens:
+                responses.append(_tokens_to_wire(tokens))
+                tokens = []
+            responses.append(_to_wire(frame))
+        if tokens:
+            responses.append(_tokens_to_wire(tokens))
+        return responses
+
+
+def _tokens_to_wire(tokens: list[int]) -> pb.DecodeResponse:
+    return pb.DecodeResponse(tokens=pb.CommittedTokens(token_ids=tokens))
+
+
+def _to_wire(frame: PrefillFrame | DoneFrame) -> pb.DecodeResponse:
+    if isinstance(frame, PrefillFrame):
+        return pb.DecodeResponse(
+            progress=pb.PrefillProgress(
+                computed_tokens=frame.computed_tokens, total_tokens=frame.total_tokens
+            )
+        )
+    return pb.DecodeResponse(
+        done=pb.DecodeDone(
+            reason=_REASONS[frame.reason],
+            prefill_seconds=frame.prefill_s,
+            total_seconds=frame.total_s,
+            cached_tokens=frame.cached_tokens,
+            forwards=frame.forwards,
+            drafted=frame.drafted,
+            verified=frame.verified,
+            accepted=frame.accepted,
+            sources=[
+                pb.SourceStats(
+                    source=tally.source,
+                    drafts=tally.drafts,
+                    drafted=tally.drafted,
+                    verified=tally.verified,
+                    accepted=tally.accepted,
+                    abstained=tally.abstained,
+                    failed=tally.failed,
+                    late=tally.late,
+                    shadowed=tally.shadowed,
+                    shadow_hits=tally.shadow_hits,
+                    mean_wait_ms=1000 * tally.wait_s / max(1, tally.drafts),
+                )
+                for tally in frame.sources
+            ],
+        )
+    )

@@ -1,0 +1,109 @@
+"""Who may compute: sequences enter as far as their KV fits the bound, before any of it is made.
+
+    refused   the whole of it, prompt and max_tokens, is more than the bound: it can never end
+    waits     prompt and AHEAD_TOKENS are more than those that run leave; first come, first served
+    enters    with that much set aside; what it needs beyond, it takes as it grows
+
+So a request that only may become long does not keep others out. When those that run outgrow the
+bound together, or the model the memory limit, kept KV goes first, and then the youngest ends with
+an error that says when to come back: the oldest always comes to its end.
+
+KV is counted as mlx-lm allocates it, in blocks of 256 tokens. Layers that do not grow with the
+text (sliding windows, recurrent state) are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from kakeya.core.errors import InvalidArgument, MemoryRefused
+from kakeya.core.units import KV_BLOCK_TOKENS, format_bytes
+from kakeya.engine.job import DecodeJob
+from kakeya.engine.model import LoadedFacts
+from kakeya.engine.slots import KvSlots
+
+AHEAD_TOKENS = 512
+"""Of an answer, set aside at its beginning: most are no longer."""
+RETRY_S = 1.0
+"""When an ended sequence may find room again; it waits its turn in line anyway."""
+KEPT_BYTES = 2 << 30
+"""Of KV, where nobody sets a bound and the model's context takes no more."""
+
+
+class KvRoom:
+    """The running sequences' share of the KV budget; belongs to the model thread."""
+
+    def __init__(self, slots: KvSlots, facts: LoadedFacts) -> None:
+        self._slots = slots
+        self._token_bytes = facts.kv_bytes_per_token
+        self._context_tokens = facts.context_tokens
+        self._shares: dict[Hashable, int] = {}
+
+    @property
+    def lent_bytes(self) -> int:
+        """What is set aside for those that run."""
+        return sum(self._shares.values())
+
+    @property
+    def context_tokens(self) -> int:
+        """How long one sequence can become: the model's context, or what its KV leaves of it."""
+        if self._token_bytes == 0:
+            return self._context_tokens
+        blocks = self._slots.budget_bytes // (self._token_bytes * KV_BLOCK_TOKENS)
+        return min(self._context_tokens, blocks * KV_BLOCK_TOKENS)
+
+    def check_bound(self, kv_bytes: int) -> None:
+        """Raise InvalidArgument for a bound in which no sequence fits at all."""
+        least = self.kv_bytes(1)
+        if kv_bytes < least:
+            raise InvalidArgument(
+                f"a KV bound of {kv_bytes} bytes holds no sequence; "
+                f"the first {KV_BLOCK_TOKENS} tokens take {least}"
+            )
+
+    def admits(self, job: DecodeJob) -> bool:
+        """Whether there is room for `job` now. Raises MemoryRefused when there never will be."""
+        prompt, budget = len(job.token_ids), self._slots.budget_bytes
+        whole = self.kv_bytes(prompt + job.max_tokens)
+        if whole > budget:
+            raise MemoryRefused(
+                f"the KV of a prompt of {prompt} and {job.max_tokens} more tokens takes "
+                f"{format_bytes(whole)}, and {format_bytes(budget)} are allowed: prompt and answer "
+                f"together may have {self.context_tokens} tokens"
+            )
+        return self.lent_bytes + self._share_of(job) <= budget
+
+    def enter(self, owner: Hashable, job: DecodeJob) -> None:
+        """Set room aside; kept KV goes where it is in the way."""
+        self._shares[owner] = self._share_of(job)
+        self._slots.lend(self.lent_bytes)
+
+    def grown(self, owner: Hashable, length: int) -> bool:
+        """Note a sequence's length after a step; whether all of them still fit."""
+        needed = self.kv_bytes(length + 1)
+        if needed > self._shares.get(owner, needed):
+            self._shares[owner] = needed
+            self._slots.lend(self.lent_bytes)
+        return self.lent_bytes <= self._slots.budget_bytes
+
+    def leave(self, owner: Hashable) -> None:
+        """Give back what was set aside; fine for who never entered."""
+        if self._shares.pop(owner, None) is not None:
+            self._slots.lend(self.lent_bytes)
+
+    def youngest(self) -> Hashable | None:
+        """Who entered last; None when nobody runs."""
+        return next(reversed(self._shares), None)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """What the KV of a sequence of this length takes."""
+        blocks = -(-min(tokens, self._context_tokens) // KV_BLOCK_TOKENS)
+        return blocks * KV_BLOCK_TOKENS * self._token_bytes
+
+    def _share_of(self, job: DecodeJob) -> int:
+        return self.kv_bytes(len(job.token_ids) + min(job.max_tokens, AHEAD_TOKENS))
+
+
+def usual_kv_bytes(facts: LoadedFacts) -> int:
+    """The KV bound of an engine whose owner sets none: at least one whole context."""
+    return max(KEPT_BYTES, facts.kv_bytes_per_token * (facts.context_tokens + KV_BLOCK_TOKENS))

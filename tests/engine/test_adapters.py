@@ -1,0 +1,312 @@
+"""Adapters in the engine: each computes what it computes alone, whoever shares its forwards."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.generate import generate_step
+from tokenizers import Tokenizer
+
+from kakeya.core.errors import Conflict, InvalidArgument, MemoryRefused, NotFound
+from kakeya.decoding.sampling import SamplingParams
+from kakeya.engine.adapters import EngineAdapters
+from kakeya.engine.job import DecodeJob, SourceSpec
+from kakeya.engine.scheduler import Scheduler
+from kakeya.memory.adapter_format import Precision, pack
+from kakeya.memory.arena import PageArena
+from kakeya.memory.content import ContentType, PageConfig
+from kakeya.mlx.model import MlxModel
+from tests.engine.adapter_rig import (
+    FOLDERS,
+    NAMES,
+    TINY,
+    AdapterRig,
+    Answer,
+    Ending,
+    adapter_rig,
+    tiny,
+)
+
+PACKED = {folder.name: pack(folder, Precision.EXACT) for folder in FOLDERS}
+NGRAM = (SourceSpec(kind="ngram"),)
+CONFIG = PageConfig(page_bytes=512 << 10, slab_pages=2, total_pages=2)
+
+
+@pytest.fixture(scope="module")
+def model() -> MlxModel:
+    return tiny()
+
+
+@pytest.fixture
+def rig(model: MlxModel) -> AdapterRig:
+    return adapter_rig(model)
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    return tokenizer.encode("The following lines are\n").ids
+
+
+def job(prompt: list[int], adapter_id: str = "", tokens: int = 16, **more: object) -> DecodeJob:
+    return DecodeJob(
+        token_ids=prompt,
+        max_tokens=tokens,
+        adapter_id=adapter_id,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def load_all(rig: AdapterRig) -> None:
+    for name in NAMES:
+        rig.adapters.load_packed(name, PACKED[name])
+
+
+def mlx_lms(folder: Path | None, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens of mlx-lm's own model with its own adapter, in float32 as ours."""
+    network, _ = mlx_lm.load(str(TINY), adapter_path=str(folder) if folder else None)
+    network.set_dtype(mx.float32)
+    steps = generate_step(mx.array(prompt), network, max_tokens=count)
+    return [int(token) for token, _ in steps]
+
+
+def test_each_adapter_computes_what_mlx_lm_computes_with_it(
+    rig: AdapterRig, prompt: list[int]
+) -> None:
+    load_all(rig)
+    base = mlx_lms(None, prompt, 16)
+    assert rig.alone(job(prompt)) == base
+    for folder in FOLDERS:
+        expected = mlx_lms(folder, prompt, 16)
+        assert rig.alone(job(prompt, folder.name)) == expected
+        assert expected != base
+
+
+@pytest.mark.parametrize(
+    ("sampling", "sources"),
+    [(SamplingParams(), ()), (SamplingParams(temperature=0.9, top_k=50), NGRAM)],
+    ids=["greedy", "keyed and drafted"],
+)
+def test_eight_adapters_and_the_base_in_one_batch_are_each_as_alone(
+    rig: AdapterRig, prompt: list[int], sampling: SamplingParams, sources: tuple[SourceSpec, ...]
+) -> None:
+    load_all(rig)
+    jobs = [
+        job(prompt[: 3 + at % 4], name, sampling=replace(sampling, seed=at))
+        for at, name in enumerate([*NAMES, "", ""])
+    ]
+    alone = [rig.alone(one) for one in jobs]
+    together = rig.run(*((replace(one, sources=sources), Answer()) for one in jobs))
+    assert together == alone
+    assert len({tuple(tokens) for tokens in together}) == len(jobs)
+
+
+def test_rows_that_plain_decoding_brings_together_share_a_forward(
+    rig: AdapterRig, prompt: list[int]
+) -> None:
+    load_all(rig)
+    scheduler_load = []
+    answers = [Answer() for _ in NAMES]
+    ending = Ending(make_scheduler(rig), len(NAMES))
+    answers[0].after = lambda count: scheduler_load.append(ending.scheduler.load().batch_rows)
+    for name, answer in zip(NAMES, answers, strict=True):
+        ending.submit(job(prompt, name), answer)
+    ending.scheduler.run()
+    assert max(scheduler_load) == len(NAMES)
+
+
+def make_scheduler(rig: AdapterRig) -> Scheduler:
+    return Scheduler(rig.model, rig.tools, max_running=16)
+
+
+def test_an_adapter_that_comes_while_others_decode_changes_nothing_for_them(
+    rig: AdapterRig, prompt: list[int]
+) -> None:
+    load_all(rig)
+    alone = {name: rig.alone(job(prompt, name, 24)) for name in ("record", "letter", "query")}
+    for name in NAMES:
+        rig.adapters.unload(name)
+    for name in ("record", "letter"):
+        rig.adapters.load_packed(name, PACKED[name])
+    ending = Ending(make_scheduler(rig), 3)
+    late = Answer()
+
+    def add(count: int) -> None:
+        if count == 7:
+            rig.adapters.load_packed("query", PACKED["query"])
+            ending.submit(job(prompt, "query", 24), late)
+
+    record, letter = Answer(after=add), Answer()
+    ending.submit(job(prompt, "record", 24), record)
+    ending.submit(job(prompt, "letter", 24), letter)
+    ending.scheduler.run()
+    assert record.tokens == alone["record"]
+    assert letter.tokens == alone["letter"]
+    assert late.tokens == alone["query"]
+
+
+def test_an_adapter_that_is_replaced_serves_who_began_with_it_to_the_end(
+    rig: AdapterRig, prompt: list[int]
+) -> None:
+    rig.adapters.load_packed("a", PACKED["record"])
+    record = rig.alone(job(prompt, "a", 24))
+    rig.adapters.load_packed("a", PACKED["letter"])
+    letter = rig.alone(job(prompt, "a", 24))
+    rig.adapters.load_packed("a", PACKED["record"])
+    ending = Ending(make_scheduler(rig), 2)
+    new = Answer()
+
+    def swap(count: int) -> None:
+        if count == 7:
+            rig.adapters.load_packed("a", PACKED["letter"])
+            ending.submit(job(prompt, "a", 24), new)
+
+    old = Answer(after=swap)
+    ending.submit(job(prompt, "a", 24), old)
+    ending.scheduler.run()
+    assert old.tokens == record
+    assert new.tokens == letter
+    assert record != letter
+
+
+def test_a_slot_in_use_is_neither_freed_nor_written(rig: AdapterRig, prompt: list[int]) -> None:
+    load_all(rig)
+    rig.adapters.load_packed("ninth", PACKED["march"])
+    seen: list[type[Exception]] = []
+
+    def try_it(count: int) -> None:
+        if count != 5:
+            return
+        for attempt in (
+            lambda: rig.adapters.unload("shout"),
+            lambda: rig.adapters.load_packed("shout", PACKED["table"]),
+            lambda: rig.adapters.load_packed("tenth", PACKED["table"]),
+        ):
+            with pytest.raises((Conflict, MemoryRefused)) as refusal:
+                attempt()
+            seen.append(refusal.type)
+
+    expected = rig.alone(job(prompt, "shout"))
+    assert rig.run((job(prompt, "shout"), Answer(after=try_it))) == [expected]
+    assert seen == [Conflict, MemoryRefused, MemoryRefused]
+    assert rig.adapters.unload("shout")
+    assert not rig.adapters.unload("shout")
+    rig.adapters.load_packed("tenth", PACKED["table"])
+    assert "tenth" in rig.adapters.ids()
+
+
+def test_slots_return_when_the_last_user_of_a_replaced_adapter_ends(rig: AdapterRig) -> None:
+    first = rig.adapters.load_packed("a", PACKED["table"])
+    one, two = rig.adapters.enter("a"), rig.adapters.enter("a")
+    second = rig.adapters.load_packed("a", PACKED["query"])
+    assert second.slot != first.slot
+    rig.adapters.leave(one)
+    taken = {rig.adapters.load_packed(name, PACKED[name]).slot for name in NAMES[:7]}
+    assert first.slot not in taken
+    with pytest.raises(MemoryRefused):
+        rig.adapters.load_packed("more", PACKED["table"])
+    rig.adapters.leave(two)
+    assert rig.adapters.load_packed("more", PACKED["table"]).slot == first.slot
+
+
+def test_the_same_bytes_again_are_no_work(rig: AdapterRig) -> None:
+    first = rig.adapters.load_packed("a", PACKED["table"])
+    use = rig.adapters.enter("a")
+    assert rig.adapters.load_packed("a", PACKED["table"]) == first
+    assert rig.adapters.enter("a") is use
+
+
+def test_an_adapter_that_is_not_loaded_is_not_found(rig: AdapterRig, prompt: list[int]) -> None:
+    answer = Answer()
+    rig.run((job(prompt, "nobody"), answer))
+    assert isinstance(answer.error, NotFound)
+    assert "nobody" in answer.error.message
+
+
+def test_kept_kv_is_continued_only_with_the_same_content(
+    rig: AdapterRig, prompt: list[int]
+) -> None:
+    rig.adapters.load_packed("a", PACKED["record"])
+    rig.adapters.load_packed("b", PACKED["letter"])
+
+    def cached(adapter_id: str) -> int:
+        answer = Answer()
+        rig.run((job(prompt, adapter_id, 4, kv_key="k"), answer))
+        assert answer.done is not None
+        return answer.done.cached_tokens
+
+    assert cached("a") == 0
+    assert cached("a") == len(prompt) - 1
+    assert cached("b") == 0
+    assert cached("") == 0
+    assert cached("") == len(prompt) - 1
+    assert cached("a") == 0
+    rig.adapters.load_packed("a", PACKED["table"])
+    assert cached("a") == 0
+    rig.adapters.unload("a")
+    rig.adapters.load_packed("a", PACKED["table"])
+    assert cached("a") == len(prompt) - 1
+
+
+def test_a_cancelled_row_leaves_the_others_alone_and_its_slot_free(
+    rig: AdapterRig, prompt: list[int]
+) -> None:
+    load_all(rig)
+    names = NAMES[:4]
+    alone = [rig.alone(job(prompt, name)) for name in names]
+    ending = Ending(make_scheduler(rig), 3)
+    answers = [Answer() for _ in names]
+    answers[1].after = lambda count: tickets[1].cancel() if count == 6 else None
+    tickets = [
+        ending.submit(job(prompt, name), answer)
+        for name, answer in zip(names, answers, strict=True)
+    ]
+    ending.scheduler.run()
+    assert [answer.tokens for answer in answers] == [alone[0], alone[1][:6], alone[2], alone[3]]
+    assert all(rig.adapters.unload(name) for name in names)
+
+
+def test_an_adapter_comes_from_pages_and_does_not_need_them_afterwards(
+    rig: AdapterRig, prompt: list[int], tmp_path: Path
+) -> None:
+    packed = PACKED["letter"]
+    rig.adapters.load_packed("a", packed)
+    expected = rig.alone(job(prompt, "a"))
+    with PageArena(CONFIG, folder=tmp_path, rng=random.Random(7)) as arena:
+        arena.grow()
+        agent = arena.pool.holder("agent")
+        tenant = arena.pool.tenant(ContentType.LORA_WEIGHT, "adapters")
+        with arena.prepare(tenant, len(packed), agent) as filling:
+            filling.view[:] = packed
+            ref = filling.commit()
+        assert rig.model.adapters is not None
+        adapters = EngineAdapters(rig.model.adapters)
+        loaded = adapters.load("b", ref)
+        arena.close_holder(agent)
+    paged = AdapterRig(rig.model, replace(rig.tools, adapters=adapters), adapters)
+    assert paged.alone(job(prompt, "b")) == expected
+    assert loaded.nbytes > 0
+
+
+def test_what_does_not_fit_the_engines_limit_is_refused() -> None:
+    fresh = tiny()
+    assert fresh.adapters is not None
+    adapters = EngineAdapters(fresh.adapters, lambda: 1000)
+    with pytest.raises(MemoryRefused, match="slots for this adapter"):
+        adapters.load_packed("a", PACKED["table"])
+    assert adapters.ids() == ()
+    assert fresh.adapters.nbytes == 0
+
+
+def test_damaged_bytes_change_nothing(rig: AdapterRig, prompt: list[int]) -> None:
+    rig.adapters.load_packed("a", PACKED["table"])
+    expected = rig.alone(job(prompt, "a"))
+    for damaged in (b"", PACKED["letter"][:-256], b"x" * 4096):
+        with pytest.raises(InvalidArgument):
+            rig.adapters.load_packed("a", damaged)
+    assert rig.alone(job(prompt, "a")) == expected

@@ -1,0 +1,189 @@
+"""The scheduler's rounds: who shares a forward, who joins and leaves, whose fault it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kakeya.core.errors import InvariantBroken
+from kakeya.decoding.controller import DraftController
+from kakeya.decoding.proposer import Draft
+from kakeya.decoding.sampling import SamplingParams
+from kakeya.engine.job import DecodeJob, SourceSpec
+from kakeya.engine.model import SequenceState
+from kakeya.engine.scheduler import Scheduler
+from tests.engine.adapter_rig import Answer, Ending
+from tests.engine.rig import Rig, load_rig, tools
+
+PROMPTS = [[5, 6, 7], [9, 9, 9, 9], [1, 2, 3, 4, 5, 6], [80, 81], [7] * 40]
+NGRAM = (SourceSpec(kind="ngram"),)
+
+
+@pytest.fixture(scope="module")
+def rigs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rig]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: load_rig(root / name, name) for name in ("llama", "gemma3", "mamba")}
+
+
+@pytest.fixture
+def rig(rigs: dict[str, Rig]) -> Rig:
+    return Rig(rigs["llama"].model, tools())
+
+
+class Watched:
+    """A model that notes how many rows each shared forward has, and fails one on demand."""
+
+    def __init__(self, rig: Rig, *, fails_at: int = -1) -> None:
+        self._model = rig.model
+        self.facts = rig.model.facts
+        self.adapters = None
+        self.rows: list[int] = []
+        self._fails_at = fails_at
+
+    def open(self) -> SequenceState:
+        return self._model.open()
+
+    def launch_together(
+        self, states: Sequence[SequenceState], tokens: Sequence[int | None]
+    ) -> None:
+        if len(self.rows) == self._fails_at:
+            raise RuntimeError("boom")
+        self.rows.append(len(states))
+        self._model.launch_together(states, tokens)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model, name)
+
+
+def jobs(count: int = len(PROMPTS), **more: object) -> list[DecodeJob]:
+    return [
+        DecodeJob(
+            token_ids=prompt,
+            max_tokens=12 + 5 * at,
+            sampling=SamplingParams(temperature=at % 2, seed=at),
+            **more,  # type: ignore[arg-type]
+        )
+        for at, prompt in enumerate(PROMPTS[:count])
+    ]
+
+
+def run_together(rig: Rig, model: object, todo: list[DecodeJob]) -> list[Answer]:
+    ending = Ending(Scheduler(model, rig.tools, max_running=8), len(todo))  # type: ignore[arg-type]
+    answers = [Answer() for _ in todo]
+    for job, answer in zip(todo, answers, strict=True):
+        ending.submit(job, answer)
+    ending.scheduler.run()
+    return answers
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_rows_join_and_leave_one_forward_and_get_what_each_gets_alone(
+    rigs: dict[str, Rig], name: str
+) -> None:
+    rig = rigs[name]
+    alone = [rig.run(job)[0] for job in jobs()]
+    model = Watched(rig)
+    answers = run_together(rig, model, jobs())
+    assert [answer.tokens for answer in answers] == alone
+    assert max(model.rows) == len(PROMPTS)
+    assert min(model.rows) == 2
+    forwards = [answer.done.forwards for answer in answers if answer.done]
+    assert forwards == [len(tokens) for tokens in alone]
+
+
+def test_a_model_that_cannot_batch_takes_turns(rigs: dict[str, Rig]) -> None:
+    rig = rigs["mamba"]
+    alone = [rig.run(job)[0] for job in jobs()]
+    model = Watched(rig)
+    assert [answer.tokens for answer in run_together(rig, model, jobs())] == alone
+    assert model.rows == []
+
+
+def test_rows_with_drafts_leave_for_their_block_and_come_back(rig: Rig) -> None:
+    todo = [
+        DecodeJob(token_ids=[5, 9, 13, 2, 7] * 6, max_tokens=40, sources=NGRAM),
+        *jobs(3),
+        DecodeJob(token_ids=[8, 3] * 9, max_tokens=40, sources=NGRAM),
+    ]
+    alone = [rig.run(job)[0] for job in todo]
+    model = Watched(rig)
+    answers = run_together(rig, model, todo)
+    assert [answer.tokens for answer in answers] == alone
+    assert answers[0].done is not None
+    assert answers[0].done.verified > 0
+    assert model.rows
+
+
+@pytest.mark.parametrize("fails_at", [0, 4])
+def test_after_a_shared_forward_that_failed_the_same_rows_go_on_by_turns(
+    rig: Rig, fails_at: int
+) -> None:
+    alone = [rig.run(job)[0] for job in jobs()]
+    model = Watched(rig, fails_at=fails_at)
+    assert [answer.tokens for answer in run_together(rig, model, jobs())] == alone
+    assert len(model.rows) == fails_at
+
+
+def test_a_fault_of_one_row_ends_that_row_only(rig: Rig) -> None:
+    class Faulty(Watched):
+        opened = 0
+
+        def open(self) -> SequenceState:
+            state = super().open()
+            self.opened += 1
+            if self.opened == 2:
+                collected = iter(range(5))
+                honest = state.collect
+                state.collect = lambda: honest() if next(collected, None) is not None else boom()
+            return state
+
+    def boom() -> int:
+        raise RuntimeError("boom")
+
+    alone = [rig.run(job)[0] for job in jobs()]
+    answers = run_together(rig, Faulty(rig), jobs())
+    assert isinstance(answers[1].error, InvariantBroken)
+    assert answers[1].tokens == alone[1][:5]
+    rest = [0, 2, 3, 4]
+    assert [answers[at].tokens for at in rest] == [alone[at] for at in rest]
+    assert all(answers[at].error is None for at in rest)
+
+
+def test_kv_of_a_row_is_kept_and_continued_as_if_it_had_been_alone(rig: Rig) -> None:
+    first = run_together(rig, rig.model, jobs(kv_key=""))
+    alone = [answer.tokens for answer in first]
+    run_together(rig, rig.model, [keyed(job, at) for at, job in enumerate(jobs())])
+    longer = [
+        DecodeJob(token_ids=[*job.token_ids, *tokens], max_tokens=6, kv_key=f"k{at}")
+        for at, (job, tokens) in enumerate(zip(jobs(), alone, strict=True))
+    ]
+    fresh = [rig.run(DecodeJob(token_ids=job.token_ids, max_tokens=6))[0] for job in longer]
+    continued = run_together(rig, rig.model, longer)
+    assert [answer.tokens for answer in continued] == fresh
+    cached = [answer.done.cached_tokens for answer in continued if answer.done]
+    assert cached == [len(job.token_ids) - 1 for job in longer]
+
+
+def keyed(job: DecodeJob, at: int) -> DecodeJob:
+    return DecodeJob(
+        token_ids=job.token_ids,
+        max_tokens=job.max_tokens,
+        sampling=job.sampling,
+        kv_key=f"k{at}",
+    )
+
+
+def test_a_block_must_beat_a_rows_share_of_the_forward() -> None:
+    controller = DraftController()
+    controller.seed_costs({1: 1.0, 2: 1.2, 3: 1.4, 5: 1.8, 9: 2.5, 17: 4.0})
+    draft = Draft(source="ngram", tokens=(1, 2, 3, 4), match_length=9)
+    for _ in range(30):
+        controller.observe_verified(draft, 4, 2)
+    assert controller.rows(draft) > 0
+    for _ in range(30):
+        controller.observe_shared(8, 1.6)
+    controller.share(8)
+    assert controller.rows(draft) == 0
+    controller.share(1)
+    assert controller.rows(draft) > 0

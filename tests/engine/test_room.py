@@ -1,0 +1,175 @@
+"""Which sequences may run within the KV bound, and whose KV goes for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kakeya.core.errors import InvalidArgument, MemoryRefused
+from kakeya.core.units import KV_BLOCK_TOKENS
+from kakeya.engine.job import DecodeJob
+from kakeya.engine.room import AHEAD_TOKENS, KvRoom, usual_kv_bytes
+from kakeya.engine.slots import KvSlots
+from tests.engine.child_engine import ToyModel, ToyState
+
+BLOCK = KV_BLOCK_TOKENS  # bytes, at one byte a token
+FACTS = replace(ToyModel("", None).facts, context_tokens=40 * KV_BLOCK_TOKENS)  # type: ignore[arg-type]
+
+
+def job(prompt: int, more: int) -> DecodeJob:
+    return DecodeJob(token_ids=[1] * prompt, max_tokens=more)
+
+
+def kept(size: int) -> ToyState:
+    return ToyState("", None, tokens=[1] * size)  # type: ignore[arg-type]
+
+
+def make(blocks: int) -> tuple[KvRoom, KvSlots]:
+    slots = KvSlots(blocks * BLOCK)
+    return KvRoom(slots, FACTS), slots
+
+
+def test_what_can_never_fit_is_refused_and_told_what_would() -> None:
+    room, _ = make(4)
+    assert room.admits(job(1000, 24))
+    with pytest.raises(MemoryRefused, match="prompt and answer together may have 1024 tokens"):
+        room.admits(job(1000, 25))
+    assert room.context_tokens == 1024
+
+
+def test_the_rest_waits_for_those_that_run() -> None:
+    room, _ = make(4)
+    room.enter("a", job(600, 100))
+    assert not room.admits(job(200, 100))
+    assert room.admits(job(200, 56))
+    room.leave("a")
+    assert room.admits(job(200, 100))
+
+
+def test_an_answer_that_may_become_long_sets_aside_what_most_take() -> None:
+    room, _ = make(40)
+    room.enter("a", job(256, 9000))
+    assert room.lent_bytes == 256 + AHEAD_TOKENS
+    assert room.grown("a", 256 + AHEAD_TOKENS - 1)
+    assert room.lent_bytes == 256 + AHEAD_TOKENS
+    assert room.grown("a", 256 + AHEAD_TOKENS)
+    assert room.lent_bytes == 256 + AHEAD_TOKENS + BLOCK
+
+
+def test_kept_kv_goes_for_running_kv_oldest_first() -> None:
+    room, slots = make(4)
+    for key in ("old", "new"):
+        slots.keep(key, [1] * BLOCK, kept(BLOCK))
+    room.enter("a", job(256, 512))
+    assert list(slots.bytes_by_key()) == ["new"]
+    room.grown("a", 3 * BLOCK)
+    assert not slots.bytes_by_key()
+
+
+def test_kv_of_a_sequence_that_just_ended_is_kept() -> None:
+    room, slots = make(4)
+    room.enter("a", job(700, 300))
+    slots.keep("a", [1] * 1000, kept(1000))
+    room.leave("a")
+    assert slots.held_bytes == 1000
+
+
+def test_a_smaller_bound_takes_what_idles_at_once() -> None:
+    room, slots = make(8)
+    for key in ("old", "new"):
+        slots.keep(key, [1] * BLOCK, kept(BLOCK))
+    room.enter("a", job(200, 56))
+    slots.set_budget(2 * BLOCK)
+    assert list(slots.bytes_by_key()) == ["new"]
+
+
+def test_a_bound_in_which_no_sequence_fits_is_refused() -> None:
+    room, _ = make(8)
+    with pytest.raises(InvalidArgument, match="the first 256 tokens take 256"):
+        room.check_bound(BLOCK - 1)
+    room.check_bound(BLOCK)
+
+
+def test_without_growing_layers_nothing_is_counted() -> None:
+    slots = KvSlots(1)
+    room = KvRoom(slots, replace(FACTS, kv_bytes_per_token=0))
+    room.check_bound(1)
+    room.enter("a", job(5000, 5000))
+    assert room.admits(job(5000, 5000))
+    assert room.context_tokens == FACTS.context_tokens
+
+
+def test_the_usual_bound_holds_a_whole_context() -> None:
+    big = replace(FACTS, kv_bytes_per_token=1 << 20)
+    room = KvRoom(KvSlots(usual_kv_bytes(big)), big)
+    assert room.context_tokens == big.context_tokens
+    assert room.admits(job(10, big.context_tokens))
+    assert usual_kv_bytes(FACTS) == 2 << 30
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request as the scheduler sees it: its length now, and where it ends."""
+
+    job: DecodeJob
+    length: int = 0
+    entered: int = 0
+
+    @property
+    def end(self) -> int:
+        return len(self.job.token_ids) + self.job.max_tokens
+
+
+@settings(deadline=None)
+@given(
+    blocks=st.integers(1, 12),
+    wanted=st.lists(st.tuples(st.integers(1, 2000), st.integers(1, 3000)), max_size=8),
+    steps=st.lists(st.integers(1, KV_BLOCK_TOKENS), min_size=1, max_size=8),
+    kept_blocks=st.lists(st.integers(1, 3), max_size=4),
+)
+def test_all_that_can_fit_comes_to_its_end_within_the_bound(blocks, wanted, steps, kept_blocks):
+    """Whatever the order: the bound holds after each step, and the oldest is never ended."""
+    room, slots = make(blocks)
+    for key, size in enumerate(kept_blocks):
+        slots.keep(str(key), [1] * size * BLOCK, kept(size * BLOCK))
+    waiting, running, done = deque(), deque(), []
+    for prompt, more in wanted:
+        sequence = Sequence(job(prompt, more))
+        try:
+            room.admits(sequence.job)
+        except MemoryRefused:
+            assert room.kv_bytes(sequence.end) > slots.budget_bytes
+        else:
+            waiting.append(sequence)
+    asked, entries = len(waiting), 0
+    for turn in range(100_000):
+        while waiting and room.admits(waiting[0].job):
+            entries += 1
+            waiting[0].entered = entries
+            room.enter(waiting[0], waiting[0].job)
+            running.append(waiting.popleft())
+        if not running:
+            break
+        sequence = running.popleft()
+        sequence.length = min(sequence.end, sequence.length + steps[turn % len(steps)])
+        if sequence.length == sequence.end:
+            room.leave(sequence)
+            done.append(sequence)
+        else:
+            oldest = min([*running, sequence], key=lambda one: one.entered)
+            running.append(sequence)
+            if not room.grown(sequence, sequence.length):
+                youngest = room.youngest()
+                assert youngest is not oldest or len(running) == 1
+                running.remove(youngest)
+                room.leave(youngest)
+                youngest.length = 0
+                waiting.append(youngest)
+        assert room.lent_bytes <= slots.budget_bytes
+        assert room.lent_bytes + slots.held_bytes <= slots.budget_bytes
+    assert len(done) == asked
+    assert room.lent_bytes == 0

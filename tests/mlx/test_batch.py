@@ -1,0 +1,221 @@
+"""Rows that share a forward: each has the bits that it has alone, whoever joins and leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kakeya.decoding.sampling import SamplingParams
+from kakeya.memory.adapter_format import PackedAdapter, PackedTensor, Precision
+from kakeya.mlx import batch
+from kakeya.mlx.batch import BATCH_ROWS, fitting_rows, launch_together
+from kakeya.mlx.loader import LoadedModel, load
+from kakeya.mlx.lora import AdapterSlots
+from kakeya.mlx.verifier import Verifier
+from tests.mlx.random_models import VOCAB, write_model
+
+SLOTS = 3
+BATCHED = ("llama", "qwen3", "gemma3", "llama-4bit")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
+    root = tmp_path_factory.mktemp("models")
+    made = {}
+    for name in (*BATCHED, "mamba"):
+        architecture, _, bits = name.partition("-")
+        folder = write_model(root / name, architecture, quantize_bits=4 if bits else None)
+        made[name] = load(str(folder), name, adapter_slots=SLOTS, adapter_rank=4)
+        fitting_rows(made[name])
+    for name in BATCHED:
+        for slot in range(1, SLOTS + 1):
+            slots_of(made[name]).load(slot, random_adapter(slot))
+    return made
+
+
+def slots_of(model: LoadedModel) -> AdapterSlots:
+    assert model.adapters is not None
+    return model.adapters
+
+
+def random_adapter(seed: int) -> PackedAdapter:
+    rng = np.random.default_rng(seed)
+    sizes = {"self_attn.q_proj": (64, 64), "self_attn.v_proj": (64, 32), "mlp.down_proj": (128, 64)}
+    return PackedAdapter(
+        rank=1 + seed,
+        scale=2.0,
+        precision=Precision.EXACT,
+        base="",
+        tensors=tuple(
+            PackedTensor(
+                path=f"model.layers.{layer}.{name}",
+                a=rng.normal(0, 0.2, (taken, 1 + seed)).astype(np.float32),
+                b=rng.normal(0, 0.2, (1 + seed, given_)).astype(np.float32),
+                a_scales=None,
+                b_scales=None,
+            )
+            for layer in range(2)
+            for name, (taken, given_) in sizes.items()
+        ),
+    )
+
+
+def test_models_of_ordinary_attention_batch_and_recurrent_ones_do_not(
+    models: dict[str, LoadedModel],
+) -> None:
+    assert {name: fitting_rows(model) for name, model in models.items()} == {
+        **dict.fromkeys(BATCHED, BATCH_ROWS),
+        "mamba": 1,
+    }
+
+
+class Pair:
+    """One sequence twice: decoded alone, and in whatever batches a test puts it."""
+
+    def __init__(self, model: LoadedModel, prompt: list[int], slot: int, seed: int) -> None:
+        self.alone, self.shared = Verifier(model), Verifier(model)
+        sampling = SamplingParams(temperature=1.0 if seed % 2 else 0.0, seed=seed)
+        for state in (self.alone, self.shared):
+            state.select_with(sampling)
+            state.adapt(slot)
+            state.prefill(prompt)
+        self.pending: int | None = prompt[-1]
+
+    def token(self) -> int | None:
+        return self.pending if self.shared.in_flight() == 0 else None
+
+    def settle(self, keep: int) -> None:
+        """Read all but `keep` of the steps in flight; both must have selected the same."""
+        while self.shared.in_flight() > keep:
+            self.pending = self.alone.collect()
+            assert self.shared.collect() == self.pending
+        assert self.shared.length == self.alone.length == self.shared.layer_length()
+
+    def same_kv(self) -> bool:
+        """Whether both hold the same KV, bit for bit."""
+        return all(
+            bool(mx.array_equal(one, two).item())
+            for mine, other in zip(self.alone.cache, self.shared.cache, strict=True)
+            for one, two in zip(mine.state[:2], other.state[:2], strict=True)
+        )
+
+
+rows = st.tuples(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
+    st.integers(0, SLOTS),
+    st.integers(0, 5),
+)
+
+
+@pytest.mark.parametrize("name", BATCHED)
+@settings(max_examples=12, deadline=None)
+@given(
+    made=st.lists(rows, min_size=2, max_size=5),
+    rounds=st.lists(
+        st.tuples(st.integers(1, 31), st.integers(0, 1), st.booleans()), min_size=3, max_size=10
+    ),
+)
+def test_whoever_shares_the_forward_each_row_is_bit_for_bit_as_alone(
+    models: dict[str, LoadedModel],
+    name: str,
+    made: list[tuple[list[int], int, int]],
+    rounds: list[tuple[int, int, bool]],
+) -> None:
+    """Each round some rows share a forward, some rest, and one may verify a block by itself."""
+    model = models[name]
+    pairs = [Pair(model, *one) for one in made]
+    for members, keep, has_block in rounds:
+        joined = [pair for at, pair in enumerate(pairs) if members >> at & 1]
+        tokens = [pair.token() for pair in joined]
+        if joined:
+            launch_together(model, [pair.shared for pair in joined], tokens)
+        for pair, token in zip(joined, tokens, strict=True):
+            pair.alone.launch(token)
+            pair.settle(keep)
+        if has_block:
+            verify_alone(pairs[0])
+    for pair in pairs:
+        pair.settle(0)
+        assert pair.same_kv()
+
+
+def verify_alone(pair: Pair) -> None:
+    """A block of drafts that are wrong, on both."""
+    pair.settle(0)
+    assert pair.pending is not None
+    if min(pair.shared.verifiable_rows(), pair.alone.verifiable_rows()) < 3:
+        return
+    block = [pair.pending, 1, 2]
+    selected = pair.alone.verify(block)
+    assert pair.shared.verify(block) == selected
+    assert pair.alone.trim(2)
+    assert pair.shared.trim(2)
+    pair.pending = selected[0]
+
+
+def test_an_adapter_beside_the_model_leaves_its_own_bits(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "llama")
+    plain, slotted = load(str(folder), "a"), load(str(folder), "b", adapter_slots=2, adapter_rank=4)
+    slots_of(slotted).load(1, random_adapter(1))
+    tokens = mx.array([[5, 6, 7, 8]])
+    expected = plain.forward(tokens, plain.make_cache())
+    for slots in (None, mx.array([0], dtype=mx.uint32)):
+        found = slotted.forward(tokens, slotted.make_cache(), slots)
+        assert mx.array_equal(found, expected).item()
+    other = slotted.forward(tokens, slotted.make_cache(), mx.array([1], dtype=mx.uint32))
+    assert not mx.allclose(other, expected).item()
+
+
+def test_a_forward_that_fails_leaves_every_row_as_it_was(models: dict[str, LoadedModel]) -> None:
+    model = models["llama"]
+    pairs = [Pair(model, [3 + at, 5, 7], at, 0) for at in range(2)]
+
+    class Breaking:
+        """The model, until its last layer."""
+
+        def forward(self, *arguments: object) -> mx.array:
+            model.forward(*arguments)  # type: ignore[arg-type]
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError):
+        launch_together(Breaking(), [p.shared for p in pairs], [1, 2])  # type: ignore[arg-type]
+    for pair, token in zip(pairs, (1, 2), strict=True):
+        assert pair.shared.layer_length() == pair.shared.length == 3
+        assert pair.shared.in_flight() == 0
+        pair.shared.launch(token)
+        pair.alone.launch(token)
+        pair.settle(0)
+        assert pair.same_kv()
+
+
+def test_a_model_whose_attention_does_as_it_likes_is_not_batched(
+    models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copied(
+        self: batch.RowCaches, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        keys, values = honest_fetch(self, keys, values)
+        return keys + 0, values + 0
+
+    monkeypatch.setattr(batch.RowCaches, "update_and_fetch", copied)
+    assert fitting_rows(models["llama"]) == 1
+
+
+def test_rows_that_see_each_others_kv_are_noticed(
+    models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch.RowCaches, "update_and_fetch", crossed)
+    assert fitting_rows(models["llama"]) == 1
+
+
+def crossed(self: batch.RowCaches, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    self._caches = list(reversed(self._caches))
+    return honest_fetch(self, keys, values)
+
+
+honest_fetch = batch.RowCaches.update_and_fetch
