@@ -28,6 +28,7 @@ from kakeya.core.errors import PeerProtocol, PeerUnavailable
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
 from kakeya.wire.channels import Channels, Keepalive, is_local
+from kakeya.wire.security import CLIENT_NAME
 from kakeya.wire.status import error_from_rpc
 from kakeya.wire.tls import FolderSecurity
 
@@ -88,6 +89,8 @@ class Client:
     In a fleet with identities a node on another machine wants to see a client's certificate:
     `identity` is the folder that `kakeya join` made. Any member may then answer, or only
     `node_id`, which is checked even over loopback (the end of a tunnel, say).
+
+    `client_name` is who this client is where it shows no certificate: adapters have owners.
     """
 
     def __init__(
@@ -98,8 +101,10 @@ class Client:
         keepalive: Keepalive | None = None,
         identity: Path | None = None,
         node_id: str = "",
+        client_name: str = "",
     ) -> None:
         self._address = address
+        self._metadata = ((CLIENT_NAME, client_name),) if client_name else ()
         self._timeout_s = timeout_s
         self._security = FolderSecurity(identity, node_id) if identity else None
         self._channels = Channels(
@@ -137,7 +142,9 @@ class Client:
             client_label=label, eos_token_ids=eos_token_ids, model_id=model_id
         )
         try:
-            reply = await stub.CreateSession(request, timeout=self._timeout_s)
+            reply = await stub.CreateSession(
+                request, timeout=self._timeout_s, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, self._address) from None
         return ClientSession(stub, self._address, reply.session_id, self._timeout_s)

@@ -57,7 +57,9 @@ class DraftSource:
 class DecodeRequest:
     """One generation: the whole history, where to stop, how to select, where to get drafts.
 
-    `kv_key` names the KV to continue from and to keep afterwards; "" keeps nothing.
+    `kv_key` names the KV to continue from and to keep afterwards; "" keeps nothing. `adapter_id`
+    names a loaded adapter; "" is the model alone. `deadline_s` is how long the caller waits, None =
+    it did not say: a model that takes longer to load is refused at once.
     """
 
     token_ids: Sequence[int]
@@ -66,6 +68,8 @@ class DecodeRequest:
     sampling: Sampling = Sampling()
     draft_sources: tuple[DraftSource, ...] = ()
     kv_key: str = ""
+    adapter_id: str = ""
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +154,25 @@ class ModelFacts:
     vocabulary_digest: str = ""
     device: str = ""
     blas_accelerated: bool = False
+    adapter_slots: int = 0
+    adapter_rank: int = 0
+    base_fingerprint: str = ""
+    batch_rows: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What an engine child occupies now, in bytes; `resident_bytes` includes the others.
+
+    `mlx_cache_bytes` are buffers that no array uses, `idle_kv_bytes` KV that no generation uses:
+    both can be given back. `limit_bytes` is the bound that was set, 0 = none.
+    """
+
+    resident_bytes: int
+    mlx_active_bytes: int = 0
+    mlx_cache_bytes: int = 0
+    idle_kv_bytes: int = 0
+    limit_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,14 +189,19 @@ class EngineStats:
     cache_length_violations: int = 0
     position_violations: int = 0
     kv_bytes_by_key: dict[str, int] = field(default_factory=dict)
+    footprint: Footprint | None = None
+    adapter_ids: tuple[str, ...] = ()
+    batch_rows: int = 0
+    """Rows of the last forward over several sequences; 0 = there was none yet."""
 
 
 class ModelState(StrEnum):
-    """The life of a served model."""
+    """The life of a served model. An unloaded one is not in memory; its next request loads it."""
 
     LOADING = "loading"
     READY = "ready"
     RESTARTING = "restarting"
+    UNLOADED = "unloaded"
     FAILED = "failed"
     STOPPED = "stopped"
 
@@ -219,11 +247,27 @@ class ServedModel(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedId:
+    """A model that is another one, its parent, with an adapter; both by the names callers use."""
+
+    model_id: str
+    parent: str
+
+
 class ModelDirectory(Protocol):
     """The models of this node by name."""
 
-    def get(self, model_id: str) -> ServedModel:
-        """Find a model that decodes; "" is the default. Raises NotFound naming the served ids."""
+    def get(self, model_id: str, client: str = "") -> ServedModel:
+        """Find a model that decodes; "" is the default, BASE:NAME a model with an adapter.
+
+        `client` is who asks, "" = nobody in particular. Raises NotFound naming the served ids, and
+        Denied for an adapter of another client.
+        """
+        ...
+
+    def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
+        """The models with adapters that a client may name."""
         ...
 
     def verifiers(self) -> tuple[ServedModel, ...]:

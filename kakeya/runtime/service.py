@@ -35,6 +35,8 @@ from kakeya.runtime.session import Session
 from kakeya.runtime.store import SessionCounts, SessionStore
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceServicer
+from kakeya.wire.authorization import calling_node
+from kakeya.wire.security import CLIENT_NAME
 from kakeya.wire.status import abort
 
 _log = logging.getLogger(__name__)
@@ -122,7 +124,7 @@ class RuntimeService(RuntimeServiceServicer):
     ) -> pb.CreateSessionResponse:
         """Open a session on a model of this node."""
         try:
-            session = await self._create(request, context.time_remaining())
+            session = await self._create(request, context.time_remaining(), client_of(context))
         except KakeyaError as error:
             await abort(context, error)
             raise
@@ -194,10 +196,12 @@ class RuntimeService(RuntimeServiceServicer):
         finally:
             self._running -= 1
 
-    async def _create(self, request: pb.CreateSessionRequest, time_left_s: float | None) -> Session:
+    async def _create(
+        self, request: pb.CreateSessionRequest, time_left_s: float | None, client: str
+    ) -> Session:
         if self._draining:
             raise Refused(f"this node takes no new sessions: {self._draining}")
-        model = self._models.get(request.model_id)
+        model = self._models.get(request.model_id, client)
         self._store.check_room()
         wait_s = self._store.limits.model_wait_s
         facts = await model.ready(wait_s if time_left_s is None else min(wait_s, time_left_s))
@@ -221,6 +225,7 @@ class RuntimeService(RuntimeServiceServicer):
                 sampling=parameters.sampling,
                 draft_sources=sources,
                 kv_key=session.session_id,
+                deadline_s=context.time_remaining(),
             )
             try:
                 done, committed = await self._stream(session, asked, context)
@@ -276,6 +281,20 @@ class RuntimeService(RuntimeServiceServicer):
             await session.model.release(session.session_id)
         if gone:
             event(_log, "idle sessions expired", sessions=len(gone))
+
+
+def client_of(context: Context) -> str:
+    """Who calls: the node id of the certificate, or without one what the caller says of itself.
+
+    What is said counts on this machine, and in a fleet without identities, where nobody can prove
+    who they are: it keeps clients apart that are honest.
+    """
+    if proven := calling_node():
+        return proven
+    for key, value in context.invocation_metadata() or ():
+        if key == CLIENT_NAME and isinstance(value, str):
+            return value
+    return ""
 
 
 def _log_cut(session: Session, dropped: int) -> None:

@@ -71,13 +71,17 @@ STATUS_BY_ERROR: dict[type[errors.KakeyaError], int] = {
     BodyTooLarge: 413,
     BodyTimeout: 408,
     Forbidden: 403,
+    errors.Denied: 403,
     errors.NotFound: 404,
     errors.Conflict: 409,
     errors.Refused: 429,
+    errors.MemoryRefused: 503,
+    errors.LoadFailed: 503,
     errors.DeadlineExceeded: 504,
     errors.Cancelled: 499,
     errors.PeerError: 502,
     errors.PeerUnavailable: 503,
+    errors.StoreFailed: 503,
     errors.KakeyaError: 500,
 }
 RETRY_AFTER_S = 1.0
@@ -213,7 +217,8 @@ async def send_error(send: Send, error: errors.KakeyaError) -> None:
     """Answer with one of our errors."""
     status = status_of(error)
     headers = {}
-    if status in (429, 503):
+    is_hopeless = isinstance(error, errors.MemoryRefused) and error.retry_after_s is None
+    if status in (429, 503) and not is_hopeless:
         seconds = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
         headers["retry-after"] = str(max(1, round(seconds)))
     if status == 408:

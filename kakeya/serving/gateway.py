@@ -31,7 +31,7 @@ from kakeya.core.clock import Clock
 from kakeya.runtime.generation import DraftRouter, ModelDirectory, ModelState, ServedModel
 from kakeya.serving.edge import Admission, Edge, refuse_route
 from kakeya.serving.exchange import Limits
-from kakeya.serving.generation import GenerationRoute, Generations
+from kakeya.serving.generation import GenerationRoute, Generations, client_of
 from kakeya.serving.metrics import CONTENT_TYPE, HttpMetrics
 from kakeya.serving.openai import parse_chat, parse_completion
 from kakeya.serving.text import Texts
@@ -141,12 +141,18 @@ class Gateway:
 
     async def list_models(self, request: Request) -> Response:
         """GET /v1/models."""
-        models = [self._model_body(model) for model in self._directory.verifiers()]
+        models = [self._model_body(model.model_id) for model in self._directory.verifiers()]
+        adapted = self._directory.adapted(client_of(request.scope))
+        models += [self._model_body(one.model_id) | {"parent": one.parent} for one in adapted]
         return _json({"object": "list", "data": models})
 
     async def describe_model(self, request: Request) -> Response:
         """GET /v1/models/{id}."""
-        return _json(self._model_body(self._generations.find(request.path_params["model_id"])))
+        client = client_of(request.scope)
+        found = self._generations.find(request.path_params["model_id"], client).model_id
+        adapted = self._directory.adapted(client) if ":" in found else ()
+        parents = [{"parent": one.parent} for one in adapted if one.model_id == found]
+        return _json(self._model_body(found) | (parents[0] if parents else {}))
 
     async def health(self, request: Request) -> Response:
         """GET /healthz."""
@@ -159,7 +165,7 @@ class Gateway:
             body = {"ready": False, "model": None, "state": None, "reason": "no model is served"}
             return _json(body, 503)
         reason = self._unready()
-        if not reason and model.state is not ModelState.READY:
+        if not reason and not _is_ready(model):
             reason = model.last_error or f"the model is {model.state}"
         body = {
             "ready": not reason,
@@ -174,7 +180,7 @@ class Gateway:
         if models := self._directory.verifiers():
             return models[0]
         proposers = self._proposers()
-        waited_for = (model for model in proposers if model.state is not ModelState.READY)
+        waited_for = (model for model in proposers if not _is_ready(model))
         return next(waited_for, proposers[0] if proposers else None)
 
     async def metrics(self, request: Request) -> Response:
@@ -191,13 +197,20 @@ class Gateway:
         """GET /api/v1/fleet."""
         return _json(self._status().get("fleet", {}))
 
-    def _model_body(self, model: ServedModel) -> dict[str, object]:
+    def _model_body(self, model_id: str) -> dict[str, object]:
         return {
-            "id": model.model_id,
+            "id": model_id,
             "object": "model",
             "created": self._created_at,
             "owned_by": "kakeya",
         }
+
+
+def _is_ready(model: ServedModel | Standing) -> bool:
+    """Whether a request that comes now finds the model, or has it loaded."""
+    if model.state is ModelState.READY:
+        return True
+    return model.state is ModelState.UNLOADED and not isinstance(model, Standing)
 
 
 def _json(value: object, status: int = 200) -> Response:

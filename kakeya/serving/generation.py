@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from kakeya.core.clock import Clock
@@ -49,6 +50,7 @@ from kakeya.serving.stream import (
     whole_answer,
 )
 from kakeya.serving.text import TextModel, Texts
+from kakeya.wire.security import CLIENT_NAME
 
 Request = ChatRequest | CompletionRequest
 
@@ -58,6 +60,7 @@ class Job:
     """One generation, ready to run."""
 
     model: ServedModel
+    counted_as: str  # the base of an adapter: metrics have no label for each adapter
     request: DecodeRequest
     answer: Answer
     answer_id: str
@@ -97,17 +100,22 @@ class Generations:
         """Watch over one client."""
         return Connection(receive, send, is_stream=is_stream, clock=self._clock, limits=self.limits)
 
-    def find(self, model_id: str) -> ServedModel:
-        """Find a served model. Raises ModelNotFound with the ids that are served."""
+    def find(self, model_id: str, client: str = "") -> ServedModel:
+        """Find a served model for a client. Raises ModelNotFound with the ids that are served, and
+        Denied for an adapter of another client."""
         try:
             if model_id:  # the directory takes "" for its default
-                return self._directory.get(model_id)
-        except NotFound:
-            pass
+                return self._directory.get(model_id, client)
+        except NotFound as unknown:
+            if self._is_served(model_id.rpartition(":")[0]):
+                raise ModelNotFound(unknown.message) from None
         served = ", ".join(model.model_id for model in self._directory.verifiers())
         raise ModelNotFound(
             f"the model {model_id[:80]!r} is not served here; served: {served or 'none'}"
         )
+
+    def _is_served(self, base: str) -> bool:
+        return any(model.model_id == base for model in self._directory.verifiers())
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -125,7 +133,9 @@ class Generations:
     async def prepare(self, dialect: Dialect, asked: Request, model: ServedModel) -> Job:
         """Wait for the model, write the prompt in ids, check what only the model can tell."""
         began_mono = self._clock.mono()
-        facts = await model.ready(self.limits.ready_s)
+        deadline_s = asked.params.deadline_s
+        ready_s = self.limits.ready_s
+        facts = await model.ready(ready_s if deadline_s is None else min(ready_s, deadline_s))
         text = await self._texts.get(facts.model_path)
         try:
             token_ids = await _prompt_ids(asked, text, facts)
@@ -139,10 +149,14 @@ class Generations:
             stop_token_ids=stop_token_ids,
             sampling=self._sampling(params, facts),
             draft_sources=self._router.sources(facts, params.draft_policy),
+            deadline_s=None
+            if deadline_s is None
+            else max(0.0, deadline_s - (self._clock.mono() - began_mono)),
         )
         detokenizer = text.detokenizer()
         return Job(
             model=model,
+            counted_as=facts.model_id,
             request=request,
             answer=Answer(detokenizer, stops=params.stop, stop_token_ids=stop_token_ids),
             answer_id=draw_id("chatcmpl" if dialect == "chat" else "cmpl", self._rng, 24),
@@ -152,7 +166,7 @@ class Generations:
 
     async def run(self, job: Job) -> AsyncGenerator[str, None]:
         """Decode; yields text as it settles, never empty. The caller closes this iterator."""
-        model_id, answer = job.model.model_id, job.answer
+        model_id, answer = job.counted_as, job.answer
         self._metrics.generation_began(model_id, job.prompt_tokens)
         try:
             async with aclosing(job.model.decode(job.request)) as frames:
@@ -202,7 +216,7 @@ class GenerationRoute:
         generations = self._generations
         body = await read_body(scope, receive, generations.limits)
         asked = self._parse(parse_json(body))
-        model = generations.find(asked.params.model)
+        model = generations.find(asked.params.model, client_of(scope))
         is_stream = asked.params.stream
         with generations.admitted():
             async with generations.connection(receive, send, is_stream=is_stream) as client:
@@ -254,6 +268,11 @@ class GenerationRoute:
         if asked.params.include_usage:
             last += writer.usage(usage_body(job.answer, job.prompt_tokens))
         await client.end(last + DONE)
+
+
+def client_of(scope: Scope) -> str:
+    """Who calls, by its own word: HTTP has no certificates here. "" = it says nothing."""
+    return Headers(scope=scope).get(CLIENT_NAME, "")
 
 
 async def _prompt_ids(asked: Request, text: TextModel, facts: ModelFacts) -> tuple[int, ...]:

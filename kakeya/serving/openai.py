@@ -3,7 +3,8 @@ the parameter. Nothing is ignored in silence.
 
     honoured      model, messages | prompt, max_tokens, max_completion_tokens, temperature, top_p,
                   seed, stop, stream, stream_options.include_usage
-    extensions    top_k; draft_policy ("auto", "off", "ngram", "peer", MODEL@HOST:PORT)
+    extensions    top_k; draft_policy ("auto", "off", "ngram", "peer", MODEL@HOST:PORT);
+                  deadline_s: how long the caller waits until its model is in memory
     accepted      a parameter that is absent, null, or has a value that changes nothing (`_NO_OPS`)
     refused       everything else: 400, code unsupported_parameter
 
@@ -23,6 +24,7 @@ from kakeya.serving.template import Message
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
 MAX_SEED = 2**64 - 1
+MAX_DEADLINE_S = 86400.0
 COMPLETION_MAX_TOKENS = 16
 """What /v1/completions gives when `max_tokens` is absent; a chat goes on to the context's end."""
 
@@ -43,7 +45,8 @@ class ContextLengthExceeded(InvalidArgument):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationParams:
-    """What both routes share. `max_tokens` None = to the end of the context; `seed` None = draw."""
+    """What both routes share. `max_tokens` None = to the end of the context; `seed` None = draw;
+    `deadline_s` None = the caller did not say how long it waits for the model."""
 
     model: str
     max_tokens: int | None
@@ -55,6 +58,7 @@ class GenerationParams:
     stream: bool
     include_usage: bool
     draft_policy: str
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +121,7 @@ _NO_OPS: Mapping[str, Callable[[object], bool]] = {
 }
 _SHARED = frozenset(
     {"model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream"}
-    | {"stream_options", "draft_policy"}
+    | {"stream_options", "draft_policy", "deadline_s"}
 )
 _MESSAGE_NO_OPS: Mapping[str, Callable[[object], bool]] = {
     "refusal": _is(""),
@@ -160,6 +164,7 @@ def _params(body: Mapping[str, object], *, default_max_tokens: int | None) -> Ge
         stream=stream,
         include_usage=_include_usage(body.get("stream_options"), stream=stream),
         draft_policy=_draft_policy(body.get("draft_policy")),
+        deadline_s=_deadline_s(body),
     )
 
 
@@ -205,6 +210,12 @@ def _top_p(body: Mapping[str, object]) -> float:
 
 def _draft_policy(value: object) -> str:
     return "" if value is None else text(value, "draft_policy")
+
+
+def _deadline_s(body: Mapping[str, object]) -> float | None:
+    if body.get("deadline_s") is None:
+        return None
+    return number(body, "deadline_s", 0, MAX_DEADLINE_S, default=MAX_DEADLINE_S)
 
 
 def _stops(value: object) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError, Denied, PeerUnavailable
 from kakeya.node.listeners import Listeners
 from kakeya.runtime.client import Client
+from kakeya.runtime.generation import ServedModel
 from kakeya.v1.runtime_pb2_grpc import add_RuntimeServiceServicer_to_server
 from kakeya.wire.security import CertRole
 from tests.runtime.conftest import Node, running_node
@@ -69,3 +70,29 @@ async def test_who_lacks_the_role_or_meets_another_node_is_told(tmp_path: Path) 
             await generated(Client(address, identity=tmp_path / "nothing", node_id=node_id))
         with pytest.raises(PeerUnavailable):
             await generated(Client(address))
+
+
+async def test_who_calls_is_the_certificate_and_without_one_what_the_call_says(
+    tmp_path: Path,
+) -> None:
+    """The owner of an adapter is known by this; a certificate cannot be talked over."""
+    fleet = Fleet()
+    caller_id, material = fleet.issue(CertRole.CLIENT)
+    identity = write(tmp_path / "identity", material)
+    async with running_node() as node, secured(node, fleet) as (address, node_id):
+        asked: list[str] = []
+        find = node.service._models.get
+
+        def get(model_id: str, client: str = "") -> ServedModel:
+            asked.append(client)
+            return find(model_id)
+
+        node.service._models.get = get
+        for client in (
+            Client(address, identity=identity, node_id=node_id, client_name="mallory"),
+            Client(node.address, client_name="alice"),
+            Client(node.address),
+        ):
+            async with client, await client.create_session():
+                pass
+        assert asked == [caller_id, "alice", ""]

@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 from kakeya.core.errors import (
     CapacityExhausted,
     Conflict,
+    DrainTimeout,
     InvalidArgument,
     InvariantBroken,
+    LoadFailed,
+    MemoryRefused,
     NotFound,
     PeerUnavailable,
     Refused,
@@ -298,6 +301,49 @@ async def test_an_engine_that_is_lost_costs_the_call_and_not_the_session(node):
     assert seen == expected(PROMPT, 4)[0]
     assert seen + await generate(session, 5) == expected(PROMPT, 9)[0]
     assert node.service.stats.generates_failed == 1
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        DrainTimeout("big is in use for over 10 s", retry_after_s=10),
+        MemoryRefused("small is larger than the budget"),
+        LoadFailed("a broken file", retry_after_s=30),
+    ],
+)
+async def test_a_model_without_room_ends_the_call_with_its_error_and_the_session_goes_on(refusal):
+    class Crowded(HashServedModel):
+        is_crowded = True
+
+        async def decode(self, request):
+            self.requests.append(request)
+            if self.is_crowded:
+                raise refusal
+            async for frame in super().decode(request):
+                yield frame
+
+    model = Crowded()
+    async with running_node(model) as node:
+        session = await node.client.create_session()
+        await session.append(PROMPT)
+        with pytest.raises(type(refusal), match=refusal.message) as refused:
+            await generate(session, 3)
+        assert refused.value.retry_after_s == refusal.retry_after_s
+        model.is_crowded = False
+        assert await generate(session, 3) == expected(PROMPT, 3)[0]
+
+
+async def test_a_call_tells_the_model_how_long_its_caller_waits(node):
+    created = await node.stub.CreateSession(pb.CreateSessionRequest())
+    await node.stub.AppendTokens(
+        pb.AppendTokensRequest(session_id=created.session_id, token_ids=PROMPT)
+    )
+    request = pb.GenerateRequest(session_id=created.session_id, max_tokens=1)
+    _ = [frame async for frame in node.stub.Generate(request, timeout=60)]
+    _ = [frame async for frame in node.stub.Generate(request)]
+    told = [asked.deadline_s for asked in node.model.requests]
+    assert 30 < told[0] < 61  # as gRPC rounds it
+    assert told[1] is None
 
 
 async def test_a_long_history_is_cut_once_before_the_first_token():

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from kakeya.core.errors import NotFound, PeerUnavailable
 from kakeya.core.units import pack_ids
 from kakeya.runtime.generation import (
+    AdaptedId,
     DecodeRequest,
     Done,
     DraftSource,
@@ -167,7 +168,7 @@ class ToyDirectory:
 
     models: tuple[ServedModel, ...]
 
-    def get(self, model_id: str) -> ServedModel:
+    def get(self, model_id: str, client: str = "") -> ServedModel:
         for model in self.models:
             if model_id in ("", model.model_id):
                 return model
@@ -176,6 +177,9 @@ class ToyDirectory:
 
     def verifiers(self) -> tuple[ServedModel, ...]:
         return self.models
+
+    def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
+        return ()
 
 
 @dataclass

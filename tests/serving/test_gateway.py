@@ -8,6 +8,7 @@ import openai
 import pytest
 from blockbuster import BlockingError
 
+from kakeya.core import errors
 from kakeya.runtime.generation import ModelState
 from kakeya.serving.backends.engine_process import SocketFolder
 from kakeya.serving.gateway import Standing
@@ -265,6 +266,31 @@ async def test_a_failed_model_answers_503_with_retry_after(folder):
                 await served.openai.chat.completions.create(model="toy", messages=HI, stream=stream)
             assert caught.value.status_code == 503
             assert caught.value.response.headers["retry-after"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("error", "retry_after"),
+    [
+        (errors.MemoryRefused("held by others", retry_after_s=10), "10"),
+        (errors.DrainTimeout("in use", retry_after_s=9.6), "10"),
+        (errors.MemoryRefused("larger than the budget"), None),
+        (errors.LoadFailed("a broken file"), "1"),
+    ],
+)
+async def test_a_model_without_room_answers_503_and_when_to_come_again_if_that_helps(
+    folder, error, retry_after
+):
+    class Refused(ToyModel):
+        async def ready(self, timeout_s):
+            raise error
+
+    async with serving(Refused(folder)) as served:
+        for stream in (False, True):
+            body = {"model": "toy", "messages": HI, "stream": stream}
+            answer = await served.http.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == error.code
+            assert answer.headers.get("retry-after") == retry_after
 
 
 async def test_an_engine_lost_in_mid_stream_ends_the_stream_with_an_error(folder):

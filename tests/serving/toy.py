@@ -21,6 +21,7 @@ from tokenizers.trainers import BpeTrainer
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import InvalidArgument, NotFound, PeerUnavailable
 from kakeya.runtime.generation import (
+    AdaptedId,
     DecodeRequest,
     Done,
     DraftSource,
@@ -185,7 +186,7 @@ class Directory:
     def __init__(self, *models: ToyModel) -> None:
         self.models = models
 
-    def get(self, model_id: str) -> ToyModel:
+    def get(self, model_id: str, client: str = "") -> ToyModel:
         for model in self.models:
             if model_id in ("", model.model_id):
                 return model
@@ -193,6 +194,9 @@ class Directory:
 
     def verifiers(self) -> tuple[ToyModel, ...]:
         return self.models
+
+    def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
+        return ()
 
 
 class Router:

@@ -14,19 +14,28 @@ from types import TracebackType
 from typing import Self
 
 from kakeya.core.clock import Clock, SystemClock
-from kakeya.core.errors import InvalidArgument, KakeyaError, PeerUnavailable
+from kakeya.core.errors import (
+    InvalidArgument,
+    InvariantBroken,
+    KakeyaError,
+    MemoryRefused,
+    PeerUnavailable,
+)
 from kakeya.core.log import event
 from kakeya.core.tasks import TaskHealth
 from kakeya.decoding.proposer import Draft
+from kakeya.memory.page_ref import PageRef
 from kakeya.runtime.generation import (
     DecodeRequest,
     EngineStats,
+    Footprint,
     Frame,
     ModelFacts,
     ModelState,
     ServedModel,
 )
 from kakeya.serving.backends.continuation import Continuation
+from kakeya.serving.backends.engine_client import Limits
 from kakeya.serving.backends.engine_life import Engine, EngineLife, EngineOptions, EngineSpec
 from kakeya.serving.backends.engine_process import Command
 from kakeya.serving.backends.gate import Gate
@@ -130,7 +139,10 @@ class EngineBackend:
 
     async def ready(self, timeout_s: float) -> ModelFacts:
         """Wait until it serves. Raises PeerUnavailable (with retry_after_s) when it will not."""
-        return (await self._life.serving(timeout_s)).facts
+        await self._life.serving(timeout_s)
+        if self._life.facts is None:
+            raise InvariantBroken("a model that serves has facts", self._model_id)
+        return self._life.facts
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
         """Stream frames; exactly one Done, last. Closing the iterator stops the work in one step.
@@ -155,10 +167,7 @@ class EngineBackend:
                 f"a draft needs a prefix and a size of at least 1, "
                 f"not {len(prefix)} tokens and size {size}"
             )
-        engine = self._life.engine
-        if engine is None:
-            raise self._life.unavailable()
-        return await engine.client.draft(
+        return await self._serving_now().client.draft(
             prefix,
             size,
             seed=seed,
@@ -178,12 +187,106 @@ class EngineBackend:
 
     async def stats(self) -> EngineStats:
         """Live numbers; zeros while the engine is not up."""
+        return await self._stats() or EngineStats()
+
+    # What the owner of memory asks of it
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds that were set, which each new child gets before it serves."""
+        return self._life.limits
+
+    async def set_limits(
+        self, memory_bytes: int = 0, cache_bytes: int = 0, kv_bytes: int = 0
+    ) -> Footprint:
+        """Bound what the engine may occupy, now and after restarts; 0 = unchanged.
+
+        Raises MemoryRefused when its model alone takes more and InvalidArgument for a KV bound in
+        which no sequence fits (nothing is changed then), PeerUnavailable while it is not up (the
+        next child gets them).
+        """
+        wanted = Limits(memory_bytes=memory_bytes, cache_bytes=cache_bytes, kv_bytes=kv_bytes)
+        before, self._life.limits = self._life.limits, self._life.limits.merged(wanted)
+        engine = self._serving_now()
+        try:
+            footprint = await engine.client.set_limits(wanted, self._options.call_timeout_s)
+        except (MemoryRefused, InvalidArgument):
+            self._life.limits = before
+            raise
+        self._life.facts = await engine.client.describe(self._options.call_timeout_s)
+        return footprint
+
+    async def shrink(self, target_bytes: int) -> Footprint:
+        """Have the engine give so many bytes back, as far as nobody uses them.
+
+        Raises PeerUnavailable while it is not up, DeadlineExceeded when its model thread is busy.
+        """
+        client = self._serving_now().client
+        return await client.shrink(target_bytes, self._options.call_timeout_s)
+
+    async def footprint(self) -> Footprint | None:
+        """What it occupies now; None while it is not up or does not answer."""
+        stats = await self._stats()
+        return None if stats is None else stats.footprint
+
+    def hold(self) -> None:
+        """Let no new sequence in until `resume`, `end` or `kill`; they wait."""
+        self._gate.hold()
+
+    def resume(self) -> None:
+        """Let sequences in again."""
+        self._gate.resume()
+
+    def end(self, reason: str) -> None:
+        """Have the child end in order and start anew; what runs goes on in the next one.
+
+        `reason` completes "because it ...". It counts as no death.
+        """
+        self._life.end(reason)
+        self._gate.resume()
+
+    def kill(self, reason: str) -> None:
+        """End the child at once; what runs goes on in the next one. `reason` as in `end`."""
+        self._life.kill(reason)
+        self._gate.resume()
+
+    # Adapters
+
+    async def load_adapter(
+        self, adapter_id: str, ref: PageRef, timeout_s: float, instead_of: str = ""
+    ) -> int:
+        """Have the engine take an adapter from pages that stay pinned, into the slot of another
+        one that is idle; the bytes it takes there.
+
+        Raises MemoryRefused without a slot or room, InvalidArgument when it does not fit the
+        model, Conflict when the other one is in use or the pages were freed, UnknownMethod when
+        the engine takes none: nothing is changed then. PeerUnavailable. A restarted
+        engine holds none.
+        """
+        client = self._serving_now().client
+        return await client.load_adapter(adapter_id, ref, timeout_s, instead_of)
+
+    async def unload_adapter(self, adapter_id: str) -> bool:
+        """Free an adapter's slot; False where it had none. Raises Conflict for one in use."""
+        client = self._serving_now().client
+        return await client.unload_adapter(adapter_id, self._options.call_timeout_s)
+
+    async def adapters(self) -> tuple[str, ...]:
+        """What is in the engine's slots; nothing while it is not up."""
+        return (await self.stats()).adapter_ids
+
+    def _serving_now(self) -> Engine:
         if self._life.engine is None:
-            return EngineStats()
+            raise self._life.unavailable()
+        return self._life.engine
+
+    async def _stats(self) -> EngineStats | None:
+        if self._life.engine is None:
+            return None
         try:
             return await self._life.engine.client.stats(self._options.call_timeout_s)
         except KakeyaError:
-            return EngineStats()
+            return None
 
     # Generations that outlive their engine
 
@@ -205,12 +308,26 @@ class EngineBackend:
             except PeerUnavailable as error:
                 self._note_loss(job, error)
                 lost = engine if await self._life.is_lost(engine, error) else None
+            except MemoryRefused as refusal:
+                await self._make_way(job, refusal)
+                lost = None
             else:
                 return
 
     def _finish(self, job: Continuation) -> Frame | None:
         facts = self._life.facts
         return None if facts is None else job.finish(facts.context_tokens, self._clock.mono())
+
+    async def _make_way(self, job: Continuation, refusal: MemoryRefused) -> None:
+        """Wait before a generation goes on that ended so that others could; or give it up."""
+        job.interrupt()
+        if (
+            refusal.retry_after_s is None
+            or job.losses_in_a_row >= self._options.max_losses_in_a_row
+        ):
+            raise refusal
+        event(_log, "decode makes way", model=self._model_id, reason=refusal.message)
+        await self._clock.sleep(refusal.retry_after_s)
 
     def _note_loss(self, job: Continuation, error: PeerUnavailable) -> None:
         job.interrupt()

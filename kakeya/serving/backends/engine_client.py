@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import assert_never
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -12,32 +12,44 @@ import grpc.aio
 from kakeya.core.errors import InvariantBroken, KakeyaError, PeerProtocol, PeerUnavailable
 from kakeya.core.units import pack_ids
 from kakeya.decoding.proposer import Draft
-from kakeya.runtime.generation import (
-    DecodeRequest,
-    Done,
-    DraftSource,
-    EngineStats,
-    Frame,
-    ModelFacts,
-    Progress,
-    SourceUsage,
-    StopReason,
-    Tokens,
-    Usage,
+from kakeya.memory.page_ref import PageRef
+from kakeya.runtime.generation import DecodeRequest, Done, EngineStats, Footprint, Frame, ModelFacts
+from kakeya.serving.backends.convert import (
+    decode_to_wire,
+    facts_from_wire,
+    footprint_from_wire,
+    frame_from_wire,
+    page_ref_to_wire,
+    stats_from_wire,
 )
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from kakeya.wire.channels import ENGINE_MESSAGE_BYTES, Keepalive, Option, message_options
 from kakeya.wire.status import error_from_rpc
 
-_STOP_REASONS: dict[pb.DecodeDone.Reason.ValueType, StopReason] = {
-    pb.DecodeDone.REASON_MAX_TOKENS: StopReason.MAX_TOKENS,
-    pb.DecodeDone.REASON_STOP_TOKEN: StopReason.STOP_TOKEN,
-    pb.DecodeDone.REASON_CONTEXT_FULL: StopReason.CONTEXT_FULL,
-}
-_DRAFT_KINDS = {"ngram": pb.DraftSource.KIND_NGRAM, "remote": pb.DraftSource.KIND_REMOTE}
 CLOSE_GRACE_S = 1.0
 """Streams of a dead engine end by themselves; this is how long they may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What an engine may occupy, in bytes; 0 = as it is.
+
+    `memory_bytes` bounds the process, `cache_bytes` buffers that no array uses, `kv_bytes` the KV
+    of running and kept sequences together.
+    """
+
+    memory_bytes: int = 0
+    cache_bytes: int = 0
+    kv_bytes: int = 0
+
+    def merged(self, newer: Limits) -> Limits:
+        """These, where `newer` leaves them as they are."""
+        return Limits(
+            memory_bytes=newer.memory_bytes or self.memory_bytes,
+            cache_bytes=newer.cache_bytes or self.cache_bytes,
+            kv_bytes=newer.kv_bytes or self.kv_bytes,
+        )
 
 
 def _options(keepalive: Keepalive) -> tuple[Option, ...]:
@@ -71,7 +83,7 @@ class EngineClient:
             )
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from None
-        return _facts_from_wire(reply)
+        return facts_from_wire(reply)
 
     async def decode(self, request: DecodeRequest, timeout_s: float) -> AsyncGenerator[Frame, None]:
         """Stream the frames of one decode. Closing the iterator cancels the call.
@@ -79,10 +91,10 @@ class EngineClient:
         Raises PeerUnavailable when the engine is lost, InvariantBroken when it found a law broken,
         PeerProtocol for a stream without an end.
         """
-        call = self._stub.Decode(_decode_to_wire(request), timeout=timeout_s)
+        call = self._stub.Decode(decode_to_wire(request), timeout=timeout_s)
         try:
             async for response in call:
-                frame = _frame_from_wire(response)
+                frame = frame_from_wire(response)
                 if frame is None:
                     continue
                 yield frame
@@ -138,18 +150,57 @@ class EngineClient:
             reply = await self._stub.Stats(pb.StatsRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from None
-        return EngineStats(
-            kv_live_bytes=reply.kv_live_bytes,
-            kv_entries=reply.kv_entries,
-            running=reply.running,
-            waiting=reply.waiting,
-            mlx_active_bytes=reply.mlx_active_bytes,
-            mlx_peak_bytes=reply.mlx_peak_bytes,
-            resident_bytes=reply.resident_bytes,
-            cache_length_violations=reply.cache_length_violations,
-            position_violations=reply.position_violations,
-            kv_bytes_by_key=dict(reply.kv_bytes_by_key),
+        return stats_from_wire(reply)
+
+    async def set_limits(self, limits: Limits, timeout_s: float) -> Footprint:
+        """Bound what the engine may occupy; 0 = unchanged.
+
+        Raises MemoryRefused when its model alone takes more, InvalidArgument for a KV bound in
+        which no sequence fits.
+        """
+        request = pb.SetLimitsRequest(
+            memory_bytes=limits.memory_bytes,
+            cache_bytes=limits.cache_bytes,
+            kv_bytes=limits.kv_bytes,
         )
+        try:
+            return footprint_from_wire(await self._stub.SetLimits(request, timeout=timeout_s))
+        except grpc.aio.AioRpcError as error:
+            raise self._failure(error) from None
+
+    async def shrink(self, size: int, timeout_s: float) -> Footprint:
+        """Have the engine give `size` bytes back, as far as nobody uses them."""
+        try:
+            reply = await self._stub.Shrink(pb.ShrinkRequest(bytes=size), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise self._failure(error) from None
+        return footprint_from_wire(reply)
+
+    async def load_adapter(
+        self, adapter_id: str, ref: PageRef, timeout_s: float, instead_of: str = ""
+    ) -> int:
+        """Have the engine take an adapter from pages, into the slot of another one that is idle;
+        returns the bytes that it takes there.
+
+        Raises MemoryRefused without a slot or room, InvalidArgument when it does not fit the
+        model, Conflict when the other one is in use, UnknownMethod when the engine takes no
+        adapters.
+        """
+        request = pb.LoadAdapterRequest(
+            adapter_id=adapter_id, pages=page_ref_to_wire(ref), instead_of=instead_of
+        )
+        try:
+            return (await self._stub.LoadAdapter(request, timeout=timeout_s)).bytes
+        except grpc.aio.AioRpcError as error:
+            raise self._failure(error) from None
+
+    async def unload_adapter(self, adapter_id: str, timeout_s: float) -> bool:
+        """Free an adapter's slot; False where it had none. Raises Conflict for one in use."""
+        request = pb.UnloadAdapterRequest(adapter_id=adapter_id)
+        try:
+            return (await self._stub.UnloadAdapter(request, timeout=timeout_s)).was_loaded
+        except grpc.aio.AioRpcError as error:
+            raise self._failure(error) from None
 
     async def answers(self, timeout_s: float) -> bool:
         """Whether the engine's event loop answers within `timeout_s`; its model may be busy."""
@@ -183,101 +234,3 @@ class EngineClient:
 def _caller_is_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _decode_to_wire(request: DecodeRequest) -> pb.DecodeRequest:
-    return pb.DecodeRequest(
-        token_ids_le32=pack_ids(request.token_ids),
-        max_tokens=request.max_tokens,
-        stop_token_ids=sorted(request.stop_token_ids),
-        temperature=request.sampling.temperature,
-        top_p=request.sampling.top_p,
-        top_k=request.sampling.top_k,
-        seed=request.sampling.seed,
-        draft_sources=[_source_to_wire(source) for source in request.draft_sources],
-        kv_key=request.kv_key,
-    )
-
-
-def _source_to_wire(source: DraftSource) -> pb.DraftSource:
-    return pb.DraftSource(
-        kind=_DRAFT_KINDS[source.kind],
-        address=source.address,
-        model_id=source.model_id,
-        extended=source.extended,
-        server_name=source.server_name,
-    )
-
-
-def _frame_from_wire(response: pb.DecodeResponse) -> Frame | None:
-    kind = response.WhichOneof("frame")
-    match kind:
-        case "progress":
-            progress = response.progress
-            return Progress(
-                computed_tokens=progress.computed_tokens, total_tokens=progress.total_tokens
-            )
-        case "tokens":
-            ids = tuple(response.tokens.token_ids)
-            return Tokens(token_ids=ids) if ids else None
-        case "done":
-            return _done_from_wire(response.done)
-        case None:
-            return None
-        case _:
-            assert_never(kind)
-
-
-def _done_from_wire(done: pb.DecodeDone) -> Done:
-    reason = _STOP_REASONS.get(done.reason)
-    if reason is None:
-        raise PeerProtocol(f"the engine ended a decode with the unknown reason {done.reason}")
-    usage = Usage(
-        prefill_s=done.prefill_seconds,
-        total_s=done.total_seconds,
-        cached_tokens=done.cached_tokens,
-        forwards=done.forwards,
-        drafted=done.drafted,
-        verified=done.verified,
-        accepted=done.accepted,
-        sources=tuple(_source_usage_from_wire(source) for source in done.sources),
-    )
-    return Done(reason=reason, usage=usage)
-
-
-def _source_usage_from_wire(stats: pb.SourceStats) -> SourceUsage:
-    return SourceUsage(
-        source=stats.source,
-        drafts=stats.drafts,
-        drafted=stats.drafted,
-        verified=stats.verified,
-        accepted=stats.accepted,
-        abstained=stats.abstained,
-        failed=stats.failed,
-        late=stats.late,
-        shadowed=stats.shadowed,
-        shadow_hits=stats.shadow_hits,
-        mean_wait_ms=stats.mean_wait_ms,
-    )
-
-
-def _facts_from_wire(reply: pb.DescribeResponse) -> ModelFacts:
-    return ModelFacts(
-        model_id=reply.model_id,
-        model_path=reply.model_path,
-        vocab_size=reply.vocab_size,
-        context_tokens=reply.context_tokens,
-        eos_token_ids=tuple(reply.eos_token_ids),
-        quantization=reply.quantization,
-        dtype=reply.dtype,
-        weight_bytes=reply.weight_bytes,
-        kv_bytes_per_token=reply.kv_bytes_per_token,
-        mlx_version=reply.mlx_version,
-        tokens_per_second=reply.tokens_per_second,
-        prefill_tokens_per_second=reply.prefill_tokens_per_second,
-        load_s=reply.load_seconds,
-        prefill_chunk_tokens=reply.prefill_chunk_tokens,
-        vocabulary_digest=reply.vocabulary_digest,
-        device=reply.device,
-        blas_accelerated=reply.blas_accelerated,
-    )

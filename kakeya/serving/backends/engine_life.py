@@ -15,11 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import ConfigError, DeadlineExceeded, KakeyaError, PeerUnavailable
+from kakeya.core.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    KakeyaError,
+    MemoryRefused,
+    PeerUnavailable,
+)
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth
 from kakeya.runtime.generation import ModelFacts, ModelState
-from kakeya.serving.backends.engine_client import EngineClient
+from kakeya.serving.backends.engine_client import EngineClient, Limits
 from kakeya.serving.backends.engine_process import Command, EngineProcess, SocketFolder
 from kakeya.serving.backends.restart import Exit, GiveUp, Plan, RestartIn, RestartPolicy
 from kakeya.wire.channels import Keepalive
@@ -40,7 +46,7 @@ class EngineOptions:
     decode_timeout_s: float = 3600.0
     draft_timeout_s: float = 5.0
     call_timeout_s: float = 5.0
-    """Of Stats and Release."""
+    """Of all calls but Decode, Draft and LoadAdapter, which have their own."""
     probe_interval_s: float = 5.0
     probe_timeout_s: float = 10.0
     """An engine that misses this `max_missed_probes` times in a row is killed."""
@@ -64,7 +70,6 @@ class Engine:
 
     process: EngineProcess
     client: EngineClient
-    facts: ModelFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +102,10 @@ class EngineLife:
         self._changed = asyncio.Event()
         self._deaths: tuple[float, ...] = ()
         self._next_start_mono = 0.0
+        self._process: EngineProcess | None = None
+        self._is_asked_to_end = False
+        self.limits = Limits()
+        """Set in each engine before it serves."""
         self.state = ModelState.LOADING
         self.last_error = ""
         self.engine: Engine | None = None
@@ -138,6 +147,20 @@ class EngineLife:
         engine.process.kill(f"answered neither a decode nor a probe ({error.message})")
         return True
 
+    def end(self, cause: str) -> None:
+        """Have the child end in order and another one start at once: no fault, and no death."""
+        if self._process is None or self._is_asked_to_end:
+            return
+        self._is_asked_to_end = True
+        self.engine = None
+        self._process.end(cause)
+        self._move(ModelState.RESTARTING, f"it was asked to end because it {cause}")
+
+    def kill(self, cause: str) -> None:
+        """End the child at once; `cause` completes "because it ..."."""
+        if self._process is not None:
+            self._process.kill(cause)
+
     def unavailable(self) -> PeerUnavailable:
         """The error for a caller that cannot be served now."""
         because = f": {self.last_error}" if self.last_error else ""
@@ -172,6 +195,8 @@ class EngineLife:
         )
         client = EngineClient(self._model_id, process.address, self._options.keepalive)
         self.pid = process.pid
+        self._process = process
+        self._is_asked_to_end = False
         watch = asyncio.create_task(self._attend(process, client), name=f"attend {self._model_id}")
         try:
             ended = await process.exited()
@@ -179,6 +204,7 @@ class EngineLife:
         finally:
             self.engine = None
             self.pid = None
+            self._process = None
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
             await process.aclose(self._options.stop_grace_s)
@@ -187,6 +213,10 @@ class EngineLife:
     def _after_exit(self, ended: Exit) -> Plan:
         now = self._clock.mono()
         self.engine = None
+        if self._is_asked_to_end:
+            self._next_start_mono = now
+            self._move(ModelState.RESTARTING, f"it ended by {ended.describe()}")
+            return RestartIn(delay_s=0.0, reason=ended.describe())
         plan = self._options.restart.after_exit(now, ended, self._deaths)
         self._deaths = (*self._options.restart.recent(now, self._deaths), now)
         match plan:
@@ -201,13 +231,31 @@ class EngineLife:
         """Wait for the model, then probe; a child that fails either is killed."""
         try:
             facts = await self._described(client)
+            if self.limits != Limits():
+                facts = await self._limited(client, facts)
         except KakeyaError as error:
             process.kill(f"could not be made ready: {error.message}")
             return
-        self.engine = Engine(process, client, facts)
+        self.engine = Engine(process, client)
         self.facts = facts
         self._move(ModelState.READY, "")
         process.kill(await self._probed_until_ill(client))
+
+    async def _limited(self, client: EngineClient, facts: ModelFacts) -> ModelFacts:
+        """Bound a new engine before it serves; what it says of itself may depend on that."""
+        try:
+            await client.set_limits(self.limits, self._options.call_timeout_s)
+        except MemoryRefused as refusal:
+            # It serves all the same: who watches its footprint knows what it occupies.
+            event(
+                _log,
+                "limits refused",
+                level=logging.WARNING,
+                model=self._model_id,
+                error=refusal.message,
+            )
+            return facts
+        return await client.describe(self._options.call_timeout_s)
 
     async def _probed_until_ill(self, client: EngineClient) -> str:
         """Probe until too many are missed in a row; return what was wrong with the last one."""

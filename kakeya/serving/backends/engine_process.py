@@ -120,6 +120,11 @@ class EngineProcess:
         await asyncio.wait((self._wait,), timeout=timeout_s)
         return self._wait.done()
 
+    def end(self, cause: str) -> None:
+        """Ask it to end; `cause` completes "because it ..." in the account of its exit."""
+        self._cause = self._cause or cause
+        self._signal(signal.SIGTERM)
+
     def kill(self, cause: str) -> None:
         """End it at once; `cause` completes "because it ..." in the account of its exit."""
         self._cause = self._cause or cause

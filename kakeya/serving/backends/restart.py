@@ -32,8 +32,10 @@ class Exit:
             how = f"signal {_signal_name(-self.returncode)}"
         else:
             how = f"exit code {self.returncode}"
-        if self.cause:
+        if self.cause and self.returncode < 0:
             return f"{how}, sent because it {self.cause}"
+        if self.cause:
+            return f"{how}, asked for because it {self.cause}"
         # A signal comes unannounced, but for the one that a process sends itself: behind any other
         # one, and behind an end in order, the last line speaks of something else.
         if self.last_line and (self.returncode > 0 or self.returncode == -signal.SIGABRT):
