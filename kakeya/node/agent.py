@@ -1,8 +1,8 @@
 """The agent: one node's parts, built and wired here and nowhere else, in one exit stack.
 
-    start   lock the data directory, join if asked, bind the ports, build, accept; then engines load
+    start   join if asked, bind the ports, build, accept; then engines load
     run     each change of a model's state restamps the card and wakes the gossip
-    stop    health NOT_SERVING, farewell card, all servers drain, engines end, the lock falls
+    stop    health NOT_SERVING, farewell card, all servers drain, engines end
 
 Ports are bound before the rest is built, so that an unusable one ends the start at once. The fleet
 half is `plane.py`; what every listener serves is registered here.
@@ -26,14 +26,15 @@ from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards import Offer
 from kakeya.fleet.exchange import Round
 from kakeya.fleet.identity import Identity
-from kakeya.fleet.registry import LATENCY_S
+from kakeya.fleet.merging import LATENCY_S
 from kakeya.fleet.ring import probe_ring_environment
+from kakeya.node.adapter_wiring import NodeAdapters, least_bytes
 from kakeya.node.card import Place, make_offer
 from kakeya.node.config import NodeConfig
 from kakeya.node.control import control_socket
 from kakeya.node.datadir import DataDir, RunInfo
 from kakeya.node.directory import Models, failed_addresses
-from kakeya.node.engines import EngineCommand, Engines, sockets_folder
+from kakeya.node.engines import EngineCommand, sockets_folder
 from kakeya.node.health import NodeHealth
 from kakeya.node.keeper import StateKeeper
 from kakeya.node.life import become_member, begin
@@ -45,6 +46,7 @@ from kakeya.node.machine import (
     unified_memory_bytes,
 )
 from kakeya.node.membership import open_trust
+from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.models import Role
 from kakeya.node.overview import Overview
 from kakeya.node.plane import Chances, FleetPlane
@@ -56,7 +58,7 @@ from kakeya.node.state import NodeState
 from kakeya.node.table import HTTP
 from kakeya.node.taken import answers_as
 from kakeya.node.watchdog import LoopWatchdog
-from kakeya.runtime.generation import ModelState, Usage
+from kakeya.runtime.generation import Usage
 from kakeya.serving.backends.engine_backend import EngineOptions
 from kakeya.serving.gateway import build_app
 from kakeya.serving.server import HttpServer, serve_http
@@ -75,12 +77,14 @@ _NEWCOMER_ROUNDS = 3
 class Agent:
     """A node from start to stop: an `async with` inside which it serves.
 
-    Entering raises ConfigError for an address, a folder, a key or a model that cannot be used,
-    Conflict for a data directory that another node holds, and what joining raises.
+    Its data directory is held before it starts and until it has stopped. Entering raises
+    ConfigError for an address, a folder, a key or a model that cannot be used, and what joining
+    raises.
     """
 
-    def __init__(self, config: NodeConfig, engine_command: EngineCommand) -> None:
+    def __init__(self, config: NodeConfig, engine_command: EngineCommand, home: DataDir) -> None:
         self._config = config
+        self._home = home
         self._folder = config.data_dir
         self._clock = SystemClock()
         self._rng = random.Random()
@@ -88,14 +92,21 @@ class Agent:
         self._stack = AsyncExitStack()
         self._changed = asyncio.Event()
         self._changed.set()
-        self._engines = Engines(
+        self._memory = NodeMemory(
+            config.memory,
             config.models,
-            engine_command,
+            EngineSetup(
+                command=engine_command,
+                options=EngineOptions(),
+                sockets=sockets_folder(self._folder),
+            ),
+            data_dir=self._folder,
             clock=self._clock,
-            options=EngineOptions(),
+            rng=self._rng,
             on_change=self._changed.set,
-            sockets=sockets_folder(self._folder),
+            pages_bytes=least_bytes(config.adapters),
         )
+        self._engines = self._memory.engines
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -139,7 +150,7 @@ class Agent:
                 on_calm=lambda: self._health.release(_STUCK),
             )
         )
-        self._home = stack.enter_context(DataDir(self._folder))
+        await stack.enter_async_context(self._memory)
         identity = await become_member(self._config, self._clock)
         self._state = await begin(
             self._home, self._config, identity, clock=self._clock, rng=self._rng
@@ -150,12 +161,28 @@ class Agent:
         self._incarnation = 0
         self._confirming: asyncio.Task[None] | None = None
         await self._listen(stack, identity)
-        self._models = Models(self._engines.of_role(Role.VERIFIER), self._suspect_failed_drafters)
+        self._adapters = await stack.enter_async_context(
+            NodeAdapters(
+                self._config.adapters,
+                self._memory,
+                data_dir=self._folder,
+                clock=self._clock,
+                rng=self._rng,
+            )
+        )
+        self._models = Models(
+            self._engines.of_role(Role.VERIFIER),
+            self._suspect_failed_drafters,
+            self._adapters.manager,
+            self._clock,
+        )
         self._services = Services(
             self._plane,
             self._models,
             self._config.sessions,
+            self._adapters.manager,
             data_dir=self._folder,
+            dispatch=self._memory.dispatch,
             health=self._health,
             clock=self._clock,
             rng=self._rng,
@@ -164,7 +191,7 @@ class Agent:
         await self._listeners.start()
         self._tasks = await stack.enter_async_context(Supervisor(self._clock))
         self._http = await stack.enter_async_context(self._serve_http())
-        await stack.enter_async_context(self._engines)
+        await self._memory.start(self._tasks, self.node_id)
         self._plane.start(self._tasks)
         self._tasks.start("listeners", self._listeners.watch)
         self._tasks.start("models", self._follow_changes)
@@ -247,7 +274,8 @@ class Agent:
             started_mono=self._started_mono,
             clock=self._clock,
             plane=self._plane,
-            engines=self._engines,
+            memory=self._memory,
+            adapters=self._adapters,
             services=self._services,
             listeners=self._listeners,
             health=self._health,
@@ -281,16 +309,17 @@ class Agent:
             platform=platform_name(),
             unified_memory_bytes=unified_memory_bytes(),
             ttl_s=self._config.fleet.ttl_s,
+            is_careful=self._memory.is_careful,
         )
-        return make_offer(place, self._engines.ready())
+        return make_offer(place, self._engines.offered())
 
     async def _follow_changes(self) -> None:
         """After each change: who drafts, the card, the runtime's health, the state on disk."""
         while True:
             await self._changed.wait()
             self._changed.clear()
-            verifiers = self._models.verifiers()
-            is_ready = bool(verifiers) and verifiers[0].state is ModelState.READY
+            verifiers = self._engines.of_role(Role.VERIFIER)
+            is_ready = bool(verifiers) and verifiers[0].can_serve
             self._services.follow(self._engines.of_role(Role.PROPOSER), is_runtime_ready=is_ready)
             self._plane.gossip.announce(self._offer())
 
@@ -312,6 +341,8 @@ class Agent:
         if done.changed or registry.incarnation != self._incarnation:
             self._incarnation = registry.incarnation
             self._keeper.poke()
+        if self._reach.settle_round_trips():
+            self._changed.set()
         taken = [c for c in registry.conflicts(self._clock.wall()) if c.is_own]
         if not taken:
             self._health.release(_TAKEN)

@@ -28,6 +28,7 @@ class Place:
     label: str = ""
     endpoints: tuple[Endpoint, ...] = ()
     is_authority: bool = False
+    is_careful: bool = False
 
 
 _CARD_ROLES = {Role.VERIFIER: CardRole.VERIFIER, Role.PROPOSER: CardRole.PROPOSER}
@@ -57,4 +58,5 @@ def make_offer(place: Place, ready: Iterable[tuple[Role, ModelFacts]]) -> Offer:
         mlx_version=next((facts.mlx_version for _, facts in loaded), ""),
         models=(*models, OfferedModel(model_id=NGRAM, role=CardRole.PROPOSER)),
         ttl_s=place.ttl_s,
+        is_careful=place.is_careful,
     )

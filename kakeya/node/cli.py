@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
-from kakeya.node import fleet_cli
+from kakeya.node import adapter_cli, fleet_cli, lease_cli
 from kakeya.node.datadir import default_folder
 from kakeya.node.local import NodeApi, find_node
 
@@ -54,9 +54,12 @@ def _run(options: argparse.Namespace) -> int:
         from kakeya.node.doctor import command as doctor
 
         return doctor.run(options, folder)
-    status = fleet_cli.run(options)
-    if status is not None:
-        return status
+    if options.command == "lease":
+        return lease_cli.run(options)
+    for run in (fleet_cli.run, adapter_cli.run):
+        status = run(options)
+        if status is not None:
+            return status
     node = find_node(options.node, folder)
     match options.command:
         case "status":
@@ -94,6 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="two nodes on this machine, four ways to draft")
     demo.add_argument("--json", action="store_true", help="print one JSON object, no table")
     fleet_cli.add_parsers(commands)
+    adapter_cli.add_parsers(commands)
+    lease_cli.add_parsers(commands)
     doctor = commands.add_parser(
         "doctor",
         help=DOCTOR,

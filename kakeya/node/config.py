@@ -15,11 +15,16 @@ from pathlib import Path
 from typing import Literal, NoReturn, cast
 
 from kakeya.core.errors import ConfigError
+from kakeya.core.units import MIB
 from kakeya.fleet.cards import MAX_ID_BYTES, is_valid_node_id
 from kakeya.node.datadir import default_folder
 from kakeya.node.models import ModelSpec, parse_model, parse_proposer
 from kakeya.node.settings import Sources, is_loopback, nearest
 from kakeya.node.table import (
+    ADAPTER_RANK,
+    ADAPTER_SLAB,
+    ADAPTER_SLOTS,
+    ADAPTER_WARM,
     ADVERTISE,
     BIND,
     DATA_DIR,
@@ -29,7 +34,13 @@ from kakeya.node.table import (
     INTERVAL,
     JOIN,
     LABEL,
+    LEASE_STORE,
     LOG_FORMAT,
+    MEMORY_BUDGET,
+    MEMORY_PINNED,
+    MEMORY_RESERVE,
+    MEMORY_STAY_WARM,
+    MEMORY_UNLOAD_AFTER,
     MODELS,
     NETWORKS,
     NO_MDNS,
@@ -44,7 +55,7 @@ from kakeya.node.table import (
 
 _FLAGGED = tuple(setting for setting in SETTINGS if setting.flag)
 CONFIG_FLAG, CONFIG_VARIABLE = "--config", "KAKEYA_CONFIG"
-_OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "KAKEYA_PYTHON"})
+_OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "KAKEYA_PYTHON", "KAKEYA_LEASE_ID"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +98,37 @@ class SessionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    """How much memory the models may occupy together, and how long one stays unused.
+
+    `budget_bytes` None = what the machine has, less `reserve_bytes` for everything else. Until
+    `stay_warm_s` after its last use a model goes only for what is more urgent or waited long;
+    after `unload_after_s` it goes though nobody needs the room, None = it stays. Models in `pinned`
+    stay whatever comes. `lease_store` is where leases of other processes are kept, "" = the data
+    directory.
+    """
+
+    budget_bytes: int | None
+    reserve_bytes: int
+    stay_warm_s: float
+    unload_after_s: float | None
+    lease_store: str
+    pinned: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """LoRA adapters: how many an engine holds at the same time (0 = none are served), their
+    largest rank, how much memory those beside the engines may take, and how much of it is taken at
+    once, which is the largest that one adapter may be."""
+
+    slots: int
+    rank: int
+    warm_bytes: int
+    slab_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
     """Everything that can be set.
 
@@ -100,6 +142,8 @@ class NodeConfig:
     listen: ListenConfig
     fleet: FleetConfig
     sessions: SessionConfig
+    memory: MemoryConfig
+    adapters: AdapterConfig
     models: tuple[ModelSpec, ...]
     warnings: tuple[str, ...] = ()
 
@@ -205,8 +249,34 @@ def _build(sources: Sources) -> NodeConfig:
         sessions=SessionConfig(
             capacity=sources.value(SESSION_CAPACITY), idle_ttl_s=sources.value(SESSION_IDLE)
         ),
+        memory=_memory(sources),
+        adapters=AdapterConfig(
+            slots=sources.value(ADAPTER_SLOTS),
+            rank=sources.value(ADAPTER_RANK),
+            warm_bytes=sources.value(ADAPTER_WARM) * MIB,
+            slab_bytes=sources.value(ADAPTER_SLAB) * MIB,
+        ),
         models=_models(sources),
         warnings=_warnings(listen, fleet, sources.environ),
+    )
+
+
+def _memory(sources: Sources) -> MemoryConfig:
+    budget_mb = sources.value(MEMORY_BUDGET)
+    stay_warm_s = sources.value(MEMORY_STAY_WARM)
+    unload_after_s = sources.value(MEMORY_UNLOAD_AFTER) or None
+    if unload_after_s is not None and unload_after_s < stay_warm_s:
+        raise ConfigError(
+            f"{MEMORY_UNLOAD_AFTER.key} is {unload_after_s:g} s, less than "
+            f"{MEMORY_STAY_WARM.key}, {stay_warm_s:g} s; a model cannot leave while it is kept warm"
+        )
+    return MemoryConfig(
+        budget_bytes=budget_mb * MIB if budget_mb else None,
+        reserve_bytes=sources.value(MEMORY_RESERVE) * MIB,
+        stay_warm_s=stay_warm_s,
+        unload_after_s=unload_after_s,
+        lease_store=sources.value(LEASE_STORE),
+        pinned=sources.value(MEMORY_PINNED),
     )
 
 

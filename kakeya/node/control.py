@@ -66,11 +66,19 @@ _NO_FLEET = (
 
 
 class ControlService(ControlServiceServicer):
-    """Translates the owner's calls; `examine` makes the doctor's report, as JSON."""
+    """Translates the owner's calls; `examine` makes the doctor's report, as JSON, `dispatch` takes
+    a level of memory pressure and the free bytes, None = not said, and returns the level before."""
 
-    def __init__(self, fleet: Fleet, *, examine: Callable[[str], Awaitable[str]]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        examine: Callable[[str], Awaitable[str]],
+        dispatch: Callable[[str, int | None], str],
+    ) -> None:
         self._fleet = fleet
         self._examine = examine
+        self._dispatch = dispatch
 
     async def Invite(self, request: pb.InviteRequest, context: Context) -> pb.InviteResponse:
         """Make an invite; `valid_s` 0 = 15 minutes."""
@@ -99,6 +107,17 @@ class ControlService(ControlServiceServicer):
             await abort(context, refusal)
             raise
         return pb.ExamineResponse(report=report)
+
+    async def DispatchPressure(
+        self, request: pb.DispatchPressureRequest, context: Context
+    ) -> pb.DispatchPressureResponse:
+        """Take what a host program was told of memory; it takes effect at once."""
+        try:
+            before = self._dispatch(request.level, request.free_bytes or None)
+        except KakeyaError as refusal:
+            await abort(context, refusal)
+            raise
+        return pb.DispatchPressureResponse(level_before=before)
 
 
 def _role(name: str) -> CertRole:

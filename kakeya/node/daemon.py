@@ -20,7 +20,9 @@ from typing import NoReturn
 
 from kakeya.core import log
 from kakeya.core.errors import ConfigError, KakeyaError
+from kakeya.core.garbage import spare_what_is_there, undisturbed
 from kakeya.node import config
+from kakeya.node.datadir import DataDir
 
 _log = logging.getLogger("kakeya.node.daemon")  # not __name__: this may be __main__
 _FILES = 8192
@@ -36,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         settings = config.load(sys.argv[1:] if argv is None else argv, os.environ)
         log.configure(settings.log_format)
-        status = asyncio.run(_run(settings))
+        # Before all that takes its time to import: a second node is refused at once.
+        with DataDir(settings.data_dir) as home:
+            status = asyncio.run(_run(settings, home))
     except ConfigError as wrong:
         status = _refuse(2, wrong.message)
     except KakeyaError as fault:
@@ -64,16 +68,20 @@ def _refuse(status: int, sentence: str) -> int:
     return status
 
 
-async def _run(settings: config.NodeConfig) -> int:
+async def _run(settings: config.NodeConfig, home: DataDir) -> int:
     # After the flags: a wrong one is answered without the time that gRPC takes to import.
-    from kakeya.fleet.identity import FOLDER as IDENTITY
-    from kakeya.node.agent import GRACE_S, Agent
-    from kakeya.node.engines import engine_command
+    with undisturbed():
+        from kakeya.fleet.identity import FOLDER as IDENTITY
+        from kakeya.node.agent import GRACE_S, Agent
+        from kakeya.node.engines import engine_command
 
+    spare_what_is_there()
     stopped = asyncio.Event()
     _stop_on_signals(stopped, GRACE_S + _HANG_S)
-    command = engine_command(settings.log_format, settings.data_dir / IDENTITY)
-    async with Agent(settings, command) as agent:
+    command = engine_command(
+        settings.log_format, settings.data_dir / IDENTITY, adapters=settings.adapters
+    )
+    async with Agent(settings, command, home) as agent:
         for warning in settings.warnings:
             _log.warning(warning)
         ready = f"kakeya-node ready node_id={agent.node_id} grpc={agent.grpc} http={agent.http}"

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
+from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound
+from kakeya.node.adapted_model import AdaptedModel, Adapters
+from kakeya.node.adapter_store import AdapterRecord
 from kakeya.runtime.generation import (
+    AdaptedId,
     DecodeRequest,
     Done,
     EngineStats,
@@ -19,26 +23,58 @@ from kakeya.runtime.generation import (
 
 
 class Models:
-    """Finds verifiers; the first one is the default. `on_usage` is told of each whole decode."""
+    """Finds verifiers, alone or with an adapter; the first one is the default.
 
-    def __init__(self, verifiers: Sequence[ServedModel], on_usage: Callable[[Usage], None]) -> None:
+    `on_usage` is told of each whole decode.
+    """
+
+    def __init__(
+        self,
+        verifiers: Sequence[ServedModel],
+        on_usage: Callable[[Usage], None],
+        adapters: Adapters,
+        clock: Clock,
+    ) -> None:
         self._verifiers: tuple[ServedModel, ...] = tuple(
             _Watched(model, on_usage) for model in verifiers
         )
+        self._adapters = adapters
+        self._clock = clock
 
-    def get(self, model_id: str) -> ServedModel:
-        """Find a model that decodes; "" is the default. Raises NotFound naming the served ids."""
+    def get(self, model_id: str, client: str = "") -> ServedModel:
+        """Find a model that decodes; "" is the default, BASE:NAME one with an adapter.
+
+        Raises NotFound naming what is served or near, and Denied.
+        """
         for model in self._verifiers:
             if model_id in ("", model.model_id):
                 return model
+        base, _, _ = model_id.rpartition(":")
+        for model in self._verifiers:
+            if base == model.model_id:
+                return self._adapted(model, model_id, client)
         if not self._verifiers:
             raise NotFound("this node decodes with no model; start one with --model ID_OR_PATH")
         served = ", ".join(model.model_id for model in self._verifiers)
         raise NotFound(f"model {model_id[:80]!r} is not served here; this node serves {served}")
 
+    def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
+        """The models with adapters that a client may name."""
+        return tuple(
+            AdaptedId(model_id=record.model_id, parent=record.base)
+            for record in self._adapters.usable(client)
+        )
+
     def verifiers(self) -> tuple[ServedModel, ...]:
         """Every model that decodes, the default first."""
         return self._verifiers
+
+    def _adapted(self, base: ServedModel, model_id: str, client: str) -> ServedModel:
+        def record() -> AdapterRecord:
+            return self._adapters.find(model_id, client)
+
+        record()
+        return AdaptedModel(base, model_id, record, self._adapters, self._clock)
 
 
 class _Watched:

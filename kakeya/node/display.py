@@ -13,6 +13,7 @@ from rich.table import Table
 
 from kakeya.core.units import format_bytes
 from kakeya.node.demo import Row
+from kakeya.node.memory_display import show_memory
 
 Json = Mapping[str, object]
 _console = Console()
@@ -45,10 +46,36 @@ def show_status(status: Json, *, clear: bool) -> None:
             markup=False,
         )
     _console.print(_models(_objects(status, "models")))
+    show_memory(_object(status, "memory"), _console)
+    _show_adapters(_object(status, "adapters"))
     _console.print(_nodes(_objects(fleet, "nodes")))
     warnings = fleet.get("warnings")
     for warning in warnings if isinstance(warnings, list) else ():
         _console.print(f"[yellow]warning[/yellow]  {escape(str(warning))}", highlight=False)
+
+
+def _show_adapters(adapters: Json) -> None:
+    """One line each, where there are adapters, and pages."""
+    pages = _object(adapters, "pages")
+    if pages.get("total"):
+        _console.print(
+            f"pages  {pages['total']}: {pages.get('pinned')} pinned, {pages.get('evictable')} "
+            f"evictable, {pages.get('free')} free; fragmentation {pages.get('fragmentation')}",
+            highlight=False,
+            markup=False,
+        )
+    if not adapters.get("registered"):
+        return
+    parts = [f"{adapters['registered']} registered", f"{adapters.get('warm')} in pages"]
+    models = _object(adapters, "models")
+    for base in models:
+        found = _object(models, base)
+        hot = found.get("hot")
+        held = len(hot) if isinstance(hot, list) else 0
+        parts.append(
+            f"{base}: {held} in {found.get('slots')} slots, {found.get('waiting')} waiting"
+        )
+    _console.print(f"adapters  {'; '.join(parts)}", highlight=False, markup=False)
 
 
 def show_plan(plan: Json) -> None:

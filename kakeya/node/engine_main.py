@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None, load: Callable[[Namespace], Model] | Non
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
     engine: Future[_Engine] = Future()
     thread = threading.Thread(
-        target=_model_thread, args=(options, load or _load, engine), name="model", daemon=True
+        target=_model_thread, args=(options, load or load_model, engine), name="model", daemon=True
     )
     thread.start()
     try:
@@ -62,7 +62,9 @@ class _Engine:
 
     def __init__(self, model: Model, options: Namespace) -> None:
         from kakeya.decoding.controller import DraftController
+        from kakeya.engine.adapters import EngineAdapters
         from kakeya.engine.drafting import RemoteBooks
+        from kakeya.engine.room import usual_kv_bytes
         from kakeya.engine.scheduler import Scheduler
         from kakeya.engine.sequence import SequenceTools, Violations
         from kakeya.engine.slots import KvSlots
@@ -70,15 +72,23 @@ class _Engine:
 
         controller = DraftController()
         controller.seed_costs(model.facts.forward_costs_s)
+        adapters = None
+        if model.adapters is not None:
+            adapters = EngineAdapters(
+                model.adapters,
+                lambda: self.scheduler.limits.slot_room_bytes(),
+                lambda: self.scheduler.limits.fit_kv(),
+            )
         self.model = model
         self.tools = SequenceTools(
-            slots=KvSlots(options.kv_bytes),
+            slots=KvSlots(options.kv_bytes or usual_kv_bytes(model.facts)),
             controller=controller,
             books=RemoteBooks(MaterialFolder(options.identity).current)
             if options.identity
             else RemoteBooks(),
             violations=Violations(),
             max_draft_rows=options.draft_rows,
+            adapters=adapters,
         )
         self.scheduler = Scheduler(model, self.tools, max_running=options.max_running)
 
@@ -88,9 +98,13 @@ def _parse(argv: list[str] | None) -> Namespace:
     parser.add_argument("--socket", required=True, help="path of the unix socket to serve on")
     parser.add_argument("--model", required=True, help="local folder or Hugging Face id")
     parser.add_argument("--model-id", required=True, help="the name it is served under")
-    parser.add_argument("--kv-bytes", type=int, default=2 << 30, help="KV kept between calls")
+    parser.add_argument(
+        "--kv-bytes", type=int, default=0, help="KV of running and kept sequences; 0 = as usual"
+    )
     parser.add_argument("--max-running", type=int, default=8, help="sequences that take turns")
     parser.add_argument("--draft-rows", type=int, default=16, help="most rows of one block")
+    parser.add_argument("--adapter-slots", type=int, default=0, help="adapters loaded at a time")
+    parser.add_argument("--adapter-rank", type=int, default=16, help="largest rank of an adapter")
     parser.add_argument("--identity", type=Path, help="folder of the keys that peers want to see")
     parser.add_argument("--blas-threads", type=int, default=1)
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
@@ -115,7 +129,8 @@ def _model_thread(
         _leave(1, f"kakeya engine: {failure!r}")
 
 
-def _load(options: Namespace) -> Model:
+def load_model(options: Namespace) -> Model:
+    """Load and probe a model with mlx, as the options say."""
     from kakeya.mlx.blas import preload_blas
 
     accelerated = preload_blas(options.blas_threads)
@@ -123,7 +138,12 @@ def _load(options: Namespace) -> Model:
     from kakeya.mlx.loader import load
     from kakeya.mlx.model import MlxModel
 
-    loaded = load(options.model, options.model_id)
+    loaded = load(
+        options.model,
+        options.model_id,
+        adapter_slots=options.adapter_slots,
+        adapter_rank=options.adapter_rank,
+    )
     return MlxModel(loaded, time.perf_counter() - started, accelerated)
 
 

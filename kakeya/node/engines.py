@@ -1,4 +1,4 @@
-"""The engine children of a node: one backend per configured model, started and ended together."""
+"""The models of a node that engine children run: their names, commands and sockets."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from kakeya.core.clock import Clock
+from kakeya.core.errors import NotFound
 from kakeya.core.log import event
+from kakeya.memory.memory_arbiter import MemoryArbiter
 from kakeya.mlx.blas import HINT
+from kakeya.node.config import AdapterConfig
 from kakeya.node.models import ModelSpec, Role, resolve
-from kakeya.runtime.generation import ModelFacts, ModelState, ServedModel
+from kakeya.node.resident_model import ResidentModel
+from kakeya.runtime.generation import ModelFacts, ModelState
 from kakeya.serving.backends.engine_backend import EngineBackend, EngineOptions
 from kakeya.serving.backends.engine_process import MAX_SOCKET_PATH_BYTES, Command
 from kakeya.serving.gateway import Standing
@@ -28,13 +30,19 @@ EngineCommand = Callable[[ModelSpec, str], Command]
 """Builds the command of the child that serves a model, given what the model was resolved to."""
 
 
-def engine_command(log_format: str, identity: Path | None = None) -> EngineCommand:
+def engine_command(
+    log_format: str, identity: Path | None = None, *, adapters: AdapterConfig | None = None
+) -> EngineCommand:
     """Return the command of the engine that is part of this package.
 
     `identity` is the folder of the node's keys, which need not exist yet: engines dial the peers
-    that draft for them by themselves.
+    that draft for them by themselves. `adapters` is what engines that decode have slots for, which
+    take no memory before the first adapter comes; None = none.
     """
     keys = ("--identity", str(identity)) if identity else ()
+    slots: tuple[str, ...] = ()
+    if adapters is not None and adapters.slots:
+        slots = ("--adapter-slots", str(adapters.slots), "--adapter-rank", str(adapters.rank))
 
     def for_model(spec: ModelSpec, resolved: str) -> Command:
         def on_socket(socket: Path) -> Sequence[str]:
@@ -45,6 +53,7 @@ def engine_command(log_format: str, identity: Path | None = None) -> EngineComma
                 *("--model-id", spec.model_id),
                 *("--log-format", log_format),
                 *keys,
+                *(slots if spec.role is Role.VERIFIER else ()),
             )
 
         return on_socket
@@ -65,16 +74,18 @@ def _make_anew(folder: Path) -> None:
 
 
 class Engines:
-    """Backends by model; an `async with` that starts all and ends all.
+    """The models by name, and how their engines are made. Who starts and ends engines is
+    `EngineHandler`, when the arbiter says so.
 
-    Models that need no engine (n-grams) have a spec here and no backend. `on_change` is called
-    after each change of a model's state.
+    Models that need no engine (n-grams) have a spec here and no model. `on_change` is called after
+    each change of a model's state.
     """
 
     def __init__(
         self,
         specs: Sequence[ModelSpec],
         command: EngineCommand,
+        memory: MemoryArbiter,
         *,
         clock: Clock,
         options: EngineOptions,
@@ -88,68 +99,78 @@ class Engines:
         self._sockets = sockets
         self._specs = tuple(specs)
         self._on_change = on_change
+        self._options = options
+        self._clock = clock
         self._has_hinted = False
-        self._backends = {
-            spec.model_id: EngineBackend(
-                spec.model_id,
-                command(spec, resolve(spec)),
-                options=options,
-                clock=clock,
-                on_change=self._changed,
-                runtime_dir=sockets,
-            )
-            for spec in specs
-            if not spec.is_ngram
+        self._followers: list[Callable[[ResidentModel], None]] = []
+        engines = [spec for spec in specs if not spec.is_ngram]
+        self.sources = {spec.model_id: resolve(spec) for spec in engines}
+        """The folder, or the Hugging Face id, of each model that has an engine."""
+        self._commands = {
+            spec.model_id: command(spec, self.sources[spec.model_id]) for spec in engines
+        }
+        self._models = {
+            spec.model_id: ResidentModel(spec, memory, clock=clock, on_change=self._changed)
+            for spec in engines
         }
 
-    async def __aenter__(self) -> Self:
+    async def prepare(self) -> None:
+        """Make the folder of the sockets anew."""
         if self._sockets is not None:
             # The node holds its data directory, so what lies there was left by a killed one.
             await asyncio.to_thread(_make_anew, self._sockets)
-        for backend in self._backends.values():
-            await backend.start()
-        return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await asyncio.gather(*(backend.aclose() for backend in self._backends.values()))
+    def follow(self, follower: Callable[[ResidentModel], None]) -> None:
+        """Call `follower` after each change of a model's state, an engine's end included."""
+        self._followers.append(follower)
 
-    def models(self) -> tuple[tuple[ModelSpec, EngineBackend | None], ...]:
-        """Every configured model, with its backend if it has one."""
-        return tuple((spec, self._backends.get(spec.model_id)) for spec in self._specs)
-
-    def of_role(self, role: Role) -> tuple[EngineBackend, ...]:
-        """The backends of a role, in the order they were configured."""
-        return tuple(
-            backend for spec, backend in self.models() if backend is not None and spec.role is role
+    def make(self, model_id: str) -> EngineBackend:
+        """A fresh backend of a model, not started yet. Raises NotFound."""
+        model = self.get(model_id)
+        return EngineBackend(
+            model_id,
+            self._commands[model_id],
+            options=self._options,
+            clock=self._clock,
+            on_change=lambda _: model.engine_changed(),
+            runtime_dir=self._sockets,
         )
+
+    def get(self, model_id: str) -> ResidentModel:
+        """Find a model that has an engine. Raises NotFound."""
+        if model_id not in self._models:
+            known = ", ".join(self._models) or "none"
+            raise NotFound(f"no model of this node is called {model_id[:80]!r}; there are {known}")
+        return self._models[model_id]
+
+    def models(self) -> tuple[tuple[ModelSpec, ResidentModel | None], ...]:
+        """Every configured model; None for one that needs no engine."""
+        return tuple((spec, self._models.get(spec.model_id)) for spec in self._specs)
+
+    def of_role(self, role: Role) -> tuple[ResidentModel, ...]:
+        """The models of a role, in the order they were configured."""
+        return tuple(model for model in self._models.values() if model.role is role)
 
     def proposers(self) -> tuple[Standing, ...]:
         """Every configured model that only drafts; n-grams always can."""
         return tuple(
             Standing(model_id=spec.model_id, state=ModelState.READY)
-            if backend is None
-            else Standing(
-                model_id=spec.model_id, state=backend.state, last_error=backend.last_error
-            )
-            for spec, backend in self.models()
+            if model is None
+            else Standing(model_id=spec.model_id, state=model.state, last_error=model.last_error)
+            for spec, model in self.models()
             if spec.role is Role.PROPOSER
         )
 
-    def ready(self) -> tuple[tuple[Role, ModelFacts], ...]:
-        """What is loaded now, with the facts of each model."""
+    def offered(self) -> tuple[tuple[Role, ModelFacts], ...]:
+        """What a request would get now, with the facts of each model."""
         return tuple(
-            (spec.role, backend.facts)
-            for spec, backend in self.models()
-            if backend is not None and backend.state is ModelState.READY and backend.facts
+            (model.role, model.facts)
+            for model in self._models.values()
+            if model.facts is not None and model.can_serve
         )
 
-    def _changed(self, model: ServedModel) -> None:
-        facts = self._backends[model.model_id].facts
+    def _changed(self, model: ResidentModel) -> None:
+        facts = model.facts
         is_slow = model.state is ModelState.READY and facts and not facts.blas_accelerated
         if is_slow and not self._has_hinted:
             self._has_hinted = True  # it is about the machine: once is enough
@@ -160,4 +181,6 @@ class Engines:
                 level=logging.WARNING,
                 model=model.model_id,
             )
+        for follower in self._followers:
+            follower(model)
         self._on_change()

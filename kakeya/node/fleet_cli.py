@@ -1,7 +1,7 @@
-"""Commands of a fleet: init, invite, join, revoke.
+"""Commands of a fleet: init, invite, join, revoke; and what a host tells its node: pressure.
 
 `init` and `join` write the identity of the node in a data directory, which no node may hold
-meanwhile; `invite` and `revoke` are told to the node that runs there.
+meanwhile; the others are told to the node that runs there.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from kakeya.core.errors import DeadlineExceeded, PeerUnavailable
-from kakeya.node.datadir import DataDir, default_folder, find_running
+from kakeya.core.errors import InvalidArgument
+from kakeya.core.units import MIB
+from kakeya.node.datadir import DataDir, default_folder
 from kakeya.node.machine import host_label
 
 if TYPE_CHECKING:  # gRPC and X.509 take longer to import than `kakeya status` to answer
@@ -51,6 +52,15 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     join.add_argument("--label", default="", metavar="NAME", help="default: the host's name")
     revoke = _command(commands, "revoke", "take a node out of the fleet for good")
     revoke.add_argument("node", metavar="NODE", help="its label, its id, or the start of its id")
+    pressure = _command(
+        commands, "pressure", "tell the node how short of memory the machine is, for a minute"
+    )
+    pressure.add_argument(
+        "level", metavar="LEVEL", help="nominal, low, critical, or the system's own word"
+    )
+    pressure.add_argument(
+        "--free-mb", type=int, default=0, metavar="MB", help="what models may still take"
+    )
 
 
 def run(options: argparse.Namespace) -> int | None:
@@ -68,6 +78,8 @@ def run(options: argparse.Namespace) -> int | None:
             return _join(folder, options.token, options.label or host_label(), as_json=options.json)
         case "revoke":
             return _revoke(folder, options.node, as_json=options.json)
+        case "pressure":
+            return _pressure(folder, options.level, options.free_mb, as_json=options.json)
         case _:
             return None
 
@@ -152,39 +164,27 @@ def _revoke(folder: Path, node: str, *, as_json: bool) -> int:
     return 0
 
 
+def _pressure(folder: Path, level: str, free_mb: int, *, as_json: bool) -> int:
+    from kakeya.v1.fleet_pb2 import DispatchPressureRequest
+
+    if free_mb < 0:
+        raise InvalidArgument(f"--free-mb is {free_mb}; 0 or more is needed")
+    told = DispatchPressureRequest(level=level, free_bytes=free_mb * MIB)
+    answer = _ask(folder, lambda node: node.DispatchPressure(told, timeout=_TIMEOUT_S))
+    _show(
+        {"level": level, "level_before": answer.level_before},
+        f"told {level}; before it was {answer.level_before}. `kakeya status` shows what follows",
+        as_json=as_json,
+    )
+    return 0
+
+
 def _ask(folder: Path, call: Callable[[ControlServiceStub], Answer]) -> Answer:
     """Call the node that runs in a folder on its socket. Raises its refusal, without a prefix."""
-    import grpc
-
-    from kakeya.node.control import control_socket
+    from kakeya.node.owner_call import ask_node
     from kakeya.v1.fleet_pb2_grpc import ControlServiceStub
-    from kakeya.wire.status import error_from_rpc
 
-    running = find_running(folder)
-    if running is None:
-        raise PeerUnavailable(
-            f"no node runs in {folder}; start kakeya-node there, or name its folder with --data-dir"
-        )
-    address = f"unix:{control_socket(folder)}"
-    with grpc.insecure_channel(address) as channel:
-        try:
-            return call(ControlServiceStub(channel))
-        except grpc.RpcError as failure:
-            refusal = error_from_rpc(failure, address)
-            if isinstance(refusal, PeerUnavailable):
-                raise PeerUnavailable(
-                    f"the node in {folder} does not answer on {address}; start it anew"
-                ) from failure
-            if isinstance(refusal, DeadlineExceeded):
-                raise DeadlineExceeded(
-                    f"the node in {folder} (pid {running.pid}) did not answer for "
-                    f"{_TIMEOUT_S:g} s: it is stopped or very busy; look at it with "
-                    "`kakeya status`, then run the same command again"
-                ) from failure
-            # The owner knows which node he asked, and reads the sentence as from this command.
-            refusal.message = refusal.message.removeprefix(f"{address}: ")
-            refusal.args = (refusal.message,)
-            raise refusal from failure
+    return ask_node(folder, ControlServiceStub, call, timeout_s=_TIMEOUT_S)
 
 
 def _show(fields: dict[str, object], text: str, *, as_json: bool) -> None:

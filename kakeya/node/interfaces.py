@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import re
+import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -135,6 +136,23 @@ def read_interfaces(platform: str, thunderbolt: Collection[str] = ()) -> tuple[I
                     )
                 )
     return in_order(found)
+
+
+def source_host(address: str) -> str:
+    """The own host by which the system sends to `HOST:PORT`, an IP; "" = it cannot.
+
+    Asks the table of routes: to connect a datagram socket sends nothing.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        ipaddress.ip_address(host)
+        with socket.socket(family, socket.SOCK_DGRAM) as asked:
+            asked.connect((host, int(port)))
+            return str(asked.getsockname()[0])
+    except (OSError, OverflowError, ValueError):
+        return ""
 
 
 def in_order(interfaces: Sequence[Interface]) -> tuple[Interface, ...]:

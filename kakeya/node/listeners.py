@@ -5,7 +5,7 @@
                       (`--insecure-lan`); strangers get little time, few streams, short headers
 
 Addresses come and go while the node runs, as cables do. A renewed certificate is shown at the next
-handshake; a revoked node's connections are closed under it.
+handshake; connections are closed under a node that was revoked or whose certificate ran out.
 """
 
 from __future__ import annotations
@@ -155,10 +155,18 @@ class Listeners:
         gone = [caller for caller in self._connections.callers() if self._trust.is_revoked(caller)]
         return sum(self._connections.drop(caller) for caller in gone)
 
+    def drop_expired(self) -> int:
+        """Begin to close the connections whose callers' certificates have run out; how many."""
+        return self._connections.drop_ended(self._clock.wall())
+
     async def watch(self) -> None:
-        """Keep any one host from taking all the files that this process may open; never returns."""
+        """Close what has lost its right to be open, and keep any one host from taking all the
+        files that this process may open; never returns."""
         while True:
             await self._clock.sleep(_LOOK_EVERY_S)
+            if ended := self.drop_expired():
+                words = "closed connections whose certificates ran out"
+                event(_log, words, level=logging.WARNING, closed=ended)
             ports = {
                 split_address(address)[1]
                 for address, listener in self._open.items()
@@ -184,6 +192,7 @@ class Listeners:
             self._permissions,
             admission=self._admission,
             connections=self._connections,
+            clock=self._clock,
             trust=self._trust,
         )
         options = dict(self._keepalive.server_options() + message_options())

@@ -13,12 +13,12 @@ from kakeya.fleet.gossip import GossipStats
 from kakeya.fleet.invite import InviteStats
 from kakeya.fleet.service import ServiceStats
 from kakeya.node.models import ModelSpec
+from kakeya.node.resident_model import ResidentModel
 from kakeya.runtime.generation import ModelState
 from kakeya.runtime.service import RuntimeStats
-from kakeya.serving.backends.engine_backend import EngineBackend
 
 
-def model_metrics(models: Sequence[tuple[ModelSpec, EngineBackend | None]]) -> Iterator[Metric]:
+def model_metrics(models: Sequence[tuple[ModelSpec, ResidentModel | None]]) -> Iterator[Metric]:
     """State, restarts and load of the engine children."""
     ready = GaugeMetricFamily("kakeya_model_ready", "1 while it serves", labels=["model"])
     restarts = CounterMetricFamily(

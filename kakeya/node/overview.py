@@ -10,10 +10,11 @@ from prometheus_client.core import Metric
 from kakeya.core.clock import Clock
 from kakeya.core.tasks import TaskHealth
 from kakeya.node import metrics
-from kakeya.node.engines import Engines
+from kakeya.node.adapter_wiring import NodeAdapters
 from kakeya.node.health import NodeHealth
 from kakeya.node.keeper import StateKeeper
 from kakeya.node.listeners import Listeners
+from kakeya.node.memory import NodeMemory
 from kakeya.node.plane import FleetPlane
 from kakeya.node.services import Services
 from kakeya.node.state import NodeState
@@ -29,7 +30,8 @@ class Overview:
     started_mono: float
     clock: Clock
     plane: FleetPlane
-    engines: Engines
+    memory: NodeMemory
+    adapters: NodeAdapters
     services: Services
     listeners: Listeners
     health: NodeHealth
@@ -52,7 +54,9 @@ class Overview:
                 not_serving=self.health.reason(),
                 cards=cards,
                 fleet=plane.view(cards),
-                models=self.engines.models(),
+                models=self.memory.engines.models(),
+                memory=self.memory.status(),
+                adapters=self.adapters.status(),
                 state_error=self.keeper.error,
             )
         )
@@ -60,8 +64,12 @@ class Overview:
     def metrics(self) -> Iterator[Metric]:
         """Count what the floors below the gateway did."""
         yield from self.plane.metrics()
-        yield from metrics.model_metrics(self.engines.models())
+        yield from metrics.model_metrics(self.memory.engines.models())
+        yield from self.memory.metrics()
+        yield from self.adapters.metrics()
         yield from metrics.session_metrics(self.services.runtime.stats)
-        yield from metrics.task_metrics((*self.tasks(), *self.services.runtime.health()))
+        tasks = (*self.tasks(), *self.services.runtime.health(), *self.memory.health())
+        tasks += self.adapters.manager.health()
+        yield from metrics.task_metrics(tasks)
         yield from metrics.loop_metrics(self.watchdog.stalls, self.watchdog.worst_lag_s)
         yield from metrics.state_metrics(self.keeper.failures)

@@ -61,7 +61,17 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "CloseSession": _RUNTIME,
         "GetSessionInfo": _RUNTIME,
     },
-    "kakeya.v1.ControlService": {"Invite": _CONTROL, "Revoke": _CONTROL, "Examine": _CONTROL},
+    "kakeya.v1.ControlService": {
+        "Invite": _CONTROL,
+        "Revoke": _CONTROL,
+        "Examine": _CONTROL,
+        "DispatchPressure": _CONTROL,
+    },
+    "kakeya.v1.AdapterService": {
+        "RegisterAdapter": _CONTROL,
+        "ListAdapters": _CONTROL,
+        "RemoveAdapter": _CONTROL,
+    },
     # Served on a port of its own while an invite lives, to those who have no certificate yet.
     "kakeya.v1.JoinService": {"Join": NOBODY},
     # Served by engine children on their own sockets.
@@ -71,6 +81,10 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "Draft": NOBODY,
         "Release": NOBODY,
         "Stats": NOBODY,
+        "SetLimits": NOBODY,
+        "Shrink": NOBODY,
+        "LoadAdapter": NOBODY,
+        "UnloadAdapter": NOBODY,
     },
     "grpc.health.v1.Health": {"Check": _HEALTH, "List": _HEALTH, "Watch": _HEALTH},
 }

@@ -47,6 +47,8 @@ from kakeya.wire.authorization import current_caller
 from kakeya.wire.channels import Channels
 from kakeya.wire.security import ChannelSecurity
 
+_CERTIFICATES_S = 30.0
+"""Between two looks for certificates of others that have run out."""
 OPEN_FLEET = "open"
 """How a fleet without identities is announced on the local network."""
 
@@ -76,7 +78,6 @@ class FleetPlane:
     ) -> None:
         """`trust` None = a fleet without identities."""
         self._clock, self._rng = clock, rng = chances.clock, chances.rng
-        self._typed = frozenset(config.peers)
         self._closing: set[asyncio.Future[None]] = set()
         self.reach = reach
         self.trust = trust
@@ -90,7 +91,7 @@ class FleetPlane:
         )
         self.security: ChannelSecurity | None = None
         if trust is not None:
-            self.security = FleetSecurity(trust, self._node_at)
+            self.security = FleetSecurity(trust, self.registry.node_at)
             trust.subscribe(self._forget)
         self.channels = Channels(security=self.security)
         self._policy = reach.policy()
@@ -99,6 +100,7 @@ class FleetPlane:
             channels=self.channels,
             clock=clock,
             may_dial=self._may_dial,
+            on_answer=reach.answered,
         )
         self.prober = Prober(
             self.registry,
@@ -107,6 +109,7 @@ class FleetPlane:
             rng=rng,
             poke=self.poke,
             route=self.routes.address_for,
+            may_dial=self._may_dial,
         )
         self.channels.on_lost = self._connection_lost
         self.sync = Sync(self.registry, rng=rng, revocations=self.trust, suspicion=self.prober)
@@ -123,12 +126,13 @@ class FleetPlane:
             channels=self.channels,
             clock=clock,
             rng=rng,
-            on_round=on_round,
+            on_round=self._round_done,
             sync=self.sync,
             sightings=self.discovery.sightings if self.discovery else tuple,
             may_dial=self._may_dial,
             routes=self.routes.address_for,
         )
+        self._on_round = on_round
         self.membership = self._membership(data_dir)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -148,6 +152,13 @@ class FleetPlane:
             self.discovery.start(supervisor)
         if self.membership is not None:
             self.membership.start(supervisor)
+            supervisor.start("certificates of others", self._watch_certificates)
+
+    def _round_done(self, done: Round) -> None:
+        for outcome in done.outcomes:
+            if not outcome.error:
+                self.reach.answered(outcome.address, outcome.rtt_s * 1000)
+        self._on_round(done)
 
     def poke(self) -> None:
         """Ask for a round soon."""
@@ -233,34 +244,40 @@ class FleetPlane:
         return not self._policy.may_dial(address)
 
     def _forget(self, revoked: Collection[str]) -> None:
-        """Let go of nodes that the fleet took out: their cards, and the channels to them."""
-        gone = [card for card in self.live_peers() if card.node_id in revoked]
-        self.registry.recheck(self._clock.wall(), mono=self._clock.mono())
-        addresses = {way.address for card in gone for way in card.endpoints}
-        for address in addresses.union(card.grpc_address for card in gone):
-            closing = asyncio.ensure_future(self.channels.discard(address))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+        """Let go of nodes that the fleet took out, and tell it."""
+        self.let_go()
         self.poke()
 
-    def _cards_at(self, address: str, *more: Card) -> list[Card]:
-        return [
-            card
-            for card in (*more, *self.live_peers())
-            if address == card.grpc_address or any(address == w.address for w in card.endpoints)
-        ]
+    async def _watch_certificates(self) -> None:
+        # A connection is checked once, when it is made, and stays open for weeks.
+        while True:
+            await self._clock.sleep(_CERTIFICATES_S)
+            self.let_go()
 
-    def _node_at(self, address: str) -> str:
-        """Who must answer at an address; "" = any member.
+    def let_go(self) -> int:
+        """Let go of nodes that are trusted no more, as they were revoked or did not renew their
+        certificates: of their cards and the channels to them. Returns how many there were.
 
-        What a person typed names no node, and of two cards that claim one address one may lie: to
-        insist on its node would make the other unreachable. The own card counts too, else this
-        node would look for a liar at its own address when it examines itself.
+        By a clock that is far ahead all certificates have run out, the own one among them; then
+        nobody is judged by it.
         """
-        if address in self._typed:
-            return ""
-        cards = self._cards_at(address, self.registry.own)
-        return cards[0].node_id if len(cards) == 1 else ""
+        now = self._clock.wall()
+        if self.trust is None or now > self.trust.identity.not_after_at:
+            return 0
+        cards = self.live_peers()
+        fallen = set(self.registry.recheck(now, mono=self._clock.mono()))
+        gone = [card for card in cards if card.node_id in fallen]
+        for card in gone:
+            for address in card.addresses:
+                # Another node may be there, of which this one only said that it was itself.
+                node_id = card.node_id if self._cards_at(address) else ""
+                closing = asyncio.ensure_future(self.channels.discard(address, node_id))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+        return len(gone)
+
+    def _cards_at(self, address: str) -> list[Card]:
+        return [card for card in self.live_peers() if address in card.addresses]
 
     def _discovery(self, config: FleetConfig, node_id: str) -> Discovery | None:
         if not (config.mdns and self.reach.is_networked):

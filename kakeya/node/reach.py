@@ -17,6 +17,7 @@ from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor
 from kakeya.fleet.addresses import AddressPolicy
 from kakeya.fleet.cards import Endpoint
+from kakeya.fleet.round_trips import RoundTrips
 from kakeya.node.binding import Binding, choose_binding
 from kakeya.node.config import FleetConfig, ListenConfig
 from kakeya.node.interfaces import (
@@ -27,6 +28,7 @@ from kakeya.node.interfaces import (
     policy_for,
     read_interfaces,
     read_thunderbolt_ports,
+    source_host,
 )
 from kakeya.node.listeners import Listeners
 from kakeya.node.machine import join_address, reachable_address
@@ -41,7 +43,8 @@ ReadInterfaces = Callable[[str, Collection[str]], tuple[Interface, ...]]
 class Reach:
     """The node's own addresses, opened in `open` and kept up to date from `start` on.
 
-    `on_change` is called after the addresses changed, on the loop; it must not wait.
+    `on_change` is called after the addresses changed, on the loop; it must not wait. `source` tells
+    by which own host the system reaches an address; "" = it does not.
     """
 
     def __init__(
@@ -54,8 +57,11 @@ class Reach:
         on_change: Callable[[], None],
         platform: str = sys.platform,
         read: ReadInterfaces = read_interfaces,
+        source: Callable[[str], str] = source_host,
     ) -> None:
         self._read = read
+        self._source = source
+        self._round_trips = RoundTrips()
         self._listen = listen
         self._fleet = fleet
         self._has_identity = has_identity
@@ -125,8 +131,20 @@ class Reach:
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """What the card says of the ways to this node."""
-        return endpoints_of(self._listened(), self._port)
+        """What the card says of the ways to this node, with the round trips that were measured."""
+        return self._round_trips.measured(endpoints_of(self._listened(), self._port))
+
+    def answered(self, address: str, rtt_ms: float) -> None:
+        """Note how long a peer at an address took to answer."""
+        host = self._source(address)
+        own = next((i.address(self._port) for i in self._listened() if i.host == host), "")
+        if own:
+            self._round_trips.note(own, address, rtt_ms=rtt_ms, mono=self._clock.mono())
+
+    def settle_round_trips(self) -> bool:
+        """Bring the round trips of `endpoints` up to date; returns whether one changed."""
+        own = [i.address(self._port) for i in self._listened()]
+        return self._round_trips.settle(own, mono=self._clock.mono())
 
     def policy(self) -> AddressPolicy:
         """What may be dialled from here."""

@@ -12,22 +12,18 @@ import functools
 import logging
 from collections.abc import Callable
 
-import grpc
-import grpc.aio
-
 from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError
 from kakeya.core.ids import NodeId
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards import Card, Endpoint
-from kakeya.fleet.convert import MalformedCard, from_wire, split_cards
+from kakeya.fleet.describe import ask_card
 from kakeya.fleet.endpoints import EdgeState, Route, RouteBook, RouteChange
 from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.wire.channels import Channels
 
 _log = logging.getLogger(__name__)
-DESCRIBE_METHOD = "/kakeya.v1.CapabilityService/GetNodeCapability"
 TICK_S = 1.0
 PROBE_S = 1.0
 MAX_PROBES = 16
@@ -40,7 +36,8 @@ class Routes:
     """Keeps a RouteBook by probing; `address_for` is where calls to a node go.
 
     `may_dial` is asked of every endpoint that a card names; `on_change` is told of each change of
-    way, after it was logged.
+    way, after it was logged; `on_answer` of each address that answered, and after how many
+    milliseconds.
     """
 
     def __init__(
@@ -51,12 +48,13 @@ class Routes:
         clock: Clock,
         may_dial: Callable[[str], bool] = lambda address: True,
         on_change: Callable[[RouteChange], None] | None = None,
+        on_answer: Callable[[str, float], None] | None = None,
     ) -> None:
         self._registry = registry
         self._channels = channels
         self._clock = clock
         self._may_dial = may_dial
-        self._on_change = on_change
+        self._on_change, self._on_answer = on_change, on_answer
         self._book = RouteBook()
         self._under_way: dict[tuple[NodeId, str], asyncio.Task[None]] = {}
         self._downgrades = 0
@@ -130,12 +128,15 @@ class Routes:
     async def _probe(self, node_id: NodeId, address: str) -> None:
         if self._book.state(node_id, address) is EdgeState.FAILED:
             # Its channel would wait out a backoff, or for packets that were lost long ago.
-            await self._channels.discard(address)
+            await self._channels.discard(address, node_id)
         started_mono = self._clock.mono()
-        answerer = await self._who_answers(address)
+        answerer = await self._who_answers(node_id, address)
         ended_mono = self._clock.mono()
         rtt_s = ended_mono - started_mono
         if answerer == node_id:
+            self._registry.meet(node_id, address)
+            if self._on_answer is not None:
+                self._on_answer(address, rtt_s * 1000)
             change = self._book.worked(node_id, address, rtt_ms=rtt_s * 1000, mono=ended_mono)
             if change is not None:
                 self._tell(change)
@@ -143,22 +144,15 @@ class Routes:
             self._book.failed(address, node_id=node_id, mono=ended_mono)
         if self._book.is_spare(node_id, address):
             # Peers bound the connections of one node; those that are used come first.
-            await self._channels.discard(address)
+            await self._channels.discard(address, node_id)
 
-    async def _who_answers(self, address: str) -> str:
+    async def _who_answers(self, node_id: NodeId, address: str) -> str:
         try:
-            call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channels.get(
-                address
-            ).unary_unary(DESCRIBE_METHOD)
-            wires = split_cards(await call(b"", timeout=PROBE_S))
-            return from_wire(wires[0]).node_id if wires else ""
-        except (grpc.RpcError, grpc.aio.UsageError, KakeyaError, MalformedCard):
+            channel = self._channels.get(address, node_id)
+            found = await ask_card(channel, address, timeout_s=PROBE_S)
+        except KakeyaError:
             return ""
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            return ""  # another part closed the channel during the call
+        return found.node_id
 
     def _tell(self, change: RouteChange) -> None:
         self._downgrades += change.is_downgrade

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import grpc.aio
@@ -15,6 +15,8 @@ from kakeya.core.ids import NGRAM
 from kakeya.decoding.ngram import NGramProposer
 from kakeya.decoding.service import ProposerService
 from kakeya.decoding.stream_service import DraftStreamService
+from kakeya.node.adapter_service import AdapterService
+from kakeya.node.adapters import AdapterManager
 from kakeya.node.config import SessionConfig
 from kakeya.node.control import ControlService, NoFleet
 from kakeya.node.directory import Models
@@ -22,10 +24,11 @@ from kakeya.node.doctor.wiring import Doctor
 from kakeya.node.drafting import FleetDrafts
 from kakeya.node.health import NodeHealth
 from kakeya.node.plane import FleetPlane
+from kakeya.node.resident_model import ResidentModel
 from kakeya.runtime.generation import ModelState
 from kakeya.runtime.service import RuntimeService
 from kakeya.runtime.store import SessionLimits, SessionStore
-from kakeya.serving.backends.engine_backend import EngineBackend
+from kakeya.v1.adapters_pb2_grpc import add_AdapterServiceServicer_to_server
 from kakeya.v1.distributed_pb2_grpc import add_ProposerServiceServicer_to_server
 from kakeya.v1.drafts_pb2_grpc import add_DraftStreamServiceServicer_to_server
 from kakeya.v1.fleet_pb2_grpc import add_ControlServiceServicer_to_server
@@ -43,8 +46,10 @@ class Services:
         plane: FleetPlane,
         models: Models,
         sessions: SessionConfig,
+        adapters: AdapterManager,
         *,
         data_dir: Path,
+        dispatch: Callable[[str, int | None], str],
         health: NodeHealth,
         clock: Clock,
         rng: random.Random,
@@ -70,8 +75,11 @@ class Services:
         self._streams = DraftStreamService(self._proposers, clock=clock)
         self._doctor = Doctor(plane, data_dir, clock=clock, environ=os.environ)
         self._control = ControlService(
-            plane.membership or NoFleet(), examine=self._doctor.examine_json
+            plane.membership or NoFleet(),
+            examine=self._doctor.examine_json,
+            dispatch=dispatch,
         )
+        self._adapters = AdapterService(adapters)
         for name in _ALWAYS_SERVING:
             health.set(name, serves=True)
 
@@ -83,6 +91,7 @@ class Services:
         add_ProposerServiceServicer_to_server(self._proposers, server)
         add_DraftStreamServiceServicer_to_server(self._streams, server)
         add_ControlServiceServicer_to_server(self._control, server)
+        add_AdapterServiceServicer_to_server(self._adapters, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 
     def drain(self, reason: str) -> None:
@@ -90,13 +99,13 @@ class Services:
         self.runtime.drain(reason)
         self._streams.drain()
 
-    def follow(self, drafters: Iterable[EngineBackend], *, is_runtime_ready: bool) -> None:
+    def follow(self, drafters: Iterable[ResidentModel], *, is_runtime_ready: bool) -> None:
         """Draft with the models that are ready now; say whether generations are served."""
         served = self._proposers.served()
-        for backend in drafters:
-            is_ready = backend.state is ModelState.READY
-            if is_ready and backend.model_id not in served:
-                self._proposers.serve(backend.model_id, backend)
+        for model in drafters:
+            is_ready = model.state is ModelState.READY
+            if is_ready and model.model_id not in served:
+                self._proposers.serve(model.model_id, model)
             elif not is_ready:
-                self._proposers.withdraw(backend.model_id)
+                self._proposers.withdraw(model.model_id)
         self._health.set(RUNTIME, serves=is_runtime_ready)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from kakeya.core.errors import ConfigError
+from kakeya.core.hosts import is_loopback_host
 
 Value = TypeVar("Value", covariant=True)
 MAX_LABEL_BYTES = 64
@@ -206,10 +207,4 @@ def peer_address(raw: object) -> str:
 
 def is_loopback(address: str) -> bool:
     """Whether only this machine can reach an address."""
-    host = split_address(address)[0]
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
+    return is_loopback_host(split_address(address)[0])

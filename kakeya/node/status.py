@@ -23,8 +23,8 @@ from kakeya.fleet.skew import WARN_S
 from kakeya.fleet.suspicion import Doubt
 from kakeya.node.drafting import choose_sources
 from kakeya.node.models import ModelSpec
+from kakeya.node.resident_model import ResidentModel
 from kakeya.runtime.generation import ModelFacts
-from kakeya.serving.backends.engine_backend import EngineBackend
 
 Json = dict[str, object]
 
@@ -67,7 +67,9 @@ class View:
     not_serving: str
     cards: Sequence[Card]
     fleet: FleetStatus
-    models: Sequence[tuple[ModelSpec, EngineBackend | None]]
+    models: Sequence[tuple[ModelSpec, ResidentModel | None]]
+    memory: Json
+    adapters: Json
     state_error: str
 
 
@@ -88,6 +90,8 @@ def describe(view: View) -> Json:
             "not_serving": view.not_serving,
         },
         "models": [_model(spec, backend) for spec, backend in view.models],
+        "memory": view.memory,
+        "adapters": view.adapters,
         "fleet": {
             "identity": _identity(fleet, view.now),
             "nodes": [_card(card, view, is_own=card is own) for card in view.cards],
@@ -169,7 +173,7 @@ def _warnings(view: View) -> list[str]:
     return found
 
 
-def _model(spec: ModelSpec, backend: EngineBackend | None) -> Json:
+def _model(spec: ModelSpec, backend: ResidentModel | None) -> Json:
     if backend is None:
         return {"model_id": spec.model_id, "role": spec.role.value, "state": "ready", "error": ""}
     facts = backend.facts
@@ -210,6 +214,7 @@ def _card(card: Card, view: View, *, is_own: bool) -> Json:
         "route": _route(view.fleet.routes.get(card.node_id)),
         "skew_s": view.fleet.skews.get(card.node_id),
         "is_authority": card.is_authority,
+        "is_careful": card.is_careful,
         "protocol": [card.protocol_min, card.protocol_max],
         "platform": card.platform,
         "memory_bytes": card.unified_memory_bytes,

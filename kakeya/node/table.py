@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kakeya.core.units import MIB
 from kakeya.fleet.cards import DEFAULT_INTERVAL_S, DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
 from kakeya.fleet.targets import DEFAULT_FANOUT
+from kakeya.memory.policy import RESERVE_BYTES
+from kakeya.memory.resident import TEXT_TARGET
 from kakeya.node import settings as s
+from kakeya.node.lease_place import VARIABLE as LEASE_VARIABLE
+from kakeya.node.lease_place import lease_store_url
 from kakeya.node.models import ModelSpec, parse_model, parse_proposer
 from kakeya.node.settings import Setting
 from kakeya.runtime.store import CAPACITY, IDLE_TTL_S
 
 _NO_NAMES: tuple[str, ...] = ()
 _NO_MODELS: tuple[ModelSpec, ...] = ()
+
+
+def _lease_store(raw: object) -> str:
+    try:
+        return lease_store_url("" if raw == "" else s.text(raw))
+    except ValueError as problem:
+        raise s.Illegal(str(problem)) from None
+
 
 BIND = Setting(
     key="listen.bind",
@@ -181,6 +194,71 @@ SESSION_IDLE = Setting(
     parse=s.number(1, 7 * 86400, "seconds"),
     default=IDLE_TTL_S,
 )
+MEMORY_BUDGET = Setting(
+    key="memory.budget_mb",
+    flag="--memory-budget",
+    variable="KAKEYA_MEMORY_BUDGET_MB",
+    parse=s.whole(0, 64 * 1024 * 1024, "MB"),
+    default=0,
+    metavar="MB",
+    help="the most that all models of this node may occupy together (0: what the machine has, less "
+    "a reserve)",
+)
+MEMORY_RESERVE = Setting(
+    key="memory.reserve_mb",
+    variable="KAKEYA_MEMORY_RESERVE_MB",
+    parse=s.whole(0, 1024 * 1024, "MB"),
+    default=RESERVE_BYTES // MIB,
+)
+MEMORY_STAY_WARM = Setting(
+    key="memory.stay_warm_s",
+    variable="KAKEYA_MEMORY_STAY_WARM_S",
+    parse=s.number(0, 7 * 86400, "seconds"),
+    default=TEXT_TARGET.stay_warm_s,
+)
+MEMORY_UNLOAD_AFTER = Setting(
+    key="memory.unload_after_s",
+    variable="KAKEYA_MEMORY_UNLOAD_AFTER_S",
+    parse=s.number(0, 7 * 86400, "seconds"),
+    default=0.0,
+)
+MEMORY_PINNED = Setting(
+    key="memory.pinned",
+    variable="KAKEYA_MEMORY_PINNED",
+    parse=s.several(s.text),
+    default=_NO_NAMES,
+    repeatable=True,
+)
+LEASE_STORE = Setting(
+    key="leases.store",
+    variable=LEASE_VARIABLE,
+    parse=_lease_store,
+    default="",
+)
+ADAPTER_SLOTS = Setting(
+    key="adapters.slots",
+    variable="KAKEYA_ADAPTERS_SLOTS",
+    parse=s.whole(0, 256, "slots"),
+    default=8,
+)
+ADAPTER_RANK = Setting(
+    key="adapters.rank",
+    variable="KAKEYA_ADAPTERS_RANK",
+    parse=s.whole(1, 1024, "ranks"),
+    default=16,
+)
+ADAPTER_WARM = Setting(
+    key="adapters.warm_mb",
+    variable="KAKEYA_ADAPTERS_WARM_MB",
+    parse=s.whole(1, 1024 * 1024, "MB"),
+    default=256,
+)
+ADAPTER_SLAB = Setting(
+    key="adapters.slab_mb",
+    variable="KAKEYA_ADAPTERS_SLAB_MB",
+    parse=s.whole(1, 4096, "MB"),
+    default=16,
+)
 SETTINGS: tuple[Setting[object], ...] = (
     BIND,
     HTTP,
@@ -201,4 +279,14 @@ SETTINGS: tuple[Setting[object], ...] = (
     LOG_FORMAT,
     SESSION_CAPACITY,
     SESSION_IDLE,
+    MEMORY_BUDGET,
+    MEMORY_RESERVE,
+    MEMORY_STAY_WARM,
+    MEMORY_UNLOAD_AFTER,
+    MEMORY_PINNED,
+    LEASE_STORE,
+    ADAPTER_SLOTS,
+    ADAPTER_RANK,
+    ADAPTER_WARM,
+    ADAPTER_SLAB,
 )

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import grpc
-
 from kakeya.core.errors import KakeyaError
 from kakeya.fleet.card_trust import FleetTrust
 from kakeya.fleet.cards import Card
-from kakeya.fleet.convert import MalformedCard, from_wire, split_cards
+from kakeya.fleet.describe import ask_card
 from kakeya.node.membership import FleetSecurity
 from kakeya.wire.channels import Channels, is_local
 
-_METHOD = "/kakeya.v1.CapabilityService/GetNodeCapability"
 _LIMIT_S = 2.0
 
 
@@ -33,12 +30,9 @@ async def answers_as(
     security = FleetSecurity(trust, lambda _: own.node_id) if trust else None
     channels = Channels(security=security, is_plain=is_plain)
     try:
-        ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channels.get(address).unary_unary(
-            _METHOD
-        )
-        found = [from_wire(wire) for wire in split_cards(await ask(b"", timeout=_LIMIT_S))]
-    except (grpc.RpcError, KakeyaError, MalformedCard):
+        found = await ask_card(channels.get(address), address, timeout_s=_LIMIT_S)
+    except KakeyaError:
         return False
     finally:
         await channels.aclose()
-    return any(card.node_id == own.node_id and card.life != own.life for card in found)
+    return found.node_id == own.node_id and found.life != own.life

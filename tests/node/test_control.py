@@ -37,6 +37,7 @@ from kakeya.node.datadir import DataDir, RunInfo
 from kakeya.node.listeners import Listeners
 from kakeya.node.machine import host_label
 from kakeya.node.membership import Membership, open_trust
+from kakeya.node.memory_pressure import read_level
 from kakeya.serving.backends.engine_process import MAX_SOCKET_PATH_BYTES
 from kakeya.v1 import distributed_pb2
 from kakeya.v1.fleet_pb2_grpc import add_ControlServiceServicer_to_server
@@ -60,12 +61,17 @@ async def examine(peer: str) -> str:
     return json.dumps({"peer": peer})
 
 
+def dispatch(word: str, free_bytes: int | None) -> str:
+    return f"{read_level(word).name.lower()}, {free_bytes} free"
+
+
 @asynccontextmanager
 async def controlled(home: Path, fleet: Fleet) -> AsyncIterator[None]:
     """A node's data directory is held, its socket answers."""
 
     def register(server: grpc.aio.Server) -> None:
-        add_ControlServiceServicer_to_server(ControlService(fleet, examine=examine), server)
+        service = ControlService(fleet, examine=examine, dispatch=dispatch)
+        add_ControlServiceServicer_to_server(service, server)
 
     data_dir = await asyncio.to_thread(DataDir, home)
     listeners = Listeners(register, clock=SystemClock())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 import pytest
 
+from kakeya.core.clock import SystemClock
 from kakeya.core.errors import NotFound
+from kakeya.node.adapter_lease import AdapterLease
+from kakeya.node.adapter_store import AdapterRecord
 from kakeya.node.directory import Models, failed_addresses
 from kakeya.runtime.generation import (
     DecodeRequest,
@@ -60,19 +63,44 @@ class Model:
 REQUEST = DecodeRequest(token_ids=[1], max_tokens=2)
 
 
+class NoAdapters:
+    """What a node without adapters answers."""
+
+    def find(self, model_id: str, client: str = "") -> AdapterRecord:
+        raise NotFound(f"there is no adapter {model_id!r} here")
+
+    def usable(self, client: str = "") -> tuple[AdapterRecord, ...]:
+        return ()
+
+    async def acquire_again(self, record: AdapterRecord, patience_s: float) -> AdapterLease:
+        raise AssertionError(record)
+
+    def lost(self, lease: AdapterLease) -> None:
+        raise AssertionError(lease)
+
+
+def directory(*models: Model, told: Callable[[Usage], None] = lambda usage: None) -> Models:
+    return Models(models, told, NoAdapters(), SystemClock())
+
+
 def test_the_first_model_is_the_default_and_unknown_ones_hear_what_there_is() -> None:
-    models = Models([Model("a"), Model("b")], lambda usage: None)
+    models = directory(Model("a"), Model("b"))
     assert models.get("").model_id == models.get("a").model_id == "a"
     assert [model.model_id for model in models.verifiers()] == ["a", "b"]
     with pytest.raises(NotFound, match="'c' is not served here; this node serves a, b"):
         models.get("c")
     with pytest.raises(NotFound, match="--model"):
-        Models([], lambda usage: None).get("")
+        directory().get("")
+    with pytest.raises(NotFound, match="no adapter 'a:b' here"):
+        models.get("a:b")
+    with pytest.raises(NotFound, match="'c:b' is not served here; this node serves a, b"):
+        models.get("c:b")
+    assert models.adapted() == ()
 
 
 async def test_a_whole_decode_is_told_once_and_frames_pass_unchanged() -> None:
     told: list[Usage] = []
-    model = Models([Model("a")], told.append).get("a")
+    model = directory(Model("a"), told=told.append).get("a")
     frames = [frame async for frame in model.decode(REQUEST)]
     assert [type(frame) for frame in frames] == [Tokens, Tokens, Done]
     assert told == [USAGE]
@@ -81,7 +109,7 @@ async def test_a_whole_decode_is_told_once_and_frames_pass_unchanged() -> None:
 async def test_leaving_a_decode_early_closes_the_model_below() -> None:
     below = Model("a")
     told: list[Usage] = []
-    frames = Models([below], told.append).get("a").decode(REQUEST)
+    frames = directory(below, told=told.append).get("a").decode(REQUEST)
     await anext(frames)
     await frames.aclose()
     assert below.is_closed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 import sys
 import tempfile
@@ -12,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from kakeya.core.clock import SystemClock
+from kakeya.core.tasks import Supervisor
+from kakeya.node import config
 from kakeya.node.child import NodeProcess
-from kakeya.node.engines import Engines, sockets_folder
+from kakeya.node.engines import sockets_folder
+from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.models import ModelSpec, Role
 from kakeya.runtime.generation import ModelState
 from kakeya.serving.backends.engine_backend import EngineOptions
@@ -49,41 +53,45 @@ def toy_command(spec: ModelSpec, resolved: str) -> Callable[[Path], Sequence[str
     return lambda socket: (*module, "--socket", str(socket), "--model-id", spec.model_id)
 
 
+def memory_of(
+    specs: Sequence[ModelSpec], folder: Path, on_change: Callable[[], None]
+) -> NodeMemory:
+    return NodeMemory(
+        config.load(("--data-dir", str(folder)), {}).memory,
+        specs,
+        EngineSetup(command=toy_command, options=EngineOptions(stop_grace_s=0.5), sockets=None),
+        data_dir=folder,
+        clock=SystemClock(),
+        rng=random.Random(1),
+        on_change=on_change,
+    )
+
+
 async def test_the_hint_at_a_faster_blas_is_logged_once_however_many_models(
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     specs = [
         ModelSpec(model_id=name, source=VERIFIER, role=Role.VERIFIER) for name in ("one", "two")
     ]
     changed = asyncio.Event()
-    engines = await asyncio.to_thread(  # it looks at the models' folders
-        Engines,
-        specs,
-        toy_command,
-        clock=SystemClock(),
-        options=EngineOptions(stop_grace_s=0.5),
-        on_change=changed.set,
-    )
-    async with engines, asyncio.timeout(20):
-        while len(engines.ready()) < len(specs):
+    # It looks at the models' folders.
+    memory = await asyncio.to_thread(memory_of, specs, tmp_path, changed.set)
+    async with memory, Supervisor(SystemClock()) as tasks, asyncio.timeout(20):
+        await memory.start(tasks, "node")
+        while len(memory.engines.offered()) < len(specs):
             changed.clear()
             await changed.wait()
     assert sum("OpenBLAS is missing" in record.message for record in caplog.records) == 1
 
 
-async def test_n_grams_are_ready_to_draft_and_other_proposers_once_they_are_loaded() -> None:
+async def test_n_grams_are_ready_to_draft_and_other_proposers_once_they_are_loaded(
+    tmp_path: Path,
+) -> None:
     specs = [
         ModelSpec(model_id="ngram", source="ngram", role=Role.PROPOSER),
         ModelSpec(model_id="drafter", source=VERIFIER, role=Role.PROPOSER),
         ModelSpec(model_id="decoder", source=VERIFIER, role=Role.VERIFIER),
     ]
-    engines = await asyncio.to_thread(  # it looks at the models' folders
-        Engines,
-        specs,
-        toy_command,
-        clock=SystemClock(),
-        options=EngineOptions(),
-        on_change=lambda: None,
-    )
-    states = {standing.model_id: standing.state for standing in engines.proposers()}
+    memory = await asyncio.to_thread(memory_of, specs, tmp_path, lambda: None)
+    states = {standing.model_id: standing.state for standing in memory.engines.proposers()}
     assert states == {"ngram": ModelState.READY, "drafter": ModelState.LOADING}

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from contextlib import AsyncExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import grpc
@@ -21,6 +22,7 @@ from kakeya.v1 import runtime_pb2
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceServicer, add_RuntimeServiceServicer_to_server
 from kakeya.wire.admission import CallerLimits
 from kakeya.wire.security import CertRole
+from tests.fakes import SettableClock
 from tests.wire.certificates import Fleet
 from tests.wire.servers import ANY_PORT, StandIns, call, dial, listening, methods, path
 
@@ -189,6 +191,48 @@ async def test_a_revoked_caller_loses_what_it_has_open() -> None:
         assert "taken out of this fleet" in await refused.details()
         await bystander.read()
         bystander.cancel()
+    await listeners.stop(None)
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+async def test_a_connection_ends_with_the_certificate_that_it_was_opened_with(
+    is_watched: bool,
+) -> None:
+    """TLS looks at dates once, and a connection of the fleet stays open for weeks."""
+    fleet, clock = Fleet(), SettableClock()
+    _, own = fleet.issue(CertRole.CLIENT, age=timedelta(days=360))
+    _, others = fleet.issue(CertRole.CLIENT)
+    _, shown = fleet.issue()
+    runtime = Endless()
+    listeners = Listeners(
+        lambda server: add_RuntimeServiceServicer_to_server(runtime, server),
+        clock=clock,
+        material=lambda: shown,
+        trust=fleet.trust,
+    )
+    address = await listeners.open_tls(ANY_PORT, flag="--bind")
+    await listeners.start()
+    name = fleet.any_member
+    generate = "/kakeya.v1.RuntimeService/Generate"
+    async with dial(address, own, name) as channel, dial(address, others, name) as other:
+        stream = channel.unary_stream(generate)(b"", timeout=30)
+        bystander = other.unary_stream(generate)(b"", timeout=30)
+        await stream.read()
+        await bystander.read()
+        assert listeners.drop_expired() == 0
+        clock.advance(6 * 86_400.0)
+        refused = channel.unary_stream(generate)(b"", timeout=10)
+        assert await ended(refused) is grpc.StatusCode.UNAUTHENTICATED
+        assert "ran out while this connection was open" in await refused.details()
+        watching = asyncio.ensure_future(listeners.watch() if is_watched else asyncio.sleep(0))
+        if is_watched:
+            clock.advance(2.0)
+        else:
+            assert listeners.drop_expired() == 1
+        assert await ended(stream) is UNREACHED
+        await bystander.read()
+        bystander.cancel()
+        watching.cancel()
     await listeners.stop(None)
 
 

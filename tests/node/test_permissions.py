@@ -37,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "kakeya.v1.DoctorService": {MEMBER, ADMIN, "loopback"},
     "kakeya.v1.RuntimeService": {CLIENT, ADMIN, "loopback"},
     "kakeya.v1.ControlService": {ADMIN},
+    "kakeya.v1.AdapterService": {ADMIN},
     "kakeya.v1.JoinService": set(),
     "kakeya.v1.EngineService": set(),
     "grpc.health.v1.Health": {MEMBER, CLIENT, ADMIN, "loopback"},

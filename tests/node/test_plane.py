@@ -1,27 +1,34 @@
-"""Whom the fleet half of a node expects at an address, whatever cards claim."""
+"""The fleet half of a node: what it shows of others, whom it doubts and whom it lets go."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from kakeya.core.clock import SystemClock
+from kakeya.core.clock import Clock, SystemClock
+from kakeya.fleet.card_trust import FleetTrust
 from kakeya.fleet.cards import Endpoint, Offer
 from kakeya.fleet.memory import Memory
+from kakeya.fleet.round_trips import SETTLE_S, STEPS_MS
 from kakeya.fleet.suspicion import Doubt, sign_of
 from kakeya.node import config
 from kakeya.node.display import show_plan, show_status
+from kakeya.node.interfaces import source_host
 from kakeya.node.plane import Chances, FleetPlane
 from kakeya.node.state import NodeState
 from kakeya.node.status import Json, View, describe
 from kakeya.v1 import distributed_pb2 as pb
-from tests.fleet.nodes import make_wire
+from tests.fakes import SettableClock
+from tests.fleet.members import sealed_card
+from tests.fleet.nodes import make_wire, running_node
 from tests.node.test_reach import Cables, opened
+from tests.wire.certificates import Fleet
 
 HONEST, HOSTILE = "zz-honest", "aa-hostile"
 ADDRESS = "10.0.0.7:50051"
@@ -29,16 +36,24 @@ ADDRESS = "10.0.0.7:50051"
 
 @asynccontextmanager
 async def made_plane(
-    folder: Path, *flags: str, bind: str = "127.0.1.1:0"
+    folder: Path,
+    *flags: str,
+    bind: str = "127.0.1.1:0",
+    clock: Clock | None = None,
+    trust: FleetTrust | None = None,
+    source: Callable[[str], str] = source_host,
 ) -> AsyncIterator[FleetPlane]:
     """The fleet half of a node, not started."""
-    chances = Chances(clock=SystemClock(), rng=random.Random(1))
-    async with opened(Cables("127.0.1.1"), "--bind", bind) as rig:
+    clock = clock or SystemClock()
+    chances = Chances(clock=clock, rng=random.Random(1))
+    node_id = trust.identity.node_id if trust else "me"
+    cables = Cables("127.0.1.1")
+    async with opened(cables, "--bind", bind, clock=clock, source=source) as rig:
         made = FleetPlane(
             (await asyncio.to_thread(config.load, flags, {})).fleet,
-            state=NodeState(node_id="me", memory=Memory()),
+            state=NodeState(node_id=node_id, memory=Memory()),
             data_dir=folder,
-            trust=None,
+            trust=trust,
             reach=rig.reach,
             offer=Offer(grpc_address="127.0.1.1:1"),
             chances=chances,
@@ -63,7 +78,7 @@ async def test_no_mdns_turns_it_off_and_typed_peers_still_count(tmp_path: Path) 
         assert looks.discovery is not None
         assert does_not.discovery is None
         for made in (looks, does_not):
-            assert made.gossip._choose(now=clock.wall(), mono=clock.mono()) == peer[1:]
+            assert made.gossip._choose((), now=clock.wall()) == peer[1:]
         assert status_of(looks)["fleet"]["mdns_sightings"] == 0  # type: ignore[index]
         assert status_of(does_not)["fleet"]["mdns_sightings"] is None  # type: ignore[index]
 
@@ -75,24 +90,37 @@ def learn(plane: FleetPlane, node_id: str, address: str, *more: str) -> None:
     plane.registry.merge([wire], now=clock.wall(), mono=clock.mono())
 
 
-async def test_a_member_that_claims_anothers_address_does_not_become_the_one_expected_there(
-    plane: FleetPlane,
-) -> None:
-    learn(plane, HONEST, ADDRESS)
-    assert plane._node_at(ADDRESS) == HONEST
-    learn(plane, HOSTILE, "10.0.0.8:50051", ADDRESS)
-    assert plane._node_at(ADDRESS) == ""
-    assert plane._node_at("10.0.0.8:50051") == HOSTILE
+# --- certificates that run out
 
 
-async def test_a_member_that_claims_this_nodes_address_is_not_looked_for_there(
-    plane: FleetPlane,
+DAY_S = 86_400.0
+
+
+@pytest.mark.parametrize(
+    ("days", "is_gone"),
+    [(4, False), (6, True), (400, False)],
+    ids=["valid", "run out", "by a clock that is a year ahead"],
+)
+async def test_a_node_that_did_not_renew_its_certificate_is_let_go(
+    tmp_path: Path, days: int, is_gone: bool
 ) -> None:
-    """`kakeya doctor` said that a node did not believe its own certificate."""
-    own = plane.registry.own.grpc_address
-    assert plane._node_at(own) == "me"
-    learn(plane, HOSTILE, "10.0.0.8:50051", own)
-    assert plane._node_at(own) == ""
+    """Its connection was checked when it was opened, and its beats need no certificate."""
+    clock, fleet = SettableClock(), Fleet()
+    async with made_plane(tmp_path, "--no-mdns", clock=clock, trust=fleet.trust) as plane:
+        cards = {}
+        for address, age in ((ADDRESS, timedelta(days=360)), ("10.0.0.8:50051", timedelta())):
+            who = fleet.identity(age=age)
+            cards[address] = sealed_card(who, address)
+        report = plane.registry.merge(cards.values(), now=clock.wall(), mono=clock.mono())
+        assert len(report.changed) == 2
+        for address in cards:
+            plane.channels.get(address)
+        clock.shift_wall(days * DAY_S)
+        assert plane.let_go() == is_gone
+        await asyncio.gather(*plane._closing)
+        left = set(cards) - ({ADDRESS} if is_gone else set())
+        assert {card.grpc_address for card in plane.live_peers()} == left
+        assert plane.channels.addresses == left
 
 
 async def test_words_that_a_member_chose_neither_drive_the_terminal_nor_end_the_command(
@@ -111,7 +139,6 @@ async def test_words_that_a_member_chose_neither_drive_the_terminal_nor_end_the_
     assert "\x1b" not in shown
     assert "\x07" not in shown
     assert shown.count("[bold]") > 5, "shown as it was written"
-    assert plane._node_at("10.0.0.9:50051") == ""
 
 
 async def test_a_failed_call_doubts_the_node_that_is_reached_there(plane: FleetPlane) -> None:
@@ -136,6 +163,8 @@ def status_of(plane: FleetPlane) -> Json:
             fleet=plane.view(cards),
             models=(),
             state_error="",
+            memory={},
+            adapters={},
         )
     )
 
@@ -184,3 +213,24 @@ async def test_an_edge_that_only_this_node_lacks_is_told_apart_from_a_dead_node(
     shown = capsys.readouterr().out.split()  # columns fold, so words
     assert {"answers", "others", "but", "not", "nobody"} <= set(shown)
     assert "doctor" in shown
+
+
+async def test_each_answer_of_a_round_is_a_round_trip_of_the_own_network(tmp_path: Path) -> None:
+    clock = SettableClock()
+    async with (
+        running_node("peer") as peer,
+        made_plane(
+            tmp_path, bind="0.0.0.0:0", clock=clock, source=lambda address: "127.0.1.1"
+        ) as plane,
+    ):
+        await plane.gossip.round([peer.address, "127.0.0.1:1"])
+        clock.advance(SETTLE_S + 1)
+        assert plane.reach.settle_round_trips()
+        (way,) = plane.reach.endpoints
+        assert way.rtt_ms in STEPS_MS
+
+
+def test_the_table_says_what_the_pages_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = {"total": 8, "free": 4, "pinned": 2, "evictable": 2, "fragmentation": 0.5}
+    show_status({"adapters": {"registered": 0, "pages": pages}}, clear=False)
+    assert "8: 2 pinned, 2 evictable, 4 free; fragmentation 0.5" in capsys.readouterr().out

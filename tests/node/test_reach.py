@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
 import pytest
 
-from kakeya.core.clock import SystemClock
+from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import ConfigError
 from kakeya.core.tasks import Supervisor
 from kakeya.fleet.addresses import Priority
 from kakeya.fleet.authority import new_fleet
 from kakeya.fleet.card_trust import FleetTrust
+from kakeya.fleet.round_trips import SETTLE_S
 from kakeya.node import config
-from kakeya.node.interfaces import Interface
+from kakeya.node.interfaces import Interface, source_host
 from kakeya.node.listeners import Listeners
 from kakeya.node.reach import Reach
 from kakeya.node.settings import split_address
+from tests.fakes import SettableClock
 
 NOW = 1_800_000_000.0
 
@@ -44,8 +46,15 @@ class Cables:
 
 
 class Rig:
-    def __init__(self, cables: Cables, loaded: config.NodeConfig, *, is_member: bool) -> None:
-        clock = SystemClock()
+    def __init__(
+        self,
+        cables: Cables,
+        loaded: config.NodeConfig,
+        *,
+        is_member: bool,
+        clock: Clock,
+        source: Callable[[str], str],
+    ) -> None:
         trust = FleetTrust(new_fleet("mini", clock.wall())) if is_member else None
         self.changes = 0
         self.listeners = Listeners(
@@ -62,6 +71,7 @@ class Rig:
             clock=clock,
             on_change=self._changed,
             read=cables.read,
+            source=source,
         )
 
     def _changed(self) -> None:
@@ -75,10 +85,16 @@ class Rig:
 
 @asynccontextmanager
 async def opened(
-    cables: Cables, *flags: str, is_member: bool = True, networks: str = ""
+    cables: Cables,
+    *flags: str,
+    is_member: bool = True,
+    networks: str = "",
+    clock: Clock | None = None,
+    source: Callable[[str], str] = source_host,
 ) -> AsyncIterator[Rig]:
     loaded = await asyncio.to_thread(config.load, flags, {"KAKEYA_NETWORKS": networks})
-    rig = Rig(cables, loaded, is_member=is_member)
+    clock = clock or SystemClock()
+    rig = Rig(cables, loaded, is_member=is_member, clock=clock, source=source)
     try:
         await rig.reach.open(rig.listeners)
         await rig.listeners.start()
@@ -169,3 +185,33 @@ async def test_ranges_that_were_configured_may_be_dialled() -> None:
     async with opened(Cables(), *flags, is_member=False, networks="203.0.113.0/24") as rig:
         assert rig.reach.policy().may_dial("203.0.113.7:1") == ""
         assert rig.reach.policy().may_dial("198.51.100.7:1") != ""
+
+
+async def test_round_trips_are_measured_for_each_own_network_and_shown_after_a_while() -> None:
+    cables, clock = Cables("127.0.0.2", "127.0.0.3"), SettableClock()
+    by_peer = {"127.0.0.9": "127.0.0.2", "127.0.0.8": "127.0.0.3", "127.0.0.7": "127.0.0.5"}
+    async with opened(
+        cables,
+        "--bind",
+        "0.0.0.0:0",
+        clock=clock,
+        source=lambda address: by_peer[address.partition(":")[0]],
+    ) as rig:
+        reach = rig.reach
+        for _ in range(3):
+            reach.answered("127.0.0.9:1", 0.9)
+            reach.answered("127.0.0.8:1", 0.1)
+            reach.answered("127.0.0.7:1", 70.0)  # by no address that is listened on
+        assert not reach.settle_round_trips()
+        assert [way.rtt_ms for way in reach.endpoints] == [0.0, 0.0]
+        clock.advance(SETTLE_S + 1)
+        assert reach.settle_round_trips()
+        assert [way.rtt_ms for way in reach.endpoints] == [1.0, 0.25]
+        assert not reach.settle_round_trips()
+
+
+def test_the_system_tells_by_which_own_address_it_sends() -> None:
+    assert source_host("127.0.0.1:9") == "127.0.0.1"
+    assert source_host("[::1]:9") in ("::1", "")  # a machine may have no IPv6
+    for nonsense in ("", "127.0.0.1", "mini.local:9", "127.0.0.1:x", "127.0.0.1:99999"):
+        assert source_host(nonsense) == ""

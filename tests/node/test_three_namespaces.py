@@ -267,6 +267,17 @@ def test_a_lost_cable_is_shown_in_status_and_taken_back(tmp_path: Path) -> None:
         two.machine.plug("thunderbolt0")
         within(25, lambda: route(one, two)["network"] == "thunderbolt")
         assert one.kakeya("status")["fleet"]["warnings"] == []
+        # What each measured on its own networks is on its card, and so everybody's to see.
+        within(60, lambda: all(round_trips(one, two).values()))
+        assert set(round_trips(one, two)) == {"thunderbolt", "lan"}
+        within(15, lambda: round_trips(two, two) == round_trips(one, two))
+
+
+def round_trips(here: Mini, there: Mini) -> dict[str, float]:
+    """The round trips by network that the card of a node tells, as another's status shows it."""
+    nodes = here.kakeya("status")["fleet"]["nodes"]
+    cards = [card for card in nodes if card["node_id"] == there.node_id]
+    return {way["network"]: way["rtt_ms"] for card in cards for way in card["endpoints"]}
 
 
 def route(here: Mini, there: Mini) -> dict[str, Any]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -13,7 +16,15 @@ import pytest
 from kakeya.fleet.addresses import read_literal
 from kakeya.fleet.authority import authority_of, new_fleet
 from kakeya.fleet.cards import Endpoint
-from kakeya.node.doctor.service import MAX_ADDRESSES, NOT_YOURS, choose_target, source_of
+from kakeya.node.doctor.service import (
+    MAX_ADDRESSES,
+    MAX_DIALS_EACH,
+    NOT_TOLD,
+    NOT_YOURS,
+    QUIET_S,
+    choose_target,
+    source_of,
+)
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import DoctorServiceStub
 from kakeya.wire.channels import Keepalive
@@ -116,6 +127,19 @@ async def test_it_never_dials_a_third_party(tmp_path: Path) -> None:
     assert knocks == 1
 
 
+@asynccontextmanager
+async def knocked(host: str) -> AsyncIterator[tuple[str, list[object]]]:
+    """An address that takes connections and says nothing, and who came."""
+    came: list[object] = []
+
+    def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.append(writer)
+        writer.close()
+
+    async with await asyncio.start_server(note, host, 0) as server:
+        yield f"{host}:{server.sockets[0].getsockname()[1]}", came
+
+
 async def test_a_member_is_dialled_where_its_own_card_says(tmp_path: Path) -> None:
     """The certificate says who calls, so another member's card opens nothing."""
     fleet = new_fleet("callee", time.time())
@@ -126,16 +150,77 @@ async def test_a_member_is_dialled_where_its_own_card_says(tmp_path: Path) -> No
         small_node(tmp_path, "", identity=fleet) as callee,
         small_node(tmp_path, "", identity=one) as caller,
         small_node(tmp_path, "", identity=two) as other,
+        knocked("127.0.0.3") as (mine, my_knocks),
+        knocked("127.0.0.4") as (theirs, their_knocks),
     ):
-        caller.offer(Endpoint("127.0.0.3:7", "lan", 20))
-        other.offer(Endpoint("127.0.0.4:7", "lan", 20))
+        caller.offer(Endpoint(mine, "lan", 20))
+        other.offer(Endpoint(theirs, "lan", 20))
         callee.meet(caller)
         callee.meet(other)
-        answer = await check_back(callee, "127.0.0.3:7", "127.0.0.4:7", caller=caller)
+        answer = await check_back(callee, mine, theirs, caller=caller)
+        assert (bool(my_knocks), their_knocks) == (True, [])
     allowed, foreign = answer.dials
-    assert allowed.errno != 0  # it was dialled, and refused
+    assert allowed.error == NOT_TOLD
     assert foreign.error == NOT_YOURS
     assert answer.caller_age_s >= 0
+
+
+async def test_a_card_makes_no_port_scanner_of_a_node(tmp_path: Path) -> None:
+    """A member writes addresses of others on its card: open or closed, they look alike."""
+    fleet = new_fleet("callee", time.time())
+    authority = authority_of(fleet)
+    assert authority is not None
+    mallory = authority.new_identity("mallory", now=time.time())
+    port = closed_port_at("127.0.0.5")
+    async with (
+        small_node(tmp_path, "", identity=fleet) as callee,
+        small_node(tmp_path, "", identity=mallory) as caller,
+        knocked("127.0.0.4") as (open_port, _),
+    ):
+        told = []
+        for address in (open_port, port):
+            caller.offer(Endpoint(address, "lan", 20))
+            callee.meet(caller)
+            began = time.monotonic()
+            (dial,) = (await check_back(callee, address, caller=caller)).dials
+            assert time.monotonic() - began >= QUIET_S
+            told.append((dial.is_reached, dial.errno, dial.error, dial.rtt_ms))
+    assert told == [(False, 0, NOT_TOLD, 0.0)] * 2
+
+
+def closed_port_at(host: str) -> str:
+    with socket.socket() as taken:
+        taken.bind((host, 0))
+        return f"{host}:{taken.getsockname()[1]}"
+
+
+async def test_what_gossip_may_not_dial_is_not_dialled_at_the_callers_ip_either(
+    tmp_path: Path,
+) -> None:
+    forbidden: dict[str, str] = {}
+    async with (
+        small_node(tmp_path, "callee", may_dial=lambda where: forbidden.get(where, "")) as callee,
+        knocked("127.0.0.1") as (address, came),
+    ):
+        forbidden[address] = "it is each machine's own"
+        (dial,) = (await check_back(callee, address)).dials
+        assert (dial.error, came) == ("not dialled: it is each machine's own", [])
+        forbidden.clear()  # the control
+        await check_back(callee, address)
+        assert came
+
+
+async def test_a_caller_gets_so_many_dials_in_a_minute(tmp_path: Path) -> None:
+    async with small_node(tmp_path, "callee") as callee:
+        with closed_port() as closed:
+            host, _, port = closed.rpartition(":")
+            addresses = [f"{host}:{port}"] + [f"10.0.0.{n}:1" for n in range(1, MAX_ADDRESSES)]
+            for _ in range(MAX_DIALS_EACH // MAX_ADDRESSES):
+                assert len((await check_back(callee, *addresses)).dials) == MAX_ADDRESSES
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await check_back(callee, closed)
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "ask again later" in str(refused.value.details())
 
 
 async def test_too_many_addresses_are_refused(tmp_path: Path) -> None:
@@ -144,6 +229,19 @@ async def test_too_many_addresses_are_refused(tmp_path: Path) -> None:
             await check_back(callee, *(f"127.0.0.1:{n}" for n in range(1, MAX_ADDRESSES + 2)))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "at most 8" in str(refused.value.details())
+
+
+async def test_a_check_that_is_refused_while_another_runs_uses_up_no_dials(tmp_path: Path) -> None:
+    many = [f"10.0.0.{n}:1" for n in range(MAX_ADDRESSES)]
+    async with small_node(tmp_path, "callee") as callee:
+        with silent_port() as silent, closed_port() as closed:
+            first = asyncio.create_task(check_back(callee, silent))
+            await refused_while(first, callee)
+            for _ in range(1 + MAX_DIALS_EACH // MAX_ADDRESSES):
+                with pytest.raises(grpc.aio.AioRpcError, match="already checks back"):
+                    await check_back(callee, *many)
+            await first
+            assert len((await check_back(callee, closed)).dials) == 1
 
 
 async def test_one_check_at_a_time_for_one_caller(tmp_path: Path) -> None:
@@ -209,7 +307,7 @@ def test_only_the_callers_ip_is_dialled_without_a_card(
     address: str, source: str, target: str
 ) -> None:
     literal = read_literal(source) if source else None
-    assert choose_target(address, None, literal, lambda where: "")[0] == target
+    assert choose_target(address, None, literal, lambda where: "").address == target
 
 
 async def test_the_policy_has_a_word_about_cards(tmp_path: Path) -> None:
@@ -217,5 +315,5 @@ async def test_the_policy_has_a_word_about_cards(tmp_path: Path) -> None:
         caller.offer(Endpoint("8.8.8.8:53", "public", 40))
         card = caller.registry.own
     refused = choose_target("8.8.8.8:53", card, None, lambda where: "it is no network of ours")
-    assert refused == ("", "not dialled: it is no network of ours")
-    assert choose_target("8.8.8.8:53", card, None, lambda where: "") == ("8.8.8.8:53", "")
+    assert refused == ("", "not dialled: it is no network of ours", False)
+    assert choose_target("8.8.8.8:53", card, None, lambda where: "") == ("8.8.8.8:53", "", False)

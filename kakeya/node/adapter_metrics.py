@@ -1,0 +1,75 @@
+"""How long adapters took to be had, by where they were, for metrics, status and the benchmark."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from kakeya.memory.adapters import AdapterTable, Tier
+
+BOUNDS_S = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 1.0, 10.0)
+
+
+class AcquireTimes:
+    """Counts of one tier, by how long it took."""
+
+    __slots__ = ("counts", "sum_s")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS_S) + 1)
+        self.sum_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.sum_s += seconds
+
+    @property
+    def total(self) -> int:
+        """How many there were."""
+        return sum(self.counts)
+
+
+def adapter_metrics(
+    table: AdapterTable,
+    bases: Mapping[str, int],
+    times: Mapping[Tier, AcquireTimes],
+    moves: Mapping[Tier, int],
+) -> Iterator[Metric]:
+    """What lies where, and how it got there; `bases` are the models, with who waits for each."""
+    tiers = GaugeMetricFamily("kakeya_adapters", "Adapters by where they are", labels=["tier"])
+    hot = sum(len(table.hot(base)) for base in bases)
+    warm = sum(not adapter.is_hot for adapter in table.warm())
+    for tier, count in ((Tier.HOT, hot), (Tier.WARM, warm), (Tier.COLD, len(table) - hot - warm)):
+        tiers.add_metric([tier.name.lower()], count)
+    waiting = GaugeMetricFamily(
+        "kakeya_adapter_waiting", "Requests that wait for an adapter", labels=["model"]
+    )
+    for base, count in bases.items():
+        waiting.add_metric([base], count)
+    acquires = CounterMetricFamily(
+        "kakeya_adapter_acquires", "Adapters leased, by where they were", labels=["tier"]
+    )
+    latency = HistogramMetricFamily(
+        "kakeya_adapter_acquire_seconds", "Time until an adapter was had", labels=["tier"]
+    )
+    bounds = [*map(repr, BOUNDS_S), "+Inf"]
+    for tier, taken in times.items():
+        acquires.add_metric([tier.name.lower()], taken.total)
+        latency.add_metric(
+            [tier.name.lower()],
+            buckets=list(zip(bounds, accumulate(taken.counts), strict=True)),
+            sum_value=taken.sum_s,
+        )
+    moved = CounterMetricFamily("kakeya_adapter_moves", "Moves between tiers", labels=["to"])
+    for tier, count in moves.items():
+        moved.add_metric([tier.name.lower()], count)
+    yield from (tiers, waiting, acquires, latency, moved)

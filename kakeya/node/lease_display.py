@@ -1,0 +1,52 @@
+"""Leases for people: one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from kakeya.core.units import format_bytes
+
+
+def show_leases(
+    leases: Sequence[Mapping[str, object]], *, granter: str | None, is_drained: bool
+) -> None:
+    """Print who holds memory and who waits."""
+    console = Console()
+    if leases:
+        console.print(_table(leases))
+    else:
+        console.print("no leases")
+    console.print(
+        f"granted by node {granter}"
+        if granter
+        else "no node runs here; each command takes what is free"
+    )
+    if is_drained:
+        console.print("drained: no leases are given until `kakeya lease drain --off`")
+
+
+def _table(leases: Sequence[Mapping[str, object]]) -> Table:
+    table = Table("lease", "state", "memory", "used", "priority", "pid", "for", "", box=None)
+    for one in leases:
+        leased, used = int(str(one["bytes"])), int(str(one["used_bytes"]))
+        resources = ", ".join(map(str, _listed(one["resources"])))
+        notes = [resources, str(one["note"])]
+        notes += ["uses more than it leased"] if one["is_over"] else []
+        table.add_row(
+            str(one["id"]),
+            str(one["state"]),
+            format_bytes(leased),
+            format_bytes(used) if used else "",
+            str(one["priority"]),
+            str(one["pid"]),
+            f"{float(str(one['for_s'])):.0f} s",
+            "; ".join(note for note in notes if note),
+        )
+    return table
+
+
+def _listed(value: object) -> Sequence[object]:
+    return value if isinstance(value, (list, tuple)) else ()

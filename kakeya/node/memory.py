@@ -1,0 +1,323 @@
+"""Memory of a node: the arbiter, what presses on it, and the models that it owns, in one place.
+
+    enter   sizes are estimated, capabilities registered; nothing is loaded yet
+    start   plug-ins, the first look at the machine, then models load as room allows, text first
+    run     pressure is read, drafters come back when it has passed, sizes are remembered
+    exit    every engine is ended
+
+`arbiter` is what others use: plug-ins, jobs in other processes, adapters, the page arena.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from prometheus_client.core import Metric
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import NotFound
+from kakeya.core.tasks import Supervisor, TaskHealth, every
+from kakeya.memory.capability import Capability
+from kakeya.memory.estimate_history import SizeHistory, SizeRecord
+from kakeya.memory.events import (
+    Event,
+    Evicted,
+    LoadFailure,
+    MemoryPressure,
+    ModelLoad,
+    ModelUnload,
+)
+from kakeya.memory.memory_arbiter import PLAIN, MemoryArbiter
+from kakeya.memory.memory_metrics import MemoryCounters, memory_metrics
+from kakeya.memory.panics import FIND_PERIOD_S, find_profile, report_folders
+from kakeya.memory.plan import Reason
+from kakeya.memory.plugins import PluginReport, load_capabilities
+from kakeya.memory.pressure import DispatchedPressure
+from kakeya.memory.resident import DRAFTER, TEXT_TARGET, ResidentKey, Warmth
+from kakeya.node.config import MemoryConfig
+from kakeya.node.engine_handler import EngineHandler
+from kakeya.node.engines import EngineCommand, Engines
+from kakeya.node.escalation import EngineWatch
+from kakeya.node.keeper import StateKeeper
+from kakeya.node.leases import LeaseKeeper, lease_keeper
+from kakeya.node.memory_comeback import Comeback
+from kakeya.node.memory_log import MemoryLog
+from kakeya.node.memory_pressure import Lessee, dispatcher, pressure_monitor
+from kakeya.node.memory_sizes import LeaseSize, check_pinned, lease_sizes, node_budget
+from kakeya.node.memory_view import Json, describe_memory
+from kakeya.node.models import ModelSpec, Role
+from kakeya.node.resident_model import DRAFT, DRAFT_TERMS, TEXT, ResidentModel
+from kakeya.node.sizes import SizeFile, hub_folder
+from kakeya.serving.backends.engine_backend import EngineOptions
+
+TEND_S = 2.0
+"""Between two looks at whether a model can come back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """What engines are run with."""
+
+    command: EngineCommand
+    options: EngineOptions
+    sockets: Path | None
+
+
+class NodeMemory:
+    """See the module. `on_change` is called whenever what the node can serve may have changed."""
+
+    def __init__(
+        self,
+        config: MemoryConfig,
+        specs: Sequence[ModelSpec],
+        setup: EngineSetup,
+        *,
+        data_dir: Path,
+        clock: Clock,
+        rng: random.Random,
+        on_change: Callable[[], None],
+        reports: Sequence[Path] | None = None,
+        pages_bytes: int = 0,
+    ) -> None:
+        """`reports` are the folders of the system's reports of panics, None = where they are.
+        `pages_bytes` of the budget are left for pages by a model's sessions.
+
+        Raises ConfigError for a model that cannot be found, and for a budget of nothing.
+        """
+        self._config = config
+        self._data_dir = data_dir
+        self._pages_bytes = pages_bytes
+        self._clock = clock
+        self._rng = rng
+        self._on_change = on_change
+        self._file = SizeFile(data_dir)
+        self._history = SizeHistory()
+        self._sizes: dict[str, LeaseSize] = {}
+        self._stack = AsyncExitStack()
+        self._reports = report_folders(sys.platform, Path.home()) if reports is None else reports
+        self.profile, _ = find_profile(self._reports, now=clock.wall())
+        options = setup.options
+        if self.profile.max_running is not None:
+            most = min(options.max_running, self.profile.max_running)
+            options = replace(options, max_running=most)
+        self._options = options
+        budget = node_budget(config, self.profile)
+        self.arbiter = MemoryArbiter(budget=budget, clock=clock, grace_s=0.0)
+        self.engines = Engines(
+            specs,
+            setup.command,
+            self.arbiter,
+            clock=clock,
+            options=options,
+            on_change=on_change,
+            sockets=setup.sockets,
+        )
+        self.dispatched = DispatchedPressure(mono=clock.mono)
+        self.plugins: tuple[PluginReport, ...] = ()
+        self.dispatch = dispatcher(self.dispatched, self.arbiter)
+        self._leases: LeaseKeeper | None = None
+        self._watch = EngineWatch(self.arbiter, clock)
+        self._comeback = Comeback()
+        self._log = MemoryLog(clock.mono)
+        self._counters = MemoryCounters()
+        for listener in (self._log.take, self._counters.take, self._follow):
+            self.arbiter.on_event(listener)
+
+    async def __aenter__(self) -> Self:
+        """Raises ConfigError when one model alone, or what is pinned, is larger than the budget."""
+        self._history = await asyncio.to_thread(self._file.load)
+        self._sizes = await asyncio.to_thread(self._estimate)
+        texts = [model.model_id for model in self.engines.of_role(Role.VERIFIER)]
+        budget = self.arbiter.status().budget_bytes
+        check_pinned(self._config.pinned, self._sizes, texts, budget)
+        self._register()
+        async with AsyncExitStack() as stack:
+            self._keeper: StateKeeper[tuple[SizeRecord, ...]] = StateKeeper(
+                self._history.snapshot,
+                self._file.save,
+                saved=self._history.snapshot(),
+                clock=self._clock,
+            )
+            await stack.enter_async_context(self.arbiter)
+            await stack.enter_async_context(self._watch)
+            stack.push_async_callback(self._keeper.flush)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()
+
+    async def start(self, tasks: Supervisor, node_id: str) -> None:
+        """Count what others hold, look at the machine, begin to load. Raises ConfigError."""
+        await self.engines.prepare()
+        self.plugins = await asyncio.to_thread(load_capabilities, self.arbiter)
+        leases = lease_keeper(
+            self._data_dir,
+            self._config.lease_store,
+            self.arbiter,
+            clock=self._clock,
+            node_id=node_id,
+        )
+        self._leases = await self._stack.enter_async_context(leases)
+        monitor = await asyncio.to_thread(
+            pressure_monitor,
+            self._lessees,
+            self.arbiter,
+            self.dispatched,
+            clock=self._clock,
+            rng=self._rng,
+        )
+        self.dispatched.when_told(monitor.poll_now)
+        await monitor.poll()
+        await self._preload_all()
+        tasks.start("memory pressure", monitor.run)
+        tasks.start("memory tending", self._tend)
+        tasks.start("model sizes", self._keeper.run)
+        if self._reports:
+            tasks.start("memory profile", self._read_reports)
+
+    @property
+    def is_careful(self) -> bool:
+        """Whether it takes less upon itself, after what the machine went through."""
+        return self.profile.name == "careful"
+
+    async def lend_slots(self, model_id: str, size: int) -> bool:
+        """Lend an engine what its slots for adapters take, in bytes; False = not all of it now."""
+        return await self._watch.lend_slots(model_id, size)
+
+    def status(self) -> Json:
+        """The ledger, and what happened in it lately."""
+        return describe_memory(
+            self.arbiter.status(),
+            self._log,
+            now=self._clock.mono(),
+            profile=self.profile,
+            plugins=self.plugins,
+            engines=self._watch.status(),
+            leases=self._leases.status() if self._leases else {},
+        )
+
+    def metrics(self) -> Iterator[Metric]:
+        """The same for Prometheus."""
+        ledger, counters = self.arbiter.status(), self._counters
+        yield from memory_metrics(ledger, counters, is_careful=self.is_careful)
+
+    def health(self) -> tuple[TaskHealth, ...]:
+        """Its background tasks that are not the agent's."""
+        leases = self._leases.health() if self._leases else ()
+        return (*self.arbiter.health(), *self._watch.health(), *leases)
+
+    def _lessees(self) -> tuple[Lessee, ...]:
+        return tuple(
+            Lessee(self.engines.get(model_id).pid, lease_bytes)
+            for model_id, lease_bytes in self._watch.leases().items()
+        )
+
+    def _estimate(self) -> dict[str, LeaseSize]:
+        sources = {
+            model.model_id: (self.engines.sources[model.model_id], model.capability)
+            for model in self._models()
+        }
+        return lease_sizes(
+            sources,
+            self.arbiter.status().budget_bytes,
+            history=self._history,
+            hub=hub_folder(os.environ, Path.home()),
+            pages_bytes=self._pages_bytes,
+            platform=sys.platform,
+        )
+
+    def _register(self) -> None:
+        config, options = self._config, self._options
+        handler = EngineHandler(
+            self.engines,
+            self._sizes,
+            self._history,
+            self._watch,
+            options,
+            free_bytes=lambda: self.arbiter.status().free_bytes,
+        )
+        for name, role in ((TEXT, TEXT_TARGET), (DRAFT, DRAFTER)):
+            self.arbiter.register(
+                Capability(
+                    name=name,
+                    role=role,
+                    handler=handler,
+                    estimate=self._lease_bytes,
+                    warmth=Warmth(
+                        stay_warm_s=config.stay_warm_s, unload_after_s=config.unload_after_s
+                    ),
+                    pinned=frozenset(config.pinned),
+                    concurrency=options.max_running,
+                    max_waiting=options.max_waiting,
+                )
+            )
+
+    def _lease_bytes(self, model_id: str) -> int:
+        if model_id not in self._sizes:
+            known = ", ".join(self._sizes) or "none"
+            raise NotFound(f"no model of this node is called {model_id[:80]!r}; there are {known}")
+        return self._sizes[model_id].bytes
+
+    def _models(self) -> tuple[ResidentModel, ...]:
+        """Those that verify first: drafts are of no use without them."""
+        of_role = self.engines.of_role
+        return (*of_role(Role.VERIFIER), *of_role(Role.PROPOSER))
+
+    async def _preload_all(self) -> None:
+        pinned = self._config.pinned
+        for model in sorted(self._models(), key=lambda one: one.model_id not in pinned):
+            await self._preload(model)
+
+    async def _preload(self, model: ResidentModel) -> None:
+        terms = PLAIN if model.role is Role.VERIFIER else DRAFT_TERMS
+        if not await self.arbiter.preload(model.capability, model.model_id, terms):
+            model.not_expected()
+
+    async def _read_reports(self) -> None:
+        """See whether care is over; panics begin with a start of the machine, and of this node."""
+        while True:
+            await self._clock.sleep(FIND_PERIOD_S)
+            self.profile, _ = await asyncio.to_thread(
+                find_profile, self._reports, now=self._clock.wall()
+            )
+            self.arbiter.set_budget(
+                await asyncio.to_thread(node_budget, self._config, self.profile)
+            )
+            self._on_change()
+
+    async def _tend(self) -> None:
+        await every(TEND_S, self._bring_back, clock=self._clock, rng=self._rng)
+
+    async def _bring_back(self) -> None:
+        """Load what had to leave, or never came, into room that nobody else needs."""
+        for model in self._models():
+            key = ResidentKey(model.capability, model.model_id)
+            is_away = model.resident is None and model.may_come_back
+            if is_away and self._comeback.may(key, self._clock.mono()):
+                await self._preload(model)
+
+    def _follow(self, happened: Event) -> None:
+        match happened:
+            case MemoryPressure():
+                self._comeback.pressed(happened.level, self._clock.mono())
+            case Evicted() if happened.reason is Reason.PRESSURE:
+                self._comeback.taken(happened.key, self._clock.mono())
+            case _:
+                pass
+        if isinstance(happened, ModelLoad | ModelUnload | LoadFailure | MemoryPressure):
+            self._on_change()

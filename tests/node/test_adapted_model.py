@@ -1,0 +1,161 @@
+"""A model with an adapter, over a toy base whose engine forgets: what callers see of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+import pytest
+
+from kakeya.core.clock import SystemClock
+from kakeya.core.errors import Conflict, NotFound, PeerUnavailable
+from kakeya.node.adapted_model import AdaptedModel
+from kakeya.runtime.generation import (
+    DecodeRequest,
+    Done,
+    EngineStats,
+    Frame,
+    ModelFacts,
+    ModelState,
+    StopReason,
+    Tokens,
+)
+from tests.node.adapter_world import TINY, World, world
+
+REQUEST = DecodeRequest(token_ids=[1, 2], max_tokens=6)
+
+
+class Base:
+    """Counts on from the last token; knows an adapter only when its engine holds it."""
+
+    model_id = TINY
+    state = ModelState.READY
+    last_error = ""
+
+    def __init__(self, node: World) -> None:
+        self.node = node
+        self.asked: list[DecodeRequest] = []
+        self.each_token: Callable[[int], None] = lambda _: None
+        self.is_forgetful = False
+        self.tokens = 0
+
+    async def ready(self, timeout_s: float) -> ModelFacts:
+        return ModelFacts(
+            model_id=TINY, model_path="", vocab_size=99, context_tokens=99, eos_token_ids=()
+        )
+
+    async def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
+        self.asked.append(request)
+        last = request.token_ids[-1]
+        for _ in range(request.max_tokens):
+            if self.is_forgetful or request.adapter_id not in self.node.engine.held:
+                raise NotFound(f"adapter {request.adapter_id!r} is not loaded in this engine")
+            last += 1
+            yield Tokens(token_ids=(last,))
+            self.tokens += 1
+            self.each_token(self.tokens)
+        yield Done(reason=StopReason.MAX_TOKENS)
+
+    async def release(self, kv_key: str) -> None: ...
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
+
+
+def adapted(node: World, base: Base, model_id: str) -> AdaptedModel:
+    manager = node.adapters
+    return AdaptedModel(base, model_id, lambda: manager.find(model_id), manager, SystemClock())
+
+
+async def said(model: AdaptedModel) -> list[int]:
+    frames = [frame async for frame in model.decode(REQUEST)]
+    assert isinstance(frames[-1], Done)
+    return [token for f in frames if isinstance(f, Tokens) for token in f.token_ids]
+
+
+async def test_an_engine_that_forgot_is_given_the_adapter_again_and_goes_on(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path) as node:
+        base, model_id = Base(node), await node.add(1)
+
+        def die(tokens: int) -> None:
+            if tokens == 3:
+                node.engine.restart(node.adapters)
+
+        base.each_token = die
+        assert await said(adapted(node, base, model_id)) == [3, 4, 5, 6, 7, 8]
+        first, second = base.asked
+        assert (list(first.token_ids), first.max_tokens) == ([1, 2], 6)
+        assert (list(second.token_ids), second.max_tokens) == ([1, 2, 3, 4, 5], 3)
+        assert len(node.engine.loads) == 2
+        assert node.adapters.describe(node.adapters.records()[0]).leases == 0
+
+
+async def test_one_that_always_forgets_is_given_up_with_a_sentence(tmp_path: Path) -> None:
+    async with world(tmp_path) as node:
+        base, model_id = Base(node), await node.add(1)
+        base.is_forgetful = True
+        with pytest.raises(PeerUnavailable, match=r"forgot adapter .* 3 times in a row"):
+            await said(adapted(node, base, model_id))
+        assert node.adapters.describe(node.adapters.records()[0]).leases == 0
+
+
+async def test_a_request_ends_with_the_version_that_it_began_with(tmp_path: Path) -> None:
+    async with world(tmp_path) as node:
+        base, model_id = Base(node), await node.add(1, name="poet")
+        model = adapted(node, base, model_id)
+        frames = model.decode(REQUEST)
+        await anext(frames)
+        old = node.adapters.find(model_id).version
+        await node.add(2, name="poet", is_replacing=True)
+        rest = [frame async for frame in frames]
+        assert isinstance(rest[-1], Done)
+        assert [request.adapter_id for request in base.asked] == [old]
+        await said(model)
+        assert base.asked[-1].adapter_id == node.adapters.find(model_id).version != old
+
+
+async def test_a_version_that_is_gone_when_its_engine_comes_back_is_said_so(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path) as node:
+        base, model_id = Base(node), await node.add(1, name="poet")
+        frames = adapted(node, base, model_id).decode(REQUEST)
+        await anext(frames)
+        await node.add(2, name="poet", is_replacing=True)
+        node.engine.restart(node.adapters)
+        with pytest.raises(Conflict, match="send it again"):
+            _ = [frame async for frame in frames]
+
+
+async def test_leaving_early_gives_the_adapter_back(tmp_path: Path) -> None:
+    async with world(tmp_path) as node:
+        base, model_id = Base(node), await node.add(1)
+        frames = adapted(node, base, model_id).decode(REQUEST)
+        await anext(frames)
+        assert node.adapters.describe(node.adapters.records()[0]).leases == 1
+        await frames.aclose()
+        assert node.adapters.describe(node.adapters.records()[0]).leases == 0
+
+
+async def test_a_cancelled_request_gives_the_adapter_back(tmp_path: Path) -> None:
+    async with world(tmp_path) as node:
+        base, model_id = Base(node), await node.add(1)
+        is_there = asyncio.Event()
+        base.each_token = lambda _: is_there.set()
+
+        async def read() -> None:
+            async for _ in adapted(node, base, model_id).decode(REQUEST):
+                await asyncio.sleep(0.05)
+
+        reading = asyncio.ensure_future(read())
+        async with asyncio.timeout(10):
+            await is_there.wait()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            while node.adapters.describe(node.adapters.records()[0]).leases:
+                await asyncio.sleep(0.005)

@@ -1,0 +1,89 @@
+"""Adapters on a disk that is full, broken, or not what it should be; what memory they need."""
+
+import contextlib
+import random
+import resource
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kakeya.core.errors import StoreFailed
+from kakeya.memory.adapter_format import digest, pack, unpack
+from kakeya.memory.arena import PageArena
+from kakeya.node.adapter_store import AdapterRecord, AdapterStore
+from kakeya.node.adapter_wiring import least_bytes
+from kakeya.node.arena import page_config
+from kakeya.node.config import AdapterConfig
+from tests.memory.adapter_folders import tiny_adapter
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> bytes:
+    return pack(tiny_adapter(tmp_path / "given", 1))
+
+
+@contextlib.contextmanager
+def small_files() -> Iterator[None]:
+    """No file may become larger than 4 KiB, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def record(packed: bytes) -> AdapterRecord:
+    return AdapterRecord(
+        name="poet",
+        base="kakeya-tiny",
+        owner="",
+        rank=8,
+        precision=unpack(packed).precision.value,
+        digest=digest(packed),
+        packed_bytes=len(packed),
+        fingerprint="",
+        registered_at=1.0,
+    )
+
+
+def test_a_full_disk_refuses_an_adapter_and_keeps_nothing_of_it(
+    tmp_path: Path, packed: bytes
+) -> None:
+    store = AdapterStore(tmp_path / "adapters")
+    wanted = r"adapters cannot be written: .*; look at its disk"
+    with small_files(), pytest.raises(StoreFailed, match=wanted):
+        store.save(record(packed), packed)
+    assert list((tmp_path / "adapters").iterdir()) == []
+    assert list(store.scan()) == []
+
+
+def test_a_folder_that_is_none_is_named(tmp_path: Path, packed: bytes) -> None:
+    (tmp_path / "adapters").write_text("a file")
+    store = AdapterStore(tmp_path / "adapters")
+    with pytest.raises(StoreFailed, match="adapters cannot be read"):
+        list(store.scan())
+    with pytest.raises(StoreFailed, match="adapters cannot be written"):
+        store.save(record(packed), packed)
+    with pytest.raises(StoreFailed, match="adapters cannot be written"):
+        store.remove(record(packed))
+
+
+def test_what_is_no_file_among_adapters_does_not_hinder_the_others(
+    tmp_path: Path, packed: bytes
+) -> None:
+    store = AdapterStore(tmp_path / "adapters")
+    store.save(record(packed), packed)
+    (tmp_path / "adapters" / ".left.klora").mkdir()
+    (tmp_path / "adapters" / "0.klora").mkdir()
+    assert [one.name for one in store.scan()] == ["poet"]
+
+
+def test_what_is_left_for_adapters_is_what_their_first_slab_takes(tmp_path: Path) -> None:
+    config = AdapterConfig(slots=1, rank=8, warm_bytes=64 << 20, slab_bytes=4 << 20)
+    pages = page_config(config.slab_bytes, config.warm_bytes)
+    with PageArena(pages, folder=tmp_path, rng=random.Random(1), evicted=lambda _: None) as arena:
+        assert least_bytes(config) == arena.slab_bytes > config.slab_bytes
+    assert least_bytes(replace(config, slots=0)) == 0

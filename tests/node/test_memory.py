@@ -1,0 +1,433 @@
+"""Memory of a real node: who is in it, who has to go and why, and who comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import shutil
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kakeya.core import errors
+from kakeya.core.clock import SystemClock
+from kakeya.core.process import resident_bytes
+from kakeya.core.tasks import Supervisor
+from kakeya.core.units import MIB
+from kakeya.memory.events import CapabilityRun, Event, MemoryPressure
+from kakeya.memory.policy import Level
+from kakeya.node import config
+from kakeya.node.child import NodeProcess
+from kakeya.node.engines import engine_command
+from kakeya.node.memory import EngineSetup, NodeMemory
+from kakeya.node.memory_sizes import KV_TOKENS
+from kakeya.node.models import EMBEDDED_FOLDER, ModelSpec, Role
+from kakeya.runtime.generation import DecodeRequest, Done, ModelState
+from kakeya.serving.backends.engine_backend import EngineOptions
+from kakeya.serving.backends.restart import RestartPolicy
+from tests.memory.example_plugin import Question
+from tests.memory.test_panics import panic
+from tests.node.nodes import (
+    DRAFTER,
+    VERIFIER,
+    eventually,
+    model_state,
+    offers,
+    run_cli,
+    run_daemon,
+    seen_by,
+)
+
+OTHER = "other-tiny"
+
+
+def memory_of(node: NodeProcess) -> dict[str, Any]:
+    found: dict[str, Any] = node.api.get("/api/v1/status")["memory"]
+    return found
+
+
+def residents(node: NodeProcess) -> set[str]:
+    return {one["model"] for one in memory_of(node)["residents"] if one["state"] == "ready"}
+
+
+def own_offers(node: NodeProcess) -> set[str]:
+    return next(offers(card) for card in seen_by(node).values() if card["is_self"])
+
+
+async def ready(node: NodeProcess, *model_ids: str) -> None:
+    for model_id in model_ids:
+        await eventually(
+            f"{model_id} is ready",
+            lambda name=model_id: model_state(node, name)["state"] == "ready",
+            limit_s=60,
+        )
+
+
+async def press(folder: Path, level: str) -> None:
+    told = await asyncio.to_thread(run_cli, "pressure", level, "--data-dir", str(folder / "data"))
+    assert told.returncode == 0, told.stderr
+
+
+async def samples(node: NodeProcess) -> dict[tuple[str, ...], float]:
+    """What Prometheus scrapes, by name and labels' values."""
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"http://{node.http}/metrics")).text
+    return {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def ask(node: NodeProcess, model: str, **more: Any) -> httpx.Response:
+    body = {"model": model, "prompt": "one", "max_tokens": 8, "temperature": 0, **more}
+    async with httpx.AsyncClient(base_url=f"http://{node.http}", timeout=120) as client:
+        return await client.post("/v1/completions", json=body)
+
+
+def other_model(folder: Path) -> Path:
+    """A second text model: the same weights under another name."""
+    copy = folder / OTHER
+    shutil.copytree(EMBEDDED_FOLDER / VERIFIER, copy)
+    return copy
+
+
+# Pressure
+
+
+async def test_pressure_takes_the_drafter_and_never_text_and_gives_it_back(tmp_path: Path) -> None:
+    flags = ("--model", VERIFIER, "--proposer", DRAFTER)
+    async with NodeProcess(tmp_path, *flags) as node:
+        await ready(node, VERIFIER, DRAFTER)
+        assert own_offers(node) == {VERIFIER, DRAFTER, "ngram"}
+        await press(tmp_path, "low")
+        await eventually("the card without it", lambda: DRAFTER not in own_offers(node))
+        assert residents(node) == {VERIFIER}
+        assert model_state(node, DRAFTER)["state"] == "unloaded"
+        await press(tmp_path, "TRIM_MEMORY_COMPLETE")
+        await eventually("critical", lambda: memory_of(node)["level"] == "critical")
+        assert (await ask(node, VERIFIER)).status_code == 200
+        assert own_offers(node) == {VERIFIER, "ngram"}
+        why = [one["why"] for one in memory_of(node)["last_events"] if one["what"] == "evicted"]
+        assert len(why) == 1
+        assert "pressure was low by dispatched" in why[0]
+        shown = await asyncio.to_thread(run_cli, "status", "--node", node.http)
+        assert "pressure critical by dispatched" in shown.stdout
+        assert f"evicted {DRAFTER}" in shown.stdout
+        counted = await samples(node)
+        assert counted["kakeya_memory_pressure_level",] == 2
+        assert counted["kakeya_memory_evictions_total", "draft", "pressure"] == 1
+        assert counted["kakeya_memory_loads_total", VERIFIER, "loaded", "text"] == 1
+        budget = memory_of(node)["budget_bytes"]
+        assert counted["kakeya_memory_bytes", "budget"] == pytest.approx(budget)
+        await press(tmp_path, "nominal")
+        await eventually("it is back", lambda: DRAFTER in own_offers(node), limit_s=60)
+        assert residents(node) == {VERIFIER, DRAFTER}
+
+
+async def test_a_level_that_is_none_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    async with NodeProcess(tmp_path, "--proposer", "ngram") as node:
+        assert memory_of(node)["level"] == "nominal"
+        told = await asyncio.to_thread(
+            run_cli, "pressure", "awful", "--data-dir", str(tmp_path / "data")
+        )
+        assert told.returncode == 1
+        assert "'awful' is no level of memory pressure; known: nominal, low" in told.stderr
+
+
+# Swaps
+
+
+@asynccontextmanager
+async def two_texts(folder: Path, budget_mb: int, *more: str) -> AsyncIterator[NodeProcess]:
+    """Two text models on a node, the first one in memory; idle ones make way at once."""
+    other = await asyncio.to_thread(other_model, folder)
+    settings = folder / "node.toml"
+    settings.write_text("[memory]\nstay_warm_s = 0\n")
+    flags = ("--model", VERIFIER, "--model", str(other), "--config", str(settings), *more)
+    async with NodeProcess(folder, *flags, "--memory-budget", str(budget_mb)) as node:
+        await ready(node, VERIFIER)
+        yield node
+
+
+def occupied(status: dict[str, Any]) -> int:
+    """What all engines really occupy, by the system's account."""
+    pids = [model["pid"] for model in status["models"] if model.get("pid")]
+    return sum(resident_bytes(pid) or 0 for pid in pids)
+
+
+async def sample(node: NodeProcess, seen: list[tuple[dict[str, Any], int]]) -> None:
+    while True:
+        status = await asyncio.to_thread(node.api.get, "/api/v1/status")
+        seen.append((status["memory"], await asyncio.to_thread(occupied, status)))
+        await asyncio.sleep(0.1)
+
+
+async def test_text_models_that_do_not_fit_together_swap_and_every_request_is_answered(
+    tmp_path: Path,
+) -> None:
+    async with two_texts(tmp_path, 500, "--proposer", DRAFTER) as node:
+        await ready(node, DRAFTER)
+        assert model_state(node, OTHER)["state"] == "unloaded"
+        seen: list[tuple[dict[str, Any], int]] = []
+        sampler = asyncio.create_task(sample(node, seen))
+        order = [VERIFIER, OTHER] * 3
+        random.Random(7).shuffle(order)
+        answers = await asyncio.gather(*(ask(node, model) for model in order))
+        sampler.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sampler
+        assert [answer.status_code for answer in answers] == [200] * len(order)
+        texts = {answer.json()["choices"][0]["text"] for answer in answers}
+        assert len(texts) == 1, "equal weights say the same"
+        assert len(seen) > 10
+        for memory, engines_bytes in seen:
+            assert memory["committed_bytes"] <= memory["budget_bytes"]
+            assert engines_bytes <= memory["budget_bytes"]
+        events = memory_of(node)["last_events"]
+        swapped = [one for one in events if one["what"] == "evicted" and one["model"] == VERIFIER]
+        assert swapped
+        assert f"to {OTHER} (swap)" in swapped[-1]["why"]
+
+
+async def test_who_leaves_gives_up_its_place_and_who_has_no_time_for_a_load_is_told_at_once(
+    tmp_path: Path,
+) -> None:
+    async with two_texts(tmp_path, 400) as node:
+        stream = {"stream": True, "max_tokens": 6000}
+        held = asyncio.create_task(ask(node, VERIFIER, **stream))
+        await eventually("it is in use", lambda: memory_of(node)["residents"][0]["leases"] == 1)
+        waiting = asyncio.create_task(ask(node, OTHER))
+        await eventually("it waits", lambda: memory_of(node)["waiting"])
+        assert model_state(node, OTHER)["waiting"] == 1
+        waiting.cancel()
+        await eventually("its place is free", lambda: not memory_of(node)["waiting"])
+        assert model_state(node, OTHER)["waiting"] == 0
+        held.cancel()
+        await eventually("unused", lambda: memory_of(node)["residents"][0]["leases"] == 0)
+        assert residents(node) == {VERIFIER}
+
+        assert (await ask(node, OTHER)).status_code == 200
+        assert residents(node) == {OTHER}
+        assert own_offers(node) == {VERIFIER, OTHER, "ngram"}, "a request would load it"
+        refused = await ask(node, VERIFIER, deadline_s=0.05)
+        assert refused.status_code == 504
+        assert "is estimated to take" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["code"] == "deadline_exceeded"
+        assert residents(node) == {OTHER}, "nothing was loaded for it"
+        assert (await ask(node, VERIFIER, deadline_s=100)).status_code == 200
+
+
+async def test_a_model_larger_than_the_budget_ends_the_start_with_both_sizes(
+    tmp_path: Path,
+) -> None:
+    done = await asyncio.to_thread(
+        run_daemon, "--data-dir", str(tmp_path), "--memory-budget", "100", "--http", "127.0.0.1:0"
+    )
+    assert done.returncode == 2
+    assert f"model {VERIFIER} needs" in done.stderr
+    assert "the memory budget is 100.0 MiB" in done.stderr
+
+
+# One process
+
+
+class ShiftedClock(SystemClock):
+    """The machine's clock, which a test moves on."""
+
+    ahead_s = 0.0
+
+    def mono(self) -> float:
+        return super().mono() + self.ahead_s
+
+
+@asynccontextmanager
+async def in_process(
+    folder: Path,
+    specs: Sequence[ModelSpec],
+    clock: ShiftedClock,
+    *,
+    options: EngineOptions | None = None,
+    environ: Mapping[str, str] | None = None,
+    on_change: Callable[[], None] = lambda: None,
+) -> AsyncIterator[NodeMemory]:
+    def build() -> NodeMemory:
+        return NodeMemory(
+            config.load(("--data-dir", str(folder)), environ or {}).memory,
+            specs,
+            EngineSetup(
+                command=engine_command("text"), options=options or EngineOptions(), sockets=None
+            ),
+            data_dir=folder,
+            clock=clock,
+            rng=random.Random(1),
+            on_change=on_change,
+        )
+
+    async with await asyncio.to_thread(build) as memory, Supervisor(clock) as tasks:
+        await memory.start(tasks, "node")
+        yield memory
+
+
+async def until(what: str, probe: Callable[[], object], limit_s: float = 30.0) -> None:
+    try:
+        async with asyncio.timeout(limit_s):
+            while not probe():
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"not within {limit_s:g} s: {what}") from None
+
+
+TEXT_MODEL = ModelSpec(model_id=VERIFIER, source=VERIFIER, role=Role.VERIFIER)
+DRAFT_MODEL = ModelSpec(model_id=DRAFTER, source=DRAFTER, role=Role.PROPOSER)
+REQUEST = DecodeRequest(token_ids=[5, 6, 7], max_tokens=4)
+
+
+async def test_a_model_that_was_given_up_leaves_the_ledger_and_is_tried_again_after_a_pause(
+    tmp_path: Path,
+) -> None:
+    clock = ShiftedClock()
+    options = EngineOptions(restart=RestartPolicy(max_deaths=1))
+    async with in_process(tmp_path, [TEXT_MODEL], clock, options=options) as memory:
+        model = memory.engines.get(VERIFIER)
+        await until("it is ready", lambda: model.state is ModelState.READY)
+        assert model.backend is not None
+        model.backend.kill("was to die in a test")
+        await until("it left the ledger", lambda: model.resident is None)
+        assert model.state is ModelState.FAILED
+        assert "died 1 times" in model.last_error
+        with pytest.raises(errors.PeerUnavailable, match="tried again later") as refused:
+            await model.ready(5)
+        assert refused.value.retry_after_s is not None
+        assert refused.value.retry_after_s > 20
+        clock.ahead_s += 31
+        told: list[Event] = []
+        memory.arbiter.on_event(told.append)
+        frames = [frame async for frame in model.decode(REQUEST)]
+        assert isinstance(frames[-1], Done)
+        assert model.state is ModelState.READY
+        assert model.last_error == ""
+        (run,) = [one for one in told if isinstance(one, CapabilityRun)]
+        assert (str(run.key), run.is_failed) == (f"text:{VERIFIER}", False)
+
+
+async def test_a_machine_that_panicked_takes_less_upon_itself_and_says_so(tmp_path: Path) -> None:
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.00 +0000")
+    text = panic('"prepare count underflow" @IOGPUMemory.cpp:550', timestamp=now)
+    await asyncio.to_thread((tmp_path / "panic-full-1.panic").write_text, text)
+
+    def build(reports: list[Path]) -> NodeMemory:
+        return NodeMemory(
+            config.load(("--data-dir", str(tmp_path)), {}).memory,
+            [TEXT_MODEL],
+            EngineSetup(
+                command=engine_command("text"), options=EngineOptions(max_running=8), sockets=None
+            ),
+            data_dir=tmp_path,
+            clock=SystemClock(),
+            rng=random.Random(1),
+            on_change=lambda: None,
+            reports=reports,
+        )
+
+    careful = await asyncio.to_thread(build, [tmp_path])
+    normal = await asyncio.to_thread(build, [])
+    assert (careful.is_careful, normal.is_careful) == (True, False)
+    assert careful.status()["budget_bytes"] < normal.status()["budget_bytes"]  # type: ignore[operator]
+    assert "panic" in str(careful.status()["profile"])
+    assert [memory.engines._options.max_running for memory in (careful, normal)] == [2, 8]
+
+
+async def test_a_draft_loads_nothing_and_holds_what_it_uses(tmp_path: Path) -> None:
+    clock = ShiftedClock()
+    async with in_process(tmp_path, [DRAFT_MODEL], clock) as memory:
+        model = memory.engines.get(DRAFTER)
+        await until("it is ready", lambda: model.state is ModelState.READY)
+        told: list[Event] = []
+        memory.arbiter.on_event(told.append)
+        draft = await model.draft([5, 6, 7], 3)
+        assert len(draft.tokens) <= 3
+        (run,) = told
+        assert isinstance(run, CapabilityRun)
+        assert (str(run.key), run.is_failed) == (f"draft:{DRAFTER}", False)
+        running = {task.name for task in memory.health() if task.failures == 0}
+        assert {"memory keeper", "engine watch"} <= running
+        memory.dispatched.dispatch(Level.LOW)
+        await until("it went", lambda: model.state is ModelState.UNLOADED)
+        with pytest.raises(errors.PeerUnavailable, match="not in memory"):
+            await model.draft([5, 6, 7], 3)
+        await until("it left the ledger", lambda: model.resident is None)
+
+
+async def test_plug_ins_of_installed_distributions_share_memory_with_the_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "site" / "rerankers-1.0.dist-info"
+    await asyncio.to_thread(info.mkdir, parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rerankers\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[kakeya.capabilities]\nrerank = tests.memory.example_plugin:capability\n"
+        "broken = tests.memory.no_such_plugin:capability\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    async with in_process(tmp_path, [TEXT_MODEL], ShiftedClock()) as memory:
+        reports = {report.name: report.error for report in memory.plugins}
+        assert reports["rerank"] is None
+        assert "no_such_plugin" in str(reports["broken"])
+        question = Question(words=("b",), texts=("a a", "a b"))
+        assert await memory.arbiter.request("rerank", "small", question) == ["a b", "a a"]
+        await until("text is there", lambda: memory.engines.get(VERIFIER).resident is not None)
+        status = memory.status()
+        held = {(one["capability"], one["model"]) for one in status["residents"]}  # type: ignore[attr-defined]
+        assert held == {("rerank", "small"), ("text", VERIFIER)}
+        assert [one["name"] for one in status["plugins"]] == ["broken", "rerank"]  # type: ignore[attr-defined]
+
+
+async def test_a_pinned_model_survives_pressure_and_a_wrong_pin_ends_the_start(
+    tmp_path: Path,
+) -> None:
+    clock = ShiftedClock()
+    pins = {"KAKEYA_MEMORY_PINNED": DRAFTER, "KAKEYA_MEMORY_STAY_WARM_S": "0"}
+    async with in_process(tmp_path, [TEXT_MODEL, DRAFT_MODEL], clock, environ=pins) as memory:
+        model = memory.engines.get(DRAFTER)
+        await until("it is ready", lambda: model.state is ModelState.READY)
+        assert model.resident is not None
+        assert model.resident.warmth.is_pinned
+        told: list[Event] = []
+        memory.arbiter.on_event(told.append)
+        memory.dispatched.dispatch(Level.CRITICAL)
+        await until("it was felt", lambda: any(isinstance(one, MemoryPressure) for one in told))
+        assert model.resident is not None
+        assert not model.resident.is_leaving
+    for wrong, says in (
+        ({"KAKEYA_MEMORY_PINNED": "nobody"}, "memory.pinned names 'nobody'"),
+        (pins | {"KAKEYA_MEMORY_BUDGET_MB": "300"}, "pinned and text models need"),
+    ):
+        with pytest.raises(errors.ConfigError, match=says):
+            async with in_process(tmp_path, [TEXT_MODEL, DRAFT_MODEL], clock, environ=wrong):
+                pass
+
+
+@pytest.mark.slow
+async def test_what_a_load_took_is_remembered_for_the_next_start(tmp_path: Path) -> None:
+    async with in_process(tmp_path, [DRAFT_MODEL], ShiftedClock()) as memory:
+        model = memory.engines.get(DRAFTER)
+        await until("it is ready", lambda: model.state is ModelState.READY)
+        resident = model.resident
+        assert resident is not None
+        assert resident.measured_bytes is not None
+        lent, used = resident.measured_bytes, resident.measured_bytes - resident.unfilled_bytes
+        assert 50 * MIB < used < lent
+    async with in_process(tmp_path, [DRAFT_MODEL], ShiftedClock()) as memory:
+        assert (tmp_path / "sizes.json").exists()
+        again = memory.engines.get(DRAFTER).resident
+        assert again is not None
+        kv_bytes = KV_TOKENS * 1024
+        assert again.estimate_bytes == used + kv_bytes

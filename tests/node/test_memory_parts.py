@@ -1,0 +1,286 @@
+"""What a node's models are lent, its budget, when models come back, and what is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from rich.console import Console
+
+from kakeya.core import errors
+from kakeya.core.process import resident_bytes
+from kakeya.core.units import GIB, MIB
+from kakeya.memory.estimate import Estimate
+from kakeya.memory.estimate_history import SizeHistory
+from kakeya.memory.events import (
+    Evicted,
+    LoadFailure,
+    MemoryPressure,
+    ModelLoad,
+    ModelUnload,
+    RequestRefused,
+)
+from kakeya.memory.panics import NORMAL, Profile
+from kakeya.memory.plan import Reason
+from kakeya.memory.policy import Level
+from kakeya.memory.resident import ResidentKey
+from kakeya.node.config import MemoryConfig, load
+from kakeya.node.machine import unified_memory_bytes
+from kakeya.node.memory_comeback import CALM_S, LONGEST_S, SETTLED_S, Comeback
+from kakeya.node.memory_display import show_memory
+from kakeya.node.memory_log import KEPT, MemoryLog
+from kakeya.node.memory_pressure import EngineFootprint, Lessee, read_level
+from kakeya.node.memory_sizes import (
+    KV_TOKENS,
+    MIN_KV_TOKENS,
+    LeaseSize,
+    lease_size,
+    lease_sizes,
+    node_budget,
+)
+from kakeya.node.models import EMBEDDED_FOLDER
+
+KEY = ResidentKey("draft", "small")
+BIG = 1 << 40
+
+
+def estimate(base_bytes: int, per_token: int) -> Estimate:
+    return Estimate(
+        base_bytes=base_bytes,
+        weights_bytes=base_bytes // 2,
+        kv_bytes=0,
+        kv_bytes_per_token=per_token,
+        source="headers",
+    )
+
+
+# Leases
+
+
+def test_a_lease_has_room_for_sessions_less_where_the_budget_is_small_never_none() -> None:
+    assert lease_size(estimate(4 * GIB, 100_000), BIG).kv_bytes == KV_TOKENS * 100_000
+    assert lease_size(estimate(4 * GIB, 100_000), 5 * GIB).kv_bytes == GIB
+    assert lease_size(estimate(4 * GIB, 100_000), 4 * GIB).kv_bytes == MIN_KV_TOKENS * 100_000
+    assert lease_size(estimate(4 * GIB, 0), BIG).kv_bytes > 0
+
+
+def test_sessions_of_a_model_leave_room_for_pages_but_not_their_least() -> None:
+    pages, small = 16 * MIB, estimate(4 * GIB, 100_000)
+    assert lease_size(small, BIG, pages).kv_bytes == KV_TOKENS * 100_000
+    assert lease_size(small, 5 * GIB, pages).bytes == 5 * GIB - pages
+    assert lease_size(small, 4 * GIB + pages, pages).kv_bytes == MIN_KV_TOKENS * 100_000
+
+
+@given(
+    base=st.integers(0, 10_000),
+    kv=st.integers(0, 10_000),
+    occupied=st.none() | st.integers(0, 30_000),
+    free=st.integers(-1000, 30_000),
+)
+def test_what_is_lent_holds_the_engine_and_stays_within_what_is_free(
+    base: int, kv: int, occupied: int | None, free: int
+) -> None:
+    size = LeaseSize(estimate(base, 1), kv)
+    lent = size.lent(occupied, free)
+    assert lent.bytes >= max(base, occupied or 0) + lent.kv_bytes
+    assert min(kv, MIN_KV_TOKENS) <= lent.kv_bytes <= kv
+    assert 0 <= lent.unfilled_bytes <= lent.bytes
+    if lent.kv_bytes > size.least_kv_bytes:
+        assert lent.bytes <= size.bytes + max(0, free), "more only where that was free"
+
+
+def test_one_model_that_is_too_large_is_named_with_both_sizes_but_not_by_its_name_alone() -> None:
+    folder = str(EMBEDDED_FOLDER / "kakeya-tiny")
+
+    def sizes(budget: int, source: str) -> dict[str, LeaseSize]:
+        return lease_sizes(
+            {"model": (source, "text")}, budget, history=SizeHistory(), hub=None, platform="linux"
+        )
+
+    assert sizes(GIB, folder)["model"].estimate.kv_bytes_per_token == 4096
+    with pytest.raises(errors.ConfigError, match=r"model model needs .* budget is 64.0 MiB"):
+        sizes(64 * MIB, folder)
+    assert sizes(64 * MIB, "some/Model-70B")["model"].bytes > 64 * MIB
+
+
+def test_the_budget_is_the_machine_less_a_reserve_and_no_more_than_metal_or_the_owner_allows() -> (
+    None
+):
+    def settings(budget_mb: int | None = None) -> MemoryConfig:
+        return MemoryConfig(
+            budget_bytes=budget_mb * MIB if budget_mb else None,
+            reserve_bytes=100 * MIB,
+            stay_warm_s=0,
+            unload_after_s=None,
+            lease_store="",
+        )
+
+    def says(text: str) -> Callable[[Sequence[str]], str]:
+        return lambda command: text
+
+    def silent(command: Sequence[str]) -> str:
+        raise errors.PeerUnavailable("no sysctl")
+
+    total = unified_memory_bytes()
+    careful = Profile(name="careful", reserve_factor=2.0)
+    assert node_budget(settings(200), NORMAL, platform="linux") == 200 * MIB
+    plain = node_budget(settings(), NORMAL, platform="mac-like")
+    assert plain == total - 100 * MIB
+    assert node_budget(settings(), careful, platform="mac-like") == plain - 100 * MIB
+    wired = node_budget(settings(), NORMAL, platform="darwin", run=says("300\n"))
+    assert wired == 300 * MIB
+    for run in (says("0\n"), silent):
+        share = node_budget(settings(), NORMAL, platform="darwin", run=run)
+        assert 0.6 < share / total < 0.8
+    with pytest.raises(errors.ConfigError, match="the memory budget is"):
+        node_budget(
+            MemoryConfig(
+                budget_bytes=None,
+                reserve_bytes=BIG,
+                stay_warm_s=0,
+                unload_after_s=None,
+                lease_store="",
+            ),
+            NORMAL,
+            platform="linux",
+        )
+
+
+# Configuration
+
+
+def test_memory_is_configured_by_file_variable_and_flag(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text(
+        "[memory]\nbudget_mb = 500\nreserve_mb = 64\nstay_warm_s = 5\nunload_after_s = 60\n"
+        'pinned = ["a"]\n'
+        '[leases]\nstore = "redis://127.0.0.1:6379/0"\n'
+    )
+    memory = load(["--config", str(file)], {}).memory
+    assert memory.budget_bytes == 500 * MIB
+    assert memory.reserve_bytes == 64 * MIB
+    assert (memory.stay_warm_s, memory.unload_after_s, memory.pinned) == (5, 60, ("a",))
+    assert memory.lease_store == "redis://127.0.0.1:6379/0"
+    environ = {"KAKEYA_MEMORY_BUDGET_MB": "600"}
+    assert load(["--config", str(file)], environ).memory.budget_bytes == 600 * MIB
+    flags = ["--config", str(file), "--memory-budget", "700"]
+    assert load(flags, environ).memory.budget_bytes == 700 * MIB
+    plain = load([], {}).memory
+    assert (plain.budget_bytes, plain.unload_after_s, plain.lease_store) == (None, None, "")
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({"KAKEYA_MEMORY_BUDGET_MB": "-1"}, "out of range"),
+        ({"KAKEYA_MEMORY_UNLOAD_AFTER_S": "60"}, "less than memory.stay_warm_s, 300 s"),
+        ({"KAKEYA_LEASE_STORE": "http://x"}, "no address of a lease store"),
+    ],
+)
+def test_memory_that_cannot_be_meant_is_refused(environ: dict[str, str], sentence: str) -> None:
+    with pytest.raises(errors.ConfigError, match=sentence):
+        load([], environ)
+
+
+# Coming back
+
+
+def test_a_model_comes_back_when_it_was_calm_for_a_while() -> None:
+    comeback = Comeback()
+    assert comeback.may(KEY, 0.0), "nothing ever pressed"
+    comeback.pressed(Level.LOW, 10.0)
+    comeback.taken(KEY, 11.0)
+    assert not comeback.may(KEY, 11.0 + SETTLED_S)
+    comeback.pressed(Level.NOMINAL, 1000.0)
+    assert not comeback.may(KEY, 1000.0 + CALM_S - 0.1)
+    assert comeback.may(KEY, 1000.0 + CALM_S)
+
+
+def test_who_is_taken_again_and_again_comes_back_later_each_time() -> None:
+    comeback, now, pauses = Comeback(), 0.0, []
+    for _ in range(9):
+        comeback.pressed(Level.LOW, now)
+        comeback.taken(KEY, now)
+        comeback.pressed(Level.NOMINAL, now)
+        since = now
+        while not comeback.may(KEY, now):
+            now += 1.0
+        pauses.append(now - since)
+    assert pauses[:4] == [CALM_S, 2 * CALM_S, 4 * CALM_S, 8 * CALM_S]
+    assert max(pauses) == LONGEST_S
+    now += SETTLED_S
+    comeback.taken(KEY, now)
+    assert comeback.may(KEY, now + CALM_S), "it stayed for long, so it begins anew"
+
+
+# What is told
+
+
+def test_the_log_keeps_the_last_things_and_says_why() -> None:
+    log = MemoryLog(lambda: 5.0)
+    log.take(ModelLoad(key=KEY, load_s=1.0, estimate_bytes=MIB, measured_bytes=2 * MIB))
+    log.take(MemoryPressure(level=Level.LOW, source="os"))
+    log.take(Evicted(key=KEY, reason=Reason.PRESSURE, bytes=MIB))
+    log.take(Evicted(key=KEY, reason=Reason.SWAP, bytes=MIB, room_for=ResidentKey("text", "big")))
+    log.take(LoadFailure(key=KEY, error=errors.LoadFailed("a broken file")))
+    log.take(RequestRefused(key=KEY, error=errors.MemoryRefused("no room")))
+    assert [(one.what, one.why) for one in log.last()] == [
+        ("loaded", "1.0 s, estimated 1.0 MiB, lent 2.0 MiB"),
+        ("pressure low", "by os"),
+        ("evicted", "gave 1.0 MiB: pressure was low by os"),
+        ("evicted", "gave 1.0 MiB to big (swap)"),
+        ("load failed", "a broken file"),
+        ("refused", "no room"),
+    ]
+    job = ResidentKey("job", "train-1")
+    log.take(ModelLoad(key=job, load_s=0.0, estimate_bytes=MIB, measured_bytes=MIB))
+    log.take(ModelUnload(key=job, reason=Reason.RELEASE))
+    assert [(one.what, one.model) for one in log.last()[-2:]] == [
+        ("leased", "train-1"),
+        ("lease ended", "train-1"),
+    ]
+    for _ in range(2 * KEPT):
+        log.take(MemoryPressure(level=Level.NOMINAL, source="os"))
+    assert len(log.last()) == KEPT
+
+
+def test_the_table_says_which_leases_wait_and_why_none_is_given() -> None:
+    held = {"state": "granted", "name": "held", "bytes": MIB}
+    waits = {"state": "waiting", "name": "train", "bytes": 3 * MIB, "note": "2.0 MiB are free"}
+    leases = {"problem": "no store", "is_drained": True, "leases": [held, waits]}
+    console = Console(width=200, record=True, file=io.StringIO())
+    show_memory({"budget_bytes": MIB, "leases": leases}, console)
+    text = console.export_text()
+    assert "waiting  train for a lease of 3.0 MiB: 2.0 MiB are free" in text
+    assert "not given now: no store" in text
+    assert "drained" in text
+    assert "held" not in text
+
+
+def test_levels_are_known_by_their_names_and_by_those_of_systems() -> None:
+    assert read_level("low") is Level.LOW
+    assert read_level("UIApplicationDidReceiveMemoryWarning") is Level.CRITICAL
+    with pytest.raises(errors.InvalidArgument, match="no level of memory pressure"):
+        read_level("LOW")
+
+
+async def test_engines_press_when_they_occupy_more_than_they_may_together() -> None:
+    occupied = await asyncio.to_thread(resident_bytes)
+    assert occupied is not None
+    lessees = [Lessee(os.getpid(), 10 * occupied), Lessee(None, 10 * occupied)]
+    source = EngineFootprint(lambda: lessees)
+    reading = await source.read()
+    assert reading is not None
+    assert reading.level is Level.NOMINAL
+    lessees[:] = [Lessee(os.getpid(), occupied // 2), Lessee(None, 10 * occupied)]
+    reading = await source.read()
+    assert reading is not None
+    assert reading.level is Level.CRITICAL, "one that is restarted occupies nothing, and may not"
+    lessees.clear()
+    assert await source.read() is None
