@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.virtual_fleet import VirtualFleet, VirtualNode
+from kakeya.fleet.beats import Floats
 
 LOOKS_PER_INTERVAL = 4
 SETTLE_ROUNDS = 12
@@ -82,26 +83,37 @@ class Audit:
         )
 
     def _look(self, viewer: VirtualNode) -> None:
-        now = asyncio.get_running_loop().time()
-        settled_before = now - self._settle_s
+        settled_before = asyncio.get_running_loop().time() - self._settle_s
         if not viewer.is_up or viewer.changed_at > settled_before:
             return
-        nodes = self._fleet.nodes
+        self._failures[viewer.name] = viewer.task_failures()
+        if not self._fleet.is_whole(since=settled_before):
+            self._compare(viewer, settled_before)
+            return
+        ages = viewer.ages()  # of the dead and the cut off, cards do get old
+        self._note_ages(ages)
+        if np.count_nonzero(ages <= self._fleet.pace.ttl_s) + 1 == len(self._fleet.nodes):
+            self._pairs += len(self._fleet.nodes)
+            self._doubted += len(viewer.doubted())
+        else:
+            self._compare(viewer, settled_before)
+
+    def _compare(self, viewer: VirtualNode, settled_before: float) -> None:
+        now, nodes = asyncio.get_running_loop().time(), self._fleet.nodes
         live = viewer.live()
         expected = self._fleet.reachable(viewer, since=settled_before)
         absent = expected - live
-        self._failures[viewer.name] = viewer.task_failures()
         self._pairs += len(expected)
         self._absent += len(absent)
         self._ever_absent |= absent
-        self._doubted += len(expected & viewer.registry.suspects())
+        self._doubted += len(expected & viewer.doubted())
         late = self._fleet.pace.ttl_s + 2 * self._fleet.pace.interval_s
         self._ghosts += sum(
             not nodes[name].is_up and now - nodes[name].changed_at > late
             for name in live - expected
         )
-        if len(expected) == len(nodes):  # of the dead and the cut off, cards do get old
-            ages = viewer.ages()
-            self._oldest_s = max(self._oldest_s, float(ages.max()))
-            bins = np.clip(np.ceil(ages), 0, len(self._by_age) - 1).astype(np.int64)
-            self._by_age += np.bincount(bins, minlength=len(self._by_age))
+
+    def _note_ages(self, ages: Floats) -> None:
+        self._oldest_s = max(self._oldest_s, float(ages.max()))
+        bins = np.clip(np.ceil(ages), 0, len(self._by_age) - 1).astype(np.int64)
+        self._by_age += np.bincount(bins, minlength=len(self._by_age))

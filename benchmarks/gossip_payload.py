@@ -58,7 +58,7 @@ class Fleet:
             entropy=self.rng.randbytes,
         )
         for _ in range(self.rng.randrange(MAX_BEATS // 2)):
-            registry.beat(now=NOW, mono=0.0, is_forced=True)
+            registry.own_card.beat_anew(now=NOW, mono=0.0)
         return Node(registry, Sync(registry, rng=self.rng))
 
     def exchange(self, caller: Node, callee: Node) -> None:

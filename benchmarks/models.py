@@ -1,4 +1,4 @@
-"""Random-weight models of the sizes that the performance goals name, with kakeya-tiny's tokenizer.
+"""Random-weight models of chosen sizes, with kakeya-tiny's tokenizer.
 
 Their greedy texts are cyclic, so drafting on them shows the ceiling; real text is benchmarked on
 kakeya-tiny itself. Folders are made once, below the system's temporary directory.
@@ -36,4 +36,55 @@ def random_model(size: str) -> Path:
     weights = dict(tree_flatten(model.parameters()))
     (folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    return folder
+
+
+def sized_model(folder: Path, weights_mb: int, *, seed: int = 1) -> Path:
+    """Write a random model whose weights take about so many MiB in 32 bits; returns its folder.
+
+    Two layers with wide inner parts: its keys and values stay small, whatever it weighs.
+    """
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.models.qwen3 import Model, ModelArgs
+
+    config = json.loads((EMBEDDED / "config.json").read_text()) | {"num_hidden_layers": 2}
+    hidden = config["hidden_size"]
+    fixed = 4 * hidden * (config["vocab_size"] + 2 * 768)
+    inner = max(64, ((weights_mb << 20) - fixed) // (4 * 2 * 3 * hidden))
+    config["intermediate_size"] = inner // 64 * 64
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(EMBEDDED / name, folder / name)
+    mx.random.seed(seed)
+    model = Model(ModelArgs.from_dict(config))
+    weights = {name: value.astype(mx.float16) for name, value in tree_flatten(model.parameters())}
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    return folder
+
+
+def random_adapter(folder: Path, *, seed: int, rank: int = 8) -> Path:
+    """Write a random LoRA adapter of kakeya-tiny's attention, as mlx_lm.lora does."""
+    import mlx.core as mx
+
+    config = json.loads((EMBEDDED / "config.json").read_text())
+    hidden, head = config["hidden_size"], config["head_dim"]
+    queries, keys = head * config["num_attention_heads"], head * config["num_key_value_heads"]
+    sizes = {"q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys)}
+    mx.random.seed(seed)
+    arrays = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (inner, outer) in sizes.items():
+            path = f"model.layers.{layer}.self_attn.{name}_proj"
+            arrays[f"{path}.lora_a"] = mx.random.normal((inner, rank)) * 0.05
+            arrays[f"{path}.lora_b"] = mx.random.normal((rank, outer)) * 0.01
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(folder / "adapters.safetensors"), arrays)
+    described = {
+        "fine_tune_type": "lora",
+        "num_layers": config["num_hidden_layers"],
+        "lora_parameters": {"rank": rank, "scale": 20.0, "dropout": 0.0},
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(described))
     return folder

@@ -22,7 +22,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.faults import Faults
 from benchmarks.outcome import Outcome, table
-from benchmarks.trials import Case, Hours, cold_rounds, heal_rounds, hours, spread_rounds
+from benchmarks.trials import (
+    MANY_NODES,
+    Case,
+    Hours,
+    cold_rounds,
+    heal_rounds,
+    hours,
+    spread_rounds,
+)
 from benchmarks.virtual_fleet import Pace
 
 CONTROL_SEEDS = 5
@@ -141,7 +149,10 @@ def _trials(case: Case, seeds: int, long_hours: float) -> list[tuple[str, int]]:
     if case.is_forgetful:
         return heals
     long = [("hours", 0)] if long_hours else []
-    return long + [(kind, seed) for kind in ("spread", "cold") for seed in some] + heals
+    kinds: tuple[str, ...] = ("spread", "cold")
+    if case.nodes >= MANY_NODES:
+        kinds = () if long else ("spread",)
+    return long + [(kind, seed) for kind in kinds for seed in some] + heals
 
 
 def _run(

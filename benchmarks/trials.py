@@ -7,10 +7,14 @@ trials can be spread over processes. Rounds are intervals of virtual time, round
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
 
 from benchmarks.audit import Audit, Findings
 from benchmarks.faults import Faults, inflict
@@ -21,10 +25,15 @@ from kakeya.fleet.cards import OfferedModel, Role
 from kakeya.fleet.registry import CapabilityRegistry
 
 NEWS = OfferedModel(ModelId("news"), Role.TOOL)
+MANY_NODES = 2000
+"""From here on not everybody has news at once, and nobody begins knowing a single address: both
+would be as many merges as there are pairs of nodes. News and hours are then one trial."""
+NEWS_AMONG_MANY = 100
 GIVE_UP_ROUNDS = 60
 LOOKS_PER_ROUND = 20
 GOAL_EXTRA_ROUNDS = {0.0: 0, 0.1: 3, 0.3: 8}
 """Beyond log2 of the nodes, by the share of messages lost."""
+T = TypeVar("T")
 Progress = Callable[[float], None]
 
 
@@ -56,6 +65,8 @@ class Hours:
     findings: Findings
     sent_bytes_per_round: float
     """By one node in one interval."""
+    spread_rounds: int | None = None
+    """In a large fleet, which has news meanwhile."""
     rounds_per_interval: float
     """Below 1 where rounds wait for deadlines of lost messages."""
 
@@ -69,23 +80,19 @@ class Forgetful(CapabilityRegistry):
 
 
 def spread_rounds(case: Case, seed: int, progress: Progress = lambda share: None) -> int:
-    """Rounds until everybody holds news of everybody, when all knew each other before."""
+    """Rounds until everybody holds all news, when all knew each other before.
+
+    Everybody has news; in a large fleet `NEWS_AMONG_MANY` nodes of it have.
+    """
 
     async def trial() -> int:
         fleet = _fleet(case, seed)
-        fleet.introduce_all()
-        fleet.start()
-        await fleet.run(2 * case.pace.interval_s)
-        for node in fleet.up():
-            offer = node.registry.offer
-            node.registry.announce(
-                replace(offer, models=(*offer.models, NEWS)),
-                now=node.clock.wall(),
-                mono=node.clock.mono(),
-            )
-        return await _rounds_until(fleet, _has_all_news, progress)
+        _start_acquainted(fleet)
+        rounds = await _spread_news(fleet, progress)
+        await fleet.stop()
+        return rounds
 
-    return run_virtual(trial())
+    return _run(trial())
 
 
 def cold_rounds(case: Case, seed: int, progress: Progress = lambda share: None) -> int:
@@ -94,9 +101,11 @@ def cold_rounds(case: Case, seed: int, progress: Progress = lambda share: None) 
     async def trial() -> int:
         fleet = _fleet(case, seed, is_cold=True)
         fleet.start()
-        return await _rounds_until(fleet, lambda node: len(node.registry) == case.nodes, progress)
+        rounds = await _rounds_until(fleet, lambda n: len(n.registry) == case.nodes, progress)
+        await fleet.stop()
+        return rounds
 
-    return run_virtual(trial())
+    return _run(trial())
 
 
 def heal_rounds(case: Case, seed: int, progress: Progress = lambda share: None) -> int:
@@ -104,15 +113,16 @@ def heal_rounds(case: Case, seed: int, progress: Progress = lambda share: None) 
 
     async def trial() -> int:
         fleet = _fleet(case, seed)
-        fleet.introduce_all()
-        fleet.start()
+        _start_acquainted(fleet)
         await fleet.run(2 * case.pace.interval_s)
         fleet.split(fleet.rng.sample(fleet.up(), case.nodes // 2))
         await fleet.run(case.faults.partition_s)
         fleet.heal()
-        return await _rounds_until(fleet, lambda node: len(node.live()) == case.nodes, progress)
+        rounds = await _rounds_until(fleet, lambda n: len(n.live()) == case.nodes, progress)
+        await fleet.stop()
+        return rounds
 
-    return run_virtual(trial())
+    return _run(trial())
 
 
 def hours(case: Case, seed: int, seconds: float, progress: Progress = lambda share: None) -> Hours:
@@ -121,27 +131,29 @@ def hours(case: Case, seed: int, seconds: float, progress: Progress = lambda sha
     async def trial() -> Hours:
         loop = asyncio.get_running_loop()
         fleet = _fleet(case, seed)
-        fleet.introduce_all()
-        fleet.start()
+        _start_acquainted(fleet)
         audit = Audit(fleet)
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(audit.watch())
             faults = group.create_task(inflict(fleet, case.faults, seconds=seconds))
+            is_large = case.nodes >= MANY_NODES
+            news = group.create_task(_spread_news(fleet)) if is_large else None
             while loop.time() < seconds:
                 await fleet.run(case.pace.interval_s)
                 progress(loop.time() / seconds)
-            watch.cancel()
-            faults.cancel()
+            for task in (watch, faults, *([news] if news else ())):
+                task.cancel()
         intervals = len(fleet.nodes) * seconds / case.pace.interval_s
         rounds = sum(node.gossip.stats.rounds for node in fleet.nodes.values())
         await fleet.stop()
         return Hours(
             findings=audit.findings(),
+            spread_rounds=_result(news),
             sent_bytes_per_round=sum(fleet.network.sent_bytes.values()) / intervals,
             rounds_per_interval=rounds / intervals,
         )
 
-    return run_virtual(trial())
+    return _run(trial())
 
 
 def _fleet(case: Case, seed: int, *, is_cold: bool = False) -> VirtualFleet:
@@ -166,9 +178,49 @@ def _one_earlier(index: int, rng: random.Random) -> tuple[int, ...]:
     return (rng.randrange(index),) if index else ()
 
 
-def _has_all_news(node: VirtualNode) -> bool:
-    cards = node.registry.snapshot(mono=node.clock.mono())
-    return all(card.models[-1] == NEWS for card in cards)
+def _start_acquainted(fleet: VirtualFleet) -> None:
+    fleet.introduce_all()
+    fleet.start()
+    # All of it stays to the end, and each collection of garbage would visit every held card.
+    gc.collect()
+    gc.freeze()
+
+
+def _run(trial: Coroutine[Any, Any, T]) -> T:
+    try:
+        return run_virtual(trial)
+    finally:
+        gc.unfreeze()
+
+
+def _result(news: asyncio.Task[int] | None) -> int | None:
+    if news is None:
+        return None
+    return GIVE_UP_ROUNDS if news.cancelled() else news.result()
+
+
+async def _spread_news(fleet: VirtualFleet, progress: Progress = lambda share: None) -> int:
+    await fleet.run(2 * fleet.pace.interval_s)
+    up = fleet.up()
+    makers = up if len(up) < MANY_NODES else fleet.rng.sample(up, NEWS_AMONG_MANY)
+    keys = np.array([_make_news(node) for node in makers], np.uint64)
+    names = {node.name for node in makers}
+
+    def has_all_news(node: VirtualNode) -> bool:
+        held = np.count_nonzero(node.registry.peers.held.places(keys) >= 0)
+        return int(held) + (node.name in names) == len(keys)
+
+    return await _rounds_until(fleet, has_all_news, progress)
+
+
+def _make_news(node: VirtualNode) -> int:
+    offer = node.registry.offer
+    card = node.registry.announce(
+        replace(offer, models=(*offer.models, NEWS)),
+        now=node.clock.wall(),
+        mono=node.clock.mono(),
+    )
+    return card.key
 
 
 async def _rounds_until(
@@ -181,5 +233,4 @@ async def _rounds_until(
         looks += 1
         waiting = [node for node in waiting if not is_done(node)]
         progress(1 - len(waiting) / len(fleet.nodes))
-    await fleet.stop()
     return math.ceil(looks / LOOKS_PER_ROUND)

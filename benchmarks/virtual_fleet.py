@@ -13,14 +13,13 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
+from benchmarks.virtual_acquaintance import introduce
 from benchmarks.virtual_network import VirtualNetwork, VirtualServer
 from benchmarks.virtual_time import EPOCH, NodeClock
 from kakeya.core.ids import ModelId
 from kakeya.core.tasks import Supervisor
 from kakeya.core.units import GIB
-from kakeya.fleet.beats import Floats, no_beats
+from kakeya.fleet.beats import Floats
 from kakeya.fleet.cards import (
     DEFAULT_INTERVAL_S,
     DEFAULT_TTL_S,
@@ -109,7 +108,7 @@ class VirtualNode:
 
     def start(self, delay_s: float = 0.0) -> None:
         """Serve now; the first round comes after the delay."""
-        self.is_up, self.changed_at = True, asyncio.get_running_loop().time()
+        self._note_change(is_up=True)
         self._fleet.network.servers[self.address] = self.server
 
         async def gossip() -> None:
@@ -130,9 +129,13 @@ class VirtualNode:
 
     async def suspend(self) -> None:
         """Close the lid: no call is answered and nothing runs, but the process stays."""
-        self.is_up, self.changed_at = False, asyncio.get_running_loop().time()
+        self._note_change(is_up=False)
         del self._fleet.network.servers[self.address]
         await self._supervisor.aclose()
+
+    def _note_change(self, *, is_up: bool) -> None:
+        self.is_up, self.changed_at = is_up, asyncio.get_running_loop().time()
+        self._fleet.changed_at = self.changed_at
 
     def wake(self, *, slept_s: float) -> None:
         """Open the lid again, with a monotonic clock that stood still meanwhile."""
@@ -153,6 +156,10 @@ class VirtualNode:
     def live(self) -> set[str]:
         """The ids that this node shows as live, its own with them."""
         return {card.node_id for card in self.registry.snapshot(mono=self.clock.mono())}
+
+    def doubted(self) -> frozenset[str]:
+        """The ids of the nodes to which this one gives no work."""
+        return self.registry.suspects() if len(self.registry.suspicions) else frozenset()
 
     def task_failures(self) -> int:
         """How often a background task of this start raised."""
@@ -195,6 +202,8 @@ class VirtualFleet:
         self.limit = max(4096, 2 * count)
         self.config = GossipConfig(interval_s=self.pace.interval_s, fanout=self.pace.fanout)
         self.nodes: dict[str, VirtualNode] = {}
+        self.changed_at = 0.0
+        """Loop time of the last start or end of any node."""
         self._sides: tuple[frozenset[str], ...] = ()
         self._healed_at = 0.0
         for index in range(count):
@@ -221,26 +230,25 @@ class VirtualFleet:
 
     def introduce_all(self) -> None:
         """Let every node hold every other's card, as after long running."""
-        cards = [node.registry.own for node in self.nodes.values()]
-        wires = [card.wire for card in cards]
-        beats = replace(
-            no_beats(),
-            keys=np.array([card.key for card in cards], np.uint64),
-            numbers=np.zeros(len(cards), np.uint32),
-            ages_s=np.zeros(len(cards)),
+        nodes = list(self.nodes.values())
+        template = CapabilityRegistry(
+            "template",
+            offer_of("10.255.255.254:1"),
+            now=EPOCH,
+            mono=0.0,
+            limit=self.limit,
+            index=self.index,
         )
-        for node in self.nodes.values():
-            clock = node.clock
-            node.registry.merge(wires, now=clock.wall(), mono=clock.mono(), beats=beats)
+        introduce([node.registry for node in nodes], [node.clock for node in nodes], template)
 
     async def run(self, seconds: float) -> None:
         """Let virtual time pass."""
         await asyncio.sleep(seconds)
 
     async def stop(self) -> None:
-        """Kill what is up."""
+        """End what is up, for good."""
         for node in self.up():
-            await node.kill()
+            await node.suspend()
 
     def up(self) -> list[VirtualNode]:
         """The nodes that run now."""
@@ -267,6 +275,11 @@ class VirtualFleet:
                 if viewer.name in side:
                     names &= side
         return names
+
+    def is_whole(self, *, since: float) -> bool:
+        """Whether all nodes have been up, and could reach each other, since some loop time."""
+        is_settled = max(self.changed_at, self._healed_at) <= since
+        return is_settled and len(self.network.servers) == len(self.nodes)
 
     def completeness(self) -> float:
         """Share of (viewer, node) pairs of running nodes in which the viewer shows the node."""

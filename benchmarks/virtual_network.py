@@ -148,8 +148,8 @@ class _VirtualChannels(Channels):
         super().__init__()
         self._network, self._source = network, source
 
-    def get(self, address: str) -> grpc.aio.Channel:
+    def get(self, address: str, node_id: str = "") -> grpc.aio.Channel:
         return cast(grpc.aio.Channel, _VirtualChannel(self._network, self._source, address))
 
-    async def discard(self, address: str) -> None:
+    async def discard(self, address: str, node_id: str = "") -> None:
         pass

@@ -1,0 +1,198 @@
+"""How long an adapter takes to be had: in a slot, in pages, on disk; 10,000 are registered.
+
+The engine is a real child process with `kakeya-tiny`, the pages are shared memory. The measured
+adapters have rank 8 on every linear layer; the 10,000 beside them are small. The baseline is the
+goal's own figure for each tier: hot 100 us, warm 1 ms, cold 10 ms.
+
+    .venv/bin/python -m benchmarks.adapter_acquire [--registered 10000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import random
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.report import emit, median, percentile
+from kakeya.core.clock import SystemClock
+from kakeya.core.tasks import Supervisor
+from kakeya.memory.adapter_format import digest, pack, unpack
+from kakeya.memory.adapters import Tier
+from kakeya.node import config
+from kakeya.node.adapter_store import AdapterRecord, AdapterStore
+from kakeya.node.adapter_wiring import ADAPTER_FOLDER, NodeAdapters
+from kakeya.node.engines import engine_command
+from kakeya.node.memory import EngineSetup, NodeMemory
+from kakeya.node.models import ModelSpec, Role
+from kakeya.serving.backends.engine_backend import EngineOptions
+from tests.memory.adapter_folders import write_adapter
+
+TINY = "kakeya-tiny"
+GOALS_S = {Tier.HOT: 100e-6, Tier.WARM: 1e-3, Tier.COLD: 10e-3}
+MEASURED = 24
+"""Adapters of rank 8; more than there are slots, so that each is displaced before its next turn."""
+ROUNDS = 8
+SHAPES = {
+    "self_attn.q_proj": (256, 256),
+    "self_attn.k_proj": (256, 128),
+    "self_attn.v_proj": (256, 128),
+    "self_attn.o_proj": (256, 256),
+    "mlp.gate_proj": (256, 704),
+    "mlp.up_proj": (256, 704),
+    "mlp.down_proj": (704, 256),
+}
+
+
+def main() -> None:
+    """Measure, and print one line for each tier."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--registered", type=int, default=10_000)
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(measure(Path(folder), options.registered))
+
+
+def adapter(folder: Path, seed: int, *, rank: int, names: tuple[str, ...]) -> bytes:
+    """A packed random adapter."""
+    rng = np.random.default_rng(seed)
+    arrays = {}
+    for layer in range(4):
+        for name in names:
+            ins, outs = SHAPES[name]
+            path = f"model.layers.{layer}.{name}"
+            arrays[f"{path}.lora_a"] = rng.normal(0, 0.02, (ins, rank)).astype(np.float32)
+            arrays[f"{path}.lora_b"] = rng.normal(0, 0.02, (rank, outs)).astype(np.float32)
+    return pack(write_adapter(folder, arrays, rank=rank))
+
+
+def fill(folder: Path, registered: int) -> dict[str, float]:
+    """Write the files of all adapters, as registering does; what that took."""
+    store = AdapterStore(folder / ADAPTER_FOLDER)
+    small = adapter(folder / "small", 0, rank=1, names=("self_attn.q_proj",))
+    began = time.perf_counter()
+    for number in range(registered):
+        store.save(record(f"small{number}", small), small)
+    small_s = time.perf_counter() - began
+    sizes = []
+    for number in range(MEASURED):
+        packed = adapter(folder / "big", number + 1, rank=8, names=tuple(SHAPES))
+        store.save(record(f"big{number}", packed), packed)
+        sizes.append(len(packed))
+    disk = sum(path.stat().st_size for path in store.folder.iterdir())
+    return {
+        "register_ms": small_s / max(1, registered) * 1e3,
+        "disk_mb": disk / 1e6,
+        "packed_kb": sizes[0] / 1e3,
+    }
+
+
+def record(name: str, packed: bytes) -> AdapterRecord:
+    """What registering notes of an adapter."""
+    found = unpack(packed)
+    return AdapterRecord(
+        name=name,
+        base=TINY,
+        owner="",
+        rank=found.rank,
+        precision=found.precision.value,
+        digest=digest(packed),
+        packed_bytes=len(packed),
+        fingerprint="",
+        registered_at=0.0,
+    )
+
+
+async def measure(folder: Path, registered: int) -> None:
+    """Start a node's memory, one engine and its adapters; take the times."""
+    facts = await asyncio.to_thread(fill, folder, registered)
+    clock = SystemClock()
+    settings = await asyncio.to_thread(config.load, ("--data-dir", str(folder)), {})
+    spec = ModelSpec(model_id=TINY, source=TINY, role=Role.VERIFIER)
+    setup = EngineSetup(
+        command=engine_command("text", adapters=settings.adapters),
+        options=EngineOptions(),
+        sockets=None,
+    )
+
+    def build() -> NodeMemory:
+        return NodeMemory(
+            replace(settings.memory, stay_warm_s=3600.0),
+            [spec],
+            setup,
+            data_dir=folder,
+            clock=clock,
+            rng=random.Random(1),
+            on_change=lambda: None,
+        )
+
+    async with AsyncExitStack() as stack:
+        memory = await stack.enter_async_context(await asyncio.to_thread(build))
+        adapters = NodeAdapters(
+            settings.adapters, memory, data_dir=folder, clock=clock, rng=random.Random(2)
+        )
+        began = time.perf_counter()
+        await stack.enter_async_context(adapters)
+        facts["start_ms"] = (time.perf_counter() - began) * 1e3
+        tasks = await stack.enter_async_context(Supervisor(clock))
+        await memory.start(tasks, "bench")
+        async with memory.engines.get(TINY).lend(300):
+            pass
+        taken = await times(adapters)
+        found = len(adapters.manager.records())
+    for tier, values in taken.items():
+        goal_s = GOALS_S[tier]
+        ours = median(values)
+        emit(
+            f"adapter acquire, {tier.name.lower()}, us",
+            ours=ours * 1e6,
+            baseline=goal_s * 1e6,
+            ratio=ours / goal_s,
+            goal=f"<= {goal_s * 1e6:g} us, rank 8, {registered} registered",
+            met=ours <= goal_s,
+            p90_us=round(percentile(values, 0.9) * 1e6, 1),
+            registered=found,
+            **{name: round(value, 3) for name, value in facts.items()},
+        )
+
+
+async def times(adapters: NodeAdapters) -> dict[Tier, list[float]]:
+    """Acquire in every tier, in turns. A garbage collection or a rebalance is part of it."""
+    manager = adapters.manager
+    names = [f"{TINY}:big{number}" for number in range(MEASURED)]
+    taken: dict[Tier, list[float]] = {tier: [] for tier in Tier}
+
+    async def once(name: str, expected: Tier) -> None:
+        found = manager.describe(manager.find(name)).tier
+        began = time.perf_counter()
+        lease = await manager.acquire(name)
+        seconds = time.perf_counter() - began
+        lease.release()
+        if found is expected:
+            taken[expected].append(seconds)
+
+    for name in names:  # the first of all makes the slots
+        await once(name, Tier.COLD)
+    taken = {tier: [] for tier in Tier}
+    for _ in range(ROUNDS):
+        for name in names:
+            await once(name, Tier.WARM)
+        for _ in range(200):
+            await once(names[-1], Tier.HOT)
+        for name in names[:-8]:
+            manager.cool(name)
+        for name in names[:-8]:
+            await once(name, Tier.COLD)
+    return taken
+
+
+if __name__ == "__main__":
+    main()
