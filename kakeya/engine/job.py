@@ -8,6 +8,10 @@ from typing import Literal
 
 from kakeya.decoding.decoder import FinishReason
 from kakeya.decoding.sampling import SamplingParams
+from kakeya.precache.kv_pages import KvPages
+
+NORMAL_PRIORITY = 1
+"""0 urgent, 1 normal, 2 batch, 3 speculative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +37,10 @@ class SourceSpec:
 class DecodeJob:
     """One generation; `kv_key` names the KV to continue from and to keep, "" keeps none.
 
-    `adapter_id` names a loaded adapter, "" is the model alone.
+    `adapter_id` names a loaded adapter, "" is the model alone. With `max_tokens` 0 only the whole
+    blocks of the history are prefilled. `kv_blocks` hold the KV of its first blocks and stay
+    pinned until the first frame; `kv_exports` are to be filled with what is computed. `client` is
+    who asks, for fair shares; a smaller `priority` is more urgent.
     """
 
     token_ids: Sequence[int]
@@ -43,6 +50,25 @@ class DecodeJob:
     sources: tuple[SourceSpec, ...] = ()
     kv_key: str = ""
     adapter_id: str = ""
+    kv_blocks: tuple[KvPages, ...] = ()
+    kv_exports: tuple[KvPages, ...] = ()
+    client: str = ""
+    priority: int = NORMAL_PRIORITY
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedFrame:
+    """How many tokens of KV were taken from the blocks that were given."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedFrame:
+    """A block that lies whole in the pages given for it."""
+
+    index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,4 +121,4 @@ class SourceTally:
     wait_s: float = 0.0
 
 
-EngineFrame = PrefillFrame | TokensFrame | DoneFrame
+EngineFrame = ImportedFrame | ExportedFrame | PrefillFrame | TokensFrame | DoneFrame

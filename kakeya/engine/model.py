@@ -52,6 +52,15 @@ class LoadedFacts:
     base_fingerprint: str = ""
     batch_rows: int = 1
     """How many sequences share one forward."""
+    kv_block_tokens: int = 0
+    """Tokens of a block of KV that another engine can take; 0 = this model's KV cannot."""
+    kv_block_bytes: int = 0
+    kv_state_bytes: int = 0
+    """Of the recurrent state that may lie behind a block; 0 = the model has none."""
+    kv_layout: str = ""
+    """What a block's bytes mean, as canonical JSON; equal only for blocks of the same kind."""
+    kv_exactness: str = ""
+    """What else must be equal for blocks of the very same bits, as canonical JSON."""
 
     def prefill_chunk_at(self, length: int) -> int:
         """Tokens of the prefill chunk behind a context of `length`, so that it stays within time.

@@ -14,7 +14,14 @@ from collections.abc import AsyncIterator
 
 from kakeya.core.errors import KakeyaError
 from kakeya.decoding.decoder import FinishReason
-from kakeya.engine.job import DoneFrame, EngineFrame, PrefillFrame, TokensFrame
+from kakeya.engine.job import (
+    DoneFrame,
+    EngineFrame,
+    ExportedFrame,
+    ImportedFrame,
+    PrefillFrame,
+    TokensFrame,
+)
 from kakeya.v1 import engine_pb2 as pb
 
 FRAME_S = 0.02
@@ -95,7 +102,13 @@ def _tokens_to_wire(tokens: list[int]) -> pb.DecodeResponse:
     return pb.DecodeResponse(tokens=pb.CommittedTokens(token_ids=tokens))
 
 
-def _to_wire(frame: PrefillFrame | DoneFrame) -> pb.DecodeResponse:
+def _to_wire(
+    frame: ImportedFrame | ExportedFrame | PrefillFrame | DoneFrame,
+) -> pb.DecodeResponse:
+    if isinstance(frame, ImportedFrame):
+        return pb.DecodeResponse(imported=pb.KvImported(tokens=frame.tokens))
+    if isinstance(frame, ExportedFrame):
+        return pb.DecodeResponse(exported=pb.KvExported(index=frame.index))
     if isinstance(frame, PrefillFrame):
         return pb.DecodeResponse(
             progress=pb.PrefillProgress(

@@ -25,6 +25,7 @@ from kakeya.engine.outbox import Outbox
 from kakeya.engine.scheduler import Scheduler, Ticket
 from kakeya.engine.sequence import SequenceTools
 from kakeya.memory.page_ref import PageRef
+from kakeya.precache.kv_pages import KvPages
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1 import engine_pb2_grpc
 from kakeya.wire.status import abort
@@ -69,6 +70,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             adapter_rank=facts.adapter_rank,
             base_fingerprint=facts.base_fingerprint,
             batch_rows=facts.batch_rows,
+            kv_block_tokens=facts.kv_block_tokens,
+            kv_block_bytes=facts.kv_block_bytes,
+            kv_state_bytes=facts.kv_state_bytes,
+            kv_layout=facts.kv_layout,
+            kv_exactness=facts.kv_exactness,
         )
 
     async def Decode(  # type: ignore[override]
@@ -253,7 +259,16 @@ def _job_from_wire(request: pb.DecodeRequest) -> DecodeJob:
         ),
         kv_key=request.kv_key,
         adapter_id=request.adapter_id,
+        kv_blocks=tuple(_kv_pages(block) for block in request.kv_blocks),
+        kv_exports=tuple(_kv_pages(block) for block in request.kv_exports),
+        client=request.client,
+        priority=request.priority,
+        deadline_s=request.deadline_seconds or None,
     )
+
+
+def _kv_pages(block: pb.KvBlock) -> KvPages:
+    return KvPages(index=block.index, pages=_page_ref(block.pages), has_state=block.has_state)
 
 
 def _page_ref(pages: pb.PageRef) -> PageRef:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Literal, Protocol
+
+from kakeya.precache.kv_pages import KvPages
 
 
 class StopReason(StrEnum):
@@ -53,13 +55,58 @@ class DraftSource:
         return "ngram" if self.kind == "ngram" else f"{self.model_id}@{self.address}"
 
 
+class Priority(IntEnum):
+    """How urgent a generation is; a more urgent one goes first, and may interrupt a less urgent."""
+
+    URGENT = 0
+    NORMAL = 1
+    BATCH = 2
+    SPECULATIVE = 3
+    """Nobody waits for it: prefixes that are warmed ahead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvOffer:
+    """What one engine process begins from, and the pages that it may fill."""
+
+    blocks: tuple[KvPages, ...] = ()
+    exports: tuple[KvPages, ...] = ()
+
+
+class KvExchange(Protocol):
+    """KV blocks of one generation, between the node's pages and its engines.
+
+    For each engine process that is asked: `offer`, then `imported` and `exported` as it tells,
+    then `ended`, whatever happened. Never raises: without blocks a prompt is computed.
+    """
+
+    async def offer(self, token_ids: Sequence[int], pid: int) -> KvOffer:
+        """Blocks of this history, pinned for the engine process, and pages for others."""
+        ...
+
+    def imported(self, tokens: int) -> None:
+        """The engine took so many tokens from the offered blocks, and needs them no longer."""
+        ...
+
+    def exported(self, index: int) -> None:
+        """The engine filled the pages of a block."""
+        ...
+
+    def ended(self) -> None:
+        """No more comes from this engine process."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRequest:
     """One generation: the whole history, where to stop, how to select, where to get drafts.
 
     `kv_key` names the KV to continue from and to keep afterwards; "" keeps nothing. `adapter_id`
     names a loaded adapter; "" is the model alone. `deadline_s` is how long the caller waits, None =
-    it did not say: a model that takes longer to load is refused at once.
+    it did not say: a model that takes longer to load is refused at once. With `max_tokens` 0 only
+    the whole blocks of the history are prefilled, for `kv`, which carries blocks of KV between the
+    node's pages and its engine. `client` is who asks, for fair shares; a smaller `priority` is more
+    urgent.
     """
 
     token_ids: Sequence[int]
@@ -70,6 +117,9 @@ class DecodeRequest:
     kv_key: str = ""
     adapter_id: str = ""
     deadline_s: float | None = None
+    client: str = ""
+    priority: Priority = Priority.NORMAL
+    kv: KvExchange | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +208,11 @@ class ModelFacts:
     adapter_rank: int = 0
     base_fingerprint: str = ""
     batch_rows: int = 1
+    kv_block_tokens: int = 0
+    kv_block_bytes: int = 0
+    kv_state_bytes: int = 0
+    kv_layout: str = ""
+    kv_exactness: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

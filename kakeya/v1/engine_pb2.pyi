@@ -62,6 +62,11 @@ class DescribeResponse(_message.Message):
     ADAPTER_RANK_FIELD_NUMBER: _builtins.int
     BATCH_ROWS_FIELD_NUMBER: _builtins.int
     BASE_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    KV_BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    KV_STATE_BYTES_FIELD_NUMBER: _builtins.int
+    KV_LAYOUT_FIELD_NUMBER: _builtins.int
+    KV_EXACTNESS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     model_path: _builtins.str
     """The local folder that the weights and the tokenizer were read from."""
@@ -95,6 +100,19 @@ class DescribeResponse(_message.Message):
     """How many sequences share one forward; 1 = this model does not batch."""
     base_fingerprint: _builtins.str
     """Of the weights that were loaded, as adapters name the base they were made for; "" = not known."""
+    kv_block_tokens: _builtins.int
+    """Tokens of a block of KV that can be handed to another engine; 0 = this model's KV cannot."""
+    kv_block_bytes: _builtins.int
+    """Bytes of such a block, and of the recurrent state that one may carry behind it; 0 = none."""
+    kv_state_bytes: _builtins.int
+    kv_layout: _builtins.str
+    """What the bytes mean, as canonical JSON: layers, classes, shapes, dtypes. Equal only for blocks
+    that can be exchanged.
+    """
+    kv_exactness: _builtins.str
+    """What else must be equal for blocks to be the very bits that would be computed here: versions,
+    device, arithmetic library, prefill grid; canonical JSON.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -122,10 +140,15 @@ class DescribeResponse(_message.Message):
         adapter_rank: _builtins.int = ...,
         batch_rows: _builtins.int = ...,
         base_fingerprint: _builtins.str = ...,
+        kv_block_tokens: _builtins.int = ...,
+        kv_block_bytes: _builtins.int = ...,
+        kv_state_bytes: _builtins.int = ...,
+        kv_layout: _builtins.str = ...,
+        kv_exactness: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_rank", b"adapter_rank", "adapter_slots", b"adapter_slots", "base_fingerprint", b"base_fingerprint", "batch_rows", b"batch_rows", "blas_accelerated", b"blas_accelerated", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_bytes_per_token", b"kv_bytes_per_token", "load_seconds", b"load_seconds", "mlx_version", b"mlx_version", "model_id", b"model_id", "model_path", b"model_path", "model_thread_silent_seconds", b"model_thread_silent_seconds", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "tokens_per_second", b"tokens_per_second", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_rank", b"adapter_rank", "adapter_slots", b"adapter_slots", "base_fingerprint", b"base_fingerprint", "batch_rows", b"batch_rows", "blas_accelerated", b"blas_accelerated", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_block_bytes", b"kv_block_bytes", "kv_block_tokens", b"kv_block_tokens", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_exactness", b"kv_exactness", "kv_layout", b"kv_layout", "kv_state_bytes", b"kv_state_bytes", "load_seconds", b"load_seconds", "mlx_version", b"mlx_version", "model_id", b"model_id", "model_path", b"model_path", "model_thread_silent_seconds", b"model_thread_silent_seconds", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "tokens_per_second", b"tokens_per_second", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -194,9 +217,15 @@ class DecodeRequest(_message.Message):
     DRAFT_SOURCES_FIELD_NUMBER: _builtins.int
     KV_KEY_FIELD_NUMBER: _builtins.int
     ADAPTER_ID_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_FIELD_NUMBER: _builtins.int
+    KV_EXPORTS_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
     token_ids_le32: _builtins.bytes
     """The whole history, little-endian uint32 each."""
     max_tokens: _builtins.int
+    """0 = no token: only the whole blocks of the history are prefilled, for kv_exports."""
     temperature: _builtins.float
     top_p: _builtins.float
     top_k: _builtins.int
@@ -205,10 +234,28 @@ class DecodeRequest(_message.Message):
     """Names the KV to continue from and to keep; "" = keep nothing."""
     adapter_id: _builtins.str
     """A loaded adapter; "" = the model alone. Unknown = NOT_FOUND."""
+    client: _builtins.str
+    """Who asks, for fair shares; "" = nobody in particular."""
+    priority: _builtins.int
+    """Smaller is more urgent: 0 urgent, 1 normal, 2 batch, 3 speculative (prewarming)."""
+    deadline_seconds: _builtins.float
+    """Seconds from now in which the caller wants the end; 0 = it did not say."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def draft_sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftSource]: ...
+    @_builtins.property
+    def kv_blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvBlock]:
+        """KV of the first blocks of the history, in order. The caller keeps them pinned until the first
+        frame of any kind; the engine takes them where it holds no longer KV for kv_key.
+        """
+
+    @_builtins.property
+    def kv_exports(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvBlock]:
+        """Pages that the caller has prepared for blocks which the engine computes; it fills those that
+        it computes on the prefill grid and says so, one exported frame each. The others stay empty.
+        """
+
     def __init__(
         self,
         *,
@@ -222,14 +269,48 @@ class DecodeRequest(_message.Message):
         draft_sources: _abc.Iterable[Global___DraftSource] | None = ...,
         kv_key: _builtins.str = ...,
         adapter_id: _builtins.str = ...,
+        kv_blocks: _abc.Iterable[Global___KvBlock] | None = ...,
+        kv_exports: _abc.Iterable[Global___KvBlock] | None = ...,
+        client: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        deadline_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "draft_sources", b"draft_sources", "kv_key", b"kv_key", "max_tokens", b"max_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "client", b"client", "deadline_seconds", b"deadline_seconds", "draft_sources", b"draft_sources", "kv_blocks", b"kv_blocks", "kv_exports", b"kv_exports", "kv_key", b"kv_key", "max_tokens", b"max_tokens", "priority", b"priority", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
+
+@_typing.final
+class KvBlock(_message.Message):
+    """A block of KV in pages. `index` counts blocks from the beginning of the history."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    HAS_STATE_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    has_state: _builtins.bool
+    """The recurrent state at the end of the block lies behind its KV."""
+    @_builtins.property
+    def pages(self) -> Global___PageRef: ...
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        pages: Global___PageRef | None = ...,
+        has_state: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_state", b"has_state", "index", b"index", "pages", b"pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvBlock: _TypeAlias = KvBlock  # noqa: Y015
 
 @_typing.final
 class DecodeResponse(_message.Message):
@@ -238,6 +319,8 @@ class DecodeResponse(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    IMPORTED_FIELD_NUMBER: _builtins.int
+    EXPORTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def progress(self) -> Global___PrefillProgress: ...
     @_builtins.property
@@ -246,22 +329,70 @@ class DecodeResponse(_message.Message):
 
     @_builtins.property
     def done(self) -> Global___DecodeDone: ...
+    @_builtins.property
+    def imported(self) -> Global___KvImported:
+        """The first frame where kv_blocks were given."""
+
+    @_builtins.property
+    def exported(self) -> Global___KvExported: ...
     def __init__(
         self,
         *,
         progress: Global___PrefillProgress | None = ...,
         tokens: Global___CommittedTokens | None = ...,
         done: Global___DecodeDone | None = ...,
+        imported: Global___KvImported | None = ...,
+        exported: Global___KvExported | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "frame", b"frame", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "frame", b"frame", "imported", b"imported", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "frame", b"frame", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "frame", b"frame", "imported", b"imported", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["progress", "tokens", "done"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["progress", "tokens", "done", "imported", "exported"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
 Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
+
+@_typing.final
+class KvImported(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """How many tokens of KV were taken from kv_blocks; 0 where the engine held more or could not."""
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvImported: _TypeAlias = KvImported  # noqa: Y015
+
+@_typing.final
+class KvExported(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """The block that was written whole into the pages given for it."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvExported: _TypeAlias = KvExported  # noqa: Y015
 
 @_typing.final
 class PrefillProgress(_message.Message):

@@ -70,7 +70,7 @@ class Continuation:
     def _reason(self, context_tokens: int) -> StopReason | None:
         if self._committed and self._committed[-1] in self._request.stop_token_ids:
             return StopReason.STOP_TOKEN
-        if len(self._committed) >= self._request.max_tokens:
+        if self._committed and len(self._committed) >= self._request.max_tokens:
             return StopReason.MAX_TOKENS
         if self._committed and self._length() >= context_tokens:
             return StopReason.CONTEXT_FULL

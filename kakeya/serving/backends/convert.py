@@ -7,6 +7,7 @@ from typing import assert_never
 from kakeya.core.errors import PeerProtocol
 from kakeya.core.units import pack_ids
 from kakeya.memory.page_ref import PageRef
+from kakeya.precache.kv_pages import KvPages
 from kakeya.runtime.generation import (
     DecodeRequest,
     Done,
@@ -14,6 +15,8 @@ from kakeya.runtime.generation import (
     EngineStats,
     Footprint,
     Frame,
+    KvExchange,
+    KvOffer,
     ModelFacts,
     Progress,
     SourceUsage,
@@ -28,11 +31,12 @@ _STOP_REASONS: dict[pb.DecodeDone.Reason.ValueType, StopReason] = {
     pb.DecodeDone.REASON_STOP_TOKEN: StopReason.STOP_TOKEN,
     pb.DecodeDone.REASON_CONTEXT_FULL: StopReason.CONTEXT_FULL,
 }
+_NOTHING = KvOffer()
 _DRAFT_KINDS = {"ngram": pb.DraftSource.KIND_NGRAM, "remote": pb.DraftSource.KIND_REMOTE}
 
 
-def decode_to_wire(request: DecodeRequest) -> pb.DecodeRequest:
-    """The request of one generation."""
+def decode_to_wire(request: DecodeRequest, offer: KvOffer = _NOTHING) -> pb.DecodeRequest:
+    """The request of one generation, with what its engine may begin from."""
     return pb.DecodeRequest(
         token_ids_le32=pack_ids(request.token_ids),
         max_tokens=request.max_tokens,
@@ -44,6 +48,17 @@ def decode_to_wire(request: DecodeRequest) -> pb.DecodeRequest:
         draft_sources=[_source_to_wire(source) for source in request.draft_sources],
         kv_key=request.kv_key,
         adapter_id=request.adapter_id,
+        client=request.client,
+        priority=request.priority,
+        deadline_seconds=request.deadline_s or 0.0,
+        kv_blocks=[_kv_pages_to_wire(block) for block in offer.blocks],
+        kv_exports=[_kv_pages_to_wire(block) for block in offer.exports],
+    )
+
+
+def _kv_pages_to_wire(block: KvPages) -> pb.KvBlock:
+    return pb.KvBlock(
+        index=block.index, pages=page_ref_to_wire(block.pages), has_state=block.has_state
     )
 
 
@@ -57,10 +72,21 @@ def _source_to_wire(source: DraftSource) -> pb.DraftSource:
     )
 
 
-def frame_from_wire(response: pb.DecodeResponse) -> Frame | None:
-    """A frame; None for one without content. Raises PeerProtocol for an unknown end."""
+def frame_from_wire(response: pb.DecodeResponse, kv: KvExchange | None = None) -> Frame | None:
+    """A frame; None for one without content, and for what only `kv` is told.
+
+    Raises PeerProtocol for an unknown end.
+    """
     kind = response.WhichOneof("frame")
     match kind:
+        case "imported":
+            if kv is not None:
+                kv.imported(response.imported.tokens)
+            return None
+        case "exported":
+            if kv is not None:
+                kv.exported(response.exported.index)
+            return None
         case "progress":
             progress = response.progress
             return Progress(
@@ -134,6 +160,11 @@ def facts_from_wire(reply: pb.DescribeResponse) -> ModelFacts:
         adapter_rank=reply.adapter_rank,
         base_fingerprint=reply.base_fingerprint,
         batch_rows=reply.batch_rows or 1,
+        kv_block_tokens=reply.kv_block_tokens,
+        kv_block_bytes=reply.kv_block_bytes,
+        kv_state_bytes=reply.kv_state_bytes,
+        kv_layout=reply.kv_layout,
+        kv_exactness=reply.kv_exactness,
     )
 
 

@@ -30,6 +30,7 @@ from kakeya.runtime.generation import (
     EngineStats,
     Footprint,
     Frame,
+    KvOffer,
     ModelFacts,
     ModelState,
     ServedModel,
@@ -298,9 +299,8 @@ class EngineBackend:
                 yield done
                 return
             engine = await self._life.serving(self._options.resume_timeout_s, other_than=lost)
-            stream = engine.client.decode(job.rest(), self._options.decode_timeout_s)
             try:
-                async with aclosing(stream) as frames:
+                async with aclosing(self._ask(engine, job.rest())) as frames:
                     async for frame in frames:
                         seen = job.take(frame, self._clock.mono())
                         if seen is not None:
@@ -313,6 +313,20 @@ class EngineBackend:
                 lost = None
             else:
                 return
+
+    async def _ask(self, engine: Engine, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
+        """Stream what one engine decodes, from the blocks that it is offered."""
+        timeout_s = self._options.decode_timeout_s
+        try:
+            offer = KvOffer()
+            if request.kv is not None:
+                offer = await request.kv.offer(request.token_ids, engine.process.pid)
+            async with aclosing(engine.client.decode(request, timeout_s, offer)) as frames:
+                async for frame in frames:
+                    yield frame
+        finally:
+            if request.kv is not None:
+                request.kv.ended()
 
     def _finish(self, job: Continuation) -> Frame | None:
         facts = self._life.facts

@@ -13,7 +13,15 @@ from kakeya.core.errors import InvariantBroken, KakeyaError, PeerProtocol, PeerU
 from kakeya.core.units import pack_ids
 from kakeya.decoding.proposer import Draft
 from kakeya.memory.page_ref import PageRef
-from kakeya.runtime.generation import DecodeRequest, Done, EngineStats, Footprint, Frame, ModelFacts
+from kakeya.runtime.generation import (
+    DecodeRequest,
+    Done,
+    EngineStats,
+    Footprint,
+    Frame,
+    KvOffer,
+    ModelFacts,
+)
 from kakeya.serving.backends.convert import (
     decode_to_wire,
     facts_from_wire,
@@ -64,6 +72,9 @@ def _options(keepalive: Keepalive) -> tuple[Option, ...]:
     return kept + quick + message_options(ENGINE_MESSAGE_BYTES)
 
 
+_NOTHING = KvOffer()
+
+
 class EngineClient:
     """Calls one engine. A new child gets a new socket and a new client."""
 
@@ -85,16 +96,18 @@ class EngineClient:
             raise self._failure(error) from None
         return facts_from_wire(reply)
 
-    async def decode(self, request: DecodeRequest, timeout_s: float) -> AsyncGenerator[Frame, None]:
+    async def decode(
+        self, request: DecodeRequest, timeout_s: float, offer: KvOffer = _NOTHING
+    ) -> AsyncGenerator[Frame, None]:
         """Stream the frames of one decode. Closing the iterator cancels the call.
 
         Raises PeerUnavailable when the engine is lost, InvariantBroken when it found a law broken,
         PeerProtocol for a stream without an end.
         """
-        call = self._stub.Decode(decode_to_wire(request), timeout=timeout_s)
+        call = self._stub.Decode(decode_to_wire(request, offer), timeout=timeout_s)
         try:
             async for response in call:
-                frame = frame_from_wire(response)
+                frame = frame_from_wire(response, request.kv)
                 if frame is None:
                     continue
                 yield frame

@@ -1,0 +1,19 @@
+"""A block of KV in pages, as the node and its engines speak of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kakeya.memory.page_ref import PageRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvPages:
+    """Pages for one block of KV; `index` counts blocks from the beginning of the history.
+
+    `has_state`: the recurrent state at the end of the block lies behind its KV, or is to.
+    """
+
+    index: int
+    pages: PageRef
+    has_state: bool = False
