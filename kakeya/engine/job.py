@@ -37,8 +37,8 @@ class SourceSpec:
 class DecodeJob:
     """One generation; `kv_key` names the KV to continue from and to keep, "" keeps none.
 
-    `adapter_id` names a loaded adapter, "" is the model alone. With `max_tokens` 0 only the whole
-    blocks of the history are prefilled. `kv_blocks` hold the KV of its first blocks and stay
+    `adapter_id` names a loaded adapter, "" is the model alone. With `max_tokens` 0 the history is
+    only prefilled, all but its last token. `kv_blocks` hold the KV of its first blocks and stay
     pinned until the first frame; `kv_exports` are to be filled with what is computed. `client` is
     who asks, for fair shares; a smaller `priority` is more urgent.
     """

@@ -268,7 +268,12 @@ def _job_from_wire(request: pb.DecodeRequest) -> DecodeJob:
 
 
 def _kv_pages(block: pb.KvBlock) -> KvPages:
-    return KvPages(index=block.index, pages=_page_ref(block.pages), has_state=block.has_state)
+    return KvPages(
+        index=block.index,
+        pages=_page_ref(block.pages),
+        has_state=block.has_state,
+        tokens=block.tokens,
+    )
 
 
 def _page_ref(pages: pb.PageRef) -> PageRef:

@@ -12,8 +12,11 @@ class KvPages:
     """Pages for one block of KV; `index` counts blocks from the beginning of the history.
 
     `has_state`: the recurrent state at the end of the block lies behind its KV, or is to.
+    `tokens` of it are meant, from its beginning; 0 = a whole block. Only the last block may be
+    shorter: the rest of a prompt, all but its last token.
     """
 
     index: int
     pages: PageRef
     has_state: bool = False
+    tokens: int = 0

@@ -225,7 +225,7 @@ class DecodeRequest(_message.Message):
     token_ids_le32: _builtins.bytes
     """The whole history, little-endian uint32 each."""
     max_tokens: _builtins.int
-    """0 = no token: only the whole blocks of the history are prefilled, for kv_exports."""
+    """0 = no token: the history is prefilled, all but its last token, for kv_exports."""
     temperature: _builtins.float
     top_p: _builtins.float
     top_k: _builtins.int
@@ -253,7 +253,8 @@ class DecodeRequest(_message.Message):
     @_builtins.property
     def kv_exports(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvBlock]:
         """Pages that the caller has prepared for blocks which the engine computes; it fills those that
-        it computes on the prefill grid and says so, one exported frame each. The others stay empty.
+        it computes by prefill and says so, one exported frame each. The others stay empty. The last
+        one may be shorter than a block: the rest of the history but for its last token.
         """
 
     def __init__(
@@ -292,9 +293,14 @@ class KvBlock(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     HAS_STATE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     has_state: _builtins.bool
     """The recurrent state at the end of the block lies behind its KV."""
+    tokens: _builtins.int
+    """Tokens of it that are meant, from its beginning; 0 = a whole block. Only the last one given
+    may be shorter: the rest of a prompt behind its whole blocks.
+    """
     @_builtins.property
     def pages(self) -> Global___PageRef: ...
     def __init__(
@@ -303,10 +309,11 @@ class KvBlock(_message.Message):
         index: _builtins.int = ...,
         pages: Global___PageRef | None = ...,
         has_state: _builtins.bool = ...,
+        tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_state", b"has_state", "index", b"index", "pages", b"pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_state", b"has_state", "index", b"index", "pages", b"pages", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

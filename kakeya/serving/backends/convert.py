@@ -58,7 +58,10 @@ def decode_to_wire(request: DecodeRequest, offer: KvOffer = _NOTHING) -> pb.Deco
 
 def _kv_pages_to_wire(block: KvPages) -> pb.KvBlock:
     return pb.KvBlock(
-        index=block.index, pages=page_ref_to_wire(block.pages), has_state=block.has_state
+        index=block.index,
+        pages=page_ref_to_wire(block.pages),
+        has_state=block.has_state,
+        tokens=block.tokens,
     )
 
 
