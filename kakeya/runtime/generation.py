@@ -104,9 +104,9 @@ class DecodeRequest:
     `kv_key` names the KV to continue from and to keep afterwards; "" keeps nothing. `adapter_id`
     names a loaded adapter; "" is the model alone. `deadline_s` is how long the caller waits, None =
     it did not say: a model that takes longer to load is refused at once. With `max_tokens` 0 the
-    history is only prefilled, all but its last token, for `kv`, which carries blocks of KV between the
-    node's pages and its engine. `client` is who asks, for fair shares; a smaller `priority` is more
-    urgent.
+    history is only prefilled, all but its last token, for `kv`, which carries blocks of KV between
+    the node's pages and its engine. `client` is who asks, for fair shares; a smaller `priority` is
+    more urgent.
     """
 
     token_ids: Sequence[int]
