@@ -573,6 +573,7 @@ class LookupPrefixResponse(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     LEASE_EXPIRES_AT_UNIX_FIELD_NUMBER: _builtins.int
     PAYLOAD_SHA256_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     hit_block_count: _builtins.int
     hit_token_count: _builtins.int
@@ -581,6 +582,12 @@ class LookupPrefixResponse(_message.Message):
     lease_id: _builtins.str
     lease_expires_at_unix: _builtins.float
     payload_sha256: _builtins.bytes
+    @_builtins.property
+    def block_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes of each block of the hit, in order; a server that sets it honours FetchBlocksRequest's
+        extensions. Empty = a node without them.
+        """
+
     def __init__(
         self,
         *,
@@ -592,10 +599,11 @@ class LookupPrefixResponse(_message.Message):
         lease_id: _builtins.str = ...,
         lease_expires_at_unix: _builtins.float = ...,
         payload_sha256: _builtins.bytes = ...,
+        block_bytes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_epoch", b"cache_epoch", "hit_block_count", b"hit_block_count", "hit_token_count", b"hit_token_count", "lease_expires_at_unix", b"lease_expires_at_unix", "lease_id", b"lease_id", "node_id", b"node_id", "payload_sha256", b"payload_sha256", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "cache_epoch", b"cache_epoch", "hit_block_count", b"hit_block_count", "hit_token_count", b"hit_token_count", "lease_expires_at_unix", b"lease_expires_at_unix", "lease_id", b"lease_id", "node_id", b"node_id", "payload_sha256", b"payload_sha256", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -606,15 +614,26 @@ class FetchBlocksRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    BACK_TO_FRONT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
+    first_block: _builtins.int
+    """Which blocks of the lease: from first_block, block_count of them, 0 = to the end."""
+    block_count: _builtins.int
+    back_to_front: _builtins.bool
+    """The last one first."""
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
+        first_block: _builtins.int = ...,
+        block_count: _builtins.int = ...,
+        back_to_front: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["back_to_front", b"back_to_front", "block_count", b"block_count", "first_block", b"first_block", "lease_id", b"lease_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
