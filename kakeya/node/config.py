@@ -18,6 +18,7 @@ from kakeya.core.errors import ConfigError
 from kakeya.core.units import MIB
 from kakeya.fleet.cards import MAX_ID_BYTES, is_valid_node_id
 from kakeya.node.datadir import default_folder
+from kakeya.node.declared_prompts import DeclaredPrompt
 from kakeya.node.models import ModelSpec, parse_model, parse_proposer
 from kakeya.node.settings import Sources, is_loopback, nearest
 from kakeya.node.table import (
@@ -46,6 +47,12 @@ from kakeya.node.table import (
     NO_MDNS,
     NODE_ID,
     PEERS,
+    PRECACHE_DISK,
+    PRECACHE_KEEP_ALIVE,
+    PRECACHE_MEMORY,
+    PRECACHE_PARALLEL,
+    PRECACHE_PROMPTS,
+    PRECACHE_SWEEP,
     PROPOSERS,
     SESSION_CAPACITY,
     SESSION_IDLE,
@@ -54,6 +61,8 @@ from kakeya.node.table import (
 )
 
 _FLAGGED = tuple(setting for setting in SETTINGS if setting.flag)
+KEEP_ALIVE_LEAST_S, SWEEP_LEAST_S = 30.0, 60.0
+"""Shorter periods would only cost: a value below is raised to these."""
 CONFIG_FLAG, CONFIG_VARIABLE = "--config", "KAKEYA_CONFIG"
 _OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "KAKEYA_PYTHON", "KAKEYA_LEASE_ID"})
 
@@ -129,6 +138,23 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrecacheConfig:
+    """KV of prefixes that outlives generations: how much memory and disk it may take, 0 = none.
+
+    Conversations share `parallel` slots of a model, 0 = as many as its context and the memory
+    allow. A short-lived prefix is looked after each `keep_alive_s` at the latest, idle
+    conversations each `sweep_s`.
+    """
+
+    memory_bytes: int
+    disk_bytes: int
+    parallel: int
+    keep_alive_s: float
+    sweep_s: float
+    prompts: tuple[DeclaredPrompt, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
     """Everything that can be set.
 
@@ -144,6 +170,7 @@ class NodeConfig:
     sessions: SessionConfig
     memory: MemoryConfig
     adapters: AdapterConfig
+    precache: PrecacheConfig
     models: tuple[ModelSpec, ...]
     warnings: tuple[str, ...] = ()
 
@@ -256,8 +283,16 @@ def _build(sources: Sources) -> NodeConfig:
             warm_bytes=sources.value(ADAPTER_WARM) * MIB,
             slab_bytes=sources.value(ADAPTER_SLAB) * MIB,
         ),
+        precache=PrecacheConfig(
+            memory_bytes=sources.value(PRECACHE_MEMORY) * MIB,
+            disk_bytes=sources.value(PRECACHE_DISK) * MIB,
+            parallel=sources.value(PRECACHE_PARALLEL),
+            keep_alive_s=max(KEEP_ALIVE_LEAST_S, sources.value(PRECACHE_KEEP_ALIVE)),
+            sweep_s=max(SWEEP_LEAST_S, sources.value(PRECACHE_SWEEP)),
+            prompts=sources.value(PRECACHE_PROMPTS),
+        ),
         models=_models(sources),
-        warnings=_warnings(listen, fleet, sources.environ),
+        warnings=_warnings(listen, fleet, sources.environ) + _raised(sources),
     )
 
 
@@ -300,6 +335,16 @@ def _refuse_open_http(listen: ListenConfig) -> None:
             f"{HTTP.flag} {listen.http} is reachable from other machines without encryption or "
             f"authentication; add {INSECURE_LAN.flag} on a trusted network, or bind 127.0.0.1"
         )
+
+
+def _raised(sources: Sources) -> tuple[str, ...]:
+    """Name the periods that are shorter than is of use: each is the least one then."""
+    least = ((PRECACHE_KEEP_ALIVE, KEEP_ALIVE_LEAST_S), (PRECACHE_SWEEP, SWEEP_LEAST_S))
+    return tuple(
+        f"{setting.key} is {given:g} s, less than the least; {least_s:g} s are used"
+        for setting, least_s in least
+        if (given := sources.value(setting)) < least_s
+    )
 
 
 def _warnings(

@@ -10,6 +10,7 @@ from kakeya.fleet.targets import DEFAULT_FANOUT
 from kakeya.memory.policy import RESERVE_BYTES
 from kakeya.memory.resident import TEXT_TARGET
 from kakeya.node import settings as s
+from kakeya.node.declared_prompts import DeclaredPrompt, parse_prompts
 from kakeya.node.lease_place import VARIABLE as LEASE_VARIABLE
 from kakeya.node.lease_place import lease_store_url
 from kakeya.node.models import ModelSpec, parse_model, parse_proposer
@@ -18,6 +19,7 @@ from kakeya.runtime.store import CAPACITY, IDLE_TTL_S
 
 _NO_NAMES: tuple[str, ...] = ()
 _NO_MODELS: tuple[ModelSpec, ...] = ()
+_NO_PROMPTS: tuple[DeclaredPrompt, ...] = ()
 
 
 def _lease_store(raw: object) -> str:
@@ -259,6 +261,42 @@ ADAPTER_SLAB = Setting(
     parse=s.whole(1, 4096, "MB"),
     default=16,
 )
+PRECACHE_MEMORY = Setting(
+    key="precache.memory_mb",
+    variable="KAKEYA_PRECACHE_MEMORY_MB",
+    parse=s.whole(0, 1024 * 1024, "MB"),
+    default=1024,
+)
+PRECACHE_DISK = Setting(
+    key="precache.disk_mb",
+    variable="KAKEYA_PRECACHE_DISK_MB",
+    parse=s.whole(0, 64 * 1024 * 1024, "MB"),
+    default=4096,
+)
+PRECACHE_PARALLEL = Setting(
+    key="precache.parallel",
+    variable="KAKEYA_PRECACHE_PARALLEL",
+    parse=s.whole(0, 1024, "slots"),
+    default=0,
+)
+PRECACHE_KEEP_ALIVE = Setting(
+    key="precache.keep_alive_s",
+    variable="KAKEYA_PRECACHE_KEEP_ALIVE_S",
+    parse=s.number(0, 86400, "seconds"),
+    default=240.0,
+)
+PRECACHE_SWEEP = Setting(
+    key="precache.sweep_s",
+    variable="KAKEYA_PRECACHE_SWEEP_S",
+    parse=s.number(0, 86400, "seconds"),
+    default=300.0,
+)
+PRECACHE_PROMPTS = Setting(
+    key="precache.prompts",
+    variable="KAKEYA_PRECACHE_PROMPTS",
+    parse=parse_prompts,
+    default=_NO_PROMPTS,
+)
 SETTINGS: tuple[Setting[object], ...] = (
     BIND,
     HTTP,
@@ -289,4 +327,10 @@ SETTINGS: tuple[Setting[object], ...] = (
     ADAPTER_RANK,
     ADAPTER_WARM,
     ADAPTER_SLAB,
+    PRECACHE_MEMORY,
+    PRECACHE_DISK,
+    PRECACHE_PARALLEL,
+    PRECACHE_KEEP_ALIVE,
+    PRECACHE_SWEEP,
+    PRECACHE_PROMPTS,
 )
