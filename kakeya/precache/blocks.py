@@ -1,0 +1,102 @@
+"""What a block of KV is called: by everything that it depends on.
+
+    id_0 = H(seed | 32 zero bytes | tokens of block 0)
+    id_i = H(seed | id_(i-1)      | tokens of block i)        tokens: uint32, little-endian
+
+H is SHA-256, or HMAC-SHA256 with a tenant's key. The seed is a fingerprint's digest, so equal ids
+mean equal tokens from the beginning, computed by equal arithmetic; an id also names its whole
+prefix, and a key reveals nothing to whoever does not have it. The rest of a history behind its
+whole blocks, its *tail*, is hashed like a block, shorter as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kakeya.core.errors import InvalidArgument
+from kakeya.core.units import pack_ids
+
+BlockId: TypeAlias = bytes
+"""32 bytes."""
+
+ID_BYTES = 32
+ROOT: BlockId = bytes(ID_BYTES)
+"""What stands for the block before the first."""
+_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChain:
+    """The names of the blocks of histories, by one seed. Raises InvalidArgument.
+
+    `seed` has 32 bytes, `block_tokens` is a power of two, `key` is a tenant's or empty.
+    """
+
+    seed: bytes
+    block_tokens: int
+    key: bytes = b""
+
+    def __post_init__(self) -> None:
+        if len(self.seed) != ID_BYTES:
+            raise InvalidArgument(
+                f"the seed of block ids has {len(self.seed)} bytes; it must have {ID_BYTES}"
+            )
+        check_block_tokens(self.block_tokens)
+
+    def ids(self, token_ids: Sequence[int]) -> tuple[BlockId, ...]:
+        """Name the whole blocks of a history. Raises InvalidArgument for ids that are no uint32."""
+        packed = _packed(token_ids)
+        step = self.block_tokens * _TOKEN_BYTES
+        found: list[BlockId] = []
+        parent = ROOT
+        for start in range(0, len(packed) - step + 1, step):
+            parent = self._digest(parent, packed[start : start + step])
+            found.append(parent)
+        return tuple(found)
+
+    def tail_id(self, parent: BlockId | None, rest: Sequence[int]) -> BlockId:
+        """Name what follows a block, None = the beginning, and fills no block.
+
+        Raises InvalidArgument for more tokens than a block, or none.
+        """
+        if not 0 < len(rest) <= self.block_tokens:
+            raise InvalidArgument(
+                f"{len(rest)} tokens are no block; there must be 1 to {self.block_tokens}"
+            )
+        return self._digest(parent or ROOT, _packed(rest))
+
+    def names(self, block_id: BlockId, parent: BlockId | None, token_ids: Sequence[int]) -> bool:
+        """Tell whether these tokens behind this parent have this id: what a stranger said."""
+        if not 0 < len(token_ids) <= self.block_tokens:
+            return False
+        return hmac.compare_digest(self.tail_id(parent, token_ids), block_id)
+
+    def _digest(self, parent: BlockId, packed: bytes) -> BlockId:
+        said = self.seed + parent + packed
+        if self.key:
+            return hmac.digest(self.key, said, "sha256")
+        return hashlib.sha256(said).digest()
+
+
+def check_block_tokens(block_tokens: int) -> None:
+    """Raise InvalidArgument unless so many tokens can be a block: a power of two."""
+    if block_tokens < 1 or block_tokens & (block_tokens - 1):
+        raise InvalidArgument(f"a block of {block_tokens} tokens; it must be a power of two")
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    try:
+        return pack_ids(token_ids)
+    except (OverflowError, TypeError):
+        wrong = next(
+            token
+            for token in token_ids
+            if not isinstance(token, int) or not 0 <= token < 1 << 8 * _TOKEN_BYTES
+        )
+        raise InvalidArgument(
+            f"token id {wrong!r} is outside 0..2^32-1", param="token_ids"
+        ) from None

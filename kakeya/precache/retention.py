@@ -1,0 +1,72 @@
+"""How long a prefix stays unseen, and how much what it holds is worth.
+
+`Retention` is a promise of time: in that window after its last use a block goes only for want of
+room. `BlockClass` weighs blocks against each other when there is want of room; what is pinned
+never goes, so it needs no weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum, StrEnum
+
+from kakeya.core.errors import InvalidArgument
+
+
+class Retention(IntEnum):
+    """The window of a prefix, in seconds; the longer one is the larger."""
+
+    SHORT = 5 * 60
+    LONG = 60 * 60
+    EXTENDED = 24 * 60 * 60
+
+    @property
+    def seconds(self) -> int:
+        """Its window."""
+        return int(self)
+
+    @property
+    def label(self) -> str:
+        """The word for it in files and parameters."""
+        return self.name.lower()
+
+
+class BlockClass(StrEnum):
+    """What the tokens of a block are, by who wrote them; SPECULATIVE: nobody asked for it yet."""
+
+    SPECULATIVE = "speculative"
+    ASSISTANT = "assistant"
+    USER = "user"
+    TOOL = "tool"
+    SYSTEM = "system"
+
+    @property
+    def weight(self) -> float:
+        """How often more than a speculative one it is worth keeping."""
+        return WEIGHTS[self]
+
+
+WEIGHTS: Mapping[BlockClass, float] = {
+    BlockClass.SPECULATIVE: 1.0,
+    BlockClass.ASSISTANT: 2.0,
+    BlockClass.USER: 4.0,
+    BlockClass.TOOL: 4.0,
+    BlockClass.SYSTEM: 8.0,
+}
+"""Each step is worth one more use: frequency counts linearly beside it."""
+
+_RETENTIONS = {retention.label: retention for retention in Retention}
+
+
+def retention_named(label: str) -> Retention:
+    """Find a retention by its word. Raises InvalidArgument naming the words."""
+    try:
+        return _RETENTIONS[label]
+    except KeyError:
+        words = ", ".join(_RETENTIONS)
+        raise InvalidArgument(f"retention {label[:40]!r}; it must be one of {words}") from None
+
+
+def weightier(one: BlockClass, other: BlockClass) -> BlockClass:
+    """Choose the class of a block that is two things at once; of equals the first."""
+    return other if other.weight > one.weight else one
