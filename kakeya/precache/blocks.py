@@ -88,6 +88,21 @@ def check_block_tokens(block_tokens: int) -> None:
         raise InvalidArgument(f"a block of {block_tokens} tokens; it must be a power of two")
 
 
+def shared_tokens(one: bytes, other: bytes) -> int:
+    """Count the tokens that two packed lists begin with alike."""
+    low, high = 0, min(len(one), len(other)) // _TOKEN_BYTES
+    if one[:_TOKEN_BYTES] != other[:_TOKEN_BYTES]:
+        return 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        start, end = low * _TOKEN_BYTES, middle * _TOKEN_BYTES
+        if one[start:end] == other[start:end]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def _packed(token_ids: Sequence[int]) -> bytes:
     try:
         return pack_ids(token_ids)

@@ -1,0 +1,391 @@
+"""Which blocks of KV are here, as a tree of prefixes; pure: it holds no bytes and reads no clock.
+
+A node is one block. Its id names its whole prefix, so a lookup is one dictionary access a block.
+A block is in RAM (a payload: whatever its owner keeps it in), on disk, both, or neither; a node in
+neither is only kept while it has children, and nothing is found behind it.
+
+What holds at any time:
+
+    - each block in RAM can be reached: all before it are in RAM or on disk
+    - a tail (fewer tokens than a block) has no children, and a block at most `MAX_TAILS` of them,
+      but for those that are pinned
+    - what is pinned is pinned from its beginning
+
+A change that takes blocks away returns them, so that their owner frees what they lie in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Generic
+
+from kakeya.core.errors import InvalidArgument
+from kakeya.core.units import pack_ids
+from kakeya.precache.block_node import BlockFacts, Node, P
+from kakeya.precache.blocks import ROOT, BlockId, check_block_tokens, shared_tokens
+from kakeya.precache.eviction import EvictionOrder
+from kakeya.precache.retention import BlockClass, Retention, weightier
+from kakeya.precache.tree_answer import Gone, Insertion, Match, Pin, TreeStats
+
+MAX_TAILS = 4
+"""Behind one block: a conversation needs one, a few may fork from the same place."""
+DISK_BYTES_PER_S = 1e9
+"""What an SSD reads at with checksums verified, where nothing was measured."""
+
+
+class PrefixTree(Generic[P]):
+    """The blocks of one fingerprint. Times are monotonic seconds; ids are of chains of one seed."""
+
+    def __init__(self, block_tokens: int, *, disk_bytes_per_s: float = DISK_BYTES_PER_S) -> None:
+        check_block_tokens(block_tokens)
+        self.block_tokens = block_tokens
+        self._root: Node[P] = Node(ROOT, None, BlockFacts(token_ids=ROOT, nbytes=1), is_tail=False)
+        self._nodes: dict[BlockId, Node[P]] = {}
+        self._order: EvictionOrder[P] = EvictionOrder(disk_bytes_per_s)
+        self._ram_blocks = self._ram_bytes = 0
+        self._disk_blocks = self._disk_bytes = 0
+
+    # --- questions
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Node[P]]:
+        return iter(self._nodes.values())
+
+    @property
+    def ram_bytes(self) -> int:
+        """What its blocks occupy in RAM."""
+        return self._ram_bytes
+
+    def node(self, block_id: BlockId) -> Node[P] | None:
+        """Find what is known of a block."""
+        return self._nodes.get(block_id)
+
+    def match(self, ids: Sequence[BlockId], *, needs_state: bool = False) -> Match[P]:
+        """Find the longest prefix; with `needs_state` such that a recurrent model can go on."""
+        found: list[Node[P]] = []
+        depth_ram = 0
+        for block_id in ids:
+            node = self._nodes.get(block_id)
+            if node is None or not node.is_here:
+                break
+            if node.in_ram and depth_ram == len(found):
+                depth_ram += 1
+            found.append(node)
+        if needs_state:
+            depth_ram = _with_state(found, depth_ram)
+            del found[_with_state(found, len(found)) :]
+        return Match(depth_ram, len(found), tuple(found))
+
+    def tail(
+        self, parent: BlockId | None, rest: Sequence[int], *, needs_state: bool = False
+    ) -> tuple[BlockId, int] | None:
+        """Find the block behind `parent` (None: the first) that shares most tokens with `rest`.
+
+        A tail or a whole one, in RAM rather than on disk; its id, and how many tokens are shared.
+        With `needs_state` all of its tokens are, as a recurrent model goes on from its end only.
+        """
+        above = self._above(parent)
+        if above is None or not self._is_reached(above):
+            return None
+        wanted = pack_ids(rest[: self.block_tokens])
+        best, rank = None, (0, False)
+        for child in above.children.values():
+            shared = shared_tokens(child.facts.token_ids, wanted)
+            if not child.is_here or (
+                needs_state and not (child.has_state and shared == child.tokens)
+            ):
+                continue
+            if shared and (shared, child.in_ram) > rank:
+                best, rank = child, (shared, child.in_ram)
+        return None if best is None else (best.id, rank[0])
+
+    def victims(self, nbytes: int) -> list[Node[P]]:
+        """Choose what leaves RAM for so many bytes: free each, in this order, and `lose` it.
+
+        Never what is pinned, nor a block while one behind it stays; fewer bytes where no more may.
+        """
+        return self._order.plan(nbytes)
+
+    def expired(self, now: float) -> list[Node[P]]:
+        """Find what lies in RAM unseen for longer than its window, the hindmost first."""
+        found: list[Node[P]] = []
+        gone: dict[Node[P], int] = {}
+        by_depth = sorted(self._nodes.values(), key=lambda node: node.index, reverse=True)
+        for node in by_depth:
+            lively = node.live_children - gone.get(node, 0)
+            if lively or (node.in_ram and (node.pins or now - node.used_s <= node.retention)):
+                continue
+            if node.is_live and node.parent is not None:
+                gone[node.parent] = gone.get(node.parent, 0) + 1
+            if node.in_ram:
+                found.append(node)
+        return found
+
+    def stats(self) -> TreeStats:
+        """Count once."""
+        return TreeStats(
+            ram_blocks=self._ram_blocks,
+            ram_bytes=self._ram_bytes,
+            disk_blocks=self._disk_blocks,
+            disk_bytes=self._disk_bytes,
+            pinned_blocks=sum(1 for node in self if node.pins),
+            tails=sum(1 for node in self if node.is_tail),
+        )
+
+    # --- changes
+
+    def insert(
+        self, ids: Sequence[BlockId], index: int, payload: P, facts: BlockFacts, now: float
+    ) -> Insertion[P]:
+        """Take the block `ids[index]`, which lies in RAM now, behind `ids[index - 1]`.
+
+        Refused, and then the owner frees the payload: when it is in RAM already, when the one
+        before it is not here, or for a tail of which all is in RAM in another block. A tail that is
+        the beginning of this block leaves, unless it carries state. Raises InvalidArgument.
+        """
+        if not 0 <= index < len(ids):
+            raise InvalidArgument(f"block {index} of {len(ids)} ids; there is none")
+        self._check(facts)
+        parent = self._above(ids[index - 1] if index else None)
+        if parent is None or parent.is_tail or not self._is_reached(parent):
+            return Insertion(taken=False)
+        node = self._nodes.get(ids[index])
+        if node is not None and node.parent is not parent:
+            raise InvalidArgument(f"{node} is not behind {parent}; its id names what is before it")
+        if (node is not None and node.in_ram) or self._is_covered(parent, ids[index], facts):
+            return Insertion(taken=False)
+        node = node or self._add(ids[index], parent, facts)
+        self._learn(node, facts, now)
+        node.payload = payload
+        self._ram_blocks += 1
+        self._ram_bytes += node.nbytes
+        if not node.live_children:
+            self._woke(node)
+        self._order.file(node)
+        self._order.tidy(len(self._nodes))
+        return Insertion(taken=True, dropped=self._make_way(node))
+
+    def stored(
+        self, block_id: BlockId, parent: BlockId | None, facts: BlockFacts, now: float
+    ) -> bool:
+        """Note that a block is on disk; refused while the one before it is not known.
+
+        Also for one tail too many. Raises InvalidArgument.
+        """
+        self._check(facts)
+        above = self._above(parent)
+        node = self._nodes.get(block_id)
+        if above is None or above.is_tail or (node is None and self._is_full(above, facts)):
+            return False
+        if node is None or not node.is_here:
+            node = node or self._add(block_id, above, facts)
+            self._learn(node, facts, now)
+        if not node.stored:
+            node.stored = True
+            self._disk_blocks += 1
+            self._disk_bytes += node.nbytes
+            self._order.file(node)
+        return True
+
+    def unstored(self, block_id: BlockId) -> tuple[Gone[P], ...]:
+        """Note that a block is no longer on disk; what can no longer be reached leaves RAM."""
+        node = self._nodes.get(block_id)
+        if node is None or not node.stored:
+            return ()
+        node.stored = False
+        self._disk_blocks -= 1
+        self._disk_bytes -= node.nbytes
+        self._order.file(node)
+        return self._settle(node)
+
+    def lose(self, block_id: BlockId, *, for_room: bool = True) -> tuple[Gone[P], ...]:
+        """Note that a block left RAM; what can no longer be reached leaves with it.
+
+        `for_room`: it went as room was wanted, which ages all others. Unknown ids are fine.
+        """
+        node = self._nodes.get(block_id)
+        if node is None or not node.in_ram:
+            return ()
+        if for_room:
+            self._order.went(node)
+        self._take_out(node)
+        return self._settle(node)
+
+    def touch(
+        self,
+        ids: Sequence[BlockId],
+        now: float,
+        *,
+        block_class: BlockClass = BlockClass.SPECULATIVE,
+        retention: Retention = Retention.SHORT,
+    ) -> tuple[Node[P], ...]:
+        """Note a use of a prefix; a heavier class and a longer window stay with it.
+
+        Returns what of it is in RAM, the hindmost first: in this order an owner that keeps its own
+        ages makes the beginning the youngest, so that the end goes before it.
+        """
+        used: list[Node[P]] = []
+        for block_id in ids:
+            node = self._nodes.get(block_id)
+            if node is None:
+                break
+            node.used_s = max(node.used_s, now)
+            node.uses += 1
+            node.clock = self._order.clock
+            node.block_class = weightier(node.block_class, block_class)
+            node.retention = max(node.retention, retention)
+            self._order.file(node)
+            if node.in_ram:
+                used.append(node)
+        self._order.tidy(len(self._nodes))
+        return tuple(reversed(used))
+
+    def pin(self, ids: Sequence[BlockId]) -> Pin[P] | None:
+        """Keep a prefix in RAM; None, and nothing is kept, unless all of it is there."""
+        nodes = tuple(self._nodes[block_id] for block_id in ids if block_id in self._nodes)
+        if len(nodes) < len(ids) or not all(node.in_ram for node in nodes):
+            return None
+        above = self._root
+        for node in nodes:
+            if node.parent is not above:
+                raise InvalidArgument(f"{node} is not behind {above}; pin from the beginning on")
+            above = node
+        return Pin(nodes, self._order)
+
+    # --- the shape of the tree
+
+    def _above(self, parent: BlockId | None) -> Node[P] | None:
+        return self._root if parent is None else self._nodes.get(parent)
+
+    def _is_reached(self, node: Node[P]) -> bool:
+        """Whether it and all before it are here."""
+        while node is not self._root and not node.in_ram:
+            if not node.stored or node.parent is None:
+                return False
+            node = node.parent
+        return True
+
+    def _check(self, facts: BlockFacts) -> None:
+        if facts.tokens > self.block_tokens:
+            raise InvalidArgument(
+                f"a block of {facts.tokens} tokens; those of this tree have {self.block_tokens}"
+            )
+
+    def _is_tail(self, facts: BlockFacts) -> bool:
+        return facts.tokens < self.block_tokens
+
+    def _is_full(self, parent: Node[P], facts: BlockFacts) -> bool:
+        return self._is_tail(facts) and len(_tails(parent)) >= MAX_TAILS
+
+    def _is_covered(self, parent: Node[P], block_id: BlockId, facts: BlockFacts) -> bool:
+        """Whether a block of `facts` is the beginning of another one in RAM, and of no more use."""
+        if not self._is_tail(facts) or facts.has_state:
+            return False
+        return any(
+            other.in_ram
+            and other.id != block_id
+            and other.facts.token_ids.startswith(facts.token_ids)
+            for other in parent.children.values()
+        )
+
+    def _add(self, block_id: BlockId, parent: Node[P], facts: BlockFacts) -> Node[P]:
+        node = Node(block_id, parent, facts, is_tail=self._is_tail(facts))
+        self._nodes[block_id] = parent.children[block_id] = node
+        return node
+
+    def _learn(self, node: Node[P], facts: BlockFacts, now: float) -> None:
+        """Take over what a block comes with. What it has already been counted with stays."""
+        if not node.is_here:
+            node.facts = facts
+        node.block_class = weightier(node.block_class, facts.block_class)
+        node.retention = max(node.retention, facts.retention)
+        node.used_s = max(node.used_s, now)
+        node.clock = self._order.clock
+
+    def _make_way(self, node: Node[P]) -> tuple[Gone[P], ...]:
+        """Drop the tails that `node` makes needless, and the oldest of too many."""
+        if node.parent is None:
+            return ()
+        others = [tail for tail in _tails(node.parent) if tail is not node and not tail.pins]
+        needless = [
+            tail
+            for tail in others
+            if not tail.has_state and node.facts.token_ids.startswith(tail.facts.token_ids)
+        ]
+        surplus = len(_tails(node.parent)) - len(needless) - MAX_TAILS
+        if node.is_tail and surplus > 0:
+            oldest = sorted((t for t in others if t not in needless), key=lambda t: t.used_s)
+            needless += oldest[:surplus]
+        return tuple(self._drop(tail) for tail in needless)
+
+    def _drop(self, node: Node[P]) -> Gone[P]:
+        """Forget a leaf, wherever it is."""
+        gone = Gone(node.id, node.payload, node.stored)
+        if node.in_ram:
+            self._take_out(node)
+        self.unstored(node.id)
+        self._prune(node)
+        return gone
+
+    def _settle(self, node: Node[P]) -> tuple[Gone[P], ...]:
+        """After `node` left a place: take out what is no longer reached, forget what is nowhere."""
+        below: list[Node[P]] = []
+        if not node.is_here:
+            stack = list(node.children.values())
+            while stack:
+                child = stack.pop()
+                if child.is_live:
+                    below.append(child)
+                    stack.extend(child.children.values())
+        gone = []
+        for child in reversed(below):  # children before parents
+            if child.in_ram:
+                gone.append(Gone(child.id, child.payload, child.stored))
+                self._take_out(child)
+            self._prune(child)
+        self._prune(node)
+        return tuple(gone)
+
+    def _take_out(self, node: Node[P]) -> None:
+        node.payload = None
+        self._ram_blocks -= 1
+        self._ram_bytes -= node.nbytes
+        self._order.file(node)
+        above = node.parent
+        was_live = not node.live_children
+        while was_live and above is not None:
+            above.live_children -= 1
+            self._order.file(above)
+            was_live = not above.is_live
+            above = above.parent
+
+    def _woke(self, node: Node[P]) -> None:
+        """Count a node that was not live until now, up to the first above that was."""
+        above, is_new = node.parent, True
+        while is_new and above is not None:
+            is_new = not above.is_live
+            above.live_children += 1
+            self._order.file(above)
+            above = above.parent
+
+    def _prune(self, node: Node[P]) -> None:
+        """Forget a block that is nowhere and has no children, and those above it likewise."""
+        above = node.parent
+        while above is not None and not node.is_here and not node.children:
+            if self._nodes.pop(node.id, None) is None:
+                return
+            del above.children[node.id]
+            node, above = above, above.parent
+
+
+def _tails(parent: Node[P]) -> list[Node[P]]:
+    return [child for child in parent.children.values() if child.is_tail]
+
+
+def _with_state(nodes: Sequence[Node[P]], depth: int) -> int:
+    """Cut a depth back to the hindmost block that carries state."""
+    while depth and not nodes[depth - 1].has_state:
+        depth -= 1
+    return depth

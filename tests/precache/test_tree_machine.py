@@ -1,0 +1,364 @@
+"""The laws of the tree, held against any order of calls.
+
+A plain model knows which ids are in RAM and on disk, and derives everything else by walking from
+each block to its beginning. The tree must agree with it after every step: nothing in RAM that
+cannot be reached, nothing kept that nobody can find, no byte lost, no pinned victim, parents after
+their children.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kakeya.core.units import pack_ids
+from kakeya.precache.block_node import BlockFacts, Node
+from kakeya.precache.blocks import BlockChain
+from kakeya.precache.retention import BlockClass, Retention
+from kakeya.precache.tree import MAX_TAILS, PrefixTree
+from kakeya.precache.tree_answer import Gone, Pin
+
+SIZE = 2
+CHAIN = BlockChain(bytes(32), SIZE)
+# Few tokens, so that histories share prefixes; odd lengths have a tail.
+HISTORIES = st.lists(st.integers(0, 2), min_size=1, max_size=9)
+
+
+@dataclass
+class Known:
+    """What the model was told of one id."""
+
+    parent: bytes | None
+    tokens: tuple[int, ...]
+    facts: BlockFacts
+    index: int
+
+
+def chain_of(history: list[int]) -> list[bytes]:
+    """Ids of the whole blocks and of the tail, if there is one."""
+    ids = list(CHAIN.ids(history))
+    rest = history[len(ids) * SIZE :]
+    return [*ids, CHAIN.tail_id(ids[-1] if ids else None, rest)] if rest else ids
+
+
+class Tree(RuleBasedStateMachine):
+    @initialize()
+    def start(self) -> None:
+        self.tree: PrefixTree[int] = PrefixTree(SIZE)
+        self.now = 0.0
+        self.payloads = 0
+        self.known: dict[bytes, Known] = {}
+        self.ram: dict[bytes, int] = {}
+        self.disk: set[bytes] = set()
+        self.pins: list[tuple[Pin[int], list[bytes]]] = []
+
+    # --- the model
+
+    def path(self, block_id: bytes | None) -> list[bytes]:
+        """The ids from the beginning to this one."""
+        found: list[bytes] = []
+        while block_id is not None:
+            found.append(block_id)
+            block_id = self.known[block_id].parent
+        return found[::-1]
+
+    def here(self, block_id: bytes) -> bool:
+        return block_id in self.ram or block_id in self.disk
+
+    def reached(self, block_id: bytes | None) -> bool:
+        return all(map(self.here, self.path(block_id)))
+
+    def kept(self) -> set[bytes]:
+        """What the tree must know: what is here, and all before it."""
+        return {above for one in {*self.ram, *self.disk} for above in self.path(one)}
+
+    def pinned(self) -> set[bytes]:
+        return {one for _, ids in self.pins for one in ids if one in self.ram}
+
+    def under(self, parent: bytes | None) -> set[bytes]:
+        return {one for one in self.kept() if self.known[one].parent == parent}
+
+    def is_tail(self, block_id: bytes) -> bool:
+        return len(self.known[block_id].tokens) < SIZE
+
+    def leave(self, gone: tuple[Gone[int], ...]) -> None:
+        """Take out what the tree said can no longer be reached; it must be all of that."""
+        unreached = {one for one in self.ram if not self.reached(one)}
+        assert {one.id for one in gone} == unreached
+        assert len(gone) == len(unreached)
+        for place, one in enumerate(gone):
+            assert one.payload == self.ram.pop(one.id)
+            assert one.stored == (one.id in self.disk)
+            later = {other.id for other in gone[place + 1 :]}
+            assert later.isdisjoint(other for other in later if one.id in self.path(other))
+
+    # --- steps
+
+    def learn(self, history: list[int], facts: BlockFacts | None = None) -> list[bytes]:
+        ids = chain_of(history)
+        for index, block_id in enumerate(ids):
+            tokens = tuple(history[index * SIZE : (index + 1) * SIZE])
+            parent = ids[index - 1] if index else None
+            made = BlockFacts(token_ids=pack_ids(tokens), nbytes=1)
+            self.known.setdefault(block_id, Known(parent, tokens, made, index))
+        return ids
+
+    def facts_of(self, block_id: bytes, nbytes: int, cost: int, state: bool) -> BlockFacts:
+        """New facts, or those that it is known by: ids stand for equal bytes."""
+        known = self.known[block_id]
+        if block_id not in self.kept():
+            known.facts = BlockFacts(
+                token_ids=pack_ids(known.tokens),
+                nbytes=nbytes,
+                recompute_s=float(cost),
+                has_state=state,
+                block_class=list(BlockClass)[cost % len(BlockClass)],
+                retention=list(Retention)[nbytes % len(Retention)],
+            )
+        return known.facts
+
+    @rule(history=HISTORIES, nbytes=st.integers(1, 9), cost=st.integers(0, 9), state=st.booleans())
+    def compute(self, history: list[int], nbytes: int, cost: int, state: bool) -> None:
+        """Insert a history from its beginning, as after a prefill."""
+        for index in range(len(self.learn(history))):
+            self.insert(history, index, nbytes, cost, state)
+
+    @rule(
+        history=HISTORIES,
+        index=st.integers(0, 4),
+        nbytes=st.integers(1, 9),
+        cost=st.integers(0, 9),
+        state=st.booleans(),
+    )
+    def insert(self, history: list[int], index: int, nbytes: int, cost: int, state: bool) -> None:
+        ids = self.learn(history)
+        index = min(index, len(ids) - 1)
+        block_id, parent = ids[index], self.known[ids[index]].parent
+        facts = self.facts_of(block_id, nbytes, cost, state)
+        covered = (
+            self.is_tail(block_id)
+            and not facts.has_state
+            and any(
+                other in self.ram
+                and other != block_id
+                and self.known[other].tokens[: facts.tokens] == self.known[block_id].tokens
+                for other in self.under(parent)
+            )
+        )
+        self.payloads += 1
+        done = self.tree.insert(ids, index, self.payloads, facts, self.now)
+        assert bool(done) == (block_id not in self.ram and self.reached(parent) and not covered)
+        if not done:
+            assert not done.dropped
+            return
+        self.ram[block_id] = self.payloads
+        self.check_dropped(done.dropped, block_id)
+
+    def check_dropped(self, dropped: tuple[Gone[int], ...], newest: bytes) -> None:
+        parent, tokens = self.known[newest].parent, self.known[newest].tokens
+        tails = {one for one in self.under(parent) if self.is_tail(one)}
+        pinned = self.pinned()
+        needless = {
+            one
+            for one in tails - pinned - {newest}
+            if not self.known[one].facts.has_state
+            and tokens[: len(self.known[one].tokens)] == self.known[one].tokens
+        }
+        for one in dropped:
+            assert one.id in tails - pinned - {newest}
+            assert one.payload == self.ram.pop(one.id, None)
+            assert one.stored == (one.id in self.disk)
+            self.disk.discard(one.id)
+        assert needless <= {one.id for one in dropped}
+        left = tails - {one.id for one in dropped}
+        if self.is_tail(newest):
+            assert len(left) <= MAX_TAILS or left <= pinned | {newest}
+            assert len(left) >= min(MAX_TAILS, len(tails - needless))
+        else:
+            assert {one.id for one in dropped} == needless
+
+    @rule(history=HISTORIES, index=st.integers(0, 4), nbytes=st.integers(1, 9))
+    def store(self, history: list[int], index: int, nbytes: int) -> None:
+        ids = self.learn(history)
+        block_id = ids[min(index, len(ids) - 1)]
+        parent = self.known[block_id].parent
+        tails = sum(map(self.is_tail, self.under(parent)))
+        full = self.is_tail(block_id) and block_id not in self.kept() and tails >= MAX_TAILS
+        allowed = (parent is None or parent in self.kept()) and not full
+        facts = self.facts_of(block_id, nbytes, 1, False)
+        assert self.tree.stored(block_id, parent, facts, self.now) == allowed
+        if allowed:
+            self.disk.add(block_id)
+
+    @precondition(lambda self: self.disk)
+    @rule(data=st.data())
+    def unstore(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from(sorted(self.disk)))
+        self.disk.discard(block_id)
+        self.leave(self.tree.unstored(block_id))
+
+    @precondition(lambda self: self.ram)
+    @rule(data=st.data(), for_room=st.booleans())
+    def lose(self, data: st.DataObject, for_room: bool) -> None:
+        block_id = data.draw(st.sampled_from(sorted(self.ram)))
+        del self.ram[block_id]
+        self.leave(self.tree.lose(block_id, for_room=for_room))
+
+    @rule(nbytes=st.integers(0, 40))
+    def evict(self, nbytes: int) -> None:
+        before = dict(self.ram)
+        chosen = self.tree.victims(nbytes)
+        again = self.tree.victims(nbytes)
+        assert [node.id for node in chosen] == [node.id for node in again], "a question changed it"
+        assert len(set(chosen)) == len(chosen)
+        freed = 0
+        for node in chosen:
+            assert freed < nbytes, "more than was asked for"
+            assert node.id not in self.pinned()
+            freed += node.nbytes
+            del self.ram[node.id]
+            behind = {one for one in self.ram if node.id in self.path(one)}
+            assert not behind, "went while what is behind it stays"
+            assert self.tree.lose(node.id) == ()
+        assert freed >= nbytes or not self.may_go(), f"{before} could give more than {freed}"
+
+    def may_go(self) -> set[bytes]:
+        held = {above for one in self.pinned() for above in self.path(one)}
+        return set(self.ram) - held
+
+    @rule(history=HISTORIES, passed=st.integers(0, 400), block_class=st.sampled_from(BlockClass))
+    def touch(self, history: list[int], passed: int, block_class: BlockClass) -> None:
+        self.now += passed
+        ids = self.learn(history)
+        known = self.kept()
+        length = next((n for n, one in enumerate(ids) if one not in known), len(ids))
+        used = self.tree.touch(ids, self.now, block_class=block_class)
+        assert [node.id for node in used] == [i for i in reversed(ids[:length]) if i in self.ram]
+        for block_id in ids[:length]:
+            node = self.node(block_id)
+            assert node.used_s == self.now
+            assert node.block_class.weight >= block_class.weight
+
+    @rule(history=HISTORIES)
+    def pin(self, history: list[int]) -> None:
+        ids = self.learn(history)
+        pin = self.tree.pin(ids)
+        assert (pin is not None) == all(one in self.ram for one in ids)
+        if pin is not None:
+            self.pins.append((pin, ids))
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data(), twice=st.booleans())
+    def unpin(self, data: st.DataObject, twice: bool) -> None:
+        pin, _ = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        pin.unpin()
+        if twice:
+            pin.unpin()
+
+    @rule(history=HISTORIES, state=st.booleans())
+    def match(self, history: list[int], state: bool) -> None:
+        ids = self.learn(history)
+        disk = next((n for n, one in enumerate(ids) if not self.here(one)), len(ids))
+        ram = next((n for n, one in enumerate(ids) if one not in self.ram), len(ids))
+        if state:
+            disk, ram = (
+                max((n for n in range(1, d + 1) if self.facts(ids[n - 1]).has_state), default=0)
+                for d in (disk, ram)
+            )
+        found = self.tree.match(ids, needs_state=state)
+        assert (found.depth_ram, found.depth_disk) == (ram, disk)
+        assert [node.id for node in found.nodes] == ids[:disk]
+        assert [node.payload for node in found.nodes[:ram]] == [self.ram[i] for i in ids[:ram]]
+
+    @rule(history=HISTORIES, state=st.booleans())
+    def tail(self, history: list[int], state: bool) -> None:
+        ids = CHAIN.ids(history)
+        depth = self.tree.match(ids).depth_disk
+        parent, rest = ids[depth - 1] if depth else None, history[depth * SIZE :]
+        ranks: dict[bytes, tuple[int, bool]] = {}
+        for one in self.under(parent):
+            shared = 0
+            tokens = self.known[one].tokens
+            while shared < min(len(tokens), len(rest)) and tokens[shared] == rest[shared]:
+                shared += 1
+            usable = not state or (self.facts(one).has_state and shared == len(tokens))
+            if shared and usable and self.here(one):
+                ranks[one] = (shared, one in self.ram)
+        found = self.tree.tail(parent, rest, needs_state=state)
+        if found is None:
+            assert not ranks
+        else:
+            assert ranks[found[0]] == max(ranks.values())
+            assert found[1] == ranks[found[0]][0]
+
+    @rule(passed=st.integers(0, 4000))
+    def expire(self, passed: int) -> None:
+        self.now += passed
+        found = self.tree.expired(self.now)
+        for node in found:
+            assert self.now - node.used_s > node.retention
+            assert node.id not in self.pinned()
+            del self.ram[node.id]
+            assert not any(node.id in self.path(one) for one in self.ram)
+            assert self.tree.lose(node.id, for_room=False) == ()
+        for one in self.may_go():
+            still = [o for o in self.ram if one in self.path(o)]
+            assert any(
+                o in self.pinned() or self.now - self.node(o).used_s <= self.node(o).retention
+                for o in still
+            ), "unseen for longer than its window, and all behind it too"
+
+    # --- what always holds
+
+    def node(self, block_id: bytes) -> Node[int]:
+        node = self.tree.node(block_id)
+        assert node is not None
+        return node
+
+    def facts(self, block_id: bytes) -> BlockFacts:
+        return self.node(block_id).facts
+
+    @invariant()
+    def is_what_the_model_knows(self) -> None:
+        assert {node.id for node in self.tree} == self.kept()
+        assert {node.id: node.payload for node in self.tree if node.in_ram} == self.ram
+        assert {node.id for node in self.tree if node.stored} == self.disk
+
+    @invariant()
+    def everything_in_ram_is_reached(self) -> None:
+        assert all(map(self.reached, self.ram))
+
+    @invariant()
+    def bytes_are_accounted(self) -> None:
+        stats = self.tree.stats()
+        assert stats.ram_blocks == len(self.ram)
+        assert stats.disk_blocks == len(self.disk)
+        assert stats.ram_bytes == self.tree.ram_bytes
+        assert stats.ram_bytes == sum(self.facts(one).nbytes for one in self.ram)
+        assert stats.disk_bytes == sum(self.facts(one).nbytes for one in self.disk)
+        assert stats.tails == sum(map(self.is_tail, self.kept()))
+
+    @invariant()
+    def nodes_hang_together(self) -> None:
+        for node in self.tree:
+            parent = self.known[node.id].parent
+            assert node.index == self.known[node.id].index
+            assert (node.parent.id if node.index and node.parent else None) == parent
+            assert node.live_children == sum(
+                1
+                for child in self.under(node.id)
+                if any(child in self.path(one) for one in self.ram)
+            )
+            assert not (node.is_tail and node.children)
+
+    @invariant()
+    def what_is_pinned_is_pinned_from_its_beginning(self) -> None:
+        for node in self.tree:
+            assert node.pins >= sum(child.pins for child in node.children.values() if child.in_ram)
+
+
+TestTree = Tree.TestCase
+TestTree.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
