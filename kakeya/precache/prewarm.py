@@ -1,0 +1,297 @@
+"""Computes prefixes before anybody waits for them, and keeps them from being forgotten.
+
+One prefix at a time, in the order of `Kind`, and of one kind the oldest first. It is work that
+nobody needs: it runs only while memory presses nobody and into room that is free, ends at once when
+that changes, and a fault of it is told once and not tried again: the request that comes finds a
+cold prefix, and whatever is broken is not papered over. Another prompt under the same key is
+another try.
+
+How to compute, what is there already and what room there is are injected: `WarmSource`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import KakeyaError
+from kakeya.core.log import event
+from kakeya.core.tasks import sleep_or_wake
+from kakeya.memory.policy import Level
+from kakeya.precache.deadlines import Deadlines
+from kakeya.precache.warming import (
+    Kind,
+    Outcome,
+    Prefix,
+    PrewarmStats,
+    Report,
+    Warmed,
+    WarmSource,
+)
+
+_log = logging.getLogger(__name__)
+PREWARM_S = 120.0
+"""The longest that one prefix may take. Beside requests it only gets what they leave."""
+MAX_QUEUED = 1024
+MAX_KEPT_TOKENS = 1 << 22
+"""Of all prefixes that are kept warm: 16 MB of ids. Beyond it the one used least lately goes."""
+MAX_FAULTS = 1024
+RETRY_S = 30.0
+"""Until a kept prefix that found no room, or pressure, is looked after again."""
+_IDLE_S = 3600.0
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    prefix: Prefix
+    kind: Kind
+    waiters: list[asyncio.Future[Report]] = field(default_factory=list)
+    tokens: array[int] | None = None
+    """What is known of it from before; None = it has to be rendered."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    prefix: Prefix
+    tokens: array[int] | None
+
+
+class Prewarmer:
+    """See the module. `run` is its one background task."""
+
+    def __init__(self, source: WarmSource, *, clock: Clock, keep_alive_s: float) -> None:
+        self._source = source
+        self._clock = clock
+        self._deadlines = Deadlines(keep_alive_s)
+        self._queue: dict[Kind, OrderedDict[str, _Job]] = {kind: OrderedDict() for kind in Kind}
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._faults: OrderedDict[str, None] = OrderedDict()
+        self._level = Level.NOMINAL
+        self._wake = asyncio.Event()
+        self._running: tuple[_Job, asyncio.Task[Report]] | None = None
+        self._outcomes: Counter[Outcome] = Counter()
+        self._cached = self._computed = self._refreshed = self._kept_tokens = 0
+
+    @property
+    def stats(self) -> PrewarmStats:
+        """Counts at this moment."""
+        return PrewarmStats(
+            outcomes={outcome: self._outcomes[outcome] for outcome in Outcome},
+            cached_tokens=self._cached,
+            computed_tokens=self._computed,
+            refreshed=self._refreshed,
+            queued=self._queued(),
+            kept=len(self._kept),
+            kept_tokens=self._kept_tokens,
+            running=self._running[0].prefix.key if self._running else "",
+        )
+
+    # What others tell.
+
+    def submit(self, prefix: Prefix, kind: Kind) -> None:
+        """Warm a prefix in its turn; one of the same key that still waits is no longer wanted."""
+        self._enqueue(_Job(prefix, kind))
+
+    async def ask(self, prefix: Prefix) -> Report:
+        """Warm a prefix and say what became of it. Cancelling it leaves the work in its turn."""
+        waiter: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
+        self._enqueue(_Job(prefix, Kind.ASKED, [waiter]))
+        return await waiter
+
+    def used(self, key: str) -> None:
+        """A request used the prefix of a key."""
+        self._deadlines.used(key, self._clock.mono())
+        if key in self._kept:
+            self._kept.move_to_end(key)
+
+    def forget(self, key: str) -> None:
+        """Look after a key no more."""
+        self._deadlines.forget(key)
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._kept_tokens -= len(kept.tokens or ())
+            self._unpin(kept)
+
+    def pressed(self, level: Level) -> None:
+        """Memory presses as much as this now; what runs ends at once where it does."""
+        self._level = level
+        if level is not Level.NOMINAL and self._running is not None:
+            self._running[1].cancel()
+
+    # What it does.
+
+    async def run(self) -> None:
+        """Warm one prefix after the other, for ever."""
+        try:
+            while True:
+                self._wake.clear()
+                self._renew_due()
+                job = self._next()
+                if job is None:
+                    await sleep_or_wake(self._clock, self._idle_s(), self._wake)
+                else:
+                    await self._do(job)
+        except asyncio.CancelledError:
+            while (job := self._next()) is not None:
+                self._account(job, _STOPPING)
+            raise
+
+    async def _do(self, job: _Job) -> None:
+        task = asyncio.ensure_future(self._guarded(job))
+        self._running = (job, task)
+        report = _STOPPING
+        try:
+            await asyncio.wait((task,))
+            report = _INTERRUPTED if task.cancelled() else _FAULT
+            if not task.cancelled():
+                report = task.result()
+        finally:
+            self._running = None
+            task.cancel()
+            self._account(job, report)
+
+    async def _guarded(self, job: _Job) -> Report:
+        try:
+            async with asyncio.timeout(PREWARM_S):
+                return await self._warm(job)
+        except TimeoutError:
+            reason = f"requests left it too little time within {PREWARM_S:g} s"
+            return Report(outcome=Outcome.LATE, reason=reason)
+        except KakeyaError as fault:
+            return Report(outcome=Outcome.FAILED, reason=fault.message)
+
+    async def _warm(self, job: _Job) -> Report:
+        prefix, source = job.prefix, self._source
+        if self._level is not Level.NOMINAL:
+            reason = f"memory pressure is {self._level.name.lower()}"
+            return Report(outcome=Outcome.PRESSURE, reason=reason)
+        if job.tokens is None:
+            if (refusal := source.refuse(prefix)) is not None:
+                return refusal
+            job.tokens = array("I", await prefix.tokens())
+        tokens = job.tokens
+        due = max(0, len(tokens) - 1)  # the last one is computed by its request, for the logits
+        there = min(await source.keep(prefix, tokens), due)
+        warmed = Warmed(tokens=len(tokens), cached=there)
+        if there < due:
+            if (refusal := source.refuse(prefix)) is not None:
+                return refusal
+            if not source.has_room(prefix, due - there):
+                reason = f"there is no free room for the KV of {due - there} tokens"
+                return Report(outcome=Outcome.NO_ROOM, warmed=warmed, reason=reason)
+            warmed = await source.warm(prefix, tokens)
+        # What was pinned before may share blocks with this, so that is unpinned first.
+        if self._supersede(prefix, tokens) or there < due:
+            await source.keep(prefix, tokens)
+        return Report(outcome=Outcome.WARM, warmed=warmed)
+
+    def _account(self, job: _Job, report: Report) -> None:
+        key, now = job.prefix.key, self._clock.mono()
+        self._outcomes[report.outcome] += 1
+        match report.outcome:
+            case Outcome.WARM:
+                self._faults.pop(key, None)
+                self._cached += report.warmed.cached
+                self._computed += report.warmed.computed
+                self._refreshed += job.kind is Kind.KEPT and report.warmed.computed == 0
+                self._keep(job, now)
+            case Outcome.FAILED:
+                self._tell_once(job.prefix, report.reason)
+                self.forget(key)
+            case _:
+                if key not in self._kept and job.kind is Kind.KEPT:
+                    self._keep(job, now)
+                self._deadlines.postpone(key, now + RETRY_S)
+        for waiter in job.waiters:
+            if not waiter.done():
+                waiter.set_result(report)
+
+    def _tell_once(self, prefix: Prefix, reason: str) -> None:
+        if prefix.key in self._faults:
+            return
+        self._faults[prefix.key] = None
+        if len(self._faults) > MAX_FAULTS:
+            self._faults.popitem(last=False)
+        event(
+            _log,
+            "a prefix could not be warmed; requests compute it",
+            level=logging.WARNING,
+            key=prefix.key,
+            model=prefix.model_id,
+            reason=reason,
+        )
+
+    # What is kept.
+
+    def _supersede(self, prefix: Prefix, tokens: array[int]) -> bool:
+        """Let go of what was pinned under this key; whether anything was."""
+        before = self._kept.get(prefix.key)
+        if before is None or (before.tokens == tokens and prefix.is_pinned):
+            return False
+        return self._unpin(before)
+
+    def _unpin(self, kept: _Kept) -> bool:
+        if not kept.prefix.is_pinned or kept.tokens is None:
+            return False
+        self._source.unpin(kept.prefix, kept.tokens)
+        return True
+
+    def _keep(self, job: _Job, now: float) -> None:
+        prefix = job.prefix
+        before = self._kept.pop(prefix.key, None)
+        if before is not None:
+            self._kept_tokens -= len(before.tokens or ())
+        if not prefix.is_kept:
+            self._deadlines.forget(prefix.key)
+            return
+        self._kept[prefix.key] = _Kept(prefix, job.tokens)
+        self._kept_tokens += len(job.tokens or ())
+        self._deadlines.touched(prefix.key, prefix.retention, now)
+        while self._kept_tokens > MAX_KEPT_TOKENS and len(self._kept) > 1:
+            self.forget(next(iter(self._kept)))
+
+    def _renew_due(self) -> None:
+        for key in self._deadlines.due(self._clock.mono()):
+            kept = self._kept[key]
+            if not any(key in jobs for jobs in self._queue.values()):
+                self._put(_Job(kept.prefix, Kind.KEPT, tokens=kept.tokens))
+
+    def _idle_s(self) -> float:
+        due_mono = self._deadlines.next_due()
+        return _IDLE_S if due_mono is None else max(0.0, due_mono - self._clock.mono())
+
+    # What waits.
+
+    def _enqueue(self, job: _Job) -> None:
+        for jobs in self._queue.values():
+            older = jobs.pop(job.prefix.key, None)
+            if older is not None:
+                job.waiters += older.waiters
+                job.kind = min(job.kind, older.kind)
+        if self._queued() < MAX_QUEUED:
+            self._put(job)
+        else:
+            reason = f"{MAX_QUEUED} prefixes wait already"
+            self._account(job, Report(outcome=Outcome.CROWDED, reason=reason))
+
+    def _put(self, job: _Job) -> None:
+        self._queue[job.kind][job.prefix.key] = job
+        self._wake.set()
+
+    def _next(self) -> _Job | None:
+        for jobs in self._queue.values():
+            if jobs:
+                return jobs.popitem(last=False)[1]
+        return None
+
+    def _queued(self) -> int:
+        return sum(len(jobs) for jobs in self._queue.values())
+
+
+_STOPPING = Report(outcome=Outcome.AWAY, reason="this node is stopping")
+_INTERRUPTED = Report(outcome=Outcome.PRESSURE, reason="memory became short meanwhile")
+_FAULT = Report(outcome=Outcome.FAILED, reason="an internal fault; the node's log tells more")

@@ -1,0 +1,115 @@
+"""What a prefix to be warm is, what may become of it, and the seam to who computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import Protocol
+
+from kakeya.precache.retention import Retention
+
+Tokens = Sequence[int]
+
+
+class Kind(IntEnum):
+    """Who wants a prefix, the most urgent first."""
+
+    ASKED = 0
+    """A caller waits for the outcome: a session that opens, /v1/precache."""
+    TURN = 1
+    """A conversation as its next request will begin, after each of its turns."""
+    KEPT = 2
+    """Declared prompts after each load, and whatever comes up to its deadline."""
+
+
+class Outcome(StrEnum):
+    """What became of a prefix."""
+
+    WARM = "warm"
+    FAILED = "failed"
+    PRESSURE = "skipped_pressure"
+    """Memory is short on this machine."""
+    NO_ROOM = "skipped_room"
+    """It would have to take the place of something else."""
+    AWAY = "skipped_away"
+    """The model is not in memory."""
+    LATE = "skipped_late"
+    """Requests left it too little time."""
+    CROWDED = "skipped_queue"
+    """Too many others wait already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """A prefix to be warm. `tokens` renders it when its turn has come, on the event loop.
+
+    `is_kept`: it is looked after until it is forgotten; `is_pinned`: nothing may take its place
+    either. `client` is who asks, for adapters that belong to somebody.
+    """
+
+    key: str
+    model_id: str
+    tokens: Callable[[], Awaitable[Tokens]]
+    retention: Retention = Retention.SHORT
+    is_kept: bool = False
+    is_pinned: bool = False
+    client: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warmed:
+    """Tokens of a prefix: all of them, those that were there already, those computed now."""
+
+    tokens: int = 0
+    cached: int = 0
+    computed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What became of a prefix, and why it was not done, in a sentence."""
+
+    outcome: Outcome
+    warmed: Warmed = Warmed()
+    reason: str = ""
+
+
+class WarmSource(Protocol):
+    """Who computes prefixes and knows what is kept."""
+
+    def refuse(self, prefix: Prefix) -> Report | None:
+        """Why this cannot be computed now; None = it can."""
+        ...
+
+    async def keep(self, prefix: Prefix, tokens: Tokens) -> int:
+        """Refresh what is there of a prefix for its class: so many tokens from its beginning."""
+        ...
+
+    def has_room(self, prefix: Prefix, tokens: int) -> bool:
+        """Whether so many more tokens fit without taking anybody's place."""
+        ...
+
+    async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed:
+        """Compute what is not there, behind everybody's requests. Raises KakeyaError."""
+        ...
+
+    def unpin(self, prefix: Prefix, tokens: Tokens) -> None:
+        """From now on something else may take its place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrewarmStats:
+    """Counts over a prewarmer's life; the last four are of this moment."""
+
+    outcomes: Mapping[Outcome, int]
+    cached_tokens: int
+    computed_tokens: int
+    refreshed: int
+    """Kept prefixes that were whole at their deadline: nothing had to be computed."""
+    queued: int
+    kept: int
+    kept_tokens: int
+    running: str
+    """The key that is computed; "" = none."""

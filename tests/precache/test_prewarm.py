@@ -1,0 +1,350 @@
+"""The prewarmer: one at a time, in order, only where nobody is in need, and never again after a
+fault."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import pytest
+
+from kakeya.core.errors import PeerUnavailable
+from kakeya.memory.policy import Level
+from kakeya.precache import prewarm
+from kakeya.precache.prewarm import Prewarmer
+from kakeya.precache.retention import Retention
+from kakeya.precache.warming import Kind, Outcome, Prefix, Report, Tokens, Warmed
+from tests.fakes import FakeClock
+
+
+@dataclass
+class Source:
+    """Keeps what was warmed, token by token; records what it was asked."""
+
+    clock: FakeClock
+    kept: dict[tuple[int, ...], float] = field(default_factory=dict)
+    warmed: list[str] = field(default_factory=list)
+    unpinned: list[tuple[str, int]] = field(default_factory=list)
+    refusal: Report | None = None
+    has_free_room: bool = True
+    fault: Exception | None = None
+    gate: asyncio.Event | None = None
+
+    def refuse(self, prefix: Prefix) -> Report | None:
+        return self.refusal
+
+    async def keep(self, prefix: Prefix, tokens: Tokens) -> int:
+        whole = tuple(tokens)
+        lengths = [n for n in range(1, len(whole) + 1) if whole[:n] in self.kept]
+        for n in lengths:
+            self.kept[whole[:n]] = self.clock.mono()
+        return max(lengths, default=0)
+
+    def has_room(self, prefix: Prefix, tokens: int) -> bool:
+        return self.has_free_room
+
+    async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed:
+        self.warmed.append(prefix.key)
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.fault is not None:
+            raise self.fault
+        there = await self.keep(prefix, tokens)
+        self.kept[tuple(tokens)[:-1]] = self.clock.mono()
+        return Warmed(tokens=len(tokens), cached=there, computed=len(tokens) - 1 - there)
+
+    def unpin(self, prefix: Prefix, tokens: Tokens) -> None:
+        self.unpinned.append((prefix.key, len(tokens)))
+
+
+def prefix(key: str, tokens: Tokens = (1, 2, 3), **more: object) -> Prefix:
+    async def render() -> Tokens:
+        return tokens
+
+    return Prefix(key=key, model_id="m", tokens=render, **more)
+
+
+@dataclass
+class World:
+    clock: FakeClock
+    source: Source
+    prewarmer: Prewarmer
+    running: asyncio.Task[None]
+
+    async def settle(self) -> None:
+        for _ in range(60):
+            await asyncio.sleep(0)
+
+    async def stop(self) -> None:
+        self.running.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.running
+
+
+class StillClock(FakeClock):
+    """Moves only by `advance`."""
+
+    async def _jump(self) -> None:
+        return None
+
+
+@asynccontextmanager
+async def world(keep_alive_s: float = 240.0, clock: FakeClock | None = None):
+    clock = clock or StillClock()
+    source = Source(clock)
+    prewarmer = Prewarmer(source, clock=clock, keep_alive_s=keep_alive_s)
+    built = World(clock, source, prewarmer, asyncio.ensure_future(prewarmer.run()))
+    yield built
+    await built.stop()
+
+
+async def test_a_prefix_is_computed_once_and_then_found():
+    async with world() as w:
+        first = await w.prewarmer.ask(prefix("a", range(100)))
+        assert first == Report(
+            outcome=Outcome.WARM, warmed=Warmed(tokens=100, cached=0, computed=99)
+        )
+        again = await w.prewarmer.ask(prefix("a", range(100)))
+        assert again.warmed == Warmed(tokens=100, cached=99, computed=0)
+        assert w.source.warmed == ["a"]
+        stats = w.prewarmer.stats
+        assert (stats.computed_tokens, stats.cached_tokens) == (99, 99)
+        assert stats.outcomes[Outcome.WARM] == 2
+
+
+async def test_who_waits_comes_first_then_turns_then_what_is_only_kept():
+    async with world() as w:
+        w.source.gate = asyncio.Event()
+        w.prewarmer.submit(prefix("first", (9, 9)), Kind.KEPT)
+        await w.settle()
+        w.prewarmer.submit(prefix("kept", (1, 1)), Kind.KEPT)
+        w.prewarmer.submit(prefix("turn", (2, 2)), Kind.TURN)
+        w.prewarmer.submit(prefix("turn2", (4, 4)), Kind.TURN)
+        asking = asyncio.ensure_future(w.prewarmer.ask(prefix("asked", (3, 3))))
+        await w.settle()
+        assert (w.prewarmer.stats.queued, w.prewarmer.stats.running) == (4, "first")
+        w.source.gate.set()
+        assert (await asking).outcome is Outcome.WARM
+        await w.settle()
+        assert w.source.warmed == ["first", "asked", "turn", "turn2", "kept"]
+
+
+async def test_a_later_prompt_takes_the_place_of_one_that_waits_and_its_askers_get_it():
+    async with world() as w:
+        w.source.gate = asyncio.Event()
+        w.prewarmer.submit(prefix("busy", (9, 9)), Kind.TURN)
+        await w.settle()
+        asking = asyncio.ensure_future(w.prewarmer.ask(prefix("a", range(5))))
+        await w.settle()
+        w.prewarmer.submit(prefix("a", range(8)), Kind.KEPT)
+        w.source.gate.set()
+        assert (await asking).warmed.tokens == 8
+        assert w.source.warmed == ["busy", "a"]
+
+
+@pytest.mark.parametrize("level", [Level.LOW, Level.CRITICAL])
+async def test_under_pressure_nothing_begins_and_what_runs_ends(level):
+    async with world() as w:
+        w.source.gate = asyncio.Event()
+        asking = asyncio.ensure_future(w.prewarmer.ask(prefix("a")))
+        await w.settle()
+        w.prewarmer.pressed(level)
+        report = await asking
+        assert (report.outcome, report.reason) == (
+            Outcome.PRESSURE,
+            "memory became short meanwhile",
+        )
+        report = await w.prewarmer.ask(prefix("b"))
+        assert report.reason == f"memory pressure is {level.name.lower()}"
+        assert w.source.warmed == ["a"]
+        w.source.gate.set()
+        w.prewarmer.pressed(Level.NOMINAL)
+        assert (await w.prewarmer.ask(prefix("a"))).outcome is Outcome.WARM
+        assert w.prewarmer.stats.outcomes[Outcome.PRESSURE] == 2
+
+
+async def test_without_free_room_nothing_is_computed():
+    async with world() as w:
+        w.source.has_free_room = False
+        report = await w.prewarmer.ask(prefix("a", range(100)))
+        assert report.outcome is Outcome.NO_ROOM
+        assert "99 tokens" in report.reason
+        assert w.source.warmed == []
+
+
+async def test_a_model_that_is_away_is_not_asked_but_what_is_there_of_it_is_kept():
+    async with world() as w:
+        await w.prewarmer.ask(prefix("a", range(10), is_kept=True))
+        w.source.refusal = Report(outcome=Outcome.AWAY, reason="m is unloaded")
+        assert (await w.prewarmer.ask(prefix("b"))).outcome is Outcome.AWAY
+        await w.settle()
+        w.clock.advance(241)
+        await w.settle()
+        assert w.prewarmer.stats.refreshed == 1
+        assert w.source.warmed == ["a"]
+
+
+async def test_a_fault_is_told_once_and_not_tried_again(caplog):
+    async with world() as w:
+        w.source.fault = PeerUnavailable("the engine is gone")
+        for _ in range(3):
+            report = await w.prewarmer.ask(prefix("a", is_kept=True))
+            assert report == Report(outcome=Outcome.FAILED, reason="the engine is gone")
+        w.clock.advance(100_000)
+        await w.settle()
+        assert w.source.warmed == ["a"] * 3
+        assert w.prewarmer.stats.kept == 0
+        told = [r for r in caplog.records if "could not be warmed" in r.message]
+        assert [r.levelno for r in told] == [logging.WARNING]
+        w.source.fault = None
+        assert (await w.prewarmer.ask(prefix("a"))).outcome is Outcome.WARM
+
+
+async def test_a_prefix_that_cannot_be_rendered_is_a_fault_of_its_own():
+    async def broken() -> Tokens:
+        raise PeerUnavailable("no template")
+
+    async with world() as w:
+        report = await w.prewarmer.ask(Prefix(key="a", model_id="m", tokens=broken))
+        assert report.reason == "no template"
+        assert (await w.prewarmer.ask(prefix("b"))).outcome is Outcome.WARM
+
+
+async def test_a_fault_of_ours_ends_the_task_and_not_those_who_wait():
+    w = World(clock := StillClock(), source := Source(clock), *_built(source, clock))
+    source.fault = RuntimeError("a bug")
+    report = await w.prewarmer.ask(prefix("a"))
+    assert report.outcome is Outcome.FAILED
+    with pytest.raises(RuntimeError, match="a bug"):
+        await w.running
+
+
+def _built(source, clock):
+    prewarmer = Prewarmer(source, clock=clock, keep_alive_s=240.0)
+    return prewarmer, asyncio.ensure_future(prewarmer.run())
+
+
+async def test_kept_prefixes_are_seen_again_within_their_window():
+    async with world(clock=FakeClock()) as w:
+        w.prewarmer.submit(prefix("short", range(5), is_kept=True), Kind.KEPT)
+        w.prewarmer.submit(
+            prefix("long", range(50, 55), is_kept=True, retention=Retention.LONG), Kind.KEPT
+        )
+        began = w.clock.mono()
+        while w.clock.mono() < began + 8_000:
+            await w.clock.sleep(10.0)
+            for first, window in ((0, 300), (50, 3600)):
+                at = w.source.kept.get(tuple(range(first, first + 4)), began)
+                assert w.clock.mono() - at <= window
+        assert w.source.warmed == ["short", "long"]
+        assert w.prewarmer.stats.refreshed > 30
+        assert w.prewarmer.stats.kept == 2
+
+
+async def test_what_went_for_others_is_computed_again_at_its_deadline():
+    async with world() as w:
+        await w.prewarmer.ask(prefix("a", range(5), is_kept=True))
+        w.source.kept.clear()
+        w.clock.advance(239)
+        await w.settle()
+        assert w.source.warmed == ["a"]
+        w.prewarmer.used("a")
+        w.clock.advance(239)
+        await w.settle()
+        assert w.source.warmed == ["a"]
+        w.clock.advance(2)
+        await w.settle()
+        assert w.source.warmed == ["a", "a"]
+
+
+async def test_a_declared_prompt_that_met_pressure_comes_back_when_it_is_over():
+    async with world() as w:
+        w.prewarmer.pressed(Level.LOW)
+        w.prewarmer.submit(prefix("sys", range(5), is_kept=True), Kind.KEPT)
+        await w.settle()
+        w.prewarmer.pressed(Level.NOMINAL)
+        w.clock.advance(prewarm.RETRY_S + 1)
+        await w.settle()
+        assert w.source.warmed == ["sys"]
+
+
+async def test_what_is_forgotten_is_not_looked_after():
+    async with world() as w:
+        await w.prewarmer.ask(prefix("a", range(5), is_kept=True))
+        w.source.kept.clear()
+        w.prewarmer.forget("a")
+        w.prewarmer.forget("unknown")
+        w.clock.advance(10_000)
+        await w.settle()
+        assert w.source.warmed == ["a"]
+        assert (w.prewarmer.stats.kept, w.prewarmer.stats.kept_tokens) == (0, 0)
+
+
+async def test_pins_end_with_their_prefix_and_with_the_next_one_under_their_key():
+    async with world() as w:
+        await w.prewarmer.ask(prefix("a", range(5), is_kept=True, is_pinned=True))
+        await w.prewarmer.ask(prefix("a", range(5), is_kept=True, is_pinned=True))
+        assert w.source.unpinned == []
+        await w.prewarmer.ask(prefix("a", range(7), is_kept=True, is_pinned=True))
+        assert w.source.unpinned == [("a", 5)]
+        await w.prewarmer.ask(prefix("a", range(7)))
+        assert w.source.unpinned == [("a", 5), ("a", 7)]
+        assert w.prewarmer.stats.kept == 0
+
+
+async def test_of_too_many_kept_tokens_the_least_used_go(monkeypatch):
+    monkeypatch.setattr(prewarm, "MAX_KEPT_TOKENS", 25)
+    async with world() as w:
+        for first, key in ((0, "a"), (100, "b"), (200, "c")):
+            if key == "c":
+                w.prewarmer.used("a")
+            await w.prewarmer.ask(prefix(key, range(first, first + 10), is_kept=True))
+        assert w.prewarmer.stats.kept_tokens == 20
+        await w.settle()
+        w.clock.advance(300)
+        await w.settle()
+        assert w.prewarmer.stats.refreshed == 2
+        assert set(w.prewarmer._kept) == {"a", "c"}
+
+
+async def test_of_too_many_that_wait_the_last_is_refused(monkeypatch):
+    monkeypatch.setattr(prewarm, "MAX_QUEUED", 2)
+    async with world() as w:
+        w.source.gate = asyncio.Event()
+        w.prewarmer.submit(prefix("runs"), Kind.TURN)
+        await w.settle()
+        w.prewarmer.submit(prefix("a"), Kind.TURN)
+        w.prewarmer.submit(prefix("b"), Kind.TURN)
+        assert (await w.prewarmer.ask(prefix("c"))).outcome is Outcome.CROWDED
+        w.prewarmer.submit(prefix("b"), Kind.TURN)
+        assert w.prewarmer.stats.queued == 2
+        w.source.gate.set()
+
+
+async def test_who_leaves_does_not_disturb_the_others():
+    async with world() as w:
+        w.source.gate = asyncio.Event()
+        leaving = asyncio.ensure_future(w.prewarmer.ask(prefix("a")))
+        await w.settle()
+        leaving.cancel()
+        w.source.gate.set()
+        assert (await w.prewarmer.ask(prefix("b"))).outcome is Outcome.WARM
+
+
+async def test_at_the_end_whoever_waits_is_told():
+    async with world() as w:
+        w.source.gate = asyncio.Event()
+        asking = [asyncio.ensure_future(w.prewarmer.ask(prefix(k))) for k in "ab"]
+        await w.settle()
+        await w.stop()
+        assert [(await one).reason for one in asking] == ["this node is stopping"] * 2
+
+
+async def test_requests_that_leave_no_time_are_no_fault(monkeypatch):
+    monkeypatch.setattr(prewarm, "PREWARM_S", 0.01)
+    async with world() as w:
+        w.source.gate = asyncio.Event()
+        report = await w.prewarmer.ask(prefix("a"))
+        assert report.outcome is Outcome.LATE
