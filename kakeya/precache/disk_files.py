@@ -1,0 +1,337 @@
+"""The folder of stored blocks: writes, reads, removes and sets files aside. Everything here blocks.
+
+    ab/abcd...64 hex digits.long.kvb   a block (`kvb`); its retention; mtime = its last use
+    ab/.abcd....kvb.tmp                one that is being written, or was cut off
+    quarantine/                        what was damaged, bounded in bytes, the oldest goes
+
+A file appears under its name by a rename, after an fsync of its own: whatever happens while it is
+written, there is the old one, or none, or the whole one. The folder is not synced: after a power
+cut a name may be missing, which costs one cold prefill, and the other half of the flushes (2-6 ms
+each, in which other files of the node wait as well) is saved. Folders are 0700, files 0600; no
+link is followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kakeya.precache.blocks import BlockId
+from kakeya.precache.disk_index import SUFFIX, name_of, parse_name
+from kakeya.precache.kvb import (
+    DamagedBlock,
+    Facts,
+    Head,
+    Payload,
+    StoredBlock,
+    read_head,
+    read_payload,
+    write_block,
+)
+from kakeya.precache.retention import Retention
+
+QUARANTINE = "quarantine"
+_TEMPORARY = ".tmp"
+_BROKEN = frozenset({errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO})
+"""What a file answers that will not answer otherwise later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundFile:
+    """A whole header in the folder; the payload behind it was not read."""
+
+    block: StoredBlock
+    name: str
+    retention: Retention
+    size_bytes: int
+    used_at: float  # wall seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """A file that does not hold what it should."""
+
+    name: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What was found in the folder."""
+
+    files: tuple[FoundFile, ...] = ()
+    damage: tuple[Damage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What reading blocks whole showed."""
+
+    blocks: int = 0
+    read_bytes: int = 0
+    damage: tuple[Damage, ...] = ()
+    unreadable: int = 0  # now, though maybe not later
+
+
+class BlockFolder:
+    """One folder of blocks. Its owner writes from one thread; reads may come from several."""
+
+    def __init__(self, folder: Path, *, quarantine_bytes: int) -> None:
+        self.folder = folder
+        self._quarantine_bytes = quarantine_bytes
+
+    def free_bytes(self) -> int:
+        """Room on the disk. Raises OSError."""
+        self._make(self.folder)
+        found = os.statvfs(self.folder)
+        return found.f_bavail * found.f_frsize
+
+    def scan(self, *, is_owner: bool = True) -> Contents:
+        """Read every header; damaged files are set aside. Raises OSError for the folder alone.
+
+        The owner also removes what cut-off writes left; anybody else may be reading beside it.
+        """
+        files: dict[BlockId, FoundFile] = {}
+        damage: list[Damage] = []
+        facts: dict[bytes, Facts] = {}
+        for entry in self._entries(is_owner=is_owner):
+            try:
+                found = self._look_at(Path(entry.path))
+            except FileNotFoundError:
+                continue
+            except (DamagedBlock, OSError) as problem:
+                if isinstance(problem, OSError) and problem.errno not in _BROKEN:
+                    continue
+                self.set_aside(Path(entry.path))
+                damage.append(Damage(name=entry.name, problem=str(problem)))
+                continue
+            # Thousands of blocks share a few fingerprints.
+            shared = facts.setdefault(found.block.fingerprint, found.block.facts)
+            found = replace(found, block=replace(found.block, facts=shared))
+            other = files.get(found.block.id)
+            keep, lose = _better(found, other)
+            files[found.block.id] = keep
+            if lose is not None and is_owner:
+                self.remove_all((lose.name,))
+        return Contents(files=tuple(files.values()), damage=tuple(damage))
+
+    def write(
+        self, block: StoredBlock, payload: Payload, retention: Retention, used_at: float
+    ) -> tuple[str, int]:
+        """Write a block under its name, or leave what is there; its name and size.
+
+        Raises InvalidArgument, OSError.
+        """
+        name = name_of(block.id, retention)
+        path = self._path(name)
+        self._make(self.folder)
+        self._make(path.parent)
+        aside = path.with_name(f".{block.id.hex()}{SUFFIX}{_TEMPORARY}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            with io.FileIO(os.open(aside, flags, 0o600), "w") as file:
+                size_bytes = write_block(file, block, payload)
+                os.fsync(file.fileno())
+                os.utime(file.fileno(), (used_at, used_at))
+            aside.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise
+        return name, size_bytes
+
+    def read(
+        self,
+        name: str,
+        into: Callable[[StoredBlock], memoryview | None],
+        is_wanted: Callable[[], bool],
+    ) -> StoredBlock | None:
+        """Read a block into what `into` gives for it; None = it gave nothing, or is not wanted.
+
+        Raises DamagedBlock, and then it was set aside; OSError.
+        """
+        path = self._path(name)
+        try:
+            with _opened(path) as file:
+                head = self._head(file, path)
+                view = into(head.block)
+                if view is None or not read_payload(file, head, view, is_wanted):
+                    return None
+                return head.block
+        except DamagedBlock:
+            self.set_aside(path)
+            raise
+        except OSError as problem:
+            if problem.errno not in _BROKEN:
+                raise
+            self.set_aside(path)
+            raise DamagedBlock(f"it cannot be read: {problem.strerror}") from None
+
+    def tell(self, name: str, block_id: BlockId, retention: Retention, used_at: float) -> str:
+        """Let a file show its last use and its retention; its name from then on. Raises OSError."""
+        path = self._path(name)
+        os.utime(path, (used_at, used_at), follow_symlinks=False)
+        wanted = name_of(block_id, retention)
+        if wanted != name:
+            path.replace(self._path(wanted))
+        return wanted
+
+    def remove_all(self, names: Iterable[str]) -> int:
+        """Delete files, as far as that can be done; how many are gone now."""
+        gone = 0
+        for name in names:
+            with contextlib.suppress(OSError):
+                self._path(name).unlink(missing_ok=True)
+                gone += 1
+        return gone
+
+    def names(self) -> frozenset[str]:
+        """Every block's file there is. Raises OSError for the folder alone."""
+        return frozenset(entry.name for entry in self._entries(is_owner=False))
+
+    def set_aside(self, path: Path) -> None:
+        """Move a damaged file to the quarantine, or remove it; harmless when neither can be."""
+        quarantine = self.folder / QUARANTINE
+        with contextlib.suppress(OSError):
+            self._make(quarantine)
+            path.replace(quarantine / path.name)
+            self._bound(quarantine)
+
+    def quarantined(self) -> tuple[int, int]:
+        """How many files were set aside and are still there, and their bytes."""
+        sizes = [found.st_size for _, found in _files_in(self.folder / QUARANTINE)]
+        return len(sizes), sum(sizes)
+
+    def verify(self, names: Iterable[str], is_wanted: Callable[[], bool]) -> Verified:
+        """Read blocks whole, one by one; damaged ones are set aside, those that went are fine."""
+        blocks = read_bytes = unreadable = 0
+        damage: list[Damage] = []
+        room = bytearray()
+
+        def into(block: StoredBlock) -> memoryview:
+            nonlocal room
+            if len(room) < block.payload_bytes:
+                room = bytearray(block.payload_bytes)
+            return memoryview(room)[: block.payload_bytes]
+
+        for name in names:
+            try:
+                block = self.read(name, into, is_wanted)
+            except FileNotFoundError:
+                continue
+            except DamagedBlock as problem:
+                damage.append(Damage(name=name, problem=str(problem)))
+            except OSError:
+                unreadable += 1
+            else:
+                if block is None:
+                    break
+                blocks += 1
+                read_bytes += block.payload_bytes
+        return Verified(
+            blocks=blocks, read_bytes=read_bytes, damage=tuple(damage), unreadable=unreadable
+        )
+
+    def wipe(self) -> int:
+        """Remove every block and the quarantine; how many files went."""
+        gone = 0
+        with contextlib.suppress(OSError):
+            gone = self.remove_all(entry.name for entry in self._entries(is_owner=False))
+        for path, _ in _files_in(self.folder / QUARANTINE):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+                gone += 1
+        return gone
+
+    def _path(self, name: str) -> Path:
+        return self.folder / name[:2] / name
+
+    def _make(self, folder: Path) -> None:
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def _entries(self, *, is_owner: bool) -> Iterator[os.DirEntry[str]]:
+        try:
+            with os.scandir(self.folder) as found:
+                shards = sorted(entry.name for entry in found if _is_shard(entry))
+        except FileNotFoundError:
+            return
+        for shard in shards:
+            try:
+                with os.scandir(self.folder / shard) as found:
+                    inside = list(found)
+            except OSError:
+                continue
+            for entry in inside:
+                if entry.name.endswith(SUFFIX):
+                    yield entry
+                elif is_owner and entry.name.endswith(SUFFIX + _TEMPORARY):
+                    with contextlib.suppress(OSError):
+                        Path(entry.path).unlink(missing_ok=True)
+
+    def _look_at(self, path: Path) -> FoundFile:
+        parsed = parse_name(path.name)
+        if parsed is None:
+            raise DamagedBlock("its name is no block's")
+        with _opened(path) as file:
+            block = self._head(file, path).block
+            found = os.fstat(file.fileno())
+        return FoundFile(
+            block=block,
+            name=path.name,
+            retention=parsed[1],
+            size_bytes=found.st_size,
+            used_at=found.st_mtime,
+        )
+
+    def _head(self, file: io.FileIO, path: Path) -> Head:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedBlock("it is no file")
+        head = read_head(file, found.st_size)
+        parsed = parse_name(path.name)
+        if parsed is None or head.block.id != parsed[0]:
+            raise DamagedBlock(f"it holds block {head.block.id.hex()}")
+        return head
+
+    def _bound(self, quarantine: Path) -> None:
+        files = sorted(_files_in(quarantine), key=lambda file: file[1].st_ctime)
+        total = sum(found.st_size for _, found in files)
+        for path, found in files:
+            if total <= self._quarantine_bytes:
+                break
+            path.unlink(missing_ok=True)
+            total -= found.st_size
+
+
+def _opened(path: Path) -> io.FileIO:
+    # Not blocking: a pipe under a block's name would wait for a writer.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    return io.FileIO(os.open(path, flags), "r")
+
+
+def _is_shard(entry: os.DirEntry[str]) -> bool:
+    return len(entry.name) == 2 and entry.is_dir(follow_symlinks=False)
+
+
+def _files_in(folder: Path) -> list[tuple[Path, os.stat_result]]:
+    try:
+        with os.scandir(folder) as found:
+            return [(Path(entry.path), entry.stat(follow_symlinks=False)) for entry in found]
+    except OSError:
+        return []
+
+
+def _better(one: FoundFile, other: FoundFile | None) -> tuple[FoundFile, FoundFile | None]:
+    """Of two files of one block keep the one that says more; a kill leaves both for a moment."""
+    if other is None:
+        return one, None
+    if (one.block.has_state, one.retention) > (other.block.has_state, other.retention):
+        return one, other
+    return other, one

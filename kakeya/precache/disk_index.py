@@ -1,0 +1,198 @@
+"""Which blocks are on disk, how long they stay, and which go first. Decides; touches no file.
+
+A block's *spent life* is its time since the last use as a share of its retention: 0 just now, above
+1 expired. It never counts as more spent than what follows it in its chain, so a prefix lives as
+long as anything that needs it, and goes after it: leaves first. Where room is needed, blocks of
+fingerprints that no model here has go first, then the most spent; what is held never goes.
+
+Who goes is decided on a frozen view, so that it can be done in a thread; `DiskIndex.take` then says
+whether the entry is still as it was seen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from kakeya.precache.blocks import BlockId
+from kakeya.precache.kvb import StoredBlock
+from kakeya.precache.retention import Retention
+
+SUFFIX = ".kvb"
+_NAME = re.compile(r"([0-9a-f]{64})(?:\.([^.]*))?" + re.escape(SUFFIX))
+_TELL_SHARE = 1 / 8
+"""A use is written to the file once it is this share of the retention later than the file says."""
+_RETENTIONS = {retention.label: retention for retention in Retention}
+
+
+def name_of(block_id: BlockId, retention: Retention) -> str:
+    """Name the file of a block; an id with any bytes makes a name that any file system takes."""
+    return f"{block_id.hex()}.{retention.label}{SUFFIX}"
+
+
+def parse_name(name: str) -> tuple[BlockId, Retention] | None:
+    """Read a name; one that tells no retention we know has the long one. None = not ours."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    return bytes.fromhex(found[1]), _RETENTIONS.get(found[2], Retention.LONG)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One file: its block, its name, and when it was last used."""
+
+    block: StoredBlock
+    name: str
+    size_bytes: int
+    retention: Retention  # from now on; the block's own may be shorter
+    used_mono: float
+    told_mono: float  # the last use that the file itself shows
+
+    def spent(self, now_mono: float) -> float:
+        """How much of its life has passed since its last use; above 1 = expired."""
+        return max(0.0, now_mono - self.used_mono) / self.retention.seconds
+
+    @property
+    def is_untold(self) -> bool:
+        """Whether its file shows a retention or a use that are no longer right."""
+        late_s = self.used_mono - self.told_mono
+        return (
+            late_s > _TELL_SHARE * self.retention.seconds
+            or name_of(self.block.id, self.retention) != self.name
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexView:
+    """What an index held at one moment."""
+
+    entries: tuple[Entry, ...]
+    held: frozenset[BlockId] = frozenset()
+    usable: frozenset[bytes] | None = None  # fingerprints; None = nobody said, so all
+
+
+class DiskIndex:
+    """The entries by block id, their bytes, what is held, and which fingerprints are of use."""
+
+    def __init__(self) -> None:
+        self._entries: dict[BlockId, Entry] = {}
+        self._held: Counter[BlockId] = Counter()
+        self._usable: frozenset[bytes] | None = None
+        self.used_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, block_id: BlockId) -> bool:
+        return block_id in self._entries
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def get(self, block_id: BlockId) -> Entry | None:
+        """The entry of a block, if it is there."""
+        return self._entries.get(block_id)
+
+    def add(self, entry: Entry) -> None:
+        """Take an entry in; it replaces another one of the same block."""
+        self.drop(entry.block.id)
+        self._entries[entry.block.id] = entry
+        self.used_bytes += entry.size_bytes
+
+    def drop(self, block_id: BlockId) -> Entry | None:
+        """Forget an entry; returns it."""
+        entry = self._entries.pop(block_id, None)
+        if entry is not None:
+            self.used_bytes -= entry.size_bytes
+        return entry
+
+    def take(self, seen: Entry) -> bool:
+        """Forget an entry if it is as it was seen, and not held; returns whether it was."""
+        if self._entries.get(seen.block.id) is not seen or seen.block.id in self._held:
+            return False
+        self.drop(seen.block.id)
+        return True
+
+    def touch(
+        self, block_id: BlockId, now_mono: float, retention: Retention | None = None
+    ) -> Entry | None:
+        """A block was used; its retention only ever grows. None = it is not here."""
+        entry = self._entries.get(block_id)
+        if entry is None:
+            return None
+        kept = max(entry.retention, retention or entry.retention)
+        touched = replace(entry, used_mono=max(now_mono, entry.used_mono), retention=kept)
+        self._entries[block_id] = touched
+        return touched
+
+    def told(self, seen: Entry, name: str) -> None:
+        """The file of an entry shows its use now, under this name."""
+        entry = self._entries.get(seen.block.id)
+        if entry is not None and entry.name == seen.name:
+            self._entries[seen.block.id] = replace(entry, name=name, told_mono=seen.used_mono)
+
+    def hold(self, ids: Iterable[BlockId]) -> None:
+        """Let these stay whatever happens, until `let_go`; they need not be there."""
+        self._held.update(ids)
+
+    def let_go(self, ids: Iterable[BlockId]) -> None:
+        """End one hold of each."""
+        self._held.subtract(ids)
+        self._held = +self._held
+
+    def use(self, fingerprints: Collection[bytes] | None) -> None:
+        """Say of which fingerprints blocks can be used now; None = nobody knows yet."""
+        self._usable = None if fingerprints is None else frozenset(fingerprints)
+
+    def view(self) -> IndexView:
+        """What it holds now."""
+        return IndexView(
+            entries=tuple(self._entries.values()), held=frozenset(self._held), usable=self._usable
+        )
+
+
+def expired(view: IndexView, now_mono: float) -> list[Entry]:
+    """Find what nobody used in its time, and nothing that is left needs."""
+    spent = spent_lives(view, now_mono)
+    return [
+        entry
+        for entry in view.entries
+        if spent[entry.block.id] > 1.0 and entry.block.id not in view.held
+    ]
+
+
+def victims(view: IndexView, need_bytes: int, now_mono: float) -> list[Entry]:
+    """Choose what goes to free so many bytes, the first first; fewer where no more may go."""
+    if need_bytes <= 0:
+        return []
+    spent = spent_lives(view, now_mono)
+    ordered = sorted(
+        (entry for entry in view.entries if entry.block.id not in view.held),
+        key=lambda entry: (
+            view.usable is None or entry.block.fingerprint in view.usable,
+            -spent[entry.block.id],
+            -entry.block.index,
+        ),
+    )
+    freed_bytes = 0
+    for count, entry in enumerate(ordered, start=1):
+        freed_bytes += entry.size_bytes
+        if freed_bytes >= need_bytes:
+            return ordered[:count]
+    return ordered
+
+
+def spent_lives(view: IndexView, now_mono: float) -> Mapping[BlockId, float]:
+    """Tell the spent life of each block: its own, or that of whatever of its chain has less."""
+    spent = {
+        entry.block.id: 0.0 if entry.block.id in view.held else entry.spent(now_mono)
+        for entry in view.entries
+    }
+    for entry in sorted(view.entries, key=lambda entry: -entry.block.index):
+        parent = entry.block.parent
+        if parent in spent:
+            spent[parent] = min(spent[parent], spent[entry.block.id])
+    return spent

@@ -1,0 +1,135 @@
+"""What keeps a store of blocks within its bounds: who goes, what the files show, what is gone.
+
+Decides on frozen views in a thread, then acts on what is still as it was seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kakeya.core.clock import Clock
+from kakeya.core.units import format_bytes
+from kakeya.precache.blocks import BlockId
+from kakeya.precache.disk_files import BlockFolder
+from kakeya.precache.disk_index import DiskIndex, Entry, expired, victims
+from kakeya.precache.disk_stats import Counts, DiskConfig
+from kakeya.precache.disk_threads import DiskThreads
+
+Told = tuple[Entry, str]
+"""An entry as its file shows it now, and the file's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskParts:
+    """What the halves of a store share. The index belongs to the event loop.
+
+    `stored` and `lost` are told, on the loop, of ids that are on disk from now on, or no longer.
+    """
+
+    folder: BlockFolder
+    threads: DiskThreads
+    index: DiskIndex
+    counts: Counts
+    config: DiskConfig
+    clock: Clock
+    stored: Callable[[Collection[BlockId]], None]
+    lost: Callable[[Collection[BlockId]], None]
+
+
+class Upkeep:
+    """Removes, renames and dates the files of an index that its store owns."""
+
+    def __init__(self, parts: DiskParts) -> None:
+        self._folder = parts.folder
+        self._threads = parts.threads
+        self._index = parts.index
+        self._counts = parts.counts
+        self._config = parts.config
+        self._clock = parts.clock
+        self._lost = parts.lost
+
+    async def expire(self) -> None:
+        """Remove what nobody used in its time."""
+        view, now_mono = self._index.view(), self._clock.mono()
+        chosen = await self._threads.read(partial(expired, view, now_mono))
+        self._counts.expired += len(await self._remove(chosen))
+
+    async def make_room(self, need_bytes: int) -> str:
+        """Free what is too much with `need_bytes` more; "" = they fit now, else why they do not.
+
+        Too much is what lies above the cap, and what the disk lacks of what it is to keep free.
+        Raises OSError when the disk cannot be asked.
+        """
+        free_bytes = await self._threads.write(self._folder.free_bytes)
+        # What is removed becomes free, so this bound stays while we remove.
+        bound_bytes = self._index.used_bytes + free_bytes - self._config.keep_free_bytes
+        limit_bytes = min(self._config.cap_bytes, bound_bytes)
+        over_bytes = self._index.used_bytes + need_bytes - limit_bytes
+        if over_bytes > 0:
+            await self._evict(over_bytes + int(self._config.headroom * self._config.cap_bytes))
+        if self._index.used_bytes + need_bytes <= limit_bytes:
+            return ""
+        return (
+            f"{format_bytes(need_bytes)} more do not fit: the cap is "
+            f"{format_bytes(self._config.cap_bytes)}, the disk has {format_bytes(free_bytes)} free "
+            f"and is to keep {format_bytes(self._config.keep_free_bytes)}"
+        )
+
+    async def tell_uses(self) -> None:
+        """Let files show the last uses and retentions of their blocks."""
+        untold = [entry for entry in self._index if entry.is_untold]
+        if not untold:
+            return
+        ahead_s = self._clock.wall() - self._clock.mono()
+        for entry, name in await self._threads.write(partial(self._tell, untold, ahead_s)):
+            self._index.told(entry, name)
+
+    async def find_gone(self) -> None:
+        """Forget what somebody else removed."""
+        seen = tuple(self._index)
+        with contextlib.suppress(OSError):
+            names = await self._threads.write(self._folder.names)
+            gone = [
+                entry.block.id
+                for entry in seen
+                if entry.name not in names and self._has_name(entry)
+            ]
+            for block_id in gone:
+                self._index.drop(block_id)
+            self._lost(gone)
+
+    async def look_at_quarantine(self) -> None:
+        """Count what was set aside."""
+        found = await self._threads.read(self._folder.quarantined)
+        self._counts.quarantined, self._counts.quarantined_bytes = found
+
+    async def _evict(self, need_bytes: int) -> None:
+        view, now_mono = self._index.view(), self._clock.mono()
+        chosen = await self._threads.read(partial(victims, view, need_bytes, now_mono))
+        gone = await self._remove(chosen)
+        self._counts.evicted += len(gone)
+        self._counts.evicted_bytes += sum(entry.size_bytes for entry in gone)
+
+    async def _remove(self, chosen: Iterable[Entry]) -> Sequence[Entry]:
+        gone = [entry for entry in chosen if self._index.take(entry)]
+        if gone:
+            self._lost([entry.block.id for entry in gone])
+            names = [entry.name for entry in gone]
+            await self._threads.write(partial(self._folder.remove_all, names))
+        return gone
+
+    def _tell(self, untold: Sequence[Entry], ahead_s: float) -> list[Told]:
+        told: list[Told] = []
+        for entry in untold:
+            with contextlib.suppress(OSError):  # it went, or the folder is read-only
+                used_at = entry.used_mono + ahead_s
+                name = self._folder.tell(entry.name, entry.block.id, entry.retention, used_at)
+                told.append((entry, name))
+        return told
+
+    def _has_name(self, seen: Entry) -> bool:
+        entry = self._index.get(seen.block.id)
+        return entry is not None and entry.name == seen.name
