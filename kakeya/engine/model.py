@@ -66,13 +66,24 @@ class LoadedFacts:
         """Tokens of the prefill chunk behind a context of `length`, so that it stays within time.
 
         A whole power of two below `prefill_chunk_tokens`, fixed for the life of the engine: equal
-        histories are computed in equal pieces, and give equal KV.
+        histories are computed in equal pieces, and give equal KV. No piece lies in two blocks.
         """
         chunk, rate = self.prefill_chunk_tokens, self.prefill_tokens_per_second
+        if self.kv_block_tokens:
+            chunk = min(chunk, self.kv_block_tokens)
         token_s = (1 / rate if rate > 0 else 0.0) + self.prefill_context_s * length
         while chunk >= 2 * LEAST_CHUNK_TOKENS and chunk * token_s > CHUNK_LIMIT_S:
             chunk //= 2
         return chunk
+
+
+@dataclass(frozen=True, slots=True)
+class KvView:
+    """The bytes of a block that has room for `tokens` positions, and behind them for state."""
+
+    data: memoryview
+    tokens: int
+    has_state: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +109,10 @@ class MemoryUse:
 
 class SequenceState(Protocol):
     """The KV of one sequence and the rows in flight on it."""
+
+    grid_tokens: int
+    """How many of its first tokens have the very KV that prefill on the grid gives. Not counted
+    by the state itself: who prefills knows the grid."""
 
     @property
     def length(self) -> int:
@@ -143,6 +158,22 @@ class SequenceState(Protocol):
 
     def trim(self, count: int) -> bool:
         """Drop the KV of the last `count` tokens; False, and nothing changed, where it can't."""
+        ...
+
+    def export_block(self, first: int, tokens: int, into: KvView, *, with_state: bool) -> bool:
+        """Copy the KV of tokens to their places in the block that they lie in; detached from it.
+
+        With state, which is that behind the newest token. False where a layer no longer holds
+        them. Raises InvalidArgument when the block is too short.
+        """
+        ...
+
+    def import_blocks(self, blocks: Sequence[KvView], tokens: int) -> None:
+        """Hold the KV of so many tokens, as these blocks have it; for an empty state.
+
+        A block is copied before this returns. Raises InvalidArgument when they do not hold that;
+        nothing is changed then.
+        """
         ...
 
     def layer_length(self) -> int:

@@ -1,8 +1,8 @@
 """One generation on the model thread, as a generator of steps: frames, and launches between them.
 
-    prefill   the part of the history that no kept KV covers, in chunks on a fixed grid that is
-              finer behind a long context, all but the last token; a frame each, so a cancellation
-              is noticed in between
+    prefill   the part of the history that no KV covers, kept here or taken from blocks, in chunks
+              on a fixed grid that is finer behind a long context, all but the last token; a frame
+              each, so a cancellation is noticed in between; whole blocks are exported on the way
     flight    plain steps in a pipeline: the next row is launched before this one is read
     quiet     nothing in flight; the last committed token is pending
 
@@ -26,11 +26,20 @@ from typing import TypeAlias
 from kakeya.core.errors import InvalidArgument, InvariantBroken, NotFound
 from kakeya.decoding.acceptance import agreeing
 from kakeya.decoding.controller import DraftController
-from kakeya.decoding.decoder import Decoding
+from kakeya.decoding.decoder import Decoding, FinishReason
 from kakeya.decoding.proposer import Draft
 from kakeya.engine.adapters import AdapterUse, EngineAdapters
 from kakeya.engine.drafting import Drafting, RemoteBooks
-from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, PrefillFrame, TokensFrame
+from kakeya.engine.job import (
+    DecodeJob,
+    DoneFrame,
+    EngineFrame,
+    ExportedFrame,
+    ImportedFrame,
+    PrefillFrame,
+    TokensFrame,
+)
+from kakeya.engine.kv import KvExports, grid_floor, plan_take, take
 from kakeya.engine.model import Model, SequenceState
 from kakeya.engine.slots import KvSlots
 
@@ -83,15 +92,18 @@ class SequenceRun:
         _validate(job, facts.vocab_size, facts.context_tokens)
         self._tools = tools
         self._job = job
-        self._chunk_at = facts.prefill_chunk_at
+        self._facts = facts
         self._decoding = Decoding(
             job.token_ids,
-            max_tokens=job.max_tokens,
+            max_tokens=max(1, job.max_tokens),
             stop_token_ids=job.stop_token_ids,
             context_tokens=facts.context_tokens,
         )
         self._adapter = _enter(tools, job.adapter_id)
         self._lender = tools.adapters
+        self._prompt_tokens = len(job.token_ids) - 1
+        self._imported_tokens = 0
+        self._exports = KvExports(job.kv_exports, facts, self._prompt_tokens)
         try:
             self._state, self._cached_tokens = self._reopen(model)
             self._state.select_with(job.sampling)
@@ -107,6 +119,7 @@ class SequenceRun:
         self._forwards = 0
         self._drafted = self._verified = self._accepted = 0
         self._prefill_s = 0.0
+        self._mark_s: float | None = None
 
     @property
     def length(self) -> int:
@@ -130,22 +143,32 @@ class SequenceRun:
         """As `frames`, but a plain step is launched by the caller before the next `next`."""
         timer = self._tools.timer
         started = timer()
+        if self._job.kv_blocks:
+            yield ImportedFrame(tokens=self._imported_tokens)
         self._drafting.prepare(self._decoding.history)
         yield from self._prefill()
         self._prefill_s = timer() - started
         self._drafting.begin(self._decoding.history)
-        mark = timer()
-        while self._decoding.finish is None:
+        self._mark_s = timer()
+        while self._decoding.finish is None and self._job.max_tokens:
             tokens, comparable_rows = yield from self._step()
             now = timer()
-            if comparable_rows:
-                self._tools.controller.observe_forward(comparable_rows, now - mark)
-            mark = now
+            if comparable_rows and self._mark_s is not None:
+                self._tools.controller.observe_forward(comparable_rows, now - self._mark_s)
+            self._mark_s = now
             self._check_length()
             yield TokensFrame(token_ids=tokens)
         done = self._done(timer() - started)
         self.finish()
         yield done
+
+    def resumed(self, mark_s: float | None) -> None:
+        """Others worked since its last step: what that took is not what a step of its own takes.
+
+        `mark_s` is when its own work begins; None = the device is still busy with others', and the
+        next step measures nothing.
+        """
+        self._mark_s = mark_s
 
     def finish(self) -> None:
         """Keep the KV under the job's key. Done by the run itself, or by who cancels it."""
@@ -178,23 +201,41 @@ class SequenceRun:
         return self._adapter.content if self._adapter else ""
 
     def _reopen(self, model: Model) -> tuple[SequenceState, int]:
-        """Continue the kept KV as far as it agrees with the history, else start empty."""
+        """Continue the kept KV as far as it agrees with the history, or from blocks that reach
+        further, else start empty."""
         kept = self._tools.slots.take(self._job.kv_key) if self._job.kv_key else None
+        shared = 0
         if kept is not None and kept.content == self._content():
-            history = self._decoding.history
-            shared = min(agreeing(kept.tokens, history), len(history) - 1)
-            if shared > 0 and kept.state.trim(kept.state.length - shared):
-                return kept.state, shared
+            shared = min(agreeing(kept.tokens, self._decoding.history), self._prompt_tokens)
+        plan = plan_take(self._job.kv_blocks, self._facts, self._prompt_tokens)
+        if plan.tokens > shared:
+            state = model.open()
+            if take(state, plan, self._facts):
+                self._imported_tokens = plan.tokens
+                return state, plan.tokens
+        if kept is not None and shared > 0 and kept.state.trim(kept.state.length - shared):
+            kept.state.grid_tokens = min(kept.state.grid_tokens, grid_floor(self._facts, shared))
+            return kept.state, shared
         return model.open(), 0
 
-    def _prefill(self) -> Iterator[PrefillFrame]:
-        history, state = self._decoding.history, self._state
-        total = len(history) - 1
+    def _prefill(self) -> Iterator[PrefillFrame | ExportedFrame]:
+        """Compute what of the prompt is missing, and export what of it was computed on the grid."""
+        history, state, total = self._decoding.history, self._state, self._prompt_tokens
+        yield from self._exported(state.grid_tokens)
         while state.length < total:
-            chunk = self._chunk_at(state.length)
-            end = min(total, (state.length // chunk + 1) * chunk)
-            state.prefill(history[state.length : end])
+            first = state.length
+            chunk = self._facts.prefill_chunk_at(first)
+            end = min(total, (first // chunk + 1) * chunk)
+            state.prefill(history[first:end])
+            if first == state.grid_tokens:
+                if end % chunk == 0:
+                    state.grid_tokens = end
+                yield from self._exported(end)
             yield PrefillFrame(computed_tokens=state.length, total_tokens=total)
+
+    def _exported(self, until: int) -> Iterator[ExportedFrame]:
+        for index in self._exports.computed(self._state, until):
+            yield ExportedFrame(index=index)
 
     def _step(self) -> Generator[Launch, None, tuple[tuple[int, ...], int]]:
         """Commit at least one token.
@@ -296,7 +337,7 @@ class SequenceRun:
             )
 
     def _done(self, total_s: float) -> DoneFrame:
-        finish = self._decoding.finish
+        finish = self._decoding.finish if self._job.max_tokens else FinishReason.MAX_TOKENS
         if finish is None:
             raise InvariantBroken("finish", "a generation ended without a reason")
         return DoneFrame(
@@ -325,8 +366,8 @@ def _validate(job: DecodeJob, vocab_size: int, context_tokens: int) -> None:
     """Refuse what the model cannot take, before anything is computed."""
     if not job.token_ids:
         raise InvalidArgument("the history is empty; give at least one token")
-    if job.max_tokens < 1:
-        raise InvalidArgument(f"max_tokens is {job.max_tokens}; it must be at least 1")
+    if job.max_tokens < 0:
+        raise InvalidArgument(f"max_tokens is {job.max_tokens}; 0 = only prefill")
     if len(job.token_ids) >= context_tokens:
         raise InvalidArgument(
             f"the history has {len(job.token_ids)} tokens, the model's context is "

@@ -7,6 +7,7 @@ forward costs by its rows. The controller starts from these costs and corrects t
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.core.process import trim_heap
 from kakeya.engine.model import (
@@ -27,6 +29,7 @@ from kakeya.engine.model import (
 )
 from kakeya.mlx.batch import fitting_rows, launch_together
 from kakeya.mlx.drafts import Drafter
+from kakeya.mlx.kv_blocks import KvBlocks, plan_blocks
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import AdapterSlots
 from kakeya.mlx.verifier import Verifier
@@ -48,6 +51,7 @@ class MlxModel:
         self._loaded = loaded
         mx.set_cache_limit(KEPT_BUFFER_BYTES)
         probe = _Probe(loaded)
+        self._blocks = blocks = _blocks(loaded)
         self._facts = LoadedFacts(
             model_id=loaded.model_id,
             model_path=str(loaded.path),
@@ -62,7 +66,9 @@ class MlxModel:
             tokens_per_second=1 / probe.costs[1],
             prefill_tokens_per_second=probe.prefill_tokens_per_second,
             load_s=load_s,
-            prefill_chunk_tokens=probe.chunk_tokens,
+            prefill_chunk_tokens=min(
+                probe.chunk_tokens, blocks.block_tokens if blocks else probe.chunk_tokens
+            ),
             vocabulary_digest=loaded.vocabulary_digest,
             device=str(mx.default_device().type).removeprefix("DeviceType."),
             blas_accelerated=blas_accelerated,
@@ -72,6 +78,11 @@ class MlxModel:
             adapter_rank=loaded.adapters.max_rank if loaded.adapters else 0,
             base_fingerprint=loaded.adapters.base if loaded.adapters else "",
             batch_rows=fitting_rows(loaded),
+            kv_block_tokens=blocks.block_tokens if blocks else 0,
+            kv_block_bytes=blocks.block_tokens * blocks.row_bytes if blocks else 0,
+            kv_state_bytes=blocks.state_bytes if blocks else 0,
+            kv_layout=blocks.layout if blocks else "",
+            kv_exactness=_exactness(loaded, probe, blas_accelerated) if blocks else "",
         )
         # The probe's buffers would count as the model's, and none of them is needed again.
         mx.clear_cache()
@@ -101,7 +112,7 @@ class MlxModel:
 
     def open(self) -> Verifier:
         """A new, empty sequence."""
-        return Verifier(self._loaded)
+        return Verifier(self._loaded, self._blocks)
 
     def launch_together(
         self, states: Sequence[SequenceState], tokens: Sequence[int | None]
@@ -141,6 +152,35 @@ class MlxModel:
     def shed(self, size: int) -> None:
         """Forget such prefixes, oldest first, until `size` bytes are gone or none is left."""
         self._drafter.shed(size)
+
+
+def _blocks(loaded: LoadedModel) -> KvBlocks | None:
+    """How the model's KV is cut into blocks; None, with a reason in the log, where it can't be."""
+    try:
+        return plan_blocks(loaded)
+    except Exception as refusal:  # noqa: BLE001 - whatever a model does that is not known
+        event(
+            _log,
+            "its KV stays in this engine",
+            level=logging.WARNING,
+            model=loaded.model_id,
+            reason=refusal.message if isinstance(refusal, KakeyaError) else repr(refusal),
+        )
+        return None
+
+
+def _exactness(loaded: LoadedModel, probe: _Probe, blas_accelerated: bool) -> str:
+    return json.dumps(
+        {
+            "mlx": version("mlx"),
+            "mlx_lm": version("mlx-lm"),
+            "device": str(mx.default_device().type),
+            "blas": blas_accelerated,
+            "dtype": loaded.dtype,
+        },
+        sort_keys=True,
+        separators=(",", ":"),
+    )
 
 
 class _Probe:

@@ -27,6 +27,8 @@ from mlx_lm.models.cache import (
 
 from kakeya.core.errors import InvariantBroken
 from kakeya.decoding.sampling import SamplingParams, noise_key
+from kakeya.engine.model import KvView
+from kakeya.mlx.kv_blocks import KvBlocks
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import row_slots
 
@@ -69,9 +71,11 @@ class Landing(NamedTuple):
 class Verifier:
     """Implements `engine.model.SequenceState` on mlx-lm's caches."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, blocks: KvBlocks | None = None) -> None:
         self._model = model
+        self._blocks = blocks
         self._cache = model.make_cache()
+        self.grid_tokens = 0
         self._length = 0
         self._flight: deque[Landing] = deque()
         self._sampling = SamplingParams()
@@ -181,6 +185,19 @@ class Verifier:
                 raise InvariantBroken("trim", f"asked a layer for {count}, it trimmed {trimmed}")
         self._length -= count
         return True
+
+    def export_block(self, first: int, tokens: int, into: KvView, *, with_state: bool) -> bool:
+        """Copy the KV of tokens into the block that they lie in; see `KvBlocks.write`."""
+        if self._blocks is None:
+            return False
+        return self._blocks.write(self._cache, first, tokens, into, with_state=with_state)
+
+    def import_blocks(self, blocks: Sequence[KvView], tokens: int) -> None:
+        """Hold the KV of so many tokens, of which blocks are given; see `KvBlocks.read`."""
+        if self._blocks is None or self._length:
+            raise InvariantBroken("import_blocks", f"the state holds {self._length} tokens")
+        self._blocks.read(self._cache, blocks, tokens)
+        self._length = tokens
 
     def pretend(self, length: int) -> bool:
         """Make the layers that grow with the text hold `length` made-up tokens, not only one.

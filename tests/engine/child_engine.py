@@ -16,11 +16,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kakeya.core.errors import InvalidArgument
+from kakeya.core.units import pack_ids, unpack_ids
 from kakeya.decoding.sampling import SamplingParams
-from kakeya.engine.model import LoadedFacts, MemoryUse, ModelDraft
+from kakeya.engine.model import KvView, LoadedFacts, MemoryUse, ModelDraft
 from kakeya.node.engine_main import main
 
 CHUNK_S = 1.0
+BLOCK_TOKENS = 64
+"""The toy's KV is its text: 4 bytes a token."""
 
 
 @dataclass
@@ -32,6 +36,7 @@ class ToyState:
     tokens: list[int] = field(default_factory=list)
     flight: list[int] = field(default_factory=list)
     collected: int = 0
+    grid_tokens: int = 0
 
     @property
     def length(self) -> int:
@@ -77,6 +82,18 @@ class ToyState:
         del self.tokens[len(self.tokens) - count :]
         return True
 
+    def export_block(self, first: int, tokens: int, into: KvView, *, with_state: bool) -> bool:
+        packed = pack_ids(self.tokens[first : first + tokens])
+        at = 4 * (first % BLOCK_TOKENS)
+        into.data[at : at + len(packed)] = packed
+        return True
+
+    def import_blocks(self, blocks: Sequence[KvView], tokens: int) -> None:
+        ids = [i for block in blocks for i in unpack_ids(bytes(block.data[: 4 * block.tokens]))]
+        if len(ids) < tokens:
+            raise InvalidArgument(f"blocks of {len(ids)} tokens for {tokens}")
+        self.tokens = ids[:tokens]
+
     def layer_length(self) -> int:
         return self.length
 
@@ -106,6 +123,10 @@ class ToyModel:
             device="cpu",
             blas_accelerated=True,
             forward_costs_s={1: 0.001},
+            kv_block_tokens=BLOCK_TOKENS,
+            kv_block_bytes=4 * BLOCK_TOKENS,
+            kv_layout="ids",
+            kv_exactness="exact",
         )
 
     def open(self) -> ToyState:

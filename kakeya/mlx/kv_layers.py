@@ -1,0 +1,176 @@
+"""What each class of mlx-lm's layer caches holds, and how its contents are set.
+
+    KVCache, QuantizedKVCache   a row for every position
+    RotatingKVCache             a row for each of the last `max_size` positions, the first `keep`
+                                ("sinks") among them however long the text is
+    ArraysCache                 recurrent state: a few arrays that do not grow with the text
+    CacheList                   several of these
+
+Anything else, subclasses too, is not known here: nobody can tell what else it remembers.
+
+A row is what lies at one place of axis 2 of an array of shape [1, heads, places, width]; keys and
+values are such arrays, and quantized ones are three each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """An array with a row for each position: [1, heads, positions, width]."""
+
+    heads: int
+    width: int
+    dtype: mx.Dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of one position."""
+        return self.heads * self.width * int(self.dtype.size)
+
+    def shape(self, positions: int) -> tuple[int, ...]:
+        """Of the array for so many positions."""
+        return 1, self.heads, positions, self.width
+
+    def describe(self) -> list[object]:
+        """As JSON."""
+        return [_name(self.dtype), self.heads, self.width]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """An array that has this shape whatever the text."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole."""
+        size = int(self.dtype.size)
+        for length in self.shape:
+            size *= length
+        return size
+
+    def describe(self) -> list[object]:
+        """As JSON."""
+        return [_name(self.dtype), list(self.shape)]
+
+
+def layers_of(cache: Sequence[Any]) -> list[Any]:
+    """The caches, with the members of a CacheList in its place."""
+    found: list[Any] = []
+    for layer in cache:
+        found += layers_of(layer.caches) if type(layer) is CacheList else (layer,)
+    return found
+
+
+def is_known(layer: Any) -> bool:  # noqa: ANN401 - mlx-lm's caches share no public type
+    """Whether the functions below hold for it."""
+    return type(layer) in (KVCache, QuantizedKVCache, RotatingKVCache, ArraysCache)
+
+
+def is_state(layer: Any) -> bool:  # noqa: ANN401
+    """Whether it holds recurrent state in the place of rows."""
+    return type(layer) is ArraysCache
+
+
+def arrays(layer: Any) -> list[mx.array]:  # noqa: ANN401
+    """What it holds, in order; [] where it holds nothing, or less than it can."""
+    if is_state(layer):
+        held = list(layer.cache)
+        return [] if any(part is None for part in held) else held
+    if layer.keys is None:
+        return []
+    if type(layer) is QuantizedKVCache:
+        return [*layer.keys, *layer.values]
+    return [layer.keys, layer.values]
+
+
+def place(layer: Any, first: int, last: int) -> Range | None:  # noqa: ANN401
+    """Where on axis 2 the rows of positions [first, last) lie; None where they don't.
+
+    Recurrent state has no rows: any answer is right.
+    """
+    if is_state(layer):
+        return 0, 0
+    offset = int(layer.offset)
+    if last > offset:
+        return None
+    if type(layer) is not RotatingKVCache:
+        return first, last
+    # The newest rows lie in order in front of `_idx`, be it a ring or not.
+    end = int(layer._idx) - (offset - last)  # noqa: SLF001 - what is meant by its state
+    start = end - (last - first)
+    is_whole = offset <= layer.keys.shape[2]
+    return (start, end) if start >= (0 if is_whole else int(layer.keep)) else None
+
+
+def wanted(layer: Any, tokens: int) -> tuple[Range, ...]:  # noqa: ANN401
+    """The positions whose rows it holds behind a text of so many tokens, in order."""
+    if is_state(layer):
+        return ()
+    if type(layer) is not RotatingKVCache or tokens <= layer.max_size:
+        return ((0, tokens),)
+    keep, window = int(layer.keep), int(layer.max_size)
+    newest = (tokens - (window - keep), tokens)
+    return ((0, keep), newest) if keep else (newest,)
+
+
+def places(layer: Any, tokens: int) -> int:  # noqa: ANN401
+    """How long axis 2 is to be for `restore`.
+
+    A cache that grows allocates in steps; the next token is sure to come, so there is a place.
+    """
+    if type(layer) is RotatingKVCache:
+        return min(tokens, int(layer.max_size))
+    step = int(layer.step)
+    return (tokens // step + 1) * step
+
+
+def restore(layer: Any, held: Sequence[mx.array], tokens: int) -> None:  # noqa: ANN401
+    """Make an empty cache hold this, as after a prefill of so many tokens.
+
+    Behind a prefill that went beyond its window, a RotatingKVCache has more rows than `max_size`;
+    whatever is appended next, it drops them first.
+    """
+    if is_state(layer):
+        layer.cache = list(held)
+        return
+    half = len(held) // 2
+    if type(layer) is QuantizedKVCache:
+        layer.keys, layer.values = tuple(held[:half]), tuple(held[half:])
+    else:
+        layer.keys, layer.values = held
+    layer.offset = tokens
+    if type(layer) is RotatingKVCache:
+        layer._idx = places(layer, tokens)  # noqa: SLF001
+
+
+def describe(layer: Any) -> dict[str, object]:  # noqa: ANN401
+    """What of a cache must be equal for its contents to mean the same, as JSON."""
+    found: dict[str, object] = {"class": type(layer).__name__}
+    if type(layer) is RotatingKVCache:
+        found |= {"window": int(layer.max_size), "keep": int(layer.keep)}
+    elif type(layer) is QuantizedKVCache:
+        found |= {"bits": int(layer.bits), "group_size": int(layer.group_size)}
+    return found
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
