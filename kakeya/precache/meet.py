@@ -1,0 +1,112 @@
+"""Meet in the middle: a prefill from the front, a fetch from the back, until nothing lies between.
+
+    [ computed here ........ front )   not yet   [ back ........ fetched from a peer ] end
+
+The prefill begins at once and needs nobody; a peer only moves `back` towards it. When they meet,
+the prefill is ended and the request is made anew with all blocks, which costs a *switch*: it is
+worth it only if what came from the peer would have taken longer to compute. So a peer that is slow,
+dies or lies costs nothing:
+
+    time <= prefill of everything            when it never switches
+    time <= prefill up to back + switch      when it does, as it is then sure to be sooner
+
+`Meeting` follows what happens; `split` says beforehand where the two would meet, from measured
+rates. Both are pure.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+
+from kakeya.core.errors import InvalidArgument
+
+SWITCH_S = 0.15
+"""What it costs to end a prefill, import its blocks and the fetched ones, and go on: a chunk that
+was under way is lost, and two messages to an engine."""
+
+
+class Side(StrEnum):
+    """Where a block came from."""
+
+    COMPUTED = "computed"
+    FETCHED = "fetched"
+
+
+class Meeting:
+    """The blocks [first, end) of one history. Raises InvalidArgument for an empty range."""
+
+    def __init__(self, first: int, end: int, *, block_s: float, switch_s: float = SWITCH_S) -> None:
+        if not 0 <= first < end:
+            raise InvalidArgument(f"blocks {first} to {end} are none to meet over")
+        self._first, self._end = first, end
+        self._front, self._back = first, end
+        self._block_s, self._switch_s = block_s, switch_s
+
+    @property
+    def front(self) -> int:
+        """Blocks before this one are computed."""
+        return self._front
+
+    @property
+    def back(self) -> int:
+        """Blocks from this one on are fetched."""
+        return self._back
+
+    @property
+    def is_met(self) -> bool:
+        """Whether nothing is missing."""
+        return self._front >= self._back
+
+    @property
+    def pays(self) -> bool:
+        """Whether to end the prefill and take what was fetched: that saves more than it costs.
+
+        The block that the prefill is at may be all but done, so it saves nothing.
+        """
+        return self.is_met and (self._end - self._front - 1) * self._block_s > self._switch_s
+
+    def computed(self, blocks: int) -> None:
+        """The prefill has the blocks before this one; told late or twice, it changes nothing."""
+        self._front = min(max(self._front, blocks), self._end)
+
+    def is_needed(self, index: int) -> bool:
+        """Whether a fetched block is the next one from the back, and not computed yet."""
+        return index == self._back - 1 and index >= self._front
+
+    def fetched(self, index: int) -> None:
+        """A needed block came. Raises InvalidArgument for any other: it would be there twice."""
+        if not self.is_needed(index):
+            raise InvalidArgument(
+                f"block {index} came from the back, where {self._back - 1} was due and those "
+                f"before {self._front} are computed"
+            )
+        self._back = index
+
+    def sides(self) -> dict[int, Side]:
+        """Where each block that is here came from, by index."""
+        computed = dict.fromkeys(range(self._first, self._front), Side.COMPUTED)
+        return computed | dict.fromkeys(
+            range(max(self._front, self._back), self._end), Side.FETCHED
+        )
+
+
+def split(
+    first: int, end: int, *, block_s: float, fetch_s: float, switch_s: float = SWITCH_S
+) -> int:
+    """Where prefill and fetch would meet: blocks [first, m) computed, [m, end) fetched meanwhile.
+
+    `block_s` and `fetch_s` are seconds for one block here and from the peer. `end` where it does
+    not pay: everything is computed here. The result is never expected later than that.
+    """
+    count = end - first
+    if count <= 0 or block_s <= 0 or not math.isfinite(fetch_s):
+        return end
+    here = round(count * fetch_s / (fetch_s + block_s)) if fetch_s > 0 else 0
+    candidates = {first + n for n in (here - 1, here, here + 1) if 0 <= n < count}
+
+    def takes_s(middle: int) -> float:
+        return max((middle - first) * block_s, (end - middle) * fetch_s) + switch_s
+
+    best = min(candidates, key=lambda middle: (takes_s(middle), middle), default=end)
+    return best if best != end and takes_s(best) < count * block_s else end

@@ -1,0 +1,114 @@
+"""Which peers are asked for a prefix, and whose answer is taken: pure.
+
+    worth asking   what is missing takes longer to compute than the question
+    asked          the few whose cards name the most further blocks, those known to be fast first
+    taken          the longest run, of those whose link beats the prefill here; faster ones first
+
+A link beats the prefill when a block comes over it in less time than it is computed in. One that
+nobody measured yet counts as fast: its first block measures it, at the price of the slack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kakeya.precache.peer_seams import LOOKUP_S, MOST_PEERS, Wanted
+
+_SMOOTHING = 0.3
+"""Weight of the newest block in a link's rate."""
+_MARGIN = 1.1
+"""How much faster than the prefill a link has to be: a block also has to be taken in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A node that may have blocks. `blocks` is how many leading ones its card names, 0 = it does
+    not say; `server_name` is whose certificate it must show there."""
+
+    node_id: str
+    address: str
+    blocks: int
+    server_name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hit:
+    """What a peer has leased. `sizes` are bytes by block, of an extended peer; () = not told.
+
+    `blocks` is how many leading ones are of use here.
+    """
+
+    holder: Holder
+    blocks: int
+    lease_id: str
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def is_extended(self) -> bool:
+        """Whether it sends a part of its blocks, and from the last one, if it is asked."""
+        return bool(self.sizes)
+
+
+@dataclass(slots=True)
+class LinkRate:
+    """How fast blocks come from one peer; 0 = none came yet."""
+
+    bytes_per_s: float = 0.0
+
+    def observe(self, size: int, seconds: float) -> None:
+        """One block of so many bytes took so long, from the end of the one before."""
+        rate = size / max(seconds, 1e-6)
+        known = self.bytes_per_s
+        self.bytes_per_s = rate if not known else known + _SMOOTHING * (rate - known)
+
+
+def is_worth_asking(wanted: Wanted) -> bool:
+    """Whether so much is missing that a lookup costs little beside it."""
+    return wanted.missing * wanted.block_s > 2 * LOOKUP_S
+
+
+def is_worth_taking(wanted: Wanted, bytes_per_s: float) -> bool:
+    """Whether a block comes sooner than it is computed; 0 bytes/s = not measured."""
+    if not bytes_per_s:
+        return wanted.block_s > 0
+    return wanted.block_bytes / bytes_per_s * _MARGIN < wanted.block_s
+
+
+def to_ask(
+    wanted: Wanted, holders: Iterable[Holder], rates: dict[str, LinkRate]
+) -> tuple[Holder, ...]:
+    """The peers to look the history up at, the most promising first."""
+    found = [
+        holder
+        for holder in holders
+        if (holder.blocks > wanted.have or not holder.blocks)
+        and is_worth_taking(wanted, _rate(rates, holder))
+    ]
+    found.sort(key=lambda holder: (-holder.blocks, -_rate(rates, holder), holder.node_id))
+    return tuple(found[:MOST_PEERS])
+
+
+def in_order(wanted: Wanted, hits: Sequence[Hit], rates: dict[str, LinkRate]) -> tuple[Hit, ...]:
+    """The hits that pay, the one to take first in front; the others are for when it fails."""
+    found = [
+        hit
+        for hit in hits
+        if hit.blocks > wanted.have and is_worth_taking(wanted, _rate(rates, hit.holder))
+    ]
+    found.sort(key=lambda hit: (-hit.blocks, -_rate(rates, hit.holder), hit.holder.node_id))
+    return tuple(found)
+
+
+def due_s(wanted: Wanted, taken: int) -> float:
+    """Until when the next block has to be here, in seconds from the end of the lookup.
+
+    After `taken` blocks the fetch may be behind a prefill here by the slack, no more: whenever it
+    is given up, what is left takes no longer than all would have taken, and the slack.
+    """
+    return wanted.slack_s + taken * wanted.block_s
+
+
+def _rate(rates: dict[str, LinkRate], holder: Holder) -> float:
+    known = rates.get(holder.node_id)
+    return known.bytes_per_s if known is not None else 0.0

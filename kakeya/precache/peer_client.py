@@ -1,0 +1,254 @@
+"""One peer's PrefillCacheService, as this node calls it: nothing that it says is believed unseen.
+
+A lookup has a short deadline. Fetched blocks leave here one by one, in the order that was asked
+for, each of the announced size, under the name that was asked for, with the SHA-256 that came with
+it; whatever else comes ends the stream, and so does silence. A breaker keeps a peer that fails from
+being asked: three failures in a row, then backoff.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import (
+    DeadlineExceeded,
+    KakeyaError,
+    NotFound,
+    PeerProtocol,
+    PeerUnavailable,
+    Refused,
+)
+from kakeya.decoding.breaker import CircuitBreaker
+from kakeya.precache.peer_auth import FleetKey, Metadata
+from kakeya.precache.peer_choice import Hit, Holder, LinkRate
+from kakeya.precache.peer_chunks import CHUNK_BYTES, Assembly, BrokenBlock
+from kakeya.precache.peer_seams import MAX_IDS, Wanted, usable
+from kakeya.v1 import distributed_pb2 as pb
+from kakeya.v1.distributed_pb2_grpc import PrefillCacheServiceStub
+from kakeya.wire.status import error_from_rpc
+
+if TYPE_CHECKING:
+    from kakeya.v1.distributed_pb2_grpc import PrefillCacheServiceAsyncStub
+
+FetchCall: TypeAlias = "grpc.aio.UnaryStreamCall[pb.FetchBlocksRequest, pb.FetchBlocksResponse]"
+ChannelFor = Callable[[Holder], grpc.aio.Channel]
+FETCH_S = 120.0
+"""The longest that one stream of blocks lasts."""
+_STALLS = 8.0
+"""Silence of so many times what a chunk takes is no pause, nor is one longer than the slack."""
+_THREAD_BYTES = 256 * 1024
+"""A shorter chunk is hashed sooner than a thread is woken."""
+_FAULTLESS = (Refused, NotFound)
+"""Answers of a peer that works: it is busy, or a lease is over."""
+
+
+class PrefixPeer:
+    """One peer. Lives on the event loop; `rate` is what its blocks came at."""
+
+    def __init__(
+        self,
+        *,
+        channel_for: ChannelFor,
+        clock: Clock,
+        rng: random.Random,
+        fleet_key: FleetKey | None = None,
+    ) -> None:
+        self._channel_for = channel_for
+        self._clock = clock
+        self._fleet_key = fleet_key
+        self.breaker = CircuitBreaker(rng)
+        self.rate = LinkRate()
+
+    async def lookup(self, holder: Holder, wanted: Wanted, timeout_s: float) -> Hit | None:
+        """Ask how much of a history is there; None = no more than is here, or the breaker is open.
+
+        Raises a KakeyaError when the peer gives no proper answer in time.
+        """
+        if not self.breaker.admit(self._clock.mono()):
+            return None
+        try:
+            async with asyncio.timeout(timeout_s):
+                said = await self._ask(holder, wanted, timeout_s)
+            hit = _read_hit(holder, wanted, said)
+        except TimeoutError as late:
+            self.breaker.failed(self._clock.mono())
+            raise DeadlineExceeded(f"{holder.address}: no answer in {timeout_s:g} s") from late
+        except KakeyaError as failure:
+            self._judge(failure)
+            raise
+        except asyncio.CancelledError:
+            self.breaker.withdrawn()
+            raise
+        self.breaker.succeeded()
+        return hit
+
+    async def fetch(
+        self, hit: Hit, wanted: Wanted, order: range
+    ) -> AsyncGenerator[tuple[int, bytearray], None]:
+        """Yield index and bytes of the blocks in `order`. Raises a KakeyaError when it breaks off.
+
+        A peer without extensions sends its whole lease from the beginning: what comes before
+        `order` is passed over, and `order` must ascend.
+        """
+        sent = order if hit.is_extended else range(order.stop)
+        request = pb.FetchBlocksRequest(lease_id=hit.lease_id)
+        if hit.is_extended:
+            request.first_block = min(order)
+            request.block_count = len(order)
+            request.back_to_front = order.step < 0
+        try:
+            call = self._stub(hit.holder).FetchBlocks(
+                request, timeout=FETCH_S, metadata=self._metadata(request)
+            )
+        except grpc.aio.UsageError as failure:
+            self.breaker.failed(self._clock.mono())
+            raise _closed(hit.holder) from failure
+        try:
+            for index in sent:
+                began = self._clock.mono()
+                payload = await self._block(call, hit, wanted, index)
+                self.rate.observe(len(payload), self._clock.mono() - began)
+                if index in order:
+                    yield index, payload
+            self.breaker.succeeded()
+        except KakeyaError as failure:
+            self._judge(failure)
+            raise
+        finally:
+            call.cancel()
+
+    def gave_up(self) -> None:
+        """The peer was too slow to be of use."""
+        self.breaker.failed(self._clock.mono())
+
+    async def _ask(
+        self, holder: Holder, wanted: Wanted, timeout_s: float
+    ) -> pb.LookupPrefixResponse:
+        request = pb.LookupPrefixRequest(
+            compatibility=wanted.fingerprint.to_wire(), block_hashes=wanted.ids[:MAX_IDS]
+        )
+        try:
+            answer: pb.LookupPrefixResponse = await self._stub(holder).LookupPrefix(
+                request, timeout=timeout_s, metadata=self._metadata(request)
+            )
+        except grpc.RpcError as failure:
+            raise error_from_rpc(failure, holder.address) from failure
+        except grpc.aio.UsageError as failure:
+            raise _closed(holder) from failure
+        except asyncio.CancelledError as failure:
+            if _is_cancelled():
+                raise
+            raise _closed(holder) from failure
+        return answer
+
+    async def _block(self, call: FetchCall, hit: Hit, wanted: Wanted, index: int) -> bytearray:
+        """Read one block. Raises PeerProtocol, PeerUnavailable, and what the peer ended with."""
+        most = hit.sizes[index] if hit.sizes else wanted.block_bytes + wanted.state_bytes
+        assembly: Assembly | None = None
+        try:
+            while assembly is None or not assembly.is_complete:
+                chunk = await self._chunk(call, hit.holder, wanted.most_slack_s)
+                if assembly is None:
+                    assembly = Assembly(_checked(chunk, wanted, index, hit.holder), most)
+                if len(chunk.data) < _THREAD_BYTES:
+                    assembly.add(chunk)
+                else:
+                    await asyncio.to_thread(assembly.add, chunk)
+            payload = assembly.payload()
+        except BrokenBlock as broken:
+            raise PeerProtocol(f"{hit.holder.address}: {broken.message}") from broken
+        if not (len(payload) == most if hit.sizes else wanted.is_size(len(payload))):
+            raise PeerProtocol(
+                f"{hit.holder.address}: block {index} has {len(payload)} bytes and was said to "
+                f"have {most}"
+            )
+        return payload
+
+    async def _chunk(
+        self, call: FetchCall, holder: Holder, stall_s: float
+    ) -> pb.FetchBlocksResponse:
+        if self.rate.bytes_per_s:
+            stall_s = max(stall_s, _STALLS * CHUNK_BYTES / self.rate.bytes_per_s)
+        try:
+            async with asyncio.timeout(stall_s):
+                chunk = await call.read()
+        except TimeoutError as silence:
+            raise PeerUnavailable(f"{holder.address}: silent for {stall_s:.2f} s") from silence
+        except grpc.RpcError as failure:
+            raise error_from_rpc(failure, holder.address) from failure
+        except asyncio.CancelledError as failure:
+            if _is_cancelled():
+                raise
+            raise _closed(holder) from failure
+        if not isinstance(chunk, pb.FetchBlocksResponse):
+            raise NotFound(
+                f"{holder.address}: the stream ended before its last block, which was evicted"
+            )
+        return chunk
+
+    def _judge(self, failure: KakeyaError) -> None:
+        if isinstance(failure, _FAULTLESS):
+            self.breaker.succeeded()
+        else:
+            self.breaker.failed(self._clock.mono())
+
+    def _stub(self, holder: Holder) -> PrefillCacheServiceAsyncStub:
+        return PrefillCacheServiceStub(self._channel_for(holder))
+
+    def _metadata(self, request: Message) -> Metadata:
+        if self._fleet_key is None:
+            return ()
+        return self._fleet_key.sign(request, self._clock.wall())
+
+
+def _read_hit(holder: Holder, wanted: Wanted, said: pb.LookupPrefixResponse) -> Hit | None:
+    """What a lookup found that is of use. Raises PeerProtocol for what contradicts itself."""
+    count, sizes = said.hit_block_count, tuple(said.block_bytes)
+    if not count or not said.lease_id:
+        return None
+    most = count * (wanted.block_bytes + wanted.state_bytes)
+    is_told = len(sizes) in (0, count) and (not sizes or sum(sizes) == said.transfer_bytes)
+    if count > len(wanted.ids) or not is_told or said.transfer_bytes > most:
+        raise PeerProtocol(
+            f"{holder.address}: found {count} of {len(wanted.ids)} blocks with {len(sizes)} sizes "
+            f"and {said.transfer_bytes} bytes together; there may be {most}"
+        )
+    blocks = usable(wanted, sizes) if sizes else count
+    if blocks <= wanted.have:
+        return None
+    return Hit(holder=holder, blocks=blocks, lease_id=said.lease_id, sizes=sizes)
+
+
+def _checked(
+    chunk: pb.FetchBlocksResponse, wanted: Wanted, index: int, holder: Holder
+) -> pb.FetchBlocksResponse:
+    """The first chunk of a block, which must be the one that is due. Raises PeerProtocol."""
+    if chunk.block_index != index or chunk.block_hash != wanted.ids[index]:
+        raise PeerProtocol(
+            f"{holder.address}: block {chunk.block_index} named {chunk.block_hash[:4].hex()}... "
+            f"came where {index}, {wanted.ids[index][:4].hex()}..., was due"
+        )
+    if chunk.token_count != wanted.fingerprint.block_tokens:
+        raise PeerProtocol(
+            f"{holder.address}: block {index} has {chunk.token_count} tokens; a whole block has "
+            f"{wanted.fingerprint.block_tokens}"
+        )
+    return chunk
+
+
+def _is_cancelled() -> bool:
+    """Whether this task is to end; gRPC raises CancelledError for a closed channel too."""
+    task = asyncio.current_task()
+    return task is None or bool(task.cancelling())
+
+
+def _closed(holder: Holder) -> PeerUnavailable:
+    return PeerUnavailable(f"{holder.address}: the channel was closed during the call")

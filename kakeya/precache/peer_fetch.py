@@ -1,0 +1,271 @@
+"""Fetches what a history lacks from peers, and never makes its caller later than that allows.
+
+    fetch   a leading run, front to back, while nothing is computed; bounded by `due_s`
+    meet    back to front, while a prefill runs from the front, until they meet
+
+A few peers are asked at once; the best answer is taken, and when its peer fails in the middle the
+next one goes on at the very block. Whatever goes wrong ends here: the caller computes the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import KakeyaError, PeerUnavailable
+from kakeya.core.log import event
+from kakeya.precache.meet import Meeting, split
+from kakeya.precache.peer_auth import FleetKey
+from kakeya.precache.peer_choice import Hit, Holder, due_s, in_order, is_worth_asking, to_ask
+from kakeya.precache.peer_client import ChannelFor, PrefixPeer
+from kakeya.precache.peer_seams import LOOKUP_S, BlockSink, Wanted
+
+_log = logging.getLogger(__name__)
+PEERS_KEPT = 256
+Prefill = Callable[[int, Callable[[int], None]], Awaitable[None]]
+"""Computes so many leading blocks, front to back, unless it is cancelled; calls what it is given
+with how many exist, whenever there are more."""
+Stream = AsyncGenerator[tuple[int, bytearray], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchStats:
+    """What peers were asked for since the start. `wait_s` is what requests waited for fetches."""
+
+    asked: int = 0
+    hits: int = 0
+    blocks: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    failures: int = 0
+    late: int = 0
+    met: int = 0
+    wait_s: float = 0.0
+
+
+class PeerFetch:
+    """The peers of one node, by node id. `on_lost` is told of addresses where a call broke."""
+
+    def __init__(
+        self,
+        *,
+        channel_for: ChannelFor,
+        clock: Clock,
+        rng: random.Random,
+        fleet_key: FleetKey | None = None,
+        on_lost: Callable[[str], None] = lambda address: None,
+        lookup_s: float = LOOKUP_S,
+    ) -> None:
+        self._channel_for = channel_for
+        self._clock = clock
+        self._rng = rng
+        self._fleet_key = fleet_key
+        self._on_lost = on_lost
+        self._lookup_s = lookup_s
+        self._peers: OrderedDict[str, PrefixPeer] = OrderedDict()
+        self.stats = FetchStats()
+
+    async def fetch(self, wanted: Wanted, holders: Iterable[Holder], sink: BlockSink) -> int:
+        """Put the blocks that follow into the sink, in order; returns how many were taken.
+
+        Ends with the last block that a peer has, or when waiting any longer could make the caller
+        later than computing them; see `due_s`.
+        """
+        began = self._clock.mono()
+        taken, answered = 0, 0.0
+        async with aclosing(self._hits(wanted, holders)) as hits:
+            async for hit in hits:
+                answered = answered or self._clock.mono()
+                if hit.blocks <= wanted.have + taken:
+                    continue
+                order = range(wanted.have + taken, hit.blocks)
+                peer = self._peer(hit.holder)
+                async with aclosing(peer.fetch(hit, wanted, order)) as stream:
+                    count, may_go_on = await self._run(stream, hit, wanted, taken, answered, sink)
+                taken += count
+                if not may_go_on or hit.blocks == wanted.have + taken == len(wanted.ids):
+                    break
+        self._count(wait_s=self._clock.mono() - began)
+        return taken
+
+    async def meet(
+        self, wanted: Wanted, holders: Iterable[Holder], sink: BlockSink, prefill: Prefill
+    ) -> int:
+        """Compute from the front and fetch from the back; returns how many were fetched and count.
+
+        `prefill` is awaited to its end or, when the two meet and that pays, cancelled; where no
+        peer has enough, it is not begun. Put blocks come from the last one backwards.
+        """
+        hit = await self._meetable(wanted, holders)
+        if hit is None:
+            return 0
+        meeting = Meeting(wanted.have, hit.blocks, block_s=wanted.block_s)
+        met = asyncio.Event()
+
+        def computed(blocks: int) -> None:
+            meeting.computed(blocks)
+            if meeting.pays:
+                met.set()
+
+        async with asyncio.TaskGroup() as group:
+            front = group.create_task(_run_prefill(prefill, hit.blocks, computed))
+            back = group.create_task(self._backwards(meeting, hit, wanted, sink, met))
+            meets = group.create_task(met.wait())
+            await asyncio.wait((front, meets), return_when=asyncio.FIRST_COMPLETED)
+            for task in (front, back, meets):
+                task.cancel()
+        if not meeting.pays:
+            return 0
+        self._count(met=1)
+        return hit.blocks - meeting.back
+
+    def forget(self, node_ids: Iterable[str]) -> None:
+        """Forget what was measured of nodes that are gone."""
+        for node_id in node_ids:
+            self._peers.pop(node_id, None)
+
+    # --- lookups
+
+    async def _hits(self, wanted: Wanted, holders: Iterable[Holder]) -> AsyncGenerator[Hit, None]:
+        """Ask a few peers at once, and yield the hits that pay, the best first.
+
+        One that has everything is yielded at once; the answers of the others are waited for only
+        when it turns out to be of no use.
+        """
+        rates = {node_id: peer.rate for node_id, peer in self._peers.items()}
+        asked = to_ask(wanted, holders, rates) if is_worth_asking(wanted) else ()
+        self._count(asked=len(asked))
+        waiting = {asyncio.ensure_future(self._ask(holder, wanted)) for holder in asked}
+        hits: list[Hit] = []
+        try:
+            while waiting or hits:
+                if waiting and not any(hit.blocks == len(wanted.ids) for hit in hits):
+                    done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    found = [hit for hit in (task.result() for task in done) if hit is not None]
+                    hits = list(in_order(wanted, [*hits, *found], rates))
+                elif hits:
+                    self._count(hits=1)
+                    yield hits.pop(0)
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def _ask(self, holder: Holder, wanted: Wanted) -> Hit | None:
+        try:
+            return await self._peer(holder).lookup(holder, wanted, self._lookup_s)
+        except KakeyaError as failure:
+            self._failed(holder, failure)
+            return None
+
+    async def _meetable(self, wanted: Wanted, holders: Iterable[Holder]) -> Hit | None:
+        """The hit to meet over, if that is expected to pay."""
+        async with aclosing(self._hits(wanted, holders)) as hits:
+            async for hit in hits:
+                rate = self._peer(hit.holder).rate.bytes_per_s
+                fetch_s = wanted.block_bytes / rate if rate else 0.0
+                middle = split(wanted.have, hit.blocks, block_s=wanted.block_s, fetch_s=fetch_s)
+                if hit.is_extended and middle < hit.blocks:
+                    return hit
+        return None
+
+    # --- blocks
+
+    async def _run(
+        self,
+        stream: Stream,
+        hit: Hit,
+        wanted: Wanted,
+        taken: int,
+        answered: float,
+        sink: BlockSink,
+    ) -> tuple[int, bool]:
+        """Take blocks while they come in time; how many came, and whether another may go on."""
+        count = 0
+        try:
+            while True:
+                due = answered + due_s(wanted, taken + count)
+                async with asyncio.timeout(due - self._clock.mono()):
+                    index, payload = await anext(stream)
+                if not await sink.put(index, payload):
+                    return count, False
+                count += 1
+                self._took(wanted, payload)
+        except StopAsyncIteration:
+            return count, True
+        except TimeoutError:
+            self._peer(hit.holder).gave_up()
+            self._count(late=1)
+            return count, False
+        except KakeyaError as failure:
+            self._failed(hit.holder, failure)
+            return count, True
+
+    async def _backwards(
+        self, meeting: Meeting, hit: Hit, wanted: Wanted, sink: BlockSink, met: asyncio.Event
+    ) -> None:
+        """Fetch from the last block towards the front, until they meet or the peer fails."""
+        order = range(wanted.have, hit.blocks)[::-1]
+        try:
+            async with aclosing(self._peer(hit.holder).fetch(hit, wanted, order)) as stream:
+                async for index, payload in stream:
+                    if not meeting.is_needed(index) or not await sink.put(index, payload):
+                        return
+                    if not meeting.is_needed(index):
+                        return  # computed while it was put away
+                    meeting.fetched(index)
+                    self._took(wanted, payload)
+                    if meeting.is_met:
+                        break
+        except KakeyaError as failure:
+            self._failed(hit.holder, failure)
+        if meeting.pays:
+            met.set()
+
+    def _took(self, wanted: Wanted, payload: Sequence[int]) -> None:
+        self._count(blocks=1, tokens=wanted.fingerprint.block_tokens, bytes=len(payload))
+
+    def _failed(self, holder: Holder, failure: KakeyaError) -> None:
+        self._count(failures=1)
+        event(
+            _log,
+            "no prefix from a peer",
+            level=logging.DEBUG,
+            peer=holder.node_id,
+            address=holder.address,
+            reason=failure.message,
+        )
+        if isinstance(failure, PeerUnavailable):
+            self._on_lost(holder.address)
+
+    def _peer(self, holder: Holder) -> PrefixPeer:
+        peer = self._peers.get(holder.node_id)
+        if peer is None:
+            peer = self._peers[holder.node_id] = PrefixPeer(
+                channel_for=self._channel_for,
+                clock=self._clock,
+                rng=self._rng,
+                fleet_key=self._fleet_key,
+            )
+            if len(self._peers) > PEERS_KEPT:
+                self._peers.popitem(last=False)
+        self._peers.move_to_end(holder.node_id)
+        return peer
+
+    def _count(self, **more: float) -> None:
+        was = self.stats
+        self.stats = replace(was, **{name: getattr(was, name) + n for name, n in more.items()})
+
+
+async def _run_prefill(prefill: Prefill, blocks: int, computed: Callable[[int], None]) -> None:
+    try:
+        await prefill(blocks, computed)
+    except KakeyaError as failure:
+        # The request itself comes next, and says what is wrong with the model.
+        event(_log, "prefill failed", level=logging.DEBUG, reason=failure.message)

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kakeya.precache.peer_choice import (
+    Hit,
+    Holder,
+    LinkRate,
+    due_s,
+    in_order,
+    is_worth_asking,
+    is_worth_taking,
+    to_ask,
+)
+from kakeya.precache.peer_seams import LOOKUP_S, SLACK_S, usable
+
+from .peer_world import BLOCK_BYTES, BLOCK_TOKENS, wanted
+
+
+def holder(name: str, blocks: int = 0) -> Holder:
+    return Holder(node_id=name, address=f"{name}:1", blocks=blocks)
+
+
+def hit(name: str, blocks: int) -> Hit:
+    return Hit(holder=holder(name), blocks=blocks, lease_id="l")
+
+
+def rates(**by_name: float) -> dict[str, LinkRate]:
+    return {name: LinkRate(rate) for name, rate in by_name.items()}
+
+
+@given(
+    st.integers(1, 30),
+    st.floats(1.0, 1e5),
+    st.lists(st.floats(0.0, 5.0), max_size=30),
+)
+def test_whatever_a_peer_does_all_is_there_hardly_later_than_without_it(count, rate, gaps):
+    want = wanted(count, rate=rate, most_slack_s=SLACK_S)
+    now, taken = LOOKUP_S, 0  # the lookup took all of its time
+    for gap in gaps[:count]:
+        if now + gap > LOOKUP_S + due_s(want, taken):
+            now = max(now, LOOKUP_S + due_s(want, taken))  # given up at this moment
+            break
+        now, taken = now + gap, taken + 1
+    else:
+        # It fell silent, or everything came.
+        now = now if taken == count else max(now, LOOKUP_S + due_s(want, taken))
+    all_there_s = now + (count - taken) * want.block_s
+    assert all_there_s <= count * want.block_s * (1 + 1e-9) + LOOKUP_S + want.slack_s
+    assert want.slack_s <= SLACK_S
+
+
+def test_a_link_pays_when_a_block_comes_sooner_than_it_is_computed():
+    want = wanted(4)
+    even = BLOCK_BYTES / want.block_s
+    assert not is_worth_taking(want, even)
+    assert is_worth_taking(want, 1.2 * even)
+    assert is_worth_taking(want, 0.0)
+
+
+def test_nothing_pays_where_nobody_measured_the_prefill():
+    want = replace(wanted(100), prefill_tokens_per_s=0.0)
+    assert not is_worth_asking(want)
+    assert not is_worth_taking(want, 0.0)
+    assert not is_worth_taking(want, 1e12)
+
+
+def test_a_question_pays_when_the_answer_saves_more_than_it_takes():
+    rate = BLOCK_TOKENS / LOOKUP_S  # a block takes as long as a lookup
+    assert not is_worth_asking(wanted(2, rate=rate))
+    assert is_worth_asking(wanted(3, rate=rate))
+    assert not is_worth_asking(wanted(3, have=1, rate=rate))
+
+
+def test_those_are_asked_whose_cards_name_the_most_and_fast_ones_among_equals():
+    holders = [holder("a", 2), holder("b", 5), holder("c", 5), holder("d"), holder("e", 1)]
+    known = rates(b=1e8, c=2e8)
+    assert [h.node_id for h in to_ask(wanted(8), holders, known)] == ["c", "b", "a"]
+
+
+def test_those_are_not_asked_who_have_no_more_or_are_slower_than_the_prefill():
+    holders = [holder("a", 2), holder("b", 5), holder("c", 3)]
+    assert [h.node_id for h in to_ask(wanted(8, have=3), holders, rates())] == ["b"]
+    assert to_ask(wanted(8, have=3), holders, rates(b=1.0)) == ()
+
+
+def test_the_longest_run_is_taken_of_those_whose_link_beats_the_prefill():
+    hits = [hit("slow", 8), hit("long", 6), hit("fast", 6), hit("short", 3), hit("none", 2)]
+    known = rates(slow=1.0, long=1e8, fast=1e9)
+    order = in_order(wanted(8, have=2), hits, known)
+    assert [found.holder.node_id for found in order] == ["fast", "long", "short"]
+
+
+def test_the_rate_of_a_link_follows_what_it_does():
+    link = LinkRate()
+    link.observe(1000, 1.0)
+    assert link.bytes_per_s == 1000.0
+    for _ in range(30):
+        link.observe(1000, 0.1)
+    assert link.bytes_per_s == pytest.approx(10_000, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((), 0),
+        ((BLOCK_BYTES,) * 3, 3),
+        ((BLOCK_BYTES,) * 9, 4),
+        ((BLOCK_BYTES, BLOCK_BYTES - 1, BLOCK_BYTES), 1),
+        ((0,), 0),
+    ],
+)
+def test_blocks_count_up_to_the_first_of_an_impossible_size(sizes, expected):
+    assert usable(wanted(4), sizes) == expected
