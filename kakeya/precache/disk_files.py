@@ -19,7 +19,7 @@ import io
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from kakeya.precache.blocks import BlockId
@@ -92,28 +92,38 @@ class BlockFolder:
         found = os.statvfs(self.folder)
         return found.f_bavail * found.f_frsize
 
-    def scan(self, *, is_owner: bool = True) -> Contents:
+    def scan(
+        self,
+        *,
+        is_owner: bool = True,
+        sets_aside: bool = True,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> Contents:
         """Read every header; damaged files are set aside. Raises OSError for the folder alone.
 
         The owner also removes what cut-off writes left; anybody else may be reading beside it.
         """
+        if is_owner:
+            with contextlib.suppress(OSError):  # one that cannot be changed may still be read
+                self._make(self.folder)
+                self.folder.chmod(0o700)
         files: dict[BlockId, FoundFile] = {}
         damage: list[Damage] = []
         facts: dict[bytes, Facts] = {}
         for entry in self._entries(is_owner=is_owner):
+            if not is_wanted():
+                break
             try:
-                found = self._look_at(Path(entry.path))
+                found = _look_at(entry, facts)
             except FileNotFoundError:
                 continue
             except (DamagedBlock, OSError) as problem:
                 if isinstance(problem, OSError) and problem.errno not in _BROKEN:
                     continue
-                self.set_aside(Path(entry.path))
+                if sets_aside:
+                    self.set_aside(Path(entry.path))
                 damage.append(Damage(name=entry.name, problem=str(problem)))
                 continue
-            # Thousands of blocks share a few fingerprints.
-            shared = facts.setdefault(found.block.fingerprint, found.block.facts)
-            found = replace(found, block=replace(found.block, facts=shared))
             other = files.get(found.block.id)
             keep, lose = _better(found, other)
             files[found.block.id] = keep
@@ -149,6 +159,7 @@ class BlockFolder:
     def read(
         self,
         name: str,
+        block_id: BlockId,
         into: Callable[[StoredBlock], memoryview | None],
         is_wanted: Callable[[], bool],
     ) -> StoredBlock | None:
@@ -159,7 +170,7 @@ class BlockFolder:
         path = self._path(name)
         try:
             with _opened(path) as file:
-                head = self._head(file, path)
+                head = _head(file, os.fstat(file.fileno()), block_id)
                 view = into(head.block)
                 if view is None or not read_payload(file, head, view, is_wanted):
                     return None
@@ -208,7 +219,9 @@ class BlockFolder:
         sizes = [found.st_size for _, found in _files_in(self.folder / QUARANTINE)]
         return len(sizes), sum(sizes)
 
-    def verify(self, names: Iterable[str], is_wanted: Callable[[], bool]) -> Verified:
+    def verify(
+        self, names: Iterable[tuple[str, BlockId]], is_wanted: Callable[[], bool]
+    ) -> Verified:
         """Read blocks whole, one by one; damaged ones are set aside, those that went are fine."""
         blocks = read_bytes = unreadable = 0
         damage: list[Damage] = []
@@ -220,9 +233,9 @@ class BlockFolder:
                 room = bytearray(block.payload_bytes)
             return memoryview(room)[: block.payload_bytes]
 
-        for name in names:
+        for name, block_id in names:
             try:
-                block = self.read(name, into, is_wanted)
+                block = self.read(name, block_id, into, is_wanted)
             except FileNotFoundError:
                 continue
             except DamagedBlock as problem:
@@ -275,42 +288,48 @@ class BlockFolder:
                     with contextlib.suppress(OSError):
                         Path(entry.path).unlink(missing_ok=True)
 
-    def _look_at(self, path: Path) -> FoundFile:
-        parsed = parse_name(path.name)
-        if parsed is None:
-            raise DamagedBlock("its name is no block's")
-        with _opened(path) as file:
-            block = self._head(file, path).block
-            found = os.fstat(file.fileno())
-        return FoundFile(
-            block=block,
-            name=path.name,
-            retention=parsed[1],
-            size_bytes=found.st_size,
-            used_at=found.st_mtime,
-        )
-
-    def _head(self, file: io.FileIO, path: Path) -> Head:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise DamagedBlock("it is no file")
-        head = read_head(file, found.st_size)
-        parsed = parse_name(path.name)
-        if parsed is None or head.block.id != parsed[0]:
-            raise DamagedBlock(f"it holds block {head.block.id.hex()}")
-        return head
-
     def _bound(self, quarantine: Path) -> None:
         files = sorted(_files_in(quarantine), key=lambda file: file[1].st_ctime)
         total = sum(found.st_size for _, found in files)
         for path, found in files:
             if total <= self._quarantine_bytes:
                 break
-            path.unlink(missing_ok=True)
-            total -= found.st_size
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+                total -= found.st_size
 
 
-def _opened(path: Path) -> io.FileIO:
+def _look_at(entry: os.DirEntry[str], shared: dict[bytes, Facts]) -> FoundFile:
+    parsed = parse_name(entry.name)
+    if parsed is None:
+        raise DamagedBlock("its name is no block's")
+    with _opened(entry.path) as file:
+        found = os.fstat(file.fileno())
+        block = _head(file, found, parsed[0], shared).block
+    return FoundFile(
+        block=block,
+        name=entry.name,
+        retention=parsed[1],
+        size_bytes=found.st_size,
+        used_at=found.st_mtime,
+    )
+
+
+def _head(
+    file: io.FileIO,
+    found: os.stat_result,
+    block_id: BlockId,
+    shared: dict[bytes, Facts] | None = None,
+) -> Head:
+    if not stat.S_ISREG(found.st_mode):
+        raise DamagedBlock("it is no file")
+    head = read_head(file, found.st_size, shared)
+    if head.block.id != block_id:
+        raise DamagedBlock(f"it holds block {head.block.id.hex()}")
+    return head
+
+
+def _opened(path: str | Path) -> io.FileIO:
     # Not blocking: a pipe under a block's name would wait for a writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     return io.FileIO(os.open(path, flags), "r")

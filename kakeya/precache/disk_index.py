@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kakeya.precache.blocks import BlockId
-from kakeya.precache.kvb import StoredBlock
+from kakeya.precache.kvb import Facts, StoredBlock
 from kakeya.precache.retention import Retention
 
 SUFFIX = ".kvb"
@@ -74,6 +74,15 @@ class IndexView:
     usable: frozenset[bytes] | None = None  # fingerprints; None = nobody said, so all
 
 
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What the blocks of one fingerprint take."""
+
+    facts: Facts
+    blocks: int = 0
+    bytes: int = 0
+
+
 class DiskIndex:
     """The entries by block id, their bytes, what is held, and which fingerprints are of use."""
 
@@ -81,6 +90,8 @@ class DiskIndex:
         self._entries: dict[BlockId, Entry] = {}
         self._held: Counter[BlockId] = Counter()
         self._usable: frozenset[bytes] | None = None
+        self._by_retention: Counter[Retention] = Counter()
+        self._by_fingerprint: dict[bytes, Tally] = {}
         self.used_bytes = 0
 
     def __len__(self) -> int:
@@ -101,12 +112,25 @@ class DiskIndex:
         self.drop(entry.block.id)
         self._entries[entry.block.id] = entry
         self.used_bytes += entry.size_bytes
+        self._by_retention[entry.retention] += 1
+        tally = self._by_fingerprint.setdefault(
+            entry.block.fingerprint, Tally(facts=entry.block.facts)
+        )
+        tally.blocks += 1
+        tally.bytes += entry.size_bytes
 
     def drop(self, block_id: BlockId) -> Entry | None:
         """Forget an entry; returns it."""
         entry = self._entries.pop(block_id, None)
-        if entry is not None:
-            self.used_bytes -= entry.size_bytes
+        if entry is None:
+            return None
+        self.used_bytes -= entry.size_bytes
+        self._by_retention[entry.retention] -= 1
+        tally = self._by_fingerprint[entry.block.fingerprint]
+        tally.blocks -= 1
+        tally.bytes -= entry.size_bytes
+        if not tally.blocks:
+            del self._by_fingerprint[entry.block.fingerprint]
         return entry
 
     def take(self, seen: Entry) -> bool:
@@ -126,6 +150,8 @@ class DiskIndex:
         kept = max(entry.retention, retention or entry.retention)
         touched = replace(entry, used_mono=max(now_mono, entry.used_mono), retention=kept)
         self._entries[block_id] = touched
+        self._by_retention[entry.retention] -= 1
+        self._by_retention[kept] += 1
         return touched
 
     def told(self, seen: Entry, name: str) -> None:
@@ -147,11 +173,25 @@ class DiskIndex:
         """Say of which fingerprints blocks can be used now; None = nobody knows yet."""
         self._usable = None if fingerprints is None else frozenset(fingerprints)
 
+    def by_retention(self) -> dict[str, int]:
+        """Blocks by the word of their retention."""
+        return {kind.label: count for kind, count in self._by_retention.items() if count}
+
+    def by_fingerprint(self) -> Iterator[tuple[bytes, Tally, bool]]:
+        """Each fingerprint, what its blocks take, and whether they can be used now."""
+        for fingerprint, tally in self._by_fingerprint.items():
+            yield fingerprint, tally, self._usable is None or fingerprint in self._usable
+
     def view(self) -> IndexView:
         """What it holds now."""
         return IndexView(
             entries=tuple(self._entries.values()), held=frozenset(self._held), usable=self._usable
         )
+
+
+def untold(view: IndexView) -> list[Entry]:
+    """Find whose files show something that is no longer right."""
+    return [entry for entry in view.entries if entry.is_untold]
 
 
 def expired(view: IndexView, now_mono: float) -> list[Entry]:

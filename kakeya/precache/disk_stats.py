@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kakeya.core.errors import ConfigError
 from kakeya.core.units import GIB, MIB
-from kakeya.precache.disk_index import IndexView
+from kakeya.precache.disk_index import DiskIndex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,26 +82,16 @@ class DiskStats:
     by_fingerprint: tuple[FingerprintUse, ...] = ()  # the largest first
 
 
-def count_up(view: IndexView) -> tuple[dict[str, int], tuple[FingerprintUse, ...]]:
-    """Count the blocks of a view by retention and by fingerprint."""
-    by_retention: dict[str, int] = {}
-    sums: dict[bytes, list[int]] = {}
-    names: dict[bytes, str] = {}
-    for entry in view.entries:
-        label = entry.retention.label
-        by_retention[label] = by_retention.get(label, 0) + 1
-        total = sums.setdefault(entry.block.fingerprint, [0, 0])
-        total[0] += 1
-        total[1] += entry.size_bytes
-        names.setdefault(entry.block.fingerprint, str(entry.block.facts.get("model_id", "")))
+def uses_of(index: DiskIndex) -> tuple[FingerprintUse, ...]:
+    """What the blocks of each fingerprint take, the largest first."""
     uses = [
         FingerprintUse(
             fingerprint=fingerprint.hex(),
-            model_id=names[fingerprint],
-            blocks=blocks,
-            bytes=size,
-            is_usable=view.usable is None or fingerprint in view.usable,
+            model_id=str(tally.facts.get("model_id", "")),
+            blocks=tally.blocks,
+            bytes=tally.bytes,
+            is_usable=is_usable,
         )
-        for fingerprint, (blocks, size) in sums.items()
+        for fingerprint, tally, is_usable in index.by_fingerprint()
     ]
-    return by_retention, tuple(sorted(uses, key=lambda use: -use.bytes))
+    return tuple(sorted(uses, key=lambda use: -use.bytes))

@@ -41,9 +41,10 @@ class DiskThreads:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv write")
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="kv read")
 
-    async def write(self, work: Callable[[], Result]) -> Result:
-        """Run what changes the folder; it has ended when this has, cancelled or not."""
-        return await _settled(asyncio.get_running_loop().run_in_executor(self._writer, work))
+    async def write(self, work: Callable[[], Result], stop: Stop | None = None) -> Result:
+        """Run what changes the folder; when this is cancelled, `stop` is set, the end awaited."""
+        future = asyncio.get_running_loop().run_in_executor(self._writer, work)
+        return await _settled(future, stop)
 
     def write_later(self, work: Callable[[], object]) -> None:
         """Run what changes the folder after all that was asked before; nobody waits for it."""

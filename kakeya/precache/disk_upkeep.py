@@ -14,7 +14,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.units import format_bytes
 from kakeya.precache.blocks import BlockId
 from kakeya.precache.disk_files import BlockFolder
-from kakeya.precache.disk_index import DiskIndex, Entry, expired, victims
+from kakeya.precache.disk_index import DiskIndex, Entry, IndexView, expired, untold, victims
 from kakeya.precache.disk_stats import Counts, DiskConfig
 from kakeya.precache.disk_threads import DiskThreads
 
@@ -80,11 +80,9 @@ class Upkeep:
 
     async def tell_uses(self) -> None:
         """Let files show the last uses and retentions of their blocks."""
-        untold = [entry for entry in self._index if entry.is_untold]
-        if not untold:
-            return
         ahead_s = self._clock.wall() - self._clock.mono()
-        for entry, name in await self._threads.write(partial(self._tell, untold, ahead_s)):
+        tell = partial(self._tell, self._index.view(), ahead_s)
+        for entry, name in await self._threads.write(tell):
             self._index.told(entry, name)
 
     async def find_gone(self) -> None:
@@ -121,9 +119,9 @@ class Upkeep:
             await self._threads.write(partial(self._folder.remove_all, names))
         return gone
 
-    def _tell(self, untold: Sequence[Entry], ahead_s: float) -> list[Told]:
+    def _tell(self, view: IndexView, ahead_s: float) -> list[Told]:
         told: list[Told] = []
-        for entry in untold:
+        for entry in untold(view):
             with contextlib.suppress(OSError):  # it went, or the folder is read-only
                 used_at = entry.used_mono + ahead_s
                 name = self._folder.tell(entry.name, entry.block.id, entry.retention, used_at)

@@ -21,7 +21,7 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from kakeya.core.errors import InvalidArgument
@@ -130,10 +130,13 @@ def write_block(file: io.RawIOBase, block: StoredBlock, payload: Payload) -> int
     return file_bytes(block, len(head))
 
 
-def read_head(file: io.RawIOBase, size: int) -> Head:
+def read_head(
+    file: io.RawIOBase, size: int, shared: MutableMapping[bytes, Facts] | None = None
+) -> Head:
     """Read what stands in front of the payload of a file of `size` bytes.
 
-    Raises DamagedBlock, OSError.
+    Blocks of one fingerprint share the facts in `shared`, of which thousands have few. Raises
+    DamagedBlock, OSError.
     """
     begin = _read_up_to(file, min(size, _FIRST_READ_BYTES))
     if len(begin) < _PROLOGUE.size:
@@ -152,7 +155,7 @@ def read_head(file: io.RawIOBase, size: int) -> Head:
     text = raw[_PROLOGUE.size : _PROLOGUE.size + length]
     if len(raw) < payload_at or zlib.crc32(text) != crc:
         raise DamagedBlock("its header is cut off or damaged")
-    block, part_crcs = _decode_header(text)
+    block, part_crcs = _decode_header(text, {} if shared is None else shared)
     if size != file_bytes(block, payload_at):
         raise DamagedBlock(
             f"it has {size} bytes; with its payload it must have {file_bytes(block, payload_at)}"
@@ -219,14 +222,19 @@ def _encode_head(block: StoredBlock, part_crcs: list[int]) -> bytes:
     return head.ljust(_aligned(len(head)), b"\0")
 
 
-def _decode_header(text: bytes) -> tuple[StoredBlock, tuple[int, ...]]:
+def _decode_header(
+    text: bytes, shared: MutableMapping[bytes, Facts]
+) -> tuple[StoredBlock, tuple[int, ...]]:
     try:
         tree = json.loads(text)
+        fingerprint = bytes.fromhex(tree["fingerprint"])
+        if fingerprint not in shared:
+            shared[fingerprint] = _facts(tree["facts"])
         block = StoredBlock(
             id=bytes.fromhex(tree["id"]),
             parent=bytes.fromhex(tree["parent"]),
-            fingerprint=bytes.fromhex(tree["fingerprint"]),
-            facts=_facts(tree["facts"]),
+            fingerprint=fingerprint,
+            facts=shared[fingerprint],
             index=int(tree["index"]),
             packed_ids=base64.b64decode(tree["token_ids"], validate=True),
             payload_bytes=int(tree["payload_bytes"]),
