@@ -53,7 +53,9 @@ class Node(Generic[P]):
     """A block that is known, in RAM (then it has a payload), on disk, or for its children's sake.
 
     `index` counts blocks from the beginning. `live_children` are those below which, or in which,
-    something is in RAM. `entry` is its place in the order of eviction.
+    something is in RAM. `children` are in the order of their packed tokens, so that those which
+    begin alike are neighbours; `tails` are those of them with fewer tokens than a block. `entry`
+    is its place in the order of eviction.
     """
 
     __slots__ = (
@@ -71,6 +73,7 @@ class Node(Generic[P]):
         "pins",
         "retention",
         "stored",
+        "tails",
         "used_s",
         "uses",
     )
@@ -91,7 +94,8 @@ class Node(Generic[P]):
         self.clock = 0.0
         self.block_class = facts.block_class
         self.retention = facts.retention
-        self.children: dict[BlockId, Node[P]] = {}
+        self.children: list[Node[P]] = []
+        self.tails: list[Node[P]] = []
         self.live_children = 0
         self.entry: object | None = None
 

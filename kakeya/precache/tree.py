@@ -22,7 +22,8 @@ from typing import Generic
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.units import pack_ids
 from kakeya.precache.block_node import BlockFacts, Node, P
-from kakeya.precache.blocks import ROOT, BlockId, check_block_tokens, shared_tokens
+from kakeya.precache.blocks import BlockId, check_block_tokens
+from kakeya.precache.branches import Branches, alike, beginning_with
 from kakeya.precache.eviction import EvictionOrder
 from kakeya.precache.retention import BlockClass, Retention, weightier
 from kakeya.precache.tree_answer import Gone, Insertion, Match, Pin, TreeStats
@@ -39,11 +40,9 @@ class PrefixTree(Generic[P]):
     def __init__(self, block_tokens: int, *, disk_bytes_per_s: float = DISK_BYTES_PER_S) -> None:
         check_block_tokens(block_tokens)
         self.block_tokens = block_tokens
-        self._root: Node[P] = Node(ROOT, None, BlockFacts(token_ids=ROOT, nbytes=1), is_tail=False)
-        self._nodes: dict[BlockId, Node[P]] = {}
         self._order: EvictionOrder[P] = EvictionOrder(disk_bytes_per_s)
-        self._ram_blocks = self._ram_bytes = 0
-        self._disk_blocks = self._disk_bytes = 0
+        self._branches = Branches(self._order)
+        self._nodes = self._branches.nodes
 
     # --- questions
 
@@ -56,7 +55,7 @@ class PrefixTree(Generic[P]):
     @property
     def ram_bytes(self) -> int:
         """What its blocks occupy in RAM."""
-        return self._ram_bytes
+        return self._branches.ram_bytes
 
     def node(self, block_id: BlockId) -> Node[P] | None:
         """Find what is known of a block."""
@@ -86,20 +85,21 @@ class PrefixTree(Generic[P]):
         A tail or a whole one, in RAM rather than on disk; its id, and how many tokens are shared.
         With `needs_state` all of its tokens are, as a recurrent model goes on from its end only.
         """
-        above = self._above(parent)
-        if above is None or not self._is_reached(above):
+        above = self._branches.at(parent)
+        if above is None or not self._branches.is_reached(above):
             return None
         wanted = pack_ids(rest[: self.block_tokens])
-        best, rank = None, (0, False)
-        for child in above.children.values():
-            shared = shared_tokens(child.facts.token_ids, wanted)
-            if not child.is_here or (
-                needs_state and not (child.has_state and shared == child.tokens)
-            ):
-                continue
-            if shared and (shared, child.in_ram) > rank:
-                best, rank = child, (shared, child.in_ram)
-        return None if best is None else (best.id, rank[0])
+        if needs_state:
+            return _whole(above, wanted)
+        best, most = None, 0
+        for shared, child in alike(above, wanted):
+            if shared < most:
+                break
+            if child.in_ram:
+                return child.id, shared
+            if child.stored and best is None:
+                best, most = child.id, shared
+        return None if best is None else (best, most)
 
     def victims(self, nbytes: int) -> list[Node[P]]:
         """Choose what leaves RAM for so many bytes: free each, in this order, and `lose` it.
@@ -126,10 +126,10 @@ class PrefixTree(Generic[P]):
     def stats(self) -> TreeStats:
         """Count once."""
         return TreeStats(
-            ram_blocks=self._ram_blocks,
-            ram_bytes=self._ram_bytes,
-            disk_blocks=self._disk_blocks,
-            disk_bytes=self._disk_bytes,
+            ram_blocks=self._branches.ram_blocks,
+            ram_bytes=self._branches.ram_bytes,
+            disk_blocks=self._branches.disk_blocks,
+            disk_bytes=self._branches.disk_bytes,
             pinned_blocks=sum(1 for node in self if node.pins),
             tails=sum(1 for node in self if node.is_tail),
         )
@@ -148,22 +148,16 @@ class PrefixTree(Generic[P]):
         if not 0 <= index < len(ids):
             raise InvalidArgument(f"block {index} of {len(ids)} ids; there is none")
         self._check(facts)
-        parent = self._above(ids[index - 1] if index else None)
-        if parent is None or parent.is_tail or not self._is_reached(parent):
+        parent = self._branches.at(ids[index - 1] if index else None)
+        if parent is None or parent.is_tail or not self._branches.is_reached(parent):
             return Insertion(taken=False)
         node = self._nodes.get(ids[index])
-        if node is not None and node.parent is not parent:
-            raise InvalidArgument(f"{node} is not behind {parent}; its id names what is before it")
+        _check_same(node, parent, facts)
         if (node is not None and node.in_ram) or self._is_covered(parent, ids[index], facts):
             return Insertion(taken=False)
         node = node or self._add(ids[index], parent, facts)
         self._learn(node, facts, now)
-        node.payload = payload
-        self._ram_blocks += 1
-        self._ram_bytes += node.nbytes
-        if not node.live_children:
-            self._woke(node)
-        self._order.file(node)
+        self._branches.put_in(node, payload)
         self._order.tidy(len(self._nodes))
         return Insertion(taken=True, dropped=self._make_way(node))
 
@@ -175,18 +169,18 @@ class PrefixTree(Generic[P]):
         Also for one tail too many. Raises InvalidArgument.
         """
         self._check(facts)
-        above = self._above(parent)
+        above = self._branches.at(parent)
         node = self._nodes.get(block_id)
-        if above is None or above.is_tail or (node is None and self._is_full(above, facts)):
+        if above is None or above.is_tail:
+            return False
+        _check_same(node, above, facts)
+        if node is None and self._is_tail(facts) and len(above.tails) >= MAX_TAILS:
             return False
         if node is None or not node.is_here:
             node = node or self._add(block_id, above, facts)
             self._learn(node, facts, now)
         if not node.stored:
-            node.stored = True
-            self._disk_blocks += 1
-            self._disk_bytes += node.nbytes
-            self._order.file(node)
+            self._branches.put_on_disk(node)
         return True
 
     def unstored(self, block_id: BlockId) -> tuple[Gone[P], ...]:
@@ -194,11 +188,8 @@ class PrefixTree(Generic[P]):
         node = self._nodes.get(block_id)
         if node is None or not node.stored:
             return ()
-        node.stored = False
-        self._disk_blocks -= 1
-        self._disk_bytes -= node.nbytes
-        self._order.file(node)
-        return self._settle(node)
+        self._branches.take_off_disk(node)
+        return self._branches.settle(node)
 
     def lose(self, block_id: BlockId, *, for_room: bool = True) -> tuple[Gone[P], ...]:
         """Note that a block left RAM; what can no longer be reached leaves with it.
@@ -210,8 +201,8 @@ class PrefixTree(Generic[P]):
             return ()
         if for_room:
             self._order.went(node)
-        self._take_out(node)
-        return self._settle(node)
+        self._branches.take_out(node)
+        return self._branches.settle(node)
 
     def touch(
         self,
@@ -247,25 +238,14 @@ class PrefixTree(Generic[P]):
         nodes = tuple(self._nodes[block_id] for block_id in ids if block_id in self._nodes)
         if len(nodes) < len(ids) or not all(node.in_ram for node in nodes):
             return None
-        above = self._root
+        above = self._branches.root
         for node in nodes:
             if node.parent is not above:
                 raise InvalidArgument(f"{node} is not behind {above}; pin from the beginning on")
             above = node
         return Pin(nodes, self._order)
 
-    # --- the shape of the tree
-
-    def _above(self, parent: BlockId | None) -> Node[P] | None:
-        return self._root if parent is None else self._nodes.get(parent)
-
-    def _is_reached(self, node: Node[P]) -> bool:
-        """Whether it and all before it are here."""
-        while node is not self._root and not node.in_ram:
-            if not node.stored or node.parent is None:
-                return False
-            node = node.parent
-        return True
+    # --- its parts
 
     def _check(self, facts: BlockFacts) -> None:
         if facts.tokens > self.block_tokens:
@@ -276,24 +256,15 @@ class PrefixTree(Generic[P]):
     def _is_tail(self, facts: BlockFacts) -> bool:
         return facts.tokens < self.block_tokens
 
-    def _is_full(self, parent: Node[P], facts: BlockFacts) -> bool:
-        return self._is_tail(facts) and len(_tails(parent)) >= MAX_TAILS
-
     def _is_covered(self, parent: Node[P], block_id: BlockId, facts: BlockFacts) -> bool:
-        """Whether a block of `facts` is the beginning of another one in RAM, and of no more use."""
+        """Whether a tail is the beginning of another block in RAM, and of no more use."""
         if not self._is_tail(facts) or facts.has_state:
             return False
-        return any(
-            other.in_ram
-            and other.id != block_id
-            and other.facts.token_ids.startswith(facts.token_ids)
-            for other in parent.children.values()
-        )
+        longer = beginning_with(parent, facts.token_ids)
+        return any(other.in_ram and other.id != block_id for other in longer)
 
     def _add(self, block_id: BlockId, parent: Node[P], facts: BlockFacts) -> Node[P]:
-        node = Node(block_id, parent, facts, is_tail=self._is_tail(facts))
-        self._nodes[block_id] = parent.children[block_id] = node
-        return node
+        return self._branches.add(block_id, parent, facts, is_tail=self._is_tail(facts))
 
     def _learn(self, node: Node[P], facts: BlockFacts, now: float) -> None:
         """Take over what a block comes with. What it has already been counted with stays."""
@@ -308,80 +279,40 @@ class PrefixTree(Generic[P]):
         """Drop the tails that `node` makes needless, and the oldest of too many."""
         if node.parent is None:
             return ()
-        others = [tail for tail in _tails(node.parent) if tail is not node and not tail.pins]
-        needless = [
+        tails = node.parent.tails
+        others = [tail for tail in tails if tail is not node and not tail.pins]
+        going = [
             tail
             for tail in others
             if not tail.has_state and node.facts.token_ids.startswith(tail.facts.token_ids)
         ]
-        surplus = len(_tails(node.parent)) - len(needless) - MAX_TAILS
+        surplus = len(tails) - len(going) - MAX_TAILS
         if node.is_tail and surplus > 0:
-            oldest = sorted((t for t in others if t not in needless), key=lambda t: t.used_s)
-            needless += oldest[:surplus]
-        return tuple(self._drop(tail) for tail in needless)
-
-    def _drop(self, node: Node[P]) -> Gone[P]:
-        """Forget a leaf, wherever it is."""
-        gone = Gone(node.id, node.payload, node.stored)
-        if node.in_ram:
-            self._take_out(node)
-        self.unstored(node.id)
-        self._prune(node)
-        return gone
-
-    def _settle(self, node: Node[P]) -> tuple[Gone[P], ...]:
-        """After `node` left a place: take out what is no longer reached, forget what is nowhere."""
-        below: list[Node[P]] = []
-        if not node.is_here:
-            stack = list(node.children.values())
-            while stack:
-                child = stack.pop()
-                if child.is_live:
-                    below.append(child)
-                    stack.extend(child.children.values())
-        gone = []
-        for child in reversed(below):  # children before parents
-            if child.in_ram:
-                gone.append(Gone(child.id, child.payload, child.stored))
-                self._take_out(child)
-            self._prune(child)
-        self._prune(node)
-        return tuple(gone)
-
-    def _take_out(self, node: Node[P]) -> None:
-        node.payload = None
-        self._ram_blocks -= 1
-        self._ram_bytes -= node.nbytes
-        self._order.file(node)
-        above = node.parent
-        was_live = not node.live_children
-        while was_live and above is not None:
-            above.live_children -= 1
-            self._order.file(above)
-            was_live = not above.is_live
-            above = above.parent
-
-    def _woke(self, node: Node[P]) -> None:
-        """Count a node that was not live until now, up to the first above that was."""
-        above, is_new = node.parent, True
-        while is_new and above is not None:
-            is_new = not above.is_live
-            above.live_children += 1
-            self._order.file(above)
-            above = above.parent
-
-    def _prune(self, node: Node[P]) -> None:
-        """Forget a block that is nowhere and has no children, and those above it likewise."""
-        above = node.parent
-        while above is not None and not node.is_here and not node.children:
-            if self._nodes.pop(node.id, None) is None:
-                return
-            del above.children[node.id]
-            node, above = above, above.parent
+            left = (tail for tail in others if tail not in going)
+            going += sorted(left, key=lambda tail: tail.used_s)[:surplus]
+        return tuple(self._branches.drop(tail) for tail in going)
 
 
-def _tails(parent: Node[P]) -> list[Node[P]]:
-    return [child for child in parent.children.values() if child.is_tail]
+def _check_same(node: Node[P] | None, parent: Node[P], facts: BlockFacts) -> None:
+    """Refuse another block under the id of one that is known: ids name tokens and all before."""
+    if node is None:
+        return
+    if node.parent is not parent:
+        raise InvalidArgument(f"{node} is not behind {parent}, but behind {node.parent}")
+    if node.facts.token_ids != facts.token_ids:
+        raise InvalidArgument(f"{node} comes with other tokens than it has")
+
+
+def _whole(parent: Node[P], wanted: bytes) -> tuple[BlockId, int] | None:
+    """Find the longest child with state that is the beginning of `wanted`, or all of it."""
+    same = (child for child in beginning_with(parent, wanted) if child.facts.token_ids == wanted)
+    usable = [
+        child
+        for child in (*parent.tails, *same)
+        if child.is_here and child.has_state and wanted.startswith(child.facts.token_ids)
+    ]
+    best = max(usable, key=lambda child: (child.tokens, child.in_ram), default=None)
+    return None if best is None else (best.id, best.tokens)
 
 
 def _with_state(nodes: Sequence[Node[P]], depth: int) -> int:

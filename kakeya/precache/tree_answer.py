@@ -67,6 +67,7 @@ class Pin(Generic[P]):
         self._order = order
         for node in nodes:
             node.pins += 1
+            order.file(node)
 
     def unpin(self) -> None:
         """Let them go; harmless twice."""

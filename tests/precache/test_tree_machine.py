@@ -243,8 +243,15 @@ class Tree(RuleBasedStateMachine):
             assert node.block_class.weight >= block_class.weight
 
     @rule(history=HISTORIES)
-    def pin(self, history: list[int]) -> None:
-        ids = self.learn(history)
+    def pin_history(self, history: list[int]) -> None:
+        self.pin_all(self.learn(history))
+
+    @precondition(lambda self: self.ram)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        self.pin_all(self.path(data.draw(st.sampled_from(sorted(self.ram)))))
+
+    def pin_all(self, ids: list[bytes]) -> None:
         pin = self.tree.pin(ids)
         assert (pin is not None) == all(one in self.ram for one in ids)
         if pin is not None:
@@ -353,11 +360,24 @@ class Tree(RuleBasedStateMachine):
                 if any(child in self.path(one) for one in self.ram)
             )
             assert not (node.is_tail and node.children)
+            assert {child.id for child in node.children} == self.under(node.id)
+            packed = [child.facts.token_ids for child in node.children]
+            assert packed == sorted(packed)
+            assert [c for c in node.children if c.is_tail] == sorted(
+                node.tails, key=lambda tail: tail.facts.token_ids
+            )
+
+    @invariant()
+    def what_may_go_is_in_order(self) -> None:
+        heap = {id(entry) for entry in self.tree._order._heap}
+        for node in self.tree:
+            assert (node.entry is not None) == node.may_go
+            assert node.entry is None or id(node.entry) in heap
 
     @invariant()
     def what_is_pinned_is_pinned_from_its_beginning(self) -> None:
         for node in self.tree:
-            assert node.pins >= sum(child.pins for child in node.children.values() if child.in_ram)
+            assert node.pins >= sum(child.pins for child in node.children if child.in_ram)
 
 
 TestTree = Tree.TestCase
