@@ -10,6 +10,8 @@ from typing import Protocol
 from kakeya.precache.retention import Retention
 
 Tokens = Sequence[int]
+TokenSource = Callable[[], Awaitable[Tokens]]
+"""Renders a prefix when its turn has come, on the event loop. Raises KakeyaError."""
 
 
 class Kind(IntEnum):
@@ -42,7 +44,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """A prefix to be warm. `tokens` renders it when its turn has come, on the event loop.
+    """A prefix to be warm.
 
     `is_kept`: it is looked after until it is forgotten; `is_pinned`: nothing may take its place
     either. `client` is who asks, for adapters that belong to somebody.
@@ -50,7 +52,7 @@ class Prefix:
 
     key: str
     model_id: str
-    tokens: Callable[[], Awaitable[Tokens]]
+    tokens: TokenSource
     retention: Retention = Retention.SHORT
     is_kept: bool = False
     is_pinned: bool = False

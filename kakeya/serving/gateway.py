@@ -3,6 +3,7 @@
     GET  /v1/models, /v1/models/{id}     what is served
     POST /v1/chat/completions            OpenAI chat, streamed or not
     POST /v1/completions                 OpenAI completions, streamed or not
+    POST /v1/precache                    have a prefix warm before it is asked for
     GET  /healthz                        200 while the process lives
     GET  /readyz                         200 when the default model serves (or, on a node that
                                          only drafts, all that draft), else 503 and why
@@ -29,11 +30,13 @@ from starlette.routing import Route
 
 from kakeya.core.clock import Clock
 from kakeya.runtime.generation import DraftRouter, ModelDirectory, ModelState, ServedModel
+from kakeya.runtime.precache import NoPrecache, Precache
 from kakeya.serving.edge import Admission, Edge, refuse_route
 from kakeya.serving.exchange import Limits
 from kakeya.serving.generation import GenerationRoute, Generations, client_of
 from kakeya.serving.metrics import CONTENT_TYPE, HttpMetrics
 from kakeya.serving.openai import parse_chat, parse_completion
+from kakeya.serving.precache import PrecacheRoute
 from kakeya.serving.text import Texts
 
 
@@ -58,6 +61,8 @@ def build_app(
     collect: Callable[[], Iterable[Metric]] = tuple,
     proposers: Callable[[], Sequence[Standing]] = tuple,
     unready: Callable[[], str] = str,
+    precache: Precache = NoPrecache(),  # noqa: B008 - it has no state
+    texts: Texts | None = None,
 ) -> Starlette:
     """Build the application.
 
@@ -65,20 +70,24 @@ def build_app(
     node may be called by beside loopback and the address that a connection came in by; `collect`
     gives the metrics of other floors per scrape; `proposers` are the configured models that only
     draft; `unready` says why the node as a whole does not serve now, "" while it does.
+    `texts` are those that others of the node use too; None = nobody does.
     """
     metrics = HttpMetrics(collect)
+    texts = texts or Texts(clock.wall)
     generations = Generations(
         directory,
         router,
-        texts=Texts(clock.wall),
+        texts=texts,
         metrics=metrics,
         limits=limits,
         clock=clock,
         rng=rng,
+        precache=precache,
     )
     gateway = Gateway(
         directory,
         generations,
+        PrecacheRoute(generations, precache, texts),
         status=status,
         proposers=proposers,
         unready=unready,
@@ -108,6 +117,7 @@ class Gateway:
         self,
         directory: ModelDirectory,
         generations: Generations,
+        precache: PrecacheRoute,
         *,
         status: Callable[[], Mapping[str, object]],
         proposers: Callable[[], Sequence[Standing]],
@@ -117,6 +127,7 @@ class Gateway:
     ) -> None:
         self._directory = directory
         self._generations = generations
+        self._precache = precache
         self._status = status
         self._proposers = proposers
         self._unready = unready
@@ -130,6 +141,7 @@ class Gateway:
         return [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completion, methods=["POST"]),
+            Route("/v1/precache", self._precache, methods=["POST"]),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model_id:path}", self.describe_model),
             Route("/healthz", self.health),

@@ -7,10 +7,18 @@ token; the iterator is closed before the last byte is sent, or as soon as the cl
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -27,7 +35,7 @@ from kakeya.runtime.generation import (
     ServedModel,
     Tokens,
 )
-from kakeya.runtime.session import MAX_PROMPT_TOKENS
+from kakeya.runtime.precache import Claim, Precache
 from kakeya.serving.answer import Answer
 from kakeya.serving.body import parse_json
 from kakeya.serving.edge import envelope, send_json
@@ -36,10 +44,11 @@ from kakeya.serving.metrics import HttpMetrics
 from kakeya.serving.openai import (
     ChatRequest,
     CompletionRequest,
-    ContextLengthExceeded,
     GenerationParams,
     ModelNotFound,
 )
+from kakeya.serving.prefix_text import encode_prefix
+from kakeya.serving.prompt import chat_ids, check_prompt, most_prompt_tokens, raw_ids
 from kakeya.serving.prompt_bound import TooManyTokens
 from kakeya.serving.stream import (
     DONE,
@@ -66,6 +75,11 @@ class Job:
     answer_id: str
     created_at: int
     began_mono: float
+    asked: Request
+    claim: Claim
+    token_ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    """The answer so far: as tokens, and as text."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -86,6 +100,7 @@ class Generations:
         limits: Limits,
         clock: Clock,
         rng: random.Random,
+        precache: Precache,
     ) -> None:
         self._directory = directory
         self._router = router
@@ -93,6 +108,7 @@ class Generations:
         self._metrics = metrics
         self._clock = clock
         self._rng = rng
+        self._precache = precache
         self._running = 0
         self.limits = limits
 
@@ -130,18 +146,18 @@ class Generations:
             self._running -= 1
             self._metrics.running.set(self._running)
 
-    async def prepare(self, dialect: Dialect, asked: Request, model: ServedModel) -> Job:
+    async def prepare(
+        self, dialect: Dialect, asked: Request, model: ServedModel, client: str
+    ) -> Job:
         """Wait for the model, write the prompt in ids, check what only the model can tell."""
         began_mono = self._clock.mono()
         deadline_s = asked.params.deadline_s
         ready_s = self.limits.ready_s
         facts = await model.ready(ready_s if deadline_s is None else min(ready_s, deadline_s))
         text = await self._texts.get(facts.model_path)
-        try:
-            token_ids = await _prompt_ids(asked, text, facts)
-        except TooManyTokens as fault:
-            raise _too_long(f"at least {fault.least_tokens}", facts) from None
+        token_ids = await _prompt_ids(asked, text, facts)
         params = asked.params
+        claim = Claim(model_id=model.model_id, facts=facts, client=client, use=params.cache)
         stop_token_ids = text.stop_token_ids | frozenset(facts.eos_token_ids)
         request = DecodeRequest(
             token_ids=token_ids,
@@ -152,6 +168,8 @@ class Generations:
             deadline_s=None
             if deadline_s is None
             else max(0.0, deadline_s - (self._clock.mono() - began_mono)),
+            kv_key=self._precache.kv_key(claim),
+            client=client,
         )
         detokenizer = text.detokenizer()
         return Job(
@@ -162,6 +180,8 @@ class Generations:
             answer_id=draw_id("chatcmpl" if dialect == "chat" else "cmpl", self._rng, 24),
             created_at=int(self._clock.wall()),
             began_mono=began_mono,
+            asked=asked,
+            claim=claim,
         )
 
     async def run(self, job: Job) -> AsyncGenerator[str, None]:
@@ -171,18 +191,53 @@ class Generations:
         try:
             async with aclosing(job.model.decode(job.request)) as frames:
                 async for frame in frames:
-                    if answer.completion_tokens == 0 and isinstance(frame, Tokens):
-                        waited_s = self._clock.mono() - job.began_mono
-                        self._metrics.first_token(model_id, waited_s)
+                    if isinstance(frame, Tokens):
+                        if answer.completion_tokens == 0:
+                            waited_s = self._clock.mono() - job.began_mono
+                            self._metrics.first_token(model_id, waited_s)
+                        job.token_ids.extend(frame.token_ids)
                     text = answer.take(frame)
                     if text:
+                        job.pieces.append(text)
                         yield text
                     if answer.finish_reason is not None:
                         break
+            self._turn_ended(job)
         finally:
             self._metrics.generation_ended(
                 model_id, answer.completion_tokens, is_abandoned=answer.finish_reason is None
             )
+
+    def _turn_ended(self, job: Job) -> None:
+        """Have what the next request begins with warm, if this one says what it continues."""
+        if not job.claim.use.is_empty:
+            self._precache.turn_ended(job.claim, functools.partial(self._next_tokens, job))
+
+    async def _next_tokens(self, job: Job) -> Sequence[int]:
+        """What the next turn of a conversation begins with; elsewhere the prompt, to be repeated.
+
+        Nothing where the context has no room for another turn. Raises what rendering raises.
+        """
+        if not job.claim.use.keys.conversation_id:
+            return job.request.token_ids
+        at_most = most_prompt_tokens(job.claim.facts)
+        text = await self._texts.get(job.claim.facts.model_path)
+        try:
+            token_ids = await self._continued(job, text, at_most)
+        except TooManyTokens:
+            return ()
+        return token_ids if len(token_ids) <= at_most else ()
+
+    async def _continued(self, job: Job, text: TextModel, at_most: int) -> Sequence[int]:
+        said = "".join(job.pieces)
+        match job.asked:
+            case ChatRequest(messages=messages):
+                turn = (*messages, {"role": "assistant", "content": said})
+                return await encode_prefix(text, turn, at_most=at_most)
+            case CompletionRequest(prompt=str() as prompt):
+                return await text.encode(prompt + said, at_most=at_most)
+            case CompletionRequest():
+                return (*job.request.token_ids, *job.token_ids)
 
     def _sampling(self, params: GenerationParams, facts: ModelFacts) -> Sampling:
         if params.top_k > facts.vocab_size:
@@ -216,19 +271,19 @@ class GenerationRoute:
         generations = self._generations
         body = await read_body(scope, receive, generations.limits)
         asked = self._parse(parse_json(body))
-        model = generations.find(asked.params.model, client_of(scope))
+        caller = client_of(scope)
+        model = generations.find(asked.params.model, caller)
         is_stream = asked.params.stream
         with generations.admitted():
             async with generations.connection(receive, send, is_stream=is_stream) as client:
+                prepared = generations.prepare(self._dialect, asked, model, caller)
                 if is_stream:
-                    await self._stream(asked, model, client)
+                    await self._stream(prepared, client)
                 else:
-                    await self._whole(asked, model, client, send)
+                    await self._whole(prepared, client, send)
 
-    async def _whole(
-        self, asked: Request, model: ServedModel, client: Connection, send: Send
-    ) -> None:
-        job = await self._generations.prepare(self._dialect, asked, model)
+    async def _whole(self, prepared: Awaitable[Job], client: Connection, send: Send) -> None:
+        job = await prepared
         async with aclosing(self._generations.run(job)) as texts:
             text = "".join([piece async for piece in texts])
         body = whole_answer(
@@ -237,21 +292,21 @@ class GenerationRoute:
             text,
             answer_id=job.answer_id,
             created_at=job.created_at,
-            model=model.model_id,
+            model=job.model.model_id,
             prompt_tokens=job.prompt_tokens,
         )
         client.finish()
         await send_json(send, 200, compact(body))
 
-    async def _stream(self, asked: Request, model: ServedModel, client: Connection) -> None:
+    async def _stream(self, prepared: Awaitable[Job], client: Connection) -> None:
         try:
-            job = await self._generations.prepare(self._dialect, asked, model)
+            job = await prepared
             writer = ChunkWriter(
                 self._dialect,
                 answer_id=job.answer_id,
                 created_at=job.created_at,
-                model=model.model_id,
-                include_usage=asked.params.include_usage,
+                model=job.model.model_id,
+                include_usage=job.asked.params.include_usage,
             )
             opening = writer.first()
             async with aclosing(self._generations.run(job)) as texts:
@@ -265,7 +320,7 @@ class GenerationRoute:
             return
         reason = job.answer.finish_reason or "length"
         last = opening + writer.last(reason)
-        if asked.params.include_usage:
+        if job.asked.params.include_usage:
             last += writer.usage(usage_body(job.answer, job.prompt_tokens))
         await client.end(last + DONE)
 
@@ -276,42 +331,13 @@ def client_of(scope: Scope) -> str:
 
 
 async def _prompt_ids(asked: Request, text: TextModel, facts: ModelFacts) -> tuple[int, ...]:
-    at_most = _most_prompt_tokens(facts)
     if isinstance(asked, ChatRequest):
-        return tuple(await text.encode_chat(asked.messages, at_most=at_most))
-    if isinstance(asked.prompt, str):
-        return tuple(await text.encode(asked.prompt, at_most=at_most))
-    if len(asked.prompt) > at_most:
-        raise _too_long(str(len(asked.prompt)), facts)
-    highest = max(asked.prompt)
-    if highest >= facts.vocab_size:
-        raise InvalidArgument(
-            f"prompt holds the token id {highest}; {facts.model_id} has {facts.vocab_size} tokens",
-            param="prompt",
-        )
-    return asked.prompt
+        return await chat_ids(asked.messages, text, facts)
+    return await raw_ids(asked.prompt, text, facts)
 
 
 def _room(params: GenerationParams, prompt_tokens: int, facts: ModelFacts) -> int:
     """How many tokens may be generated: what was asked, at most what the context holds."""
-    if prompt_tokens == 0:
-        raise InvalidArgument("the prompt has no tokens; it needs at least one", param="prompt")
-    if prompt_tokens > _most_prompt_tokens(facts):
-        raise _too_long(str(prompt_tokens), facts)
+    check_prompt(prompt_tokens, facts)
     room = facts.context_tokens - prompt_tokens
     return room if params.max_tokens is None else min(params.max_tokens, room)
-
-
-def _most_prompt_tokens(facts: ModelFacts) -> int:
-    return min(facts.context_tokens - 1, MAX_PROMPT_TOKENS)
-
-
-def _too_long(prompt_tokens: str, facts: ModelFacts) -> ContextLengthExceeded:
-    if _most_prompt_tokens(facts) == MAX_PROMPT_TOKENS:
-        return ContextLengthExceeded(
-            f"the prompt has {prompt_tokens} tokens; a prompt may have {MAX_PROMPT_TOKENS}"
-        )
-    return ContextLengthExceeded(
-        f"the prompt has {prompt_tokens} tokens and the answer needs at least 1; the context "
-        f"of {facts.model_id} holds {facts.context_tokens} tokens"
-    )

@@ -15,7 +15,7 @@ from starlette.types import Scope
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ROUTES = frozenset(
     {"/v1/models", "/v1/chat/completions", "/v1/completions", "/healthz", "/readyz", "/metrics"}
-    | {"/api/v1/fleet", "/api/v1/status"}
+    | {"/v1/precache", "/api/v1/fleet", "/api/v1/status"}
 )
 _SECONDS = (0.005, 0.02, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)
 

@@ -4,7 +4,8 @@ the parameter. Nothing is ignored in silence.
     honoured      model, messages | prompt, max_tokens, max_completion_tokens, temperature, top_p,
                   seed, stop, stream, stream_options.include_usage
     extensions    top_k; draft_policy ("auto", "off", "ngram", "peer", MODEL@HOST:PORT);
-                  deadline_s: how long the caller waits until its model is in memory
+                  deadline_s: how long the caller waits until its model is in memory;
+                  conversation_id, prompt_cache_key, prompt_cache_retention: see `cache_params`
     accepted      a parameter that is absent, null, or has a value that changes nothing (`_NO_OPS`)
     refused       everything else: 400, code unsupported_parameter
 
@@ -15,10 +16,12 @@ text parts. A prompt of /v1/completions is a text, token ids, or a list of one o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kakeya.core.errors import InvalidArgument, NotFound, Unsupported
+from kakeya.runtime.precache import CacheUse
 from kakeya.serving.body import flag, integer, number, refuse, shown, text
+from kakeya.serving.cache_params import CACHE_PARAMS, read_cache_use
 from kakeya.serving.template import Message
 
 MAX_STOPS = 4
@@ -59,6 +62,7 @@ class GenerationParams:
     include_usage: bool
     draft_policy: str
     deadline_s: float | None = None
+    cache: CacheUse = field(default_factory=CacheUse)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +113,6 @@ _NO_OPS: Mapping[str, Callable[[object], bool]] = {
     # Labels: they name the caller or the request and never the output.
     "user": _is_text,
     "safety_identifier": _is_text,
-    "prompt_cache_key": _is_text,
     "metadata": _is_object,
     "service_tier": _is("auto", "default"),
     "tools": _is([]),
@@ -122,6 +125,7 @@ _NO_OPS: Mapping[str, Callable[[object], bool]] = {
 _SHARED = frozenset(
     {"model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream"}
     | {"stream_options", "draft_policy", "deadline_s"}
+    | CACHE_PARAMS
 )
 _MESSAGE_NO_OPS: Mapping[str, Callable[[object], bool]] = {
     "refusal": _is(""),
@@ -133,12 +137,8 @@ _MESSAGE_NO_OPS: Mapping[str, Callable[[object], bool]] = {
 def parse_chat(body: Mapping[str, object]) -> ChatRequest:
     """Read a chat request. Raises InvalidArgument or Unsupported naming the parameter."""
     _refuse_unknown(body, _SHARED | {"messages", "max_completion_tokens"})
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        refuse("messages", messages, "a list of at least one message")
     return ChatRequest(
-        params=_params(body, default_max_tokens=None),
-        messages=tuple(_message(entry, f"messages[{i}]") for i, entry in enumerate(messages)),
+        params=_params(body, default_max_tokens=None), messages=parse_messages(body.get("messages"))
     )
 
 
@@ -147,14 +147,43 @@ def parse_completion(body: Mapping[str, object]) -> CompletionRequest:
     _refuse_unknown(body, _SHARED | {"prompt"})
     return CompletionRequest(
         params=_params(body, default_max_tokens=COMPLETION_MAX_TOKENS),
-        prompt=_prompt(body.get("prompt")),
+        prompt=parse_prompt(body.get("prompt")),
     )
+
+
+def parse_messages(value: object) -> tuple[Message, ...]:
+    """Read the messages of a chat. Raises as `parse_chat`."""
+    if not isinstance(value, list) or not value:
+        refuse("messages", value, "a list of at least one message")
+    return tuple(_message(entry, f"messages[{i}]") for i, entry in enumerate(value))
+
+
+def parse_model(value: object) -> str:
+    """Read the id of a model. Raises InvalidArgument."""
+    if not isinstance(value, str) or not value:
+        refuse("model", value, "the id of a served model (GET /v1/models lists them)")
+    return value
+
+
+def parse_prompt(value: object) -> str | tuple[int, ...]:
+    """Read a text, token ids, or a list of one of these. Raises as `parse_completion`."""
+    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
+        if len(value) > 1:
+            raise Unsupported(
+                f"prompt holds {len(value)} prompts; send one request for each", param="prompt"
+            )
+        (value,) = value
+    if isinstance(value, str) and value:
+        return text(value, "prompt")
+    if not isinstance(value, list) or not value:
+        refuse("prompt", value, "a text that is not empty, or a list of token ids")
+    return tuple(_token_id(entry, index) for index, entry in enumerate(value))
 
 
 def _params(body: Mapping[str, object], *, default_max_tokens: int | None) -> GenerationParams:
     stream = flag(body, "stream")
     return GenerationParams(
-        model=_model(body.get("model")),
+        model=parse_model(body.get("model")),
         max_tokens=_max_tokens(body, default_max_tokens),
         temperature=number(body, "temperature", 0, 2, default=1.0),
         top_p=_top_p(body),
@@ -165,6 +194,7 @@ def _params(body: Mapping[str, object], *, default_max_tokens: int | None) -> Ge
         include_usage=_include_usage(body.get("stream_options"), stream=stream),
         draft_policy=_draft_policy(body.get("draft_policy")),
         deadline_s=_deadline_s(body),
+        cache=read_cache_use(body),
     )
 
 
@@ -180,12 +210,6 @@ def _refuse_unknown(body: Mapping[str, object], known: frozenset[str]) -> None:
                 f"{name}={shown(value)} is not supported; leave it out or give its default",
                 param=name,
             )
-
-
-def _model(value: object) -> str:
-    if not isinstance(value, str) or not value:
-        refuse("model", value, "the id of a served model (GET /v1/models lists them)")
-    return value
 
 
 def _max_tokens(body: Mapping[str, object], default: int | None) -> int | None:
@@ -249,9 +273,9 @@ def _include_usage(value: object, *, stream: bool) -> bool:
 def _message(value: object, at: str) -> Message:
     if not isinstance(value, dict):
         refuse(at, value, "an object with role and content")
-    for name, field in value.items():
+    for name, given in value.items():
         allowed = _MESSAGE_NO_OPS.get(name)
-        is_no_op = field is None or (allowed is not None and allowed(field))
+        is_no_op = given is None or (allowed is not None and allowed(given))
         if name not in ("role", "content", "name") and not is_no_op:
             raise Unsupported(f"{at}.{name} is not supported; leave it out", param=f"{at}.{name}")
     role = value.get("role")
@@ -283,20 +307,6 @@ def _part(value: object, at: str) -> str:
         if name not in ("type", "text"):
             raise Unsupported(f"{at}.{name} is not supported; leave it out", param=f"{at}.{name}")
     return text(value.get("text"), f"{at}.text")
-
-
-def _prompt(value: object) -> str | tuple[int, ...]:
-    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
-        if len(value) > 1:
-            raise Unsupported(
-                f"prompt holds {len(value)} prompts; send one request for each", param="prompt"
-            )
-        (value,) = value
-    if isinstance(value, str) and value:
-        return text(value, "prompt")
-    if not isinstance(value, list) or not value:
-        refuse("prompt", value, "a text that is not empty, or a list of token ids")
-    return tuple(_token_id(entry, index) for index, entry in enumerate(value))
 
 
 def _token_id(value: object, index: int) -> int:

@@ -24,6 +24,9 @@ from kakeya.core.errors import InvalidArgument, Unsupported
 Message = Mapping[str, str]
 """One chat message: role, content, and name when the caller gave one."""
 
+Tool = Mapping[str, object]
+"""What a model may call, as a JSON object."""
+
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     TypeError,
@@ -84,7 +87,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._template = environment.from_string(source)
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         """Write the prompt that asks for the assistant's next message.
 
         Raises InvalidArgument with the template's own words when it refuses the messages.
@@ -93,7 +96,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=True,
-                tools=None,
+                tools=[dict(tool) for tool in tools] or None,
                 documents=None,
                 **self._special_tokens,
             )

@@ -23,10 +23,12 @@ from tokenizers import Tokenizer
 
 from kakeya.core.errors import Unsupported
 from kakeya.serving.byte_level import BYTE_OF
+from kakeya.serving.marker import Marker
 from kakeya.serving.prompt_bound import PromptBound
 from kakeya.serving.template import (
     ChatTemplate,
     Message,
+    Tool,
     load_template,
     read_config,
     special_tokens,
@@ -57,7 +59,7 @@ class TextModel:
         self._template: ChatTemplate | None = load_template(folder, wall)
         added = self.tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(key for key, token in added.items() if token.special)
-        self._marker = _Marker([added[key].content for key in sorted(self._special_ids)])
+        self._marker = Marker([added[key].content for key in sorted(self._special_ids)])
         self.stop_token_ids = self._stop_tokens()
         spec = json.loads(self.tokenizer.to_str())
         is_byte_level = spec["decoder"] is not None and spec["decoder"]["type"] == "ByteLevel"
@@ -75,15 +77,17 @@ class TextModel:
             return self._encode((prompt,), add_special_tokens=True)
         return await asyncio.to_thread(self._encode, (prompt,), add_special_tokens=True)
 
-    async def encode_chat(self, messages: Sequence[Message], *, at_most: int) -> list[int]:
-        """Render and encode a conversation.
+    async def encode_chat(
+        self, messages: Sequence[Message], *, at_most: int, tools: Sequence[Tool] = ()
+    ) -> list[int]:
+        """Render and encode a conversation, with the tools that it may use.
 
         Raises Unsupported without a template, InvalidArgument when the template refuses, and
         TooManyTokens as `encode` does, for the rendered text: a template may leave messages out.
         """
-        if sum(len(message["content"]) for message in messages) <= OFFLOAD_CHARS:
-            return self._encode_chat(messages, at_most)
-        return await asyncio.to_thread(self._encode_chat, messages, at_most)
+        if sum(len(message["content"]) for message in messages) <= OFFLOAD_CHARS and not tools:
+            return self._encode_chat(messages, tools, at_most)
+        return await asyncio.to_thread(self._encode_chat, messages, tools, at_most)
 
     def detokenizer(self) -> Detokenizer:
         """Start a new output text."""
@@ -91,14 +95,17 @@ class TextModel:
             return WindowDetokenizer(self.tokenizer)
         return ByteDetokenizer(self.tokenizer, self._special_ids, self._bytes_of)
 
-    def _encode_chat(self, messages: Sequence[Message], at_most: int) -> list[int]:
+    def _encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool], at_most: int
+    ) -> list[int]:
         if self._template is None:
             raise Unsupported(
                 f"{self._folder} has no chat template; ask /v1/completions with a plain prompt"
             )
-        marker = self._marker.choose(messages)
+        marker = self._marker.choose(messages, tools)
         marked = [self._marker.mark(message, marker) for message in messages]
-        pieces = self._template.render(marked).split(marker)
+        marked_tools = [self._marker.mark_tool(tool, marker) for tool in tools]
+        pieces = self._template.render(marked, marked_tools).split(marker)
         self._bound.check(pieces, at_most)
         return self._encode(pieces, add_special_tokens=False)
 
@@ -134,31 +141,6 @@ class Texts:
             task = asyncio.ensure_future(asyncio.to_thread(TextModel, Path(folder), self._wall))
             self._loaded[folder] = task
         return await asyncio.shield(task)
-
-
-class _Marker:
-    """Cuts the special tokens that occur in messages, so that they encode as plain text."""
-
-    def __init__(self, specials: Sequence[str]) -> None:
-        cuttable = [re.escape(special) for special in specials if len(special) > 1]
-        self._inside = re.compile(f"(?=(?:{'|'.join(cuttable)}))(.)", re.S) if cuttable else None
-
-    def choose(self, messages: Sequence[Message]) -> str:
-        """A private-use text that no message contains."""
-        number = 0
-        while any(f"\ue000{number}\ue001" in value for m in messages for value in m.values()):
-            number += 1
-        return f"\ue000{number}\ue001"
-
-    def mark(self, message: Message, marker: str) -> Message:
-        """Put the marker behind the first character of every special token, overlaps included."""
-        if self._inside is None:
-            return message
-        cut = self._inside.sub
-        return {
-            key: value if key == "role" else cut(lambda hit: hit[1] + marker, value)
-            for key, value in message.items()
-        }
 
 
 class ByteDetokenizer:
