@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from collections.abc import Callable, Collection
@@ -46,15 +47,14 @@ def block_of(
     seed: int = 0, *, parent: BlockId = ROOT, index: int = 0, size: int = 1000, **more: object
 ) -> Made:
     """A block with bytes of its own."""
-    rng = random.Random(seed)
-    payload = rng.randbytes(size)
+    payload = _bytes_of(seed, size)
     fields = {"fingerprint": FINGERPRINT, "created_at": 1_700_000_000.0, **more}
     block = StoredBlock(
         id=hashlib.sha256(b"%d" % seed + parent).digest(),
         parent=parent,
         facts={"model_id": "tiny", "block_tokens": 8},
         index=index,
-        packed_ids=pack_tokens([rng.randrange(1000) for _ in range(8)]),
+        packed_ids=pack_tokens(range(seed, seed + 8)),
         payload_bytes=size,
         **fields,  # type: ignore[arg-type]
     )
@@ -69,3 +69,8 @@ def chain_of(count: int, *, seed: int = 0, size: int = 1000, **more: object) -> 
         made.append(block_of(seed + index, parent=parent, index=index, size=size, **more))
         parent = made[-1][0].id
     return made
+
+
+@functools.cache
+def _bytes_of(seed: int, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)
