@@ -29,6 +29,8 @@ from kakeya.core.units import KIB
 MAX_CARD_BYTES = 8 * KIB
 MAX_MODELS = 64
 MAX_ENDPOINTS = 8
+MAX_CACHES = 8
+MAX_FILTER_BYTES = 2 * KIB
 MAX_ID_BYTES = 256
 MAX_STRING_BYTES = 256
 MAX_LABEL_BYTES = 64
@@ -120,6 +122,21 @@ class Endpoint(NamedTuple):
     rtt_ms: float = 0.0
 
 
+class CacheOffer(NamedTuple):
+    """KV of prompts that a node serves to others, of one fingerprint.
+
+    `compatibility` is a serialized CacheCompatibility, `filter` a small set of block names; what
+    is in them is the precache's to say. `epoch` changes with the filter.
+    """
+
+    compatibility: bytes
+    filter: bytes = b""
+    blocks: int = 0
+    used_bytes: int = 0
+    free_bytes: int = 0
+    epoch: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """What an owner says of itself, before it is stamped; `""` and 0 mean unknown.
@@ -139,6 +156,7 @@ class Offer:
     models: tuple[OfferedModel, ...] = ()
     ttl_s: float = DEFAULT_TTL_S
     is_careful: bool = False
+    caches: tuple[CacheOffer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,6 +189,7 @@ class Card:
     anchor: int | None
     endpoints: tuple[Endpoint, ...]
     is_careful: bool = False
+    caches: tuple[CacheOffer, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Card) and self.wire == other.wire

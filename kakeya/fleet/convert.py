@@ -20,11 +20,14 @@ from kakeya.core.errors import Refused
 from kakeya.core.ids import ModelId, NodeId
 from kakeya.core.units import MIB, format_bytes
 from kakeya.fleet.cards import (
+    MAX_CACHES,
     MAX_CARD_BYTES,
     MAX_ENDPOINTS,
+    MAX_FILTER_BYTES,
     MAX_MODELS,
     PROTOCOL_MAX,
     PROTOCOL_MIN,
+    CacheOffer,
     Card,
     CardFault,
     Endpoint,
@@ -251,6 +254,7 @@ def from_wire(wire: bytes) -> Card:
         int.from_bytes(anchor, "little") if len(anchor) == ANCHOR_BYTES else None,
         _endpoints_from_wire(message.endpoints) if message.endpoints else (),
         message.is_careful,
+        _caches_from_wire(message.caches) if message.caches else (),
     )
 
 
@@ -268,6 +272,21 @@ def _endpoints_from_wire(ways: Iterable[pb.NodeEndpoint]) -> tuple[Endpoint, ...
     return tuple(
         Endpoint(way.address, way.network, way.priority, _positive(way.measured_rtt_ms))
         for way in ways
+    )
+
+
+def _caches_from_wire(caches: Sequence[pb.CacheCapability]) -> tuple[CacheOffer, ...]:
+    """The first few: a hint costs its reader a lookup at most, and so does one that is left out."""
+    return tuple(
+        CacheOffer(
+            compatibility=cache.compatibility.SerializeToString(deterministic=True),
+            filter=cache.bloom_filter if len(cache.bloom_filter) <= MAX_FILTER_BYTES else b"",
+            blocks=cache.entry_count,
+            used_bytes=cache.cache_bytes_used,
+            free_bytes=cache.cache_bytes_free,
+            epoch=cache.cache_epoch,
+        )
+        for cache in caches[:MAX_CACHES]
     )
 
 
@@ -313,8 +332,23 @@ def to_wire(
             )
             for way in offer.endpoints
         ],
+        caches=[cache_to_wire(cache, offer.grpc_address) for cache in offer.caches],
     )
     return message.SerializeToString(deterministic=True)
+
+
+def cache_to_wire(cache: CacheOffer, address: str) -> pb.CacheCapability:
+    """Say what is cached, and where."""
+    return pb.CacheCapability(
+        compatibility=pb.CacheCompatibility.FromString(cache.compatibility),
+        cache_address=address,
+        cache_bytes_used=cache.used_bytes,
+        cache_bytes_free=cache.free_bytes,
+        entry_count=cache.blocks,
+        cache_epoch=cache.epoch,
+        bloom_filter=cache.filter,
+        default_compression=pb.COMPRESSION_CODEC_NONE,
+    )
 
 
 def _models_to_wire(models: Sequence[OfferedModel]) -> list[pb.ModelCapability]:

@@ -182,7 +182,7 @@ class OwnCard:
 
     def farewell(self, *, now: float, mono: float) -> Card:
         """Make the last body: no models, and gone from all views in ten seconds."""
-        offer = replace(self._offer, models=(), ttl_s=FAREWELL_TTL_S)
+        offer = replace(self._offer, models=(), caches=(), ttl_s=FAREWELL_TTL_S)
         self.is_leaving = False
         card = self.announce(offer, now=now, mono=mono)
         self.is_leaving = True

@@ -50,12 +50,11 @@ class _Whole(NamedTuple):
     block_sha256: bytes
 
 
-def cut(payload: bytes, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, int, bytes]]:
+def cut(payload: memoryview, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, int, bytes]]:
     """Cut a block: the number of each chunk, how many there are, its bytes."""
     total = max(1, -(-len(payload) // chunk_bytes))
-    view = memoryview(payload)
     for index in range(total):
-        yield index, total, bytes(view[index * chunk_bytes : (index + 1) * chunk_bytes])
+        yield index, total, bytes(payload[index * chunk_bytes : (index + 1) * chunk_bytes])
 
 
 class Assembly:

@@ -34,6 +34,14 @@ class SourceUsage:
     evictions: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """The bytes of a block, lent until `release` is called, once; do not touch `view` after it."""
+
+    view: memoryview
+    release: Callable[[], None]
+
+
 class BlockSource(Protocol):
     """The blocks of one fingerprint that this node has, in memory and on disk together."""
 
@@ -45,8 +53,8 @@ class BlockSource(Protocol):
         """Keep what is here of these until the returned function is called, once."""
         ...
 
-    async def read(self, block_id: BlockId) -> bytes | None:
-        """A copy of a block; None = it went meanwhile."""
+    async def read(self, block_id: BlockId) -> Loan | None:
+        """Lend a block; None = it went meanwhile."""
         ...
 
     def resident(self) -> Iterable[BlockId]:

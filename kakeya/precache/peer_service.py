@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -175,8 +175,9 @@ class PrefillCacheService(PrefillCacheServiceServicer):
                 order = _order(request, len(lease.ids))
                 with self._seat(caller):
                     until = self._clock.mono() + self._limits.stream_s
-                    async for chunk in self._stream(lease, order, until):
-                        yield chunk
+                    async with aclosing(self._stream(lease, order, until)) as chunks:
+                        async for chunk in chunks:
+                            yield chunk
                 lease.let_go()
 
     async def PublishBlock(
@@ -245,40 +246,51 @@ class PrefillCacheService(PrefillCacheServiceServicer):
 
     async def _stream(
         self, lease: PeerLease, order: range, until_mono: float
-    ) -> AsyncIterator[pb.FetchBlocksResponse]:
+    ) -> AsyncGenerator[pb.FetchBlocksResponse, None]:
         for index in order:
-            block_id = lease.ids[index]
-            payload = await lease.source.read(block_id)
-            if payload is None or len(payload) != lease.sizes[index]:
+            loan = await lease.source.read(lease.ids[index])
+            if loan is None:
                 self._count(blocks_gone=1)
                 return
-            sha256 = await self._sha256(block_id, payload)
-            for chunk_index, total, data in cut(payload, self._chunk_bytes):
-                if self._clock.mono() > until_mono:
+            try:
+                if len(loan.view) != lease.sizes[index]:  # kept anew, with or without its state
+                    self._count(blocks_gone=1)
                     return
-                yield pb.FetchBlocksResponse(
-                    block_hash=block_id,
-                    block_index=index,
-                    token_count=lease.block_tokens,
-                    chunk_index=chunk_index,
-                    total_chunks=total,
-                    data=data,
-                    block_sha256=sha256,
-                    cache_epoch=self.epoch,
-                )
+                sha256 = await self._sha256(lease.ids[index], loan.view)
+                for chunk in self._chunks(lease, index, loan.view, sha256):
+                    if self._clock.mono() > until_mono:
+                        return
+                    yield chunk
+            finally:
+                loan.release()
             self._count(
-                blocks_served=1, tokens_served=lease.block_tokens, bytes_served=len(payload)
+                blocks_served=1, tokens_served=lease.block_tokens, bytes_served=lease.sizes[index]
             )
 
-    async def _sha256(self, block_id: BlockId, payload: bytes) -> bytes:
+    def _chunks(
+        self, lease: PeerLease, index: int, view: memoryview, sha256: bytes
+    ) -> Iterator[pb.FetchBlocksResponse]:
+        for chunk_index, total, data in cut(view, self._chunk_bytes):
+            yield pb.FetchBlocksResponse(
+                block_hash=lease.ids[index],
+                block_index=index,
+                token_count=lease.block_tokens,
+                chunk_index=chunk_index,
+                total_chunks=total,
+                data=data,
+                block_sha256=sha256,
+                cache_epoch=self.epoch,
+            )
+
+    async def _sha256(self, block_id: BlockId, view: memoryview) -> bytes:
         # One name may stand for two lengths: with and without the recurrent state behind it.
-        key = block_id, len(payload)
+        key = block_id, len(view)
         known = self._hashes.get(key)
         if known is None:
-            if len(payload) <= _INLINE_BYTES:
-                known = hashlib.sha256(payload).digest()
+            if len(view) <= _INLINE_BYTES:
+                known = hashlib.sha256(view).digest()
             else:
-                known = await asyncio.to_thread(lambda: hashlib.sha256(payload).digest())
+                known = await _hashed_in_thread(view)
             self._hashes[key] = known
             if len(self._hashes) > HASHES_KEPT:
                 self._hashes.popitem(last=False)
@@ -295,6 +307,16 @@ async def _errors_end(context: Context) -> AsyncIterator[None]:
         yield
     except KakeyaError as refusal:
         await abort(context, refusal)
+
+
+async def _hashed_in_thread(view: memoryview) -> bytes:
+    """Hash lent bytes; they are read no more when this ends, also by cancellation."""
+    work = asyncio.ensure_future(asyncio.to_thread(lambda: hashlib.sha256(view).digest()))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait((work,))
+        raise
 
 
 def _connection(context: Context) -> str:

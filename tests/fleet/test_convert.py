@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument, KakeyaError, Refused
-from kakeya.fleet.cards import CardFault, Offer, OfferedModel
+from kakeya.fleet.cards import MAX_CACHES, CacheOffer, CardFault, Offer, OfferedModel
 from kakeya.fleet.convert import MalformedCard, from_wire, join_cards, split_cards, to_wire
 from kakeya.v1 import distributed_pb2 as pb
 from tests.fleet.nodes import NOW, make_wire, verifier
@@ -24,6 +24,17 @@ models = st.builds(
     st.floats(0, 1e9),
     text,
 )
+compatibilities = st.builds(
+    lambda model_id, tokens: pb.CacheCompatibility(
+        model_id=model_id, block_size_tokens=tokens
+    ).SerializeToString(deterministic=True),
+    text,
+    st.integers(0, 2**32 - 1),
+)
+counts = st.integers(0, 2**64 - 1)
+caches = st.builds(
+    CacheOffer, compatibilities, st.binary(max_size=300), counts, counts, counts, counts
+)
 offers = st.builds(
     Offer,
     grpc_address=text,
@@ -34,6 +45,7 @@ offers = st.builds(
     models=st.lists(models, max_size=4).map(tuple),
     ttl_s=finite,
     is_careful=st.booleans(),
+    caches=st.lists(caches, max_size=4).map(tuple),
 )
 
 
@@ -54,7 +66,19 @@ def test_an_offer_survives_the_wire(
         models=card.models,
         ttl_s=card.ttl_s,
         is_careful=card.is_careful,
+        caches=card.caches,
     )
+
+
+def test_of_many_caches_the_first_count_and_of_a_large_filter_nothing() -> None:
+    message = pb.NodeCapability(
+        node_id="n",
+        caches=[pb.CacheCapability(entry_count=n, bloom_filter=b"x" * 200) for n in range(20)],
+    )
+    message.caches[1].bloom_filter = b"x" * 2049
+    card = from_wire(message.SerializeToString())
+    assert [cache.blocks for cache in card.caches] == list(range(MAX_CACHES))
+    assert [len(cache.filter) for cache in card.caches[:3]] == [200, 0, 200]
 
 
 def test_a_card_of_a_node_without_our_extensions_is_read() -> None:

@@ -16,7 +16,7 @@ from kakeya.precache.fingerprint import KvFingerprint
 from kakeya.precache.peer_auth import FleetKey
 from kakeya.precache.peer_choice import Holder
 from kakeya.precache.peer_fetch import PeerFetch
-from kakeya.precache.peer_seams import SourceUsage, Wanted
+from kakeya.precache.peer_seams import Loan, SourceUsage, Wanted
 from kakeya.precache.peer_service import PrefillCacheService, ServiceLimits
 from kakeya.v1.distributed_pb2_grpc import add_PrefillCacheServiceServicer_to_server
 
@@ -75,6 +75,7 @@ class MemorySource:
         self.pins: list[tuple[bytes, ...]] = []
         self.reads: list[bytes] = []
         self.evictions = 0
+        self.lent = 0
 
     def leading(self, ids):
         found = []
@@ -91,7 +92,14 @@ class MemorySource:
 
     async def read(self, block_id):
         self.reads.append(block_id)
-        return self.blocks.get(block_id)
+        payload = self.blocks.get(block_id)
+        if payload is None:
+            return None
+        self.lent += 1
+        return Loan(memoryview(payload), self._returned)
+
+    def _returned(self) -> None:
+        self.lent -= 1
 
     def resident(self):
         return list(self.blocks)
