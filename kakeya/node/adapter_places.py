@@ -124,7 +124,8 @@ class AdapterPlaces:
 
     def engine_changed(self, base: str, pid: int | None) -> None:
         """Note which process serves a model now: another one has empty slots."""
-        self._arena.engine_changed(base, pid)
+        if pid is not None:
+            self._arena.engine_changed(base, pid)
         if self._pids.get(base) != pid:
             self._pids[base] = pid
             self._slot_bytes.pop(base, None)

@@ -188,6 +188,12 @@ class AdapterManager:
                 raise NotFound(self._problems[model_id]) from None
             raise
 
+    def digest_of(self, version: str) -> str:
+        """The content of an adapter by what engines know it by. Raises NotFound."""
+        if version not in self._versions:
+            raise NotFound(f"no adapter is known as {version[:80]!r}")
+        return self._versions[version].digest
+
     def usable(self, client: str = "") -> tuple[AdapterRecord, ...]:
         """What a client may name."""
         return self._registry.usable(client)

@@ -28,7 +28,6 @@ from kakeya.fleet.exchange import Round
 from kakeya.fleet.identity import Identity
 from kakeya.fleet.merging import LATENCY_S
 from kakeya.fleet.ring import probe_ring_environment
-from kakeya.node.adapter_wiring import NodeAdapters, least_bytes
 from kakeya.node.card import Place, make_offer
 from kakeya.node.config import NodeConfig
 from kakeya.node.control import control_socket
@@ -49,6 +48,7 @@ from kakeya.node.membership import open_trust
 from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.models import Role
 from kakeya.node.overview import Overview
+from kakeya.node.page_wiring import NodePages, least_bytes
 from kakeya.node.plane import Chances, FleetPlane
 from kakeya.node.ports import listen
 from kakeya.node.reach import Reach
@@ -104,7 +104,7 @@ class Agent:
             clock=self._clock,
             rng=self._rng,
             on_change=self._changed.set,
-            pages_bytes=least_bytes(config.adapters),
+            pages_bytes=least_bytes(config.adapters, config.precache),
         )
         self._engines = self._memory.engines
 
@@ -140,8 +140,6 @@ class Agent:
         """HOST:PORT where HTTP is bound."""
         return self._http_address
 
-    # Start
-
     async def _start(self, stack: AsyncExitStack) -> None:
         self._health = NodeHealth()
         self._watchdog = stack.enter_context(
@@ -161,9 +159,10 @@ class Agent:
         self._incarnation = 0
         self._confirming: asyncio.Task[None] | None = None
         await self._listen(stack, identity)
-        self._adapters = await stack.enter_async_context(
-            NodeAdapters(
+        self._pages = await stack.enter_async_context(
+            NodePages(
                 self._config.adapters,
+                self._config.precache,
                 self._memory,
                 data_dir=self._folder,
                 clock=self._clock,
@@ -173,14 +172,14 @@ class Agent:
         self._models = Models(
             self._engines.of_role(Role.VERIFIER),
             self._suspect_failed_drafters,
-            self._adapters.manager,
+            self._pages.adapters.manager,
             self._clock,
         )
         self._services = Services(
             self._plane,
             self._models,
             self._config.sessions,
-            self._adapters.manager,
+            self._pages.adapters.manager,
             data_dir=self._folder,
             dispatch=self._memory.dispatch,
             health=self._health,
@@ -275,7 +274,7 @@ class Agent:
             clock=self._clock,
             plane=self._plane,
             memory=self._memory,
-            adapters=self._adapters,
+            pages=self._pages,
             services=self._services,
             listeners=self._listeners,
             health=self._health,

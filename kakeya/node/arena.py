@@ -50,6 +50,11 @@ def never() -> bool:
     return False
 
 
+def paged_bytes(length: int) -> int:
+    """What so many bytes take in pages."""
+    return -(-length // PAGE_BYTES) * PAGE_BYTES
+
+
 def page_config(slab_bytes: int, most_bytes: int) -> PageConfig:
     """Slabs of about `slab_bytes`, which is the largest block, and no more than `most_bytes`."""
     slab_pages = max(1, slab_bytes // PAGE_BYTES)
@@ -201,6 +206,10 @@ class NodeArena:
         """Open a block for somebody; pin it by `with`. Raises PageFreed."""
         self._arena.at(self._clock.mono())
         return self._arena.open(block, holder)
+
+    def at_now(self) -> None:
+        """Move the time of all blocks on: what is used next is younger than what was before."""
+        self._arena.at(self._clock.mono())
 
     def move(self, block: Block, tenant: PageTenant) -> None:
         """Give a block to another tenant. Raises PageFreed."""

@@ -48,6 +48,7 @@ def show_status(status: Json, *, clear: bool) -> None:
     _console.print(_models(_objects(status, "models")))
     show_memory(_object(status, "memory"), _console)
     _show_adapters(_object(status, "adapters"))
+    _show_prefixes(_object(status, "prefixes"))
     _console.print(_nodes(_objects(fleet, "nodes")))
     warnings = fleet.get("warnings")
     for warning in warnings if isinstance(warnings, list) else ():
@@ -76,6 +77,23 @@ def _show_adapters(adapters: Json) -> None:
             f"{base}: {held} in {found.get('slots')} slots, {found.get('waiting')} waiting"
         )
     _console.print(f"adapters  {'; '.join(parts)}", highlight=False, markup=False)
+
+
+def _show_prefixes(prefixes: Json) -> None:
+    """One line, where KV of prompts was kept or found."""
+    pages, disk = _object(prefixes, "pages"), _object(prefixes, "disk")
+    hit, computed = prefixes.get("hit_tokens"), prefixes.get("computed_tokens")
+    if not (pages.get("blocks") or disk.get("blocks") or hit or computed):
+        return
+    parts = [f"{pages.get('blocks')} blocks in pages ({_bytes(pages.get('bytes')) or '0 B'})"]
+    if disk:
+        parts.append(f"{disk.get('blocks')} on disk ({_bytes(disk.get('bytes')) or '0 B'})")
+    parts.append(f"{hit} prompt tokens found, {computed} computed")
+    if prefixes.get("waiting"):
+        parts.append(f"{prefixes['waiting']} requests wait for others' prompts")
+    if disk.get("problem"):
+        parts.append(f"disk: {disk['problem']}")
+    _console.print(f"prefixes  {'; '.join(parts)}", highlight=False, markup=False)
 
 
 def show_plan(plan: Json) -> None:

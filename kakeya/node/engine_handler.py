@@ -64,6 +64,7 @@ class EngineHandler:
             if isinstance(problem, Exception):
                 model.load_failed(str(problem))
             await backend.aclose()
+            model.ended()
             raise
         model.settled(facts)
         self._watch.attach(model_key, backend, lent.bytes, capability=model.capability)
@@ -79,6 +80,7 @@ class EngineHandler:
         if model.backend is engine:
             model.closed()
         await engine.aclose()
+        model.ended()
 
     async def run(self, backend: object, payload: object) -> object:
         """Run a DecodeRequest to its end; the frames, as a tuple. Raises InvalidArgument."""

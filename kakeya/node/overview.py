@@ -10,11 +10,11 @@ from prometheus_client.core import Metric
 from kakeya.core.clock import Clock
 from kakeya.core.tasks import TaskHealth
 from kakeya.node import metrics
-from kakeya.node.adapter_wiring import NodeAdapters
 from kakeya.node.health import NodeHealth
 from kakeya.node.keeper import StateKeeper
 from kakeya.node.listeners import Listeners
 from kakeya.node.memory import NodeMemory
+from kakeya.node.page_wiring import NodePages
 from kakeya.node.plane import FleetPlane
 from kakeya.node.services import Services
 from kakeya.node.state import NodeState
@@ -31,7 +31,7 @@ class Overview:
     clock: Clock
     plane: FleetPlane
     memory: NodeMemory
-    adapters: NodeAdapters
+    pages: NodePages
     services: Services
     listeners: Listeners
     health: NodeHealth
@@ -56,7 +56,8 @@ class Overview:
                 fleet=plane.view(cards),
                 models=self.memory.engines.models(),
                 memory=self.memory.status(),
-                adapters=self.adapters.status(),
+                adapters=self.pages.adapters.status(),
+                prefixes=self.pages.prefixes.status(),
                 state_error=self.keeper.error,
             )
         )
@@ -66,10 +67,10 @@ class Overview:
         yield from self.plane.metrics()
         yield from metrics.model_metrics(self.memory.engines.models())
         yield from self.memory.metrics()
-        yield from self.adapters.metrics()
+        yield from self.pages.metrics()
         yield from metrics.session_metrics(self.services.runtime.stats)
         tasks = (*self.tasks(), *self.services.runtime.health(), *self.memory.health())
-        tasks += self.adapters.manager.health()
+        tasks += self.pages.health()
         yield from metrics.task_metrics(tasks)
         yield from metrics.loop_metrics(self.watchdog.stalls, self.watchdog.worst_lag_s)
         yield from metrics.state_metrics(self.keeper.failures)

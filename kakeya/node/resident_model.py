@@ -22,6 +22,7 @@ from collections.abc import (
 )
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import InvariantBroken, PeerUnavailable
@@ -30,6 +31,7 @@ from kakeya.memory.events import CapabilityRun
 from kakeya.memory.memory_arbiter import Handle, MemoryArbiter, Terms
 from kakeya.memory.resident import RequestPriority, Resident, ResidentKey, State
 from kakeya.node.models import ModelSpec, Role
+from kakeya.node.prefix_exchange import PrefixExchange
 from kakeya.runtime.generation import DecodeRequest, EngineStats, Frame, ModelFacts, ModelState
 from kakeya.serving.backends.engine_backend import EngineBackend
 
@@ -43,6 +45,14 @@ PAUSES_S = (30.0, 60.0, 120.0, 300.0)
 _FAILURES_COUNT_S = 1800.0
 DRAFT_TERMS = Terms(priority=RequestPriority.BATCH)
 """Drafts make a generation faster; everything else is more urgent."""
+
+
+class Prefixes(Protocol):
+    """What keeps the KV of prompts; `NodePrefixes` does."""
+
+    def exchange(self, seat: ResidentModel, request: DecodeRequest) -> PrefixExchange | None:
+        """The part of a request in this; None = it has none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +83,11 @@ class ResidentModel:
         self._asking = 0
         self._is_expected = True
         self._is_settled = False
+        self._ending: EngineBackend | None = None
         self.backend: EngineBackend | None = None
         """The live engine; None while the model is not in memory."""
+        self.prefixes: Prefixes | None = None
+        """What keeps the KV of prompts; None = nothing does."""
 
     # What callers see.
 
@@ -137,8 +150,9 @@ class ResidentModel:
 
     @property
     def pid(self) -> int | None:
-        """Its engine's process id; None while there is none."""
-        return None if self.backend is None else self.backend.pid
+        """Its engine's process id, also while that ends; None while there is none."""
+        backend = self.backend or self._ending
+        return None if backend is None else backend.pid
 
     @property
     def restarts(self) -> int:
@@ -175,6 +189,14 @@ class ResidentModel:
         Raises what the engine's decode raises, MemoryRefused and DrainTimeout when no room can be
         made, DeadlineExceeded when the request's own time is over or too short for a load.
         """
+        exchange = self.prefixes.exchange(self, request) if self.prefixes is not None else None
+        decoded = self._decode(request) if exchange is None else exchange.run(self._decode)
+        async with aclosing(decoded) as frames:
+            async for frame in frames:
+                yield frame
+
+    async def _decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
+        """Decode on the model's engine, which is held meanwhile."""
         async with (
             self.lend(deadline_s=request.deadline_s) as backend,
             aclosing(backend.decode(request)) as frames,
@@ -204,6 +226,14 @@ class ResidentModel:
         if self.backend is not None:
             await self.backend.release(kv_key)
 
+    async def is_past(self, pid: int) -> bool:
+        """Whether the engine process answered from its model thread: it is past calls that were
+        cut off before."""
+        backend = self.backend
+        if backend is None or backend.pid != pid:
+            return False
+        return await backend.footprint() is not None and backend.pid == pid
+
     async def stats(self) -> EngineStats:
         """Live numbers; zeros while no engine is up."""
         return EngineStats() if self.backend is None else await self.backend.stats()
@@ -229,7 +259,13 @@ class ResidentModel:
         if self.backend is not None:
             self._facts = self.backend.facts or self._facts
             self._earlier_restarts += self.backend.restarts
+            self._ending = self.backend
         self.backend = None
+        self._on_change(self)
+
+    def ended(self) -> None:
+        """The process of its engine is gone."""
+        self._ending = None
         self._on_change(self)
 
     def not_expected(self) -> None:

@@ -70,6 +70,7 @@ class View:
     models: Sequence[tuple[ModelSpec, ResidentModel | None]]
     memory: Json
     adapters: Json
+    prefixes: Json
     state_error: str
 
 
@@ -92,6 +93,7 @@ def describe(view: View) -> Json:
         "models": [_model(spec, backend) for spec, backend in view.models],
         "memory": view.memory,
         "adapters": view.adapters,
+        "prefixes": view.prefixes,
         "fleet": {
             "identity": _identity(fleet, view.now),
             "nodes": [_card(card, view, is_own=card is own) for card in view.cards],

@@ -13,9 +13,9 @@ from kakeya.core.errors import StoreFailed
 from kakeya.memory.adapter_format import digest, pack, unpack
 from kakeya.memory.arena import PageArena
 from kakeya.node.adapter_store import AdapterRecord, AdapterStore
-from kakeya.node.adapter_wiring import least_bytes
 from kakeya.node.arena import page_config
-from kakeya.node.config import AdapterConfig
+from kakeya.node.config import AdapterConfig, load
+from kakeya.node.page_wiring import least_bytes
 from tests.memory.adapter_folders import tiny_adapter
 
 
@@ -83,7 +83,8 @@ def test_what_is_no_file_among_adapters_does_not_hinder_the_others(
 
 def test_what_is_left_for_adapters_is_what_their_first_slab_takes(tmp_path: Path) -> None:
     config = AdapterConfig(slots=1, rank=8, warm_bytes=64 << 20, slab_bytes=4 << 20)
+    none = replace(load((), {}).precache, memory_bytes=0)
     pages = page_config(config.slab_bytes, config.warm_bytes)
     with PageArena(pages, folder=tmp_path, rng=random.Random(1), evicted=lambda _: None) as arena:
-        assert least_bytes(config) == arena.slab_bytes > config.slab_bytes
-    assert least_bytes(replace(config, slots=0)) == 0
+        assert least_bytes(config, none) == arena.slab_bytes > config.slab_bytes
+    assert least_bytes(replace(config, slots=0), none) == 0

@@ -24,6 +24,7 @@ from kakeya.node.adapter_wiring import NodeAdapters
 from kakeya.node.child import NodeProcess
 from kakeya.node.engines import engine_command
 from kakeya.node.memory import EngineSetup, NodeMemory
+from kakeya.node.page_wiring import NodePages
 from kakeya.runtime.client import Client
 from kakeya.runtime.generation import DecodeRequest, Done, ModelState, Tokens
 from kakeya.serving.backends.engine_backend import EngineOptions
@@ -270,12 +271,17 @@ async def in_process(folder: Path) -> AsyncIterator[tuple[NodeMemory, NodeAdapte
         )
 
     async with await asyncio.to_thread(build) as memory:
-        adapters = NodeAdapters(
-            settings.adapters, memory, data_dir=folder, clock=clock, rng=random.Random(2)
+        pages = NodePages(
+            settings.adapters,
+            settings.precache,
+            memory,
+            data_dir=folder,
+            clock=clock,
+            rng=random.Random(2),
         )
-        async with adapters, Supervisor(clock) as tasks:
+        async with pages, Supervisor(clock) as tasks:
             await memory.start(tasks, "node")
-            yield memory, adapters
+            yield memory, pages.adapters
 
 
 async def test_pins_of_a_killed_engine_are_back_before_it_is_started_again(tmp_path: Path) -> None:

@@ -203,16 +203,19 @@ class EngineLife:
             return self._after_exit(ended)
         finally:
             self.engine = None
-            self.pid = None
             self._process = None
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
-            await process.aclose(self._options.stop_grace_s)
+            try:
+                await process.aclose(self._options.stop_grace_s)
+            finally:
+                self.pid = None  # not before it is gone: until then it may write to its pages
             await client.aclose()
 
     def _after_exit(self, ended: Exit) -> Plan:
         now = self._clock.mono()
         self.engine = None
+        self.pid = None
         if self._is_asked_to_end:
             self._next_start_mono = now
             self._move(ModelState.RESTARTING, f"it ended by {ended.describe()}")

@@ -1,0 +1,268 @@
+"""Blocks of KV between pages and disk: every block is written through, and read back when wanted.
+
+Writing lends the pages themselves, pinned, until they are on disk; reading goes straight into
+pages that nobody sees before what lies in them was proved. A block that cannot be read is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import PageFreed
+from kakeya.memory.arena import Filling
+from kakeya.memory.pins import Hold
+from kakeya.node.arena import paged_bytes
+from kakeya.node.prefix_counts import PrefixCounts
+from kakeya.node.prefix_names import Naming
+from kakeya.node.prefix_pages import Lying, PrefixPages, Shelf
+from kakeya.node.prefix_reach import best_share
+from kakeya.precache.block_node import BlockFacts, Node
+from kakeya.precache.blocks import ROOT, BlockId
+from kakeya.precache.disk import BlockStore
+from kakeya.precache.kvb import StoredBlock
+from kakeya.precache.pieces import Piece
+from kakeya.precache.retention import BlockClass
+
+_AT_ONCE = 4
+"""Blocks that are read at the same time: the store has as many readers."""
+FIRST_RATE = 500e6
+"""Bytes a second, until some were read: a slow SSD."""
+_SLACK_S = 0.5
+"""How much longer than computing a reading may take before it is given up."""
+_MAX_TO_WRITE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """For whom blocks are read: for which shelf, and whom it is told."""
+
+    shelf: Shelf
+    naming: Naming
+    block_class: BlockClass
+    landed: Callable[[BlockId], None]
+
+
+class PrefixDisk:
+    """See the module; `write` is a supervised task. Lives on the event loop."""
+
+    def __init__(
+        self, store: BlockStore, pages: PrefixPages, *, clock: Clock, counts: PrefixCounts
+    ) -> None:
+        self.store = store
+        self._pages = pages
+        self._clock = clock
+        self._counts = counts
+        self._holder = pages.arena.holder("prefixes on their way to disk")
+        self._to_write: deque[tuple[Shelf, BlockId]] = deque(maxlen=_MAX_TO_WRITE)
+        self._wake = asyncio.Event()
+        self._rate = FIRST_RATE
+
+    # --- what is there
+
+    def stock(self, shelf: Shelf) -> None:
+        """Tell a fresh shelf's tree what of it is on disk."""
+        blocks = [entry.block for entry in self.store.entries()]
+        self._add(shelf, [block for block in blocks if block.fingerprint == shelf.seed])
+
+    def stored(self, ids: Collection[BlockId]) -> None:
+        """Note what is on disk from now on."""
+        by_seed: dict[bytes, list[StoredBlock]] = {}
+        for block_id in ids:
+            block = self.store.block(block_id)
+            if block is not None:
+                by_seed.setdefault(block.fingerprint, []).append(block)
+        for seed, blocks in by_seed.items():
+            shelf = self._pages.find(seed)
+            if shelf is not None:
+                self._add(shelf, blocks)
+
+    def lost(self, ids: Collection[BlockId]) -> None:
+        """Note what is no longer on disk."""
+        for shelf in self._pages.shelves():
+            for block_id in ids:
+                self._pages.unstored(shelf, block_id)
+
+    def renew(self) -> None:
+        """Say that pins of what waits to be written are no leaks."""
+        for hold in self._holder.holds():
+            if hold.pins > 0:
+                hold.renew()
+
+    # --- writing
+
+    def keep(self, shelf: Shelf, block_id: BlockId) -> None:
+        """Have a block written when its turn comes; of too many, the oldest stay in memory only."""
+        self._to_write.append((shelf, block_id))
+        self._wake.set()
+
+    async def write(self) -> None:
+        """Hand blocks to the store, for ever."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._to_write:
+                await self._put(*self._to_write.popleft())
+
+    async def _put(self, shelf: Shelf, block_id: BlockId) -> None:
+        node = shelf.tree.node(block_id)
+        if node is None or node.payload is None or node.stored:
+            return
+        holds = self._pages.hold((node,), self._holder)
+        if not holds:
+            return
+        try:
+            view = self._pages.view(node.payload)
+        except PageFreed:
+            self._pages.release(holds)
+            return
+        released = partial(self._written, holds, view)
+        if await self.store.put(self._described(shelf, node), view, released):
+            self._counts.written += 1
+
+    def _written(self, holds: Sequence[Hold], view: memoryview) -> None:
+        view.release()
+        self._pages.release(holds)
+
+    def _described(self, shelf: Shelf, node: Node[Lying]) -> StoredBlock:
+        parent = node.parent.id if node.parent is not None else ROOT
+        length = node.payload.length if node.payload else 0
+        return StoredBlock(
+            id=node.id,
+            parent=parent,
+            fingerprint=shelf.seed,
+            facts=asdict(shelf.fingerprint.condensed()),
+            index=node.index,
+            packed_ids=node.facts.token_ids,
+            payload_bytes=length,
+            has_state=node.has_state,
+            retention=node.retention,
+            created_at=self._clock.wall(),
+        )
+
+    # --- reading
+
+    async def bring(
+        self,
+        shelf: Shelf,
+        naming: Naming,
+        pieces: Sequence[Piece],
+        block_class: BlockClass,
+        landed: Callable[[BlockId], None],
+    ) -> list[BlockId]:
+        """Bring blocks of a history into pages, where that is sooner than computing; which came.
+
+        `landed` is told of each.
+        """
+        whole = [piece.id for piece in pieces if not piece.is_tail]
+        match = shelf.tree.match(whole, needs_state=naming.state_bytes > 0)
+        path = whole[: match.depth_disk]
+        loading = _Loading(shelf, naming, block_class, landed)
+        came = await self._load(loading, path)
+        depth = shelf.tree.match(whole, needs_state=naming.state_bytes > 0).depth_ram
+        if depth < len(pieces) and depth == match.depth_disk:
+            node, shared = best_share(shelf, pieces[depth], naming)
+            if node is not None and not node.in_ram and self._is_worth(naming, node, shared):
+                came += await self._load(loading, [*path, node.id])
+        return came
+
+    def _is_worth(self, naming: Naming, node: Node[Lying], tokens: int) -> bool:
+        """Whether a block is likely to be read before so many tokens of it were computed."""
+        compute_s = naming.compute_s(tokens)
+        return not compute_s or node.nbytes / self._rate < compute_s
+
+    async def _load(self, loading: _Loading, path: Sequence[BlockId]) -> list[BlockId]:
+        """Bring what is on disk alone of a path from its beginning.
+
+        Ends early where there are no pages, a file is bad, or computing would be sooner.
+        """
+        naming, tree = loading.naming, loading.shelf.tree
+        nodes = [node for block_id in path if (node := tree.node(block_id)) is not None]
+        wanted = [node for node in nodes if node.stored and not node.in_ram]
+        began_mono = self._clock.mono()
+        came: list[BlockId] = []
+        for start in range(0, len(wanted), _AT_ONCE):
+            group = wanted[start : start + _AT_ONCE]
+            if not self._is_worth(naming, group[0], group[0].tokens):
+                break
+            done = await self._load_group(loading, path, group)
+            came += [node.id for node in group[:done]]
+            spent_s = self._clock.mono() - began_mono
+            due_s = naming.compute_s(sum(node.tokens for node in wanted[: len(came)])) + _SLACK_S
+            if done < len(group) or (naming.compute_s(1) and spent_s > due_s):
+                break
+        return came
+
+    async def _load_group(
+        self, loading: _Loading, path: Sequence[BlockId], group: Sequence[Node[Lying]]
+    ) -> int:
+        fillings: list[Filling] = []
+        try:
+            for node in group:
+                block = self.store.block(node.id)
+                if block is None:
+                    break
+                filling = await self._pages.prepare(
+                    loading.naming, block.payload_bytes, self._holder
+                )
+                if filling is None:
+                    break
+                fillings.append(filling)
+            began_mono = self._clock.mono()
+            asked = zip(group, fillings, strict=False)
+            read = await asyncio.gather(
+                *(self.store.read_into(node.id, filling.view) for node, filling in asked)
+            )
+            self._measure(sum(filling.ref.length for filling in fillings), began_mono)
+            count = 0
+            for node, is_read in zip(group, read, strict=False):
+                if not is_read or not self._commit(loading, path, node, fillings.pop(0)):
+                    break
+                count += 1
+            return count
+        finally:
+            for filling in fillings:
+                self._pages.give_back(filling)
+
+    def _commit(
+        self, loading: _Loading, path: Sequence[BlockId], node: Node[Lying], filling: Filling
+    ) -> bool:
+        """Let all use a block that was read; whether it is here now."""
+        shelf = loading.shelf
+        facts = replace(
+            node.facts,
+            recompute_s=loading.naming.compute_s(node.tokens),
+            block_class=loading.block_class,
+            retention=node.retention,
+        )
+        if not self._pages.commit(shelf, path, node.index, filling, facts):
+            current = shelf.tree.node(node.id)
+            if current is None or not current.in_ram:
+                return False
+        loading.landed(node.id)
+        return True
+
+    def _measure(self, size: int, began_mono: float) -> None:
+        spent_s = self._clock.mono() - began_mono
+        if size and spent_s > 0:
+            self._rate += 0.2 * (size / spent_s - self._rate)
+
+    def _add(self, shelf: Shelf, blocks: Sequence[StoredBlock]) -> None:
+        now = self._clock.mono()
+        for block in sorted(blocks, key=lambda one: one.index):
+            parent = None if block.parent == ROOT else block.parent
+            shelf.tree.stored(block.id, parent, stored_facts(block), now)
+
+
+def stored_facts(block: StoredBlock) -> BlockFacts:
+    """What a tree needs to know of a block on disk; what it would cost to compute comes later."""
+    return BlockFacts(
+        token_ids=block.packed_ids,
+        nbytes=paged_bytes(block.payload_bytes),
+        has_state=block.has_state,
+        retention=block.retention,
+    )

@@ -1,0 +1,309 @@
+"""One request and its KV: what its engine begins from, what it fills, and whom it waits for.
+
+    approach   before a place at the engine is taken: claim what is missing, or wait for who
+               computes it
+    offer      for each engine process that is asked: wait as before, bring blocks from disk and
+               peers, pin what is here, prepare pages for what will be computed
+    imported, exported, ended                          as the engine tells
+    run        what the caller sees of it, which tells too
+
+An engine may still write to pages, or read from them, for a moment after its call was cut off. So
+what it was given then stays out of everybody's reach until it has come round to other work, or its
+process is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from kakeya.core.errors import KakeyaError
+from kakeya.core.log import event
+from kakeya.core.units import pack_ids
+from kakeya.node.prefix_counts import PrefixCounts, Source
+from kakeya.node.prefix_given import EngineSeat, Fill, Given
+from kakeya.node.prefix_names import Naming, PrefixNames
+from kakeya.node.prefix_pages import PrefixPages, Shelf
+from kakeya.node.prefix_reach import carries_state, usable_of
+from kakeya.node.prefix_turns import Turn, Turns
+from kakeya.precache.block_node import BlockFacts
+from kakeya.precache.blocks import BlockId
+from kakeya.precache.kv_pages import KvPages
+from kakeya.precache.pieces import Piece
+from kakeya.precache.retention import BlockClass, Retention
+from kakeya.runtime.generation import (
+    DecodeRequest,
+    Done,
+    Frame,
+    KvOffer,
+    Priority,
+    Progress,
+    Tokens,
+)
+
+_log = logging.getLogger(__name__)
+Bring = Callable[[Shelf, Naming, Sequence[Piece], BlockClass], Awaitable[Mapping[BlockId, Source]]]
+"""Brings pieces of a history into pages from where they lie else; says where each lay."""
+Decode = Callable[[DecodeRequest], AsyncGenerator[Frame, None]]
+
+
+class Superseded(Exception):
+    """A more urgent request computes what this one was about to: it comes back to wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixTools:
+    """What all exchanges of a node share.
+
+    `landed` is told of each computed block that is in pages, `let_go` takes back what an engine was
+    given once that certainly uses it no more.
+    """
+
+    names: PrefixNames
+    pages: PrefixPages
+    turns: Turns
+    counts: PrefixCounts
+    bring: Bring
+    landed: Callable[[Shelf, BlockId], None]
+    let_go: Callable[[Given, EngineSeat], None]
+
+
+class PrefixExchange:
+    """A `KvExchange`; `with` it, a request is known to the others that want the same."""
+
+    def __init__(self, tools: PrefixTools, seat: EngineSeat, request: DecodeRequest) -> None:
+        self._tools = tools
+        self._seat = seat
+        self._request = request
+        self._can_yield = request.max_tokens == 0
+        self._turn = Turn(
+            tools.turns,
+            seat.model_id,
+            urgency=int(request.priority),
+            can_yield=self._can_yield,
+        )
+        self._given: Given | None = None
+        is_speculative = request.priority is Priority.SPECULATIVE
+        self._block_class = BlockClass.SPECULATIVE if is_speculative else BlockClass.USER
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.ended()
+        self._turn.leave()
+
+    @property
+    def given(self) -> Given | None:
+        """What is at an engine now."""
+        return self._given
+
+    # --- for who serves the request
+
+    async def run(self, decode: Decode) -> AsyncGenerator[Frame, None]:
+        """Decode the request in its turn. Raises what `decode` raises, and DeadlineExceeded."""
+        clock, until_mono = self._tools.turns.clock, None
+        if self._request.deadline_s is not None:
+            until_mono = clock.mono() + self._request.deadline_s
+        with self:
+            while True:
+                await self._approach(until_mono)
+                asked = replace(self._request, kv=self)
+                if until_mono is not None:
+                    asked = replace(asked, deadline_s=max(0.001, until_mono - clock.mono()))
+                try:
+                    async with aclosing(decode(asked)) as frames:
+                        while (frame := await self._next(frames)) is not None:
+                            self._saw(frame)
+                            yield frame
+                except Superseded:
+                    continue
+                return
+
+    async def _approach(self, until_mono: float | None) -> None:
+        """Claim what is missing, or wait while another one computes it, until a time at most."""
+        naming = self._tools.names.known(self._seat.model_id, self._request.adapter_id)
+        if naming is not None:
+            await self._turn.stand(naming, self._request.token_ids, until_mono)
+
+    async def _next(self, frames: AsyncGenerator[Frame, None]) -> Frame | None:
+        if not self._can_yield:
+            return await anext(frames, None)
+        coming = asyncio.ensure_future(anext(frames, None))
+        superseded = asyncio.ensure_future(self._turn.superseded.wait())
+        try:
+            await asyncio.wait((coming, superseded), return_when=asyncio.FIRST_COMPLETED)
+            if coming.done():
+                return coming.result()
+            raise Superseded
+        finally:
+            for task in (coming, superseded):
+                task.cancel()
+            await asyncio.gather(coming, superseded, return_exceptions=True)
+
+    def _saw(self, frame: Frame) -> None:
+        match frame:
+            case Progress():
+                self._turn.heard()
+                self._pass(frame.computed_tokens)
+            case Tokens():
+                self._over()
+            case Done():
+                self._over()
+                if self._given is not None:
+                    self._given.count(frame.usage, self._tools.counts)
+
+    # --- for who asks engines
+
+    async def offer(self, token_ids: Sequence[int], pid: int) -> KvOffer:
+        """Blocks of this history, pinned for the engine process, and pages for others."""
+        try:
+            return await self._offer(token_ids, pid)
+        except KakeyaError as problem:
+            event(
+                _log,
+                "a prompt is computed without blocks",
+                level=logging.WARNING,
+                model=self._seat.model_id,
+                reason=problem.message,
+            )
+            self.ended()
+            return KvOffer()
+
+    def imported(self, tokens: int) -> None:
+        """The engine took so many tokens, and needs the blocks no longer."""
+        if self._given is not None:
+            self._given.took(tokens, self._tools.pages)
+            self._turn.heard()
+
+    def exported(self, index: int) -> None:
+        """The engine filled the pages of a block."""
+        given = self._given
+        fill = given.fills.pop(index, None) if given is not None else None
+        if given is None or fill is None:
+            return
+        piece, naming = fill.piece, given.naming
+        facts = BlockFacts(
+            token_ids=pack_ids(piece.tokens),
+            nbytes=fill.filling.block.pages * fill.filling.ref.page_bytes,
+            recompute_s=naming.compute_s(len(piece.tokens)),
+            has_state=fill.has_state,
+            block_class=self._block_class,
+            retention=Retention.LONG,
+        )
+        ids = [one.id for one in self._turn.pieces]
+        is_taken = self._tools.pages.commit(given.shelf, ids, index, fill.filling, facts)
+        self._turn.heard()
+        self._tools.turns.landed(piece.id)
+        if is_taken:
+            self._tools.landed(given.shelf, piece.id)
+
+    def ended(self) -> None:
+        """No more comes from this engine process."""
+        given, self._given = self._given, None
+        if given is not None:
+            self._turn.give_up()
+            self._tools.let_go(given, self._seat)
+
+    # --- inside
+
+    def _pass(self, computed_tokens: int) -> None:
+        """What was computed and not exported a block later will not be: nobody shall wait for it,
+        as where an engine goes on from KV that it decoded."""
+        given = self._given
+        if given is None:
+            return
+        size = given.naming.block_tokens
+        passed = [
+            fill.piece.id
+            for index, fill in given.fills.items()
+            if (index + 2) * size <= computed_tokens
+        ]
+        if passed:
+            self._turn.give_up(passed)
+
+    def _over(self) -> None:
+        """The prompt is computed: what was not filled goes back at once."""
+        if self._given is not None and self._given.over(self._tools.pages):
+            self._turn.give_up()
+
+    async def _offer(self, token_ids: Sequence[int], pid: int) -> KvOffer:
+        tools, turn, facts = self._tools, self._turn, self._seat.facts
+        naming = None
+        if facts is not None:
+            naming = await tools.names.find(facts, pid, self._request.adapter_id)
+        if naming is None:
+            turn.leave()
+            return KvOffer()
+        shelf = tools.pages.shelf(naming)
+        origins: dict[BlockId, Source] = {}
+        while True:
+            await turn.stand(naming, token_ids)
+            origins.update(await tools.bring(shelf, naming, turn.pieces, self._block_class))
+            if not turn.is_superseded:
+                break
+        if self._seat.pid != pid:
+            return KvOffer()  # it ended meanwhile; who asks it will find out
+        holder = tools.pages.arena.engine(self._seat.model_id, pid)
+        given = self._given = Given(pid, holder, shelf, naming, len(token_ids))
+        blocks = self._blocks(given, origins)
+        exports = await self._exports(given)
+        turn.asked()
+        return KvOffer(blocks=blocks, exports=exports)
+
+    def _blocks(self, given: Given, origins: Mapping[BlockId, Source]) -> tuple[KvPages, ...]:
+        """Pin what is here of the history."""
+        pages, shelf, naming = self._tools.pages, given.shelf, given.naming
+        found = usable_of(shelf, self._turn.pieces, naming)
+        pages.touch(
+            shelf,
+            [node.id for node, _ in found],
+            block_class=self._block_class,
+            retention=Retention.LONG,
+        )
+        given.pins = pages.hold([node for node, _ in found], given.holder)
+        given.kept = shelf.tree.pin([node.id for node, _ in found[: len(given.pins)]])
+        blocks = []
+        for (node, tokens), hold in zip(found, given.pins, strict=False):
+            length = node.payload.length if node.payload else 0
+            blocks.append(
+                KvPages(
+                    index=node.index,
+                    pages=pages.arena.ref(hold.block, length),
+                    has_state=node.has_state and tokens == node.tokens,
+                    tokens=0 if tokens == naming.block_tokens else tokens,
+                )
+            )
+            given.offered.append((tokens, origins.get(node.id, Source.PAGES)))
+        return tuple(blocks)
+
+    async def _exports(self, given: Given) -> tuple[KvPages, ...]:
+        """Prepare pages for what this request claimed, as far as there are any."""
+        pieces, wanted = self._turn.pieces, self._turn.claimed()
+        for piece in wanted:
+            has_state = carries_state(given.naming, pieces, piece)
+            length = given.naming.size(len(piece.tokens), has_state=has_state)
+            filling = await self._tools.pages.prepare(given.naming, length, given.holder)
+            if filling is None:
+                break
+            given.fills[piece.index] = Fill(piece, filling, has_state)
+        self._turn.give_up(piece.id for piece in wanted if piece.index not in given.fills)
+        return tuple(
+            KvPages(
+                index=index,
+                pages=fill.filling.ref,
+                has_state=fill.has_state,
+                tokens=len(fill.piece.tokens) if fill.piece.is_tail else 0,
+            )
+            for index, fill in given.fills.items()
+        )

@@ -1,0 +1,108 @@
+"""What one engine process was given for one request: pins on blocks, and pages to fill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kakeya.memory.arena import Filling
+from kakeya.memory.pins import Hold, Holder
+from kakeya.node.prefix_counts import PrefixCounts, Source
+from kakeya.node.prefix_names import Naming
+from kakeya.node.prefix_pages import Lying, PrefixPages, Shelf
+from kakeya.precache.pieces import Piece
+from kakeya.precache.tree_answer import Pin
+from kakeya.runtime.generation import ModelFacts, Usage
+
+
+class EngineSeat(Protocol):
+    """What of a model is needed here; `ResidentModel` has it."""
+
+    @property
+    def model_id(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """What its engine said of it."""
+        ...
+
+    @property
+    def pid(self) -> int | None:
+        """The process that serves it; None once that has ended."""
+        ...
+
+    async def is_past(self, pid: int) -> bool:
+        """Whether an engine process has come round since calls to it were cut off."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Pages for a piece, and whether recurrent state is to lie behind it."""
+
+    piece: Piece
+    filling: Filling
+    has_state: bool
+
+
+@dataclass(slots=True, eq=False)
+class Given:
+    """See the module. `offered` are tokens of the pinned blocks, in order, by where they lay."""
+
+    pid: int
+    holder: Holder
+    shelf: Shelf
+    naming: Naming
+    prompt_tokens: int
+    pins: list[Hold] = field(default_factory=list)
+    kept: Pin[Lying] | None = None
+    fills: dict[int, Fill] = field(default_factory=dict)
+    offered: list[tuple[int, Source]] = field(default_factory=list)
+    imported_tokens: int = 0
+    is_over: bool = False
+    """The prompt is computed: the engine writes no more."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing of it is at the engine any more, whatever that does."""
+        return self.is_over or not self.holder.is_open or not (self.pins or self.fills)
+
+    def took(self, tokens: int, pages: PrefixPages) -> None:
+        """The engine has read what it wanted."""
+        self.imported_tokens = tokens
+        pins, self.pins = self.pins, []
+        pages.release(pins)
+        if self.kept is not None:
+            self.kept.unpin()
+
+    def over(self, pages: PrefixPages) -> bool:
+        """Give back what was not filled; False = that was done before."""
+        if self.is_over:
+            return False
+        self.is_over = True
+        self.release(pages)
+        return True
+
+    def release(self, pages: PrefixPages) -> None:
+        """Give everything back."""
+        self.took(self.imported_tokens, pages)
+        fills, self.fills = self.fills, {}
+        for fill in fills.values():
+            pages.give_back(fill.filling)
+
+    def renew(self) -> None:
+        """Say that what is pinned still waits for its engine."""
+        for hold in self.pins:
+            if hold.pins > 0:
+                hold.renew()
+
+    def count(self, usage: Usage, counts: PrefixCounts) -> None:
+        """Count the tokens of the prompt by where their KV came from."""
+        left = imported = min(self.imported_tokens, usage.cached_tokens)
+        for size, source in self.offered:
+            counts.tokens[source] += min(size, left)
+            left -= min(size, left)
+        counts.tokens[Source.LIVE] += usage.cached_tokens - imported
+        counts.tokens[Source.COMPUTED] += max(0, self.prompt_tokens - usage.cached_tokens)

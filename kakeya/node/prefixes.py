@@ -1,0 +1,328 @@
+"""The prefixes of a node: KV of prompts that outlives generations, engines and restarts.
+
+    a request   `exchange`, which `ResidentModel.decode` takes part in
+    pages       blocks by fingerprint, in one budget        prefix_pages.py
+    disk        every block, written through                prefix_disk.py
+    peers       `Elsewhere`, asked for what is not here
+    turns       who computes what several want              prefix_turns.py
+
+Nothing here fails a request: without blocks a prompt is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+from weakref import WeakSet
+
+from prometheus_client.core import Metric
+
+from kakeya.core.clock import Clock
+from kakeya.core.tasks import Supervisor, TaskHealth, every
+from kakeya.node.arena import NodeArena
+from kakeya.node.prefix_counts import PrefixCounts, Source
+from kakeya.node.prefix_disk import PrefixDisk
+from kakeya.node.prefix_exchange import PrefixExchange, PrefixTools
+from kakeya.node.prefix_given import EngineSeat, Given
+from kakeya.node.prefix_names import Naming, PrefixNames
+from kakeya.node.prefix_pages import Lying, PrefixPages, Shelf
+from kakeya.node.prefix_reach import usable_of
+from kakeya.node.prefix_turns import Turns
+from kakeya.node.prefix_view import prefix_metrics, prefix_status
+from kakeya.precache.blocks import BlockId
+from kakeya.precache.disk import FOLDER, BlockStore
+from kakeya.precache.disk_stats import DiskConfig
+from kakeya.precache.pieces import Piece, pieces_of
+from kakeya.precache.retention import BlockClass, Retention
+from kakeya.precache.tree_answer import Pin
+from kakeya.runtime.generation import DecodeRequest
+
+TEND_S = 5.0
+SWEEP_S = 60.0
+AFTER_CALL_S = 0.25
+"""How long after a call was cut off its engine is asked whether it has come round."""
+
+
+class Elsewhere(Protocol):
+    """Other nodes that may have blocks."""
+
+    async def fetch(
+        self,
+        shelf: Shelf,
+        naming: Naming,
+        pieces: Sequence[Piece],
+        have: int,
+        block_class: BlockClass,
+    ) -> Collection[BlockId]:
+        """Bring whole blocks from the first that is not here on into pages, sooner than they would
+        be computed; which came. Never raises."""
+        ...
+
+
+class NodePrefixes:
+    """See the module; an `async with`, entered once the arena is there and before models serve."""
+
+    def __init__(
+        self,
+        arena: NodeArena,
+        *,
+        memory_bytes: int,
+        disk_bytes: int,
+        data_dir: Path,
+        adapter_digest: Callable[[str], str],
+        clock: Clock,
+        rng: random.Random,
+        key: bytes = b"",
+    ) -> None:
+        """`memory_bytes` of pages are for KV, `disk_bytes` on disk; 0 = none.
+
+        `adapter_digest` finds the digest of an adapter's content by the id that engines know it
+        by. With `key` ids are made that nobody else can compute.
+        """
+        self._memory_bytes = memory_bytes
+        self._clock = clock
+        self._rng = rng
+        self.counts = PrefixCounts()
+        self.names = PrefixNames(adapter_digest, key=key)
+        self.pages = PrefixPages(
+            arena,
+            budget_bytes=memory_bytes,
+            clock=clock,
+            counts=self.counts,
+            dropped=self._forget,
+            used=self._used,
+            opened=self._stock,
+        )
+        self.turns = Turns(self.pages, clock=clock, counts=self.counts)
+        self.store: BlockStore | None = None
+        self._disk: PrefixDisk | None = None
+        if disk_bytes > 0 and memory_bytes > 0:
+            self.store = BlockStore(
+                data_dir / FOLDER,
+                DiskConfig(cap_bytes=disk_bytes),
+                clock=clock,
+                stored=self._stored,
+                lost=self._lost,
+            )
+            self._disk = PrefixDisk(self.store, self.pages, clock=clock, counts=self.counts)
+        self.elsewhere: Elsewhere | None = None
+        self._tools = PrefixTools(
+            names=self.names,
+            pages=self.pages,
+            turns=self.turns,
+            counts=self.counts,
+            bring=self._bring,
+            landed=self._landed,
+            let_go=self._let_go,
+        )
+        self._exchanges: WeakSet[PrefixExchange] = WeakSet()
+        self._leaving: dict[asyncio.Task[None], Given] = {}
+        self._pins: dict[tuple[bytes, BlockId], Pin[Lying]] = {}
+        self._tasks = Supervisor(clock)
+        self._swept_mono = clock.mono()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            if self.store is not None:
+                await stack.enter_async_context(self.store)
+            await stack.enter_async_context(self._tasks)
+            stack.push_async_callback(self._end_leaving)
+            if self._disk is not None:
+                self._tasks.start("prefixes to disk", self._disk.write)
+            if self.is_on:
+                self._tasks.start("prefixes", self._tend)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any KV is kept."""
+        return self._memory_bytes > 0
+
+    # --- requests
+
+    def exchange(self, seat: EngineSeat, request: DecodeRequest) -> PrefixExchange | None:
+        """The part of a request in this; None = it has none."""
+        if not self.is_on or request.kv is not None:
+            return None
+        exchange = PrefixExchange(self._tools, seat, request)
+        self._exchanges.add(exchange)
+        return exchange
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for what another one computes."""
+        return self.turns.waiting
+
+    # --- prefixes that are looked after
+
+    def keep(
+        self,
+        model_id: str,
+        adapter_id: str,
+        token_ids: Sequence[int],
+        retention: Retention,
+        *,
+        is_pinned: bool = False,
+    ) -> int:
+        """Refresh what is in pages of a prefix, for at least this long; how many tokens that is.
+
+        Pinned, it makes room for nobody until `release`.
+        """
+        naming = self.names.known(model_id, adapter_id)
+        if naming is None:
+            return 0
+        shelf = self.pages.shelf(naming)
+        pieces = pieces_of(naming.chain, token_ids)
+        found = usable_of(shelf, pieces, naming)
+        ids = [node.id for node, _ in found]
+        block_class = BlockClass.SYSTEM if is_pinned else BlockClass.SPECULATIVE
+        self.pages.touch(shelf, ids, block_class=block_class, retention=retention)
+        if is_pinned and pieces:
+            self._pin(shelf, pieces[-1].id, ids)
+        return sum(tokens for _, tokens in found)
+
+    def release(self, model_id: str, adapter_id: str, token_ids: Sequence[int]) -> None:
+        """End the pin of a prefix; harmless when there is none."""
+        naming = self.names.known(model_id, adapter_id)
+        pieces = pieces_of(naming.chain, token_ids) if naming is not None else ()
+        if naming is not None and pieces:
+            pin = self._pins.pop((naming.seed, pieces[-1].id), None)
+            if pin is not None:
+                pin.unpin()
+
+    def free_bytes(self) -> int:
+        """What KV that nobody asked for may take: nobody has to leave for it."""
+        return self.pages.free_bytes
+
+    def bytes_of(self, model_id: str, adapter_id: str, tokens: int) -> int:
+        """What so many more tokens of a model would take in pages; 0 = not known."""
+        naming = self.names.known(model_id, adapter_id)
+        return naming.paged_bytes(tokens) if naming is not None else 0
+
+    # --- what there is
+
+    def status(self) -> dict[str, object]:
+        """As JSON."""
+        return prefix_status(self.pages, self.turns, self.counts, self.store)
+
+    def metrics(self) -> Iterator[Metric]:
+        """For Prometheus."""
+        yield from prefix_metrics(self.pages, self.turns, self.counts, self.store)
+
+    def health(self) -> tuple[TaskHealth, ...]:
+        """Its background tasks."""
+        return self._tasks.health()
+
+    # --- between the parts
+
+    async def _bring(
+        self, shelf: Shelf, naming: Naming, pieces: Sequence[Piece], block_class: BlockClass
+    ) -> dict[BlockId, Source]:
+        """Bring pieces from disk, then from peers, as long as that is sooner than computing."""
+        origins: dict[BlockId, Source] = {}
+        if self._disk is not None:
+            came = await self._disk.bring(shelf, naming, pieces, block_class, self.turns.landed)
+            origins.update(dict.fromkeys(came, Source.DISK))
+        if self.elsewhere is not None:
+            whole = [piece.id for piece in pieces if not piece.is_tail]
+            have = shelf.tree.match(whole).depth_ram
+            if have < len(whole):
+                fetched = await self.elsewhere.fetch(shelf, naming, pieces, have, block_class)
+                for block_id in fetched:
+                    self._landed(shelf, block_id)
+                    self.turns.landed(block_id)
+                origins.update(dict.fromkeys(fetched, Source.PEER))
+        return origins
+
+    def _landed(self, shelf: Shelf, block_id: BlockId) -> None:
+        if self._disk is not None:
+            self._disk.keep(shelf, block_id)
+
+    def _let_go(self, given: Given, seat: EngineSeat) -> None:
+        if given.is_free:
+            given.release(self.pages)
+            return
+        task = asyncio.ensure_future(self._take_back(given, seat))
+        self._leaving[task] = given
+        task.add_done_callback(self._leaving.pop)
+
+    async def _take_back(self, given: Given, seat: EngineSeat) -> None:
+        """Wait until an engine is past a call that was cut off, or gone."""
+        try:
+            while given.holder.is_open:
+                await self._clock.sleep(AFTER_CALL_S)
+                if given.holder.is_open and await seat.is_past(given.pid):
+                    break
+        finally:
+            given.release(self.pages)
+
+    async def _end_leaving(self) -> None:
+        leaving = tuple(self._leaving)
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
+        for pin in self._pins.values():
+            pin.unpin()
+        self._pins.clear()
+
+    def _pin(self, shelf: Shelf, name: BlockId, ids: Sequence[BlockId]) -> None:
+        known = self._pins.pop((shelf.seed, name), None)
+        pin = shelf.tree.pin(ids)
+        if known is not None:
+            known.unpin()
+        if pin is not None:
+            self._pins[shelf.seed, name] = pin
+
+    async def _tend(self) -> None:
+        await every(TEND_S, self._look_after, clock=self._clock, rng=self._rng)
+
+    async def _look_after(self) -> None:
+        """Renew what is pinned for good reasons; now and then, let go of what is old."""
+        for exchange in self._exchanges:
+            if exchange.given is not None:
+                exchange.given.renew()
+        for given in self._leaving.values():
+            given.renew()
+        if self._disk is not None:
+            self._disk.renew()
+        now = self._clock.mono()
+        if now - self._swept_mono >= SWEEP_S:
+            self._swept_mono = now
+            self.counts.expired += self.pages.expire()
+            if self.store is not None:
+                await self.store.sweep()
+
+    def _stock(self, shelf: Shelf) -> None:
+        if self._disk is not None:
+            self._disk.stock(shelf)
+
+    def _stored(self, ids: Collection[BlockId]) -> None:
+        if self._disk is not None:
+            self._disk.stored(ids)
+
+    def _lost(self, ids: Collection[BlockId]) -> None:
+        if self._disk is not None:
+            self._disk.lost(ids)
+
+    def _forget(self, ids: Collection[BlockId]) -> None:
+        if self.store is not None:
+            self.store.forget(ids)
+
+    def _used(self, ids: Sequence[BlockId], retention: Retention) -> None:
+        if self.store is not None:
+            self.store.touch(ids, retention)
