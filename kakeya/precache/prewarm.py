@@ -170,7 +170,7 @@ class Prewarmer:
             reason = f"memory pressure is {self._level.name.lower()}"
             return Report(outcome=Outcome.PRESSURE, reason=reason)
         if job.tokens is None:
-            if (refusal := source.refuse(prefix)) is not None:
+            if (refusal := await source.refuse(prefix)) is not None:
                 return refusal
             job.tokens = array("I", await prefix.tokens())
         tokens = job.tokens
@@ -178,12 +178,15 @@ class Prewarmer:
         there = min(await source.keep(prefix, tokens), due)
         warmed = Warmed(tokens=len(tokens), cached=there)
         if there < due:
-            if (refusal := source.refuse(prefix)) is not None:
+            if (refusal := await source.refuse(prefix)) is not None:
                 return refusal
             if not source.has_room(prefix, due - there):
                 reason = f"there is no free room for the KV of {due - there} tokens"
                 return Report(outcome=Outcome.NO_ROOM, warmed=warmed, reason=reason)
-            warmed = await source.warm(prefix, tokens)
+            done = await source.warm(prefix, tokens)
+            if isinstance(done, Report):
+                return done
+            warmed = done
         # What was pinned before may share blocks with this, so that is unpinned first.
         if self._supersede(prefix, tokens) or there < due:
             await source.keep(prefix, tokens)

@@ -80,7 +80,7 @@ class Report:
 class WarmSource(Protocol):
     """Who computes prefixes and knows what is kept."""
 
-    def refuse(self, prefix: Prefix) -> Report | None:
+    async def refuse(self, prefix: Prefix) -> Report | None:
         """Why this cannot be computed now; None = it can."""
         ...
 
@@ -92,8 +92,9 @@ class WarmSource(Protocol):
         """Whether so many more tokens fit without taking anybody's place."""
         ...
 
-    async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed:
-        """Compute what is not there, behind everybody's requests. Raises KakeyaError."""
+    async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed | Report:
+        """Compute what is not there, behind everybody's requests; a report where it had to give
+        way. Raises KakeyaError."""
         ...
 
     def unpin(self, prefix: Prefix, tokens: Tokens) -> None:

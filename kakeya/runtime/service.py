@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -31,6 +32,7 @@ from kakeya.runtime.generation import (
     Tokens,
 )
 from kakeya.runtime.parameters import read_parameters
+from kakeya.runtime.precache import Claim, NoPrecache, Precache, read_metadata
 from kakeya.runtime.session import Session
 from kakeya.runtime.store import SessionCounts, SessionStore
 from kakeya.v1 import runtime_pb2 as pb
@@ -75,8 +77,10 @@ class RuntimeService(RuntimeServiceServicer):
         store: SessionStore,
         clock: Clock,
         rng: random.Random,
+        precache: Precache = NoPrecache(),  # noqa: B008 - it has no state
     ) -> None:
         self._models = models
+        self._precache = precache
         self._drafts = drafts
         self._store = store
         self._clock = clock
@@ -168,7 +172,7 @@ class RuntimeService(RuntimeServiceServicer):
         stats = await session.model.stats()
         return pb.GetSessionInfoResponse(
             history_length=session.history_length,
-            kv_live_bytes=stats.kv_bytes_by_key.get(session.session_id, 0),
+            kv_live_bytes=stats.kv_bytes_by_key.get(session.kv_key, 0),
             cache_invariant_inv1_violations=session.cache_length_violations,
             cache_invariant_inv2_violations=session.position_violations,
             idle_seconds=session.idle_s(self._clock.mono()),
@@ -217,6 +221,9 @@ class RuntimeService(RuntimeServiceServicer):
         with self._store.operation(request.session_id, "Generate") as session:
             parameters = read_parameters(request, session, self._rng)
             sources = self._drafts.sources(session.facts, request.draft_policy)
+            claim = _claim(session, context)
+            # A conversation keeps its KV though it opens a session for each turn.
+            session.kv_key = self._precache.kv_key(claim) or session.session_id
             await self._truncate(session, parameters.max_tokens, context)
             asked = DecodeRequest(
                 token_ids=session.history,
@@ -224,16 +231,28 @@ class RuntimeService(RuntimeServiceServicer):
                 stop_token_ids=session.stop_token_ids,
                 sampling=parameters.sampling,
                 draft_sources=sources,
-                kv_key=session.session_id,
+                kv_key=session.kv_key,
                 deadline_s=context.time_remaining(),
+                client=claim.client,
             )
             try:
                 done, committed = await self._stream(session, asked, context)
             except InvariantBroken as broken:
                 _log_failure(session, broken)
-                await session.model.release(session.session_id)
+                await session.model.release(session.kv_key)
                 raise
+            self._turn_ended(session, claim)
         await context.write(pb.GenerateResponse(done=_done_to_wire(done, committed)))
+
+    def _turn_ended(self, session: Session, claim: Claim) -> None:
+        if claim.use.is_empty:
+            return
+        history = session.history
+
+        async def tokens() -> Sequence[int]:
+            return history
+
+        self._precache.turn_ended(claim, tokens)
 
     async def _settle(self, session_id: str) -> None:
         session = self._store.get(session_id)
@@ -281,6 +300,18 @@ class RuntimeService(RuntimeServiceServicer):
             await session.model.release(session.session_id)
         if gone:
             event(_log, "idle sessions expired", sessions=len(gone))
+
+
+def _claim(session: Session, context: Context) -> Claim:
+    """What a call says of the prefix of its session. Raises InvalidArgument."""
+    return Claim(
+        model_id=session.model.model_id,
+        facts=session.facts,
+        client=client_of(context),
+        use=read_metadata(
+            (key, value) for key, value in context.invocation_metadata() or () if value
+        ),
+    )
 
 
 def client_of(context: Context) -> str:

@@ -31,8 +31,9 @@ class Source:
     has_free_room: bool = True
     fault: Exception | None = None
     gate: asyncio.Event | None = None
+    yields: Report | None = None
 
-    def refuse(self, prefix: Prefix) -> Report | None:
+    async def refuse(self, prefix: Prefix) -> Report | None:
         return self.refusal
 
     async def keep(self, prefix: Prefix, tokens: Tokens) -> int:
@@ -45,10 +46,12 @@ class Source:
     def has_room(self, prefix: Prefix, tokens: int) -> bool:
         return self.has_free_room
 
-    async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed:
+    async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed | Report:
         self.warmed.append(prefix.key)
         if self.gate is not None:
             await self.gate.wait()
+        if self.yields is not None:
+            return self.yields
         if self.fault is not None:
             raise self.fault
         there = await self.keep(prefix, tokens)
@@ -331,6 +334,20 @@ async def test_who_leaves_does_not_disturb_the_others():
         leaving.cancel()
         w.source.gate.set()
         assert (await w.prewarmer.ask(prefix("b"))).outcome is Outcome.WARM
+
+
+async def test_work_that_gave_way_is_no_fault_and_comes_again_where_it_is_kept():
+    async with world() as w:
+        w.source.yields = Report(outcome=Outcome.PRESSURE, reason="a model waits for room")
+        w.prewarmer.submit(prefix("sys", range(5), is_kept=True), Kind.KEPT)
+        await w.settle()
+        assert await w.prewarmer.ask(prefix("a")) == w.source.yields
+        w.source.yields = None
+        await w.settle()
+        w.clock.advance(prewarm.RETRY_S + 1)
+        await w.settle()
+        assert w.source.warmed == ["sys", "a", "sys"]
+        assert w.prewarmer.stats.outcomes[Outcome.FAILED] == 0
 
 
 async def test_at_the_end_whoever_waits_is_told():

@@ -11,6 +11,7 @@ import pytest
 
 from kakeya.core.clock import SystemClock
 from kakeya.runtime.client import Client
+from kakeya.runtime.precache import NoPrecache
 from kakeya.runtime.service import RuntimeService
 from kakeya.runtime.store import SessionLimits, SessionStore
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub, add_RuntimeServiceServicer_to_server
@@ -31,7 +32,7 @@ class Node:
 
 
 @asynccontextmanager
-async def running_node(model=None, clock=None, **limits):
+async def running_node(model=None, clock=None, precache=None, **limits):
     model = model or HashServedModel()
     clock = clock or SystemClock()
     router = ToyRouter()
@@ -42,6 +43,7 @@ async def running_node(model=None, clock=None, **limits):
         store=store,
         clock=clock,
         rng=random.Random(2),
+        precache=precache or NoPrecache(),
     )
     server = grpc.aio.server(options=Keepalive().server_options())
     add_RuntimeServiceServicer_to_server(service, server)

@@ -1,0 +1,253 @@
+"""What a node does ahead of requests: slots of conversations, prefixes after their turns, declared
+prompts, and that none of them is forgotten while it is of use.
+
+    request      a conversation has the slot of its model that is least loaded
+    turn ended   what the next turn begins with is warmed
+    model ready  the prompts that are declared for it are warmed, after each load anew
+    sweep        conversations that idle too long give their slot back and are looked after no more
+
+A model's engine keeps one KV for each slot; what a slot does not have is found in pages by its
+content. An `async with`; `Precache` is what the doors see of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from prometheus_client.core import Metric
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import ConfigError, InvalidArgument
+from kakeya.core.log import event
+from kakeya.core.tasks import Supervisor, TaskHealth, every
+from kakeya.memory.events import Event, MemoryPressure
+from kakeya.node.config import PrecacheConfig
+from kakeya.node.declared_prompts import DeclaredPrompt
+from kakeya.node.precache_view import Json, describe_precache, precache_metrics
+from kakeya.node.resident_model import ResidentModel
+from kakeya.precache.keys import SYSTEM_PREFIX, derive_slot_id, resolve_key, sanitise
+from kakeya.precache.prewarm import Prewarmer
+from kakeya.precache.retention import Retention
+from kakeya.precache.slots import Conversation, ConversationRegistry, auto_parallel, slot_key
+from kakeya.precache.warming import Kind, Prefix, Report, TokenSource, WarmSource
+from kakeya.runtime.generation import ModelDirectory, ModelFacts, ModelState
+from kakeya.runtime.precache import Claim
+from kakeya.serving.prefix_text import encode_prefix
+from kakeya.serving.prompt import most_prompt_tokens
+from kakeya.serving.text import Texts
+
+_log = logging.getLogger(__name__)
+
+
+class NodePrecache:
+    """See the module.
+
+    `usable_bytes` is the memory that slots may be counted from; `texts` are shared with HTTP.
+    """
+
+    def __init__(
+        self,
+        config: PrecacheConfig,
+        models: ModelDirectory,
+        source: WarmSource,
+        texts: Texts,
+        *,
+        usable_bytes: Callable[[], int],
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._config = config
+        self._models = models
+        self._texts = texts
+        self._usable_bytes = usable_bytes
+        self._clock = clock
+        self._rng = rng
+        self._registry = ConversationRegistry()
+        self._prewarmer = Prewarmer(source, clock=clock, keep_alive_s=config.keep_alive_s)
+        self._tasks = Supervisor(clock)
+        self._warmed_pids: dict[str, int | None] = {}
+        self._told_crowded: set[str] = set()
+
+    async def __aenter__(self) -> Self:
+        """Raises ConfigError for a declared prompt whose files or model cannot be used."""
+        await asyncio.to_thread(self._check_prompts)
+        self._tasks.start("prewarm", self._prewarmer.run)
+        self._tasks.start("conversations", self._sweep_forever)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._tasks.aclose()
+
+    # What the doors see.
+
+    def kv_key(self, claim: Claim) -> str:
+        """Name the KV that a generation continues and leaves; "" = none, content decides."""
+        key = resolve_key(claim.use.keys)
+        if key is None:
+            return ""
+        parallel = self._parallel(claim.facts)
+        if not claim.use.keys.conversation_id:
+            return slot_key(derive_slot_id(key, parallel))
+        retention = claim.use.retention or Retention.LONG
+        conversation = self._registry.open(
+            claim.facts.model_id,
+            _file_name(claim),
+            self._clock.mono(),
+            parallel=parallel,
+            retention=retention,
+        )
+        self._forget(self._registry.overflow())
+        self._tell_crowded(conversation.model_id)
+        self._prewarmer.used(_file_name(claim))
+        return conversation.kv_key
+
+    def turn_ended(self, claim: Claim, tokens: TokenSource) -> None:
+        """Have the beginning of the next request warm, when there is time."""
+        if not claim.use.is_empty:
+            self._prewarmer.submit(self._prefix(claim, tokens), Kind.TURN)
+
+    async def warm(self, claim: Claim, tokens: TokenSource, *, is_pinned: bool = False) -> Report:
+        """Have a prefix warm, and say what became of it."""
+        if claim.use.keys.conversation_id:
+            self.kv_key(claim)
+        prefix = self._prefix(claim, tokens)
+        is_kept = prefix.is_kept or is_pinned
+        return await self._prewarmer.ask(replace(prefix, is_kept=is_kept, is_pinned=is_pinned))
+
+    # What the node tells.
+
+    def engine_changed(self, model: ResidentModel) -> None:
+        """A model's state changed: once a fresh engine is ready, its prompts are warmed."""
+        if model.state is not ModelState.READY:
+            return
+        if self._warmed_pids.get(model.model_id) == model.pid:
+            return
+        self._warmed_pids[model.model_id] = model.pid
+        self.warm_declared(model.model_id)
+
+    def warm_declared(self, model_id: str) -> None:
+        """Warm the prompts of a model, and of its adapters."""
+        for index, prompt in enumerate(self._config.prompts):
+            named = self._named(prompt)
+            if model_id in (named, named.rpartition(":")[0]):
+                prefix = Prefix(
+                    key=f"{SYSTEM_PREFIX}/{index}",
+                    model_id=named,
+                    tokens=functools.partial(self._declared_tokens, prompt),
+                    is_kept=True,
+                )
+                self._prewarmer.submit(prefix, Kind.KEPT)
+
+    def happened(self, told: Event) -> None:
+        """Something happened in memory."""
+        if isinstance(told, MemoryPressure):
+            self._prewarmer.pressed(told.level)
+
+    # What it tells.
+
+    def status(self) -> Json:
+        """Slots, conversations and what was warmed, as JSON."""
+        return describe_precache(
+            self._registry.status(),
+            len(self._registry),
+            self._prewarmer.stats,
+            prompts=len(self._config.prompts),
+        )
+
+    def metrics(self) -> Iterator[Metric]:
+        """The same for Prometheus."""
+        yield from precache_metrics(self._registry.status(), self._prewarmer.stats)
+
+    def health(self) -> tuple[TaskHealth, ...]:
+        """Its background tasks."""
+        return self._tasks.health()
+
+    # How.
+
+    def _prefix(self, claim: Claim, tokens: TokenSource) -> Prefix:
+        return Prefix(
+            key=_file_name(claim),
+            model_id=claim.model_id,
+            tokens=tokens,
+            retention=claim.use.retention or Retention.SHORT,
+            is_kept=bool(claim.use.keys.conversation_id),
+            client=claim.client,
+        )
+
+    def _parallel(self, facts: ModelFacts) -> int:
+        return self._config.parallel or auto_parallel(
+            self._usable_bytes(), facts.kv_bytes_per_token, facts.context_tokens
+        )
+
+    def _tell_crowded(self, model_id: str) -> None:
+        status = self._registry.status()[model_id]
+        if status.is_crowded and model_id not in self._told_crowded:
+            self._told_crowded.add(model_id)
+            event(
+                _log,
+                "more conversations than slots; they take each other's decoded KV",
+                level=logging.WARNING,
+                model=model_id,
+                slots=status.parallel,
+                recommended=status.recommended,
+            )
+
+    async def _declared_tokens(self, prompt: DeclaredPrompt) -> Sequence[int]:
+        """Render a declared prompt as it stands on disk now."""
+        facts = await self._models.get(self._named(prompt)).ready(0.0)
+        said = await asyncio.to_thread(prompt.read)
+        text = await self._texts.get(facts.model_path)
+        messages = [{"role": role, "content": content} for role, content in said.messages]
+        at_most = most_prompt_tokens(facts)
+        tokens = await encode_prefix(text, messages, tools=said.tools, at_most=at_most)
+        if len(tokens) > at_most:
+            raise InvalidArgument(
+                f"the declared prompt has {len(tokens)} tokens; {facts.model_id} takes {at_most}"
+            )
+        return tokens
+
+    def _named(self, prompt: DeclaredPrompt) -> str:
+        verifiers = self._models.verifiers()
+        return prompt.model or (verifiers[0].model_id if verifiers else "")
+
+    def _check_prompts(self) -> None:
+        served = {model.model_id for model in self._models.verifiers()}
+        for index, prompt in enumerate(self._config.prompts):
+            named = self._named(prompt)
+            if named not in served and named.rpartition(":")[0] not in served:
+                known = ", ".join(sorted(served)) or "none"
+                raise ConfigError(
+                    f"precache.prompts: prompt {index} is for model {named!r}, which this node "
+                    f"does not decode with; it has {known}"
+                )
+            prompt.read()
+
+    async def _sweep_forever(self) -> None:
+        await every(self._config.sweep_s, self.sweep, clock=self._clock, rng=self._rng)
+
+    async def sweep(self) -> None:
+        """Let go of conversations that idle for longer than they may."""
+        self._forget(self._registry.evict_idle(self._clock.mono()))
+
+    def _forget(self, closed: Sequence[Conversation]) -> None:
+        for conversation in closed:
+            self._prewarmer.forget(conversation.conversation_id)
+
+
+def _file_name(claim: Claim) -> str:
+    """What the prefix of a claim is filed under: nobody else's has this name."""
+    key = resolve_key(claim.use.keys) or "none"
+    owner = f"|{sanitise(claim.client)}" if claim.client else ""
+    return f"{key}|{claim.model_id}{owner}"

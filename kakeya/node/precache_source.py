@@ -1,0 +1,136 @@
+"""Computes prefixes with the models of this node, behind everybody's requests: `WarmSource`.
+
+A model is not loaded for it, and where one waits for room in memory, it gives way: it would hold
+the one that has to leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from kakeya.core.errors import Denied, InvariantBroken, NotFound
+from kakeya.node.adapter_store import AdapterRecord
+from kakeya.precache.retention import Retention
+from kakeya.precache.warming import Outcome, Prefix, Report, Tokens, Warmed
+from kakeya.runtime.generation import (
+    DecodeRequest,
+    Done,
+    ModelDirectory,
+    Priority,
+)
+from kakeya.runtime.precache import facts_at_hand
+
+
+class KeptPrefixes(Protocol):
+    """What keeps KV in pages: `NodePrefixes`. An adapter is named as its engine knows it."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any KV is kept."""
+        ...
+
+    def keep(
+        self,
+        model_id: str,
+        adapter_id: str,
+        token_ids: Sequence[int],
+        retention: Retention,
+        *,
+        is_pinned: bool = False,
+    ) -> int:
+        """Refresh what is there of a prefix; how many tokens from its beginning."""
+        ...
+
+    def release(self, model_id: str, adapter_id: str, token_ids: Sequence[int]) -> None:
+        """End the pin of a prefix."""
+        ...
+
+    def free_bytes(self) -> int:
+        """What KV that nobody asked for may take."""
+        ...
+
+    def bytes_of(self, model_id: str, adapter_id: str, tokens: int) -> int:
+        """What so many more tokens would take; 0 = not known."""
+        ...
+
+
+class ModelSource:
+    """See the module.
+
+    `adapter` finds an adapter for a client; `is_needed` says whether a model waits for room.
+    """
+
+    def __init__(
+        self,
+        models: ModelDirectory,
+        prefixes: KeptPrefixes,
+        *,
+        adapter: Callable[[str, str], AdapterRecord],
+        is_needed: Callable[[], bool],
+    ) -> None:
+        self._models = models
+        self._prefixes = prefixes
+        self._adapter = adapter
+        self._is_needed = is_needed
+
+    async def refuse(self, prefix: Prefix) -> Report | None:
+        """Why this cannot be computed now."""
+        if not self._prefixes.is_on:
+            reason = "this node keeps no prefixes: precache.memory_mb is 0"
+            return Report(outcome=Outcome.NO_ROOM, reason=reason)
+        try:
+            facts = await facts_at_hand(self._models.get(prefix.model_id, prefix.client))
+        except (NotFound, Denied) as unknown:
+            return Report(outcome=Outcome.AWAY, reason=unknown.message)
+        if isinstance(facts, Report):
+            return facts
+        if not facts.kv_block_tokens:
+            reason = f"the KV of {facts.model_id} cannot be kept in blocks"
+            return Report(outcome=Outcome.NO_ROOM, reason=reason)
+        return _GIVES_WAY if self._is_needed() else None
+
+    async def keep(self, prefix: Prefix, tokens: Tokens) -> int:
+        """Refresh what is there of a prefix."""
+        base, adapter_id = self._names(prefix)
+        return self._prefixes.keep(
+            base, adapter_id, tokens, prefix.retention, is_pinned=prefix.is_pinned
+        )
+
+    def has_room(self, prefix: Prefix, tokens: int) -> bool:
+        """Whether so many more tokens fit without taking anybody's place."""
+        return self._prefixes.bytes_of(*self._names(prefix), tokens) <= self._prefixes.free_bytes()
+
+    async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed | Report:
+        """Have the engine compute what is not there. Raises what a decode raises."""
+        request = DecodeRequest(
+            token_ids=tokens, max_tokens=0, priority=Priority.SPECULATIVE, client=prefix.client
+        )
+        model = self._models.get(prefix.model_id, prefix.client)
+        async with aclosing(model.decode(request)) as frames:
+            async for frame in frames:
+                if isinstance(frame, Done):
+                    cached = min(frame.usage.cached_tokens, len(tokens) - 1)
+                    computed = len(tokens) - 1 - cached
+                    return Warmed(tokens=len(tokens), cached=cached, computed=computed)
+                if self._is_needed():
+                    return _GIVES_WAY
+        raise InvariantBroken("stream", "a decode ended without its done frame")
+
+    def unpin(self, prefix: Prefix, tokens: Tokens) -> None:
+        """From now on something else may take its place."""
+        self._prefixes.release(*self._names(prefix), tokens)
+
+    def _names(self, prefix: Prefix) -> tuple[str, str]:
+        """The base and the adapter of a model as its engine knows them."""
+        if any(model.model_id == prefix.model_id for model in self._models.verifiers()):
+            return prefix.model_id, ""
+        try:
+            record = self._adapter(prefix.model_id, prefix.client)
+        except (NotFound, Denied):  # removed meanwhile: nothing of it is there
+            return prefix.model_id, ""
+        return record.base, record.version
+
+
+_GIVES_WAY = Report(outcome=Outcome.PRESSURE, reason="a model waits for room in memory")
