@@ -84,6 +84,7 @@ class BlockStore:
         self._writer = BlockWriter(parts, self._upkeep)
         self._supervisor = Supervisor(clock)
         self._ready = asyncio.Event()
+        self._is_indexed = False
         self._is_open = False
 
     async def __aenter__(self) -> Self:
@@ -244,6 +245,8 @@ class BlockStore:
     async def sweep(self) -> None:
         """Remove what expired and what is too much; let the files show what was used."""
         await self.ready()
+        if not self._is_indexed:
+            await self._index_folder()
         await self._upkeep.expire()
         with contextlib.suppress(OSError):  # the next write says so
             await self._upkeep.make_room(0)
@@ -281,6 +284,8 @@ class BlockStore:
     async def _work(self) -> None:
         if not self._ready.is_set():
             await self._index_folder()
+            self._ready.set()
+            await self.sweep()
         await self._writer.run()
 
     async def _index_folder(self) -> None:
@@ -292,7 +297,10 @@ class BlockStore:
             )
         except OSError as problem:
             self._reads.began(str(problem), self._clock.mono())
-            entries, damage = [], ()
+            return
+        self._is_indexed = True
+        self._reads.ended()
+        entries = [entry for entry in entries if entry.block.id not in self._index]
         for first in range(0, len(entries), _BATCH):
             batch = entries[first : first + _BATCH]
             for entry in batch:
@@ -300,8 +308,6 @@ class BlockStore:
             self._stored([entry.block.id for entry in batch])
             await asyncio.sleep(0)
         self._report_damage(damage)
-        self._ready.set()
-        await self.sweep()
 
     # Reading, behind the scenes.
 

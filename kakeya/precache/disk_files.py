@@ -251,11 +251,11 @@ class BlockFolder:
             blocks=blocks, read_bytes=read_bytes, damage=tuple(damage), unreadable=unreadable
         )
 
-    def wipe(self) -> int:
-        """Remove every block and the quarantine; how many files went."""
+    def wipe(self, *, is_owner: bool = True) -> int:
+        """Remove every block and the quarantine; how many files went. `is_owner` as in `scan`."""
         gone = 0
         with contextlib.suppress(OSError):
-            gone = self.remove_all(entry.name for entry in self._entries(is_owner=False))
+            gone = self.remove_all(entry.name for entry in self._entries(is_owner=is_owner))
         for path, _ in _files_in(self.folder / QUARANTINE):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

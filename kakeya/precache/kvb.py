@@ -22,7 +22,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.units import KIB, MIB, pack_ids, unpack_ids
@@ -57,7 +57,7 @@ class StoredBlock:
     id: BlockId
     parent: BlockId
     fingerprint: bytes
-    facts: Facts
+    facts: Facts = field(hash=False)
     index: int
     packed_ids: bytes
     payload_bytes: int

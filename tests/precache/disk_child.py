@@ -1,0 +1,120 @@
+"""A process of its own that writes blocks and is killed while it does.
+
+    disk_child.py lines FOLDER      a writer is killed at its 1st, 2nd, ... line
+    disk_child.py moments FOLDER    writers are killed at any time, also within a call
+
+Writers are forked here, from a process without threads: starting Python a hundred times would
+take the suite's time. Prints what was found as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from kakeya.precache import disk_files, kvb
+from kakeya.precache.disk_files import BlockFolder
+from kakeya.precache.disk_index import name_of
+from kakeya.precache.retention import Retention
+from tests.precache.disk_world import block_of
+
+WATCHED = {disk_files.__file__, kvb.__file__}
+AT = 1_700_000_000.0
+
+
+def forked(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if not pid:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def was_killed(pid: int) -> bool:
+    _, status = os.waitpid(pid, 0)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def killed_at(line: int, work: Callable[[], object]) -> Callable[[], None]:
+    """Do work, and be killed when so many lines of the writing modules have begun."""
+    left = [line]
+
+    def trace(frame: FrameType, what: str, _: object) -> Any:
+        if frame.f_code.co_filename not in WATCHED:
+            return None
+        if what == "line":
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    def traced() -> None:
+        sys.settrace(trace)
+        work()
+        sys.settrace(None)
+
+    return traced
+
+
+def lines(folder: BlockFolder) -> dict[str, object]:
+    block, payload = block_of(1, size=3000)
+    better, larger = replace(block, has_state=True, payload_bytes=4000), block_of(2, size=4000)[1]
+    name = name_of(block.id, Retention.LONG)
+    old = new = cut_off = 0
+    wrong: list[str] = []
+    for line in range(1, 1000):
+        folder.wipe()
+        folder.write(block, payload, Retention.LONG, AT)
+        work = killed_at(line, lambda: folder.write(better, larger, Retention.LONG, AT))
+        if not was_killed(forked(work)):
+            break
+        cut_off += bool(list(folder.folder.glob("*/.*.tmp")))
+        contents = folder.scan()
+        found: list[object] = [(one.block, one.name) for one in contents.files]
+        whole = folder.verify([(name, block.id)], lambda: True)
+        old += found == [(block, name)]
+        new += found == [(better, name)]
+        is_right = found in ([(block, name)], [(better, name)]) and whole.blocks == 1
+        if not is_right or contents.damage or list(folder.folder.glob("*/.*")):
+            wrong.append(f"line {line}: {contents}")
+    return {"old": old, "new": new, "cut_off": cut_off, "wrong": wrong}
+
+
+def moments(folder: BlockFolder) -> dict[str, object]:
+    rng = random.Random(7)
+    damaged = whole = 0
+    for turn in range(15):
+
+        def write_on(turn: int = turn) -> None:
+            for seed in range(100_000):
+                folder.write(*block_of(turn * 1000 + seed, size=50_000), Retention.LONG, AT)
+
+        pid = forked(write_on)
+        time.sleep(rng.uniform(0.005, 0.05))
+        os.kill(pid, signal.SIGKILL)
+        assert was_killed(pid)
+        contents = folder.scan()
+        found = folder.verify([(one.name, one.block.id) for one in contents.files], lambda: True)
+        damaged += len(contents.damage) + len(found.damage)
+        whole += found.blocks
+        folder.wipe()
+    return {"damaged": damaged, "whole": whole}
+
+
+if __name__ == "__main__":
+    how, where = sys.argv[1:]
+    work = {"lines": lines, "moments": moments}[how]
+    print(json.dumps(work(BlockFolder(Path(where), quarantine_bytes=1 << 20))))
