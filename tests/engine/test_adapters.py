@@ -277,7 +277,7 @@ def test_an_adapter_comes_from_pages_and_does_not_need_them_afterwards(
     packed = PACKED["letter"]
     rig.adapters.load_packed("a", packed)
     expected = rig.alone(job(prompt, "a"))
-    with PageArena(CONFIG, folder=tmp_path, rng=random.Random(7)) as arena:
+    with PageArena(CONFIG, folder=tmp_path, rng=random.Random(str(tmp_path))) as arena:
         arena.grow()
         agent = arena.pool.holder("agent")
         tenant = arena.pool.tenant(ContentType.LORA_WEIGHT, "adapters")

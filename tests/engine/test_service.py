@@ -209,13 +209,13 @@ def test_it_ends_cleanly_on_signals(tmp_path: Path, number: signal.Signals) -> N
         channel.close()
         os.kill(child.pid, number)
         assert child.wait(15) == 0
-        child.communicate()
+        child.communicate(timeout=15)
 
 
 def test_a_missing_model_is_said_in_one_line_with_status_2(tmp_path: Path) -> None:
     child = spawn(tmp_path / "s", str(tmp_path / "nowhere"))
     assert child.wait(START_S) == 2
-    last = child.communicate()[1].decode().strip().splitlines()[-1]
+    last = child.communicate(timeout=15)[1].decode().strip().splitlines()[-1]
     assert "nowhere" in last
     assert "does not exist" in last
 

@@ -34,7 +34,7 @@ def samples(tmp_path: Path) -> Samples:
     config = PageConfig(page_bytes=512 * KIB, slab_pages=8, total_pages=8)
     ticks = iter(range(1000))
     with PageArena(
-        config, folder=tmp_path, rng=random.Random(2), timer=lambda: next(ticks) * 5e-5
+        config, folder=tmp_path, rng=random.Random(str(tmp_path)), timer=lambda: next(ticks) * 5e-5
     ) as arena:
         arena.at(1.0)
         arena.grow()
@@ -86,7 +86,7 @@ STATES = ("free", "evictable", "pinned", "dirty")
 
 
 def test_an_empty_arena_has_figures_too(tmp_path: Path) -> None:
-    with PageArena(PageConfig(), folder=tmp_path, rng=random.Random(2)) as arena:
+    with PageArena(PageConfig(), folder=tmp_path, rng=random.Random(str(tmp_path))) as arena:
         found = scraped(lambda: page_metrics(arena.snapshot()))
     assert found["kakeya_page_pool_utilization", ()] == 0.0
     assert found["kakeya_page_pool_fragmentation_ratio", ()] == 1.0

@@ -149,7 +149,7 @@ async def world(
             page_config(pages * PAGE_BYTES, pages * PAGE_BYTES),
             ledger=Plenty(),
             clock=clock,
-            rng=random.Random(1),
+            rng=random.Random(str(folder)),
         )
     )
     known = {TINY: str(EMBEDDED_FOLDER / TINY)} if bases is None else bases

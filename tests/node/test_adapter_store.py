@@ -85,6 +85,8 @@ def test_what_is_left_for_adapters_is_what_their_first_slab_takes(tmp_path: Path
     config = AdapterConfig(slots=1, rank=8, warm_bytes=64 << 20, slab_bytes=4 << 20)
     none = replace(load((), {}).precache, memory_bytes=0)
     pages = page_config(config.slab_bytes, config.warm_bytes)
-    with PageArena(pages, folder=tmp_path, rng=random.Random(1), evicted=lambda _: None) as arena:
+    with PageArena(
+        pages, folder=tmp_path, rng=random.Random(str(tmp_path)), evicted=lambda _: None
+    ) as arena:
         assert least_bytes(config, none) == arena.slab_bytes > config.slab_bytes
     assert least_bytes(replace(config, slots=0), none) == 0

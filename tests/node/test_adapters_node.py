@@ -277,7 +277,7 @@ async def in_process(folder: Path) -> AsyncIterator[tuple[NodeMemory, NodeAdapte
             memory,
             data_dir=folder,
             clock=clock,
-            rng=random.Random(2),
+            rng=random.Random(str(folder)),
         )
         async with pages, Supervisor(clock) as tasks:
             await memory.start(tasks, "node")

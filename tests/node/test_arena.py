@@ -60,7 +60,11 @@ def room() -> Room:
 def arena(tmp_path: Path, room: Room) -> Iterator[NodeArena]:
     config = page_config(SLAB * PAGE_BYTES, 3 * SLAB * PAGE_BYTES)
     with NodeArena(
-        tmp_path / "arena", config, ledger=room, clock=SystemClock(), rng=random.Random(1)
+        tmp_path / "arena",
+        config,
+        ledger=room,
+        clock=SystemClock(),
+        rng=random.Random(str(tmp_path)),
     ) as made:
         yield made
 
@@ -262,7 +266,8 @@ from kakeya.node.arena import NodeArena, page_config
 from tests.node.test_arena import Room
 async def main():
     arena = NodeArena(pathlib.Path({str(tmp_path)!r}), page_config(4 << 20, 8 << 20),
-                      ledger=Room(), clock=SystemClock(), rng=random.Random(3))
+                      ledger=Room(), clock=SystemClock(),
+                      rng=random.Random({str(tmp_path / "child")!r}))
     ours = arena.tenant(ContentType.LORA_WEIGHT, "x", lambda _: None)
     await arena.prepare(ours, 10, arena.holder("x"))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -275,7 +280,7 @@ asyncio.run(main())
         page_config(4 << 20, 8 << 20),
         ledger=Room(),
         clock=SystemClock(),
-        rng=random.Random(4),
+        rng=random.Random(str(tmp_path)),
     ) as arena:
         assert len(arena.leftovers) == 1
 

@@ -157,7 +157,11 @@ async def test_status_is_watched_until_the_owner_has_seen_enough(verifier: NodeP
     assert watch.stdout is not None
     seen = [json.loads(await asyncio.wait_for(watch.stdout.readline(), 20)) for _ in range(2)]
     watch.send_signal(signal.SIGINT)
-    _, complaint = await watch.communicate()
+    try:
+        _, complaint = await asyncio.wait_for(watch.communicate(), 20)
+    finally:
+        if watch.returncode is None:
+            watch.kill()
     assert [one["node"]["node_id"] for one in seen] == ["verifier"] * 2
     assert 0.5 <= seen[1]["node"]["uptime_s"] - seen[0]["node"]["uptime_s"] <= 5
     assert b"Traceback" not in complaint

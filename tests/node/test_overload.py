@@ -35,6 +35,7 @@ from tests.node.nodes import QUICK, VERIFIER, eventually, model_state, seen_by, 
 MIB = 1 << 20
 EXCHANGE = "/kakeya.v1.CapabilityService/ExchangeCapabilities"
 UNBOUNDED = (("grpc.max_send_message_length", -1),)
+pytestmark = pytest.mark.alone
 linux = pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from kakeya.node.watchdog import PAUSE_S, LoopWatchdog
 
+pytestmark = pytest.mark.alone
+
 
 def get_stuck(seconds: float) -> None:
     """A blocking call of the kind that must not be made on the loop."""

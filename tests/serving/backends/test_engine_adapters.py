@@ -52,7 +52,7 @@ class Pages:
 
 @pytest.fixture
 def pages(tmp_path: Path) -> Iterator[Pages]:
-    with PageArena(CONFIG, folder=tmp_path, rng=random.Random(3)) as arena:
+    with PageArena(CONFIG, folder=tmp_path, rng=random.Random(str(tmp_path))) as arena:
         arena.grow()
         yield Pages(arena)
 
