@@ -36,7 +36,7 @@ from kakeya.node.directory import Models, failed_addresses
 from kakeya.node.engines import EngineCommand, sockets_folder
 from kakeya.node.health import NodeHealth
 from kakeya.node.keeper import StateKeeper
-from kakeya.node.life import become_member, begin
+from kakeya.node.life import become_member, begin, tell_command_line
 from kakeya.node.listeners import Listeners
 from kakeya.node.machine import (
     host_names,
@@ -51,6 +51,7 @@ from kakeya.node.overview import Overview
 from kakeya.node.page_wiring import NodePages, least_bytes
 from kakeya.node.plane import Chances, FleetPlane
 from kakeya.node.ports import listen
+from kakeya.node.precache_wiring import node_precache
 from kakeya.node.reach import Reach
 from kakeya.node.services import Services
 from kakeya.node.settings import split_address
@@ -175,11 +176,16 @@ class Agent:
             self._pages.adapters.manager,
             self._clock,
         )
+        ahead = node_precache(
+            self._config.precache, self._models, self._memory, self._pages, self._clock, self._rng
+        )
+        self._precache = await stack.enter_async_context(ahead)
         self._services = Services(
             self._plane,
             self._models,
             self._config.sessions,
             self._pages.adapters.manager,
+            self._precache,
             data_dir=self._folder,
             dispatch=self._memory.dispatch,
             health=self._health,
@@ -195,7 +201,8 @@ class Agent:
         self._tasks.start("listeners", self._listeners.watch)
         self._tasks.start("models", self._follow_changes)
         self._tasks.start("state", self._keeper.run)
-        self._tell_command_line()
+        run = RunInfo(pid=os.getpid(), node_id=self.node_id, grpc=self.grpc, http=self.http)
+        tell_command_line(self._home, run)
 
     async def _listen(self, stack: AsyncExitStack, identity: Identity | None) -> None:
         """Bind every address, then build the fleet half, which has to know them."""
@@ -253,19 +260,6 @@ class Agent:
                 problem=problem.message,
             )
 
-    def _tell_command_line(self) -> None:
-        run = RunInfo(pid=os.getpid(), node_id=self.node_id, grpc=self.grpc, http=self.http)
-        try:
-            self._home.write_run(run)
-        except OSError as problem:
-            # The node itself needs no disk, so a full one is no reason not to serve.
-            event(
-                _log,
-                "addresses not saved; the command line cannot find this node",
-                level=logging.WARNING,
-                problem=problem,
-            )
-
     def _serve_http(self) -> AbstractAsyncContextManager[HttpServer]:
         addresses = {split_address(address)[0] for address in (self.http, self._reach.advertised)}
         overview = Overview(
@@ -275,6 +269,7 @@ class Agent:
             plane=self._plane,
             memory=self._memory,
             pages=self._pages,
+            precache=self._precache,
             services=self._services,
             listeners=self._listeners,
             health=self._health,
@@ -292,6 +287,8 @@ class Agent:
             collect=overview.metrics,
             proposers=self._engines.proposers,
             unready=self._health.reason,
+            precache=self._precache,
+            texts=self._precache.texts,
         )
         return serve_http(app, self._http_socket, grace_s=0.0)
 

@@ -11,7 +11,7 @@ from kakeya.core.log import event
 from kakeya.fleet.certificates import is_key_id
 from kakeya.fleet.identity import FOLDER, Identity, load_identity
 from kakeya.node.config import NodeConfig
-from kakeya.node.datadir import DataDir
+from kakeya.node.datadir import DataDir, RunInfo
 from kakeya.node.joining import join
 from kakeya.node.machine import draw_node_id, host_label
 from kakeya.node.state import NodeState, next_state
@@ -70,3 +70,17 @@ async def begin(
         drawn_id=draw_node_id(rng),
         now=clock.wall(),
     )
+
+
+def tell_command_line(home: DataDir, run: RunInfo) -> None:
+    """Write where the node is, for the commands of its owner."""
+    try:
+        home.write_run(run)
+    except OSError as problem:
+        # The node itself needs no disk, so a full one is no reason not to serve.
+        event(
+            _log,
+            "addresses not saved; the command line cannot find this node",
+            level=logging.WARNING,
+            problem=problem,
+        )

@@ -16,6 +16,7 @@ from kakeya.node.listeners import Listeners
 from kakeya.node.memory import NodeMemory
 from kakeya.node.page_wiring import NodePages
 from kakeya.node.plane import FleetPlane
+from kakeya.node.precache import NodePrecache
 from kakeya.node.services import Services
 from kakeya.node.state import NodeState
 from kakeya.node.status import Json, View, describe
@@ -32,6 +33,7 @@ class Overview:
     plane: FleetPlane
     memory: NodeMemory
     pages: NodePages
+    precache: NodePrecache
     services: Services
     listeners: Listeners
     health: NodeHealth
@@ -58,6 +60,7 @@ class Overview:
                 memory=self.memory.status(),
                 adapters=self.pages.adapters.status(),
                 prefixes=self.pages.prefixes.status(),
+                precache=self.precache.status(),
                 state_error=self.keeper.error,
             )
         )
@@ -68,9 +71,10 @@ class Overview:
         yield from metrics.model_metrics(self.memory.engines.models())
         yield from self.memory.metrics()
         yield from self.pages.metrics()
+        yield from self.precache.metrics()
         yield from metrics.session_metrics(self.services.runtime.stats)
         tasks = (*self.tasks(), *self.services.runtime.health(), *self.memory.health())
-        tasks += self.pages.health()
+        tasks += (*self.pages.health(), *self.precache.health())
         yield from metrics.task_metrics(tasks)
         yield from metrics.loop_metrics(self.watchdog.stalls, self.watchdog.worst_lag_s)
         yield from metrics.state_metrics(self.keeper.failures)

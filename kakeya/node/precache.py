@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 class NodePrecache:
     """See the module.
 
-    `usable_bytes` is the memory that slots may be counted from; `texts` are shared with HTTP.
+    `usable_bytes` is the memory that slots may be counted from; `texts` are for HTTP too.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class NodePrecache:
     ) -> None:
         self._config = config
         self._models = models
-        self._texts = texts
+        self.texts = texts
         self._usable_bytes = usable_bytes
         self._clock = clock
         self._rng = rng
@@ -208,7 +208,7 @@ class NodePrecache:
         """Render a declared prompt as it stands on disk now."""
         facts = await self._models.get(self._named(prompt)).ready(0.0)
         said = await asyncio.to_thread(prompt.read)
-        text = await self._texts.get(facts.model_path)
+        text = await self.texts.get(facts.model_path)
         messages = [{"role": role, "content": content} for role, content in said.messages]
         at_most = most_prompt_tokens(facts)
         tokens = await encode_prefix(text, messages, tools=said.tools, at_most=at_most)

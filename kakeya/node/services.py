@@ -26,12 +26,15 @@ from kakeya.node.health import NodeHealth
 from kakeya.node.plane import FleetPlane
 from kakeya.node.resident_model import ResidentModel
 from kakeya.runtime.generation import ModelState
+from kakeya.runtime.precache import Precache
+from kakeya.runtime.precache_service import PrecacheService
 from kakeya.runtime.service import RuntimeService
 from kakeya.runtime.store import SessionLimits, SessionStore
 from kakeya.v1.adapters_pb2_grpc import add_AdapterServiceServicer_to_server
 from kakeya.v1.distributed_pb2_grpc import add_ProposerServiceServicer_to_server
 from kakeya.v1.drafts_pb2_grpc import add_DraftStreamServiceServicer_to_server
 from kakeya.v1.fleet_pb2_grpc import add_ControlServiceServicer_to_server
+from kakeya.v1.precache_pb2_grpc import add_PrecacheServiceServicer_to_server
 from kakeya.v1.runtime_pb2_grpc import add_RuntimeServiceServicer_to_server
 
 RUNTIME = "kakeya.v1.RuntimeService"
@@ -47,6 +50,7 @@ class Services:
         models: Models,
         sessions: SessionConfig,
         adapters: AdapterManager,
+        precache: Precache,
         *,
         data_dir: Path,
         dispatch: Callable[[str, int | None], str],
@@ -70,7 +74,9 @@ class Services:
             store=SessionStore(clock=clock, rng=secret, limits=limits),
             clock=clock,
             rng=rng,
+            precache=precache,
         )
+        self._precache = PrecacheService(models, precache)
         self._proposers = ProposerService({NGRAM: NGramProposer()}, clock=clock)
         self._streams = DraftStreamService(self._proposers, clock=clock)
         self._doctor = Doctor(plane, data_dir, clock=clock, environ=os.environ)
@@ -88,6 +94,7 @@ class Services:
         self._plane.register(server)
         self._doctor.register(server)
         add_RuntimeServiceServicer_to_server(self.runtime, server)
+        add_PrecacheServiceServicer_to_server(self._precache, server)
         add_ProposerServiceServicer_to_server(self._proposers, server)
         add_DraftStreamServiceServicer_to_server(self._streams, server)
         add_ControlServiceServicer_to_server(self._control, server)

@@ -71,6 +71,7 @@ class View:
     memory: Json
     adapters: Json
     prefixes: Json
+    precache: Json
     state_error: str
 
 
@@ -94,6 +95,7 @@ def describe(view: View) -> Json:
         "memory": view.memory,
         "adapters": view.adapters,
         "prefixes": view.prefixes,
+        "precache": view.precache,
         "fleet": {
             "identity": _identity(fleet, view.now),
             "nodes": [_card(card, view, is_own=card is own) for card in view.cards],

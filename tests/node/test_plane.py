@@ -165,6 +165,8 @@ def status_of(plane: FleetPlane) -> Json:
             state_error="",
             memory={},
             adapters={},
+            prefixes={},
+            precache={},
         )
     )
 
