@@ -62,12 +62,20 @@ class LoadedFacts:
     kv_exactness: str = ""
     """What else must be equal for blocks of the very same bits, as canonical JSON."""
 
+    prefill_grid: tuple[tuple[int, int], ...] = ()
+    """(position, tokens): from each position on, a prompt is computed in pieces of so many tokens,
+    whatever was measured; positions rise from 0, each at the beginning of a block. () = the bits
+    of KV do not depend on the pieces, which are cut as the measurements say."""
+
     def prefill_chunk_at(self, length: int) -> int:
         """Tokens of the prefill chunk behind a context of `length`, so that it stays within time.
 
-        A whole power of two below `prefill_chunk_tokens`, fixed for the life of the engine: equal
-        histories are computed in equal pieces, and give equal KV. No piece lies in two blocks.
+        A whole power of two, at most `prefill_chunk_tokens`, fixed for the life of the engine:
+        equal histories are computed in equal pieces, and give equal KV. No piece lies in two
+        blocks.
         """
+        if self.prefill_grid:
+            return next(chunk for start, chunk in reversed(self.prefill_grid) if start <= length)
         chunk, rate = self.prefill_chunk_tokens, self.prefill_tokens_per_second
         if self.kv_block_tokens:
             chunk = min(chunk, self.kv_block_tokens)

@@ -37,3 +37,20 @@ def preload_blas(threads: int) -> bool:
             continue
         return True
     return False
+
+
+def blas_name() -> str:
+    """Which OpenBLAS is under mlx now, its kernels and threads; "" = none, Accelerate on macOS.
+
+    Its arithmetic differs from processor to processor, and with the number of threads.
+    """
+    if sys.platform == "darwin":
+        return "Accelerate"
+    try:
+        library = ctypes.CDLL(None)
+        describe = library.openblas_get_config
+        threads = int(library.openblas_get_num_threads())
+    except (OSError, AttributeError):
+        return ""
+    describe.restype = ctypes.c_char_p
+    return f"{describe().decode(errors='replace').strip()}, {threads} threads"

@@ -47,14 +47,13 @@ class KvBlocks:
     """How one model's caches are written into blocks and read from them."""
 
     def __init__(self, block_tokens: int, caches: Sequence[Any]) -> None:
-        """`caches` hold some text. Raises InvalidArgument where it can't be told what they hold."""
+        """`caches` hold some text, and are of known classes. Raises InvalidArgument where they hold
+        something else than arrays of a row for each position, or of a shape that stays."""
         self.block_tokens = block_tokens
         layers = kv_layers.layers_of(caches)
         self._rows: list[tuple[Rows, ...]] = []
         self._state: list[tuple[Fixed, ...]] = []
         for index, layer in enumerate(layers):
-            if not kv_layers.is_known(layer):
-                raise InvalidArgument(f"layer {index} has a {type(layer).__name__}")
             parts = kv_layers.arrays(layer)
             if not parts:
                 raise InvalidArgument(f"layer {index} holds nothing")
@@ -63,6 +62,16 @@ class KvBlocks:
             self._state.append(tuple(map(_fixed, parts)) if is_state else ())
         self.row_bytes = sum(part.nbytes for parts in self._rows for part in parts)
         self.state_bytes = sum(part.nbytes for parts in self._state for part in parts)
+        growing = [kv_layers.grows(layer) for layer in layers]
+        self.is_full_attention = all(growing)
+        """Whether every layer attends to the whole text."""
+        self.full_widths = sum(
+            part.width
+            for full, rows in zip(growing, self._rows, strict=True)
+            if full
+            for part in rows
+        )
+        """The widths of a key and a value of one head, over all layers that do."""
         self._described = []
         for layer, rows, state in zip(layers, self._rows, self._state, strict=True):
             held = [part.describe() for part in rows] + [part.describe() for part in state]
@@ -191,6 +200,9 @@ def plan_blocks(model: LoadedModel) -> KvBlocks:
         raise InvalidArgument(f"a context of {model.context_tokens} tokens is too short for blocks")
     before, behind = _TRIED
     own, taken = model.make_cache(), model.make_cache()
+    for index, layer in enumerate(kv_layers.layers_of(own)):
+        if not kv_layers.is_known(layer):
+            raise InvalidArgument(f"layer {index} has a {type(layer).__name__}")
     _forward(model, own, 0, before)
     blocks = KvBlocks(size, own)
     length = before * blocks.row_bytes + blocks.state_bytes

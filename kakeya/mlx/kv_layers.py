@@ -90,6 +90,11 @@ def is_state(layer: Any) -> bool:  # noqa: ANN401
     return type(layer) is ArraysCache
 
 
+def grows(layer: Any) -> bool:  # noqa: ANN401
+    """Whether it holds rows of the whole text, and attention to them takes longer and longer."""
+    return type(layer) in (KVCache, QuantizedKVCache)
+
+
 def arrays(layer: Any) -> list[mx.array]:  # noqa: ANN401
     """What it holds, in order; [] where it holds nothing, or less than it can."""
     if is_state(layer):

@@ -198,13 +198,14 @@ def _to_float32(network: nn.Module) -> None:
     network.load_weights(flat, strict=True)
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a model's config that is about text; all of it where it has no such part."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
 
 
 def _context_tokens(config: Mapping[str, Any]) -> int:
-    for section in (_text_config(config), config):
+    for section in (text_config(config), config):
         for key in _CONTEXT_KEYS:
             value = section.get(key)
             if isinstance(value, int) and value > 0:
@@ -215,7 +216,7 @@ def _context_tokens(config: Mapping[str, Any]) -> int:
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Ids that end an answer, by generation_config.json and config.json together."""
     found: list[object] = []
-    sources: list[Mapping[str, Any]] = [config, _text_config(config)]
+    sources: list[Mapping[str, Any]] = [config, text_config(config)]
     with contextlib.suppress(OSError, ValueError):
         sources.append(json.loads((folder / "generation_config.json").read_text("utf-8")))
     for source in sources:

@@ -7,7 +7,6 @@ forward costs by its rows. The controller starts from these costs and corrects t
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from kakeya.engine.model import (
 )
 from kakeya.mlx.batch import fitting_rows, launch_together
 from kakeya.mlx.drafts import Drafter
+from kakeya.mlx.grid import Grid, exactness, is_row_exact, nominal_grid
 from kakeya.mlx.kv_blocks import KvBlocks, plan_blocks
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import AdapterSlots
@@ -52,6 +52,13 @@ class MlxModel:
         mx.set_cache_limit(KEPT_BUFFER_BYTES)
         probe = _Probe(loaded)
         self._blocks = blocks = _blocks(loaded)
+        grid: Grid = ()
+        chunk_tokens = probe.chunk_tokens
+        if blocks is not None:
+            chunk_tokens = min(chunk_tokens, blocks.block_tokens)
+            if not is_row_exact(loaded, blocks):
+                grid = nominal_grid(loaded, blocks)
+                chunk_tokens = grid[0][1]
         self._facts = LoadedFacts(
             model_id=loaded.model_id,
             model_path=str(loaded.path),
@@ -66,9 +73,8 @@ class MlxModel:
             tokens_per_second=1 / probe.costs[1],
             prefill_tokens_per_second=probe.prefill_tokens_per_second,
             load_s=load_s,
-            prefill_chunk_tokens=min(
-                probe.chunk_tokens, blocks.block_tokens if blocks else probe.chunk_tokens
-            ),
+            prefill_chunk_tokens=chunk_tokens,
+            prefill_grid=grid,
             vocabulary_digest=loaded.vocabulary_digest,
             device=str(mx.default_device().type).removeprefix("DeviceType."),
             blas_accelerated=blas_accelerated,
@@ -82,12 +88,12 @@ class MlxModel:
             kv_block_bytes=blocks.block_tokens * blocks.row_bytes if blocks else 0,
             kv_state_bytes=blocks.state_bytes if blocks else 0,
             kv_layout=blocks.layout if blocks else "",
-            kv_exactness=_exactness(loaded, probe, blas_accelerated) if blocks else "",
+            kv_exactness=exactness(loaded, grid) if blocks else "",
         )
         # The probe's buffers would count as the model's, and none of them is needed again.
         mx.clear_cache()
         trim_heap()
-        self._drafter = Drafter(loaded, probe.chunk_tokens)
+        self._drafter = Drafter(loaded, chunk_tokens)
         event(
             _log,
             "model probed",
@@ -167,20 +173,6 @@ def _blocks(loaded: LoadedModel) -> KvBlocks | None:
             reason=refusal.message if isinstance(refusal, KakeyaError) else repr(refusal),
         )
         return None
-
-
-def _exactness(loaded: LoadedModel, probe: _Probe, blas_accelerated: bool) -> str:
-    return json.dumps(
-        {
-            "mlx": version("mlx"),
-            "mlx_lm": version("mlx-lm"),
-            "device": str(mx.default_device().type),
-            "blas": blas_accelerated,
-            "dtype": loaded.dtype,
-        },
-        sort_keys=True,
-        separators=(",", ":"),
-    )
 
 
 class _Probe:

@@ -329,7 +329,7 @@ def test_the_context_ends_a_generation(rigs: dict[str, Rig]) -> None:
         ({"token_ids": []}, "empty"),
         ({"token_ids": [96]}, "outside the vocabulary of 96"),
         ({"token_ids": [1] * 512}, "context is 512"),
-        ({"max_tokens": 0}, "at least 1"),
+        ({"max_tokens": -1}, "0 = only prefill"),
     ],
 )
 def test_bad_jobs_are_refused_before_anything_runs(
