@@ -247,7 +247,7 @@ def test_prefill_comes_in_chunks_with_progress(rigs: dict[str, Rig]) -> None:
 
 
 def paced(rig: Rig, **facts: float) -> LoadedFacts:
-    return replace(rig.model.facts, prefill_chunk_tokens=256, **facts)
+    return replace(rig.model.facts, prefill_chunk_tokens=256, kv_block_tokens=256, **facts)
 
 
 def test_chunks_get_finer_behind_a_long_context_so_that_each_stays_within_its_time(
