@@ -18,7 +18,7 @@ import errno
 import io
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,14 +193,15 @@ class BlockFolder:
             path.replace(self._path(wanted))
         return wanted
 
-    def remove_all(self, names: Iterable[str]) -> int:
-        """Delete files, as far as that can be done; how many are gone now."""
-        gone = 0
+    def remove_all(self, names: Iterable[str]) -> Mapping[str, OSError]:
+        """Delete files, or find them gone; the names of those that cannot be, and why."""
+        kept: dict[str, OSError] = {}
         for name in names:
-            with contextlib.suppress(OSError):
+            try:
                 self._path(name).unlink(missing_ok=True)
-                gone += 1
-        return gone
+            except OSError as problem:
+                kept[name] = problem
+        return kept
 
     def names(self) -> frozenset[str]:
         """Every block's file there is. Raises OSError for the folder alone."""
@@ -253,10 +254,11 @@ class BlockFolder:
 
     def wipe(self, *, is_owner: bool = True) -> int:
         """Remove every block and the quarantine; how many files went. `is_owner` as in `scan`."""
-        gone = 0
+        paths = [path for path, _ in _files_in(self.folder / QUARANTINE)]
         with contextlib.suppress(OSError):
-            gone = self.remove_all(entry.name for entry in self._entries(is_owner=is_owner))
-        for path, _ in _files_in(self.folder / QUARANTINE):
+            paths += [Path(entry.path) for entry in self._entries(is_owner=is_owner)]
+        gone = 0
+        for path in paths:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
                 gone += 1

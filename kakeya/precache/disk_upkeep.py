@@ -55,23 +55,29 @@ class Upkeep:
         """Remove what nobody used in its time."""
         view, now_mono = self._index.view(), self._clock.mono()
         chosen = await self._threads.read(partial(expired, view, now_mono))
-        self._counts.expired += len(await self._remove(chosen))
+        gone, _ = await self._remove(chosen)
+        self._counts.expired += len(gone)
 
     async def make_room(self, need_bytes: int) -> str:
         """Free what is too much with `need_bytes` more; "" = they fit now, else why they do not.
 
         Too much is what lies above the cap, and what the disk lacks of what it is to keep free.
-        Raises OSError when the disk cannot be asked.
+        Raises OSError when the disk cannot be asked, or what is to go cannot be removed.
         """
         free_bytes = await self._threads.write(self._folder.free_bytes)
         # What is removed becomes free, so this bound stays while we remove.
         bound_bytes = self._index.used_bytes + free_bytes - self._config.keep_free_bytes
         limit_bytes = min(self._config.cap_bytes, bound_bytes)
         over_bytes = self._index.used_bytes + need_bytes - limit_bytes
+        problem: OSError | None = None
         if over_bytes > 0:
-            await self._evict(over_bytes + int(self._config.headroom * self._config.cap_bytes))
+            problem = await self._evict(
+                over_bytes + int(self._config.headroom * max(0, limit_bytes))
+            )
         if self._index.used_bytes + need_bytes <= limit_bytes:
             return ""
+        if problem is not None:
+            raise problem
         return (
             f"{format_bytes(need_bytes)} more do not fit: the cap is "
             f"{format_bytes(self._config.cap_bytes)}, the disk has {format_bytes(free_bytes)} free "
@@ -104,20 +110,27 @@ class Upkeep:
         found = await self._threads.read(self._folder.quarantined)
         self._counts.quarantined, self._counts.quarantined_bytes = found
 
-    async def _evict(self, need_bytes: int) -> None:
+    async def _evict(self, need_bytes: int) -> OSError | None:
         view, now_mono = self._index.view(), self._clock.mono()
         chosen = await self._threads.read(partial(victims, view, need_bytes, now_mono))
-        gone = await self._remove(chosen)
+        gone, problem = await self._remove(chosen)
         self._counts.evicted += len(gone)
         self._counts.evicted_bytes += sum(entry.size_bytes for entry in gone)
+        return problem
 
-    async def _remove(self, chosen: Iterable[Entry]) -> Sequence[Entry]:
-        gone = [entry for entry in chosen if self._index.take(entry)]
-        if gone:
-            self._lost([entry.block.id for entry in gone])
-            names = [entry.name for entry in gone]
-            await self._threads.write(partial(self._folder.remove_all, names))
-        return gone
+    async def _remove(self, chosen: Iterable[Entry]) -> tuple[Sequence[Entry], OSError | None]:
+        taken = [entry for entry in chosen if self._index.take(entry)]
+        if not taken:
+            return (), None
+        names = [entry.name for entry in taken]
+        kept = await self._threads.write(partial(self._folder.remove_all, names))
+        for entry in taken:
+            # What cannot be removed is no room, and can be read as well as before.
+            if entry.name in kept and entry.block.id not in self._index:
+                self._index.add(entry)
+        gone = [entry for entry in taken if entry.name not in kept]
+        self._lost([entry.block.id for entry in gone if entry.block.id not in self._index])
+        return gone, next(iter(kept.values()), None)
 
     def _tell(self, view: IndexView, ahead_s: float) -> list[Told]:
         told: list[Told] = []

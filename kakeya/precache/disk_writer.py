@@ -18,7 +18,7 @@ from kakeya.precache.disk_index import Entry
 from kakeya.precache.disk_queue import Waiting, WriteQueue
 from kakeya.precache.disk_threads import Outage
 from kakeya.precache.disk_upkeep import DiskParts, Upkeep
-from kakeya.precache.kvb import StoredBlock
+from kakeya.precache.kvb import StoredBlock, written_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class BlockWriter:
         if self._outage.is_on(self._clock.mono()):
             self._counts.skipped += 1
             return
-        problem = await self._upkeep.make_room(block.payload_bytes)
+        problem = await self._upkeep.make_room(written_bytes(block))
         if problem:
             self._counts.skipped += 1
             self._outage.began(problem, self._clock.mono())

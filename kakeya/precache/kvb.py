@@ -102,9 +102,9 @@ class Head:
     part_crcs: tuple[int, ...]
 
 
-def file_bytes(block: StoredBlock, head_bytes: int) -> int:
-    """Size of the file of a block whose payload begins at `head_bytes`."""
-    return head_bytes + block.payload_bytes + _DIGEST_BYTES
+def written_bytes(block: StoredBlock) -> int:
+    """Tell the size of the file of a block before it is written. Raises InvalidArgument."""
+    return _file_bytes(block, len(_encode_head(block, [0] * len(_parts(block.payload_bytes)))))
 
 
 def write_block(file: io.RawIOBase, block: StoredBlock, payload: Payload) -> int:
@@ -127,7 +127,7 @@ def write_block(file: io.RawIOBase, block: StoredBlock, payload: Payload) -> int
         sha256.update(view[first:last])
         _write_all(file, view[first:last])
     _write_all(file, sha256.digest())
-    return file_bytes(block, len(head))
+    return _file_bytes(block, len(head))
 
 
 def read_head(
@@ -156,9 +156,9 @@ def read_head(
     if len(raw) < payload_at or zlib.crc32(text) != crc:
         raise DamagedBlock("its header is cut off or damaged")
     block, part_crcs = _decode_header(text, {} if shared is None else shared)
-    if size != file_bytes(block, payload_at):
+    if size != _file_bytes(block, payload_at):
         raise DamagedBlock(
-            f"it has {size} bytes; with its payload it must have {file_bytes(block, payload_at)}"
+            f"it has {size} bytes; with its payload it must have {_file_bytes(block, payload_at)}"
         )
     return Head(block=block, raw=raw, part_crcs=part_crcs)
 
@@ -268,6 +268,10 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 # Bytes.
+
+
+def _file_bytes(block: StoredBlock, head_bytes: int) -> int:
+    return head_bytes + block.payload_bytes + _DIGEST_BYTES
 
 
 def _parts(size: int) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
     disk_child.py lines FOLDER      a writer is killed at its 1st, 2nd, ... line
     disk_child.py moments FOLDER    writers are killed at any time, also within a call
+    disk_child.py disks FOLDER      a small disk is mounted there, filled, and made read-only
 
 Writers are forked here, from a process without threads: starting Python a hundred times would
 take the suite's time. Prints what was found as JSON.
@@ -9,10 +10,12 @@ take the suite's time. Prints what was found as JSON.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,11 +26,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from kakeya.core.units import MIB
 from kakeya.precache import disk_files, kvb
 from kakeya.precache.disk_files import BlockFolder
 from kakeya.precache.disk_index import name_of
 from kakeya.precache.retention import Retention
-from tests.precache.disk_world import block_of
+from tests.fakes import FakeClock
+from tests.precache.disk_world import block_of, config_of, opened
 
 WATCHED = {disk_files.__file__, kvb.__file__}
 AT = 1_700_000_000.0
@@ -114,7 +119,57 @@ def moments(folder: BlockFolder) -> dict[str, object]:
     return {"damaged": damaged, "whole": whole}
 
 
+def mounted(folder: Path, *options: str) -> None:
+    subprocess.run(["mount", *options, str(folder)], check=True, timeout=10)
+
+
+async def live_on(disk: Path) -> dict[str, object]:
+    clock = FakeClock()
+    config = config_of(retry_s=(5.0,))
+    made = [block_of(seed, size=MIB) for seed in range(8)]
+    async with opened(disk, config, clock=clock) as store:
+        for number, one in enumerate(made[:6]):
+            clock.advance(1)
+            await store.put(*one)
+            await store.flush()
+            assert store.has(one[0].id), f"block {number} takes the place of the oldest"
+        kept = len(store.ids())
+        await store.sweep()
+        assert store.stats().counts.write_failures == 0
+        mounted(disk, "-o", "remount,ro")
+        await store.put(*made[6])
+        await store.flush()
+        await store.put(*made[7])
+        await store.sweep()
+        failed = store.stats()
+        readable = [await store.get(block.id) == (block, data) for block, data in made[3:6]]
+        mounted(disk, "-o", "remount,rw")
+        clock.advance(6)
+        await store.put(*made[7])
+        await store.flush()
+        again = await store.get(made[7][0].id) == made[7]
+    mounted(disk, "-o", "remount,ro")
+    async with opened(disk, config, clock=clock) as store:
+        await store.ready()
+        restarted = await store.get(made[7][0].id) == made[7]
+    return {
+        "kept": kept,
+        "failures": failed.counts.write_failures,
+        "trouble": failed.trouble,
+        "readable": readable,
+        "again": again,
+        "restarted": restarted,
+    }
+
+
+def disks(folder: BlockFolder) -> dict[str, object]:
+    disk = folder.folder
+    disk.mkdir()
+    mounted(disk, "-t", "tmpfs", "-o", "size=4m", "tmpfs")
+    return asyncio.run(live_on(disk))
+
+
 if __name__ == "__main__":
     how, where = sys.argv[1:]
-    work = {"lines": lines, "moments": moments}[how]
+    work = {"lines": lines, "moments": moments, "disks": disks}[how]
     print(json.dumps(work(BlockFolder(Path(where), quarantine_bytes=1 << 20))))

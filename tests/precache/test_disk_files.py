@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -202,9 +204,9 @@ def test_a_folder_that_is_not_there_is_empty_for_who_only_looks(folder: BlockFol
     assert not folder.folder.exists()
 
 
-def run_child(*arguments: str) -> dict[str, object]:
+def run_child(*arguments: str, before: tuple[str, ...] = ()) -> dict[str, object]:
     done = subprocess.run(
-        [sys.executable, str(CHILD), *arguments],
+        [*before, sys.executable, str(CHILD), *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -231,3 +233,31 @@ def test_a_kill_at_any_moment_leaves_only_whole_blocks(tmp_path: Path) -> None:
     found = run_child("moments", str(tmp_path / "kv"))
     assert found["damaged"] == 0
     assert found["whole"] > 0  # type: ignore[operator]
+
+
+@functools.cache
+def may_mount() -> bool:
+    """Whether this is a machine on which a test may have a file system of its own."""
+    if sys.platform != "linux" or shutil.which("unshare") is None:
+        return False
+    tried = subprocess.run(
+        ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"],
+        capture_output=True,
+        timeout=10,
+        check=False,
+    )
+    return tried.returncode == 0
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs root on Linux: mounts a disk for itself")
+def test_a_disk_that_is_full_or_read_only_costs_no_more_than_misses(tmp_path: Path) -> None:
+    found = run_child("disks", str(tmp_path / "disk"), before=("unshare", "-m"))
+    assert found == {
+        "kept": 3,
+        "failures": 1,
+        "trouble": found["trouble"],
+        "readable": [True] * 3,
+        "again": True,
+        "restarted": True,
+    }
+    assert "Read-only file system" in str(found["trouble"])

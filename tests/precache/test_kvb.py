@@ -23,6 +23,7 @@ from kakeya.precache.kvb import (
     read_head,
     read_payload,
     write_block,
+    written_bytes,
 )
 from kakeya.precache.retention import Retention
 from tests.precache.disk_world import Made, block_of
@@ -46,7 +47,7 @@ blocks = st.builds(
 def written(made: Made) -> bytes:
     file = io.BytesIO()
     size = write_block(file, *made)
-    assert size == len(file.getvalue())
+    assert size == len(file.getvalue()) == written_bytes(made[0])
     return file.getvalue()
 
 
