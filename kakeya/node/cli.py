@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
-from kakeya.node import adapter_cli, fleet_cli, lease_cli
+from kakeya.node import adapter_cli, cache_cli, fleet_cli, lease_cli
 from kakeya.node.datadir import default_folder
 from kakeya.node.local import NodeApi, find_node
 
@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
         return doctor.run(options, folder)
     if options.command == "lease":
         return lease_cli.run(options)
-    for run in (fleet_cli.run, adapter_cli.run):
+    for run in (fleet_cli.run, adapter_cli.run, cache_cli.run):
         status = run(options)
         if status is not None:
             return status
@@ -98,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print one JSON object, no table")
     fleet_cli.add_parsers(commands)
     adapter_cli.add_parsers(commands)
+    cache_cli.add_parsers(commands)
     lease_cli.add_parsers(commands)
     doctor = commands.add_parser(
         "doctor",

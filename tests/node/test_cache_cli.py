@@ -1,0 +1,154 @@
+"""`kakeya cache` on the files of a node that is down, or that runs meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kakeya.core.clock import SystemClock
+from kakeya.node.cli import main
+from kakeya.node.datadir import DataDir, RunInfo
+from kakeya.precache.disk import FOLDER, BlockStore
+from kakeya.precache.disk_files import QUARANTINE, BlockFolder
+from kakeya.precache.retention import Retention
+from tests.precache.disk_world import Made, block_of, chain_of, config_of
+
+
+def store(folder: Path, made: list[Made], retention: Retention = Retention.LONG) -> list[Path]:
+    files = BlockFolder(folder / FOLDER, quarantine_bytes=1 << 20)
+    names = [files.write(*one, retention, time.time() - 100)[0] for one in made]
+    return [folder / FOLDER / name[:2] / name for name in names]
+
+
+def cache(capsys: pytest.CaptureFixture[str], folder: Path, action: str) -> tuple[int, Any]:
+    status = main(["cache", action, "--data-dir", str(folder), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_stats_say_how_much_is_stored_for_whom(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = store(tmp_path, chain_of(3))
+    paths += store(tmp_path, [block_of(9, fingerprint=b"o" * 32)], Retention.EXTENDED)
+    status, facts = cache(capsys, tmp_path, "stats")
+    assert status == 0
+    assert (facts["blocks"], facts["damaged"], facts["quarantined"]) == (4, 0, 0)
+    assert facts["bytes"] == sum(path.stat().st_size for path in paths)
+    assert facts["by_retention"] == {"long": 3, "extended": 1}
+    assert not facts["is_node_running"]
+    ours, theirs = facts["models"]
+    assert (ours["model_id"], ours["blocks"], ours["tokens"]) == ("tiny", 3, 24)
+    assert theirs["fingerprint"] == (b"o" * 32).hex()
+    assert 99 < ours["idle_s"] < 1000
+    assert main(["cache", "stats", "--data-dir", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "4 blocks, " in said
+    assert "3 blocks, 24 tokens" in said
+    assert "extended: 1 blocks, kept 24 h unused" in said
+
+
+def test_stats_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = store(tmp_path, chain_of(2))
+    path.write_bytes(b"foreign")
+    _, facts = cache(capsys, tmp_path, "stats")
+    assert (facts["blocks"], facts["damaged"]) == (1, 1)
+    assert path.read_bytes() == b"foreign"
+
+
+def test_verify_finds_every_damage_and_sets_it_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = chain_of(4)
+    paths = store(tmp_path, made)
+    assert cache(capsys, tmp_path, "verify")[0] == 0
+    damage(paths[1])
+    paths[2].write_bytes(b"foreign")
+    status, facts = cache(capsys, tmp_path, "verify")
+    assert status == 1
+    assert facts["blocks"] == 2
+    assert {one["name"] for one in facts["damage"]} == {paths[1].name, paths[2].name}
+    assert len(list((tmp_path / FOLDER / QUARANTINE).iterdir())) == 2
+    assert cache(capsys, tmp_path, "verify")[0] == 0, "what is left is whole"
+    damage(paths[0])
+    assert main(["cache", "verify", "--data-dir", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "1 blocks are whole" in said
+    assert f"{paths[0].name}: its SHA-256 is another one" in said
+    _, facts = cache(capsys, tmp_path, "stats")
+    assert (facts["blocks"], facts["quarantined"]) == (1, 3)
+
+
+def test_wipe_removes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = store(tmp_path, chain_of(3))
+    damage(paths[0])
+    cache(capsys, tmp_path, "verify")
+    left = paths[1].with_name(f".{paths[1].name[:64]}.kvb.tmp")
+    left.write_bytes(b"half")
+    status, facts = cache(capsys, tmp_path, "wipe")
+    assert (status, facts["removed"], facts["node_pid"]) == (0, 3, None)
+    assert not [path for path in (tmp_path / FOLDER).rglob("*") if path.is_file()]
+    assert main(["cache", "wipe", "--data-dir", str(tmp_path)]) == 0
+    assert "removed 0 files" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("action", ["stats", "verify", "wipe"])
+def test_nothing_stored_is_no_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str
+) -> None:
+    assert cache(capsys, tmp_path / "absent", action)[0] == 0
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / FOLDER).write_text("in the way")
+    assert main(["cache", "stats", "--data-dir", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert f"what is stored in {tmp_path / FOLDER} cannot be read: Not a directory" in said
+
+
+async def test_everything_works_beside_a_running_node(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = chain_of(5, size=100_000)
+    where = RunInfo(pid=os.getpid(), node_id="n", grpc="127.0.0.1:1", http="127.0.0.1:2")
+    held = await asyncio.to_thread(DataDir, tmp_path)
+    await asyncio.to_thread(held.write_run, where)
+    lost: list[bytes] = []
+    try:
+        node = BlockStore(tmp_path / FOLDER, config_of(), clock=SystemClock(), lost=lost.extend)
+        async with node:
+            for one in made:
+                await node.put(*one)
+            for action in ("stats", "verify", "wipe"):
+                status, facts = await asyncio.to_thread(cache, capsys, tmp_path, action)
+                assert status == 0
+            assert facts["node_pid"] == os.getpid()
+            await node.flush()
+            await asyncio.to_thread(cache, capsys, tmp_path, "wipe")
+            # The node finds out by itself, and stores again what it computes.
+            assert await node.get(made[0][0].id) is None
+            await node.sweep()
+            assert node.ids() == ()
+            assert set(lost) == {block.id for block, _ in made}
+            assert node.stats().used_bytes == 0
+            assert await node.put(*made[0])
+            await node.flush()
+            assert await node.get(made[0][0].id) == made[0]
+            status = await asyncio.to_thread(main, ["cache", "wipe", "--data-dir", str(tmp_path)])
+            assert f"the node with pid {os.getpid()} runs on" in capsys.readouterr().err
+    finally:
+        await asyncio.to_thread(held.close)
