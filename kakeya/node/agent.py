@@ -52,6 +52,7 @@ from kakeya.node.page_wiring import NodePages, least_bytes
 from kakeya.node.plane import Chances, FleetPlane
 from kakeya.node.ports import listen
 from kakeya.node.precache_wiring import node_precache
+from kakeya.node.prefix_peers import read_fleet_key
 from kakeya.node.reach import Reach
 from kakeya.node.services import Services
 from kakeya.node.settings import split_address
@@ -166,6 +167,7 @@ class Agent:
                 self._config.precache,
                 self._memory,
                 data_dir=self._folder,
+                fleet_key=read_fleet_key(self._config.precache, self.node_id),
                 clock=self._clock,
                 rng=self._rng,
             )
@@ -184,7 +186,7 @@ class Agent:
             self._plane,
             self._models,
             self._config.sessions,
-            self._pages.adapters.manager,
+            self._pages,
             self._precache,
             data_dir=self._folder,
             dispatch=self._memory.dispatch,
@@ -198,6 +200,7 @@ class Agent:
         self._http = await stack.enter_async_context(self._serve_http())
         await self._memory.start(self._tasks, self.node_id)
         self._plane.start(self._tasks)
+        self._services.start(self._tasks, self._changed.set)
         self._tasks.start("listeners", self._listeners.watch)
         self._tasks.start("models", self._follow_changes)
         self._tasks.start("state", self._keeper.run)
@@ -317,7 +320,8 @@ class Agent:
             verifiers = self._engines.of_role(Role.VERIFIER)
             is_ready = bool(verifiers) and verifiers[0].can_serve
             self._services.follow(self._engines.of_role(Role.PROPOSER), is_runtime_ready=is_ready)
-            self._plane.gossip.announce(self._offer())
+            offer = replace(self._offer(), caches=self._services.peers.caches)
+            self._plane.gossip.announce(offer)
 
     def _suspect_failed_drafters(self, usage: Usage) -> None:
         """Ask no peer again that just failed, until gossip finds that it answers."""

@@ -49,10 +49,13 @@ from kakeya.node.table import (
     PEERS,
     PRECACHE_DISK,
     PRECACHE_KEEP_ALIVE,
+    PRECACHE_KEY_FILE,
     PRECACHE_MEMORY,
     PRECACHE_PARALLEL,
+    PRECACHE_PEERS,
     PRECACHE_PROMPTS,
     PRECACHE_SWEEP,
+    PRECACHE_TENANT,
     PROPOSERS,
     SESSION_CAPACITY,
     SESSION_IDLE,
@@ -143,7 +146,8 @@ class PrecacheConfig:
 
     Conversations share `parallel` slots of a model, 0 = as many as its context and the memory
     allow. A short-lived prefix is looked after each `keep_alive_s` at the latest, idle
-    conversations each `sweep_s`.
+    conversations each `sweep_s`. Blocks are exchanged with peers if `peers`; where the fleet has a
+    common key in `key_file`, calls for them are signed with it, for one `tenant`.
     """
 
     memory_bytes: int
@@ -151,6 +155,9 @@ class PrecacheConfig:
     parallel: int
     keep_alive_s: float
     sweep_s: float
+    peers: bool = True
+    key_file: Path | None = None
+    tenant: str = ""
     prompts: tuple[DeclaredPrompt, ...] = ()
 
 
@@ -289,6 +296,9 @@ def _build(sources: Sources) -> NodeConfig:
             parallel=sources.value(PRECACHE_PARALLEL),
             keep_alive_s=max(KEEP_ALIVE_LEAST_S, sources.value(PRECACHE_KEEP_ALIVE)),
             sweep_s=max(SWEEP_LEAST_S, sources.value(PRECACHE_SWEEP)),
+            peers=sources.value(PRECACHE_PEERS),
+            key_file=sources.value(PRECACHE_KEY_FILE),
+            tenant=sources.value(PRECACHE_TENANT),
             prompts=sources.value(PRECACHE_PROMPTS),
         ),
         models=_models(sources),

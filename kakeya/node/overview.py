@@ -59,7 +59,10 @@ class Overview:
                 models=self.memory.engines.models(),
                 memory=self.memory.status(),
                 adapters=self.pages.adapters.status(),
-                prefixes=self.pages.prefixes.status(),
+                prefixes={
+                    **self.pages.prefixes.status(),
+                    "peers": self.services.peers.status(),
+                },
                 precache=self.precache.status(),
                 state_error=self.keeper.error,
             )
@@ -71,6 +74,7 @@ class Overview:
         yield from metrics.model_metrics(self.memory.engines.models())
         yield from self.memory.metrics()
         yield from self.pages.metrics()
+        yield from self.services.peers.metrics()
         yield from self.precache.metrics()
         yield from metrics.session_metrics(self.services.runtime.stats)
         tasks = (*self.tasks(), *self.services.runtime.health(), *self.memory.health())

@@ -26,6 +26,7 @@ from kakeya.node.models import Role
 from kakeya.node.prefixes import NodePrefixes
 from kakeya.node.resident_model import ResidentModel
 from kakeya.node.sizes import hub_folder
+from kakeya.precache.peer_auth import FleetKey
 from kakeya.runtime.generation import ModelState
 
 ARENA_FOLDER = "arena"
@@ -53,9 +54,11 @@ class NodePages:
         memory: NodeMemory,
         *,
         data_dir: Path,
+        fleet_key: FleetKey | None = None,
         clock: Clock,
         rng: random.Random,
     ) -> None:
+        self.fleet_key = fleet_key
         self._adapter_config = adapters
         self._precache_config = precache
         self._memory = memory
@@ -89,6 +92,8 @@ class NodePages:
                     adapter_digest=self.adapters.manager.digest_of,
                     clock=self._clock,
                     rng=self._rng,
+                    key=self.fleet_key.block_key if self.fleet_key else b"",
+                    tenant=self.fleet_key.tenant if self.fleet_key else "",
                 )
             )
             for model in self._memory.engines.of_role(Role.VERIFIER):
@@ -106,6 +111,11 @@ class NodePages:
         for model in self._memory.engines.of_role(Role.VERIFIER):
             model.prefixes = None
         await self._stack.aclose()
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether blocks of KV are exchanged with peers."""
+        return self.prefixes.is_on and self._precache_config.peers
 
     def metrics(self) -> Iterator[Metric]:
         """Of the pages, and of what lies in them."""

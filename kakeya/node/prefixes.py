@@ -78,17 +78,18 @@ class NodePrefixes:
         clock: Clock,
         rng: random.Random,
         key: bytes = b"",
+        tenant: str = "",
     ) -> None:
         """`memory_bytes` of pages are for KV, `disk_bytes` on disk; 0 = none.
 
         `adapter_digest` finds the digest of an adapter's content by the id that engines know it
-        by. With `key` ids are made that nobody else can compute.
+        by. With `key` ids are made that nobody can compute outside of the `tenant`.
         """
         self._memory_bytes = memory_bytes
         self._clock = clock
         self._rng = rng
         self.counts = PrefixCounts()
-        self.names = PrefixNames(adapter_digest, key=key)
+        self.names = PrefixNames(adapter_digest, key=key, tenant=tenant)
         self.pages = PrefixPages(
             arena,
             budget_bytes=memory_bytes,

@@ -12,18 +12,20 @@ from grpc_health.v1 import health_pb2_grpc
 
 from kakeya.core.clock import Clock
 from kakeya.core.ids import NGRAM
+from kakeya.core.tasks import Supervisor
 from kakeya.decoding.ngram import NGramProposer
 from kakeya.decoding.service import ProposerService
 from kakeya.decoding.stream_service import DraftStreamService
 from kakeya.node.adapter_service import AdapterService
-from kakeya.node.adapters import AdapterManager
 from kakeya.node.config import SessionConfig
 from kakeya.node.control import ControlService, NoFleet
 from kakeya.node.directory import Models
 from kakeya.node.doctor.wiring import Doctor
 from kakeya.node.drafting import FleetDrafts
 from kakeya.node.health import NodeHealth
+from kakeya.node.page_wiring import NodePages
 from kakeya.node.plane import FleetPlane
+from kakeya.node.prefix_peers import PrefixPeers
 from kakeya.node.resident_model import ResidentModel
 from kakeya.runtime.generation import ModelState
 from kakeya.runtime.precache import Precache
@@ -49,7 +51,7 @@ class Services:
         plane: FleetPlane,
         models: Models,
         sessions: SessionConfig,
-        adapters: AdapterManager,
+        pages: NodePages,
         precache: Precache,
         *,
         data_dir: Path,
@@ -85,13 +87,26 @@ class Services:
             examine=self._doctor.examine_json,
             dispatch=dispatch,
         )
-        self._adapters = AdapterService(adapters)
+        self._adapters = AdapterService(pages.adapters.manager)
+        self.peers = PrefixPeers(
+            plane, pages.prefixes, fleet_key=pages.fleet_key, clock=clock, rng=rng
+        )
+        self._shares_prefixes = pages.shares_prefixes
+        if self._shares_prefixes:
+            pages.prefixes.elsewhere = self.peers
         for name in _ALWAYS_SERVING:
             health.set(name, serves=True)
+
+    def start(self, supervisor: Supervisor, on_change: Callable[[], None]) -> None:
+        """Look after what changes by itself; `on_change` is told when the card has more to say."""
+        if self._shares_prefixes:
+            self.peers.start(supervisor, on_change)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add every service to one more server."""
         self._plane.register(server)
+        if self._shares_prefixes:
+            self.peers.register(server)
         self._doctor.register(server)
         add_RuntimeServiceServicer_to_server(self.runtime, server)
         add_PrecacheServiceServicer_to_server(self._precache, server)
@@ -105,6 +120,7 @@ class Services:
         """Take no new work for others; what runs may end, streams that only wait end now."""
         self.runtime.drain(reason)
         self._streams.drain()
+        self.peers.drain()
 
     def follow(self, drafters: Iterable[ResidentModel], *, is_runtime_ready: bool) -> None:
         """Draft with the models that are ready now; say whether generations are served."""

@@ -291,6 +291,24 @@ PRECACHE_SWEEP = Setting(
     parse=s.number(0, 86400, "seconds"),
     default=300.0,
 )
+PRECACHE_PEERS = Setting(
+    key="precache.peers",
+    variable="KAKEYA_PRECACHE_PEERS",
+    parse=s.switch,
+    default=True,
+)
+PRECACHE_KEY_FILE: Setting[Path | None] = Setting(
+    key="precache.key_file",
+    variable="KAKEYA_PRECACHE_KEY_FILE",
+    parse=s.folder,
+    default=None,
+)
+PRECACHE_TENANT = Setting(
+    key="precache.tenant",
+    variable="KAKEYA_PRECACHE_TENANT",
+    parse=s.text,
+    default="fleet",
+)
 PRECACHE_PROMPTS = Setting(
     key="precache.prompts",
     variable="KAKEYA_PRECACHE_PROMPTS",
@@ -332,5 +350,8 @@ SETTINGS: tuple[Setting[object], ...] = (
     PRECACHE_PARALLEL,
     PRECACHE_KEEP_ALIVE,
     PRECACHE_SWEEP,
+    PRECACHE_PEERS,
+    PRECACHE_KEY_FILE,
+    PRECACHE_TENANT,
     PRECACHE_PROMPTS,
 )

@@ -24,12 +24,11 @@ _MARGIN = 1.1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
     """A node that may have blocks. `blocks` is how many leading ones its card names, 0 = it does
-    not say; `server_name` is whose certificate it must show there."""
+    not say."""
 
     node_id: str
     address: str
     blocks: int
-    server_name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

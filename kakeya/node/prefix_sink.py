@@ -1,0 +1,58 @@
+"""Where blocks from peers go: into pages, as if an engine had filled them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kakeya.core.units import pack_ids
+from kakeya.memory.pins import Holder
+from kakeya.node.arena import paged_bytes
+from kakeya.node.prefix_names import Naming
+from kakeya.node.prefix_pages import PrefixPages, Shelf
+from kakeya.precache.block_node import BlockFacts
+from kakeya.precache.blocks import BlockId
+from kakeya.precache.pieces import Piece
+from kakeya.precache.retention import BlockClass, Retention
+
+
+class PageSink:
+    """Lays the fetched blocks of one history into pages; `came` is what all can use now."""
+
+    def __init__(
+        self,
+        pages: PrefixPages,
+        shelf: Shelf,
+        naming: Naming,
+        pieces: Iterable[Piece],
+        block_class: BlockClass,
+        holder: Holder,
+    ) -> None:
+        self._pages = pages
+        self._shelf = shelf
+        self._naming = naming
+        self._pieces = [piece for piece in pieces if not piece.is_tail]
+        self._ids = [piece.id for piece in self._pieces]
+        self._block_class = block_class
+        self._holder = holder
+        self.came: list[BlockId] = []
+
+    async def put(self, index: int, payload: bytearray) -> bool:
+        """Take a block; False = there are no pages for it, or those before it went."""
+        naming, piece = self._naming, self._pieces[index]
+        filling = await self._pages.prepare(naming, len(payload), self._holder)
+        if filling is None:
+            return False
+        filling.view[:] = payload
+        facts = BlockFacts(
+            token_ids=pack_ids(piece.tokens),
+            nbytes=paged_bytes(len(payload)),
+            recompute_s=naming.compute_s(len(piece.tokens)),
+            has_state=naming.state_bytes > 0 and len(payload) > naming.block_bytes,
+            block_class=self._block_class,
+            retention=Retention.LONG,
+        )
+        if self._pages.commit(self._shelf, self._ids, index, filling, facts):
+            self.came.append(piece.id)
+            return True
+        node = self._shelf.tree.node(piece.id)
+        return node is not None and node.in_ram
