@@ -1,4 +1,7 @@
-"""The doctor as a person runs it: two joined nodes in two namespaces with a cable between them."""
+"""The doctor as a person runs it: two joined nodes in two namespaces with a cable between them.
+
+The tests share both and run in the order of this file: the last of them switches one off.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,13 @@ def examine(machine: Machine, data: Path, *peer: str) -> dict[str, dict[str, Any
     return {line["what"]: line for line in report["lines"]}
 
 
-@contextmanager
-def two_minis(folder: Path) -> Iterator[tuple[Machine, Machine]]:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("minis")
+
+
+@pytest.fixture(scope="module")
+def minis(folder: Path) -> Iterator[tuple[Machine, Machine]]:
     """The first made the fleet, the second joined it; both run and know each other."""
     with netns.network(2, thunderbolt=True) as (one, two):
         status, _, err = kakeya(one, folder / "one", "init", "--label", "one")
@@ -62,45 +69,50 @@ def bad(lines: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines.values() if line["level"] != "ok" and line["what"] != "mlx"]
 
 
-def test_two_minis_are_well_then_a_firewall_then_a_cable(tmp_path: Path) -> None:
-    with two_minis(tmp_path) as (one, two):
-        well = examine(one, tmp_path / "one")
-        assert not bad(well)
-        cable = two.cables["thunderbolt0"]
-        for address in (two.ip, cable):
-            assert f"reach {address}:50051" in str(well)
-        for address in (one.ip, one.cables["thunderbolt0"]):
-            assert well[f"reached at {address}:50051"]["level"] == "ok"
+def test_two_minis_are_well_then_a_firewall_then_a_cable(
+    minis: tuple[Machine, Machine], folder: Path
+) -> None:
+    one, two = minis
+    well = examine(one, folder / "one")
+    assert not bad(well)
+    cable = two.cables["thunderbolt0"]
+    for address in (two.ip, cable):
+        assert f"reach {address}:50051" in str(well)
+    for address in (one.ip, one.cables["thunderbolt0"]):
+        assert well[f"reached at {address}:50051"]["level"] == "ok"
 
-        # A firewall on the second: what it sends out arrives, new calls to it get no answer.
-        one.drop_dials_to(two)
-        lines = examine(one, tmp_path / "one", "two")
-        lost = lines[f"reach {two.ip}:50051 (lan)"]
-        assert (lost["level"], "no answer at all" in lost["detail"]) == ("warning", True)
-        assert lost["on"] == "two"
-        assert lines[f"reached at {one.ip}:50051"]["level"] == "ok"
-        one.pass_out()
+    # A firewall on the second: what it sends out arrives, new calls to it get no answer.
+    one.drop_dials_to(two)
+    lines = examine(one, folder / "one", "two")
+    lost = lines[f"reach {two.ip}:50051 (lan)"]
+    assert (lost["level"], "no answer at all" in lost["detail"]) == ("warning", True)
+    assert lost["on"] == "two"
+    assert lines[f"reached at {one.ip}:50051"]["level"] == "ok"
+    one.pass_out()
 
-        # The cable is pulled: its way fails, the other works, and the path says so.
-        one.unplug("thunderbolt0")
-        lines = examine(one, tmp_path / "one", "two")
-        assert lines[f"reach {two.ip}:50051 (lan)"]["level"] == "ok"
-        assert lines[f"reach {cable}:50051 (thunderbolt)"]["level"] == "warning"
-        assert lines["path"]["level"] == "warning"
-        assert "Thunderbolt Bridge" in lines["path"]["command"]
+    # The cable is pulled: its way fails, the other works, and the path says so.
+    one.unplug("thunderbolt0")
+    lines = examine(one, folder / "one", "two")
+    assert lines[f"reach {two.ip}:50051 (lan)"]["level"] == "ok"
+    assert lines[f"reach {cable}:50051 (thunderbolt)"]["level"] == "warning"
+    assert lines["path"]["level"] == "warning"
+    assert "Thunderbolt Bridge" in lines["path"]["command"]
+    one.plug("thunderbolt0")
 
 
-def test_a_machine_that_is_switched_off_is_a_fault(tmp_path: Path) -> None:
-    with two_minis(tmp_path) as (one, two):
-        two.spawned[0].stop(number=9)
-        lines = examine(one, tmp_path / "one", "two")
-        gone = lines[f"reach {two.ip}:50051 (lan)"]
-        assert (gone["level"], "refuses port 50051" in gone["detail"]) == ("fault", True)
-        two.cut(silently=True)
-        lines = examine(one, tmp_path / "one", f"{two.ip}:50051")
-        gone = next(line for what, line in lines.items() if what.startswith(f"reach {two.ip}"))
-        assert gone["level"] == "fault"
-        assert "no answer at all" in gone["detail"]
+def test_a_machine_that_is_switched_off_is_a_fault(
+    minis: tuple[Machine, Machine], folder: Path
+) -> None:
+    one, two = minis
+    two.spawned[0].stop(number=9)
+    lines = examine(one, folder / "one", "two")
+    gone = lines[f"reach {two.ip}:50051 (lan)"]
+    assert (gone["level"], "refuses port 50051" in gone["detail"]) == ("fault", True)
+    two.cut(silently=True)
+    lines = examine(one, folder / "one", f"{two.ip}:50051")
+    gone = next(line for what, line in lines.items() if what.startswith(f"reach {two.ip}"))
+    assert gone["level"] == "fault"
+    assert "no answer at all" in gone["detail"]
 
 
 @pytest.mark.parametrize("peer", ["10.77.0.2:50051", "[fd00::9]:50051"])
