@@ -70,7 +70,7 @@ class EvictionOrder(Generic[P]):
         """Choose what goes for so many bytes, children before parents; less where no more may."""
         chosen: list[Node[P]] = []
         bared: list[_Entry[P]] = []  # parents whose last child in RAM is chosen
-        children: dict[Node[P], int] = {}  # that stay live, of nodes with a chosen one
+        children: dict[Node[P], int] = {}
         kept: list[_Entry[P]] = []
         while nbytes > 0:
             entry = self._lowest(bared, kept)
@@ -79,7 +79,7 @@ class EvictionOrder(Generic[P]):
             node = entry[2]
             chosen.append(node)
             nbytes -= node.nbytes
-            if (above := _bare(node, children)) is not None:
+            if (above := bare(node, children)) is not None:
                 heappush(bared, (self.worth(above), next(self._numbers), above))
         for entry in kept:
             heappush(self._heap, entry)
@@ -98,8 +98,11 @@ class EvictionOrder(Generic[P]):
         return kept[-1]
 
 
-def _bare(node: Node[P], children: dict[Node[P], int]) -> Node[P] | None:
-    """Find the node above that may go once `node` has: its other children are not in RAM."""
+def bare(node: Node[P], children: dict[Node[P], int]) -> Node[P] | None:
+    """Find the node above that may go once `node` has: its other children are not in RAM.
+
+    `children` counts, of nodes with a child that goes, those that stay live.
+    """
     above = node.parent
     while above is not None:
         left = children[above] = children.get(above, above.live_children) - 1

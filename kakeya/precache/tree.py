@@ -24,7 +24,7 @@ from kakeya.core.units import pack_ids
 from kakeya.precache.block_node import BlockFacts, Node, P
 from kakeya.precache.blocks import BlockId, check_block_tokens
 from kakeya.precache.branches import Branches, alike, beginning_with
-from kakeya.precache.eviction import EvictionOrder
+from kakeya.precache.eviction import EvictionOrder, bare
 from kakeya.precache.retention import BlockClass, Retention, weightier
 from kakeya.precache.tree_answer import Gone, Insertion, Match, Pin, TreeStats
 
@@ -110,17 +110,18 @@ class PrefixTree(Generic[P]):
 
     def expired(self, now: float) -> list[Node[P]]:
         """Find what lies in RAM unseen for longer than its window, the hindmost first."""
+        unseen = [
+            node
+            for node in self
+            if node.in_ram and not node.pins and now - node.used_s > node.retention
+        ]
+        unseen.sort(key=lambda node: node.index, reverse=True)
         found: list[Node[P]] = []
-        gone: dict[Node[P], int] = {}
-        by_depth = sorted(self._nodes.values(), key=lambda node: node.index, reverse=True)
-        for node in by_depth:
-            lively = node.live_children - gone.get(node, 0)
-            if lively or (node.in_ram and (node.pins or now - node.used_s <= node.retention)):
-                continue
-            if node.is_live and node.parent is not None:
-                gone[node.parent] = gone.get(node.parent, 0) + 1
-            if node.in_ram:
+        children: dict[Node[P], int] = {}
+        for node in unseen:
+            if not children.get(node, node.live_children):
                 found.append(node)
+                bare(node, children)
         return found
 
     def stats(self) -> TreeStats:

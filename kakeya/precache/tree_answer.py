@@ -58,7 +58,10 @@ class TreeStats:
 
 
 class Pin(Generic[P]):
-    """Blocks that do not leave RAM until `unpin`, or the end of `with`."""
+    """Blocks that are no victims until `unpin`, or the end of `with`.
+
+    One that is lost all the same is gone; the pin does not pass to what comes under its id later.
+    """
 
     __slots__ = ("_order", "nodes")
 
