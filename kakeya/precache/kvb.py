@@ -5,9 +5,9 @@
 
 The header is canonical JSON (keys sorted, no spaces) with a bounded length and a checksum of its
 own, so an index is built from headers alone. The payload is the engine's bytes as they lie in
-pages, from a multiple of 64 on; the header has a crc32 for each part of it, which says where
-damage lies and ends a reading early. SHA-256 is the proof: a payload is only as good as the
-trailer says. Numbers are little-endian.
+pages, from a multiple of 64 on. SHA-256 is the proof: a payload is only as good as the trailer
+says; where it is not, a crc32 of each part in the header says where damage lies. Numbers are
+little-endian.
 
 Every length is checked against the file's size before anything is allocated or read. Everything
 here blocks; nothing here knows names or folders.
@@ -177,19 +177,23 @@ def read_payload(
         )
     file.seek(len(head.raw))
     sha256 = hashlib.sha256(head.raw)
-    for number, (first, last) in enumerate(_parts(into.nbytes)):
+    for first, last in _parts(into.nbytes):
         if not is_wanted():
             return False
-        part = into[first:last]
-        _read_exactly(file, part)
-        if zlib.crc32(part) != head.part_crcs[number]:
-            raise DamagedBlock(f"part {number + 1} of {len(head.part_crcs)} is damaged")
-        sha256.update(part)
+        _read_exactly(file, into[first:last])
+        sha256.update(into[first:last])
     trailer = bytearray(_DIGEST_BYTES)
     _read_exactly(file, memoryview(trailer))
     if trailer != sha256.digest():
-        raise DamagedBlock("its SHA-256 is another one than its trailer says")
+        raise DamagedBlock(_where(head, into))
     return True
+
+
+def _where(head: Head, payload: memoryview) -> str:
+    for number, (first, last) in enumerate(_parts(payload.nbytes)):
+        if zlib.crc32(payload[first:last]) != head.part_crcs[number]:
+            return f"part {number + 1} of {len(head.part_crcs)} is damaged"
+    return "its SHA-256 is another one than its trailer says"
 
 
 # The header.
