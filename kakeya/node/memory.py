@@ -58,6 +58,7 @@ from kakeya.node.models import ModelSpec, Role
 from kakeya.node.resident_model import DRAFT, DRAFT_TERMS, TEXT, ResidentModel
 from kakeya.node.sizes import SizeFile, hub_folder
 from kakeya.serving.backends.engine_backend import EngineOptions
+from kakeya.serving.backends.engine_process import Command
 
 TEND_S = 2.0
 """Between two looks at whether a model can come back."""
@@ -70,6 +71,16 @@ class EngineSetup:
     command: EngineCommand
     options: EngineOptions
     sockets: Path | None
+
+
+def _with_places(command: EngineCommand, most: int) -> EngineCommand:
+    """Engines that run no more than `most` sequences at the same time."""
+
+    def for_model(spec: ModelSpec, resolved: str) -> Command:
+        on_socket = command(spec, resolved)
+        return lambda socket: (*on_socket(socket), "--max-running", str(most))
+
+    return for_model
 
 
 class NodeMemory:
@@ -109,6 +120,7 @@ class NodeMemory:
         if self.profile.max_running is not None:
             most = min(options.max_running, self.profile.max_running)
             options = replace(options, max_running=most)
+            setup = replace(setup, command=_with_places(setup.command, most))
         self._options = options
         budget = node_budget(config, self.profile)
         self.arbiter = MemoryArbiter(budget=budget, clock=clock, grace_s=0.0)

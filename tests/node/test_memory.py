@@ -343,6 +343,9 @@ async def test_a_machine_that_panicked_takes_less_upon_itself_and_says_so(tmp_pa
     assert careful.status()["budget_bytes"] < normal.status()["budget_bytes"]  # type: ignore[operator]
     assert "panic" in str(careful.status()["profile"])
     assert [memory.engines._options.max_running for memory in (careful, normal)] == [2, 8]
+    commands = [memory.engines._command(TEXT_MODEL, "m") for memory in (careful, normal)]
+    told = ["--max-running" in command(tmp_path / "socket") for command in commands]
+    assert told == [True, False]
 
 
 async def test_a_draft_loads_nothing_and_holds_what_it_uses(tmp_path: Path) -> None:

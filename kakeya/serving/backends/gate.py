@@ -1,4 +1,8 @@
-"""A bound on how many run at once and how many may wait for their turn."""
+"""Who may ask an engine: a bound on all of them, and a door that can be held.
+
+Which of them run, and who waits for whom, the engine's own scheduler decides: it knows who asks,
+how urgent it is, and how much room each needs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from kakeya.core.errors import QueueFull
 
 
 class Gate:
-    """Lets `max_running` in; the next `max_waiting` wait in order, further ones are refused.
+    """Lets in as many as can run or may wait for that; further ones are refused.
 
     While it is held, nobody gets in: they wait.
     """
@@ -18,22 +22,21 @@ class Gate:
     def __init__(self, name: str, *, max_running: int, max_waiting: int) -> None:
         self._name = name
         self._max_running = max_running
-        self._max_waiting = max_waiting
-        self._turns = asyncio.Semaphore(max_running)
+        self._most = max_running + max_waiting
         self._is_open = asyncio.Event()
         self._is_open.set()
-        self._running = 0
-        self._waiting = 0
+        self._inside = 0
+        self._outside = 0
 
     @property
     def running(self) -> int:
-        """How many are inside."""
-        return self._running
+        """How many run, as far as there are places."""
+        return min(self._inside, self._max_running)
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
-        return self._waiting
+        """How many wait, for a place or for the door."""
+        return self._inside - self.running + self._outside
 
     @property
     def is_held(self) -> bool:
@@ -50,30 +53,21 @@ class Gate:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Hold one place. Raises QueueFull when too many wait already."""
-        is_full = self._turns.locked() or self.is_held
-        if is_full and self._waiting >= self._max_waiting:
+        """Be one of them. Raises QueueFull when there are too many already."""
+        if self._inside + self._outside >= self._most:
             raise QueueFull(
-                f"{self._name} runs {self._running} and {self._waiting} wait, "
+                f"{self._name} runs {self.running} and {self.waiting} wait, "
                 f"which is its limit: try again later",
                 retry_after_s=1.0,
             )
-        self._waiting += 1
+        self._outside += 1
         try:
-            await self._enter()
+            while self.is_held:
+                await self._is_open.wait()
         finally:
-            self._waiting -= 1
-        self._running += 1
+            self._outside -= 1
+        self._inside += 1
         try:
             yield
         finally:
-            self._running -= 1
-            self._turns.release()
-
-    async def _enter(self) -> None:
-        while True:
-            await self._is_open.wait()
-            await self._turns.acquire()
-            if not self.is_held:
-                return
-            self._turns.release()
+            self._inside -= 1
