@@ -38,7 +38,7 @@ from kakeya.precache.retention import Retention
 from kakeya.precache.slots import Conversation, ConversationRegistry, auto_parallel, slot_key
 from kakeya.precache.warming import Kind, Prefix, Report, TokenSource, WarmSource
 from kakeya.runtime.generation import ModelDirectory, ModelFacts, ModelState
-from kakeya.runtime.precache import Claim
+from kakeya.runtime.precache import AT_HAND_S, Claim
 from kakeya.serving.prefix_text import encode_prefix
 from kakeya.serving.prompt import most_prompt_tokens
 from kakeya.serving.text import Texts
@@ -206,7 +206,7 @@ class NodePrecache:
 
     async def _declared_tokens(self, prompt: DeclaredPrompt) -> Sequence[int]:
         """Render a declared prompt as it stands on disk now."""
-        facts = await self._models.get(self._named(prompt)).ready(0.0)
+        facts = await self._models.get(self._named(prompt)).ready(AT_HAND_S)
         said = await asyncio.to_thread(prompt.read)
         text = await self.texts.get(facts.model_path)
         messages = [{"role": role, "content": content} for role, content in said.messages]

@@ -25,6 +25,8 @@ CONVERSATION, SEGMENTS, PREFIX, CACHE_KEY, RETENTION = (
     "x-kakeya-retention",
 )
 """Metadata of a gRPC call: what its prompt continues, and for how long that is of use."""
+AT_HAND_S = 1.0
+"""How long a model that is ready may take to say what it is."""
 _RETENTIONS = {retention.label: retention for retention in Retention} | {
     "in_memory": Retention.SHORT,
     "in-memory": Retention.SHORT,
@@ -94,7 +96,7 @@ async def facts_at_hand(model: ServedModel) -> ModelFacts | Report:
         reason = f"model {model.model_id} is {model.state.value}; its first request computes it"
         return Report(outcome=Outcome.AWAY, reason=reason)
     try:
-        return await model.ready(0.0)
+        return await model.ready(AT_HAND_S)
     except PeerUnavailable as gone:
         return Report(outcome=Outcome.AWAY, reason=gone.message)
 

@@ -35,6 +35,7 @@ from kakeya.runtime.generation import (
     Tokens,
     Usage,
 )
+from kakeya.runtime.precache import NoPrecache, Precache
 from kakeya.serving.exchange import Limits
 from kakeya.serving.gateway import Standing, build_app
 from kakeya.serving.server import serve_http
@@ -249,6 +250,7 @@ async def serving(
     head_s: float = 5.0,
     proposers: Callable[[], Sequence[Standing]] = tuple,
     unready: Callable[[], str] = str,
+    precache: Precache = NoPrecache(),  # noqa: B008
 ) -> AsyncIterator[Served]:
     app = build_app(
         Directory(*models),
@@ -260,6 +262,7 @@ async def serving(
         hosts=hosts,
         proposers=proposers,
         unready=unready,
+        precache=precache,
     )
     sock = socket.create_server(("127.0.0.1", 0))
     port = sock.getsockname()[1]

@@ -1,0 +1,357 @@
+"""POST /v1/precache, and what chat and completions say of their prefix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from kakeya.precache.keys import CacheKeys
+from kakeya.precache.retention import Retention
+from kakeya.precache.warming import Outcome, Report, TokenSource, Warmed
+from kakeya.runtime.generation import ModelState
+from kakeya.runtime.precache import CacheUse, Claim
+from kakeya.serving.marker import Marker
+from kakeya.serving.prefix_text import encode_prefix
+from kakeya.serving.template import ChatTemplate
+from kakeya.serving.text import TextModel
+from tests.serving.toy import ToyModel, make_folder, serving
+
+SAID = "hello world, 日本語 😀"
+HI = [{"role": "user", "content": "hi"}]
+SYSTEM = {"role": "system", "content": "Be kind."}
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('/think')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + THINKING
+
+
+@dataclass
+class Recorded:
+    """A `Precache` that has no time for anything but to write it down."""
+
+    ended: list[tuple[Claim, TokenSource]] = field(default_factory=list)
+    warmed: list[tuple[Claim, list[int], bool]] = field(default_factory=list)
+    outcome: Outcome = Outcome.WARM
+
+    def kv_key(self, claim: Claim) -> str:
+        return f"slot:{claim.use.keys.conversation_id}" if not claim.use.is_empty else ""
+
+    def turn_ended(self, claim: Claim, tokens: TokenSource) -> None:
+        self.ended.append((claim, tokens))
+
+    async def warm(self, claim: Claim, tokens: TokenSource, *, is_pinned: bool = False) -> Report:
+        ids = list(await tokens())
+        self.warmed.append((claim, ids, is_pinned))
+        reason = "" if self.outcome is Outcome.WARM else "not now"
+        warmed = Warmed(tokens=len(ids), cached=3, computed=len(ids) - 4)
+        return Report(outcome=self.outcome, warmed=warmed, reason=reason)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_folder(tmp_path / "toy")
+
+
+@pytest.fixture
+def text(folder):
+    return TextModel(folder, lambda: 0.0)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_chat_of_a_conversation_continues_its_slot_and_prepares_its_next_turn(
+    folder, text, is_stream
+):
+    model, precache = ToyModel(folder, script=SAID), Recorded()
+    async with serving(model, precache=precache) as served:
+        extra = {"conversation_id": "7", "prompt_cache_retention": "24h"}
+        reply = await served.openai.chat.completions.create(
+            model="toy", messages=[SYSTEM, *HI], stream=is_stream, extra_body=extra
+        )
+        if is_stream:
+            [chunk async for chunk in reply]
+    assert model.requests[0].kv_key == "slot:7"
+    ((claim, tokens),) = precache.ended
+    assert claim.use == CacheUse(keys=CacheKeys(conversation_id="7"), retention=Retention.EXTENDED)
+    turn = [SYSTEM, *HI, {"role": "assistant", "content": SAID}]
+    following = await text.encode_chat([*turn, {"role": "user", "content": "go on"}], at_most=999)
+    prefix = list(await tokens())
+    assert following[: len(prefix)] == prefix
+    shown = text.tokenizer.decode(prefix, skip_special_tokens=False)
+    assert shown.endswith(f"{SAID}<|im_end|>\n<|im_start|>user\n")
+
+
+@pytest.fixture
+def thinking_folder(tmp_path):
+    return make_folder(tmp_path / "thinking", template=THINKING)
+
+
+async def test_the_next_turn_is_rendered_as_it_will_be_and_not_as_this_one_was(thinking_folder):
+    model, precache = ToyModel(thinking_folder, script="aa bb/think hello"), Recorded()
+    async with serving(model, precache=precache) as served:
+        await served.http.post(
+            "/v1/chat/completions",
+            json={"model": "toy", "messages": HI, "conversation_id": "7"},
+        )
+    ((_, tokens),) = precache.ended
+    shown = model.tokenizer.decode(list(await tokens()), skip_special_tokens=False)
+    assert "aa bb" not in shown
+    assert " hello<|im_end|>" in shown
+
+
+async def test_a_request_that_names_nothing_leaves_everything_to_content(folder):
+    model, precache = ToyModel(folder, script=SAID), Recorded()
+    async with serving(model, precache=precache) as served:
+        await served.openai.chat.completions.create(model="toy", messages=HI)
+    assert model.requests[0].kv_key == ""
+    assert precache.ended == []
+
+
+async def test_a_client_is_told_to_the_engine_for_its_fair_share(folder):
+    model, precache = ToyModel(folder, script=SAID), Recorded()
+    async with serving(model, precache=precache) as served:
+        await served.http.post(
+            "/v1/chat/completions",
+            json={"model": "toy", "messages": HI, "conversation_id": "7"},
+            headers={"x-kakeya-client": "alice"},
+        )
+    assert model.requests[0].client == "alice"
+    assert precache.ended[0][0].client == "alice"
+
+
+@pytest.mark.parametrize("prompt", ["hello", [5, 6, 7]])
+async def test_a_completion_of_a_conversation_goes_on_behind_its_text(folder, prompt):
+    model, precache = ToyModel(folder, script=" world"), Recorded()
+    async with serving(model, precache=precache) as served:
+        await served.http.post(
+            "/v1/completions", json={"model": "toy", "prompt": prompt, "conversation_id": "7"}
+        )
+    ((_, tokens),) = precache.ended
+    said = model.tokenizer.encode(" world").ids
+    whole = (
+        model.tokenizer.encode("hello world").ids
+        if isinstance(prompt, str)
+        else [*prompt, *said, 2]
+    )
+    assert list(await tokens()) == whole
+
+
+async def test_a_cache_key_without_a_conversation_keeps_the_prompt_itself(folder):
+    model, precache = ToyModel(folder, script=SAID), Recorded()
+    async with serving(model, precache=precache) as served:
+        await served.openai.chat.completions.create(
+            model="toy", messages=HI, prompt_cache_key="agent"
+        )
+    ((claim, tokens),) = precache.ended
+    assert claim.use.keys == CacheKeys(prompt_cache_key="agent")
+    assert list(await tokens()) == list(model.requests[0].token_ids)
+
+
+async def test_a_turn_that_fills_the_context_prepares_nothing(folder):
+    model, precache = ToyModel(folder, context_tokens=40), Recorded()
+    async with serving(model, precache=precache) as served:
+        await served.http.post(
+            "/v1/chat/completions",
+            json={"model": "toy", "messages": HI, "conversation_id": "7", "seed": 1},
+        )
+    ((_, tokens),) = precache.ended
+    assert list(await tokens()) == []
+
+
+async def test_an_answer_that_nobody_waited_for_prepares_nothing(folder):
+    model, precache = ToyModel(folder, script=SAID, fail_after=1), Recorded()
+    async with serving(model, precache=precache) as served:
+        answer = await served.http.post(
+            "/v1/chat/completions",
+            json={"model": "toy", "messages": HI, "conversation_id": "7"},
+        )
+    assert answer.status_code == 503
+    assert precache.ended == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"conversation_id": 7}, "conversation_id"),
+        ({"prompt_cache_key": {}}, "prompt_cache_key"),
+        ({"prompt_cache_retention": "week"}, "prompt_cache_retention"),
+        ({"prompt_cache_retention": 5}, "prompt_cache_retention"),
+    ],
+)
+async def test_keys_that_cannot_be_meant_are_named(folder, body, param):
+    async with serving(ToyModel(folder), precache=Recorded()) as served:
+        answer = await served.http.post(
+            "/v1/chat/completions", json={"model": "toy", "messages": HI} | body
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_prefix_is_warmed_as_far_as_the_users_message(folder, text):
+    precache = Recorded()
+    async with serving(ToyModel(folder), precache=precache) as served:
+        answer = await served.http.post(
+            "/v1/precache",
+            json={
+                "model": "toy",
+                "messages": [SYSTEM],
+                "conversation_id": "room/7",
+                "retention": "long",
+                "pin": True,
+            },
+        )
+    ((claim, ids, is_pinned),) = precache.warmed
+    shown = text.tokenizer.decode(ids, skip_special_tokens=False)
+    assert shown == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
+    assert (claim.use.retention, is_pinned) == (Retention.LONG, True)
+    body = answer.json()
+    assert body.pop("key").startswith("conv:room-7~")
+    assert body == {
+        "object": "precache",
+        "model": "toy",
+        "status": "warm",
+        "reason": "",
+        "retention": "long",
+        "pinned": True,
+        "usage": {
+            "prompt_tokens": len(ids),
+            "prompt_tokens_details": {"cached_tokens": 3},
+            "computed_tokens": len(ids) - 4,
+        },
+    }
+
+
+async def test_messages_that_end_with_the_users_are_warmed_as_the_request_itself(folder):
+    model, precache = ToyModel(folder, script=SAID), Recorded()
+    async with serving(model, precache=precache) as served:
+        await served.http.post("/v1/precache", json={"model": "toy", "messages": [SYSTEM, *HI]})
+        await served.openai.chat.completions.create(model="toy", messages=[SYSTEM, *HI])
+    assert precache.warmed[0][1] == list(model.requests[0].token_ids)
+
+
+@pytest.mark.parametrize("prompt", ["hello world", [5, 6, 7, 8, 9]])
+async def test_a_raw_prompt_is_warmed_as_it_stands(folder, prompt):
+    model, precache = ToyModel(folder), Recorded()
+    async with serving(model, precache=precache) as served:
+        await served.http.post("/v1/precache", json={"model": "toy", "prompt": prompt})
+    wanted = model.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
+    assert precache.warmed[0][1] == wanted
+
+
+async def test_without_a_key_a_prefix_is_filed_under_its_content(folder):
+    precache = Recorded()
+    async with serving(ToyModel(folder), precache=precache) as served:
+        for content in ("one", "one", "two"):
+            messages = [{"role": "system", "content": content}]
+            await served.http.post("/v1/precache", json={"model": "toy", "messages": messages})
+    one, same, other = (claim.use.keys.segment_hash for claim, _, _ in precache.warmed)
+    assert one == same != other
+
+
+@pytest.fixture
+def tools_folder(tmp_path):
+    return make_folder(tmp_path / "tools", template=TOOLS)
+
+
+async def test_tools_are_part_of_the_prefix_and_cannot_forge_its_roles(tools_folder, text):
+    precache = Recorded()
+    tools = [{"name": "<|im_end|>", "parameters": {"x": ["<|im_start|>"]}}]
+    async with serving(ToyModel(tools_folder), precache=precache) as served:
+        answer = await served.http.post(
+            "/v1/precache", json={"model": "toy", "messages": [SYSTEM], "tools": tools}
+        )
+        assert answer.status_code == 200
+    ids = precache.warmed[0][1]
+    shown = text.tokenizer.decode(ids, skip_special_tokens=False)
+    assert '[{"name": "<|im_end|>"' in shown
+    assert ids.count(text.tokenizer.token_to_id("<|im_end|>")) == 1
+    assert ids.count(text.tokenizer.token_to_id("<|im_start|>")) == 2
+
+
+async def test_a_prefix_that_could_not_be_warmed_is_no_error(folder):
+    precache = Recorded(outcome=Outcome.PRESSURE)
+    async with serving(ToyModel(folder), precache=precache) as served:
+        answer = await served.http.post(
+            "/v1/precache", json={"model": "toy", "messages": [SYSTEM], "pin": True}
+        )
+    assert answer.status_code == 200
+    assert (answer.json()["status"], answer.json()["reason"]) == ("skipped_pressure", "not now")
+    assert answer.json()["pinned"] is False
+
+
+async def test_a_model_that_is_away_is_not_loaded_for_a_prefix(folder):
+    model, precache = ToyModel(folder, state=ModelState.LOADING), Recorded()
+    async with serving(model, precache=precache) as served:
+        answer = await served.http.post("/v1/precache", json={"model": "toy", "messages": HI})
+    assert answer.json()["status"] == "skipped_away"
+    assert precache.warmed == []
+
+
+async def test_a_node_that_keeps_nothing_says_so(folder):
+    async with serving(ToyModel(folder)) as served:
+        answer = await served.http.post("/v1/precache", json={"model": "toy", "messages": HI})
+    assert answer.json()["reason"] == "this node keeps no prefixes"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": HI, "max_tokens": 3}, "max_tokens"),
+        ({"messages": HI, "prompt": "x"}, "messages"),
+        ({}, "messages"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [5, -1]}, "prompt[1]"),
+        ({"prompt": [320]}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": HI, "tools": {}}, "tools"),
+        ({"messages": HI, "tools": ["x"]}, "tools[0]"),
+        ({"prompt": "x", "tools": [{"name": "y"}]}, "tools"),
+        ({"messages": HI, "pin": "yes"}, "pin"),
+        ({"messages": HI, "retention": "week"}, "retention"),
+        ({"messages": HI, "conversation_id": []}, "conversation_id"),
+        ({"messages": HI, "model": None}, "model"),
+    ],
+)
+async def test_what_cannot_be_meant_is_a_400_that_names_it(folder, body, param):
+    precache = Recorded()
+    async with serving(ToyModel(folder), precache=precache) as served:
+        answer = await served.http.post("/v1/precache", json={"model": "toy"} | body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert precache.warmed == []
+
+
+async def test_a_prefix_beyond_the_context_and_an_unknown_model_are_refused(folder):
+    async with serving(ToyModel(folder), precache=Recorded()) as served:
+        messages = [{"role": "system", "content": "word " * 600}]
+        answer = await served.http.post("/v1/precache", json={"model": "toy", "messages": messages})
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        answer = await served.http.post("/v1/precache", json={"model": "x", "messages": HI})
+        assert answer.status_code == 404
+        assert (await served.http.get("/v1/precache")).status_code == 405
+
+
+async def test_a_prefix_ends_where_two_continuations_part(text):
+    messages = [SYSTEM, *HI, {"role": "assistant", "content": "hello"}]
+    prefix = await encode_prefix(text, messages, at_most=999)
+    for said in ("", "hello", "日本語", "<|im_end|>", "0", "x"):
+        whole = await text.encode_chat([*messages, {"role": "user", "content": said}], at_most=999)
+        assert whole[: len(prefix)] == prefix
+
+
+def test_a_marker_is_in_nothing_that_was_written():
+    marker = Marker(["<|im_end|>"])
+    tools = [{"name": "\ue0001\ue001"}]
+    chosen = marker.choose([{"role": "user", "content": "\ue0000\ue001"}], tools)
+    assert chosen == "\ue0002\ue001"
+    assert marker.mark_tool({"<|im_end|>": [1, None, {"a": "<|im_end|>"}]}, "M") == {
+        "<M|im_end|>": [1, None, {"a": "<M|im_end|>"}]
+    }
+
+
+def test_a_template_sees_tools_only_where_there_are_any():
+    template = ChatTemplate("{{ tools is none }}", {}, lambda: 0.0)
+    assert template.render([]) == "True"
+    assert template.render([], [{"name": "x"}]) == "False"
