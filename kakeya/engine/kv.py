@@ -9,7 +9,8 @@ piece right after it was computed, because a window forgets. A block that is who
 
 The grid is why KV from pages has the bits that would be computed here: only what was computed on it
 is exported, and a tail is taken whole only where it ends with the history, as it did when it was
-made. Else it is taken up to the last grid boundary in it, from where prefill goes on.
+made. Else it is taken up to the last grid boundary in it, from where prefill goes on. KV that was
+decoded is not exported, nor what was computed behind it.
 
 Slabs are mapped for a copy only: one that its owner took away would go on taking memory. Nothing
 here fails a generation: without its KV a prompt is computed.
@@ -29,7 +30,7 @@ from kakeya.memory.page_ref import PageReader
 from kakeya.precache.kv_pages import KvPages
 
 _log = logging.getLogger(__name__)
-_FAULTS = (KakeyaError, OSError, ValueError, RuntimeError, MemoryError)
+_FAULTS = (KakeyaError, OSError, ValueError, LookupError, RuntimeError, MemoryError)
 """What a copy from or to pages may raise, whoever is at fault."""
 
 
@@ -54,9 +55,12 @@ def room_tokens(pages: KvPages, facts: LoadedFacts) -> int:
 
 
 def grid_floor(facts: LoadedFacts, tokens: int) -> int:
-    """The last boundary of the prefill grid at or in front of a position."""
-    if not facts.kv_block_tokens:
-        return 0
+    """The last boundary of the prefill grid at or in front of a position.
+
+    Every position is one where bits do not depend on the pieces.
+    """
+    if not facts.prefill_grid:
+        return tokens
     block = tokens - tokens % facts.kv_block_tokens
     # Pieces get only shorter behind a longer context, each a divisor of those before.
     return tokens - tokens % facts.prefill_chunk_at(block)

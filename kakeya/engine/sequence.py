@@ -166,9 +166,9 @@ class SequenceRun:
         """Others worked since its last step: what that took is not what a step of its own takes.
 
         `mark_s` is when its own work begins; None = the device is still busy with others', and the
-        next step measures nothing.
+        next step measures nothing. Neither does it where a row has been in flight meanwhile.
         """
-        self._mark_s = mark_s
+        self._mark_s = None if self._state.in_flight() else mark_s
 
     def finish(self) -> None:
         """Keep the KV under the job's key. Done by the run itself, or by who cancels it."""
@@ -228,7 +228,7 @@ class SequenceRun:
             end = min(total, (first // chunk + 1) * chunk)
             state.prefill(history[first:end])
             if first == state.grid_tokens:
-                if end % chunk == 0:
+                if grid_floor(self._facts, end) == end:
                     state.grid_tokens = end
                 yield from self._exported(end)
             yield PrefillFrame(computed_tokens=state.length, total_tokens=total)

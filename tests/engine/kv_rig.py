@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from kakeya.core.units import KIB
+from kakeya.decoding.acceptance import agreeing
 from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, ExportedFrame, ImportedFrame
 from kakeya.engine.model import LoadedFacts
 from kakeya.engine.sequence import SequenceRun
@@ -71,20 +73,37 @@ class Prefixes:
         self.arena.close()
 
     def offer(self, history: Sequence[int], facts: LoadedFacts, *, most: int = 1 << 30) -> Offer:
-        """The leading blocks that are there, at most so many, and pages for the others."""
+        """The leading blocks that are there, at most so many, and pages for the others.
+
+        Where the next one is not there, another that begins alike is given in part.
+        """
         size, total = facts.kv_block_tokens, len(history) - 1
         ends = [*range(size, total + 1, size), *([total] if total % size else [])]
         offer, found = Offer(), []
         for index, end in enumerate(ends):
             text = tuple(history[:end])
-            tokens = end - index * size
-            if text in self.blocks and len(found) == index and index < most:
+            if text in self.blocks and len(found) == index < most:
                 found.append(self.blocks[text])
-            else:
-                offer.filling[index] = text, self.prepare(facts, tokens)
-                offer.kv_exports += (self.pages(facts, index, tokens, offer.filling[index][1]),)
+                continue
+            tokens = end - index * size
+            offer.filling[index] = text, self.prepare(facts, tokens)
+            offer.kv_exports += (self.pages(facts, index, tokens, offer.filling[index][1]),)
+        if len(found) < most:
+            found += self._part(tuple(history[:total]), len(found), size)
         offer.kv_blocks = tuple(found)
         return offer
+
+    def _part(self, text: tuple[int, ...], index: int, size: int) -> list[KvPages]:
+        start = index * size
+        shared = {
+            key: agreeing(key[start:], text[start:])
+            for key, pages in self.blocks.items()
+            if pages.index == index and key[:start] == text[:start]
+        }
+        best = max(shared, key=lambda key: shared[key], default=())
+        if not shared.get(best):
+            return []
+        return [dataclasses.replace(self.blocks[best], tokens=shared[best] % size)]
 
     def prepare(self, facts: LoadedFacts, tokens: int) -> Filling:
         size = facts.kv_block_bytes * tokens // facts.kv_block_tokens + facts.kv_state_bytes
