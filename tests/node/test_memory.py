@@ -343,7 +343,7 @@ async def test_a_machine_that_panicked_takes_less_upon_itself_and_says_so(tmp_pa
     assert careful.status()["budget_bytes"] < normal.status()["budget_bytes"]  # type: ignore[operator]
     assert "panic" in str(careful.status()["profile"])
     assert [memory.engines._options.max_running for memory in (careful, normal)] == [2, 8]
-    commands = [memory.engines._command(TEXT_MODEL, "m") for memory in (careful, normal)]
+    commands = [*careful.engines._commands.values(), *normal.engines._commands.values()]
     told = ["--max-running" in command(tmp_path / "socket") for command in commands]
     assert told == [True, False]
 
