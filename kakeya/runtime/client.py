@@ -25,7 +25,12 @@ import grpc
 import grpc.aio
 
 from kakeya.core.errors import PeerProtocol, PeerUnavailable
+from kakeya.precache.retention import Retention
+from kakeya.precache.warming import Outcome, Report, Warmed
+from kakeya.runtime.precache import CONVERSATION
+from kakeya.v1 import precache_pb2
 from kakeya.v1 import runtime_pb2 as pb
+from kakeya.v1.precache_pb2_grpc import PrecacheServiceStub
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
 from kakeya.wire.channels import Channels, Keepalive, is_local
 from kakeya.wire.security import CLIENT_NAME
@@ -51,6 +56,11 @@ _ENDS = {
     pb.GenerateDone.STOP_REASON_EOS: GenerateEnd.EOS,
     pb.GenerateDone.STOP_REASON_CANCELLED: GenerateEnd.CANCELLED,
     pb.GenerateDone.STOP_REASON_TRUNCATED: GenerateEnd.TRUNCATED,
+}
+_RETENTIONS = {
+    Retention.SHORT: precache_pb2.PREFIX_RETENTION_SHORT,
+    Retention.LONG: precache_pb2.PREFIX_RETENTION_LONG,
+    Retention.EXTENDED: precache_pb2.PREFIX_RETENTION_EXTENDED,
 }
 
 
@@ -149,6 +159,36 @@ class Client:
             raise error_from_rpc(error, self._address) from None
         return ClientSession(stub, self._address, reply.session_id, self._timeout_s)
 
+    async def warm(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model_id: str = "",
+        conversation_id: str = "",
+        retention: Retention = Retention.SHORT,
+        pin: bool = False,
+        timeout_s: float = 150.0,
+    ) -> Report:
+        """Have a prefix warm before a session asks for it; what became of it.
+
+        One that could not be warmed is no error. Raises what `create_session` raises.
+        """
+        if self._security is not None:
+            await asyncio.to_thread(self._security.refresh)
+        stub = PrecacheServiceStub(self._channels.get(self._address))
+        request = precache_pb2.WarmRequest(
+            model_id=model_id,
+            token_ids=token_ids,
+            conversation_id=conversation_id,
+            retention=_RETENTIONS[retention],
+            pin=pin,
+        )
+        try:
+            reply = await stub.Warm(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, self._address) from None
+        return _report(reply, self._address)
+
 
 class ClientSession:
     """One session at a node; an `async with` that closes it there."""
@@ -196,10 +236,12 @@ class ClientSession:
         top_k: int | None = None,
         seed: int | None = None,
         draft_policy: str = "",
+        conversation_id: str = "",
         timeout_s: float = 3600.0,
     ) -> AsyncGenerator[int, None]:
         """Yield token ids as they are committed; afterwards `last_done` tells how it went.
 
+        What one session of a conversation computed is there for the next one of the same id.
         Leaving the loop early and closing the generator cancels the generation at the node.
         """
         self.last_done = None
@@ -213,7 +255,8 @@ class ClientSession:
             draft_policy=draft_policy,
         )
         dropped = 0
-        call = self._stub.Generate(request, timeout=timeout_s)
+        metadata = ((CONVERSATION, conversation_id),) if conversation_id else ()
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
         try:
             async for response in call:
                 match response.WhichOneof("payload"):
@@ -260,6 +303,19 @@ class ClientSession:
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, self._address) from None
         return reply.final_history_length
+
+
+def _report(reply: precache_pb2.WarmResponse, address: str) -> Report:
+    try:
+        outcome = Outcome(reply.status)
+    except ValueError:
+        raise PeerProtocol(f"{address} says {reply.status[:40]!r} of a prefix") from None
+    warmed = Warmed(
+        tokens=reply.token_count,
+        cached=reply.cached_token_count,
+        computed=reply.computed_token_count,
+    )
+    return Report(outcome=outcome, warmed=warmed, reason=reply.reason)
 
 
 def _summary(done: pb.GenerateDone, dropped: int) -> GenerateSummary:

@@ -209,12 +209,14 @@ class RuntimeService(RuntimeServiceServicer):
         self._store.check_room()
         wait_s = self._store.limits.model_wait_s
         facts = await model.ready(wait_s if time_left_s is None else min(wait_s, time_left_s))
-        return self._store.create(
+        session = self._store.create(
             model,
             facts,
             stop_token_ids=frozenset(request.eos_token_ids),
             label=request.client_label,
         )
+        session.client = client
+        return session
 
     async def _generate(self, request: pb.GenerateRequest, context: Context) -> None:
         await self._settle(request.session_id)
@@ -307,7 +309,7 @@ def _claim(session: Session, context: Context) -> Claim:
     return Claim(
         model_id=session.model.model_id,
         facts=session.facts,
-        client=client_of(context),
+        client=client_of(context) or session.client,
         use=read_metadata(
             (key, value) for key, value in context.invocation_metadata() or () if value
         ),

@@ -88,6 +88,8 @@ class Session:
     """What runs on it now; "" = idle."""
     failure: str = ""
     """Why it cannot be used any more; "" = healthy."""
+    client: str = ""
+    """Who opened it; "" = it did not say."""
     kv_key: str = ""
     """What the engine keeps the KV of its last generation under; "" before the first one."""
     cache_length_violations: int = 0

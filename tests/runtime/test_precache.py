@@ -14,6 +14,7 @@ from kakeya.core.errors import InvalidArgument
 from kakeya.precache.keys import CacheKeys
 from kakeya.precache.retention import Retention
 from kakeya.precache.warming import Outcome, Report, Warmed
+from kakeya.runtime.client import Client
 from kakeya.runtime.generation import ModelState
 from kakeya.runtime.precache import (
     CACHE_KEY,
@@ -99,6 +100,18 @@ async def test_without_a_key_a_session_keeps_its_own_kv():
         assert precache.sources == []
 
 
+async def test_the_client_names_its_conversation_and_itself():
+    precache = Recorded()
+    async with running_node(precache=precache) as node:
+        async with Client(node.address, client_name="alice") as client:
+            async with await client.create_session() as session:
+                await session.append([1, 2])
+                assert [t async for t in session.generate(2, conversation_id="room")]
+    request = node.model.requests[-1]
+    assert (request.kv_key, request.client) == ("slot:3", "alice")
+    assert precache.sources[0][0].client == "alice"
+
+
 async def test_a_retention_that_is_none_is_refused_and_the_session_stays_usable():
     async with running_node(precache=Recorded()) as node:
         created = await node.stub.CreateSession(runtime_pb2.CreateSessionRequest())
@@ -150,13 +163,13 @@ async def precache_node(model=None, precache=None):
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         try:
-            yield PrecacheServiceStub(channel), precache
+            yield PrecacheServiceStub(channel), precache, f"127.0.0.1:{port}"
         finally:
             await server.stop(0)
 
 
 async def test_a_prefix_of_token_ids_is_warmed():
-    async with precache_node() as (stub, precache):
+    async with precache_node() as (stub, precache, _):
         answer = await stub.Warm(
             pb.WarmRequest(
                 token_ids=range(20),
@@ -175,7 +188,7 @@ async def test_a_prefix_of_token_ids_is_warmed():
 
 
 async def test_a_prefix_without_a_key_is_filed_under_its_content():
-    async with precache_node() as (stub, precache):
+    async with precache_node() as (stub, precache, _):
         for ids in ([1, 2], [1, 2], [1, 3]):
             await stub.Warm(pb.WarmRequest(token_ids=ids))
         one, same, other = (claim.use.keys.prefix_hash for claim, _, _ in precache.warmed)
@@ -193,7 +206,7 @@ async def test_a_prefix_without_a_key_is_filed_under_its_content():
     ],
 )
 async def test_what_cannot_be_meant_is_refused(request_, says):
-    async with precache_node(HashServedModel(context=40)) as (stub, precache):
+    async with precache_node(HashServedModel(context=40)) as (stub, precache, _):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Warm(request_)
         assert says in caught.value.details()
@@ -202,7 +215,7 @@ async def test_what_cannot_be_meant_is_refused(request_, says):
 
 async def test_a_model_that_is_away_is_not_loaded_for_a_prefix():
     model = HashServedModel(state=ModelState.UNLOADED)
-    async with precache_node(model) as (stub, precache):
+    async with precache_node(model) as (stub, precache, _):
         answer = await stub.Warm(pb.WarmRequest(token_ids=[1]))
         assert answer.status == "skipped_away"
         assert "toy is unloaded" in answer.reason
@@ -210,6 +223,21 @@ async def test_a_model_that_is_away_is_not_loaded_for_a_prefix():
 
 
 async def test_a_node_without_a_cache_says_so():
-    async with precache_node(precache=NoPrecache()) as (stub, _):
+    async with precache_node(precache=NoPrecache()) as (stub, *_):
         answer = await stub.Warm(pb.WarmRequest(token_ids=[1]))
         assert (answer.status, answer.reason) == ("skipped_away", "this node keeps no prefixes")
+
+
+async def test_the_client_has_a_prefix_warmed():
+    async with precache_node() as (_, precache, address):
+        async with Client(address, client_name="alice") as client:
+            report = await client.warm(
+                range(10), conversation_id="room", retention=Retention.EXTENDED, pin=True
+            )
+            assert report == Report(
+                outcome=Outcome.WARM, warmed=Warmed(tokens=10, cached=1, computed=8)
+            )
+            with pytest.raises(InvalidArgument, match="0 ids"):
+                await client.warm([])
+    ((claim, _, is_pinned),) = precache.warmed
+    assert (claim.client, claim.use.retention, is_pinned) == ("alice", Retention.EXTENDED, True)
