@@ -213,10 +213,13 @@ class PrefixDisk:
                     break
                 fillings.append(filling)
             began_mono = self._clock.mono()
-            asked = zip(group, fillings, strict=False)
-            read = await asyncio.gather(
-                *(self.store.read_into(node.id, filling.view) for node, filling in asked)
-            )
+            # A group waits for each when it is cancelled: threads write to these pages.
+            async with asyncio.TaskGroup() as readers:
+                reading = [
+                    readers.create_task(self.store.read_into(node.id, filling.view))
+                    for node, filling in zip(group, fillings, strict=False)
+                ]
+            read = [task.result() for task in reading]
             self._measure(sum(filling.ref.length for filling in fillings), began_mono)
             count = 0
             for node, is_read in zip(group, read, strict=False):

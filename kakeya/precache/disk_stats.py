@@ -19,7 +19,7 @@ class DiskConfig:
     quarantine_bytes: int = 64 * MIB  # of damaged files, kept for whoever looks into the cause
     queue_bytes: int = 256 * MIB  # that wait to be written: seven blocks of an 8B model
     headroom: float = 1 / 16  # free this share of the cap more than is needed, so it is rare
-    readers: int = 2  # threads; one reads and proves 0.3-1.5 GB/s
+    readers: int = 4  # threads; one reads and proves 0.3-1.5 GB/s
     flush_s: float = 5.0  # how long closing waits for what still has to be written
     retry_s: tuple[float, ...] = (5.0, 30.0, 120.0, 600.0)  # after the 1st, 2nd, ... failed write
 
