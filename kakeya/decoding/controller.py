@@ -16,8 +16,11 @@ Tv(rows)   a load-time sweep, then every forward (RowCosts)
                from shadow drafts, which were only compared with what plain decoding emitted
     wait       per source, what asking it costs before a forward can begin
 
-Where several sequences share a plain forward, the plain step costs each only its share: a block,
-which is a forward of its own, must beat that.
+Where n sequences share a plain forward of Tv'(n) seconds, the plain step costs each Tv'(n) / n. A
+block is a forward of its own, and the others still take theirs: with it, a round saves only what
+one row less saves, Tv'(n) - Tv'(n - 1), which is less than Tv'(n) / n as far as a forward costs
+something whatever its rows. The difference is added to the block's cost. So whoever drafts, and
+however many, the tokens a second of all together are at least those of plain decoding.
 
 Pure: no clock, no randomness. The same calls give the same decisions.
 """
@@ -264,6 +267,16 @@ class DraftController:
         # A block of as many rows costs about the same, before any such step was measured.
         return (known_s or self._costs.seconds(self._sharers)) / self._sharers
 
+    def _left_behind_s(self) -> float:
+        """What a row that leaves a shared forward for a block leaves for the others to pay.
+
+        With Tv'(n) = fixed + n * row through Tv(1) and the plain step as it is shared now.
+        """
+        sharers, plain_s = self._sharers, self._plain_s()
+        if sharers == 1:
+            return 0.0
+        return max(0.0, self._costs.seconds(1) - plain_s) / (sharers - 1)
+
     def _is_probed(self, known: _Source, cost_s: float) -> bool:
         """Whether this is one of the few steps in which a source that does not pay is asked."""
         known.steps_unasked += 1
@@ -281,6 +294,7 @@ class DraftController:
         swiftest = worthiest = (0, 1.0, plain_s)
         top_speed = 1.0 / plain_s
         top_worth = 1.0 - rate * plain_s
+        wait_s += self._left_behind_s()
         path, tokens = 1.0, 1.0
         for k, acceptance in enumerate(chain, start=1):
             path *= acceptance

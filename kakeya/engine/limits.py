@@ -8,7 +8,8 @@ What mlx 0.32 does at its limit: on the CPU nothing. The number is stored, alloc
 beyond it, and one that the system refuses ends the process. On Metal its documentation calls the
 limit a guideline for the evaluation of graphs: beyond it, allocations fail once there is no more
 memory, swap included. So the limit is handed on, and what holds is our own look after each step:
-beyond it, spare buffers go, then KV that nobody uses, then the youngest generation (see `room`).
+beyond it, spare buffers go, then KV that nobody uses, then that of parked generations, then the
+weakest generation that runs (see `room`).
 The cache limit holds everywhere, and is set to what arrays leave of the bound.
 
 Slots for adapters come out of the same share, and are allocated long after the bounds were set: the
@@ -59,6 +60,8 @@ class Limits:
         self._model = model
         self._slots = slots
         self.room = KvRoom(slots, model.facts)
+        self.drop_parked: Callable[[int], int] = lambda size: 0
+        """Ends parked generations until so many bytes are gone or none is left; what went."""
         self._resident = resident
         self._trim = trim
         self._limit_bytes = 0
@@ -116,7 +119,11 @@ class Limits:
         if missing > 0:
             missing -= self._slots.shed(missing)
         if missing > 0:
+            idle = self._model.idle_bytes()
             self._model.shed(missing)
+            missing -= idle - self._model.idle_bytes()
+        if missing > 0:
+            self.drop_parked(missing)
         # What was dropped lies among the spare buffers now; and the C library keeps pages too.
         self._model.tidy()
         self._trim()
@@ -141,12 +148,20 @@ class Limits:
             bounds += f", {format_bytes(self._limit_bytes)} in all"
         if has_company:
             return MemoryRefused(
-                f"generations outgrew the engine's bounds ({bounds}), and this was the youngest; "
-                "it can go on when others have ended",
+                f"generations outgrew the engine's bounds ({bounds}), and of the least urgent this "
+                "was the youngest; it can go on when others have ended",
                 retry_after_s=RETRY_S,
             )
         return MemoryRefused(
             f"the generation outgrew the engine's bounds ({bounds}); ask for fewer tokens"
+        )
+
+    def parked_refusal(self) -> MemoryRefused:
+        """The error of a parked generation whose KV had to go."""
+        return MemoryRefused(
+            "the generation was set aside for more urgent ones, and they needed its KV; "
+            "it can go on from its history",
+            retry_after_s=RETRY_S,
         )
 
     def room_bytes(self) -> int | None:
@@ -197,4 +212,4 @@ class Limits:
         return min(self._kv_bytes, self.room.kv_bytes(_LEAST_KV_TOKENS))
 
     def _idle_bytes(self) -> int:
-        return self._slots.held_bytes + self._model.idle_bytes()
+        return self._slots.held_bytes + self.room.parked_bytes + self._model.idle_bytes()

@@ -1,12 +1,14 @@
 """Who may compute: sequences enter as far as their KV fits the bound, before any of it is made.
 
     refused   the whole of it, prompt and max_tokens, is more than the bound: it can never end
-    waits     prompt and AHEAD_TOKENS are more than those that run leave; first come, first served
+    waits     prompt and AHEAD_TOKENS are more than those that run leave
     enters    with that much set aside; what it needs beyond, it takes as it grows
+    parked    set aside for a more urgent one: what it holds stays, and counts as long as it does
 
 So a request that only may become long does not keep others out. When those that run outgrow the
-bound together, or the model the memory limit, kept KV goes first, and then the youngest ends with
-an error that says when to come back: the oldest always comes to its end.
+bound together, or the model the memory limit, kept KV goes first, then what is parked, and then
+the weakest of those that run ends with an error that says when to come back: the oldest of the
+most urgent always comes to its end.
 
 KV is counted as mlx-lm allocates it, in blocks of 256 tokens. Layers that do not grow with the
 text (sliding windows, recurrent state) are not counted.
@@ -38,11 +40,18 @@ class KvRoom:
         self._token_bytes = facts.kv_bytes_per_token
         self._context_tokens = facts.context_tokens
         self._shares: dict[Hashable, int] = {}
+        self._parked: dict[Hashable, int] = {}
+        self._taken_bytes = 0
 
     @property
     def lent_bytes(self) -> int:
         """What is set aside for those that run."""
         return sum(self._shares.values())
+
+    @property
+    def parked_bytes(self) -> int:
+        """What those hold that are parked."""
+        return sum(self._parked.values())
 
     @property
     def context_tokens(self) -> int:
@@ -61,8 +70,8 @@ class KvRoom:
                 f"the first {KV_BLOCK_TOKENS} tokens take {least}"
             )
 
-    def admits(self, job: DecodeJob) -> bool:
-        """Whether there is room for `job` now. Raises MemoryRefused when there never will be."""
+    def check_fits(self, job: DecodeJob) -> None:
+        """Raise MemoryRefused when there never will be room for `job`."""
         prompt, budget = len(job.token_ids), self._slots.budget_bytes
         whole = self.kv_bytes(prompt + job.max_tokens)
         if whole > budget:
@@ -71,37 +80,64 @@ class KvRoom:
                 f"{format_bytes(whole)}, and {format_bytes(budget)} are allowed: prompt and answer "
                 f"together may have {self.context_tokens} tokens"
             )
-        return self.lent_bytes + self._share_of(job) <= budget
 
-    def enter(self, owner: Hashable, job: DecodeJob) -> None:
+    def admits(self, job: DecodeJob) -> bool:
+        """Whether there is room for `job` now. Raises MemoryRefused when there never will be."""
+        self.check_fits(job)
+        return self.lacks(None, job) <= 0
+
+    def lacks(self, owner: Hashable, job: DecodeJob, length: int = 0) -> int:
+        """Bytes that are missing for `job`, which has come to `length`; 0 or less = none.
+
+        What it holds itself while it is parked is not in its way.
+        """
+        taken = self._taken_bytes - self._parked.get(owner, 0)
+        return taken + self._share_of(job, length) - self._slots.budget_bytes
+
+    def enter(self, owner: Hashable, job: DecodeJob, length: int = 0) -> None:
         """Set room aside; kept KV goes where it is in the way."""
-        self._shares[owner] = self._share_of(job)
-        self._slots.lend(self.lent_bytes)
+        self._parked.pop(owner, None)
+        self._shares[owner] = self._share_of(job, length)
+        self._lend()
 
     def grown(self, owner: Hashable, length: int) -> bool:
         """Note a sequence's length after a step; whether all of them still fit."""
         needed = self.kv_bytes(length + 1)
         if needed > self._shares.get(owner, needed):
             self._shares[owner] = needed
-            self._slots.lend(self.lent_bytes)
-        return self.lent_bytes <= self._slots.budget_bytes
+            self._lend()
+        return self._taken_bytes <= self._slots.budget_bytes
+
+    def park(self, owner: Hashable, length: int) -> None:
+        """From now on it only holds what it has computed."""
+        self._shares.pop(owner, None)
+        self._parked[owner] = self.kv_bytes(length)
+        self._lend()
 
     def leave(self, owner: Hashable) -> None:
-        """Give back what was set aside; fine for who never entered."""
-        if self._shares.pop(owner, None) is not None:
-            self._slots.lend(self.lent_bytes)
+        """Give back what was set aside or held; fine for who never entered."""
+        share = self._shares.pop(owner, None)
+        parked = self._parked.pop(owner, None)
+        if share is not None or parked is not None:
+            self._lend()
 
-    def youngest(self) -> Hashable | None:
-        """Who entered last; None when nobody runs."""
-        return next(reversed(self._shares), None)
+    def held_bytes(self, owner: Hashable) -> int:
+        """What is set aside for one, or held by it; 0 for who is not here."""
+        return self._shares.get(owner, 0) or self._parked.get(owner, 0)
 
     def kv_bytes(self, tokens: int) -> int:
         """What the KV of a sequence of this length takes."""
         blocks = -(-min(tokens, self._context_tokens) // KV_BLOCK_TOKENS)
         return blocks * KV_BLOCK_TOKENS * self._token_bytes
 
-    def _share_of(self, job: DecodeJob) -> int:
-        return self.kv_bytes(len(job.token_ids) + min(job.max_tokens, AHEAD_TOKENS))
+    def _share_of(self, job: DecodeJob, length: int = 0) -> int:
+        prompt = len(job.token_ids)
+        ahead = max(prompt, length) + AHEAD_TOKENS
+        return self.kv_bytes(min(ahead, prompt + job.max_tokens))
+
+    def _lend(self) -> None:
+        self._taken_bytes = self.lent_bytes + self.parked_bytes
+        self._slots.lend(self._taken_bytes)
 
 
 def usual_kv_bytes(facts: LoadedFacts) -> int:

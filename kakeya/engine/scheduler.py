@@ -1,76 +1,61 @@
 """The model thread: sequences take turns on one model, and share the forwards that they can share.
 
 Everything that touches the model runs here, on one thread: sequences, drafts for peers and
-questions (between steps, first come first served). In a round each sequence has one turn: a chunk
-of its prompt, or a block with drafts, in a forward of its own; those that are to take a plain step
-take it together at the end of the round. Who joins or leaves changes nothing for the others.
+questions (between steps, first come first served). In a round each sequence that decodes has one
+turn: a block with drafts, in a forward of its own, or a plain step, which those that are to take
+one take together at the end. Then a chunk of a prompt is computed, or as many as fit the time that
+those that decode can wait; while nobody decodes, one after the other. Who joins or leaves changes
+nothing for the others.
+
+Who gets a place, whose chunk is next and who makes place for whom is said in `policy`; who waits is
+kept in `line`. A sequence that makes place is parked between two of its steps: its KV stays as long
+as there is room, and it goes on from there.
 
 Other threads hand in work through a queue and get frames through a callback. A cancelled sequence
 ends before its next step, also during prefill. A fault ends the sequence that it happened in,
-never the thread. Sequences enter as far as their KV fits the bound; when those that run outgrow
-it, or the memory limit, the youngest ends (see `room` and `limits`).
+never the thread. When those that run outgrow the KV bound, or the memory limit, the weakest ends
+(see `room` and `limits`).
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
-from kakeya.core.errors import InvariantBroken, KakeyaError, MemoryRefused
+from kakeya.core.errors import InvariantBroken, KakeyaError
 from kakeya.core.log import event
-from kakeya.engine.job import DecodeJob, EngineFrame
+from kakeya.engine.job import DoneFrame, EngineFrame, ExportedFrame, ImportedFrame, TokensFrame
 from kakeya.engine.limits import Limits
+from kakeya.engine.line import Line, Row, Ticket
 from kakeya.engine.model import Model
-from kakeya.engine.sequence import Launch, SequenceRun, SequenceTools, Step
+from kakeya.engine.pace import Pace
+from kakeya.engine.policy import OUTPUT_WEIGHT, ROUND_S, is_chunk_due, next_chunk, weakest
+from kakeya.engine.sequence import Launch, SequenceRun, SequenceTools
+from kakeya.engine.shared_forwards import SharedForwards
 
+__all__ = ["Load", "Scheduler", "Ticket"]
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 _TIDY_EVERY_UNITS = 512
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """One submitted generation. `cancel` may be called from any thread."""
-
-    job: DecodeJob
-    on_frame: Callable[[EngineFrame], None]
-    on_error: Callable[[KakeyaError], None]
-    _cancelled: threading.Event = field(default_factory=threading.Event)
-
-    def cancel(self) -> None:
-        """End it before its next step; what it committed stays in its KV."""
-        self._cancelled.set()
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether somebody gave it up."""
-        return self._cancelled.is_set()
+_ASIDES = (ImportedFrame, ExportedFrame)
+"""Frames between which nothing is computed that counts as a turn."""
+_HELD_BACK_ROUNDS = 2
+"""A sequence says its first word two rounds after its prompt was done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How busy the thread is. `batch_rows` were in the last shared forward, 0 = none was yet."""
+    """How busy the thread is. `batch_rows` were in the last shared forward, 0 = none was yet;
+    parked sequences are among the waiting."""
 
     running: int
     waiting: int
     batch_rows: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    """A running sequence; `launch` is a plain step that is due and waits for the others'."""
-
-    ticket: Ticket
-    run: SequenceRun
-    steps: Iterator[Step]
-    launch: Launch | None = None
-    is_over: bool = False
 
 
 class Scheduler:
@@ -85,20 +70,23 @@ class Scheduler:
         limits: Limits | None = None,
     ) -> None:
         self.limits = limits or Limits(model, tools.slots)
+        self.limits.drop_parked = self._drop_parked
         self._room = self.limits.room
         self._model = model
         self._tools = tools
-        self._max_running = max_running
         self._inbox: queue.SimpleQueue[Ticket | Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiting: deque[Ticket] = deque()
-        self._running: list[_Row] = []
-        self._turns: deque[_Row] = deque()
-        self._batch_rows = max(1, model.facts.batch_rows)
-        self._last_rows = 0
+        self._pace = Pace(model.facts)
+        self._line = Line(self._room, tools.slots, model.facts, self._pace, places=max_running)
+        self._running: list[Row] = []
+        self._prefilling: list[Row] = []
+        self._turns: deque[Row] = deque()
+        self._forwards = SharedForwards(model, tools.controller, tools.timer)
         self._units = 0
-        self._alone = 0
-        self._round_rows = 0
-        self._round_began_s = 0.0
+        self._latest: Row | None = None
+        self._is_device_idle = True
+        self._chunks = self._chunks_in_round = self._held_back = 0
+        self._prefill_s = 0.0
+        self._chunk_ended_s: float | None = None
         self._began_s: float | None = None
 
     def submit(self, ticket: Ticket) -> None:
@@ -127,7 +115,9 @@ class Scheduler:
     def load(self) -> Load:
         """How many sequences run and wait; read on the model thread."""
         return Load(
-            running=len(self._running), waiting=len(self._waiting), batch_rows=self._last_rows
+            running=len(self._running),
+            waiting=len(self._line.waiting),
+            batch_rows=self._forwards.last_rows,
         )
 
     def silent_s(self) -> float:
@@ -137,185 +127,272 @@ class Scheduler:
 
     def run(self) -> None:
         """Work until `stop`."""
-        while self._accept():
-            self._admit()
+        while (now_s := self._accept()) is not None:
+            if self._line.is_due(now_s):
+                self._admit(now_s)
             if self._running:
                 self._turn()
-        for row in list(self._running):
+        for row in [*self._running, *self._line.parked]:
             self._end(row)
 
-    def _accept(self) -> bool:
-        """Take everything from the inbox; wait for it only when there is nothing to run."""
-        idle = not self._running and not self._waiting
+    def _accept(self) -> float | None:
+        """Take everything from the inbox; wait for it only when there is nothing to run.
+
+        Returns the time, None once it is to stop.
+        """
+        idle = not self._running and not self._line.waiting
+        now_s = self._tools.timer()
         while True:
-            self._began_s = None if idle else self._tools.timer()
-            try:
-                item = self._inbox.get(block=idle)
-            except queue.Empty:
-                return True
-            self._began_s = self._tools.timer()
+            self._began_s = None if idle else now_s
+            if not idle and self._inbox.empty():
+                return now_s
+            item = self._inbox.get()
+            self._began_s = now_s = self._tools.timer()
             idle = False
             if item is None:
-                return False
+                return None
             if isinstance(item, Ticket):
-                self._waiting.append(item)
+                self._arrive(item, now_s)
             else:
                 item()
+                # It may have changed the bounds.
+                self._line.stir()
 
-    def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._max_running:
-            ticket = self._waiting[0]
-            try:
-                # Nobody overtakes who waits for room: a long prompt would never get its turn.
-                if not ticket.cancelled and not self._room.admits(ticket.job):
-                    return
-            except MemoryRefused as refusal:
-                self._waiting.popleft()
-                ticket.on_error(refusal)
-                continue
-            self._waiting.popleft()
-            if not ticket.cancelled:
-                self._begin(ticket)
-
-    def _begin(self, ticket: Ticket) -> None:
-        try:
-            run = SequenceRun(self._model, self._tools, ticket.job)
-        except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
-            ticket.on_error(_as_kakeya_error(failure))
+    def _arrive(self, ticket: Ticket, now_s: float) -> None:
+        if ticket.cancelled:
             return
-        self._room.enter(ticket, ticket.job)
-        self._running.append(_Row(ticket, run, run.steps()))
+        try:
+            self._line.arrive(ticket, self._running, now_s)
+        except KakeyaError as refusal:
+            ticket.on_error(refusal)
+
+    def _admit(self, now_s: float) -> None:
+        """Let in who can enter, and out of the line who has to go."""
+        for row, failure in self._line.gone(now_s):
+            if failure is None:
+                self._end(row)
+            else:
+                self._abandon(row, failure)
+        while (entry := self._line.next_entry(self._running, now_s)) is not None:
+            for row in entry.parks:
+                self._park(row)
+            for row in entry.drops:
+                self._abandon(row, self.limits.parked_refusal())
+            self._place(entry.row, now_s)
+            if self._prefill_s > ROUND_S and len(self._running) > len(self._prefilling):
+                # KV from pages is taken while a sequence begins: others wait for that too.
+                return
+
+    def _place(self, row: Row, now_s: float) -> None:
+        """Begin a sequence, or go on with a parked one."""
+        began_s = self._tools.timer()
+        self._line.enter(row)
+        row.placed_s = now_s
+        self._running.append(row)
+        ticket, job = row.ticket, row.ticket.job
+        try:
+            if row.run is None:
+                row.run = SequenceRun(self._model, self._tools, job)
+                row.steps = row.run.steps()
+                if job.kv_blocks:
+                    # What was taken of them: who pinned them waits for this.
+                    imported = next(row.steps)
+                    if isinstance(imported, ImportedFrame):
+                        ticket.on_frame(imported)
+        except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
+            self._abandon(row, _as_kakeya_error(failure))
+            return
+        self._room.enter(row, job, row.length)
+        self._line.charge(row)
+        row.is_prefilling = row.prompt_left > 0 or job.max_tokens == 0
+        if row.is_prefilling:
+            self._prefilling.append(row)
+        self._prefill_s += self._tools.timer() - began_s
+
+    def _park(self, row: Row) -> None:
+        """Take the place of a running sequence, between two of its steps."""
+        self._forget(row)
+        self._room.park(row, row.length)
+        self._line.park(row)
 
     def _turn(self) -> None:
-        """One unit of work: the step of the row whose turn it is, or the forward that all share.
-
-        Each row has one turn a round. A plain step that is due waits for the end of the round.
-        """
+        """One unit of work: the step of the row whose turn it is with the forward that all share
+        where it was the last one, or a chunk of a prompt."""
         self._units += 1
         if self._units % _TIDY_EVERY_UNITS == 0:
             self._model.tidy()
-        if not self._turns:
-            self._turns.extend(self._running)
-            self._tools.controller.share(self._sharers())
-        row = self._turns.popleft()
-        if row.launch is None:
-            self._advance(row)
-            self._alone += row.launch is None
-        if not self._turns:
-            self._launch([row for row in self._running if row.launch is not None])
+        if self._turns or not self._prefilling or not self._is_chunk_due():
+            self._step()
+        else:
+            self._prefill()
         # Once a unit: what an ended row held is free when nothing here refers to the row any more.
         if not self.limits.holds():
-            self._end_youngest()
+            self._end_weakest()
 
-    def _advance(self, row: _Row) -> None:
-        """Go on with a row up to its next frame, or to the plain step that it wants launched."""
+    def _step(self) -> None:
+        """The turn of a row that decodes; the last one of a round launches what all share.
+
+        A plain step that is due waits for the end of the round.
+        """
+        if not self._turns:
+            self._turns.extend(row for row in self._running if not row.is_prefilling)
+            self._forwards.share(len(self._turns))
+            self._chunks_in_round, self._prefill_s = 0, 0.0
+        row = self._turns.popleft()
+        if row.launch is None:
+            if row is not self._latest and row.run is not None:
+                row.run.resumed(self._tools.timer() if self._is_device_idle else None)
+                self._latest = row
+            self._advance(row)
+            if row.launch is None:
+                self._forwards.worked_apart()
+                self._is_device_idle = True
+        if not self._turns:
+            self._launch([row for row in self._running if row.launch is not None])
+
+    def _is_chunk_due(self) -> bool:
+        """Whether a chunk of a prompt comes before the next round."""
+        if len(self._prefilling) == len(self._running):
+            return True
+        row = next_chunk(self._prefilling, self._chunks)
+        end = row.length + self._model.facts.prefill_chunk_at(row.length)
+        next_s = self._pace.prefill_s(row.length, min(end, row.length + row.prompt_left))
+        is_mute = self._held_back < _HELD_BACK_ROUNDS and any(
+            not one.has_spoken and not one.is_prefilling for one in self._running
+        )
+        is_due = is_chunk_due(
+            self._chunks_in_round, self._prefill_s, next_s, somebody_is_mute=is_mute
+        )
+        self._held_back = 0 if is_due or self._chunks_in_round else self._held_back + 1
+        return is_due
+
+    def _prefill(self) -> None:
+        """A chunk of the prompt whose turn it is."""
+        for row in [row for row in self._prefilling if row.ticket.cancelled]:
+            self._end(row)
+        if not self._prefilling:
+            return
+        began_s = self._tools.timer()
+        row = next_chunk(self._prefilling, self._chunks)
+        self._chunks += 1
+        self._chunks_in_round += 1
+        self._forwards.worked_apart()
+        self._latest, self._is_device_idle = row, True
+        row.served = self._chunks
+        first = row.length
+        self._advance(row)
+        now_s = self._tools.timer()
+        took_s = now_s - began_s
+        self._prefill_s += took_s
+        if self._chunk_ended_s is not None:
+            self._pace.interleaved(took_s, began_s - self._chunk_ended_s)
+        self._chunk_ended_s = None
+        if row.is_over:
+            return
+        self._pace.computed(first, row.length, took_s)
+        row.work_s = self._line.prompt_s(row)
+        if not row.prompt_left and row.ticket.job.max_tokens:
+            row.is_prefilling = False
+            self._prefilling.remove(row)
+        if self._prefilling:
+            self._chunk_ended_s = now_s
+
+    def _advance(self, row: Row) -> None:
+        """Go on with a row up to its next tokens, chunk, or plain step that it wants launched."""
         if row.ticket.cancelled:
             self._end(row)
             return
         try:
             step = next(row.steps, None)
+            while isinstance(step, _ASIDES):
+                row.ticket.on_frame(step)
+                step = next(row.steps, None)
         except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
             self._abandon(row, _as_kakeya_error(failure))
             return
-        if step is None:
-            self._end(row)
-        elif isinstance(step, Launch):
+        if isinstance(step, Launch):
             row.launch = step
+        elif step is None:
+            self._end(row)
         else:
-            row.ticket.on_frame(step)
-            if not self._room.grown(row.ticket, row.run.length):
-                self._end_youngest()
+            self._tell(row, step)
 
-    def _launch(self, rows: list[_Row]) -> None:
+    def _tell(self, row: Row, frame: EngineFrame) -> None:
+        """Hand a frame on, and note what the row has come to with it."""
+        row.ticket.on_frame(frame)
+        if isinstance(frame, TokensFrame):
+            row.has_spoken = True
+            row.account.used += OUTPUT_WEIGHT * len(frame.token_ids)
+        elif isinstance(frame, DoneFrame):
+            self._pace.ended(self._tools.timer() - row.placed_s)
+            self._end(row)
+            return
+        if not self._room.grown(row, row.length):
+            self._end_weakest()
+
+    def _launch(self, rows: list[Row]) -> None:
         """Launch the plain steps that are due, together where that can be, and go on with each."""
-        size = self._batch_rows
-        for start in range(0, len(rows), size):
-            group = rows[start : start + size]
-            for row in [row for row in group if row.ticket.cancelled]:
-                self._end(row)
-                group.remove(row)
-            if len(group) < 2 or not self._launch_together(group):
-                self._launch_each(group)
+        for row in [row for row in rows if row.ticket.cancelled]:
+            self._end(row)
+            rows.remove(row)
+        if rows:
+            self._is_device_idle = False
+        for row, failure in self._forwards.launch(rows, has_company=len(self._running) > 1):
+            self._abandon(row, _as_kakeya_error(failure))
         for row in rows:
             if not row.is_over:
                 row.launch = None
                 self._advance(row)
-        self._observe(len(rows))
+        self._forwards.observe(len(rows))
 
-    def _launch_together(self, rows: list[_Row]) -> bool:
-        """One forward for all; False, and each as it was, where that failed."""
-        launches = [row.launch for row in rows if row.launch is not None]
-        states = [launch.state for launch in launches]
-        try:
-            self._model.launch_together(states, [launch.token for launch in launches])
-        except Exception as failure:  # noqa: BLE001 - each may still be able to go on alone
-            self._batch_rows = 1
-            event(
-                _log,
-                "sequences take turns from now on: a forward of several failed",
-                level=logging.WARNING,
-                rows=len(rows),
-                error=repr(failure),
-            )
-            return False
-        for launch in launches:
-            launch.is_shared = True
-        self._last_rows = len(rows)
-        return True
+    def _end_weakest(self) -> None:
+        """Take back what can be missed, or what the weakest that runs holds; the others go on."""
+        if self._line.parked:
+            self._abandon(self._line.parked[-1], self.limits.parked_refusal())
+        elif self._running:
+            has_company = len(self._running) > 1
+            self._abandon(weakest(self._running), self.limits.refusal(has_company=has_company))
 
-    def _launch_each(self, rows: list[_Row]) -> None:
-        for row in rows:
-            try:
-                if row.launch is not None:
-                    row.launch.alone()
-            except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
-                self._abandon(row, _as_kakeya_error(failure))
+    def _drop_parked(self, size: int) -> int:
+        """End parked sequences, the last one first, until `size` bytes are gone; what went."""
+        before = self._room.parked_bytes
+        while self._line.parked and before - self._room.parked_bytes < size:
+            self._abandon(self._line.parked[-1], self.limits.parked_refusal())
+        return before - self._room.parked_bytes
 
-    def _sharers(self) -> int:
-        """How many rows would share a plain step now."""
-        if self._batch_rows == 1 or len(self._running) == 1:
-            return 1
-        return min(self._batch_rows, sum(row.run.is_decoding for row in self._running))
-
-    def _observe(self, rows: int) -> None:
-        """Learn what a round took in which nothing but a shared forward was done."""
-        if rows < 2:
-            self._round_rows = self._alone = 0
-            return
-        now = self._tools.timer()
-        if self._alone == 0 and rows == self._round_rows and rows <= self._batch_rows:
-            self._tools.controller.observe_shared(rows, now - self._round_began_s)
-        self._round_rows, self._round_began_s, self._alone = rows, now, 0
-
-    def _end_youngest(self) -> None:
-        """Take back what the sequence that entered last holds; the others go on."""
-        youngest = self._room.youngest()
-        for row in self._running:
-            if row.ticket is youngest:
-                has_company = len(self._running) > 1
-                self._abandon(row, self.limits.refusal(has_company=has_company))
-                return
-
-    def _abandon(self, row: _Row, failure: KakeyaError) -> None:
+    def _abandon(self, row: Row, failure: KakeyaError) -> None:
         """End a sequence without keeping its KV: nobody knows what it holds, or its room is due."""
         self._leave(row)
-        row.run.abandon()
+        if row.run is not None:
+            row.run.abandon()
         row.ticket.on_error(failure)
 
-    def _end(self, row: _Row) -> None:
+    def _end(self, row: Row) -> None:
         self._leave(row)
         try:
-            row.run.finish()
+            if row.run is not None:
+                row.run.finish()
         except Exception as failure:  # noqa: BLE001 - KV that cannot be kept is only speed
             event(_log, "kv dropped", level=logging.WARNING, error=repr(failure))
 
-    def _leave(self, row: _Row) -> None:
+    def _leave(self, row: Row) -> None:
         row.is_over, row.launch = True, None
         if row in self._running:
-            self._running.remove(row)
-        if row in self._turns:
-            self._turns.remove(row)
-        self._room.leave(row.ticket)
+            self._forget(row)
+            self._line.ended(row)
+        elif row in self._line.waiting:
+            self._line.leave(row)
+        self._room.leave(row)
+
+    def _forget(self, row: Row) -> None:
+        """It has no place any more."""
+        self._line.refund(row)
+        self._running.remove(row)
+        for rows in (self._prefilling, self._turns):
+            if row in rows:
+                rows.remove(row)
+        if row is self._latest:
+            self._latest = None
 
 
 def _as_kakeya_error(failure: Exception) -> KakeyaError:

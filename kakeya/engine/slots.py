@@ -2,8 +2,8 @@
 
 An entry is taken out while a generation works on it and put back afterwards, so nothing can be
 dropped under a running sequence. The budget is for KV of both kinds: `held` counts bytes of the
-entries that wait here, `lent` what running sequences may use (see `room`), and entries go when
-these need the space.
+entries that wait here, `lent` what running sequences may use and parked ones hold (see `room`),
+and entries go when these need the space.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ class KvSlots:
         """What each key holds."""
         return {key: entry.nbytes for key, entry in self._entries.items()}
 
+    def kept_tokens(self, key: str) -> int:
+        """How long the history is whose KV `key` names."""
+        entry = self._entries.get(key)
+        return 0 if entry is None else len(entry.tokens)
+
     def take(self, key: str) -> KeptKv | None:
         """Remove and return the entry of `key`."""
         entry = self._entries.pop(key, None)
@@ -72,7 +77,7 @@ class KvSlots:
         self.shed(self._held_bytes - self._budget_bytes)
 
     def lend(self, size: int) -> None:
-        """Note what running sequences may use in all; entries that are in the way go."""
+        """Note what sequences may use in all; entries that are in the way go."""
         self._lent_bytes = size
         self._fit()
 

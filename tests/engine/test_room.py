@@ -163,7 +163,7 @@ def test_all_that_can_fit_comes_to_its_end_within_the_bound(blocks, wanted, step
             oldest = min([*running, sequence], key=lambda one: one.entered)
             running.append(sequence)
             if not room.grown(sequence, sequence.length):
-                youngest = room.youngest()
+                youngest = max(running, key=lambda one: one.entered)
                 assert youngest is not oldest or len(running) == 1
                 running.remove(youngest)
                 room.leave(youngest)

@@ -1,0 +1,109 @@
+"""Eight streams with n-gram drafts against the same eight without: drafting and batching together.
+
+.venv/bin/python -m benchmarks.batch_speculation
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+from kakeya.mlx.blas import preload_blas
+
+preload_blas(threads=1)
+
+from benchmarks.models import random_model  # noqa: E402
+from benchmarks.report import emit, interleaved, median  # noqa: E402
+from kakeya.decoding.controller import DraftController  # noqa: E402
+from kakeya.decoding.sampling import SamplingParams  # noqa: E402
+from kakeya.engine.drafting import RemoteBooks  # noqa: E402
+from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, SourceSpec  # noqa: E402
+from kakeya.engine.scheduler import Scheduler, Ticket  # noqa: E402
+from kakeya.engine.sequence import SequenceTools, Violations  # noqa: E402
+from kakeya.engine.slots import KvSlots  # noqa: E402
+from kakeya.mlx.loader import load  # noqa: E402
+from kakeya.mlx.model import MlxModel  # noqa: E402
+
+ROWS = 8
+TOKENS = 128
+NGRAM = (SourceSpec(kind="ngram"),)
+
+
+class Bench:
+    """One model and one kind of text; what drafting learns stays, as in an engine."""
+
+    def __init__(self, model: MlxModel, temperature: float) -> None:
+        self._model = model
+        self._temperature = temperature
+        self._controller = DraftController()
+        self._controller.seed_costs(model.facts.forward_costs_s)
+        rng = random.Random(11)
+        self._prompts = [[rng.randrange(1, 3000) for _ in range(32 + row)] for row in range(ROWS)]
+        self.accepted = self.blocks = 0
+
+    def run(self, sources: Sequence[SourceSpec]) -> float:
+        """Tokens per second of eight generations that begin at once, prompts included."""
+        tools = SequenceTools(
+            slots=KvSlots(1 << 30),
+            controller=self._controller,
+            books=RemoteBooks(),
+            violations=Violations(),
+            max_draft_rows=16,
+        )
+        scheduler = Scheduler(self._model, tools, max_running=ROWS)
+        ended: list[DoneFrame] = []
+
+        def on_frame(frame: EngineFrame) -> None:
+            if isinstance(frame, DoneFrame):
+                ended.append(frame)
+                if len(ended) == ROWS:
+                    scheduler.stop()
+
+        for row, prompt in enumerate(self._prompts):
+            sampling = SamplingParams(temperature=self._temperature, seed=row)
+            job = DecodeJob(
+                token_ids=prompt, max_tokens=TOKENS, sources=tuple(sources), sampling=sampling
+            )
+            scheduler.submit(Ticket(job, on_frame, fail))
+        started = time.perf_counter()
+        scheduler.run()
+        if sources:
+            self.accepted = sum(done.accepted for done in ended)
+            self.blocks = sum(done.forwards for done in ended)
+        return ROWS * TOKENS / (time.perf_counter() - started)
+
+
+def fail(problem: Exception) -> None:
+    raise problem
+
+
+def compare(name: str, bench: Bench, repeats: int = 5) -> None:
+    measures: dict[str, Callable[[], float]] = {
+        "off": lambda: bench.run(()),
+        "on": lambda: bench.run(NGRAM),
+    }
+    for measure in measures.values():
+        measure()
+    taken = interleaved(measures, repeats=repeats)
+    ratio = median([on / off for on, off in zip(taken["on"], taken["off"], strict=True)])
+    emit(
+        f"8 streams with n-gram drafts, tokens/s, {name}",
+        ours=median(taken["on"]),
+        baseline=median(taken["off"]),
+        ratio=ratio,
+        goal=">= 1 of drafts off",
+        met=ratio >= 1,
+        accepted=bench.accepted,
+        forwards=bench.blocks,
+    )
+
+
+def main() -> None:
+    model = MlxModel(load(str(random_model("3m")), "3m"), 0.0, True)
+    compare("3m, cyclic text", Bench(model, 0.0))
+    compare("3m, random text", Bench(model, 1.0))
+
+
+if __name__ == "__main__":
+    main()

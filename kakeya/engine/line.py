@@ -1,0 +1,274 @@
+"""Generations from their arrival on: those that wait for a place, new ones and parked ones.
+
+What the line says is performed by the scheduler. A generation is refused when it arrives if there
+is never room for its KV, or if its first token cannot be there by its deadline as things go; one
+whose deadline passes while it waits ends then. A deadline is for the first token: how long an
+answer becomes nobody knows.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kakeya.core.errors import DeadlineExceeded, KakeyaError, MemoryRefused
+from kakeya.engine.job import DecodeJob, EngineFrame
+from kakeya.engine.model import LoadedFacts
+from kakeya.engine.pace import Pace
+from kakeya.engine.policy import (
+    INPUT_WEIGHT,
+    Claim,
+    FairShares,
+    first_token_s,
+    makes_place,
+    next_place,
+)
+from kakeya.engine.room import RETRY_S, KvRoom
+from kakeya.engine.sequence import Launch, SequenceRun, Step
+from kakeya.engine.slots import KvSlots
+
+LOOK_S = 0.1
+"""How often the line is looked through for what only time changes."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One submitted generation. `cancel` may be called from any thread."""
+
+    job: DecodeJob
+    on_frame: Callable[[EngineFrame], None]
+    on_error: Callable[[KakeyaError], None]
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        """End it before its next step; what it committed stays in its KV."""
+        self._cancelled.set()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody gave it up."""
+        return self._cancelled.is_set()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Row(Claim):
+    """A generation; `run` once it has begun, and while it is parked too.
+
+    `launch` is a plain step that is due and waits for the others'.
+    """
+
+    ticket: Ticket
+    run: SequenceRun | None = None
+    steps: Iterator[Step] = field(default_factory=lambda: iter(()))
+    launch: Launch | None = None
+    placed_s: float = 0.0
+    is_prefilling: bool = False
+    has_spoken: bool = False
+    is_over: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV it holds."""
+        return 0 if self.run is None else self.run.length
+
+    @property
+    def prompt_left(self) -> int:
+        """Tokens of its prompt that are to be computed."""
+        return max(0, len(self.ticket.job.token_ids) - 1 - self.length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Who gets a place now; `parks` of those that run make place for it, then `drops` of those
+    that are parked lose their KV."""
+
+    row: Row
+    parks: tuple[Row, ...] = ()
+    drops: tuple[Row, ...] = ()
+
+
+class Line:
+    """Who waits. `parked` are those among them that have begun, in the order of parking."""
+
+    def __init__(
+        self, room: KvRoom, slots: KvSlots, facts: LoadedFacts, pace: Pace, *, places: int
+    ) -> None:
+        self._room = room
+        self._slots = slots
+        self._facts = facts
+        self._pace = pace
+        self._places = places
+        self.shares = FairShares()
+        self.waiting: list[Row] = []
+        self.parked: list[Row] = []
+        self._arrivals = 0
+        self._entries = 0
+        self._look_s: float | None = None
+
+    def arrive(self, ticket: Ticket, running: Sequence[Row], now_s: float) -> None:
+        """Put a generation in the line.
+
+        Raises MemoryRefused when there is never room for it, DeadlineExceeded when it would come
+        too late.
+        """
+        job = ticket.job
+        self._room.check_fits(job)
+        self._arrivals += 1
+        row = Row(
+            ticket=ticket,
+            account=self.shares.arrive(job.client, job.priority),
+            number=self._arrivals,
+            arrived_s=now_s,
+            work_s=self._pace.prefill_s(self._known_tokens(job), len(job.token_ids) - 1),
+            expires_s=math.inf if job.deadline_s is None else now_s + job.deadline_s,
+        )
+        try:
+            self._check_deadline(row, running, now_s)
+        except DeadlineExceeded:
+            self.shares.leave(row.account, was_running=False)
+            raise
+        self.waiting.append(row)
+        self.stir()
+
+    def stir(self) -> None:
+        """Something changed: look again who can enter."""
+        self._look_s = None
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether somebody may have become able to enter, or may have to go."""
+        return bool(self.waiting) and (self._look_s is None or now_s >= self._look_s)
+
+    def gone(self, now_s: float) -> list[tuple[Row, KakeyaError | None]]:
+        """Who is to leave the line, and what to tell it: given up, too late, never to have room."""
+        left: list[tuple[Row, KakeyaError | None]] = []
+        for row in self.waiting:
+            if row.ticket.cancelled:
+                left.append((row, None))
+            elif now_s >= row.expires_s and row.run is None:
+                left.append((row, DeadlineExceeded(_waited_in_vain(row, now_s))))
+            else:
+                try:
+                    self._room.check_fits(row.ticket.job)
+                except MemoryRefused as refusal:
+                    left.append((row, refusal))
+        return left
+
+    def next_entry(self, running: Sequence[Row], now_s: float) -> Entry | None:
+        """Who gets a place now; None = nobody until something changes."""
+        self._look_s = now_s + LOOK_S
+        if not self.waiting:
+            return None
+
+        def fits(row: Row) -> bool:
+            return self._plan(row, running, now_s) is not None
+
+        return self._plan(next_place(self.waiting, self._entries, now_s, fits), running, now_s)
+
+    def enter(self, row: Row) -> None:
+        """It gets a place."""
+        self._entries += 1
+        self.waiting.remove(row)
+        if row in self.parked:
+            self.parked.remove(row)
+        self.shares.begin(row.account)
+        self.stir()
+
+    def charge(self, row: Row) -> None:
+        """It runs: its account pays for what is to be computed of its prompt."""
+        row.charged = row.prompt_left
+        row.account.used += INPUT_WEIGHT * row.charged
+
+    def refund(self, row: Row) -> None:
+        """It runs no longer: what was not computed is not paid for."""
+        row.account.used -= INPUT_WEIGHT * min(row.charged, row.prompt_left)
+        row.charged = 0
+
+    def park(self, row: Row) -> None:
+        """A running one waits from now on, and keeps what it has computed."""
+        self.waiting.append(row)
+        self.parked.append(row)
+        self.shares.set_aside(row.account)
+
+    def leave(self, row: Row) -> None:
+        """One that waits is over."""
+        self.waiting.remove(row)
+        if row in self.parked:
+            self.parked.remove(row)
+        self.shares.leave(row.account, was_running=False)
+        self.stir()
+
+    def ended(self, row: Row) -> None:
+        """One that runs is over."""
+        self.shares.leave(row.account, was_running=True)
+        self.stir()
+
+    def prompt_s(self, row: Row) -> float:
+        """What is left of its prompt, in seconds."""
+        last = len(row.ticket.job.token_ids) - 1
+        return self._pace.prefill_s(min(row.length, last), last)
+
+    def _plan(self, row: Row, running: Sequence[Row], now_s: float) -> Entry | None:
+        """How a place and room come about for it; None where they do not."""
+        lacks_bytes = self._room.lacks(row, row.ticket.job, row.length)
+        lacks_place = len(running) >= self._places
+        if lacks_bytes <= 0 and not lacks_place:
+            return Entry(row=row)
+        held = self._room.held_bytes
+        droppable = [
+            one
+            for one in reversed(self.parked)
+            if one is not row and (one.priority >= row.priority or not running)
+        ]
+        parks: list[Row] = []
+        gain = sum(map(held, droppable))
+        for victim in makes_place(row, running, now_s):
+            if lacks_bytes <= gain and (parks or not lacks_place):
+                break
+            parks.append(victim)
+            gain += held(victim)
+        if lacks_bytes > gain or (lacks_place and not parks):
+            return None
+        drops: list[Row] = []
+        lacks_bytes -= sum(held(one) - self._room.kv_bytes(one.length) for one in parks)
+        for one in (*reversed(parks), *droppable):
+            if lacks_bytes <= 0:
+                break
+            drops.append(one)
+            lacks_bytes -= self._room.kv_bytes(one.length)
+        return Entry(row=row, parks=tuple(parks), drops=tuple(drops))
+
+    def _check_deadline(self, row: Row, running: Sequence[Row], now_s: float) -> None:
+        if row.expires_s == math.inf:
+            return
+        others = sum(one.priority <= row.priority for one in running)
+        stretch = self._pace.stretch if any(not one.is_prefilling for one in running) else 1.0
+        expected_s = first_token_s(
+            row,
+            self.waiting,
+            running,
+            free_places=self._places - others,
+            place_every_s=self._pace.place_every_s(self._places),
+            stretch=stretch,
+        )
+        if now_s + expected_s > row.expires_s:
+            raise DeadlineExceeded(
+                f"the first token is expected in {expected_s:.1f} s, behind "
+                f"{len(running)} that run and {len(self.waiting)} that wait, and the deadline is "
+                f"in {row.expires_s - now_s:.1f} s; allow more time or come back later",
+                retry_after_s=max(RETRY_S, expected_s - row.work_s * stretch),
+            )
+
+    def _known_tokens(self, job: DecodeJob) -> int:
+        """How much of a prompt need not be computed, as far as can be told before it is opened."""
+        blocks = sum(one.tokens or self._facts.kv_block_tokens for one in job.kv_blocks)
+        kept = self._slots.kept_tokens(job.kv_key) if job.kv_key else 0
+        return min(max(blocks, kept), len(job.token_ids) - 1)
+
+
+def _waited_in_vain(row: Row, now_s: float) -> str:
+    return (
+        f"the deadline passed after {now_s - row.arrived_s:.1f} s in line, before the first token; "
+        "allow more time or come back later"
+    )

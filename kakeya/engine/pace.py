@@ -1,0 +1,65 @@
+"""How long prompts take here, and how long a generation keeps its place: as measured.
+
+Begins with what the probe of the model said, and follows what chunks take from then on: one
+factor on all of it, since the machine may be busy and adapters cost something. Pure: told the
+times, it reads no clock.
+"""
+
+from __future__ import annotations
+
+from kakeya.engine.model import LoadedFacts
+
+_WEIGHT = 0.2
+"""Of the newest measurement."""
+_SURPRISE = 4.0
+"""A single measurement counts as at most this many times more or less than was expected."""
+_ENDS_KNOWN = 4
+"""Before so many generations ended, nobody says when the next one will."""
+
+
+class Pace:
+    """Of one model; belongs to the model thread."""
+
+    def __init__(self, facts: LoadedFacts) -> None:
+        rate = facts.prefill_tokens_per_second
+        self._token_s = 1 / rate if rate > 0 else 0.0
+        self._context_s = facts.prefill_context_s
+        self._factor = 1.0
+        self._stretch = 1.0
+        self._stay_s = 0.0
+        self._ends = 0
+
+    @property
+    def stretch(self) -> float:
+        """How much longer prompts take for the steps of others between their chunks; 1 = none."""
+        return self._stretch
+
+    def prefill_s(self, start: int, end: int) -> float:
+        """Seconds to compute the tokens `start <= position < end` of a prompt."""
+        return self._factor * self._probed_s(start, end)
+
+    def place_every_s(self, places: int) -> float:
+        """How often one of so many places falls vacant when all are taken; 0 = nobody knows."""
+        return self._stay_s / places if self._ends >= _ENDS_KNOWN else 0.0
+
+    def computed(self, start: int, end: int, seconds: float) -> None:
+        """Learn what a chunk took."""
+        expected_s = self.prefill_s(start, end)
+        if expected_s > 0 and seconds > 0:
+            surprise = min(max(seconds / expected_s, 1 / _SURPRISE), _SURPRISE)
+            self._factor *= 1 + _WEIGHT * (surprise - 1)
+
+    def interleaved(self, chunk_s: float, steps_s: float) -> None:
+        """Learn that steps of others took `steps_s` between two chunks of `chunk_s`."""
+        if chunk_s > 0:
+            stretch = min(1 + steps_s / chunk_s, _SURPRISE * self._stretch)
+            self._stretch += _WEIGHT * (stretch - self._stretch)
+
+    def ended(self, stay_s: float) -> None:
+        """Learn how long a generation had its place."""
+        self._ends += 1
+        self._stay_s += (stay_s - self._stay_s) * max(_WEIGHT, 1 / self._ends)
+
+    def _probed_s(self, start: int, end: int) -> float:
+        tokens = max(0, end - start)
+        return tokens * (self._token_s + self._context_s * (start + end) / 2)

@@ -1,0 +1,240 @@
+"""Who goes next, and who makes place: pure decisions over claims, for the scheduler to perform.
+
+A claim is one generation. Two things are shared out: places (who runs), and the chunks of prompts
+between two steps of those that decode. Both go by the same order:
+
+    class    the more urgent priority, always
+    share    among these, clients that used about as little as the one that used least
+    work     among these, whose prompt would be done first if it had been alone since it arrived
+
+What a client used is counted in tokens, an output token OUTPUT_WEIGHT times: a prompt when its
+generation begins, an output as it is made (the virtual counters of "Fairness in Serving Large
+Language Models", Sheng et al. 2024). A client that comes back is lifted to those that are there:
+what it did not use is gone. So between two clients of a class that always want more, neither gets
+ahead by more than EQUAL_TOKENS and what may run at a time.
+
+Nobody starves: who arrives later than a prompt's own work goes after it, and every FLOOR_TURNS-th
+time the order is that of waiting alone, whatever the class.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+INPUT_WEIGHT = 1
+OUTPUT_WEIGHT = 2
+"""An output token takes a step of its own; those of a prompt share forwards."""
+CLASSES = 4
+"""Priorities 0 to 3."""
+EQUAL_TOKENS = 1024
+"""Clients whose use differs by no more have the same share: a short prompt then goes first."""
+FLOOR_TURNS = 8
+"""Each so many-th place and chunk goes to who waited longest."""
+AGED_S = 10.0
+"""So long somebody must have waited for such a place, which then goes to it where it fits."""
+HELD_S = 60.0
+"""So long, and nobody gets a place before there is room for it."""
+PATIENCE_S = 2.0
+"""A client that runs nothing waits so long before one that runs several makes place."""
+ROUND_S = 0.05
+"""Of prompts between two steps of those that decode: 20 tokens a second look fluent. A single
+chunk may be longer."""
+_KEPT_CLIENTS = 1024
+_C = TypeVar("_C", bound="Claim")
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """What one client used in one class, in weighted tokens, and what it has there now."""
+
+    client: str
+    priority: int
+    used: int = 0
+    waiting: int = 0
+    running: int = 0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Claim:
+    """One generation that waits or runs.
+
+    `number` counts arrivals. `work_s` is what is left of its prompt, `charged` the part of it that
+    its account was charged for ahead. `served` is when it last got a chunk, counted in chunks.
+    """
+
+    account: Account
+    number: int
+    arrived_s: float
+    work_s: float = 0.0
+    expires_s: float = math.inf
+    charged: int = 0
+    served: int = 0
+
+    @property
+    def priority(self) -> int:
+        """0 is the most urgent."""
+        return self.account.priority
+
+
+@dataclass(slots=True)
+class FairShares:
+    """The accounts of all clients that are there, and the debts of those that left."""
+
+    _accounts: dict[tuple[int, str], Account] = field(default_factory=dict)
+    _levels: list[int] = field(default_factory=lambda: [0] * CLASSES)
+
+    def arrive(self, client: str, priority: int) -> Account:
+        """A generation of this client waits from now on."""
+        priority = min(max(priority, 0), CLASSES - 1)
+        account = self._accounts.get((priority, client))
+        if account is None:
+            account = self._accounts[priority, client] = Account(client, priority)
+        if not account.waiting:
+            others = [one.used for one in self._present(priority) if one is not account]
+            account.used = max(account.used, self._levels[priority], min(others, default=0))
+        account.waiting += 1
+        return account
+
+    def begin(self, account: Account) -> None:
+        """A waiting generation runs from now on, chosen by the shares."""
+        level = self._levels[account.priority]
+        self._levels[account.priority] = max(level, self._least(account))
+        account.waiting -= 1
+        account.running += 1
+
+    def set_aside(self, account: Account) -> None:
+        """A running generation waits from now on."""
+        account.running -= 1
+        account.waiting += 1
+
+    def leave(self, account: Account, *, was_running: bool) -> None:
+        """A generation is over."""
+        if was_running:
+            account.running -= 1
+        else:
+            account.waiting -= 1
+        if account.waiting or account.running:
+            return
+        priority = account.priority
+        if not any(True for _ in self._present(priority)):
+            # Nobody is there to be fair to: the next ones begin anew.
+            self._keep(lambda one: one.priority != priority)
+            self._levels[priority] = 0
+        elif len(self._accounts) > _KEPT_CLIENTS:
+            self._keep(lambda one: one.waiting + one.running > 0 or one.used > self._level(one))
+
+    def _present(self, priority: int) -> Iterable[Account]:
+        return (
+            one
+            for one in self._accounts.values()
+            if one.priority == priority and (one.waiting or one.running)
+        )
+
+    def _least(self, chosen: Account) -> int:
+        """What the waiting client used that used least: the chosen one's at most."""
+        waiting = (one.used for one in self._present(chosen.priority) if one.waiting)
+        return min(waiting, default=chosen.used)
+
+    def _level(self, account: Account) -> int:
+        return self._levels[account.priority]
+
+    def _keep(self, is_kept: Callable[[Account], bool]) -> None:
+        self._accounts = {key: one for key, one in self._accounts.items() if is_kept(one)}
+
+
+def first(claims: Sequence[_C]) -> _C:
+    """Whose turn it is, by class, share and work; `claims` are not empty."""
+    if len(claims) == 1:
+        return claims[0]
+    urgent = min(claim.priority for claim in claims)
+    peers = [claim for claim in claims if claim.priority == urgent]
+    equal = min(claim.account.used for claim in peers) + EQUAL_TOKENS
+    return min((claim for claim in peers if claim.account.used <= equal), key=_done_alone_s)
+
+
+def next_place(claims: Sequence[_C], turn: int, now_s: float, fits: Callable[[_C], bool]) -> _C:
+    """Who runs next; where there is no room for it yet, nobody goes before it.
+
+    `turn` counts the places given so far.
+    """
+    if turn % FLOOR_TURNS == FLOOR_TURNS - 1:
+        for claim in sorted(claims, key=lambda claim: claim.number):
+            waited_s = now_s - claim.arrived_s
+            if waited_s < AGED_S:
+                break
+            if waited_s >= HELD_S or fits(claim):
+                return claim
+    return first(claims)
+
+
+def next_chunk(claims: Sequence[_C], turn: int) -> _C:
+    """Whose chunk is computed next; `turn` counts the chunks computed so far."""
+    if turn % FLOOR_TURNS == FLOOR_TURNS - 1:
+        return min(claims, key=lambda claim: (claim.served, claim.number))
+    return first(claims)
+
+
+def makes_place(claim: Claim, running: Sequence[_C], now_s: float) -> list[_C]:
+    """Who of those that run may be set aside for a claim, in this order.
+
+    All that are less urgent, the youngest of the least urgent class first. Where there is none:
+    the youngest of the client that runs most, when it runs several in the claim's class or a less
+    urgent one and the claim's client, which waited long enough, runs none.
+    """
+    below = [one for one in running if one.priority > claim.priority]
+    if below:
+        return sorted(below, key=lambda one: (-one.priority, -one.number))
+    client = claim.account.client
+    by_client: dict[str, list[_C]] = {}
+    for one in running:
+        by_client.setdefault(one.account.client, []).append(one)
+    if client in by_client or now_s - claim.arrived_s < PATIENCE_S:
+        return []
+    most = max(by_client.values(), key=len, default=[])
+    peers = [one for one in most if one.priority == claim.priority]
+    return [max(peers, key=lambda one: one.number)] if len(peers) > 1 else []
+
+
+def weakest(running: Sequence[_C]) -> _C:
+    """Who ends when those that run outgrow what there is: never the oldest of the most urgent."""
+    return max(running, key=lambda one: (one.priority, one.number))
+
+
+def is_chunk_due(chunks: int, spent_s: float, next_s: float, *, somebody_is_mute: bool) -> bool:
+    """Whether another chunk is computed before those that decode take their next step.
+
+    `chunks` were computed since their last one, in `spent_s`; the next takes `next_s`. A long one
+    also waits for those whose prompts are done to say their first word.
+    """
+    if spent_s + next_s <= ROUND_S:
+        return True
+    return chunks == 0 and not somebody_is_mute
+
+
+def first_token_s(
+    claim: Claim,
+    waiting: Iterable[Claim],
+    running: Iterable[Claim],
+    *,
+    free_places: int,
+    place_every_s: float,
+    stretch: float,
+) -> float:
+    """When a claim's first token can be expected, in seconds from now.
+
+    Prompts that go before it and its own, `stretch` times as long as alone because of those that
+    decode meanwhile; not before it gets a place, of which one falls vacant `place_every_s`.
+    """
+    order = (claim.priority, *_done_alone_s(claim))
+    ahead = [one for one in waiting if (one.priority, *_done_alone_s(one)) < order]
+    before_s = sum(one.work_s for one in ahead)
+    before_s += sum(one.work_s for one in running if (one.priority, *_done_alone_s(one)) < order)
+    place_s = max(0, len(ahead) + 1 - free_places) * place_every_s
+    return max(before_s * stretch, place_s) + claim.work_s * stretch
+
+
+def _done_alone_s(claim: Claim) -> tuple[float, int]:
+    return claim.arrived_s + claim.work_s, claim.number

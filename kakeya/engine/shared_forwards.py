@@ -1,0 +1,97 @@
+"""Plain steps of several sequences in one forward, and what such a forward takes.
+
+Who shares it is said by the scheduler, round by round. Its time is measured over rounds in which
+the same number of sequences did nothing else: the draft controller weighs blocks against that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from kakeya.core.log import event
+from kakeya.decoding.controller import DraftController
+from kakeya.engine.line import Row
+from kakeya.engine.model import Model
+
+_log = logging.getLogger(__name__)
+
+
+class SharedForwards:
+    """Of one model; belongs to the model thread. `last_rows` shared the last one, 0 = none yet."""
+
+    def __init__(
+        self, model: Model, controller: DraftController, timer: Callable[[], float]
+    ) -> None:
+        self.last_rows = 0
+        self._model = model
+        self._controller = controller
+        self._timer = timer
+        self._batch_rows = max(1, model.facts.batch_rows)
+        self._apart = 0
+        self._rows = 0
+        self._began_s = 0.0
+
+    def share(self, decoding: int) -> None:
+        """A round begins in which so many sequences decode: as many would share a plain step."""
+        self._controller.share(1 if self._batch_rows == 1 else min(self._batch_rows, decoding))
+
+    def worked_apart(self) -> None:
+        """Something else was computed in this round."""
+        self._apart += 1
+
+    def launch(self, rows: Sequence[Row], *, has_company: bool) -> list[tuple[Row, Exception]]:
+        """Launch the plain step of each row; returns those where it failed, with the reason."""
+        failed: list[tuple[Row, Exception]] = []
+        size = self._batch_rows
+        for start in range(0, len(rows), size):
+            group = rows[start : start + size]
+            if len(group) < 2 or not self._launch_together(group):
+                failed += self._launch_each(group, has_company=has_company)
+        return failed
+
+    def observe(self, rows: int) -> None:
+        """So many rows shared the round's forwards: learn what it took, if that was all of it."""
+        if rows < 2:
+            self._rows = self._apart = 0
+            return
+        now_s = self._timer()
+        if self._apart == 0 and rows == self._rows and rows <= self._batch_rows:
+            self._controller.observe_shared(rows, now_s - self._began_s)
+        self._rows, self._began_s, self._apart = rows, now_s, 0
+
+    def _launch_together(self, rows: Sequence[Row]) -> bool:
+        """One forward for all; False, and each as it was, where that failed."""
+        launches = [row.launch for row in rows if row.launch is not None]
+        states = [launch.state for launch in launches]
+        try:
+            self._model.launch_together(states, [launch.token for launch in launches])
+        except Exception as failure:  # noqa: BLE001 - each may still be able to go on alone
+            self._batch_rows = 1
+            event(
+                _log,
+                "sequences take turns from now on: a forward of several failed",
+                level=logging.WARNING,
+                rows=len(rows),
+                error=repr(failure),
+            )
+            return False
+        for launch in launches:
+            launch.is_shared = True
+        self.last_rows = len(rows)
+        return True
+
+    def _launch_each(
+        self, rows: Sequence[Row], *, has_company: bool
+    ) -> list[tuple[Row, Exception]]:
+        failed: list[tuple[Row, Exception]] = []
+        for row in rows:
+            if row.launch is None:
+                continue
+            try:
+                row.launch.alone()
+            except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
+                failed.append((row, failure))
+            # Others take their turns before it is read: that is no measure of a plain step.
+            row.launch.is_shared = has_company
+        return failed

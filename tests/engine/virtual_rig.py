@@ -1,0 +1,225 @@
+"""A scheduler in virtual time, on this thread: a model whose every forward takes its seconds.
+
+Each next token is a hash of all tokens whose KV a sequence holds, so that any that is lost, doubled
+or another's changes everything behind it. What waits for a moment is submitted at it, however long
+the forward was during which it came.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kakeya.core.errors import KakeyaError
+from kakeya.decoding.controller import DraftController
+from kakeya.engine.drafting import RemoteBooks
+from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, PrefillFrame, TokensFrame
+from kakeya.engine.scheduler import Scheduler, Ticket
+from kakeya.engine.sequence import SequenceTools, Violations
+from kakeya.engine.slots import KvSlots
+from tests.engine.child_engine import ToyModel, ToyState
+
+STEP_S = 0.005
+TOKEN_S = 0.001
+"""Of a prompt; a chunk has 32 tokens."""
+CHUNK_S = 32 * TOKEN_S
+
+
+def _sum(tokens: Iterable[int], before: int = 0) -> int:
+    for token in tokens:
+        before = zlib.crc32(token.to_bytes(4, "little"), before)
+    return before
+
+
+def expected(prompt: Sequence[int], count: int) -> list[int]:
+    """What a whole generation gives: each next token is what the sum of all before it says."""
+    total, made = _sum(prompt), []
+    for _ in range(count):
+        made.append(total % 100)
+        total = _sum(made[-1:], total)
+    return made
+
+
+class HashState(ToyState):
+    model: HashModel
+    sums: list[int]
+    """Of the first so many tokens; the first is that of none."""
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        self.model.prefilled += len(tokens)
+        self.model.work(TOKEN_S * len(tokens))
+        for token in tokens:
+            self.append(token)
+
+    def launch(self, token: int | None) -> None:
+        self.model.work(STEP_S)
+        self.step(token)
+
+    def step(self, token: int | None) -> None:
+        self.append(self.flight[-1] if token is None else token)
+        self.flight.append(self.sums[-1] % 100)
+
+    def verify(self, tokens: Sequence[int]) -> list[int]:
+        self.model.work(STEP_S)
+        selected = []
+        for token in tokens:
+            self.append(token)
+            selected.append(self.sums[-1] % 100)
+        return selected
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self.sums.append(_sum((token,), self.sums[-1]))
+
+    def trim(self, count: int) -> bool:
+        del self.sums[len(self.sums) - count :]
+        return super().trim(count)
+
+
+class HashModel(ToyModel):
+    def __init__(self, rig: VirtualRig, **facts: object) -> None:
+        super().__init__("", Path())
+        values = {"prefill_tokens_per_second": 1 / TOKEN_S, "forward_costs_s": {1: STEP_S}}
+        self.facts = replace(self.facts, batch_rows=8, **{**values, **facts})  # type: ignore[arg-type]
+        self.opened = self.prefilled = 0
+        self._rig = rig
+
+    def open(self) -> HashState:
+        self.opened += 1
+        state = HashState("", Path())
+        state.model, state.sums = self, [0]
+        return state
+
+    def work(self, seconds: float) -> None:
+        self._rig.pass_time(seconds)
+
+    def launch_together(self, states: Sequence[ToyState], tokens: Sequence[int | None]) -> None:
+        self.work(STEP_S)
+        for state, token in zip(states, tokens, strict=True):
+            assert isinstance(state, HashState)
+            state.step(token)
+
+
+@dataclass(eq=False)
+class Told:
+    """What one job came to, and when. With `retries`, one that can go on is asked for again."""
+
+    job: DecodeJob
+    tokens: list[int] = field(default_factory=list)
+    at_s: list[float] = field(default_factory=list)
+    prefill_at_s: list[float] = field(default_factory=list)
+    done: DoneFrame | None = None
+    error: KakeyaError | None = None
+    ticket: Ticket | None = None
+    retries: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.done is not None or self.error is not None
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [after - before for before, after in zip(self.at_s, self.at_s[1:], strict=False)]
+
+
+class VirtualRig:
+    """`check` is called before each forward."""
+
+    def __init__(self, *, places: int = 8, kv_bytes: int = 1 << 30, **facts: object) -> None:
+        self.now_s = 0.0
+        self.check: Callable[[], None] = lambda: None
+        self.model = HashModel(self, **facts)
+        self.slots = KvSlots(kv_bytes)
+        tools = SequenceTools(
+            slots=self.slots,
+            controller=DraftController(),
+            books=RemoteBooks(),
+            violations=Violations(),
+            max_draft_rows=8,
+            timer=lambda: self.now_s,
+        )
+        self.scheduler = Scheduler(self.model, tools, max_running=places)
+        self._open: list[Told] = []
+        self._due: list[tuple[float, Callable[[], None]]] = []
+
+    def at(self, at_s: float, act: Callable[[], None]) -> None:
+        self._due.append((at_s, act))
+
+    def submit(self, at_s: float = 0.0, *, retries: int = 0, **job: object) -> Told:
+        values: dict[str, object] = {"token_ids": [1, 2, 3], "max_tokens": 4}
+        told = Told(DecodeJob(**{**values, **job}), retries=retries)  # type: ignore[arg-type]
+        if at_s:
+            self.at(at_s, lambda: self._send(told, told.job))
+        else:
+            self._send(told, told.job)
+        return told
+
+    def cancel(self, at_s: float, told: Told) -> None:
+        """At that time, if it was submitted by then and is not over."""
+
+        def act() -> None:
+            if told in self._open and told.ticket is not None:
+                told.ticket.cancel()
+                self._close(told)
+
+        self.at(at_s, act)
+
+    def run(self) -> None:
+        """Until all have ended. While there is nothing to compute, what is due next comes at once.
+
+        Where all that is left waits for time to pass, it does so between two looks.
+        """
+        while True:
+            if self._open:
+                self.scheduler.run()
+            assert not self._open
+            if not self._due:
+                return
+            self.now_s = max(self.now_s, min(at_s for at_s, _ in self._due))
+            self._act()
+
+    def pass_time(self, seconds: float) -> None:
+        """A forward takes so long."""
+        self.check()
+        self.now_s += seconds
+        self._act()
+
+    def _act(self) -> None:
+        for at_s, act in [one for one in self._due if one[0] <= self.now_s]:
+            self._due.remove((at_s, act))
+            act()
+
+    def _send(self, told: Told, job: DecodeJob) -> None:
+        def put(frame: EngineFrame) -> None:
+            if isinstance(frame, TokensFrame):
+                told.tokens += frame.token_ids
+                told.at_s.append(self.now_s)
+            elif isinstance(frame, PrefillFrame):
+                told.prefill_at_s.append(self.now_s)
+            elif isinstance(frame, DoneFrame):
+                told.done = frame
+                self._close(told)
+
+        def fail(error: KakeyaError) -> None:
+            if error.retry_after_s is not None and told.retries > 0:
+                told.retries -= 1
+                self.at(self.now_s + error.retry_after_s, lambda: self._again(told))
+            else:
+                told.error = error
+            self._close(told)
+
+        told.ticket = Ticket(job, put, fail)
+        self._open.append(told)
+        self.scheduler.submit(told.ticket)
+
+    def _again(self, told: Told) -> None:
+        history = [*told.job.token_ids, *told.tokens]
+        left = told.job.max_tokens - len(told.tokens)
+        self._send(told, replace(told.job, token_ids=history, max_tokens=left))
+
+    def _close(self, told: Told) -> None:
+        self._open.remove(told)
+        if not self._open:
+            self.scheduler.stop()
