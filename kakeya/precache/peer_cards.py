@@ -24,6 +24,8 @@ from kakeya.precache.peer_seams import BlockSources
 from kakeya.v1.distributed_pb2 import CacheCompatibility
 
 REFRESH_S = 30.0
+LOOK_S = 10.0
+"""Between two looks at what there is, once the card says something: thousands of names are read."""
 _FLEET = 32
 """Nodes for which REFRESH_S is meant; 3 kB of card from each of them are 3 kB/s."""
 MAX_OWN_CACHES = 4
@@ -38,7 +40,7 @@ class OwnCaches:
 
     def __init__(self, sources: BlockSources) -> None:
         self._sources = sources
-        self._made_mono = float("-inf")
+        self._made_mono = self._looked_mono = float("-inf")
         self.epoch = 0
         self.offered: tuple[CacheOffer, ...] = ()
 
@@ -49,6 +51,9 @@ class OwnCaches:
         """
         if now - self._made_mono < REFRESH_S * max(1.0, nodes / _FLEET):
             return False
+        if self.offered and now - self._looked_mono < LOOK_S:
+            return False
+        self._looked_mono = now
         made = self._make()
         if [_told(cache) for cache in made] == [_told(cache) for cache in self.offered]:
             return False

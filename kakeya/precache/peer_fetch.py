@@ -24,7 +24,7 @@ from kakeya.precache.meet import Meeting, split
 from kakeya.precache.peer_auth import FleetKey
 from kakeya.precache.peer_choice import Hit, Holder, due_s, in_order, is_worth_asking, to_ask
 from kakeya.precache.peer_client import ChannelFor, PrefixPeer
-from kakeya.precache.peer_seams import LOOKUP_S, BlockSink, Wanted
+from kakeya.precache.peer_seams import BlockSink, Wanted
 
 _log = logging.getLogger(__name__)
 PEERS_KEPT = 256
@@ -50,7 +50,10 @@ class FetchStats:
 
 
 class PeerFetch:
-    """The peers of one node, by node id. `on_lost` is told of addresses where a call broke."""
+    """The peers of one node, by node id. `on_lost` is told of addresses where a call broke.
+
+    A lookup may take `lookup_s`, or what the wanted blocks are worth if that is more.
+    """
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class PeerFetch:
         rng: random.Random,
         fleet_key: FleetKey | None = None,
         on_lost: Callable[[str], None] = lambda address: None,
-        lookup_s: float = LOOKUP_S,
+        lookup_s: float = 0.0,
     ) -> None:
         self._channel_for = channel_for
         self._clock = clock
@@ -159,7 +162,9 @@ class PeerFetch:
 
     async def _ask(self, holder: Holder, wanted: Wanted) -> Hit | None:
         try:
-            return await self._peer(holder).lookup(holder, wanted, self._lookup_s)
+            return await self._peer(holder).lookup(
+                holder, wanted, max(wanted.lookup_s, self._lookup_s)
+            )
         except KakeyaError as failure:
             self._failed(holder, failure)
             return None

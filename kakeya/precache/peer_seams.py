@@ -17,6 +17,9 @@ MAX_IDS = 4096
 """Blocks of one history: 128 Ki tokens in the smallest blocks of 32."""
 LOOKUP_S = 0.020
 """How long a lookup may take: longer, and the prompt could have begun meanwhile."""
+MOST_LOOKUP_S = 0.25
+_LOOKUP_SHARE = 0.02
+"""Of what a prompt takes to compute: where that is long, a busy peer is worth a longer wait."""
 MOST_PEERS = 3
 """Peers that one history is looked up at."""
 SLACK_S = 0.5
@@ -114,6 +117,11 @@ class Wanted:
         """Seconds to compute a block here; 0 where nobody measured it, so that nothing pays."""
         rate = self.prefill_tokens_per_s
         return self.fingerprint.block_tokens / rate if rate > 0 else 0.0
+
+    @property
+    def lookup_s(self) -> float:
+        """How long peers may take to say what they have."""
+        return min(max(LOOKUP_S, _LOOKUP_SHARE * self.missing * self.block_s), MOST_LOOKUP_S)
 
     @property
     def slack_s(self) -> float:

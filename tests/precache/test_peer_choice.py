@@ -16,7 +16,7 @@ from kakeya.precache.peer_choice import (
     is_worth_taking,
     to_ask,
 )
-from kakeya.precache.peer_seams import LOOKUP_S, SLACK_S, usable
+from kakeya.precache.peer_seams import LOOKUP_S, MOST_LOOKUP_S, SLACK_S, usable
 
 from .peer_world import BLOCK_BYTES, BLOCK_TOKENS, wanted
 
@@ -40,17 +40,19 @@ def rates(**by_name: float) -> dict[str, LinkRate]:
 )
 def test_whatever_a_peer_does_all_is_there_hardly_later_than_without_it(count, rate, gaps):
     want = wanted(count, rate=rate, most_slack_s=SLACK_S)
-    now, taken = LOOKUP_S, 0  # the lookup took all of its time
+    lookup_s = want.lookup_s
+    assert LOOKUP_S <= lookup_s <= max(LOOKUP_S, min(MOST_LOOKUP_S, 0.02 * count * want.block_s))
+    now, taken = lookup_s, 0  # the lookup took all of its time
     for gap in gaps[:count]:
-        if now + gap > LOOKUP_S + due_s(want, taken):
-            now = max(now, LOOKUP_S + due_s(want, taken))  # given up at this moment
+        if now + gap > lookup_s + due_s(want, taken):
+            now = max(now, lookup_s + due_s(want, taken))  # given up at this moment
             break
         now, taken = now + gap, taken + 1
     else:
         # It fell silent, or everything came.
-        now = now if taken == count else max(now, LOOKUP_S + due_s(want, taken))
+        now = now if taken == count else max(now, lookup_s + due_s(want, taken))
     all_there_s = now + (count - taken) * want.block_s
-    assert all_there_s <= count * want.block_s * (1 + 1e-9) + LOOKUP_S + want.slack_s
+    assert all_there_s <= count * want.block_s * (1 + 1e-9) + lookup_s + want.slack_s
     assert want.slack_s <= SLACK_S
 
 
