@@ -167,6 +167,7 @@ class PrefixExchange:
 
     async def offer(self, token_ids: Sequence[int], pid: int) -> KvOffer:
         """Blocks of this history, pinned for the engine process, and pages for others."""
+        self.ended()
         try:
             return await self._offer(token_ids, pid)
         except KakeyaError as problem:

@@ -13,6 +13,8 @@ from kakeya.precache.block_node import Node
 from kakeya.precache.flights import Patience
 from kakeya.precache.pieces import Piece
 
+GRAIN_TOKENS = 16
+"""The finest prefill grid, from whose boundaries an engine goes on within a block."""
 CHECKPOINT_TOKENS = 4096
 """Where recurrent state is large beside a block, one block in so many tokens carries it."""
 
@@ -79,4 +81,5 @@ def patience_for(naming: Naming) -> Patience:
         fair_s=min(60.0, max(2.0, 16 * block_s)),
         brisk_s=min(10.0, 0.25 + 3 * block_s),
         least_shared=max(1, naming.block_tokens // 8),
+        grain=min(GRAIN_TOKENS, naming.block_tokens),
     )

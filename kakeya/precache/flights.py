@@ -55,12 +55,13 @@ class Patience:
     """How long a leader may show nothing, seconds: one like us, and a less urgent one.
 
     `least_shared` tokens at the very beginning of two texts are worth waiting for; behind a
-    common block any are.
+    common block `grain` more than what is here are: engines take pieces of blocks in such steps.
     """
 
     fair_s: float
     brisk_s: float
     least_shared: int
+    grain: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,8 @@ class Flights:
         if rival is not None and shared > shared_here:
             is_whole = shared == len(missing[0].tokens)
             gives_way = _gives_way(rival, flight)
-            if not gives_way and (is_whole or _is_worth(missing[0], shared, patience)):
+            is_worth = is_whole or _is_worth(missing[0], shared, shared_here, patience)
+            if not gives_way and is_worth:
                 until = self._until(rival, flight, patience)
                 if until > now:
                     self._unclaim(flight, tuple(flight.claims))
@@ -223,5 +225,8 @@ def _gives_way(leader: Flight, flight: Flight) -> bool:
     return leader.can_yield and leader.urgency > flight.urgency
 
 
-def _is_worth(piece: Piece, shared: int, patience: Patience) -> bool:
-    return piece.parent is not None or shared >= patience.least_shared
+def _is_worth(piece: Piece, shared: int, shared_here: int, patience: Patience) -> bool:
+    """Whether the beginning of another piece is worth waiting for."""
+    if piece.parent is None and shared < patience.least_shared:
+        return False
+    return shared // patience.grain > shared_here // patience.grain

@@ -1,0 +1,527 @@
+"""Pages, budget, disk and pins of prefixes, with an engine that is a few lines of this file."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kakeya.core.clock import Clock, SystemClock
+from kakeya.core.errors import NotFound
+from kakeya.core.units import pack_ids
+from kakeya.memory.page_ref import PageReader
+from kakeya.node.arena import PAGE_BYTES, NodeArena, page_config
+from kakeya.node.prefix_counts import Source
+from kakeya.node.prefix_exchange import PrefixExchange
+from kakeya.node.prefixes import NodePrefixes
+from kakeya.precache.disk import FOLDER
+from kakeya.precache.retention import Retention
+from kakeya.runtime.generation import (
+    DecodeRequest,
+    Done,
+    KvOffer,
+    ModelFacts,
+    Priority,
+    StopReason,
+    Tokens,
+    Usage,
+)
+from tests.fakes import FakeClock
+from tests.node.adapter_world import Plenty
+
+BLOCK = 4
+FACTS = ModelFacts(
+    model_id="toy",
+    model_path="",
+    vocab_size=1000,
+    context_tokens=4096,
+    eos_token_ids=(),
+    base_fingerprint="weights",
+    prefill_tokens_per_second=10.0,
+    kv_block_tokens=BLOCK,
+    kv_block_bytes=4 * BLOCK,
+    kv_layout="[]",
+    kv_exactness="{}",
+)
+SEED_TEXT = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+
+
+class Miser(Plenty):
+    """A ledger that gives so many slabs and no more."""
+
+    def __init__(self, slabs: int) -> None:
+        self.slabs = slabs
+
+    def may_grow(self, name: str, size: int) -> bool:
+        self.slabs -= 1
+        return self.slabs >= 0
+
+
+@dataclass(eq=False)
+class Engine:
+    """The KV of a token is the token."""
+
+    pid: int | None = 1
+    facts: ModelFacts | None = FACTS
+    model_id: str = "toy"
+    is_busy: bool = False
+    computed: list[tuple[int, ...]] = field(default_factory=list)
+
+    async def is_past(self, pid: int) -> bool:
+        return pid == self.pid and not self.is_busy
+
+    def prefill(self, offer: KvOffer, prompt: Sequence[int], kv: PrefixExchange) -> int:
+        """Import, compute the rest, export what there are pages for; tokens that were imported."""
+        have = 0
+        with PageReader() as reader:
+            for block in offer.blocks:
+                tokens = block.tokens or BLOCK
+                found = bytes(reader.view(block.pages)[: 4 * tokens])
+                assert found == pack_ids(prompt[have : have + tokens])
+                have += tokens
+        kv.imported(have)
+        self.computed.append(tuple(prompt[have:]))
+        for pages in offer.exports:
+            start = pages.index * BLOCK
+            with PageReader() as reader:
+                filled = reader.fill(pages.pages)
+                filled[:] = pack_ids(prompt[start : start + (pages.tokens or BLOCK)])
+                filled.release()
+            kv.exported(pages.index)
+        return have
+
+
+@dataclass(eq=False)
+class World:
+    prefixes: NodePrefixes
+    arena: NodeArena
+    engine: Engine
+
+    def exchange(self, prompt: Sequence[int], **more: object) -> PrefixExchange:
+        request = DecodeRequest(token_ids=prompt, **{"max_tokens": 1, **more})  # type: ignore[arg-type]
+        found = self.prefixes.exchange(self.engine, request)
+        assert found is not None
+        return found
+
+    async def ask(self, prompt: Sequence[int], **more: object) -> int:
+        """A whole request; how many tokens were found."""
+        found = 0
+        kv = self.exchange(prompt, **more)
+
+        async def decode(request: DecodeRequest) -> AsyncIterator[Tokens | Done]:
+            nonlocal found
+            is_done = False
+            while not is_done:
+                pid = self.engine.pid or 0
+                try:
+                    offer = await kv.offer(prompt, pid)
+                    await asyncio.sleep(0)
+                    if self.engine.pid != pid:
+                        continue  # it died
+                    is_done, found = True, self.engine.prefill(offer, prompt, kv)
+                    yield Tokens(token_ids=(1,))
+                    usage = Usage(cached_tokens=found)
+                    yield Done(reason=StopReason.MAX_TOKENS, usage=usage)
+                finally:
+                    kv.ended()
+
+        async for _ in kv.run(decode):  # type: ignore[arg-type]
+            pass
+        return found
+
+    def check(self) -> None:
+        pages, pool = self.prefixes.pages, self.arena.snapshot().pool
+        assert pool.pinned_pages == 0
+        assert pages._filling_bytes == 0
+        assert not pages._leaving
+        shelves = pages.shelves()
+        assert len(pages._places) == pool.blocks
+        assert sum(shelf.tree.stats().ram_blocks for shelf in shelves) == pool.blocks
+        assert pages.used_bytes == pool.blocks * PAGE_BYTES <= pages.budget_bytes
+        assert len(self.prefixes.turns.flights) == 0
+
+
+@asynccontextmanager
+async def world(
+    folder: Path,
+    *,
+    pages: int = 64,
+    slab: int = 8,
+    budget: int | None = None,
+    disk: bool = False,
+    clock: Clock | None = None,
+    ledger: Plenty | None = None,
+) -> AsyncIterator[World]:
+    clock = clock or SystemClock()
+    arena = await asyncio.to_thread(
+        lambda: NodeArena(
+            folder / "arena",
+            page_config(slab * PAGE_BYTES, pages * PAGE_BYTES),
+            ledger=ledger or Plenty(),
+            clock=clock,
+            rng=random.Random(),
+        )
+    )
+
+    def digest(adapter_id: str) -> str:
+        if adapter_id == "gone":
+            raise NotFound("no such adapter")
+        return f"digest of {adapter_id.partition('#')[0]}"
+
+    try:
+        async with NodePrefixes(
+            arena,
+            memory_bytes=(budget if budget is not None else pages) * PAGE_BYTES,
+            disk_bytes=(1 << 30) if disk else 0,
+            data_dir=folder,
+            adapter_digest=digest,
+            clock=clock,
+            rng=random.Random(1),
+        ) as prefixes:
+            yield World(prefixes, arena, Engine())
+    finally:
+        await asyncio.to_thread(arena.__exit__, None, None, None)
+
+
+async def test_what_one_computed_is_found_by_the_next(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        assert await here.ask(SEED_TEXT) == 0
+        assert await here.ask(SEED_TEXT) == 9
+        assert await here.ask([*SEED_TEXT[:6], 99, 98, 97]) == 6
+        here.check()
+        tokens = here.prefixes.counts.tokens
+        assert tokens[Source.PAGES] == 15
+        assert tokens[Source.COMPUTED] == 10 + 1 + 3
+        assert here.prefixes.status()["hit_tokens"] == 15
+
+
+async def test_an_adapter_has_blocks_of_its_own_by_what_is_in_it(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        assert await here.ask(SEED_TEXT, adapter_id="one#name") == 0
+        assert await here.ask(SEED_TEXT) == 0
+        assert await here.ask(SEED_TEXT, adapter_id="two#name") == 0
+        assert await here.ask(SEED_TEXT, adapter_id="one#other") == 9
+        assert await here.ask(SEED_TEXT, adapter_id="gone") == 0
+        assert await here.ask(SEED_TEXT, adapter_id="gone") == 0
+        here.check()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"kv_layout": "[1]"},
+        {"kv_exactness": '{"mlx":"2"}'},
+        {"base_fingerprint": "others"},
+        {"vocabulary_digest": "v"},
+        {"quantization": "4"},
+        {"dtype": "bf16"},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+async def test_an_engine_of_another_fingerprint_finds_nothing(
+    tmp_path: Path, other: dict[str, str]
+) -> None:
+    async with world(tmp_path) as here:
+        await here.ask(SEED_TEXT)
+        here.engine.facts = replace(FACTS, **other)
+        here.engine.pid = 2
+        here.arena.engine_changed("toy", 2)
+        assert await here.ask(SEED_TEXT) == 0
+        here.engine.facts, here.engine.pid = FACTS, 3
+        assert await here.ask(SEED_TEXT) == 9
+
+
+async def test_a_model_without_blocks_or_a_name_is_served_as_ever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world(tmp_path) as here:
+        for facts in (replace(FACTS, kv_block_tokens=0), replace(FACTS, base_fingerprint="")):
+            here.engine.facts = facts
+            assert await here.ask(SEED_TEXT) == 0
+            assert await here.ask(SEED_TEXT) == 0
+        assert sum("no safe name" in record.message for record in caplog.records) == 1
+        here.check()
+
+
+async def test_blocks_larger_than_pages_allow_are_not_kept_and_that_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world(tmp_path, slab=1, pages=4) as here:
+        here.engine.facts = replace(FACTS, kv_block_bytes=2 * PAGE_BYTES)
+        for _ in range(2):
+            assert await here.ask([1, 2, 3, 4, 5]) == 0
+        assert sum("larger than pages allow" in record.message for record in caplog.records) == 1
+        here.check()
+
+
+async def test_beyond_the_budget_the_ends_of_old_prompts_go_first(tmp_path: Path) -> None:
+    async with world(tmp_path, budget=4, clock=FakeClock()) as here:
+        await here.ask([1, 1, 1, 1, 2, 2, 2, 2, 0])
+        here.prefixes._clock.advance(1)
+        await here.ask([3, 3, 3, 3, 4, 4, 4, 4, 0])
+        here.prefixes._clock.advance(1)
+        await here.ask([5, 5, 5, 5, 0])
+        assert here.prefixes.counts.evicted == 1
+        here.check()
+        assert await here.ask([3, 3, 3, 3, 4, 4, 4, 4, 0]) == 8
+        assert await here.ask([1, 1, 1, 1, 0]) == 4  # its beginning is there yet
+        here.check()
+
+
+async def test_a_prompt_larger_than_the_budget_is_kept_as_far_as_that_goes(tmp_path: Path) -> None:
+    async with world(tmp_path, budget=3) as here:
+        prompt = list(range(20))
+        await here.ask(prompt)
+        assert await here.ask(prompt) == 12
+        here.check()
+
+
+async def test_without_pages_everybody_computes_and_nobody_waits(tmp_path: Path) -> None:
+    async with world(tmp_path, ledger=Miser(0)) as here:
+        assert await asyncio.gather(*(here.ask(SEED_TEXT) for _ in range(3))) == [0, 0, 0]
+        here.check()
+
+
+async def test_what_the_arena_takes_is_no_longer_offered(tmp_path: Path) -> None:
+    async with world(tmp_path, slab=8) as here:
+        await here.ask(SEED_TEXT)
+        await here.arena.shrink(1)
+        await asyncio.sleep(0)
+        here.check()
+        assert here.prefixes.counts.evicted > 0
+        assert await here.ask(SEED_TEXT) == 0
+        assert await here.ask(SEED_TEXT) == 9
+        here.check()
+
+
+async def test_when_the_beginning_is_taken_what_needed_it_is_given_back(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        await here.ask(list(range(100, 120)))
+        (shelf,) = here.prefixes.pages.shelves()
+        root = next(node for node in shelf.tree if node.index == 0)
+        block = root.payload.block
+        # As the arena does it, in the middle of its work.
+        here.arena._arena.pool._evict(block)
+        assert here.prefixes.pages._leaving
+        await asyncio.sleep(0)
+        assert here.arena.snapshot().pool.blocks == 0
+        here.check()
+
+
+async def test_the_end_of_an_engine_gives_back_what_it_held_and_filled(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        await here.ask(SEED_TEXT)
+        with here.exchange([*SEED_TEXT, *range(20, 40)]) as kv:
+            offer = await kv.offer([*SEED_TEXT, *range(20, 40)], 1)
+            assert len(offer.blocks) == 3
+            assert offer.exports
+            assert here.arena.snapshot().pool.pinned_pages == len(offer.blocks) + len(offer.exports)
+            here.engine.pid = None
+            here.arena.engine_changed("toy", None)
+            assert here.arena.snapshot().pool.pinned_pages == 0
+            for pages in offer.exports:
+                kv.exported(pages.index)  # said, but too late
+            kv.ended()
+            here.engine.pid = 2
+            again = await kv.offer([*SEED_TEXT, *range(20, 40)], 2)
+            assert len(again.blocks) == 3
+            here.engine.prefill(again, [*SEED_TEXT, *range(20, 40)], kv)
+            kv.ended()
+        assert await here.ask([*SEED_TEXT, *range(20, 40)]) == 29
+        here.check()
+
+
+async def test_pages_of_a_call_that_was_cut_off_stay_until_its_engine_is_past_it(
+    tmp_path: Path,
+) -> None:
+    """It may be writing to them still."""
+    clock = FakeClock()
+    async with world(tmp_path, clock=clock) as here:
+        here.engine.is_busy = True
+        with here.exchange(SEED_TEXT) as kv:
+            offer = await kv.offer(SEED_TEXT, 1)
+        for _ in range(5):
+            await clock.sleep(1.0)
+            assert here.arena.snapshot().pool.pinned_pages == len(offer.exports) == 3
+        here.engine.is_busy = False
+        await clock.sleep(1.0)
+        here.check()
+        assert here.prefixes.counts.rolled_back == 3
+
+
+async def test_a_late_word_of_a_call_that_ended_changes_nothing(tmp_path: Path) -> None:
+    async with world(tmp_path, clock=FakeClock()) as here:
+        kv = here.exchange(SEED_TEXT)
+        kv.imported(3)
+        kv.exported(0)
+        kv.ended()
+        with kv:
+            await kv.offer(SEED_TEXT, 1)
+            kv.exported(77)
+        kv.exported(0)
+        kv.imported(1)
+        assert here.prefixes.counts.committed == 0
+
+
+async def test_an_offer_for_an_engine_that_is_gone_is_empty(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        await here.ask(SEED_TEXT)
+        holder = here.arena.engine("toy", 1)
+        with here.exchange(SEED_TEXT) as kv:
+            assert await kv.offer(SEED_TEXT, 99) == KvOffer()
+        assert holder.is_open
+        here.check()
+
+
+async def test_what_lay_only_on_disk_is_read_back_and_only_once(tmp_path: Path) -> None:
+    async with world(tmp_path, disk=True) as here:
+        prompt = list(range(50, 80))
+        await here.ask(prompt)
+        await written(here)
+        await here.arena.shrink(8)
+        await asyncio.sleep(0)
+        assert here.arena.snapshot().pool.blocks == 0
+        assert await asyncio.gather(*(here.ask(prompt) for _ in range(4))) == [29] * 4
+        assert here.prefixes.store.stats().counts.hits == 8
+        assert here.prefixes.counts.tokens[Source.DISK] == 29
+        assert here.prefixes.counts.tokens[Source.PAGES] == 3 * 29
+        here.check()
+
+
+async def test_a_block_that_is_damaged_on_disk_is_computed_with_all_behind_it(
+    tmp_path: Path,
+) -> None:
+    prompt = list(range(50, 80))
+    async with world(tmp_path, disk=True) as here:
+        await here.ask(prompt)
+        await written(here)
+    (shelf,) = here.prefixes.pages.shelves()
+    third = next(node for node in shelf.tree if node.index == 2)
+    (file,) = [file for file in (tmp_path / FOLDER).rglob("*.kvb") if third.id.hex() in file.name]
+    broken = bytearray(file.read_bytes())
+    broken[-40] ^= 1
+    file.write_bytes(broken)
+    async with world(tmp_path, disk=True) as here:
+        await here.prefixes.store.ready()
+        assert await here.ask(prompt) == 2 * BLOCK
+        assert await here.ask(prompt) == 29
+        await written(here)
+        here.check()
+
+
+async def test_prompts_that_nobody_used_in_their_time_leave_the_pages(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with world(tmp_path, clock=clock) as here:
+        await here.ask(SEED_TEXT)
+        clock.advance(Retention.LONG.seconds + 1)
+        await clock.sleep(200)
+        assert here.prefixes.counts.expired == 3
+        here.check()
+
+
+async def test_a_pinned_prefix_makes_room_for_nobody_until_it_is_released(tmp_path: Path) -> None:
+    async with world(tmp_path, budget=3) as here:
+        stable = [1, 1, 1, 1, 2, 2, 2, 2, 0]
+        assert here.prefixes.keep("toy", "", stable, Retention.LONG, is_pinned=True) == 0
+        await here.ask(stable)
+        assert here.prefixes.keep("toy", "", stable, Retention.LONG, is_pinned=True) == 8
+        assert here.prefixes.keep("toy", "", stable, Retention.LONG, is_pinned=True) == 8
+        assert here.prefixes.free_bytes() == PAGE_BYTES
+        await here.ask([3, 3, 3, 3, 4, 4, 4, 4, 0])
+        assert await here.ask(stable) == 8
+        here.prefixes.release("toy", "", stable)
+        here.prefixes.release("toy", "", stable)
+        await here.ask([5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, 0])
+        assert await here.ask(stable) < 8
+        here.check()
+
+
+async def test_a_wait_ends_with_the_time_of_the_request(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with world(tmp_path, clock=clock) as here:
+        await here.ask([9, 9])  # its engine is known
+        with here.exchange(SEED_TEXT) as leader:
+            await leader.offer(SEED_TEXT, 1)
+            began = clock.mono()
+            kv = here.exchange(SEED_TEXT, deadline_s=0.5)
+
+            async def decode(request: DecodeRequest) -> AsyncIterator[Done]:
+                assert request.deadline_s == pytest.approx(0.001)
+                yield Done(reason=StopReason.MAX_TOKENS)
+
+            _ = [frame async for frame in kv.run(decode)]  # type: ignore[arg-type]
+            assert clock.mono() - began == pytest.approx(0.5)
+            assert here.prefixes.waiting == 0
+
+
+async def written(here: World) -> None:
+    async with asyncio.timeout(10):
+        while here.prefixes._disk._to_write:
+            await asyncio.sleep(0.01)
+        await here.prefixes.store.flush()
+        await asyncio.sleep(0.01)
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(seed=st.integers(0, 100_000))
+def test_everything_is_conserved_whatever_happens(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    """Requests, cancellations, deaths and evictions in any order, with small budgets."""
+    folder = tmp_path_factory.mktemp("w")
+    logging.disable(logging.WARNING)
+    try:
+        asyncio.run(live(folder, random.Random(seed)))
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+async def live(folder: Path, rng: random.Random) -> None:
+    stems = [[rng.randrange(1, 4) for _ in range(rng.randrange(1, 20))] for _ in range(3)]
+    async with world(
+        folder,
+        pages=16,
+        slab=4,
+        budget=rng.choice((3, 8, 16)),
+        disk=rng.random() < 0.5,
+        ledger=Miser(rng.randrange(1, 5)),
+    ) as here:
+        asks: list[asyncio.Task[int]] = []
+        for _ in range(30):
+            prompt = rng.choice(stems) + [rng.randrange(1, 4) for _ in range(rng.randrange(1, 8))]
+            match rng.randrange(8):
+                case 0 if asks:
+                    rng.choice(asks).cancel()
+                case 1:
+                    here.engine.pid = (here.engine.pid or 0) + 1
+                    here.arena.engine_changed("toy", here.engine.pid)
+                case 2:
+                    await here.arena.shrink(1)
+                case 3:
+                    here.prefixes.pages.expire()
+                case _:
+                    priority = rng.choice((Priority.NORMAL, Priority.SPECULATIVE))
+                    most = 0 if priority is Priority.SPECULATIVE else 1
+                    asked = here.ask(prompt, priority=priority, max_tokens=most)
+                    asks.append(asyncio.create_task(asked))
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+        ends = await asyncio.wait_for(asyncio.gather(*asks, return_exceptions=True), 30)
+        for end in ends:
+            assert not isinstance(end, Exception), repr(end)
+        async with asyncio.timeout(10):
+            while here.prefixes._leaving or here.prefixes.pages._leaving:
+                await asyncio.sleep(0.01)
+        if here.prefixes._disk is not None:
+            await written(here)
+        here.check()

@@ -1,0 +1,186 @@
+"""Prefix reuse with a real engine: no block of a shared prompt is computed twice, whatever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from kakeya.node.prefix_counts import Source
+from kakeya.runtime.generation import DecodeRequest, Done, KvOffer, Priority, Progress
+from tests.node.prefix_world import Answer, Node, ask, node, take, text
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+SHARED = 2000
+BLOCK = 256
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
+    async with node(tmp_path_factory.mktemp("node")) as made:
+        await made.model.ready(60)
+        yield made
+
+
+def grid(world: Node) -> int:
+    """From whose boundaries an engine goes on within a block."""
+    assert world.model.facts is not None
+    return world.model.facts.prefill_chunk_tokens
+
+
+class Nothing:
+    """The exchange of a request that begins from nothing and leaves nothing."""
+
+    async def offer(self, token_ids: Sequence[int], pid: int) -> KvOffer:
+        return KvOffer()
+
+    def imported(self, tokens: int) -> None: ...
+
+    def exported(self, index: int) -> None: ...
+
+    def ended(self) -> None: ...
+
+
+async def test_of_eight_at_once_nothing_shared_is_computed_twice(world: Node) -> None:
+    shared, counts = text(1, SHARED), world.prefixes.counts
+    prompts = [shared + text(100 + i, 10 + i) for i in range(8)]
+    committed, rolled_back = counts.committed, counts.rolled_back
+    answers = await asyncio.gather(*(ask(world, prompt) for prompt in prompts))
+    # Seven blocks are everybody's, and each has a tail of its own: nothing came twice.
+    assert counts.committed - committed == SHARED // BLOCK + 8
+    assert counts.rolled_back == rolled_back
+    assert counts.waits >= 7
+    leader, *followers = sorted(answers, key=lambda answer: answer.cached)
+    assert leader.cached == 0
+    for answer in followers:
+        # All of the shared part, but for what its engine computes from a boundary of its grid.
+        assert SHARED - grid(world) < answer.cached <= SHARED
+    await world.settled()
+    world.check_conserved()
+    # It is what each says with nothing to begin from.
+    alone = await ask(world, prompts[3], kv=Nothing())
+    assert alone.cached == 0
+    assert alone.tokens == answers[3].tokens
+
+
+async def test_a_repeated_prompt_is_all_there(world: Node) -> None:
+    prompt = text(2, 300)
+    cold, warm = await ask(world, prompt), await ask(world, prompt)
+    assert (cold.cached, warm.cached) == (0, 299)
+    assert cold.tokens == warm.tokens
+
+
+async def test_of_equal_prompts_at_once_one_is_computed(world: Node) -> None:
+    prompt = text(3, 300)
+    answers = await asyncio.gather(*(ask(world, prompt) for _ in range(5)))
+    assert sorted(answer.computed for answer in answers) == [1, 1, 1, 1, 300]
+    assert len({tuple(answer.tokens) for answer in answers}) == 1
+
+
+async def test_when_the_leader_is_cancelled_the_next_one_leads(world: Node) -> None:
+    shared, has_begun = text(4, 1000), asyncio.Event()
+
+    async def lead() -> None:
+        request = DecodeRequest(token_ids=shared + text(5, 30), max_tokens=2)
+        async with aclosing(world.model.decode(request)) as frames:
+            async for frame in frames:
+                if isinstance(frame, Progress) and frame.computed_tokens >= BLOCK:
+                    has_begun.set()
+
+    leader = asyncio.create_task(lead())
+    await has_begun.wait()
+    follower = asyncio.create_task(ask(world, shared + text(6, 30)))
+    gone = asyncio.create_task(ask(world, shared + text(7, 30)))
+    while world.prefixes.waiting < 2:
+        await asyncio.sleep(0)
+    leader.cancel()
+    gone.cancel()  # one that only waits
+    ended = await asyncio.gather(leader, gone, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ended)
+    answer = await follower
+    assert BLOCK <= answer.cached < 1000
+    await world.settled()
+    world.check_conserved()
+
+
+async def test_a_request_does_not_wait_for_what_is_warmed_for_nobody(world: Node) -> None:
+    shared, counts = text(9, 1000), world.prefixes.counts
+    answer, committed = Answer(len(shared)), counts.committed
+    supersedings = world.prefixes.turns.flights.supersedings
+
+    async def warm() -> None:
+        request = DecodeRequest(token_ids=shared, max_tokens=0, priority=Priority.SPECULATIVE)
+        async with aclosing(world.model.decode(request)) as frames:
+            async for frame in frames:
+                take(answer, frame)
+
+    warming = asyncio.create_task(warm())
+    while counts.committed == committed:
+        await asyncio.sleep(0.001)
+    asked = await ask(world, shared + text(10, 30))
+    assert asked.cached >= BLOCK
+    await warming
+    assert world.prefixes.turns.flights.supersedings == supersedings + 1
+    assert answer.cached > len(shared) - grid(world)  # what it was to compute was there in the end
+    await world.settled()
+    world.check_conserved()
+
+
+async def test_an_engine_killed_in_the_middle_goes_on_from_what_is_in_pages(world: Node) -> None:
+    shared, counts = text(11, 1500), world.prefixes.counts
+    prompts = [shared + text(200 + i, 20) for i in range(4)]
+    committed = counts.committed
+    tasks = [asyncio.create_task(ask(world, prompt)) for prompt in prompts]
+    while counts.committed < committed + 2:
+        await asyncio.sleep(0.001)
+    os.kill(world.model.pid, signal.SIGKILL)
+    answers = await asyncio.gather(*tasks)
+    leader, *followers = sorted(answers, key=lambda answer: answer.cached)
+    assert leader.cached >= 2 * BLOCK
+    assert all(answer.cached > len(shared) - grid(world) for answer in followers)
+    assert counts.committed - committed == len(shared) // BLOCK + 4
+    await world.settled()
+    world.check_conserved()
+    repeated = await ask(world, prompts[0])
+    assert repeated.cached == len(prompts[0]) - 1
+    assert repeated.tokens == answers[0].tokens
+
+
+async def test_a_conversation_goes_on_from_its_live_kv(world: Node) -> None:
+    prompt = text(12, 300)
+    live = world.prefixes.counts.tokens[Source.LIVE]
+    first = await ask(world, prompt, 4, kv_key="slot:1")
+    second = await ask(world, [*prompt, *first.tokens, *text(13, 20)], 1, kv_key="slot:1")
+    assert second.cached == len(prompt) + 3
+    assert world.prefixes.counts.tokens[Source.LIVE] - live == second.cached
+    await world.settled()
+    world.check_conserved()
+
+
+async def test_a_node_that_is_started_again_reads_its_prompts_from_disk(tmp_path: Path) -> None:
+    prompt = text(20, 600)
+    async with node(tmp_path) as first:
+        cold = await ask(first, prompt)
+        await first.settled()
+    async with node(tmp_path) as second:
+        await second.prefixes.store.ready()
+        warm = await ask(second, prompt)
+        assert warm.cached == len(prompt) - 1
+        assert warm.tokens == cold.tokens
+        assert second.prefixes.counts.tokens[Source.DISK] == len(prompt) - 1
+        await second.settled()
+        second.check_conserved()
+
+
+async def test_a_warmed_prompt_has_no_tokens_and_one_end(world: Node) -> None:
+    prompt = text(30, 300)
+    request = DecodeRequest(token_ids=prompt, max_tokens=0, priority=Priority.SPECULATIVE)
+    frames = [frame async for frame in world.model.decode(request)]
+    assert [type(frame) for frame in frames if not isinstance(frame, Progress)] == [Done]
+    assert (await ask(world, prompt)).cached == len(prompt) - 1
