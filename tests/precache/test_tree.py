@@ -134,6 +134,31 @@ def test_a_file_that_is_lost_takes_what_is_behind_it_out_of_ram(shelf: Shelf) ->
     assert [one.id for one in shelf.tree.unstored(ids[0])] == [ids[2], ids[1]]
 
 
+def test_disk_behind_what_is_nowhere_carries_nothing_on(shelf: Shelf) -> None:
+    shelf.put(LONG)
+    shelf.store(LONG)
+    ids = shelf.ids(LONG)
+    for block_id in reversed(ids):
+        shelf.tree.lose(block_id)
+    shelf.tree.unstored(ids[0])
+    assert not shelf.tree.insert(ids, 2, "p", facts_of(LONG[8:]), 0.0)
+    assert shelf.tree.tail(ids[1], LONG[8:]) is None
+    assert len(shelf.tree) == 3
+
+
+def test_a_gap_in_ram_that_is_filled_again_leaves_the_order_as_it_was(shelf: Shelf) -> None:
+    shelf.put(LONG)
+    shelf.store(LONG)
+    ids = shelf.ids(LONG)
+    shelf.tree.lose(ids[1])
+    assert [node.id for node in shelf.tree.victims(99 * MIB)] == [ids[2], ids[0]]
+    shelf.tree.insert(ids, 1, "again", facts_of(LONG[4:8]), 1.0)
+    assert [node.id for node in shelf.tree.victims(99 * MIB)] == ids[::-1]
+    shelf.tree.lose(ids[2])
+    shelf.tree.lose(ids[1])
+    assert [node.id for node in shelf.tree.victims(1)] == [ids[0]]
+
+
 def test_a_recurrent_model_goes_on_where_state_was_kept(shelf: Shelf) -> None:
     shelf.put(LONG[:8], has_state=True)
     shelf.put(LONG)
@@ -170,6 +195,17 @@ def test_a_tail_in_ram_is_preferred_to_one_on_disk_that_shares_as_much(shelf: Sh
     shelf.put([*LONG, 50, 60])
     assert shelf.tree.tail(shelf.ids(LONG)[-1], [50, 70]) == (shelf.ids([*LONG, 50, 60])[-1], 1)
     assert shelf.tree.tail(shelf.ids(LONG)[-1], [50, 51]) == (shelf.ids([*LONG, 50, 51])[-1], 2)
+
+
+@pytest.mark.parametrize("nearest", [[50, 51], [50, 70]])
+def test_of_two_neighbours_the_one_that_shares_more_is_found(
+    shelf: Shelf, nearest: list[int]
+) -> None:
+    shelf.put([*LONG, 50, 51])
+    shelf.put([*LONG, 50, 70])
+    for beyond in (0, 1, 99):
+        found = shelf.tree.tail(shelf.ids(LONG)[-1], [*nearest, beyond])
+        assert found == (shelf.ids([*LONG, *nearest])[-1], 2)
 
 
 def test_a_tail_with_state_is_taken_whole_or_not_at_all(shelf: Shelf) -> None:

@@ -190,10 +190,28 @@ class Tree(RuleBasedStateMachine):
         else:
             assert {one.id for one in dropped} == needless
 
+    @precondition(lambda self: self.kept() - self.ram.keys())
+    @rule(data=st.data())
+    def read_back(self, data: st.DataObject) -> None:
+        """Insert a block that is only on disk, or that is missing between others."""
+        absent = sorted(self.kept() - self.ram.keys())
+        path = self.path(data.draw(st.sampled_from(absent)))
+        history = [token for one in path for token in self.known[one].tokens]
+        self.insert(history, len(path) - 1, 1, 1, False)
+
+    @precondition(lambda self: self.ram)
+    @rule(data=st.data())
+    def write_through(self, data: st.DataObject) -> None:
+        """Store what is in RAM, from its beginning."""
+        for block_id in self.path(data.draw(st.sampled_from(sorted(self.ram)))):
+            self.store_block(block_id, 1)
+
     @rule(history=HISTORIES, index=st.integers(0, 4), nbytes=st.integers(1, 9))
     def store(self, history: list[int], index: int, nbytes: int) -> None:
         ids = self.learn(history)
-        block_id = ids[min(index, len(ids) - 1)]
+        self.store_block(ids[min(index, len(ids) - 1)], nbytes)
+
+    def store_block(self, block_id: bytes, nbytes: int) -> None:
         parent = self.known[block_id].parent
         tails = sum(map(self.is_tail, self.under(parent)))
         full = self.is_tail(block_id) and block_id not in self.kept() and tails >= MAX_TAILS
