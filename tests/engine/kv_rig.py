@@ -60,6 +60,7 @@ class Prefixes:
         self.tenant = self.arena.pool.tenant(ContentType.KV_CACHE, "prefixes")
         self.holder = self.arena.pool.holder("engine")
         self.blocks: dict[tuple[int, ...], KvPages] = {}
+        self.arena.grow()
 
     def __enter__(self) -> Prefixes:
         return self
