@@ -49,6 +49,7 @@ def show_status(status: Json, *, clear: bool) -> None:
     show_memory(_object(status, "memory"), _console)
     _show_adapters(_object(status, "adapters"))
     _show_prefixes(_object(status, "prefixes"))
+    _show_precache(_object(status, "precache"))
     _console.print(_nodes(_objects(fleet, "nodes")))
     warnings = fleet.get("warnings")
     for warning in warnings if isinstance(warnings, list) else ():
@@ -94,6 +95,20 @@ def _show_prefixes(prefixes: Json) -> None:
     if disk.get("problem"):
         parts.append(f"disk: {disk['problem']}")
     _console.print(f"prefixes  {'; '.join(parts)}", highlight=False, markup=False)
+
+
+def _show_precache(precache: Json) -> None:
+    """One line, where something is kept warm or a conversation is open; then what to look at."""
+    prewarms = _object(precache, "prewarms")
+    if not (precache.get("conversations") or precache.get("kept") or prewarms.get("failed")):
+        return
+    parts = [f"{precache.get('conversations')} conversations", f"{precache.get('kept')} kept warm"]
+    parts.append(f"{prewarms.get('warm')} prefixes warmed, {prewarms.get('failed')} failed")
+    _console.print(f"precache  {'; '.join(parts)}", highlight=False, markup=False)
+    for slots in _objects(precache, "slots"):
+        if slots.get("warning"):
+            line = f"[yellow]warning[/yellow]  {escape(str(slots.get('model_id')))}: "
+            _console.print(f"{line}{escape(str(slots['warning']))}", highlight=False)
 
 
 def show_plan(plan: Json) -> None:
