@@ -83,12 +83,14 @@ class NodePages:
                     rng=self._rng,
                 )
             )
+            models = self._memory.engines.of_role(Role.VERIFIER)
             self.prefixes = await stack.enter_async_context(
                 NodePrefixes(
                     self.arena,
                     memory_bytes=self._precache_config.memory_bytes,
                     disk_bytes=self._precache_config.disk_bytes,
                     data_dir=self._data_dir,
+                    served=lambda: [one.model_id for one in models],
                     adapter_digest=self.adapters.manager.digest_of,
                     clock=self._clock,
                     rng=self._rng,
@@ -96,7 +98,7 @@ class NodePages:
                     tenant=self.fleet_key.tenant if self.fleet_key else "",
                 )
             )
-            for model in self._memory.engines.of_role(Role.VERIFIER):
+            for model in models:
                 model.prefixes = self.prefixes
             self._memory.engines.follow(self._engine_changed)
             self._stack = stack.pop_all()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,10 +105,11 @@ class PrefixNames:
         self._made[key] = (pid, facts, naming)
         return naming
 
-    def forget(self, model_id: str) -> None:
-        """Let go of what is known of a model that went."""
-        for key in [key for key in self._made if key[0] == model_id]:
-            del self._made[key]
+    def seeds(self, model_ids: Iterable[str]) -> frozenset[bytes] | None:
+        """What blocks of these models and their adapters begin with; None = not known of all."""
+        if any((model_id, "") not in self._made for model_id in model_ids):
+            return None
+        return frozenset(made[2].seed for made in self._made.values() if made[2] is not None)
 
     async def _make(self, facts: ModelFacts, adapter_id: str) -> Naming | None:
         if facts.kv_block_tokens < 1 or facts.kv_block_bytes < 1:

@@ -12,6 +12,7 @@ Nothing here fails a request: without blocks a prompt is computed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -44,6 +45,8 @@ from kakeya.runtime.generation import DecodeRequest
 
 TEND_S = 5.0
 SWEEP_S = 60.0
+INDEX_S = 2.0
+"""How long the first requests wait until the folder of blocks was looked through."""
 AFTER_CALL_S = 0.25
 """How long after a call was cut off its engine is asked whether it has come round."""
 
@@ -79,13 +82,16 @@ class NodePrefixes:
         rng: random.Random,
         key: bytes = b"",
         tenant: str = "",
+        served: Callable[[], Collection[str]] | None = None,
     ) -> None:
         """`memory_bytes` of pages are for KV, `disk_bytes` on disk; 0 = none.
 
         `adapter_digest` finds the digest of an adapter's content by the id that engines know it
-        by. With `key` ids are made that nobody can compute outside of the `tenant`.
+        by. With `key` ids are made that nobody can compute outside of the `tenant`. `served` names
+        the models whose blocks are of use; those of others are the first to leave the disk.
         """
         self._memory_bytes = memory_bytes
+        self._served = served
         self._clock = clock
         self._rng = rng
         self.counts = PrefixCounts()
@@ -126,6 +132,7 @@ class NodePrefixes:
         self._pins: dict[tuple[bytes, BlockId], Pin[Lying]] = {}
         self._tasks = Supervisor(clock)
         self._swept_mono = clock.mono()
+        self._usable: frozenset[bytes] | None = None
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -236,6 +243,7 @@ class NodePrefixes:
     ) -> dict[BlockId, Source]:
         """Bring pieces from disk, then from peers, as long as that is sooner than computing."""
         origins: dict[BlockId, Source] = {}
+        await self._look_through_disk()
         if self._disk is not None:
             came = await self._disk.bring(shelf, naming, pieces, block_class, self.turns.landed)
             origins.update(dict.fromkeys(came, Source.DISK))
@@ -249,6 +257,18 @@ class NodePrefixes:
                     self.turns.landed(block_id)
                 origins.update(dict.fromkeys(fetched, Source.PEER))
         return origins
+
+    async def _look_through_disk(self) -> None:
+        """Wait a moment for what is on disk, right after a start; say what of it can be used."""
+        if self.store is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(INDEX_S):
+                await self.store.ready()
+        seeds = self.names.seeds(self._served()) if self._served is not None else None
+        if seeds is not None and seeds != self._usable:
+            self._usable = seeds
+            self.store.use(seeds)
 
     def _landed(self, shelf: Shelf, block_id: BlockId) -> None:
         if self._disk is not None:

@@ -182,6 +182,7 @@ async def world(
             memory_bytes=(budget if budget is not None else pages) * PAGE_BYTES,
             disk_bytes=(1 << 30) if disk else 0,
             data_dir=folder,
+            served=lambda: ["toy"],
             adapter_digest=digest,
             clock=clock,
             rng=random.Random(1),
