@@ -203,18 +203,24 @@ async def test_a_lent_payload_is_given_back_once_whatever_becomes_of_the_block(
 
 
 async def test_a_lent_payload_is_not_given_back_while_it_is_read(tmp_path: Path) -> None:
-    pages = bytearray(block_of(size=8 * MIB)[1])
-    block = block_of(size=8 * MIB)[0]
-    async with opened(tmp_path) as store:
-        # Given back, pages hold something else at once.
-        await store.put(
-            block, memoryview(pages), lambda: pages.__setitem__(slice(None), pages[::-1])
-        )
-        reading = asyncio.ensure_future(store.get(block.id))
+    (stored, first, second) = (block_of(seed, size=8 * MIB) for seed in range(3))
+    pages = bytearray(second[1])
+
+    def reuse() -> None:
+        pages[:] = bytes(len(pages))  # given back, pages hold something else at once
+
+    async with opened(tmp_path, config_of(readers=1)) as store:
+        await put_all(store, [stored])
+        await store.put(*first)
+        await store.put(second[0], memoryview(pages), reuse)
+        before = asyncio.ensure_future(store.get(stored[0].id))  # keeps the only reader busy
+        reading = asyncio.ensure_future(store.get(second[0].id))
         await asyncio.sleep(0)
-        store.forget([block.id])
-        assert await reading == (block, block_of(size=8 * MIB)[1])
-        assert pages[0] != block_of(size=8 * MIB)[1][0] or len(pages) == 1
+        store.forget([second[0].id])
+        assert not store.has(second[0].id)
+        assert await before == stored
+        assert await reading == second
+        assert not any(pages)
 
 
 async def test_a_cancelled_reader_gets_nothing_written_into_its_pages_later(

@@ -105,6 +105,16 @@ def test_a_flip_of_every_single_bit_is_found() -> None:
             read(bytes(data))
 
 
+def test_damage_to_a_header_is_found_without_reading_the_payload() -> None:
+    good = written(block_of(size=40))
+    length = struct.unpack_from("<I", good, 4)[0]
+    for at in range(12 + length):
+        data = bytearray(good)
+        data[at] ^= 1
+        with pytest.raises(DamagedBlock):
+            read_head(io.BytesIO(data), len(data))
+
+
 def test_a_file_that_is_cut_off_anywhere_is_found() -> None:
     good = written(block_of(size=200))
     for length in range(len(good)):
