@@ -13,6 +13,7 @@ from kakeya.fleet.cards import MAX_CACHES, CacheOffer, CardFault, Offer, Offered
 from kakeya.fleet.convert import MalformedCard, from_wire, join_cards, split_cards, to_wire
 from kakeya.v1 import distributed_pb2 as pb
 from tests.fleet.nodes import NOW, make_wire, verifier
+from tests.laws import law
 
 text = st.text(max_size=40)
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -132,7 +133,7 @@ def test_a_flood_of_empty_cards_is_refused_early() -> None:
 
 
 @given(message=st.binary(max_size=400))
-@settings(max_examples=2000, deadline=None)
+@law(2000)
 def test_no_bytes_escape_the_typed_errors(message: bytes) -> None:
     try:
         wires = split_cards(message)

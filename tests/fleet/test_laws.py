@@ -1,6 +1,7 @@
 """Merges commute, associate and repeat without effect, beats, ties, skew and doubles included.
 
-RELIABILITY row 16. The cases here and in `test_registry.py` are ten thousand.
+RELIABILITY row 16. The cases here and in `test_registry.py` are ten thousand; `scripts/soak` tries
+them all.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import random
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.fleet.beats import Beats, no_beats
@@ -17,6 +18,7 @@ from kakeya.fleet.convert import from_wire
 from kakeya.fleet.registry import CapabilityRegistry
 from tests.fleet.nodes import NOW, make_registry, make_wire
 from tests.fleet.talk import Party, exchange, exchange_in_full, make_party
+from tests.laws import law
 
 WIRES = [
     make_wire(name, at=NOW + at, incarnation=incarnation, platform=platform, life=life, address=to)
@@ -76,7 +78,7 @@ def _registry(name: str = "me") -> CapabilityRegistry:
 
 
 @given(told=st.lists(tellings, max_size=14), seed=st.integers(0, 2**16))
-@settings(max_examples=3600, deadline=None)
+@law(3600)
 def test_any_order_split_and_repetition_gives_one_view(told: list[Told], seed: int) -> None:
     rng = random.Random(seed)
     straight, mixed = _registry(), _registry()
@@ -97,7 +99,7 @@ def test_any_order_split_and_repetition_gives_one_view(told: list[Told], seed: i
 
 
 @given(told=st.lists(tellings, max_size=14))
-@settings(max_examples=1400, deadline=None)
+@law(1400)
 def test_what_was_taken_once_changes_nothing_the_second_time(told: list[Told]) -> None:
     registry = _registry()
     for one in told:
@@ -112,7 +114,7 @@ def test_what_was_taken_once_changes_nothing_the_second_time(told: list[Told]) -
 
 
 @given(told=st.lists(tellings, max_size=10), later=st.lists(tellings, max_size=10))
-@settings(max_examples=700, deadline=None)
+@law(700)
 def test_a_view_only_ever_goes_forward(told: list[Told], later: list[Told]) -> None:
     registry = _registry()
     for one in told:
@@ -140,7 +142,7 @@ def parties(draw: st.DrawFn) -> list[Party]:
 
 
 @given(town=parties(), order=st.permutations([(0, 1), (1, 2), (2, 0)]), in_full=st.booleans())
-@settings(max_examples=500, deadline=None)
+@law(500)
 def test_whoever_talks_with_whom_first_all_end_with_one_view(
     town: list[Party], order: list[tuple[int, int]], in_full: bool
 ) -> None:
@@ -158,7 +160,7 @@ def test_whoever_talks_with_whom_first_all_end_with_one_view(
 @given(
     stamps=st.lists(st.sampled_from(WIRES), min_size=3, max_size=3),
 )
-@settings(max_examples=500, deadline=None)
+@law(500)
 def test_the_order_of_cards_is_total(stamps: list[bytes]) -> None:
     one, two, three = (from_wire(wire) for wire in stamps)
     assert one.is_newer_than(two) + two.is_newer_than(one) == (one != two)

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
@@ -14,6 +14,7 @@ from kakeya.fleet.cards import CardFault, Offer
 from kakeya.fleet.registry import REMEMBER_S, CapabilityRegistry
 from kakeya.v1 import distributed_pb2 as pb
 from tests.fleet.nodes import NOW, at, make_registry, make_wire, verifier
+from tests.laws import law
 
 wires = st.builds(
     make_wire,
@@ -34,7 +35,7 @@ def _view(registry: CapabilityRegistry) -> list[bytes]:
 
 
 @given(batch=st.lists(wires, max_size=25), seed=st.integers(0, 2**16))
-@settings(max_examples=2500, deadline=None)
+@law(2500)
 def test_merges_commute_associate_and_repeat_without_effect(batch: list[bytes], seed: int) -> None:
     """RELIABILITY row 16: any order, split and repetition, ties included, gives one view."""
     straight = make_registry()
@@ -52,7 +53,7 @@ def test_merges_commute_associate_and_repeat_without_effect(batch: list[bytes], 
 
 
 @given(batch=st.lists(wires, max_size=25))
-@settings(max_examples=500, deadline=None)
+@law(500)
 def test_views_hold_valid_cards_only_and_the_own_card_first(batch: list[bytes]) -> None:
     registry = make_registry()
     own = registry.own.wire
@@ -64,7 +65,7 @@ def test_views_hold_valid_cards_only_and_the_own_card_first(batch: list[bytes]) 
 
 
 @given(left=st.lists(wires, max_size=12), middle=st.lists(wires, max_size=12), last=st.lists(wires))
-@settings(max_examples=300, deadline=None)
+@law(300)
 def test_replicas_that_exchange_views_agree(
     left: list[bytes], middle: list[bytes], last: list[bytes]
 ) -> None:

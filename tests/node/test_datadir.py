@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import ConfigError, Conflict
@@ -29,6 +29,7 @@ from kakeya.node.datadir import (
     find_running,
 )
 from kakeya.node.state import DamagedState, NodeState, decode_state, encode_state, next_state
+from tests.laws import law
 
 PEERS = (Sighting(NodeId("mini-2"), "192.168.1.2:50051", 1.7e9),)
 GOOD = NodeState(
@@ -131,7 +132,7 @@ def test_a_state_cut_at_any_byte_is_damaged() -> None:
 
 
 @given(st.integers(0, len(encode_state(GOOD)) * 8 - 1))
-@settings(max_examples=1000, deadline=None)
+@law(1000)
 def test_a_state_with_a_flipped_bit_is_damaged_or_the_same(bit: int) -> None:
     data = bytearray(encode_state(GOOD))
     data[bit // 8] ^= 1 << bit % 8
@@ -140,7 +141,7 @@ def test_a_state_with_a_flipped_bit_is_damaged_or_the_same(bit: int) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
+@law(200)
 def test_any_bytes_as_state_file_never_stop_a_start(junk: bytes) -> None:
     with tempfile.TemporaryDirectory() as name, DataDir(Path(name)) as home:
         (home.folder / STATE).write_bytes(junk)

@@ -1,0 +1,23 @@
+"""How many cases a law is tried with: all of them by scripts/soak, a part before each commit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+_PART = 6
+_TRIES_ALL = os.environ.get("KAKEYA_ALL_CASES") == "1"
+
+
+def law(cases: int) -> Callable[[Any], Any]:
+    """Mark a property that takes so many cases to be sure of: `@given(...)`, then `@law(3600)`."""
+
+    def mark(test: Any) -> Any:
+        tried = cases if _TRIES_ALL else cases // _PART
+        return pytest.mark.law(settings(max_examples=tried, deadline=None)(test))
+
+    return mark
