@@ -202,6 +202,8 @@ class Scheduler:
         except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
             self._abandon(row, _as_kakeya_error(failure))
             return
+        # Of one that was parked, the time since its last step measures nothing.
+        row.run.resumed(None)
         self._room.enter(row, job, row.length)
         self._line.charge(row)
         row.is_prefilling = row.prompt_left > 0 or job.max_tokens == 0

@@ -60,6 +60,32 @@ def test_an_answer_that_may_become_long_sets_aside_what_most_take() -> None:
     assert room.lent_bytes == 256 + AHEAD_TOKENS + BLOCK
 
 
+def test_what_is_parked_counts_with_what_it_holds_until_it_goes() -> None:
+    room, slots = make(8)
+    room.enter("a", job(300, 2000))
+    assert room.held_bytes("a") == 4 * BLOCK
+    room.park("a", 300)
+    assert (room.lent_bytes, room.parked_bytes) == (0, 2 * BLOCK)
+    assert room.lacks("b", job(1300, 600)) == 2 * BLOCK
+    assert room.lacks("a", job(300, 2000), 300) <= 0
+    slots.keep("idle", [1] * 7 * BLOCK, kept(7 * BLOCK))
+    room.enter("b", job(1000, 500))
+    assert not slots.bytes_by_key()
+    room.leave("a")
+    assert room.parked_bytes == 0
+
+
+def test_who_comes_back_gets_room_for_what_it_has_come_to() -> None:
+    room, _ = make(12)
+    room.enter("a", job(300, 2000))
+    assert room.grown("a", 1500)
+    room.park("a", 1500)
+    assert room.parked_bytes == 6 * BLOCK
+    room.enter("a", job(300, 2000), 1500)
+    assert room.lent_bytes == 1500 // BLOCK * BLOCK + BLOCK + AHEAD_TOKENS
+    assert room.parked_bytes == 0
+
+
 def test_kept_kv_goes_for_running_kv_oldest_first() -> None:
     room, slots = make(4)
     for key in ("old", "new"):

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import DeadlineExceeded, MemoryRefused
 from kakeya.core.units import KV_BLOCK_TOKENS
+from kakeya.decoding.controller import DraftController
+from kakeya.engine.job import SourceSpec
 from kakeya.engine.policy import PATIENCE_S, ROUND_S
 from tests.engine.virtual_rig import CHUNK_S, STEP_S, TOKEN_S, VirtualRig, expected
 
@@ -176,6 +178,36 @@ def test_prefill_only_leaves_its_kv_and_no_token() -> None:
     assert warmed.done is not None
     assert not warmed.tokens
     assert rig.slots.kept_tokens("k") == 299
+
+
+class Eager(DraftController):
+    """Verifies every draft whole, and notes what each forward is said to have taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, float]] = []
+
+    def rows(self, draft, *, wait_s=0.0):
+        return len(draft.tokens)
+
+    def observe_forward(self, rows, seconds):
+        self.seen.append((rows, seconds))
+
+
+def test_a_block_is_not_charged_with_the_work_of_others() -> None:
+    controller = Eager()
+    rig = VirtualRig(controller=controller)
+    ngram = (SourceSpec(kind="ngram"),)
+    told = [
+        rig.submit(0.4 * at, token_ids=prompt(200, at), max_tokens=200, sources=ngram)
+        for at in range(4)
+    ]
+    plain = [rig.submit(token_ids=prompt(5, 50 + at), max_tokens=300) for at in range(2)]
+    rig.run()
+    assert sum(rows > 1 for rows, _ in controller.seen) > 50
+    assert all(seconds == pytest.approx(STEP_S) for _, seconds in controller.seen)
+    for one in (*told, *plain):
+        assert one.tokens == expected(one.job.token_ids, one.job.max_tokens)
 
 
 JOBS = st.lists(

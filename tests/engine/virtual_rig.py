@@ -127,14 +127,21 @@ class Told:
 class VirtualRig:
     """`check` is called before each forward."""
 
-    def __init__(self, *, places: int = 8, kv_bytes: int = 1 << 30, **facts: object) -> None:
+    def __init__(
+        self,
+        *,
+        places: int = 8,
+        kv_bytes: int = 1 << 30,
+        controller: DraftController | None = None,
+        **facts: object,
+    ) -> None:
         self.now_s = 0.0
         self.check: Callable[[], None] = lambda: None
         self.model = HashModel(self, **facts)
         self.slots = KvSlots(kv_bytes)
         tools = SequenceTools(
             slots=self.slots,
-            controller=DraftController(),
+            controller=controller or DraftController(),
             books=RemoteBooks(),
             violations=Violations(),
             max_draft_rows=8,
@@ -142,6 +149,7 @@ class VirtualRig:
         )
         self.scheduler = Scheduler(self.model, tools, max_running=places)
         self._open: list[Told] = []
+        self._is_running = False
         self._due: list[tuple[float, Callable[[], None]]] = []
 
     def at(self, at_s: float, act: Callable[[], None]) -> None:
@@ -167,14 +175,12 @@ class VirtualRig:
         self.at(at_s, act)
 
     def run(self) -> None:
-        """Until all have ended. While there is nothing to compute, what is due next comes at once.
-
-        Where all that is left waits for time to pass, it does so between two looks.
-        """
+        """Until all have ended; with nothing to compute, what is due next comes at once."""
         while True:
-            if self._open:
+            while self._open:
+                self._is_running = True
                 self.scheduler.run()
-            assert not self._open
+                self._is_running = False
             if not self._due:
                 return
             self.now_s = max(self.now_s, min(at_s for at_s, _ in self._due))
@@ -221,5 +227,5 @@ class VirtualRig:
 
     def _close(self, told: Told) -> None:
         self._open.remove(told)
-        if not self._open:
+        if not self._open and self._is_running:
             self.scheduler.stop()

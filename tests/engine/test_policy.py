@@ -1,0 +1,289 @@
+"""Laws of who goes next: shares, urgency, age, and who makes place for whom."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kakeya.engine.policy import (
+    AGED_S,
+    EQUAL_TOKENS,
+    FLOOR_TURNS,
+    HELD_S,
+    INPUT_WEIGHT,
+    OUTPUT_WEIGHT,
+    PATIENCE_S,
+    ROUND_S,
+    Account,
+    Claim,
+    FairShares,
+    first,
+    first_token_s,
+    is_chunk_due,
+    makes_place,
+    next_chunk,
+    next_place,
+    weakest,
+)
+
+
+def claim(
+    number: int = 0,
+    *,
+    client: str = "a",
+    priority: int = 1,
+    used: int = 0,
+    arrived_s: float = 0.0,
+    work_s: float = 0.0,
+) -> Claim:
+    account = Account(client, priority, used)
+    return Claim(account=account, number=number, arrived_s=arrived_s, work_s=work_s)
+
+
+def test_the_order_is_class_then_share_then_work_then_arrival() -> None:
+    urgent = claim(9, priority=0, used=10 * EQUAL_TOKENS, work_s=9.0)
+    poor = claim(8, used=0, work_s=8.0)
+    short = claim(7, used=EQUAL_TOKENS, work_s=0.1)
+    shorter_and_rich = claim(6, used=EQUAL_TOKENS + 1, work_s=0.01)
+    late = claim(11, used=EQUAL_TOKENS, work_s=0.1)
+    line = [late, shorter_and_rich, poor, short, urgent]
+    order = []
+    while line:
+        order.append(first(line))
+        line.remove(order[-1])
+    assert order == [urgent, short, late, poor, shorter_and_rich]
+
+
+def test_a_short_prompt_goes_after_a_long_one_that_waited_for_its_own_work() -> None:
+    long = claim(1, arrived_s=0.0, work_s=4.0)
+    assert first([long, claim(2, arrived_s=3.8, work_s=0.1)]).number == 2
+    assert first([long, claim(3, arrived_s=3.95, work_s=0.1)]).number == 1
+
+
+def test_a_client_that_comes_back_is_lifted_to_those_that_are_there() -> None:
+    shares = FairShares()
+    busy, idle = shares.arrive("busy", 1), shares.arrive("idle", 1)
+    shares.begin(busy)
+    shares.leave(idle, was_running=False)
+    busy.used += 5000
+    shares.arrive("busy", 1)
+    assert shares.arrive("idle", 1).used == 5000
+    assert shares.arrive("new", 1).used == 5000
+
+
+def test_who_used_much_stays_behind_while_somebody_is_there_and_no_longer() -> None:
+    shares = FairShares()
+    other, much = shares.arrive("other", 1), shares.arrive("much", 1)
+    much.used = 9000
+    shares.leave(much, was_running=False)
+    back = shares.arrive("much", 1)
+    assert back.used == 9000
+    shares.leave(other, was_running=False)
+    shares.leave(back, was_running=False)
+    assert shares.arrive("much", 1).used == 0
+
+
+def test_classes_do_not_pay_for_each_other() -> None:
+    shares = FairShares()
+    shares.arrive("a", 2).used = 9000
+    assert shares.arrive("a", 1).used == 0
+    assert shares.arrive("a", 77).priority == 3
+    assert shares.arrive("a", -1).priority == 0
+
+
+def test_clients_that_left_are_not_remembered_for_ever() -> None:
+    shares = FairShares()
+    shares.arrive("there", 1)
+    for at in range(5000):
+        shares.leave(shares.arrive(str(at), 1), was_running=False)
+    assert len(shares._accounts) < 1500
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 500)), min_size=1, max_size=5)
+
+
+@settings(deadline=None, max_examples=25)
+@given(clients=st.lists(SIZES, min_size=2, max_size=4), places=st.integers(1, 8))
+def test_clients_that_always_want_more_use_about_the_same(clients, places):
+    """No two differ by more than what counts as equal, and what may run at a time."""
+    shares = FairShares()
+    names = [chr(97 + at) for at in range(len(clients))]
+    todo = dict(zip(names, clients, strict=True))
+    cost = {
+        name: max(INPUT_WEIGHT * taken + OUTPUT_WEIGHT * made for taken, made in sizes)
+        for name, sizes in todo.items()
+    }
+    made = 0
+
+    def arrive(name: str) -> Claim:
+        nonlocal made
+        made += 1
+        return Claim(account=shares.arrive(name, 1), number=made, arrived_s=0.0)
+
+    line = [arrive(name) for name in names for _ in range(2)]
+    running: deque[tuple[Claim, int]] = deque()
+    for _ in range(100):
+        if len(running) == places:
+            done, output = running.popleft()
+            done.account.used += OUTPUT_WEIGHT * output
+            shares.leave(done.account, was_running=True)
+        chosen = first(line)
+        name = chosen.account.client
+        line.remove(chosen)
+        shares.begin(chosen.account)
+        line.append(arrive(name))
+        taken, output = todo[name][chosen.number % len(todo[name])]
+        chosen.account.used += INPUT_WEIGHT * taken
+        running.append((chosen, output))
+        used = {one.account.client: one.account.used for one in line}
+        most = max(names, key=lambda one: used[one])
+        gap = used[most] - min(used.values())
+        assert gap <= EQUAL_TOKENS + places * cost[most]
+
+
+@settings(deadline=None)
+@given(
+    rivals=st.lists(st.tuples(st.integers(0, 3), st.floats(0, 5)), min_size=1, max_size=6),
+    before=st.lists(st.integers(0, 3), max_size=4),
+    priority=st.integers(0, 3),
+    used=st.integers(0, 10**9),
+)
+def test_nobody_starves_for_a_place(rivals, before, priority, used):
+    """However urgent, poor and short those are that come without end."""
+    older = [claim(at, client=f"o{at}", priority=one) for at, one in enumerate(before)]
+    mine = claim(50, client="me", priority=priority, used=used, work_s=1e6)
+    line, now_s = [*older, mine], AGED_S
+    for turn in range(FLOOR_TURNS * (len(older) + 1)):
+        while len(line) < len(older) + 1 + len(rivals):
+            urgency, work_s = rivals[len(line) % len(rivals)]
+            number = 100 + turn * 10 + len(line)
+            line.append(claim(number, client="r", priority=urgency, arrived_s=now_s, work_s=work_s))
+        chosen = next_place(line, turn, now_s, lambda one: True)
+        line.remove(chosen)
+        now_s += 0.01
+        if chosen is mine:
+            return
+    raise AssertionError("starved")
+
+
+def test_who_needs_more_room_than_there_is_holds_the_line_only_after_a_long_wait() -> None:
+    large = claim(1, priority=2)
+    small = claim(2, priority=1, arrived_s=AGED_S)
+    turn = FLOOR_TURNS - 1
+
+    def fits(one: Claim) -> bool:
+        return one is small
+
+    assert next_place([large, small], turn, AGED_S, fits) is small
+    assert next_place([large, small], turn, HELD_S, fits) is large
+    assert next_place([large, small], turn, AGED_S, lambda one: True) is large
+    assert next_place([large, small], turn + 1, HELD_S, fits) is small
+
+
+@given(
+    rivals=st.lists(st.tuples(st.integers(0, 3), st.floats(0, 5)), min_size=1, max_size=7),
+    priority=st.integers(0, 3),
+)
+def test_nobody_starves_for_a_chunk(rivals, priority):
+    """Each gets one in FLOOR_TURNS times as many chunks as there are prompts."""
+    others = [
+        claim(at, client="r", priority=one, work_s=work_s)
+        for at, (one, work_s) in enumerate(rivals)
+    ]
+    mine = claim(99, client="me", priority=priority, used=10**9, work_s=1e6)
+    for turn in range(FLOOR_TURNS * (len(others) + 1)):
+        chosen = next_chunk([*others, mine], turn)
+        chosen.served = turn + 1
+        if chosen is mine:
+            return
+    raise AssertionError("starved")
+
+
+CLAIMS = st.lists(
+    st.builds(
+        lambda number, client, priority: claim(number, client=client, priority=priority),
+        st.integers(0, 99),
+        st.sampled_from("abc"),
+        st.integers(0, 3),
+    ),
+    max_size=8,
+    unique_by=lambda one: one.number,
+)
+
+
+@given(
+    running=CLAIMS,
+    mine=st.builds(
+        lambda p, c: claim(200, client=c, priority=p), st.integers(0, 3), st.sampled_from("abcd")
+    ),
+    now_s=st.floats(0, 2 * PATIENCE_S),
+)
+def test_place_is_made_by_the_less_urgent_or_by_who_has_several_for_who_has_none(
+    running, mine, now_s
+):
+    victims = makes_place(mine, running, now_s)
+    below = [one for one in running if one.priority > mine.priority]
+    if below:
+        assert sorted(victims, key=lambda one: one.number) == sorted(
+            below, key=lambda one: one.number
+        )
+        assert victims[0] is weakest(below)
+    elif victims:
+        (victim,) = victims
+        owner = victim.account.client
+        assert victim.priority == mine.priority
+        assert now_s >= PATIENCE_S
+        assert mine.account.client not in {one.account.client for one in running}
+        # Its client still runs another one: it will not ask for a place back.
+        assert sum(one.account.client == owner for one in running) >= 2
+
+
+def test_the_weakest_is_the_youngest_of_the_least_urgent() -> None:
+    running = [claim(1, priority=2), claim(2, priority=2), claim(3, priority=1)]
+    assert weakest(running).number == 2
+
+
+@given(chunks=st.lists(st.floats(1e-4, 0.3), min_size=1, max_size=200), is_mute=st.booleans())
+def test_between_two_steps_is_one_chunk_or_what_fits_the_budget(chunks, is_mute):
+    spent_s, done = 0.0, 0
+    for next_s in chunks:
+        if not is_chunk_due(done, spent_s, next_s, somebody_is_mute=is_mute):
+            break
+        spent_s, done = spent_s + next_s, done + 1
+    assert done <= 1 or spent_s <= ROUND_S
+    if is_mute:
+        assert spent_s <= ROUND_S
+    else:
+        assert done >= 1
+
+
+@given(
+    works=st.lists(st.floats(0, 10), max_size=6),
+    free=st.integers(-3, 3),
+    every_s=st.floats(0, 5),
+    stretch=st.floats(1, 3),
+)
+def test_a_first_token_is_expected_after_its_own_prompt_and_later_behind_more(
+    works, free, every_s, stretch
+):
+    mine = claim(50, arrived_s=0.0, work_s=2.0)
+    others = [claim(at, work_s=work_s) for at, work_s in enumerate(works)]
+
+    def estimate(count: int) -> float:
+        return first_token_s(
+            mine, others[:count], [], free_places=free, place_every_s=every_s, stretch=stretch
+        )
+
+    assert estimate(0) >= 2.0 * stretch
+    for count in range(len(others)):
+        assert estimate(count) <= estimate(count + 1)
+
+
+def test_what_goes_after_it_does_not_delay_it() -> None:
+    mine = claim(1, work_s=1.0)
+    behind = [claim(2, work_s=1.5), claim(3, priority=2, work_s=0.1)]
+    expected_s = first_token_s(mine, behind, behind, free_places=1, place_every_s=1.0, stretch=1.0)
+    assert expected_s == pytest.approx(1.0)
