@@ -34,7 +34,7 @@ from kakeya.node.precache_view import Json, describe_precache, precache_metrics
 from kakeya.node.resident_model import ResidentModel
 from kakeya.precache.keys import SYSTEM_PREFIX, derive_slot_id, resolve_key, sanitise
 from kakeya.precache.prewarm import Prewarmer
-from kakeya.precache.retention import Retention
+from kakeya.precache.retention import BlockClass, Retention
 from kakeya.precache.slots import Conversation, ConversationRegistry, auto_parallel, slot_key
 from kakeya.precache.warming import Kind, Prefix, Report, TokenSource, WarmSource
 from kakeya.runtime.generation import ModelDirectory, ModelFacts, ModelState
@@ -123,8 +123,9 @@ class NodePrecache:
         if claim.use.keys.conversation_id:
             self.kv_key(claim)
         prefix = self._prefix(claim, tokens)
-        is_kept = prefix.is_kept or is_pinned
-        return await self._prewarmer.ask(replace(prefix, is_kept=is_kept, is_pinned=is_pinned))
+        if is_pinned:
+            prefix = replace(prefix, is_kept=True, is_pinned=True, block_class=BlockClass.SYSTEM)
+        return await self._prewarmer.ask(prefix)
 
     # What the node tells.
 
@@ -146,6 +147,7 @@ class NodePrecache:
                     key=f"{SYSTEM_PREFIX}/{index}",
                     model_id=named,
                     tokens=functools.partial(self._declared_tokens, prompt),
+                    block_class=BlockClass.SYSTEM,
                     is_kept=True,
                 )
                 self._prewarmer.submit(prefix, Kind.KEPT)

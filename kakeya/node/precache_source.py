@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kakeya.core.errors import Denied, InvariantBroken, NotFound
 from kakeya.node.adapter_store import AdapterRecord
-from kakeya.precache.retention import Retention
+from kakeya.precache.retention import BlockClass, Retention
 from kakeya.precache.warming import Outcome, Prefix, Report, Tokens, Warmed
 from kakeya.runtime.generation import (
     DecodeRequest,
@@ -38,6 +38,7 @@ class KeptPrefixes(Protocol):
         token_ids: Sequence[int],
         retention: Retention,
         *,
+        block_class: BlockClass,
         is_pinned: bool = False,
     ) -> int:
         """Refresh what is there of a prefix; how many tokens from its beginning."""
@@ -95,7 +96,12 @@ class ModelSource:
         """Refresh what is there of a prefix."""
         base, adapter_id = self._names(prefix)
         return self._prefixes.keep(
-            base, adapter_id, tokens, prefix.retention, is_pinned=prefix.is_pinned
+            base,
+            adapter_id,
+            tokens,
+            prefix.retention,
+            block_class=prefix.block_class,
+            is_pinned=prefix.is_pinned,
         )
 
     def has_room(self, prefix: Prefix, tokens: int) -> bool:

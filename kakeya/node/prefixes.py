@@ -185,6 +185,7 @@ class NodePrefixes:
         token_ids: Sequence[int],
         retention: Retention,
         *,
+        block_class: BlockClass = BlockClass.SPECULATIVE,
         is_pinned: bool = False,
     ) -> int:
         """Refresh what is in pages of a prefix, for at least this long; how many tokens that is.
@@ -198,7 +199,6 @@ class NodePrefixes:
         pieces = pieces_of(naming.chain, token_ids)
         found = usable_of(shelf, pieces, naming)
         ids = [node.id for node, _ in found]
-        block_class = BlockClass.SYSTEM if is_pinned else BlockClass.SPECULATIVE
         self.pages.touch(shelf, ids, block_class=block_class, retention=retention)
         if is_pinned and pieces:
             self._pin(shelf, pieces[-1].id, ids)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Protocol
 
-from kakeya.precache.retention import Retention
+from kakeya.precache.retention import BlockClass, Retention
 
 Tokens = Sequence[int]
 TokenSource = Callable[[], Awaitable[Tokens]]
@@ -44,7 +44,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """A prefix to be warm.
+    """A prefix to be warm. Its `block_class` weighs it against others where room is short.
 
     `is_kept`: it is looked after until it is forgotten; `is_pinned`: nothing may take its place
     either. `client` is who asks, for adapters that belong to somebody.
@@ -54,6 +54,7 @@ class Prefix:
     model_id: str
     tokens: TokenSource
     retention: Retention = Retention.SHORT
+    block_class: BlockClass = BlockClass.USER
     is_kept: bool = False
     is_pinned: bool = False
     client: str = ""

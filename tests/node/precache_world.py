@@ -20,7 +20,7 @@ from kakeya.node.declared_prompts import DeclaredPrompt
 from kakeya.node.precache import NodePrecache
 from kakeya.node.precache_source import ModelSource
 from kakeya.precache.keys import CacheKeys
-from kakeya.precache.retention import Retention
+from kakeya.precache.retention import BlockClass, Retention
 from kakeya.runtime.generation import (
     DecodeRequest,
     Done,
@@ -48,7 +48,7 @@ class Pages:
     room_tokens: int = 1 << 30
     kept: dict[tuple[str, str, tuple[int, ...]], Retention] = field(default_factory=dict)
     pinned: set[tuple[str, str, tuple[int, ...]]] = field(default_factory=set)
-    looks: int = 0
+    classes: list[BlockClass] = field(default_factory=list)
 
     def add(self, model_id: str, adapter_id: str, tokens: Sequence[int]) -> None:
         for end in [*range(BLOCK, len(tokens) + 1, BLOCK), len(tokens)]:
@@ -63,11 +63,13 @@ class Pages:
             length += BLOCK
         return min(length, len(due))
 
-    def keep(self, model_id, adapter_id, token_ids, retention, *, is_pinned=False) -> int:
-        self.looks += 1
+    def keep(
+        self, model_id, adapter_id, token_ids, retention, *, block_class, is_pinned=False
+    ) -> int:
         found = self.find(model_id, adapter_id, token_ids)
         if found:
             self.kept[model_id, adapter_id, tuple(token_ids)[:found]] = retention
+            self.classes.append(block_class)
         if is_pinned:
             self.pinned.add((model_id, adapter_id, tuple(token_ids)))
         return found

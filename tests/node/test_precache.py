@@ -15,7 +15,7 @@ from kakeya.memory.events import MemoryPressure
 from kakeya.memory.policy import Level
 from kakeya.node.declared_prompts import DeclaredPrompt
 from kakeya.precache.keys import CacheKeys
-from kakeya.precache.retention import Retention
+from kakeya.precache.retention import BlockClass, Retention
 from kakeya.precache.warming import Outcome
 from kakeya.runtime.generation import ModelState, Priority
 from kakeya.runtime.precache import CacheUse
@@ -180,6 +180,7 @@ async def test_what_is_warmed_is_speculative_and_touches_no_slot():
         assert (request.max_tokens, request.kv_key) == (0, "")
         assert request.priority is Priority.SPECULATIVE
         assert w.model.slots == slots
+        assert set(w.pages.classes) == {BlockClass.USER}
 
 
 async def test_keep_alive_looks_after_conversations_and_takes_nothing_from_others():
@@ -301,6 +302,7 @@ async def test_declared_prompts_are_warm_after_each_load(folder, tmp_path):
         assert "You are strict." in said()[1]
         assert w.precache.status()["kept"] == 1
         assert w.precache.status()["conversations"] == 0
+        assert set(w.pages.classes) == {BlockClass.SYSTEM}
 
 
 async def test_a_declared_prompt_ends_where_the_user_begins(folder):
