@@ -17,6 +17,7 @@ Nothing here keeps a second name of a live buffer: an append would then copy all
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -236,8 +237,7 @@ def _bits(held: Sequence[mx.array]) -> Iterator[_Bits]:
 def _view(block: KvView, offset: int, shape: tuple[int, ...], dtype: mx.Dtype) -> _Bits:
     """View a part of a block as unsigned integers, without a copy."""
     kind = np.dtype(f"<u{dtype.size}")
-    count = int(np.prod(shape, dtype=np.int64))
-    return np.frombuffer(block.data, kind, count, offset).reshape(shape)
+    return np.frombuffer(block.data, kind, math.prod(shape), offset).reshape(shape)
 
 
 def _raw(part: Rows) -> mx.Dtype:
