@@ -1,4 +1,4 @@
-"""How many cases a law is tried with: all of them by scripts/soak, a part before each commit."""
+"""How much a law is tried: all cases and seeds by scripts/soak, a part before each commit."""
 
 from __future__ import annotations
 
@@ -21,3 +21,9 @@ def law(cases: int) -> Callable[[Any], Any]:
         return pytest.mark.law(settings(max_examples=tried, deadline=None)(test))
 
     return mark
+
+
+def seeds(count: int, *, first: int) -> list[Any]:
+    """Parameters 0 to count - 1; those after the first so many are slow."""
+    later = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(first, count))
+    return [*range(first), *later]

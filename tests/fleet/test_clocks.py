@@ -12,9 +12,10 @@ from kakeya.fleet.cards import DEFAULT_TTL_S, Card, CardFault
 from kakeya.fleet.skew import Skews
 from tests.fleet.nodes import NOW, make_wire
 from tests.fleet.talk import INTERVAL_S, Party, Town, ToyTrust, exchange, make_party
+from tests.laws import seeds
 
 SKEWS_S = (1.0, -1.0, 30.0, -30.0, 119.0, -119.0, 3600.0, -3600.0)
-SEEDS = [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))]
+SEEDS = seeds(20, first=5)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
