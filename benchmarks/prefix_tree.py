@@ -20,7 +20,7 @@ from kakeya.core.units import MIB, pack_ids
 from kakeya.precache.block_node import BlockFacts
 from kakeya.precache.blocks import BlockChain
 from kakeya.precache.filter import Filter
-from kakeya.precache.retention import BlockClass
+from kakeya.precache.retention import BlockClass, Retention
 from kakeya.precache.tree import PrefixTree
 
 TOKENS, BLOCKS, SHARED, OWN, SYSTEMS = 256, 10_000, 40, 10, 2
@@ -59,6 +59,7 @@ class Kept:
                 nbytes=9 * MIB,
                 recompute_s=0.5 + index / 100,
                 block_class=BlockClass.SYSTEM if index < SHARED else BlockClass.USER,
+                retention=Retention.LONG,
             )
             for index in range(len(ids))
         ]
@@ -151,7 +152,7 @@ def main() -> None:
             "victims_100": each(lambda: kept.tree.victims(900 * MIB)),
             "insert": turn_over,
             "expired_none": each(lambda: kept.tree.expired(kept.now)),
-            "expired_all": once(lambda: kept.tree.expired(kept.now + 3600.0)),
+            "expired_all": once(lambda: kept.tree.expired(kept.now + 3700.0)),
             "filter_of_2000": once(lambda: Filter.of(some)),
         },
         repeats=REPEATS,

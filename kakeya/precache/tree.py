@@ -113,7 +113,7 @@ class PrefixTree(Generic[P]):
         unseen = [
             node
             for node in self
-            if node.in_ram and not node.pins and now - node.used_s > node.retention
+            if now - node.used_s > node.retention and node.in_ram and not node.pins
         ]
         unseen.sort(key=lambda node: node.index, reverse=True)
         found: list[Node[P]] = []

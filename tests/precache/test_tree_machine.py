@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -246,12 +247,21 @@ class Tree(RuleBasedStateMachine):
         for node in chosen:
             assert freed < nbytes, "more than was asked for"
             assert node.id not in self.pinned()
+            assert self.worth(node) == min(map(self.worth, self.leaves())), "not the least worth"
             freed += node.nbytes
             del self.ram[node.id]
             behind = {one for one in self.ram if node.id in self.path(one)}
             assert not behind, "went while what is behind it stays"
             assert self.tree.lose(node.id) == ()
         assert freed >= nbytes or not self.may_go(), f"{before} could give more than {freed}"
+
+    def worth(self, node: Node[int]) -> float:
+        return self.tree._order.worth(node)
+
+    def leaves(self) -> list[Node[int]]:
+        """What can go now: in RAM, not pinned, and nothing behind it in RAM."""
+        behind = {above for one in self.ram for above in self.path(one)[:-1]}
+        return [self.node(one) for one in self.may_go() - behind]
 
     def may_go(self) -> set[bytes]:
         held = {above for one in self.pinned() for above in self.path(one)}
@@ -406,5 +416,11 @@ class Tree(RuleBasedStateMachine):
             assert node.pins >= sum(child.pins for child in node.children if child.in_ram)
 
 
+class LongTree(Tree):
+    """The same, at length."""
+
+
 TestTree = Tree.TestCase
-TestTree.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+TestTree.settings = settings(max_examples=25, stateful_step_count=50, deadline=None)
+TestTreeAtLength = pytest.mark.slow(LongTree.TestCase)
+TestTreeAtLength.settings = settings(max_examples=1000, stateful_step_count=50, deadline=None)
