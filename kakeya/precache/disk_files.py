@@ -203,9 +203,17 @@ class BlockFolder:
                 kept[name] = problem
         return kept
 
-    def names(self) -> frozenset[str]:
-        """Every block's file there is. Raises OSError for the folder alone."""
-        return frozenset(entry.name for entry in self._entries(is_owner=False))
+    def gone(self, names: Iterable[str]) -> frozenset[str]:
+        """Which of these somebody removed; one that cannot be looked at now may be there."""
+        missing: set[str] = set()
+        for name in names:
+            try:
+                self._path(name).lstat()
+            except (FileNotFoundError, NotADirectoryError):
+                missing.add(name)
+            except OSError:
+                continue
+        return frozenset(missing)
 
     def set_aside(self, path: Path) -> None:
         """Move a damaged file to the quarantine, or remove it; harmless when neither can be."""

@@ -93,16 +93,13 @@ class Upkeep:
 
     async def find_gone(self) -> None:
         """Forget what somebody else removed."""
-        seen = tuple(self._index)
-        with contextlib.suppress(OSError):
-            names = await self._threads.write(self._folder.names)
-            gone = [
-                entry.block.id
-                for entry in seen
-                if entry.name not in names and self._has_name(entry)
-            ]
-            for block_id in gone:
-                self._index.drop(block_id)
+        seen = {entry.name: entry for entry in self._index}
+        # After every change that was asked before, so a name that is missing was not ours to move.
+        missing = await self._threads.write(partial(self._folder.gone, tuple(seen)))
+        gone = [seen[name].block.id for name in missing if self._has_name(seen[name])]
+        for block_id in gone:
+            self._index.drop(block_id)
+        if gone:
             self._lost(gone)
 
     async def look_at_quarantine(self) -> None:
