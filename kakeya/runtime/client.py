@@ -27,7 +27,9 @@ import grpc.aio
 from kakeya.core.errors import PeerProtocol, PeerUnavailable
 from kakeya.precache.retention import Retention
 from kakeya.precache.warming import Outcome, Report, Warmed
+from kakeya.runtime.generation import Priority
 from kakeya.runtime.precache import CONVERSATION
+from kakeya.runtime.share import PRIORITY
 from kakeya.v1 import precache_pb2
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1.precache_pb2_grpc import PrecacheServiceStub
@@ -237,6 +239,7 @@ class ClientSession:
         seed: int | None = None,
         draft_policy: str = "",
         conversation_id: str = "",
+        priority: Priority = Priority.NORMAL,
         timeout_s: float = 3600.0,
     ) -> AsyncGenerator[int, None]:
         """Yield token ids as they are committed; afterwards `last_done` tells how it went.
@@ -255,8 +258,10 @@ class ClientSession:
             draft_policy=draft_policy,
         )
         dropped = 0
-        metadata = ((CONVERSATION, conversation_id),) if conversation_id else ()
-        call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
+        metadata = [(PRIORITY, priority.name.lower())]
+        if conversation_id:
+            metadata.append((CONVERSATION, conversation_id))
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=tuple(metadata))
         try:
             async for response in call:
                 match response.WhichOneof("payload"):

@@ -34,6 +34,7 @@ from kakeya.runtime.generation import (
 from kakeya.runtime.parameters import read_parameters
 from kakeya.runtime.precache import Claim, NoPrecache, Precache, read_metadata
 from kakeya.runtime.session import Session
+from kakeya.runtime.share import peer_host, read_priority
 from kakeya.runtime.store import SessionCounts, SessionStore
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceServicer
@@ -223,6 +224,7 @@ class RuntimeService(RuntimeServiceServicer):
         with self._store.operation(request.session_id, "Generate") as session:
             parameters = read_parameters(request, session, self._rng)
             sources = self._drafts.sources(session.facts, request.draft_policy)
+            priority = read_priority(context.invocation_metadata() or ())
             claim = _claim(session, context)
             # A conversation keeps its KV though it opens a session for each turn.
             session.kv_key = self._precache.kv_key(claim) or session.session_id
@@ -235,7 +237,8 @@ class RuntimeService(RuntimeServiceServicer):
                 draft_sources=sources,
                 kv_key=session.kv_key,
                 deadline_s=context.time_remaining(),
-                client=claim.client,
+                client=claim.client or peer_host(context.peer()),
+                priority=priority,
             )
             try:
                 done, committed = await self._stream(session, asked, context)

@@ -50,6 +50,7 @@ from kakeya.serving.openai import (
 from kakeya.serving.prefix_text import encode_prefix
 from kakeya.serving.prompt import chat_ids, check_prompt, most_prompt_tokens, raw_ids
 from kakeya.serving.prompt_bound import TooManyTokens
+from kakeya.serving.share_params import share_of
 from kakeya.serving.stream import (
     DONE,
     ChunkWriter,
@@ -147,7 +148,7 @@ class Generations:
             self._metrics.running.set(self._running)
 
     async def prepare(
-        self, dialect: Dialect, asked: Request, model: ServedModel, client: str
+        self, dialect: Dialect, asked: Request, model: ServedModel, scope: Scope
     ) -> Job:
         """Wait for the model, write the prompt in ids, check what only the model can tell."""
         began_mono = self._clock.mono()
@@ -157,6 +158,7 @@ class Generations:
         text = await self._texts.get(facts.model_path)
         token_ids = await _prompt_ids(asked, text, facts)
         params = asked.params
+        client = client_of(scope)
         claim = Claim(model_id=model.model_id, facts=facts, client=client, use=params.cache)
         stop_token_ids = text.stop_token_ids | frozenset(facts.eos_token_ids)
         request = DecodeRequest(
@@ -169,7 +171,8 @@ class Generations:
             if deadline_s is None
             else max(0.0, deadline_s - (self._clock.mono() - began_mono)),
             kv_key=self._precache.kv_key(claim),
-            client=client,
+            client=share_of(client, params.user, scope),
+            priority=params.priority,
         )
         detokenizer = text.detokenizer()
         return Job(
@@ -271,12 +274,11 @@ class GenerationRoute:
         generations = self._generations
         body = await read_body(scope, receive, generations.limits)
         asked = self._parse(parse_json(body))
-        caller = client_of(scope)
-        model = generations.find(asked.params.model, caller)
+        model = generations.find(asked.params.model, client_of(scope))
         is_stream = asked.params.stream
         with generations.admitted():
             async with generations.connection(receive, send, is_stream=is_stream) as client:
-                prepared = generations.prepare(self._dialect, asked, model, caller)
+                prepared = generations.prepare(self._dialect, asked, model, scope)
                 if is_stream:
                     await self._stream(prepared, client)
                 else:

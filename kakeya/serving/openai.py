@@ -5,7 +5,8 @@ the parameter. Nothing is ignored in silence.
                   seed, stop, stream, stream_options.include_usage
     extensions    top_k; draft_policy ("auto", "off", "ngram", "peer", MODEL@HOST:PORT);
                   deadline_s: how long the caller waits until its model is in memory;
-                  conversation_id, prompt_cache_key, prompt_cache_retention: see `cache_params`
+                  conversation_id, prompt_cache_key, prompt_cache_retention: see `cache_params`;
+                  priority, service_tier, user, safety_identifier: see `share_params`
     accepted      a parameter that is absent, null, or has a value that changes nothing (`_NO_OPS`)
     refused       everything else: 400, code unsupported_parameter
 
@@ -19,9 +20,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kakeya.core.errors import InvalidArgument, NotFound, Unsupported
+from kakeya.runtime.generation import Priority
 from kakeya.runtime.precache import CacheUse
 from kakeya.serving.body import flag, integer, number, refuse, shown, text
 from kakeya.serving.cache_params import CACHE_PARAMS, read_cache_use
+from kakeya.serving.share_params import SHARE_PARAMS, read_priority, read_user
 from kakeya.serving.template import Message
 
 MAX_STOPS = 4
@@ -63,6 +66,8 @@ class GenerationParams:
     draft_policy: str
     deadline_s: float | None = None
     cache: CacheUse = field(default_factory=CacheUse)
+    priority: Priority = Priority.NORMAL
+    user: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +94,6 @@ def _is_number(value: float) -> Callable[[object], bool]:
     return lambda given: type(given) in (int, float) and given == value
 
 
-def _is_text(given: object) -> bool:
-    return isinstance(given, str)
-
-
 def _is_object(given: object) -> bool:
     return isinstance(given, dict)
 
@@ -110,11 +111,8 @@ _NO_OPS: Mapping[str, Callable[[object], bool]] = {
     "echo": _is(False),
     "suffix": _is(""),
     "store": _is(False),
-    # Labels: they name the caller or the request and never the output.
-    "user": _is_text,
-    "safety_identifier": _is_text,
+    # A label: it names the request and never the output.
     "metadata": _is_object,
-    "service_tier": _is("auto", "default"),
     "tools": _is([]),
     "functions": _is([]),
     "tool_choice": _is("none", "auto"),
@@ -126,6 +124,7 @@ _SHARED = frozenset(
     {"model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream"}
     | {"stream_options", "draft_policy", "deadline_s"}
     | CACHE_PARAMS
+    | SHARE_PARAMS
 )
 _MESSAGE_NO_OPS: Mapping[str, Callable[[object], bool]] = {
     "refusal": _is(""),
@@ -195,6 +194,8 @@ def _params(body: Mapping[str, object], *, default_max_tokens: int | None) -> Ge
         draft_policy=_draft_policy(body.get("draft_policy")),
         deadline_s=_deadline_s(body),
         cache=read_cache_use(body),
+        priority=read_priority(body),
+        user=read_user(body),
     )
 
 

@@ -15,7 +15,7 @@ from kakeya.precache.keys import CacheKeys
 from kakeya.precache.retention import Retention
 from kakeya.precache.warming import Outcome, Report, Warmed
 from kakeya.runtime.client import Client
-from kakeya.runtime.generation import ModelState
+from kakeya.runtime.generation import ModelState, Priority
 from kakeya.runtime.precache import (
     CACHE_KEY,
     CONVERSATION,
@@ -29,6 +29,7 @@ from kakeya.runtime.precache import (
     read_retention,
 )
 from kakeya.runtime.precache_service import PrecacheService
+from kakeya.runtime.share import PRIORITY, peer_host
 from kakeya.v1 import precache_pb2 as pb
 from kakeya.v1 import runtime_pb2
 from kakeya.v1.precache_pb2_grpc import PrecacheServiceStub, add_PrecacheServiceServicer_to_server
@@ -110,6 +111,38 @@ async def test_the_client_names_its_conversation_and_itself():
     request = node.model.requests[-1]
     assert (request.kv_key, request.client) == ("slot:3", "alice")
     assert precache.sources[0][0].client == "alice"
+
+
+async def test_who_asks_and_how_urgently_is_told_to_the_engine():
+    async with running_node() as node:
+        session = await generate(node, [1])
+        assert node.model.requests[-1].priority is Priority.NORMAL
+        assert node.model.requests[-1].client == "127.0.0.1"
+        for said, priority in (("batch", Priority.BATCH), ("0", Priority.URGENT)):
+            await generate(node, [2], [(PRIORITY, said)], session)
+            assert node.model.requests[-1].priority is priority
+        for said in ("3", "speculative", "high"):
+            with pytest.raises(grpc.aio.AioRpcError, match="0, urgent, 1, normal, 2, batch"):
+                await generate(node, [2], [(PRIORITY, said)], session)
+        async with Client(node.address, client_name="alice") as client:
+            async with await client.create_session() as own:
+                await own.append([1])
+                assert [t async for t in own.generate(1, priority=Priority.BATCH)]
+        assert node.model.requests[-1].priority is Priority.BATCH
+        assert node.model.requests[-1].client == "alice"
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [
+        ("ipv4:10.0.0.7:50312", "10.0.0.7"),
+        ("ipv6:%5B::1%5D:4711", "%5B::1%5D"),
+        ("unix:", "unix:"),
+        ("unix:/run/a.sock", "unix:/run/a.sock"),
+    ],
+)
+def test_a_caller_without_a_name_is_its_machine(peer, host):
+    assert peer_host(peer) == host
 
 
 async def test_a_retention_that_is_none_is_refused_and_the_session_stays_usable():

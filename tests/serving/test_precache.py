@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from kakeya.core.errors import InvalidArgument
 from kakeya.precache.keys import CacheKeys
 from kakeya.precache.retention import Retention
 from kakeya.precache.warming import Outcome, Report, TokenSource, Warmed
-from kakeya.runtime.generation import ModelState
+from kakeya.runtime.generation import ModelState, Priority
 from kakeya.runtime.precache import CacheUse, Claim
 from kakeya.serving.marker import Marker
+from kakeya.serving.openai import parse_chat
 from kakeya.serving.prefix_text import encode_prefix
 from kakeya.serving.template import ChatTemplate
 from kakeya.serving.text import TextModel
@@ -120,6 +122,41 @@ async def test_a_client_is_told_to_the_engine_for_its_fair_share(folder):
         )
     assert model.requests[0].client == "alice"
     assert precache.ended[0][0].client == "alice"
+
+
+@pytest.mark.parametrize(
+    ("body", "priority", "client"),
+    [
+        ({}, Priority.NORMAL, "127.0.0.1"),
+        ({"service_tier": "auto", "user": "bob"}, Priority.NORMAL, "127.0.0.1/bob"),
+        ({"service_tier": "priority"}, Priority.URGENT, "127.0.0.1"),
+        ({"service_tier": "flex", "priority": 2}, Priority.BATCH, "127.0.0.1"),
+        ({"priority": 0, "service_tier": "auto"}, Priority.URGENT, "127.0.0.1"),
+        ({"user": "b", "safety_identifier": "c"}, Priority.NORMAL, "127.0.0.1/c"),
+    ],
+)
+async def test_who_asks_and_how_urgently_is_told_to_the_engine(folder, body, priority, client):
+    model = ToyModel(folder, script=SAID)
+    async with serving(model) as served:
+        asked = {"model": "toy", "messages": HI} | body
+        assert (await served.http.post("/v1/chat/completions", json=asked)).status_code == 200
+    assert (model.requests[0].priority, model.requests[0].client) == (priority, client)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"priority": 3}, "priority"),
+        ({"priority": True}, "priority"),
+        ({"service_tier": "gold"}, "service_tier"),
+        ({"service_tier": "flex", "priority": 0}, "priority"),
+        ({"user": 7}, "user"),
+    ],
+)
+def test_an_urgency_that_cannot_be_meant_is_named(body, param):
+    with pytest.raises(InvalidArgument) as caught:
+        parse_chat({"model": "toy", "messages": HI} | body)
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize("prompt", ["hello", [5, 6, 7]])
