@@ -39,7 +39,7 @@ touches = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(touches, st.floats(30, 400), st.floats(0, 0.19))
 def test_no_prefix_outlives_its_window_unseen(given_touches, keep_alive_s, late):
     """Whoever sleeps until the next deadline, and wakes late by less than the margin, sees each

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hashlib import sha256
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.precache.keys import (
@@ -53,6 +53,7 @@ def test_without_slots_or_a_key_any_slot_will_do(parallel):
     assert derive_slot_id("", 4) == -1
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.text(min_size=1), st.integers(1, 256))
 def test_a_slot_is_the_head_of_the_keys_hash(key, parallel):
     head = int.from_bytes(sha256(key.encode("utf-8", "surrogatepass")).digest()[:4], "big")
@@ -65,6 +66,7 @@ def test_slots_are_spread_evenly():
     assert max(counts.values()) - min(counts.values()) < 80
 
 
+@settings(max_examples=60, deadline=None)
 @given(segments)
 def test_only_the_stable_run_at_the_beginning_is_hashed(run):
     stable = next((i for i, segment in enumerate(run) if not segment.stable), len(run))
@@ -74,6 +76,7 @@ def test_only_the_stable_run_at_the_beginning_is_hashed(run):
     assert digest is None or re.fullmatch("[0-9a-f]{16}", digest)
 
 
+@settings(max_examples=60, deadline=None)
 @given(segments, st.text(), st.lists(st.builds(Segment, content=st.text(), stable=st.booleans())))
 def test_a_tail_with_a_time_stamp_leaves_the_hash_alone(run, stamp, later):
     run = [segment for segment in run if segment.stable]
@@ -81,6 +84,7 @@ def test_a_tail_with_a_time_stamp_leaves_the_hash_alone(run, stamp, later):
     assert hash_stable_prefix(run + tail) == hash_stable_prefix(run)
 
 
+@settings(max_examples=60, deadline=None)
 @given(segments.map(lambda run: [s for s in run if s.stable]), st.integers(0), st.text())
 def test_another_text_gives_another_hash(run, at, content):
     if not run or run[at % len(run)].content == content:
@@ -106,12 +110,14 @@ def test_malformed_segments_fall_through_to_the_next_key(malformed):
     assert resolve_key(CacheKeys(segment_hash=digest or "", prefix_hash="p")) == "pfx:p"
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.text(), st.text())
 def test_no_two_ids_become_one(one, other):
     assert (sanitise(one) == sanitise(other)) == (one == other)
     assert (sanitise(one).lower() == sanitise(other).lower()) == (one == other)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.text())
 def test_a_sanitised_id_is_a_safe_name_and_no_plain_id_is_changed(raw):
     name = sanitise(raw)

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kakeya.core.errors import PeerUnavailable
 from kakeya.memory.policy import Level
@@ -365,3 +367,77 @@ async def test_requests_that_leave_no_time_are_no_fault(monkeypatch):
         w.source.gate = asyncio.Event()
         report = await w.prewarmer.ask(prefix("a"))
         assert report.outcome is Outcome.LATE
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.sampled_from("abcd"), st.sampled_from(list(Kind))),
+        st.tuples(st.just("press"), st.sampled_from(list(Level))),
+        st.tuples(st.just("forget"), st.sampled_from("abcd")),
+        st.tuples(st.just("lose")),
+        st.tuples(st.just("advance"), st.floats(0, 300)),
+        st.tuples(st.just("fail"), st.booleans()),
+        st.tuples(st.just("turns"), st.integers(1, 6)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(actions)
+def test_whatever_comes_one_runs_at_a_time_and_none_under_pressure(script):
+    asyncio.run(_play(script))
+
+
+async def _play(script):
+    async with world() as w:
+        at_once, most = 0, 0
+        level = Level.NOMINAL
+        compute = w.source.warm
+
+        async def warm(prefix, tokens):
+            nonlocal at_once, most
+            assert level is Level.NOMINAL
+            at_once += 1
+            most = max(most, at_once)
+            try:
+                await asyncio.sleep(0)
+                return await compute(prefix, tokens)
+            finally:
+                at_once -= 1
+
+        w.source.warm = warm
+        waiters = []
+        for name, *more in script:
+            match name:
+                case "submit" if more[1] is Kind.ASKED:
+                    waiters.append(
+                        asyncio.ensure_future(w.prewarmer.ask(prefix(more[0], range(9))))
+                    )
+                case "submit":
+                    ids = range(ord(more[0]), ord(more[0]) + 9)
+                    w.prewarmer.submit(prefix(more[0], ids, is_kept=True), more[1])
+                case "press":
+                    level = more[0]
+                    w.prewarmer.pressed(level)
+                case "forget":
+                    w.prewarmer.forget(more[0])
+                case "lose":
+                    w.source.kept.clear()
+                case "advance":
+                    w.clock.advance(more[0])
+                case "fail":
+                    w.source.fault = PeerUnavailable("gone") if more[0] else None
+                case "turns":
+                    for _ in range(more[0]):
+                        await asyncio.sleep(0)
+        level, w.source.fault = Level.NOMINAL, None
+        w.prewarmer.pressed(level)
+        for _ in range(4):
+            await w.settle()
+        assert most <= 1
+        assert all(waiter.done() for waiter in waiters)
+        stats = w.prewarmer.stats
+        assert (stats.queued, stats.running) == (0, "")
+        assert stats.kept == len(w.prewarmer._deadlines)
+        assert stats.kept_tokens == sum(len(k.tokens or ()) for k in w.prewarmer._kept.values())

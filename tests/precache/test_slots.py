@@ -32,6 +32,7 @@ def test_two_conversations_get_two_slots_and_ten_keep_theirs():
             assert registry.open(MODEL, f"c{n}", float(turn), parallel=10).slot == slot
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=16), st.text())
 def test_the_least_loaded_slot_is_taken_and_the_hash_decides_only_among_ties(loads, key):
     slot = least_loaded(loads, key)
@@ -40,6 +41,7 @@ def test_the_least_loaded_slot_is_taken_and_the_hash_decides_only_among_ties(loa
     assert slot == ties[derive_slot_id(key, len(ties))] if key else slot == ties[0]
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.text())
 def test_a_busy_slot_is_never_taken_because_no_slot_is_empty(key):
     assert least_loaded([9, 1, 1, 1], key) != 0
@@ -216,4 +218,4 @@ class Registry(RuleBasedStateMachine):
 
 
 TestRegistry = Registry.TestCase
-TestRegistry.settings = settings(max_examples=25, stateful_step_count=30)
+TestRegistry.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

@@ -14,14 +14,31 @@ from grpc_health.v1 import health_pb2
 
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.node.listeners import Listeners, NetworkLimits
-from kakeya.v1 import adapters_pb2, distributed_pb2, drafts_pb2, engine_pb2, fleet_pb2, runtime_pb2
+from kakeya.v1 import (
+    adapters_pb2,
+    distributed_pb2,
+    drafts_pb2,
+    engine_pb2,
+    fleet_pb2,
+    precache_pb2,
+    runtime_pb2,
+)
 from kakeya.wire.admission import CallerLimits
 from kakeya.wire.authorization import current_caller
 from kakeya.wire.channels import Keepalive
 from kakeya.wire.security import Caller, CertRole, TlsMaterial
 from tests.wire.certificates import Fleet
 
-FILES = (adapters_pb2, distributed_pb2, drafts_pb2, engine_pb2, fleet_pb2, runtime_pb2, health_pb2)
+FILES = (
+    adapters_pb2,
+    distributed_pb2,
+    drafts_pb2,
+    engine_pb2,
+    fleet_pb2,
+    precache_pb2,
+    runtime_pb2,
+    health_pb2,
+)
 ANY_PORT = "127.0.0.1:0"
 
 
