@@ -154,7 +154,7 @@ class PrefixTree(Generic[P]):
             return Insertion(taken=False)
         node = self._nodes.get(ids[index])
         _check_same(node, parent, facts)
-        if (node is not None and node.in_ram) or self._is_covered(parent, ids[index], facts):
+        if (node is not None and node.in_ram) or self._is_covered(parent, facts):
             return Insertion(taken=False)
         node = node or self._add(ids[index], parent, facts)
         self._learn(node, facts, now)
@@ -257,12 +257,11 @@ class PrefixTree(Generic[P]):
     def _is_tail(self, facts: BlockFacts) -> bool:
         return facts.tokens < self.block_tokens
 
-    def _is_covered(self, parent: Node[P], block_id: BlockId, facts: BlockFacts) -> bool:
-        """Whether a tail is the beginning of another block in RAM, and of no more use."""
+    def _is_covered(self, parent: Node[P], facts: BlockFacts) -> bool:
+        """Whether a tail that is not in RAM is the beginning of a block that is, and of no use."""
         if not self._is_tail(facts) or facts.has_state:
             return False
-        longer = beginning_with(parent, facts.token_ids)
-        return any(other.in_ram and other.id != block_id for other in longer)
+        return any(other.in_ram for other in beginning_with(parent, facts.token_ids))
 
     def _add(self, block_id: BlockId, parent: Node[P], facts: BlockFacts) -> Node[P]:
         return self._branches.add(block_id, parent, facts, is_tail=self._is_tail(facts))

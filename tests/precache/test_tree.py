@@ -249,6 +249,24 @@ def test_the_oldest_of_too_many_tails_goes(shelf: Shelf) -> None:
     assert shelf.tree.stats().tails == MAX_TAILS
 
 
+def test_a_tail_that_replaces_another_costs_no_third_one_its_place(shelf: Shelf) -> None:
+    for number in range(MAX_TAILS):
+        shelf.put([*LONG, 50 + number], now=number)
+    done = shelf.put([*LONG, 50 + MAX_TAILS - 1, 9], now=9.0)[-1]
+    assert [one.payload for one in done.dropped] == [f"3@{MAX_TAILS - 1}"]
+
+
+def test_what_a_block_is_counted_with_stays_while_it_is_here(shelf: Shelf) -> None:
+    shelf.store(LONG[:4])
+    shelf.put(LONG[:4], nbytes=5 * MIB)
+    assert (shelf.tree.stats().disk_bytes, shelf.tree.ram_bytes) == (MIB, MIB)
+    shelf.tree.lose(shelf.ids(LONG)[0])
+    shelf.tree.unstored(shelf.ids(LONG)[0])
+    assert (shelf.tree.stats().disk_bytes, shelf.tree.ram_bytes) == (0, 0)
+    shelf.put(LONG[:4], nbytes=5 * MIB)
+    assert shelf.tree.ram_bytes == 5 * MIB
+
+
 def test_nothing_lies_behind_a_tail(shelf: Shelf) -> None:
     shelf.put([0, 1])
     tail = shelf.ids([0, 1])[0]
