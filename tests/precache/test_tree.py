@@ -249,6 +249,14 @@ def test_the_oldest_of_too_many_tails_goes(shelf: Shelf) -> None:
     assert shelf.tree.stats().tails == MAX_TAILS
 
 
+def test_disk_takes_each_tail_that_is_known_and_no_more_than_the_most(shelf: Shelf) -> None:
+    for number in range(MAX_TAILS):
+        shelf.put([*LONG, 50 + number])
+    assert all(shelf.store([*LONG, 50 + number])[-1] for number in range(MAX_TAILS))
+    assert not shelf.store([*LONG, 99])[-1]
+    assert shelf.tree.stats().tails == MAX_TAILS
+
+
 def test_a_tail_that_replaces_another_costs_no_third_one_its_place(shelf: Shelf) -> None:
     for number in range(MAX_TAILS):
         shelf.put([*LONG, 50 + number], now=number)
