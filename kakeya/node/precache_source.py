@@ -109,10 +109,11 @@ class ModelSource:
         return self._prefixes.bytes_of(*self._names(prefix), tokens) <= self._prefixes.free_bytes()
 
     async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed | Report:
-        """Have the engine compute what is not there. Raises what a decode raises."""
-        request = DecodeRequest(
-            token_ids=tokens, max_tokens=0, priority=Priority.SPECULATIVE, client=prefix.client
-        )
+        """Have the engine compute what is not there. Raises what a decode raises.
+
+        It counts to nobody's share: nobody asked for it.
+        """
+        request = DecodeRequest(token_ids=tokens, max_tokens=0, priority=Priority.SPECULATIVE)
         model = self._models.get(prefix.model_id, prefix.client)
         async with aclosing(model.decode(request)) as frames:
             async for frame in frames:

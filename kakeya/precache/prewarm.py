@@ -15,10 +15,10 @@ import asyncio
 import logging
 from array import array
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import KakeyaError
+from kakeya.core.errors import InvariantBroken, KakeyaError
 from kakeya.core.log import event
 from kakeya.core.tasks import sleep_or_wake
 from kakeya.memory.policy import Level
@@ -29,6 +29,7 @@ from kakeya.precache.warming import (
     Prefix,
     PrewarmStats,
     Report,
+    Tokens,
     Warmed,
     WarmSource,
 )
@@ -251,6 +252,8 @@ class Prewarmer:
         if not prefix.is_kept:
             self._deadlines.forget(prefix.key)
             return
+        if job.tokens is not None:  # whatever it was rendered from need not be held
+            prefix = replace(prefix, tokens=_never)
         self._kept[prefix.key] = _Kept(prefix, job.tokens)
         self._kept_tokens += len(job.tokens or ())
         self._deadlines.touched(prefix.key, prefix.retention, now)
@@ -293,6 +296,10 @@ class Prewarmer:
 
     def _queued(self) -> int:
         return sum(len(jobs) for jobs in self._queue.values())
+
+
+async def _never() -> Tokens:
+    raise InvariantBroken("prewarm", "a prefix whose tokens are known was rendered again")
 
 
 _STOPPING = Report(outcome=Outcome.AWAY, reason="this node is stopping")

@@ -4,7 +4,9 @@ fault."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import weakref
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -273,6 +275,25 @@ async def test_a_declared_prompt_that_met_pressure_comes_back_when_it_is_over():
         w.clock.advance(prewarm.RETRY_S + 1)
         await w.settle()
         assert w.source.warmed == ["sys"]
+
+
+async def test_what_a_kept_prefix_was_rendered_from_is_let_go():
+    class Rendering:
+        async def __call__(self) -> Tokens:
+            return range(9)
+
+    async with world() as w:
+        rendering = Rendering()
+        held = weakref.ref(rendering)
+        w.prewarmer.submit(Prefix(key="a", model_id="m", tokens=rendering, is_kept=True), Kind.TURN)
+        del rendering
+        await w.settle()
+        gc.collect()
+        assert held() is None
+        w.source.kept.clear()
+        w.clock.advance(241)
+        await w.settle()
+        assert w.source.warmed == ["a", "a"]
 
 
 async def test_what_is_forgotten_is_not_looked_after():
