@@ -347,12 +347,25 @@ def test_what_was_worth_much_goes_in_the_end_when_nobody_uses_it(shelf: Shelf) -
     assert 8 <= number <= 11, "as long as ten others that are worth a tenth"
 
 
-def test_what_expires_does_not_age_the_others(shelf: Shelf) -> None:
+@pytest.mark.parametrize(("for_room", "first"), [(False, "0@2"), (True, "0@1")])
+def test_what_goes_for_room_ages_the_others_and_what_expires_does_not(
+    shelf: Shelf, for_room: bool, first: str
+) -> None:
     shelf.put([5] * SIZE, recompute_s=100.0)
-    shelf.tree.lose(shelf.ids([5] * SIZE)[0], for_room=False)
     shelf.put([6] * SIZE, now=1.0, recompute_s=2.0)
+    shelf.tree.lose(shelf.ids([5] * SIZE)[0], for_room=for_room)
     shelf.put([7] * SIZE, now=2.0, recompute_s=1.0)
-    assert order_of(shelf, 1) == ["0@2"]
+    assert order_of(shelf, 1) == [first]
+
+
+def test_what_is_used_again_is_as_young_as_what_comes(shelf: Shelf) -> None:
+    shelf.put([5] * SIZE)
+    shelf.put([6] * SIZE, recompute_s=100.0)
+    shelf.tree.lose(shelf.ids([6] * SIZE)[0])
+    shelf.put([7] * SIZE, now=1.0, recompute_s=1.5)
+    assert order_of(shelf, 1) == ["0@0"]
+    shelf.tree.touch(shelf.ids([5] * SIZE), 2.0)
+    assert order_of(shelf, 1) == ["0@1"]
 
 
 def test_what_is_pinned_stays_until_its_last_pin_ends(shelf: Shelf) -> None:
