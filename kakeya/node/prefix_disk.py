@@ -34,6 +34,9 @@ FIRST_RATE = 500e6
 """Bytes a second, until some were read: a slow SSD."""
 _SLACK_S = 0.5
 """How much longer than computing a reading may take before it is given up."""
+_HANGS_S = 2.0
+"""Beyond what computing would take, a disk that gives nothing for so long is waited for no more."""
+_FORGIVING = 1.1
 _MAX_TO_WRITE = 4096
 
 
@@ -173,7 +176,11 @@ class PrefixDisk:
     def _is_worth(self, naming: Naming, node: Node[Lying], tokens: int) -> bool:
         """Whether a block is likely to be read before so many tokens of it were computed."""
         compute_s = naming.compute_s(tokens)
-        return not compute_s or node.nbytes / self._rate < compute_s
+        if not compute_s or node.nbytes / self._rate < compute_s:
+            return True
+        # Nothing is measured while nothing is read: a disk that was busy once is tried again.
+        self._rate = min(FIRST_RATE, self._rate * _FORGIVING)
+        return False
 
     async def _load(self, loading: _Loading, path: Sequence[BlockId]) -> list[BlockId]:
         """Bring what is on disk alone of a path from its beginning.
@@ -213,13 +220,7 @@ class PrefixDisk:
                     break
                 fillings.append(filling)
             began_mono = self._clock.mono()
-            # A group waits for each when it is cancelled: threads write to these pages.
-            async with asyncio.TaskGroup() as readers:
-                reading = [
-                    readers.create_task(self.store.read_into(node.id, filling.view))
-                    for node, filling in zip(group, fillings, strict=False)
-                ]
-            read = [task.result() for task in reading]
+            read = await self._read(loading.naming, group, fillings)
             self._measure(sum(filling.ref.length for filling in fillings), began_mono)
             count = 0
             for node, is_read in zip(group, read, strict=False):
@@ -230,6 +231,22 @@ class PrefixDisk:
         finally:
             for filling in fillings:
                 self._pages.give_back(filling)
+
+    async def _read(
+        self, naming: Naming, group: Sequence[Node[Lying]], fillings: Sequence[Filling]
+    ) -> Sequence[bool]:
+        """Read blocks into pages, those that there are pages for; nothing of a disk that hangs."""
+        computed_s = naming.compute_s(sum(node.tokens for node in group))
+        try:
+            # A group waits for each when it is cancelled: threads write to these pages.
+            async with asyncio.timeout(_HANGS_S + computed_s), asyncio.TaskGroup() as readers:
+                reading = [
+                    readers.create_task(self.store.read_into(node.id, filling.view))
+                    for node, filling in zip(group, fillings, strict=False)
+                ]
+        except TimeoutError:
+            return ()
+        return [task.result() for task in reading]
 
     def _commit(
         self, loading: _Loading, path: Sequence[BlockId], node: Node[Lying], filling: Filling
