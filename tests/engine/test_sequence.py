@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import mlx.core as mx
 import pytest
@@ -238,12 +239,12 @@ def test_a_changed_history_reuses_only_what_agrees(rigs: dict[str, Rig]) -> None
 
 def test_prefill_comes_in_chunks_with_progress(rigs: dict[str, Rig]) -> None:
     rig = Rig(rigs["llama"].model, tools())
-    chunk = rig.model.facts.prefill_chunk_tokens
-    prompt = [(3 * i) % 96 for i in range(2 * chunk - 10)] if chunk < 200 else list(range(90)) * 3
+    facts, prompt = rig.model.facts, [(3 * i) % 96 for i in range(270)]
     frames = list(SequenceRun(rig.model, rig.tools, job(token_ids=prompt, max_tokens=2)).frames())
     progress = [f.computed_tokens for f in frames if isinstance(f, PrefillFrame)]
     assert progress[-1] == len(prompt) - 1
-    assert all(done % chunk == 0 for done in progress[:-1])
+    for start, end in pairwise([0, *progress[:-1]]):
+        assert end - start == facts.prefill_chunk_at(start)
 
 
 def paced(rig: Rig, **facts: float) -> LoadedFacts:
