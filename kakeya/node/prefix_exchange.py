@@ -25,8 +25,10 @@ from typing import Self
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.core.units import pack_ids
+from kakeya.node.arena import paged_bytes
 from kakeya.node.prefix_counts import PrefixCounts, Source
 from kakeya.node.prefix_given import EngineSeat, Fill, Given
+from kakeya.node.prefix_meeting import Rendezvous
 from kakeya.node.prefix_names import Naming, PrefixNames
 from kakeya.node.prefix_pages import PrefixPages, Shelf
 from kakeya.node.prefix_reach import carries_state, usable_of
@@ -49,11 +51,17 @@ from kakeya.runtime.generation import (
 _log = logging.getLogger(__name__)
 Bring = Callable[[Shelf, Naming, Sequence[Piece], BlockClass], Awaitable[Mapping[BlockId, Source]]]
 """Brings pieces of a history into pages from where they lie else; says where each lay."""
+Meet = Callable[
+    [Shelf, Naming, Sequence[Piece], BlockClass, Callable[[list[BlockId]], None]],
+    Awaitable[Rendezvous | None],
+]
+"""Has the hindmost blocks come from a peer meanwhile; tells which are in pages once they meet."""
 Decode = Callable[[DecodeRequest], AsyncGenerator[Frame, None]]
 
 
 class Superseded(Exception):
-    """A more urgent request computes what this one was about to: it comes back to wait."""
+    """A more urgent request computes what this one was about to, and it comes back to wait; or a
+    peer brought the rest of the prompt, and it comes back with that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +77,7 @@ class PrefixTools:
     turns: Turns
     counts: PrefixCounts
     bring: Bring
+    meet: Meet
     landed: Callable[[Shelf, BlockId], None]
     let_go: Callable[[Given, EngineSeat], None]
 
@@ -88,6 +97,10 @@ class PrefixExchange:
             can_yield=self._can_yield,
         )
         self._given: Given | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._has_more = asyncio.Event()
+        self._is_answering = False
+        self._from_peers: dict[BlockId, Source] = {}
         is_speculative = request.priority is Priority.SPECULATIVE
         self._block_class = BlockClass.SPECULATIVE if is_speculative else BlockClass.USER
 
@@ -117,6 +130,7 @@ class PrefixExchange:
             until_mono = clock.mono() + self._request.deadline_s
         with self:
             while True:
+                self._has_more.clear()
                 await self._approach(until_mono)
                 asked = replace(self._request, kv=self)
                 if until_mono is not None:
@@ -136,20 +150,41 @@ class PrefixExchange:
         if naming is not None:
             await self._turn.stand(naming, self._request.token_ids, until_mono)
 
+    async def _wait_to_return(self) -> None:
+        """Until somebody more urgent took over, or a peer brought the rest."""
+        waits = [asyncio.ensure_future(self._has_more.wait())]
+        if self._can_yield:
+            waits.append(asyncio.ensure_future(self._turn.superseded.wait()))
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def _joined(self, came: list[BlockId]) -> None:
+        """A peer brought all that the engine has not computed yet."""
+        self._from_peers.update(dict.fromkeys(came, Source.PEER))
+        self._has_more.set()
+
+    def _meet_nobody(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.end()
+            self._rendezvous = None
+
     async def _next(self, frames: AsyncGenerator[Frame, None]) -> Frame | None:
-        if not self._can_yield:
+        if not self._can_yield and self._is_answering:
             return await anext(frames, None)
         coming = asyncio.ensure_future(anext(frames, None))
-        superseded = asyncio.ensure_future(self._turn.superseded.wait())
+        returns = asyncio.ensure_future(self._wait_to_return())
         try:
-            await asyncio.wait((coming, superseded), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((coming, returns), return_when=asyncio.FIRST_COMPLETED)
             if coming.done():
                 return coming.result()
             raise Superseded
         finally:
-            for task in (coming, superseded):
+            for task in (coming, returns):
                 task.cancel()
-            await asyncio.gather(coming, superseded, return_exceptions=True)
+            await asyncio.gather(coming, returns, return_exceptions=True)
 
     def _saw(self, frame: Frame) -> None:
         match frame:
@@ -157,6 +192,8 @@ class PrefixExchange:
                 self._turn.heard()
                 self._pass(frame.computed_tokens)
             case Tokens():
+                self._is_answering = True
+                self._meet_nobody()
                 self._over()
             case Done():
                 self._over()
@@ -208,9 +245,12 @@ class PrefixExchange:
         self._tools.turns.landed(piece.id)
         if is_taken:
             self._tools.landed(given.shelf, piece.id)
+        if self._rendezvous is not None and not piece.is_tail:
+            self._rendezvous.computed(index + 1)
 
     def ended(self) -> None:
         """No more comes from this engine process."""
+        self._meet_nobody()
         given, self._given = self._given, None
         if given is not None:
             self._turn.give_up()
@@ -247,7 +287,7 @@ class PrefixExchange:
             turn.leave()
             return KvOffer()
         shelf = tools.pages.shelf(naming)
-        origins: dict[BlockId, Source] = {}
+        origins = dict(self._from_peers)
         while True:
             await turn.stand(naming, token_ids)
             origins.update(await tools.bring(shelf, naming, turn.pieces, self._block_class))
@@ -259,6 +299,10 @@ class PrefixExchange:
         given = self._given = Given(pid, holder, shelf, naming, len(token_ids))
         blocks = self._blocks(given, origins)
         exports = await self._exports(given)
+        if not self._is_answering and not self._from_peers and self._given is given:
+            self._rendezvous = await tools.meet(
+                shelf, naming, turn.pieces, self._block_class, self._joined
+            )
         turn.asked()
         return KvOffer(blocks=blocks, exports=exports)
 
@@ -290,11 +334,16 @@ class PrefixExchange:
 
     async def _exports(self, given: Given) -> tuple[KvPages, ...]:
         """Prepare pages for what this request claimed, as far as there are any."""
-        pieces, wanted = self._turn.pieces, self._turn.claimed()
+        pieces, wanted, pages = self._turn.pieces, self._turn.claimed(), self._tools.pages
+        # One long prompt does not put out what all others stand on.
+        room = max(pages.free_bytes, pages.budget_bytes // 2)
         for piece in wanted:
             has_state = carries_state(given.naming, pieces, piece)
             length = given.naming.size(len(piece.tokens), has_state=has_state)
-            filling = await self._tools.pages.prepare(given.naming, length, given.holder)
+            room -= paged_bytes(length)
+            if room < 0:
+                break
+            filling = await pages.prepare(given.naming, length, given.holder)
             if filling is None:
                 break
             given.fills[piece.index] = Fill(piece, filling, has_state)

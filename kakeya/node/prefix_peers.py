@@ -10,6 +10,7 @@ said, not computed again. In a fleet with a common key, names and calls are made
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -26,6 +27,7 @@ from kakeya.fleet.cards import CacheOffer, Card
 from kakeya.fleet.convert import cache_to_wire
 from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.node.config import PrecacheConfig
+from kakeya.node.prefix_meeting import HeldBlocks, Rendezvous
 from kakeya.node.prefix_names import Naming
 from kakeya.node.prefix_pages import Shelf
 from kakeya.node.prefix_sink import PageSink
@@ -175,26 +177,48 @@ class PrefixPeers:
     ) -> Collection[BlockId]:
         """Bring whole blocks from the first that is not here on into pages, sooner than they would
         be computed; which came."""
-        ids = tuple(piece.id for piece in pieces if not piece.is_tail)
-        wanted = Wanted(
-            fingerprint=naming.fingerprint,
-            ids=ids,
-            have=have,
-            block_bytes=naming.block_bytes,
-            state_bytes=naming.state_bytes,
-            prefill_tokens_per_s=naming.prefill_tokens_per_s,
-        )
-        if not is_worth_asking(wanted):
-            return ()
+        wanted = _wanted(naming, pieces, have)
         found = self.holders(wanted)
-        if not found:
+        if not found or self._fetch.prefers_meeting(wanted, found) is not None:
             return ()
         sink = PageSink(self._pages, shelf, naming, pieces, block_class, self._holder)
         await self._fetch.fetch(wanted, found, sink)
         return sink.came
 
+    async def rendezvous(
+        self,
+        shelf: Shelf,
+        naming: Naming,
+        pieces: Sequence[Piece],
+        have: int,
+        block_class: BlockClass,
+        joined: Callable[[list[BlockId]], None],
+    ) -> Rendezvous | None:
+        """Begin to fetch from the end, where that and computing together are sooner than either
+        alone; `joined` is told what came. End it when the request is over."""
+        wanted = _wanted(naming, pieces, have)
+        holder = self._fetch.prefers_meeting(wanted, self.holders(wanted))
+        found = await self._fetch.approach(wanted, holder) if holder is not None else None
+        if found is None:
+            return None
+        hit, meeting = found
+
+        def counted(came: list[BlockId]) -> None:
+            self._fetch.met()
+            joined(came)
+
+        sink = PageSink(self._pages, shelf, naming, pieces, block_class, self._holder)
+        held = HeldBlocks(sink)
+        made = Rendezvous(meeting, held, counted)
+        made.begin(
+            asyncio.ensure_future(self._fetch.fetch_back(hit, wanted, meeting, held, made.look))
+        )
+        return made
+
     def holders(self, wanted: Wanted) -> list[Holder]:
-        """The nodes whose cards name blocks of a history that are not here."""
+        """The nodes whose cards name blocks of a history that are not here, if it is worth it."""
+        if not is_worth_asking(wanted):
+            return []
         registry = self._plane.registry
         cards = registry.live_peers(mono=self._clock.mono())
         caching = [card for card in cards if card.caches]
@@ -217,6 +241,7 @@ class PrefixPeers:
         return {
             "asked": fetched.asked,
             "hits": fetched.hits,
+            "met": fetched.met,
             "failures": fetched.failures + fetched.late,
             "fetched_blocks": fetched.blocks,
             "fetched_tokens": fetched.tokens,
@@ -241,6 +266,7 @@ class PrefixPeers:
             ("hit", fetched.hits),
             ("failed", fetched.failures),
             ("late", fetched.late),
+            ("met", fetched.met),
             ("looked_up", served.lookups),
             ("leased", served.hits),
             ("gone", served.blocks_gone),
@@ -281,3 +307,14 @@ class PrefixPeers:
         cache.load = self.service.load
         cache.tokens_served = self.service.stats.tokens_served
         return cache
+
+
+def _wanted(naming: Naming, pieces: Sequence[Piece], have: int) -> Wanted:
+    return Wanted(
+        fingerprint=naming.fingerprint,
+        ids=tuple(piece.id for piece in pieces if not piece.is_tail),
+        have=have,
+        block_bytes=naming.block_bytes,
+        state_bytes=naming.state_bytes,
+        prefill_tokens_per_s=naming.prefill_tokens_per_s,
+    )

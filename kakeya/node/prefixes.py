@@ -30,6 +30,7 @@ from kakeya.node.prefix_counts import PrefixCounts, Source
 from kakeya.node.prefix_disk import PrefixDisk
 from kakeya.node.prefix_exchange import PrefixExchange, PrefixTools
 from kakeya.node.prefix_given import EngineSeat, Given
+from kakeya.node.prefix_meeting import Rendezvous
 from kakeya.node.prefix_names import Naming, PrefixNames
 from kakeya.node.prefix_pages import Lying, PrefixPages, Shelf
 from kakeya.node.prefix_reach import usable_of
@@ -64,6 +65,19 @@ class Elsewhere(Protocol):
     ) -> Collection[BlockId]:
         """Bring whole blocks from the first that is not here on into pages, sooner than they would
         be computed; which came. Never raises."""
+        ...
+
+    async def rendezvous(
+        self,
+        shelf: Shelf,
+        naming: Naming,
+        pieces: Sequence[Piece],
+        have: int,
+        block_class: BlockClass,
+        joined: Callable[[list[BlockId]], None],
+    ) -> Rendezvous | None:
+        """Have blocks come from the end while they are computed from the beginning, where that is
+        sooner than either alone. Never raises."""
         ...
 
 
@@ -124,6 +138,7 @@ class NodePrefixes:
             turns=self.turns,
             counts=self.counts,
             bring=self._bring,
+            meet=self._meet,
             landed=self._landed,
             let_go=self._let_go,
         )
@@ -269,6 +284,28 @@ class NodePrefixes:
         if seeds is not None and seeds != self._usable:
             self._usable = seeds
             self.store.use(seeds)
+
+    async def _meet(
+        self,
+        shelf: Shelf,
+        naming: Naming,
+        pieces: Sequence[Piece],
+        block_class: BlockClass,
+        joined: Callable[[list[BlockId]], None],
+    ) -> Rendezvous | None:
+        """Have what is still missing come from a peer's end, where that is of use."""
+        whole = [piece.id for piece in pieces if not piece.is_tail]
+        have = shelf.tree.match(whole).depth_ram
+        if self.elsewhere is None or have == len(whole):
+            return None
+
+        def landed(came: list[BlockId]) -> None:
+            for block_id in came:
+                self._landed(shelf, block_id)
+                self.turns.landed(block_id)
+            joined(came)
+
+        return await self.elsewhere.rendezvous(shelf, naming, pieces, have, block_class, landed)
 
     def _landed(self, shelf: Shelf, block_id: BlockId) -> None:
         if self._disk is not None:

@@ -91,6 +91,18 @@ class Meeting:
         )
 
 
+def is_sooner(count: int, *, block_s: float, fetch_s: float, switch_s: float = SWITCH_S) -> bool:
+    """Whether meeting over `count` blocks takes less time than to compute or to fetch them all.
+
+    True of links that are about as fast as the prefill: a much faster one is done before the
+    prefill has begun, a much slower one brings nothing that is worth a switch.
+    """
+    if count < 1 or block_s <= 0 or not 0 < fetch_s < math.inf:
+        return False
+    both_s = count * block_s * fetch_s / (block_s + fetch_s) + switch_s
+    return both_s < count * min(block_s, fetch_s)
+
+
 def split(
     first: int, end: int, *, block_s: float, fetch_s: float, switch_s: float = SWITCH_S
 ) -> int:

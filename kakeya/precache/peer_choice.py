@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kakeya.precache.meet import is_sooner
 from kakeya.precache.peer_seams import LOOKUP_S, MOST_PEERS, Wanted
 
 _SMOOTHING = 0.3
@@ -72,6 +73,14 @@ def is_worth_taking(wanted: Wanted, bytes_per_s: float) -> bool:
     if not bytes_per_s:
         return wanted.block_s > 0
     return wanted.block_bytes / bytes_per_s * _MARGIN < wanted.block_s
+
+
+def is_worth_meeting(wanted: Wanted, blocks: int, bytes_per_s: float) -> bool:
+    """Whether blocks from a peer's end should come while those from the beginning are computed."""
+    if not bytes_per_s:
+        return False
+    fetch_s = wanted.block_bytes / bytes_per_s
+    return is_sooner(blocks - wanted.have, block_s=wanted.block_s, fetch_s=fetch_s)
 
 
 def to_ask(

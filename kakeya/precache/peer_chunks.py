@@ -17,7 +17,8 @@ from typing import NamedTuple
 from kakeya.core.units import KIB, MIB
 from kakeya.v1.distributed_pb2 import FetchBlocksResponse as Chunk
 
-CHUNK_BYTES = 2 * MIB
+CHUNK_BYTES = MIB
+"""The wire is meant for 2 MiB; half of that holds an event loop up half as long."""
 LEAST_CHUNK_BYTES = 16 * KIB
 """A block in smaller chunks than these, the last one aside, costs more to take than to compute."""
 SHA256_BYTES = 32

@@ -1,7 +1,7 @@
 """Fetches what a history lacks from peers, and never makes its caller later than that allows.
 
-    fetch   a leading run, front to back, while nothing is computed; bounded by `due_s`
-    meet    back to front, while a prefill runs from the front, until they meet
+    fetch        a leading run, front to back, while nothing is computed; bounded by `due_s`
+    fetch_back   back to front, while somebody computes from the front, until they meet
 
 A few peers are asked at once; the best answer is taken, and when its peer fails in the middle the
 next one goes on at the very block. Whatever goes wrong ends here: the caller computes the rest.
@@ -13,24 +13,29 @@ import asyncio
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError, PeerUnavailable
 from kakeya.core.log import event
-from kakeya.precache.meet import Meeting, split
+from kakeya.precache.meet import Meeting
 from kakeya.precache.peer_auth import FleetKey
-from kakeya.precache.peer_choice import Hit, Holder, due_s, in_order, is_worth_asking, to_ask
+from kakeya.precache.peer_choice import (
+    Hit,
+    Holder,
+    due_s,
+    in_order,
+    is_worth_asking,
+    is_worth_meeting,
+    to_ask,
+)
 from kakeya.precache.peer_client import ChannelFor, PrefixPeer
 from kakeya.precache.peer_seams import BlockSink, Wanted
 
 _log = logging.getLogger(__name__)
 PEERS_KEPT = 256
-Prefill = Callable[[int, Callable[[int], None]], Awaitable[None]]
-"""Computes so many leading blocks, front to back, unless it is cancelled; calls what it is given
-with how many exist, whenever there are more."""
 Stream = AsyncGenerator[tuple[int, bytearray], None]
 
 
@@ -97,36 +102,54 @@ class PeerFetch:
         self._count(wait_s=self._clock.mono() - began)
         return taken
 
-    async def meet(
-        self, wanted: Wanted, holders: Iterable[Holder], sink: BlockSink, prefill: Prefill
-    ) -> int:
-        """Compute from the front and fetch from the back; returns how many were fetched and count.
+    def prefers_meeting(self, wanted: Wanted, holders: Iterable[Holder]) -> Holder | None:
+        """The peer to meet, as far as its link was measured; None = to fetch at once is sooner."""
+        best: Holder | None = None
+        for holder in holders:
+            known = self._peers.get(holder.node_id)
+            rate = known.rate.bytes_per_s if known is not None else 0.0
+            if is_worth_meeting(wanted, holder.blocks, rate):
+                best = holder if best is None or holder.blocks > best.blocks else best
+        return best
 
-        `prefill` is awaited to its end or, when the two meet and that pays, cancelled; where no
-        peer has enough, it is not begun. Put blocks come from the last one backwards.
+    async def approach(self, wanted: Wanted, holder: Holder) -> tuple[Hit, Meeting] | None:
+        """Lease what a peer has, to be fetched from its end; None = it is not worth it."""
+        hit = await self._ask(holder, wanted)
+        if hit is None or not hit.is_extended or hit.blocks <= wanted.have:
+            return None
+        return hit, Meeting(wanted.have, hit.blocks, block_s=wanted.block_s)
+
+    async def fetch_back(
+        self,
+        hit: Hit,
+        wanted: Wanted,
+        meeting: Meeting,
+        sink: BlockSink,
+        moved: Callable[[], None],
+    ) -> None:
+        """Put blocks from the last one towards the front, until they meet or the peer fails.
+
+        `moved` is called after each. Whoever computes tells the meeting.
         """
-        hit = await self._meetable(wanted, holders)
-        if hit is None:
-            return 0
-        meeting = Meeting(wanted.have, hit.blocks, block_s=wanted.block_s)
-        met = asyncio.Event()
+        order = range(wanted.have, hit.blocks)[::-1]
+        try:
+            async with aclosing(self._peer(hit.holder).fetch(hit, wanted, order)) as stream:
+                async for index, payload in stream:
+                    if not meeting.is_needed(index) or not await sink.put(index, payload):
+                        return
+                    if not meeting.is_needed(index):
+                        return  # computed while it was put away
+                    meeting.fetched(index)
+                    self._took(wanted, payload)
+                    moved()
+                    if meeting.is_met:
+                        return
+        except KakeyaError as failure:
+            self._failed(hit.holder, failure)
 
-        def computed(blocks: int) -> None:
-            meeting.computed(blocks)
-            if meeting.pays:
-                met.set()
-
-        async with asyncio.TaskGroup() as group:
-            front = group.create_task(_run_prefill(prefill, hit.blocks, computed))
-            back = group.create_task(self._backwards(meeting, hit, wanted, sink, met))
-            meets = group.create_task(met.wait())
-            await asyncio.wait((front, meets), return_when=asyncio.FIRST_COMPLETED)
-            for task in (front, back, meets):
-                task.cancel()
-        if not meeting.pays:
-            return 0
+    def met(self) -> None:
+        """Count a meeting that was worth it."""
         self._count(met=1)
-        return hit.blocks - meeting.back
 
     def forget(self, node_ids: Iterable[str]) -> None:
         """Forget what was measured of nodes that are gone."""
@@ -169,17 +192,6 @@ class PeerFetch:
             self._failed(holder, failure)
             return None
 
-    async def _meetable(self, wanted: Wanted, holders: Iterable[Holder]) -> Hit | None:
-        """The hit to meet over, if that is expected to pay."""
-        async with aclosing(self._hits(wanted, holders)) as hits:
-            async for hit in hits:
-                rate = self._peer(hit.holder).rate.bytes_per_s
-                fetch_s = wanted.block_bytes / rate if rate else 0.0
-                middle = split(wanted.have, hit.blocks, block_s=wanted.block_s, fetch_s=fetch_s)
-                if hit.is_extended and middle < hit.blocks:
-                    return hit
-        return None
-
     # --- blocks
 
     async def _run(
@@ -211,27 +223,6 @@ class PeerFetch:
         except KakeyaError as failure:
             self._failed(hit.holder, failure)
             return count, True
-
-    async def _backwards(
-        self, meeting: Meeting, hit: Hit, wanted: Wanted, sink: BlockSink, met: asyncio.Event
-    ) -> None:
-        """Fetch from the last block towards the front, until they meet or the peer fails."""
-        order = range(wanted.have, hit.blocks)[::-1]
-        try:
-            async with aclosing(self._peer(hit.holder).fetch(hit, wanted, order)) as stream:
-                async for index, payload in stream:
-                    if not meeting.is_needed(index) or not await sink.put(index, payload):
-                        return
-                    if not meeting.is_needed(index):
-                        return  # computed while it was put away
-                    meeting.fetched(index)
-                    self._took(wanted, payload)
-                    if meeting.is_met:
-                        break
-        except KakeyaError as failure:
-            self._failed(hit.holder, failure)
-        if meeting.pays:
-            met.set()
 
     def _took(self, wanted: Wanted, payload: Sequence[int]) -> None:
         self._count(blocks=1, tokens=wanted.fingerprint.block_tokens, bytes=len(payload))
@@ -266,11 +257,3 @@ class PeerFetch:
     def _count(self, **more: float) -> None:
         was = self.stats
         self.stats = replace(was, **{name: getattr(was, name) + n for name, n in more.items()})
-
-
-async def _run_prefill(prefill: Prefill, blocks: int, computed: Callable[[int], None]) -> None:
-    try:
-        await prefill(blocks, computed)
-    except KakeyaError as failure:
-        # The request itself comes next, and says what is wrong with the model.
-        event(_log, "prefill failed", level=logging.DEBUG, reason=failure.message)

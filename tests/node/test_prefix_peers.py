@@ -155,7 +155,7 @@ class Station:
 async def station(
     folder: Path, node_id: str, *, fleet_key: FleetKey | None = None, memory_mb: int = 16
 ) -> AsyncIterator[Station]:
-    clock, rng = SystemClock(), random.Random(node_id)
+    clock, rng = SystemClock(), random.Random(str(folder))
     arena = await asyncio.to_thread(
         NodeArena,
         folder / "arena",

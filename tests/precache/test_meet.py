@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.precache.meet import Meeting, Side, split
+from kakeya.precache.meet import Meeting, Side, is_sooner, split
 
 SECONDS = st.floats(0.001, 10.0)
 
@@ -126,3 +126,19 @@ def test_a_block_that_is_not_the_next_from_the_back_is_refused(index):
 def test_there_must_be_blocks_to_meet_over(first, end):
     with pytest.raises(InvalidArgument, match=f"blocks {first} to {end}"):
         Meeting(first, end, block_s=1.0)
+
+
+@given(st.integers(1, 60), SECONDS, SECONDS, st.floats(0.0, 1.0))
+def test_to_meet_is_chosen_where_it_beats_both_sides_alone(count, block_s, fetch_s, switch_s):
+    arrivals = [(n + 1) * fetch_s for n in range(count)]
+    if not is_sooner(count, block_s=block_s, fetch_s=fetch_s, switch_s=switch_s):
+        return
+    _, took_s = simulate(count, block_s, arrivals, switch_s)
+    # A block of either side may be under way.
+    assert took_s <= count * min(block_s, fetch_s) + 2 * max(block_s, fetch_s)
+    assert took_s <= count * block_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("block_s", "fetch_s"), [(0.0, 1.0), (1.0, 0.0), (1.0, math.inf)], ids=str)
+def test_nobody_is_met_over_a_link_that_is_not_known(block_s, fetch_s):
+    assert not is_sooner(100, block_s=block_s, fetch_s=fetch_s)

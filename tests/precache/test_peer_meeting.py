@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from kakeya.core.errors import PeerUnavailable
 from kakeya.precache.peer_service import PrefillCacheService
 
 from . import peer_world as w
@@ -58,14 +57,34 @@ def paced(seconds: float, dies_after: int = BLOCKS, ends: str = "dies"):
 
 
 async def meet(world, peer, prefill, have=0, blocks=BLOCKS):
+    """Compute and fetch until both meet; how many fetched blocks count, and what came."""
     fetcher = await world.fetcher(peer)
     sink = w.Sink()
     want = w.wanted(blocks, have=have, rate=w.BLOCK_TOKENS / 0.25)  # 0.25 s a block, it says
-    fetched = await fetcher.meet(want, [peer.holder(blocks)], sink, prefill)
+    found = await fetcher.approach(want, peer.holder(blocks))
+    if found is None:
+        return 0, sink
+    hit, meeting = found
+    met = asyncio.Event()
+
+    def moved(computed: int = 0) -> None:
+        meeting.computed(computed)
+        if meeting.pays:
+            met.set()
+
+    front = asyncio.ensure_future(prefill(hit.blocks, moved))
+    back = asyncio.ensure_future(fetcher.fetch_back(hit, want, meeting, sink, moved))
+    meets = asyncio.ensure_future(met.wait())
+    try:
+        await asyncio.wait((front, meets), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (front, back, meets):
+            task.cancel()
+        await asyncio.gather(front, back, meets, return_exceptions=True)
     assert sink.is_right(want.ids)
     assert sink.order == sorted(sink.order, reverse=True)
     assert len(sink.order) == len(set(sink.order))
-    return fetched, sink
+    return (hit.blocks - meeting.back if meeting.pays else 0), sink
 
 
 async def test_both_meet_and_the_prefill_is_ended(world):
@@ -116,22 +135,31 @@ async def test_where_nobody_has_more_nothing_is_begun(world):
     assert (fetched, prefill.done) == (0, 0)
 
 
-async def test_a_prefill_that_fails_ends_it_without_a_word(world):
-    peer = await world.peer(sources(), kind=paced(0.05))
+async def test_cancelled_it_ends_the_call_at_the_peer(world):
+    ended = asyncio.Event()
 
-    async def failing(blocks, computed):
-        raise PeerUnavailable("the engine ended")
+    class Slow(PrefillCacheService):
+        async def FetchBlocks(self, request, context):
+            try:
+                async for chunk in super().FetchBlocks(request, context):
+                    yield chunk
+                await asyncio.sleep(60)
+            finally:
+                ended.set()
 
-    fetched, _ = await meet(world, peer, failing)
-    assert fetched == 0
+    peer = await world.peer(sources(), kind=Slow)
+    await meet(world, peer, Prefill(0.0))
+    async with asyncio.timeout(5):
+        await ended.wait()
 
 
-async def test_cancelled_it_ends_the_prefill_too(world):
-    peer = await world.peer(sources(), kind=paced(60.0))
-    prefill = Prefill(60.0)
-    task = asyncio.ensure_future(meet(world, peer, prefill))
-    await asyncio.sleep(0.1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert prefill.was_cancelled
+async def test_the_peer_to_meet_is_one_whose_link_is_about_as_fast_as_the_prefill(world):
+    fetcher = await world.fetcher()
+    want = w.wanted(BLOCKS)  # 4 s a block
+    holders = [w.Holder(node_id=name, address="x:1", blocks=BLOCKS) for name in ("a", "b", "c")]
+    assert fetcher.prefers_meeting(want, holders) is None
+    for holder, factor in zip(holders, (1000.0, 2.0, 0.0001), strict=True):
+        fetcher._peer(holder).rate.bytes_per_s = factor * w.BLOCK_BYTES / want.block_s
+    assert fetcher.prefers_meeting(want, holders) is holders[1]
+    assert fetcher.prefers_meeting(want, holders[:1]) is None
+    assert fetcher.prefers_meeting(want, holders[2:]) is None

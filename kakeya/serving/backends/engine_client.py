@@ -104,7 +104,10 @@ class EngineClient:
         Raises PeerUnavailable when the engine is lost, InvariantBroken when it found a law broken,
         PeerProtocol for a stream without an end.
         """
-        call = self._stub.Decode(decode_to_wire(request, offer), timeout=timeout_s)
+        try:
+            call = self._stub.Decode(decode_to_wire(request, offer), timeout=timeout_s)
+        except grpc.aio.UsageError:  # how a channel answers that was closed during the offer
+            raise PeerUnavailable(f"{self._name}: the connection was closed") from None
         try:
             async for response in call:
                 frame = frame_from_wire(response, request.kv)
