@@ -285,6 +285,16 @@ async def test_a_prompt_larger_than_the_budget_is_kept_as_far_as_that_goes(tmp_p
         here.check()
 
 
+async def test_a_long_prompt_takes_half_of_the_budget_from_others_at_most(tmp_path: Path) -> None:
+    async with world(tmp_path, budget=8) as here:
+        for number in range(8):
+            await here.ask([number] * 4 + [0])
+        await here.ask([*range(100, 130)])
+        assert here.prefixes.counts.evicted == 4
+        assert await here.ask([*range(100, 130)]) == 4 * BLOCK
+        here.check()
+
+
 async def test_without_pages_everybody_computes_and_nobody_waits(tmp_path: Path) -> None:
     async with world(tmp_path, ledger=Miser(0)) as here:
         assert await asyncio.gather(*(here.ask(SEED_TEXT) for _ in range(3))) == [0, 0, 0]
@@ -440,7 +450,8 @@ async def test_a_pinned_prefix_makes_room_for_nobody_until_it_is_released(tmp_pa
         assert await here.ask(stable) == 8
         here.prefixes.release("toy", "", stable)
         here.prefixes.release("toy", "", stable)
-        await here.ask([5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, 0])
+        for number in range(10, 30):
+            await here.ask([number] * 4 + [0])
         assert await here.ask(stable) < 8
         here.check()
 
