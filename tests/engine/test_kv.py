@@ -94,7 +94,7 @@ def test_what_is_taken_has_the_bits_that_would_be_computed(
 
 
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_prompts_that_share_beginnings_get_the_bits_that_each_gets_cold(
