@@ -407,6 +407,19 @@ async def test_what_lay_only_on_disk_is_read_back_and_only_once(tmp_path: Path) 
         here.check()
 
 
+async def test_what_one_life_of_a_node_computed_the_next_one_reads(tmp_path: Path) -> None:
+    prompt = list(range(50, 80))
+    async with world(tmp_path, disk=True) as here:
+        await here.ask(prompt)
+    async with world(tmp_path, disk=True) as here:
+        # The first request waits for the folder to be looked through.
+        assert await here.ask(prompt) == 29
+        assert here.prefixes.counts.tokens[Source.DISK] == 29
+        assert await here.ask([*prompt[:17], 1, 2]) == 17
+        await written(here)
+        here.check()
+
+
 async def test_a_block_that_is_damaged_on_disk_is_computed_with_all_behind_it(
     tmp_path: Path,
 ) -> None:

@@ -163,6 +163,7 @@ async def test_a_conversation_goes_on_from_its_live_kv(world: Node) -> None:
     world.check_conserved()
 
 
+@pytest.mark.slow
 async def test_a_node_that_is_started_again_reads_its_prompts_from_disk(tmp_path: Path) -> None:
     prompt = text(20, 600)
     async with node(tmp_path) as first:
