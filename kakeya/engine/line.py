@@ -64,6 +64,9 @@ class Row(Claim):
     steps: Iterator[Step] = field(default_factory=lambda: iter(()))
     launch: Launch | None = None
     placed_s: float = 0.0
+    headroom: int = 0
+    """Tokens that it can still make with the room that is set aside for it."""
+    has_drafts: bool = False
     is_prefilling: bool = False
     has_spoken: bool = False
     is_over: bool = False
@@ -87,6 +90,16 @@ class Entry:
     row: Row
     parks: tuple[Row, ...] = ()
     drops: tuple[Row, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How busy the thread is. `batch_rows` were in the last shared forward, 0 = none was yet;
+    parked sequences are among the waiting."""
+
+    running: int
+    waiting: int
+    batch_rows: int = 0
 
 
 class Line:
@@ -123,6 +136,7 @@ class Line:
             arrived_s=now_s,
             work_s=self._pace.prefill_s(self._known_tokens(job), len(job.token_ids) - 1),
             expires_s=math.inf if job.deadline_s is None else now_s + job.deadline_s,
+            has_drafts=bool(job.sources),
         )
         try:
             self._check_deadline(row, running, now_s)
@@ -208,6 +222,11 @@ class Line:
         """What is left of its prompt, in seconds."""
         last = len(row.ticket.job.token_ids) - 1
         return self._pace.prefill_s(min(row.length, last), last)
+
+    def chunk_s(self, row: Row) -> float:
+        """Its next chunk, in seconds."""
+        chunk = self._facts.prefill_chunk_at(row.length)
+        return self._pace.prefill_s(row.length, row.length + min(chunk, row.prompt_left))
 
     def _plan(self, row: Row, running: Sequence[Row], now_s: float) -> Entry | None:
         """How a place and room come about for it; None where they do not."""

@@ -106,7 +106,18 @@ class KvRoom:
         if needed > self._shares.get(owner, needed):
             self._shares[owner] = needed
             self._lend()
+        return self.holds
+
+    @property
+    def holds(self) -> bool:
+        """Whether all of them are within the bound."""
         return self._taken_bytes <= self._slots.budget_bytes
+
+    def headroom_tokens(self, owner: Hashable, length: int) -> int:
+        """How many more tokens fit into what is set aside for a sequence of this length."""
+        if self._token_bytes == 0:
+            return self._context_tokens
+        return self._shares.get(owner, 0) // self._token_bytes - length - 1
 
     def park(self, owner: Hashable, length: int) -> None:
         """From now on it only holds what it has computed."""

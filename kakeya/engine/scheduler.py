@@ -24,14 +24,13 @@ import queue
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TypeVar
 
 from kakeya.core.errors import InvariantBroken, KakeyaError
 from kakeya.core.log import event
 from kakeya.engine.job import DoneFrame, EngineFrame, ExportedFrame, ImportedFrame, TokensFrame
 from kakeya.engine.limits import Limits
-from kakeya.engine.line import Line, Row, Ticket
+from kakeya.engine.line import Line, Load, Row, Ticket
 from kakeya.engine.model import Model
 from kakeya.engine.pace import Pace
 from kakeya.engine.policy import OUTPUT_WEIGHT, ROUND_S, is_chunk_due, next_chunk, weakest
@@ -46,16 +45,6 @@ _ASIDES = (ImportedFrame, ExportedFrame)
 """Frames between which nothing is computed that counts as a turn."""
 _HELD_BACK_ROUNDS = 2
 """A sequence says its first word two rounds after its prompt was done."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """How busy the thread is. `batch_rows` were in the last shared forward, 0 = none was yet;
-    parked sequences are among the waiting."""
-
-    running: int
-    waiting: int
-    batch_rows: int = 0
 
 
 class Scheduler:
@@ -81,10 +70,9 @@ class Scheduler:
         self._prefilling: list[Row] = []
         self._turns: deque[Row] = deque()
         self._forwards = SharedForwards(model, tools.controller, tools.timer)
-        self._units = 0
         self._latest: Row | None = None
         self._is_device_idle = True
-        self._chunks = self._chunks_in_round = self._held_back = 0
+        self._units = self._chunks = self._chunks_in_round = self._held_back = 0
         self._prefill_s = 0.0
         self._chunk_ended_s: float | None = None
         self._began_s: float | None = None
@@ -157,10 +145,10 @@ class Scheduler:
                 item()
                 # It may have changed the bounds.
                 self._line.stir()
+                while self._running and not self._room.holds:
+                    self._end_weakest()
 
     def _arrive(self, ticket: Ticket, now_s: float) -> None:
-        if ticket.cancelled:
-            return
         try:
             self._line.arrive(ticket, self._running, now_s)
         except KakeyaError as refusal:
@@ -169,10 +157,7 @@ class Scheduler:
     def _admit(self, now_s: float) -> None:
         """Let in who can enter, and out of the line who has to go."""
         for row, failure in self._line.gone(now_s):
-            if failure is None:
-                self._end(row)
-            else:
-                self._abandon(row, failure)
+            self._end(row) if failure is None else self._abandon(row, failure)
         while (entry := self._line.next_entry(self._running, now_s)) is not None:
             for row in entry.parks:
                 self._park(row)
@@ -187,7 +172,7 @@ class Scheduler:
         """Begin a sequence, or go on with a parked one."""
         began_s = self._tools.timer()
         self._line.enter(row)
-        row.placed_s = now_s
+        row.placed_s, row.headroom = now_s, 0
         self._running.append(row)
         ticket, job = row.ticket, row.ticket.job
         try:
@@ -218,8 +203,7 @@ class Scheduler:
         self._line.park(row)
 
     def _turn(self) -> None:
-        """One unit of work: the step of the row whose turn it is with the forward that all share
-        where it was the last one, or a chunk of a prompt."""
+        """One unit of work: the step of a row, and what all share after the last, or a chunk."""
         self._units += 1
         if self._units % _TIDY_EVERY_UNITS == 0:
             self._model.tidy()
@@ -242,7 +226,9 @@ class Scheduler:
             self._chunks_in_round, self._prefill_s = 0, 0.0
         row = self._turns.popleft()
         if row.launch is None:
-            if row is not self._latest and row.run is not None:
+            # A plain step that has company is not measured anyway.
+            is_measured = row.has_drafts or len(self._running) == 1
+            if is_measured and row is not self._latest and row.run is not None:
                 row.run.resumed(self._tools.timer() if self._is_device_idle else None)
                 self._latest = row
             self._advance(row)
@@ -257,11 +243,10 @@ class Scheduler:
         if len(self._prefilling) == len(self._running):
             return True
         row = next_chunk(self._prefilling, self._chunks)
-        end = row.length + self._model.facts.prefill_chunk_at(row.length)
-        next_s = self._pace.prefill_s(row.length, min(end, row.length + row.prompt_left))
         is_mute = self._held_back < _HELD_BACK_ROUNDS and any(
             not one.has_spoken and not one.is_prefilling for one in self._running
         )
+        next_s = self._line.chunk_s(row)
         is_due = is_chunk_due(
             self._chunks_in_round, self._prefill_s, next_s, somebody_is_mute=is_mute
         )
@@ -323,13 +308,21 @@ class Scheduler:
         """Hand a frame on, and note what the row has come to with it."""
         row.ticket.on_frame(frame)
         if isinstance(frame, TokensFrame):
+            made = len(frame.token_ids)
             row.has_spoken = True
-            row.account.used += OUTPUT_WEIGHT * len(frame.token_ids)
+            row.account.used += OUTPUT_WEIGHT * made
+            row.headroom -= made
+            if row.headroom < 0:
+                self._grow(row)
         elif isinstance(frame, DoneFrame):
             self._pace.ended(self._tools.timer() - row.placed_s)
             self._end(row)
-            return
-        if not self._room.grown(row, row.length):
+
+    def _grow(self, row: Row) -> None:
+        """It has come to the end of what was set aside for it."""
+        fits = self._room.grown(row, row.length)
+        row.headroom = self._room.headroom_tokens(row, row.length)
+        if not fits:
             self._end_weakest()
 
     def _launch(self, rows: list[Row]) -> None:
@@ -337,9 +330,12 @@ class Scheduler:
         for row in [row for row in rows if row.ticket.cancelled]:
             self._end(row)
             rows.remove(row)
+        has_company = len(self._running) > 1
         if rows:
             self._is_device_idle = False
-        for row, failure in self._forwards.launch(rows, has_company=len(self._running) > 1):
+        if has_company:
+            self._latest = None
+        for row, failure in self._forwards.launch(rows, has_company=has_company):
             self._abandon(row, _as_kakeya_error(failure))
         for row in rows:
             if not row.is_over:

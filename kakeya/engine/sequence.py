@@ -247,8 +247,8 @@ class SequenceRun:
         draft, rows = self._choose()
         in_flight = self._state.in_flight() > 0
         if rows == 0:
-            token, is_shared = yield from self._plain_step(draft)
-            return (token,), 1 if in_flight and not is_shared else 0
+            token, is_steady = yield from self._plain_step(draft)
+            return (token,), 1 if in_flight and is_steady else 0
         if in_flight:
             return self._confirm(draft, rows), 0
         return self._block(draft, draft.tokens[:rows]), rows + 1
@@ -263,25 +263,24 @@ class SequenceRun:
         return self._drafting.choose(self._decoding.history, room)
 
     def _plain_step(self, draft: Draft) -> Generator[Launch, None, tuple[int, bool]]:
-        """Commit one token; also returns whether others shared the newest forward."""
+        """Commit one token; also returns whether another step was launched meanwhile, and alone."""
         state, decoding = self._state, self._decoding
-        is_shared = False
+        is_steady = False
         if state.in_flight() == 0:
             first = Launch(state, decoding.history[-1])
             yield first
             self._forwards += 1
-            is_shared = first.is_shared
         if decoding.room() > 0:
             # Another token is needed after this one: start it before reading this one.
             ahead = Launch(state, None)
             yield ahead
             self._forwards += 1
-            is_shared = ahead.is_shared
+            is_steady = not ahead.is_shared
         self._drafting.shadow(draft)
         token = state.collect()
         decoding.commit((), (token,))
         self._drafting.extend((token,))
-        return token, is_shared
+        return token, is_steady
 
     def _confirm(self, draft: Draft, rows: int) -> tuple[int, ...]:
         """Read the row in flight; verify the rest of the draft only if it guessed that row."""
