@@ -49,6 +49,8 @@ from kakeya.runtime.generation import (
 )
 
 _log = logging.getLogger(__name__)
+MAX_WAITING = 256
+"""Requests that wait for others' blocks before they have a place; each looks again at each block."""
 Bring = Callable[[Shelf, Naming, Sequence[Piece], BlockClass], Awaitable[Mapping[BlockId, Source]]]
 """Brings pieces of a history into pages from where they lie else; says where each lay."""
 Meet = Callable[
@@ -124,7 +126,7 @@ class PrefixExchange:
     # --- for who serves the request
 
     async def run(self, decode: Decode) -> AsyncGenerator[Frame, None]:
-        """Decode the request in its turn. Raises what `decode` raises, and DeadlineExceeded."""
+        """Decode the request in its turn. Raises what `decode` raises."""
         clock, until_mono = self._tools.turns.clock, None
         if self._request.deadline_s is not None:
             until_mono = clock.mono() + self._request.deadline_s
@@ -145,9 +147,12 @@ class PrefixExchange:
                 return
 
     async def _approach(self, until_mono: float | None) -> None:
-        """Claim what is missing, or wait while another one computes it, until a time at most."""
+        """Claim what is missing, or wait while another one computes it, until a time at most.
+
+        Of very many, the rest goes on to where places are given out, and refused.
+        """
         naming = self._tools.names.known(self._seat.model_id, self._request.adapter_id)
-        if naming is not None:
+        if naming is not None and self._tools.turns.waiting < MAX_WAITING:
             await self._turn.stand(naming, self._request.token_ids, until_mono)
 
     async def _wait_to_return(self) -> None:
