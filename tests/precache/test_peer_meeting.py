@@ -136,10 +136,11 @@ async def test_where_nobody_has_more_nothing_is_begun(world):
 
 
 async def test_cancelled_it_ends_the_call_at_the_peer(world):
-    ended = asyncio.Event()
+    entered, ended = asyncio.Event(), asyncio.Event()
 
     class Slow(PrefillCacheService):
         async def FetchBlocks(self, request, context):
+            entered.set()
             try:
                 async for chunk in super().FetchBlocks(request, context):
                     yield chunk
@@ -148,7 +149,11 @@ async def test_cancelled_it_ends_the_call_at_the_peer(world):
                 ended.set()
 
     peer = await world.peer(sources(), kind=Slow)
-    await meet(world, peer, Prefill(0.0))
+
+    async def prefill(blocks, computed):
+        await entered.wait()
+
+    await meet(world, peer, prefill)
     async with asyncio.timeout(5):
         await ended.wait()
 
