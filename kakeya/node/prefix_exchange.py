@@ -50,7 +50,7 @@ from kakeya.runtime.generation import (
 
 _log = logging.getLogger(__name__)
 MAX_WAITING = 256
-"""Requests that wait for others' blocks before they have a place; each looks again at each block."""
+"""Requests that wait for others' blocks before they have a place; each looks at each block."""
 Bring = Callable[[Shelf, Naming, Sequence[Piece], BlockClass], Awaitable[Mapping[BlockId, Source]]]
 """Brings pieces of a history into pages from where they lie else; says where each lay."""
 Meet = Callable[
