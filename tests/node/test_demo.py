@@ -1,15 +1,25 @@
-"""`kakeya demo` as a person runs it."""
+"""`kakeya demo`: whole as a person runs it, and in shorter runs with each commit."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
+
+import pytest
 
 from tests.node.nodes import run_cli
 
+SHORT = """
+import sys
+from kakeya.node import demo
+demo.ROUNDS, demo.NEW_TOKENS = 1, 96
+sys.exit(demo.run_demo(as_json=True))
+"""
 
-def test_the_demo_shows_identical_output_in_every_mode() -> None:
-    ended = run_cli("demo", "--json")
+
+def check(ended: subprocess.CompletedProcess[str]) -> None:
     assert ended.returncode == 0, ended.stderr
     report: dict[str, Any] = json.loads(ended.stdout)
     assert report["identical"] is True
@@ -19,3 +29,14 @@ def test_the_demo_shows_identical_output_in_every_mode() -> None:
         # Whether drafting pays is a matter of this minute's speed; that drafts came is not.
         assert bool(row["drafted"] + row["shadowed"]) == (row["way"] != "plain greedy"), row
         assert row["verified"] == 0 or row["way"] != "plain greedy"
+
+
+def test_the_demo_shows_identical_output_in_every_mode() -> None:
+    """Two real nodes and every row of the table, each from one short run."""
+    command = [sys.executable, "-c", SHORT]
+    check(subprocess.run(command, capture_output=True, text=True, timeout=150, check=False))
+
+
+@pytest.mark.slow
+def test_the_whole_demo_ends_within_its_limit() -> None:
+    check(run_cli("demo", "--json"))
