@@ -10,8 +10,8 @@ dies or lies costs nothing:
     time <= prefill of everything            when it never switches
     time <= prefill up to back + switch      when it does, as it is then sure to be sooner
 
-`Meeting` follows what happens; `split` says beforehand where the two would meet, from measured
-rates. Both are pure.
+`Meeting` follows what happens; `is_sooner` says beforehand, from measured rates, whether to begin.
+Both are pure.
 """
 
 from __future__ import annotations
@@ -101,24 +101,3 @@ def is_sooner(count: int, *, block_s: float, fetch_s: float, switch_s: float = S
         return False
     both_s = count * block_s * fetch_s / (block_s + fetch_s) + switch_s
     return both_s < count * min(block_s, fetch_s)
-
-
-def split(
-    first: int, end: int, *, block_s: float, fetch_s: float, switch_s: float = SWITCH_S
-) -> int:
-    """Where prefill and fetch would meet: blocks [first, m) computed, [m, end) fetched meanwhile.
-
-    `block_s` and `fetch_s` are seconds for one block here and from the peer. `end` where it does
-    not pay: everything is computed here. The result is never expected later than that.
-    """
-    count = end - first
-    if count <= 0 or block_s <= 0 or not math.isfinite(fetch_s):
-        return end
-    here = round(count * fetch_s / (fetch_s + block_s)) if fetch_s > 0 else 0
-    candidates = {first + n for n in (here - 1, here, here + 1) if 0 <= n < count}
-
-    def takes_s(middle: int) -> float:
-        return max((middle - first) * block_s, (end - middle) * fetch_s) + switch_s
-
-    best = min(candidates, key=lambda middle: (takes_s(middle), middle), default=end)
-    return best if best != end and takes_s(best) < count * block_s else end

@@ -10,12 +10,15 @@ nobody measured yet counts as fast: its first block measures it, at the price of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kakeya.precache.meet import is_sooner
 from kakeya.precache.peer_seams import LOOKUP_S, MOST_PEERS, Wanted
 
+RATE_KEPT_S = 120.0
+"""How long a measured link counts as measured."""
 _SMOOTHING = 0.3
 """Weight of the newest block in a link's rate."""
 _MARGIN = 1.1
@@ -55,12 +58,19 @@ class LinkRate:
     """How fast blocks come from one peer; 0 = none came yet."""
 
     bytes_per_s: float = 0.0
+    _measured_mono: float = math.inf
 
-    def observe(self, size: int, seconds: float) -> None:
+    def observe(self, size: int, seconds: float, now: float) -> None:
         """One block of so many bytes took so long, from the end of the one before."""
+        self._measured_mono = now
         rate = size / max(seconds, 1e-6)
         known = self.bytes_per_s
         self.bytes_per_s = rate if not known else known + _SMOOTHING * (rate - known)
+
+    def age(self, now: float) -> None:
+        """Forget what is too old: a link that was slow is else never tried again."""
+        if now - self._measured_mono > RATE_KEPT_S:
+            self.bytes_per_s, self._measured_mono = 0.0, math.inf
 
 
 def is_worth_asking(wanted: Wanted) -> bool:

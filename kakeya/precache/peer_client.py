@@ -115,7 +115,8 @@ class PrefixPeer:
             for index in sent:
                 began = self._clock.mono()
                 payload = await self._block(call, hit, wanted, index)
-                self.rate.observe(len(payload), self._clock.mono() - began)
+                now = self._clock.mono()
+                self.rate.observe(len(payload), now - began, now)
                 if index in order:
                     yield index, payload
             self.breaker.succeeded()

@@ -25,6 +25,7 @@ from kakeya.precache.peer_auth import FleetKey
 from kakeya.precache.peer_choice import (
     Hit,
     Holder,
+    LinkRate,
     due_s,
     in_order,
     is_worth_asking,
@@ -105,9 +106,10 @@ class PeerFetch:
     def prefers_meeting(self, wanted: Wanted, holders: Iterable[Holder]) -> Holder | None:
         """The peer to meet, as far as its link was measured; None = to fetch at once is sooner."""
         best: Holder | None = None
+        rates = self._rates()
         for holder in holders:
-            known = self._peers.get(holder.node_id)
-            rate = known.rate.bytes_per_s if known is not None else 0.0
+            known = rates.get(holder.node_id)
+            rate = known.bytes_per_s if known is not None else 0.0
             if is_worth_meeting(wanted, holder.blocks, rate):
                 best = holder if best is None or holder.blocks > best.blocks else best
         return best
@@ -164,7 +166,7 @@ class PeerFetch:
         One that has everything is yielded at once; the answers of the others are waited for only
         when it turns out to be of no use.
         """
-        rates = {node_id: peer.rate for node_id, peer in self._peers.items()}
+        rates = self._rates()
         asked = to_ask(wanted, holders, rates) if is_worth_asking(wanted) else ()
         self._count(asked=len(asked))
         waiting = {asyncio.ensure_future(self._ask(holder, wanted)) for holder in asked}
@@ -223,6 +225,13 @@ class PeerFetch:
         except KakeyaError as failure:
             self._failed(hit.holder, failure)
             return count, True
+
+    def _rates(self) -> dict[str, LinkRate]:
+        """What is known of links, by node id."""
+        now = self._clock.mono()
+        for peer in self._peers.values():
+            peer.rate.age(now)
+        return {node_id: peer.rate for node_id, peer in self._peers.items()}
 
     def _took(self, wanted: Wanted, payload: Sequence[int]) -> None:
         self._count(blocks=1, tokens=wanted.fingerprint.block_tokens, bytes=len(payload))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.precache.meet import Meeting, Side, is_sooner, split
+from kakeya.precache.meet import Meeting, Side, is_sooner
 
 SECONDS = st.floats(0.001, 10.0)
 
@@ -74,34 +74,6 @@ def test_a_switch_saves_more_than_it_costs(play):
     meeting, _ = simulate(*play)
     if meeting.front < count:
         assert (count - meeting.front) * block_s > switch_s
-
-
-@given(st.integers(0, 20), st.integers(1, 40), SECONDS, st.floats(0.0, 10.0), st.floats(0.0, 5.0))
-def test_the_split_is_never_expected_later_than_the_prefill_alone(
-    first, count, block_s, fetch_s, switch_s
-):
-    end = first + count
-    middle = split(first, end, block_s=block_s, fetch_s=fetch_s, switch_s=switch_s)
-    assert first <= middle <= end
-    if middle < end:
-        both_s = max((middle - first) * block_s, (end - middle) * fetch_s) + switch_s
-        assert both_s < count * block_s
-
-
-@given(st.integers(1, 40), SECONDS, SECONDS, st.floats(0.0, 2.0))
-def test_no_other_split_is_better(count, block_s, fetch_s, switch_s):
-    def takes_s(middle: int) -> float:
-        if middle == count:
-            return count * block_s
-        return max(middle * block_s, (count - middle) * fetch_s) + switch_s
-
-    middle = split(0, count, block_s=block_s, fetch_s=fetch_s, switch_s=switch_s)
-    assert takes_s(middle) <= min(map(takes_s, range(count + 1))) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(("block_s", "fetch_s"), [(0.0, 0.1), (1.0, math.inf), (0.1, 1e9)], ids=str)
-def test_everything_is_computed_here_where_nothing_can_be_gained(block_s, fetch_s):
-    assert split(2, 10, block_s=block_s, fetch_s=fetch_s, switch_s=0.1) == 10
 
 
 def test_a_block_that_both_sides_have_counts_once():
