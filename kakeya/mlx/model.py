@@ -41,6 +41,8 @@ _DEEP_TOKENS = 4096
 _PROBE_LIMIT_S = 2.0
 _BLOCK_ROWS = (2, 3, 5, 9, 17)
 _PLAIN_STEPS = 24
+_LEAST_STEPS = 3
+"""Also where the probe's time is over: a step that costs nothing would make every draft a loss."""
 _REPEATS = 3
 
 
@@ -247,11 +249,13 @@ class _Probe:
         state.collect()
         started = time.perf_counter()
         steps = 0
-        while steps < _PLAIN_STEPS and time.perf_counter() < self._ends_at:
+        while steps < _LEAST_STEPS or (
+            steps < _PLAIN_STEPS and time.perf_counter() < self._ends_at
+        ):
             state.launch(None)
             state.collect()
             steps += 1
-        seconds = (time.perf_counter() - started) / max(1, steps)
+        seconds = (time.perf_counter() - started) / steps
         state.collect()
         state.trim(state.length - before)
         return max(seconds, 1e-6)
