@@ -273,7 +273,7 @@ def unrest(node: NodeProcess) -> dict[str, Any]:
     memory: dict[str, Any] = node.api.get("/api/v1/status")["memory"]  # type: ignore[assignment]
     residents = [one for one in memory["residents"] if one["capability"] != "embed"]
     found = {
-        "waiting": memory["waiting"],
+        "waiting": [one for one in memory["waiting"] if one["capability"] != "embed"],
         "foreign": memory["foreign"],
         "jobs": memory["leases"].get("leases", []),
         "used": [one for one in residents if one["leases"]],
