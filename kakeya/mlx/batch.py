@@ -7,8 +7,8 @@ the CPU (without OpenBLAS) a row has the very bits that it has alone.
 
 Models of mlx-lm call their cache and then `scaled_dot_product_attention` with what it returned.
 Here the cache is a `RowCaches`, and the function of the model's own module hands it over to that.
-A model whose attention does anything else with its cache fails `fitting_rows`, which compares two
-rows with each alone when the engine starts; its sequences then take turns.
+A model whose attention does anything else with its cache is found out by `why_by_turns`, which
+compares two rows with each alone when the engine starts; its sequences then take turns.
 """
 
 from __future__ import annotations
@@ -116,31 +116,39 @@ def launch_together(
         state.launched(Landing(flight, index))
 
 
-def fitting_rows(model: LoadedModel) -> int:
-    """How many sequences may share a forward of this model: BATCH_ROWS, or 1.
+def why_by_turns(model: LoadedModel) -> str:
+    """Why no two sequences may share a forward of this model; "" = up to BATCH_ROWS may.
 
     Runs two short rows together and each alone. From then on the model can be batched.
     """
-    if not all(type(layer) in _KINDS for layer in model.make_cache()):
-        return 1
+    kinds = {type(layer) for layer in model.make_cache()}
+    if unknown := sorted(kind.__name__ for kind in kinds.difference(_KINDS)):
+        known = ", ".join(kind.__name__ for kind in _KINDS)
+        return f"it has layers with {', '.join(unknown)}; rows can be kept apart in {known}"
     _hand_over(model.network)
-    texts = ([3, 1, 2], [2, 3, 1, 1, 2, 3, 2])
     try:
-        alone = [Verifier(model) for _ in texts]
-        together = [Verifier(model) for _ in texts]
-        for state, text in zip([*alone, *together], [*texts, *texts], strict=True):
-            state.prefill(text)
-        row = mx.array([1, 3], dtype=mx.int32)
-        for _ in range(3):
-            expected = mx.concatenate([s.step(r) for s, r in zip(alone, _split(row), strict=True)])
-            found = _forward(model, together, row)
-            near = mx.abs(found - expected) <= _TOLERANCE * mx.abs(expected).max()
-            if not mx.all(near).item():
-                return 1
-            row = mx.argmax(expected, axis=-1).astype(mx.int32)
-    except Exception:  # noqa: BLE001 - whatever a model does that cannot be batched
-        return 1
-    return BATCH_ROWS
+        return _differs(model)
+    except Exception as problem:  # noqa: BLE001 - whatever a model does that cannot be batched
+        return f"two rows in one forward fail: {problem or type(problem).__name__}"
+
+
+def _differs(model: LoadedModel) -> str:
+    """How two rows in one forward differ from each alone; "" = by no more than rounding."""
+    texts = ([3, 1, 2], [2, 3, 1, 1, 2, 3, 2])
+    alone = [Verifier(model) for _ in texts]
+    together = [Verifier(model) for _ in texts]
+    for state, text in zip([*alone, *together], [*texts, *texts], strict=True):
+        state.prefill(text)
+    row = mx.array([1, 3], dtype=mx.int32)
+    for _ in range(3):
+        expected = mx.concatenate([s.step(r) for s, r in zip(alone, _split(row), strict=True)])
+        off = mx.abs(_forward(model, together, row) - expected).max()
+        share = off / mx.abs(expected).max()
+        if not mx.all(share <= _TOLERANCE).item():  # also where it is no number
+            found = f"{share.item():.2g}"
+            return f"two rows in one forward have logits that are off by {found} of the largest"
+        row = mx.argmax(expected, axis=-1).astype(mx.int32)
+    return ""
 
 
 def _forward(model: LoadedModel, states: Sequence[Verifier], row: mx.array) -> mx.array:

@@ -26,7 +26,7 @@ from kakeya.engine.model import (
     ModelDraft,
     SequenceState,
 )
-from kakeya.mlx.batch import fitting_rows, launch_together
+from kakeya.mlx.batch import BATCH_ROWS, launch_together, why_by_turns
 from kakeya.mlx.drafts import Drafter
 from kakeya.mlx.grid import Grid, exactness, is_row_exact, nominal_grid
 from kakeya.mlx.kv_blocks import KvBlocks, plan_blocks
@@ -85,7 +85,7 @@ class MlxModel:
             adapter_slots=loaded.adapters.count if loaded.adapters else 0,
             adapter_rank=loaded.adapters.max_rank if loaded.adapters else 0,
             base_fingerprint=loaded.adapters.base if loaded.adapters else "",
-            batch_rows=fitting_rows(loaded),
+            batch_rows=_batch_rows(loaded),
             kv_block_tokens=blocks.block_tokens if blocks else 0,
             kv_block_bytes=blocks.block_tokens * blocks.row_bytes if blocks else 0,
             kv_state_bytes=blocks.state_bytes if blocks else 0,
@@ -175,6 +175,21 @@ def _blocks(loaded: LoadedModel) -> KvBlocks | None:
             reason=refusal.message if isinstance(refusal, KakeyaError) else repr(refusal),
         )
         return None
+
+
+def _batch_rows(loaded: LoadedModel) -> int:
+    """How many sequences share a forward; 1, with a reason in the log, where they take turns."""
+    reason = why_by_turns(loaded)
+    if not reason:
+        return BATCH_ROWS
+    event(
+        _log,
+        "its sequences take turns",
+        level=logging.WARNING,
+        model=loaded.model_id,
+        reason=reason,
+    )
+    return 1
 
 
 class _Probe:

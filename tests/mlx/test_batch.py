@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from kakeya.decoding.sampling import SamplingParams
 from kakeya.memory.adapter_format import PackedAdapter, PackedTensor, Precision
 from kakeya.mlx import batch
-from kakeya.mlx.batch import BATCH_ROWS, fitting_rows, launch_together
+from kakeya.mlx.batch import launch_together, why_by_turns
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.lora import AdapterSlots
+from kakeya.mlx.model import MlxModel
 from kakeya.mlx.verifier import Verifier
 from tests.mlx.random_models import VOCAB, write_model
 
@@ -31,7 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
         architecture, _, bits = name.partition("-")
         folder = write_model(root / name, architecture, quantize_bits=4 if bits else None)
         made[name] = load(str(folder), name, adapter_slots=SLOTS, adapter_rank=4)
-        fitting_rows(made[name])
+        why_by_turns(made[name])
     for name in BATCHED:
         for slot in range(1, SLOTS + 1):
             slots_of(made[name]).load(slot, random_adapter(slot))
@@ -68,10 +69,19 @@ def random_adapter(seed: int) -> PackedAdapter:
 def test_models_of_ordinary_attention_batch_and_recurrent_ones_do_not(
     models: dict[str, LoadedModel],
 ) -> None:
-    assert {name: fitting_rows(model) for name, model in models.items()} == {
-        **dict.fromkeys(BATCHED, BATCH_ROWS),
-        "mamba": 1,
-    }
+    reasons = {name: why_by_turns(model) for name, model in models.items()}
+    assert "it has layers with ArraysCache" in reasons.pop("mamba")
+    assert reasons == dict.fromkeys(BATCHED, "")
+
+
+def test_an_engine_says_why_its_sequences_take_turns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_model(tmp_path, "mamba")
+    facts = MlxModel(load(str(folder), "mamba"), 0.0, False).facts
+    assert facts.batch_rows == 1
+    said = next(r for r in caplog.records if r.message == "its sequences take turns")
+    assert "ArraysCache" in str(vars(said))
 
 
 class Pair:
@@ -203,14 +213,21 @@ def test_a_model_whose_attention_does_as_it_likes_is_not_batched(
         return keys + 0, values + 0
 
     monkeypatch.setattr(batch.RowCaches, "update_and_fetch", copied)
-    assert fitting_rows(models["llama"]) == 1
+    assert "changes what its cache returned" in why_by_turns(models["llama"])
 
 
 def test_rows_that_see_each_others_kv_are_noticed(
     models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch.RowCaches, "update_and_fetch", crossed)
-    assert fitting_rows(models["llama"]) == 1
+    assert "logits that are off by" in why_by_turns(models["llama"])
+
+
+def test_logits_that_are_no_numbers_are_no_proof(
+    models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "_forward", lambda *_: mx.full((2, VOCAB), float("nan")))
+    assert "off by nan" in why_by_turns(models["llama"])
 
 
 def crossed(self: batch.RowCaches, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
