@@ -92,7 +92,11 @@ class Continuation:
             self._first_token_mono = now
 
     def _total(self, last: Usage, now: float) -> Usage:
-        """Usage of all engines together. A lost one gave no account: its steps are counted here."""
+        """Usage of all engines together. A lost one gave no account: its steps are counted here.
+
+        What the last one found may reach into what was decoded; of the prompt, one token at least
+        was computed.
+        """
         if not self._was_interrupted:
             return last
         first = self._first_token_mono if self._first_token_mono is not None else now
@@ -101,6 +105,7 @@ class Continuation:
             last,
             prefill_s=first - self._started_mono,
             total_s=now - self._started_mono,
+            cached_tokens=min(last.cached_tokens, len(self._request.token_ids) - 1),
             forwards=max(last.forwards, self._steps),
             drafted=max(last.drafted, accepted),
             verified=max(last.verified, accepted),

@@ -76,6 +76,20 @@ def test_usage_after_a_death_spans_both_engines_and_counts_the_lost_steps():
     assert (usage.drafted, usage.verified, usage.accepted) == (2, 2, 2)
 
 
+@given(
+    prompt=st.lists(st.integers(0, 96), min_size=1, max_size=20),
+    committed=st.lists(st.integers(0, 96), min_size=1, max_size=8),
+    data=st.data(),
+)
+def test_no_more_of_a_prompt_is_cached_than_it_is_long(prompt, committed, data):
+    job = Continuation(DecodeRequest(token_ids=prompt, max_tokens=20), 0.0)
+    job.take(Tokens(token_ids=tuple(committed)), 1.0)
+    job.interrupt()
+    found = data.draw(st.integers(0, len(job.rest().token_ids) - 1))
+    done = job.take(Done(reason=StopReason.MAX_TOKENS, usage=Usage(cached_tokens=found)), 2.0)
+    assert done.usage.cached_tokens == min(found, len(prompt) - 1)
+
+
 def test_progress_of_a_second_prefill_is_hidden_once_tokens_were_seen():
     job = Continuation(DecodeRequest(token_ids=[1], max_tokens=9), 0.0)
     progress = Progress(computed_tokens=1, total_tokens=1)
