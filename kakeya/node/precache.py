@@ -4,7 +4,8 @@ prompts, and that none of them is forgotten while it is of use.
     request      a conversation has the slot of its model that is least loaded
     turn ended   what the next turn begins with is warmed
     model ready  the prompts that are declared for it are warmed, after each load anew
-    sweep        conversations that idle too long give their slot back and are looked after no more
+    sweep        conversations that idle too long give their slot back and are looked after no more;
+                 declared prompts whose files say something else are warmed anew
 
 A model's engine keeps one KV for each slot; what a slot does not have is found in pages by its
 content. An `async with`; `Precache` is what the doors see of it.
@@ -13,6 +14,7 @@ content. An `async with`; `Precache` is what the doors see of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import random
@@ -29,7 +31,7 @@ from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.memory.events import Event, MemoryPressure
 from kakeya.node.config import PrecacheConfig
-from kakeya.node.declared_prompts import DeclaredPrompt
+from kakeya.node.declared_prompts import DeclaredPrompt, PromptText
 from kakeya.node.precache_view import Json, describe_precache, precache_metrics
 from kakeya.node.resident_model import ResidentModel
 from kakeya.precache.keys import SYSTEM_PREFIX, derive_slot_id, resolve_key, sanitise
@@ -74,6 +76,7 @@ class NodePrecache:
         self._tasks = Supervisor(clock)
         self._warmed_pids: dict[str, int | None] = {}
         self._told_crowded: set[str] = set()
+        self._said: dict[int, PromptText] = {}
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError for a declared prompt whose files or model cannot be used."""
@@ -136,6 +139,8 @@ class NodePrecache:
         if self._warmed_pids.get(model.model_id) == model.pid:
             return
         self._warmed_pids[model.model_id] = model.pid
+        if model.facts is not None:
+            self.texts.renew(model.facts.model_path)
         self.warm_declared(model.model_id)
 
     def warm_declared(self, model_id: str) -> None:
@@ -143,14 +148,17 @@ class NodePrecache:
         for index, prompt in enumerate(self._config.prompts):
             named = self._named(prompt)
             if model_id in (named, named.rpartition(":")[0]):
-                prefix = Prefix(
-                    key=f"{SYSTEM_PREFIX}/{index}",
-                    model_id=named,
-                    tokens=functools.partial(self._declared_tokens, prompt),
-                    block_class=BlockClass.SYSTEM,
-                    is_kept=True,
-                )
-                self._prewarmer.submit(prefix, Kind.KEPT)
+                self._submit(index, prompt)
+
+    def _submit(self, index: int, prompt: DeclaredPrompt) -> None:
+        prefix = Prefix(
+            key=f"{SYSTEM_PREFIX}/{index}",
+            model_id=self._named(prompt),
+            tokens=functools.partial(self._declared_tokens, index, prompt),
+            block_class=BlockClass.SYSTEM,
+            is_kept=True,
+        )
+        self._prewarmer.submit(prefix, Kind.KEPT)
 
     def happened(self, told: Event) -> None:
         """Something happened in memory."""
@@ -206,10 +214,10 @@ class NodePrecache:
                 recommended=status.recommended,
             )
 
-    async def _declared_tokens(self, prompt: DeclaredPrompt) -> Sequence[int]:
+    async def _declared_tokens(self, index: int, prompt: DeclaredPrompt) -> Sequence[int]:
         """Render a declared prompt as it stands on disk now."""
         facts = await self._models.get(self._named(prompt)).ready(AT_HAND_S)
-        said = await asyncio.to_thread(prompt.read)
+        said = self._said[index] = await asyncio.to_thread(prompt.read)
         text = await self.texts.get(facts.model_path)
         messages = [{"role": role, "content": content} for role, content in said.messages]
         at_most = most_prompt_tokens(facts)
@@ -240,8 +248,15 @@ class NodePrecache:
         await every(self._config.sweep_s, self.sweep, clock=self._clock, rng=self._rng)
 
     async def sweep(self) -> None:
-        """Let go of conversations that idle for longer than they may."""
+        """Let go of conversations that idle for longer than they may, and look whether the files of
+        declared prompts say something else."""
         self._forget(self._registry.evict_idle(self._clock.mono()))
+        for index, prompt in enumerate(self._config.prompts):
+            # One that cannot be read is perhaps being written; its next load tells.
+            with contextlib.suppress(ConfigError):
+                said = await asyncio.to_thread(prompt.read)
+                if self._said.get(index, said) != said:
+                    self._submit(index, prompt)
 
     def _forget(self, closed: Sequence[Conversation]) -> None:
         for conversation in closed:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +38,14 @@ from kakeya.serving.template import (
 
 OFFLOAD_CHARS = 64 * 1024
 """Longer texts are tokenized in a thread: about 20 ms of work that the event loop need not feel."""
+_TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_Stamps = tuple[tuple[str, int, int], ...]
+"""(name, time of the last change in ns, bytes) of each file that is there."""
 _WINDOW_TOKENS = 64
 """Most tokens that a decoder without a byte table holds back while its text is not settled."""
 
@@ -44,6 +54,7 @@ class TextModel:
     """The tokenizer, template and stop tokens of one folder. Loading blocks; use `Texts`."""
 
     def __init__(self, folder: Path, wall: Callable[[], float]) -> None:
+        self.stamps = _stamps(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise Unsupported(
@@ -133,14 +144,44 @@ class Texts:
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
         self._loaded: dict[str, asyncio.Task[TextModel]] = {}
+        self._doubted: dict[str, TextModel] = {}
 
     async def get(self, folder: str) -> TextModel:
         """Find or load. Raises Unsupported when the folder has no usable tokenizer."""
         task = self._loaded.get(folder)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = asyncio.ensure_future(asyncio.to_thread(TextModel, Path(folder), self._wall))
+        if task is None or not _may_be_used(task):
+            load = functools.partial(self._load, Path(folder), self._doubted.pop(folder, None))
+            task = asyncio.ensure_future(asyncio.to_thread(load))
             self._loaded[folder] = task
         return await asyncio.shield(task)
+
+    def renew(self, folder: str) -> None:
+        """Look the next time whether a folder's files are others by now.
+
+        For when its weights were loaded anew: text and weights belong together.
+        """
+        task = self._loaded.get(folder)
+        if task is not None and task.done() and _may_be_used(task):
+            self._doubted[folder] = self._loaded.pop(folder).result()
+
+    def _load(self, folder: Path, before: TextModel | None) -> TextModel:
+        if before is not None and before.stamps == _stamps(folder):
+            return before
+        return TextModel(folder, self._wall)
+
+
+def _may_be_used(task: asyncio.Task[TextModel]) -> bool:
+    return not task.done() or not (task.cancelled() or task.exception() is not None)
+
+
+def _stamps(folder: Path) -> _Stamps:
+    """Which files a folder's text comes from, as they are now. Blocks."""
+    found = []
+    for name in _TEXT_FILES:
+        with contextlib.suppress(OSError):
+            seen = (folder / name).stat()
+            found.append((name, seen.st_mtime_ns, seen.st_size))
+    return tuple(found)
 
 
 class ByteDetokenizer:

@@ -103,6 +103,10 @@ class SlottedModel:
     requests: list[DecodeRequest] = field(default_factory=list)
 
     async def ready(self, timeout_s: float) -> ModelFacts:
+        return self.facts
+
+    @property
+    def facts(self) -> ModelFacts:
         return ModelFacts(
             model_id=self.model_id,
             model_path=self.folder,

@@ -305,6 +305,57 @@ async def test_declared_prompts_are_warm_after_each_load(folder, tmp_path):
         assert set(w.pages.classes) == {BlockClass.SYSTEM}
 
 
+async def test_a_declared_prompt_whose_file_changes_is_warmed_by_the_next_sweep(folder, tmp_path):
+    system = tmp_path / "system.txt"
+    system.write_text("You are kind. " * 40)
+    declared = DeclaredPrompt(system_file=str(system))
+    async with precache_world(StillClock(), prompts=[declared], folder=str(folder)) as w:
+        w.precache.engine_changed(w.model)
+        while not w.warmed:
+            await asyncio.sleep(0.001)
+        await w.settle()
+        await w.precache.sweep()
+        system.unlink()  # as an editor does
+        await w.precache.sweep()
+        await w.settle()
+        assert len(w.warmed) == 1
+        system.write_text("You are strict. " * 40)
+        await w.precache.sweep()
+        while len(w.warmed) < 2:
+            await asyncio.sleep(0.001)
+        await w.settle()
+        await w.precache.sweep()
+        await w.settle()
+        text = await w.precache.texts.get(str(folder))
+        assert len(w.warmed) == 2
+        assert "You are strict." in text.tokenizer.decode(list(w.warmed[1].token_ids))
+        assert w.precache.status()["kept"] == 1
+
+
+async def test_a_template_that_changed_is_taken_with_the_next_load(folder):
+    declared = DeclaredPrompt(system="You are kind.")
+    async with precache_world(StillClock(), prompts=[declared], folder=str(folder)) as w:
+        w.precache.engine_changed(w.model)
+        while not w.warmed:
+            await asyncio.sleep(0.001)
+        await w.settle()
+        before = await w.precache.texts.get(str(folder))
+        template = folder / "chat_template.jinja"
+        template.write_text("A preface." + template.read_text())
+        w.model.pid = 2
+        w.precache.engine_changed(w.model)
+        while len(w.warmed) < 2:
+            await asyncio.sleep(0.001)
+        await w.settle()
+        after = await w.precache.texts.get(str(folder))
+        said = [before.tokenizer.decode(list(r.token_ids)) for r in w.warmed]
+        assert after is not before
+        assert ["A preface." in one for one in said] == [False, True]
+        w.model.pid = 3
+        w.precache.engine_changed(w.model)
+        assert await w.precache.texts.get(str(folder)) is after
+
+
 async def test_a_declared_prompt_ends_where_the_user_begins(folder):
     declared = DeclaredPrompt(system="Be brief.", messages=(("user", "a"), ("assistant", "b")))
     async with precache_world(StillClock(), prompts=[declared], folder=str(folder)) as w:
