@@ -1,6 +1,7 @@
 """One answer in the making: frames in, text and a finish reason out. Sans-I/O.
 
-The stop token is no text. A stop string cuts exactly before itself, wherever the frames were cut.
+The stop token is no text. A stop string cuts exactly before itself, wherever the frames were cut,
+and the token that completes it is the last one that counts.
 """
 
 from __future__ import annotations
@@ -48,16 +49,23 @@ class Answer:
                 assert_never(frame)
 
     def _add(self, token_ids: tuple[int, ...]) -> str:
-        self.completion_tokens += len(token_ids)
+        if self._stops is None:
+            self.completion_tokens += len(token_ids)
+            return self._feed(token_ids)
+        text = ""
+        # One by one: what a step committed behind a stop string is no part of the answer.
+        for token_id in token_ids:
+            self.completion_tokens += 1
+            text += self._stops.feed(self._feed((token_id,)))
+            if self._stops.is_stopped:
+                self.finish_reason = "stop"
+                break
+        return text
+
+    def _feed(self, token_ids: tuple[int, ...]) -> str:
         if token_ids[-1] in self._stop_token_ids:
             token_ids = token_ids[:-1]
-        text = self._detokenizer.feed(token_ids)
-        if self._stops is None:
-            return text
-        text = self._stops.feed(text)
-        if self._stops.is_stopped:
-            self.finish_reason = "stop"
-        return text
+        return self._detokenizer.feed(token_ids)
 
     def _end(self, done: Done) -> str:
         self.usage = done.usage

@@ -95,15 +95,40 @@ def test_what_was_held_back_for_a_stop_string_comes_with_the_end():
 
 def test_a_stop_string_ends_an_answer_inside_a_frame_without_an_account():
     made = answer(stops=["wor"])
-    frame = Tokens(token_ids=ids_of("hello world"))
-    assert made.take(frame) == "hello "
+    heard = len(ids_of("hello world"))
+    assert made.take(Tokens(token_ids=ids_of("hello world, and so on"))) == "hello "
     assert (made.finish_reason, made.usage) == ("stop", None)
     body = usage_body(made, 10)
     assert body == {
         "prompt_tokens": 10,
-        "completion_tokens": len(frame.token_ids),
-        "total_tokens": 10 + len(frame.token_ids),
+        "completion_tokens": heard,
+        "total_tokens": 10 + heard,
     }
+
+
+@given(
+    cuts=st.sets(st.integers(1, 20)),
+    stop=st.sampled_from(["o w", "l", "return", "so on", "!"]),
+)
+def test_an_answer_and_its_length_do_not_depend_on_what_was_committed_together(cuts, stop):
+    tokens = ids_of("hello world, and so on: return 3!")
+    alone, together = answer(stops=[stop]), answer(stops=[stop])
+    said = [take_all(alone, [tokens[i : i + 1] for i in range(len(tokens))])]
+    ends = [*sorted(cut for cut in cuts if cut < len(tokens)), len(tokens)]
+    frames = [tokens[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    said.append(take_all(together, frames))
+    assert said[0] == said[1]
+    assert alone.completion_tokens == together.completion_tokens
+    assert alone.finish_reason == together.finish_reason
+
+
+def take_all(made, frames):
+    """The text, as a client hears it that listens until the answer has a reason to end."""
+    said = ""
+    for frame in frames:
+        if made.finish_reason is None:
+            said += made.take(Tokens(token_ids=tuple(frame)))
+    return said
 
 
 def test_the_stop_token_is_counted_and_not_shown():
