@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from kakeya.core.errors import InvalidArgument
+
+MAX_DEPTH = 128
+"""Of lists and objects within each other. What is read is also written and rendered, by code that
+calls itself for each level and has fewer of them than who reads."""
+_TOO_DEEP = "the body is nested too deeply; no parameter needs it"
 
 
 def parse_json(body: bytes) -> dict[str, object]:
@@ -20,11 +25,13 @@ def parse_json(body: bytes) -> dict[str, object]:
     except UnicodeDecodeError as fault:
         raise InvalidArgument(f"the body is not UTF-8 at byte {fault.start}") from fault
     except RecursionError as fault:
-        raise InvalidArgument("the body is nested too deeply; no parameter needs it") from fault
+        raise InvalidArgument(_TOO_DEEP) from fault
     except ValueError as fault:
         raise InvalidArgument(f"the body is not valid JSON: {fault}") from fault
     if not isinstance(parsed, dict):
         raise InvalidArgument(f"the body must be a JSON object, not {_kind(parsed)}")
+    if _is_deeper(parsed, MAX_DEPTH):
+        raise InvalidArgument(f"{_TOO_DEEP}: at most {MAX_DEPTH} levels")
     return parsed
 
 
@@ -90,6 +97,23 @@ def refuse(name: str, value: object, wanted: str) -> NoReturn:
     """Raise InvalidArgument: the name, what was given, what would be right."""
     given = "is missing" if value is None else f"is {shown(value)}"
     raise InvalidArgument(f"{name} {given}; it must be {wanted}", param=name)
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    """Whether lists and objects lie in each other more than `levels` deep."""
+    level = [value]
+    for _ in range(levels):
+        level = [
+            inner
+            for outer in level
+            for inner in (
+                outer.values() if isinstance(outer, dict) else cast("list[object]", outer)
+            )
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _refuse_constant(name: str) -> NoReturn:

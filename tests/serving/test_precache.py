@@ -360,6 +360,19 @@ async def test_what_cannot_be_meant_is_a_400_that_names_it(folder, body, param):
     assert precache.warmed == []
 
 
+async def test_tools_that_lie_too_deep_in_each_other_to_be_written_are_refused(tools_folder):
+    """Python reads more levels than what writes and renders them can take."""
+
+    def tools(levels: int) -> bytes:
+        return b'[{"a":' + b"[" * levels + b"]" * levels + b"}]"
+
+    async with serving(ToyModel(tools_folder), precache=Recorded()) as served:
+        for levels, status in ((100, 200), (127, 400), (900, 400), (5000, 400)):
+            body = b'{"model":"toy","messages":[{"role":"user","content":"hi"}],"tools":%b}'
+            reply = await served.http.post("/v1/precache", content=body % tools(levels))
+            assert reply.status_code == status, (levels, reply.text)
+
+
 async def test_a_prefix_beyond_the_context_and_an_unknown_model_are_refused(folder):
     async with serving(ToyModel(folder), precache=Recorded()) as served:
         messages = [{"role": "system", "content": "word " * 600}]
