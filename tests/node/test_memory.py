@@ -197,6 +197,29 @@ async def test_text_models_that_do_not_fit_together_swap_and_every_request_is_an
         assert f"to {OTHER} (swap)" in swapped[-1]["why"]
 
 
+@pytest.mark.slow
+async def test_a_model_that_was_swapped_out_finds_its_prompts_when_it_comes_back(
+    tmp_path: Path,
+) -> None:
+    prompt = " ".join(f"Row {n} has {n} lamps." for n in range(60))
+    async with two_texts(tmp_path, 500) as node:
+
+        async def said_by(model: str) -> tuple[str, int]:
+            """What it says, and how much of the prompt it had to compute."""
+            answer = (await ask(node, model, prompt=prompt)).json()
+            usage = answer["usage"]
+            found = usage["prompt_tokens_details"]["cached_tokens"]
+            return answer["choices"][0]["text"], usage["prompt_tokens"] - found
+
+        said, computed = await said_by(VERIFIER)
+        assert computed > 256
+        # Equal weights under another name: what one engine computed is the other's too.
+        assert await said_by(OTHER) == (said, 1)
+        assert model_state(node, VERIFIER)["state"] == "unloaded"
+        assert await said_by(VERIFIER) == (said, 1)
+        assert model_state(node, OTHER)["state"] == "unloaded"
+
+
 async def test_who_leaves_gives_up_its_place_and_who_has_no_time_for_a_load_is_told_at_once(
     tmp_path: Path,
 ) -> None:
