@@ -4,7 +4,7 @@ the parameter. Nothing is ignored in silence.
     honoured      model, messages | prompt, max_tokens, max_completion_tokens, temperature, top_p,
                   seed, stop, stream, stream_options.include_usage
     extensions    top_k; draft_policy ("auto", "off", "ngram", "peer", MODEL@HOST:PORT);
-                  deadline_s: how long the caller waits until its model is in memory;
+                  deadline_s: how long the caller waits for the first token, loading included;
                   conversation_id, prompt_cache_key, prompt_cache_retention: see `cache_params`;
                   priority, service_tier, user, safety_identifier: see `share_params`
     accepted      a parameter that is absent, null, or has a value that changes nothing (`_NO_OPS`)
@@ -52,7 +52,7 @@ class ContextLengthExceeded(InvalidArgument):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationParams:
     """What both routes share. `max_tokens` None = to the end of the context; `seed` None = draw;
-    `deadline_s` None = the caller did not say how long it waits for the model."""
+    `deadline_s` None = the caller did not say how long it waits."""
 
     model: str
     max_tokens: int | None
