@@ -18,9 +18,12 @@ from kakeya.engine.job import DecodeJob, EngineFrame
 from kakeya.engine.model import LoadedFacts
 from kakeya.engine.pace import Pace
 from kakeya.engine.policy import (
+    AGED_S,
     INPUT_WEIGHT,
+    SPECULATIVE,
     Claim,
     FairShares,
+    first,
     first_token_s,
     makes_place,
     next_place,
@@ -119,6 +122,8 @@ class Line:
         self._arrivals = 0
         self._entries = 0
         self._look_s: float | None = None
+        self._aged: Row | None = None
+        self._aged_until_s = 0.0
 
     def arrive(self, ticket: Ticket, running: Sequence[Row], now_s: float) -> None:
         """Put a generation in the line.
@@ -178,7 +183,15 @@ class Line:
         def fits(row: Row) -> bool:
             return self._plan(row, running, now_s) is not None
 
-        return self._plan(next_place(self.waiting, self._entries, now_s, fits), running, now_s)
+        chosen = next_place(self.waiting, self._entries, now_s, fits)
+        entry = self._plan(chosen, running, now_s)
+        if (
+            entry is not None
+            and chosen.priority != SPECULATIVE
+            and chosen is not first(self.waiting)
+        ):
+            self._aged, self._aged_until_s = chosen, now_s + AGED_S
+        return entry
 
     def enter(self, row: Row) -> None:
         """It gets a place."""
@@ -215,6 +228,8 @@ class Line:
 
     def ended(self, row: Row) -> None:
         """One that runs is over."""
+        if row is self._aged:
+            self._aged = None
         self.shares.leave(row.account, was_running=True)
         self.stir()
 
@@ -242,7 +257,8 @@ class Line:
         ]
         parks: list[Row] = []
         gain = sum(map(held, droppable))
-        for victim in makes_place(row, running, now_s):
+        kept = self._aged if now_s < self._aged_until_s else None
+        for victim in makes_place(row, running, now_s, kept):
             if lacks_bytes <= gain and (parks or not lacks_place):
                 break
             parks.append(victim)

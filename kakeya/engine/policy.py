@@ -14,7 +14,9 @@ what it did not use is gone. So between two clients of a class that always want 
 ahead by more than EQUAL_TOKENS and what may run at a time.
 
 Nobody starves: who arrives later than a prompt's own work goes after it, and every FLOOR_TURNS-th
-time the order is that of waiting alone, whatever the class.
+time the order is that of waiting alone, whatever the class. Who got a place so, and not by its
+class, keeps it for AGED_S, or until the next one gets one so: it would make place at once for those
+that it went before.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ OUTPUT_WEIGHT = 2
 """An output token takes a step of its own; those of a prompt share forwards."""
 CLASSES = 4
 """Priorities 0 to 3."""
+SPECULATIVE = CLASSES - 1
+"""What nobody waits for: it makes place at any time."""
 EQUAL_TOKENS = 1024
 """Clients whose use differs by no more have the same share: a short prompt then goes first."""
 FLOOR_TURNS = 8
@@ -62,7 +66,8 @@ class Claim:
     """One generation that waits or runs.
 
     `number` counts arrivals. `work_s` is what is left of its prompt, `charged` the part of it that
-    its account was charged for ahead. `served` is when it last got a chunk, counted in chunks.
+    its account was charged for ahead. `served` is when it last got a chunk, or else its place,
+    counted in chunks.
     """
 
     account: Account
@@ -177,14 +182,16 @@ def next_chunk(claims: Sequence[_C], turn: int) -> _C:
     return first(claims)
 
 
-def makes_place(claim: Claim, running: Sequence[_C], now_s: float) -> list[_C]:
-    """Who of those that run may be set aside for a claim, in this order.
+def makes_place(
+    claim: Claim, running: Sequence[_C], now_s: float, kept: Claim | None = None
+) -> list[_C]:
+    """Who of those that run may be set aside for a claim, in this order; never `kept`.
 
     All that are less urgent, the youngest of the least urgent class first. Where there is none:
     the youngest of the client that runs most, when it runs several in the claim's class or a less
     urgent one and the claim's client, which waited long enough, runs none.
     """
-    below = [one for one in running if one.priority > claim.priority]
+    below = [one for one in running if one.priority > claim.priority and one is not kept]
     if below:
         return sorted(below, key=lambda one: (-one.priority, -one.number))
     client = claim.account.client
@@ -194,7 +201,7 @@ def makes_place(claim: Claim, running: Sequence[_C], now_s: float) -> list[_C]:
     if client in by_client or now_s - claim.arrived_s < PATIENCE_S:
         return []
     most = max(by_client.values(), key=len, default=[])
-    peers = [one for one in most if one.priority == claim.priority]
+    peers = [one for one in most if one.priority == claim.priority and one is not kept]
     return [max(peers, key=lambda one: one.number)] if len(peers) > 1 else []
 
 

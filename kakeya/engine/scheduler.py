@@ -172,7 +172,7 @@ class Scheduler:
         """Begin a sequence, or go on with a parked one."""
         began_s = self._tools.timer()
         self._line.enter(row)
-        row.placed_s, row.headroom = now_s, 0
+        row.placed_s, row.headroom, row.served = now_s, 0, self._chunks
         self._running.append(row)
         ticket, job = row.ticket, row.ticket.job
         try:

@@ -10,7 +10,7 @@ from kakeya.core.errors import DeadlineExceeded, MemoryRefused
 from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.decoding.controller import DraftController
 from kakeya.engine.job import SourceSpec
-from kakeya.engine.policy import PATIENCE_S, ROUND_S
+from kakeya.engine.policy import AGED_S, PATIENCE_S, ROUND_S
 from tests.engine.virtual_rig import CHUNK_S, STEP_S, TOKEN_S, VirtualRig, expected
 
 BLOCK = KV_BLOCK_TOKENS
@@ -101,6 +101,23 @@ def test_a_client_with_nothing_running_gets_a_place_of_one_that_has_them_all() -
     assert one.at_s[0] < 0.1 + PATIENCE_S + 0.5
     for told in (*many, one):
         assert told.tokens == expected(told.job.token_ids, told.job.max_tokens)
+
+
+@pytest.mark.parametrize("places", [1, 8])
+def test_a_flood_of_urgent_ones_does_not_starve_a_normal_one(places: int) -> None:
+    """Its turn comes by age, and the place that it then gets is not taken from it at once."""
+    rig = VirtualRig(places=places)
+    flood = [
+        rig.submit(0.01 + at * 0.1, token_ids=prompt(200, at), max_tokens=10, priority=0)
+        for at in range(220)
+    ]
+    normal = rig.submit(1.0, token_ids=prompt(300, 77), max_tokens=50, client="b")
+    speculative = rig.submit(1.0, token_ids=prompt(300, 78), max_tokens=0, priority=3, client="c")
+    rig.run()
+    assert normal.tokens == expected(normal.job.token_ids, 50)
+    assert normal.at_s[-1] < 1.0 + 3 * AGED_S
+    assert speculative.done is not None
+    assert max(told.at_s[-1] for told in flood) > 1.0 + 4 * AGED_S
 
 
 def test_what_is_parked_goes_for_room_last_first_and_is_made_again() -> None:
