@@ -152,6 +152,8 @@ class NodeMemory:
         budget = self.arbiter.status().budget_bytes
         check_pinned(self._config.pinned, self._sizes, texts, budget)
         self._register()
+        # A request may load a model as soon as a door is open, which is before `start`.
+        await self.engines.prepare()
         async with AsyncExitStack() as stack:
             self._keeper: StateKeeper[tuple[SizeRecord, ...]] = StateKeeper(
                 self._history.snapshot,
@@ -175,7 +177,6 @@ class NodeMemory:
 
     async def start(self, tasks: Supervisor, node_id: str) -> None:
         """Count what others hold, look at the machine, begin to load. Raises ConfigError."""
-        await self.engines.prepare()
         self.plugins = await asyncio.to_thread(load_capabilities, self.arbiter)
         leases = lease_keeper(
             self._data_dir,

@@ -47,6 +47,17 @@ async def test_the_sockets_of_a_killed_node_go_with_the_next_start() -> None:
         assert not list(run.iterdir())
 
 
+async def test_a_model_can_be_loaded_before_the_node_is_wholly_up(tmp_path: Path) -> None:
+    """A client that is there when the doors open is not told that its model failed."""
+    spec = ModelSpec(model_id="toy", source=VERIFIER, role=Role.VERIFIER)
+    with tempfile.TemporaryDirectory(prefix="kk") as home:
+        run = Path(home) / "run"
+        memory = await asyncio.to_thread(memory_of, [spec], tmp_path, lambda: None, sockets=run)
+        async with memory, asyncio.timeout(20):
+            facts = await memory.engines.get("toy").ready(15.0)
+            assert facts.model_id == "toy"
+
+
 def toy_command(spec: ModelSpec, resolved: str) -> Callable[[Path], Sequence[str]]:
     """An engine that says its BLAS is slow."""
     module = (sys.executable, "-m", "tests.serving.backends.toy_engine")
@@ -54,12 +65,16 @@ def toy_command(spec: ModelSpec, resolved: str) -> Callable[[Path], Sequence[str
 
 
 def memory_of(
-    specs: Sequence[ModelSpec], folder: Path, on_change: Callable[[], None]
+    specs: Sequence[ModelSpec],
+    folder: Path,
+    on_change: Callable[[], None],
+    *,
+    sockets: Path | None = None,
 ) -> NodeMemory:
     return NodeMemory(
         config.load(("--data-dir", str(folder)), {}).memory,
         specs,
-        EngineSetup(command=toy_command, options=EngineOptions(stop_grace_s=0.5), sockets=None),
+        EngineSetup(command=toy_command, options=EngineOptions(stop_grace_s=0.5), sockets=sockets),
         data_dir=folder,
         clock=SystemClock(),
         rng=random.Random(1),
