@@ -13,7 +13,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -240,8 +240,11 @@ class Census:
             granter_lives=None if granter is None else self.lives(granter.process),
         )
 
-    def households(self, leases: Iterable[Lease]) -> dict[str, Household]:
-        """Who belongs to each holder now, and what they occupy, by lease.
+    def households(
+        self, leases: Iterable[Lease], apart: Collection[int] = ()
+    ) -> dict[str, Household]:
+        """Who belongs to each holder now, and what they occupy, by lease; `apart` are pids that
+        belong to none, whoever started them.
 
         Its children and theirs, those seen before, and those that carry its mark: a child whose
         parent ended is nobody's child any more, yet its memory is in use. Holders that cannot be
@@ -249,6 +252,7 @@ class Census:
         """
         mine = [one for one in leases if self._is_visible(one)]
         rows = self._table.all() if mine else {}
+        rows = {pid: row for pid, row in rows.items() if pid not in apart}
         return {one.lease_id: self._household(one, rows) for one in mine}
 
     def _household(self, lease: Lease, rows: Mapping[int, Row]) -> Household:

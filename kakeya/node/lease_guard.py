@@ -97,7 +97,10 @@ class Guard:
                     await self._beat(house)
 
     async def _look(self) -> Household:
-        houses = await asyncio.to_thread(self._census.households, (self._lease,))
+        # The holder's child for a moment, or again where it adopts orphans: a guard that took
+        # itself for one of the household would guard itself for ever.
+        apart = frozenset({os.getpid()})
+        houses = await asyncio.to_thread(self._census.households, (self._lease,), apart)
         return houses[self._lease.lease_id]
 
     async def _beat(self, house: Household) -> None:

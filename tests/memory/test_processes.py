@@ -166,6 +166,21 @@ def test_a_child_that_was_seen_keeps_the_lease_when_its_parent_ends() -> None:
         assert not census.households((lease,))["a"].is_alive
 
 
+def test_who_only_watches_a_household_is_none_of_it_though_its_child() -> None:
+    census = Census()
+    with running(ORPHAN) as child:
+        watcher = int(line(child))
+        lease = lease_of(census.identify(child.pid))
+        seen = census.households((lease,))["a"].processes
+        assert [one.pid for one in seen] == [child.pid, watcher]
+        house = census.households((lease,), {watcher})["a"]
+        assert [one.pid for one in house.processes] == [child.pid]
+        child.kill()
+        child.wait()
+        assert not census.households((replace(lease, processes=seen),), {watcher})["a"].is_alive
+        os.kill(watcher, signal.SIGKILL)
+
+
 @linux
 def test_a_child_that_nobody_saw_is_known_by_its_mark() -> None:
     census = Census()

@@ -82,6 +82,23 @@ def test_a_signal_ends_the_command_as_if_nothing_stood_between(tmp_path: Path) -
     until("the lease is over", lambda: not listed(tmp_path))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
+def test_a_guard_whom_the_command_adopted_does_not_guard_itself(tmp_path: Path) -> None:
+    adopting = "import ctypes, os, sys; ctypes.CDLL(None).prctl(36, 1); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", adopting, *CLI, "run", "--data-dir", str(tmp_path)]
+    with subprocess.Popen(
+        [*command, "--mb", "10", "--", *CAT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        up(child)
+        (guarded,) = listed(tmp_path)
+        child.kill()
+        child.wait()
+    until(f"the lease {guarded['id']} is over", lambda: not listed(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
