@@ -25,6 +25,7 @@ from prometheus_client.core import Metric
 
 from kakeya.core.clock import Clock
 from kakeya.core.tasks import Supervisor, TaskHealth, every
+from kakeya.core.units import pack_ids
 from kakeya.node.arena import NodeArena
 from kakeya.node.prefix_counts import PrefixCounts, Source
 from kakeya.node.prefix_disk import PrefixDisk
@@ -50,6 +51,9 @@ INDEX_S = 2.0
 """How long the first requests wait until the folder of blocks was looked through."""
 AFTER_CALL_S = 0.25
 """How long after a call was cut off its engine is asked whether it has come round."""
+
+_PinName = tuple[str, str, bytes]
+"""The model, its adapter, the packed tokens: it stays the same when their KV gets other ids."""
 
 
 class Elsewhere(Protocol):
@@ -144,7 +148,7 @@ class NodePrefixes:
         )
         self._exchanges: WeakSet[PrefixExchange] = WeakSet()
         self._leaving: dict[asyncio.Task[None], Given] = {}
-        self._pins: dict[tuple[bytes, BlockId], Pin[Lying]] = {}
+        self._pins: dict[_PinName, Pin[Lying]] = {}
         self._tasks = Supervisor(clock)
         self._swept_mono = clock.mono()
         self._usable: frozenset[bytes] | None = None
@@ -216,17 +220,14 @@ class NodePrefixes:
         ids = [node.id for node, _ in found]
         self.pages.touch(shelf, ids, block_class=block_class, retention=retention)
         if is_pinned and pieces:
-            self._pin(shelf, pieces[-1].id, ids)
+            self._pin(shelf, _pin_name(model_id, adapter_id, token_ids), ids)
         return sum(tokens for _, tokens in found)
 
     def release(self, model_id: str, adapter_id: str, token_ids: Sequence[int]) -> None:
         """End the pin of a prefix; harmless when there is none."""
-        naming = self.names.known(model_id, adapter_id)
-        pieces = pieces_of(naming.chain, token_ids) if naming is not None else ()
-        if naming is not None and pieces:
-            pin = self._pins.pop((naming.seed, pieces[-1].id), None)
-            if pin is not None:
-                pin.unpin()
+        pin = self._pins.pop(_pin_name(model_id, adapter_id, token_ids), None)
+        if pin is not None:
+            pin.unpin()
 
     def free_bytes(self) -> int:
         """What KV that nobody asked for may take: nobody has to leave for it."""
@@ -338,13 +339,13 @@ class NodePrefixes:
             pin.unpin()
         self._pins.clear()
 
-    def _pin(self, shelf: Shelf, name: BlockId, ids: Sequence[BlockId]) -> None:
-        known = self._pins.pop((shelf.seed, name), None)
+    def _pin(self, shelf: Shelf, name: _PinName, ids: Sequence[BlockId]) -> None:
+        known = self._pins.pop(name, None)
         pin = shelf.tree.pin(ids)
         if known is not None:
             known.unpin()
         if pin is not None:
-            self._pins[shelf.seed, name] = pin
+            self._pins[name] = pin
 
     async def _tend(self) -> None:
         await every(TEND_S, self._look_after, clock=self._clock, rng=self._rng)
@@ -384,3 +385,7 @@ class NodePrefixes:
     def _used(self, ids: Sequence[BlockId], retention: Retention) -> None:
         if self.store is not None:
             self.store.touch(ids, retention)
+
+
+def _pin_name(model_id: str, adapter_id: str, token_ids: Sequence[int]) -> _PinName:
+    return model_id, adapter_id, pack_ids(token_ids)

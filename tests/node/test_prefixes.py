@@ -469,6 +469,23 @@ async def test_a_pinned_prefix_makes_room_for_nobody_until_it_is_released(tmp_pa
         here.check()
 
 
+async def test_a_pin_can_be_ended_when_other_weights_have_the_name_of_its_model(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, budget=3) as here:
+        stable = [1, 1, 1, 1, 2, 2, 2, 2, 0]
+        await here.ask(stable)
+        assert here.prefixes.keep("toy", "", stable, Retention.LONG, is_pinned=True) == 8
+        here.engine.facts, here.engine.pid = replace(FACTS, base_fingerprint="others"), 4
+        await here.ask([9, 9, 9, 9, 0])
+        here.prefixes.release("toy", "", stable)
+        assert here.prefixes.free_bytes() == 0
+        for number in range(10, 13):  # it makes place
+            await here.ask([number] * 4 + [0])
+            assert await here.ask([number] * 4 + [0]) == 4
+        here.check()
+
+
 async def test_a_wait_ends_with_the_time_of_the_request(tmp_path: Path) -> None:
     clock = FakeClock()
     async with world(tmp_path, clock=clock) as here:
