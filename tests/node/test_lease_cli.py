@@ -84,7 +84,8 @@ def test_a_signal_ends_the_command_as_if_nothing_stood_between(tmp_path: Path) -
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 def test_a_guard_whom_the_command_adopted_does_not_guard_itself(tmp_path: Path) -> None:
-    adopting = "import ctypes, os, sys; ctypes.CDLL(None).prctl(36, 1); os.execv(sys.argv[1], sys.argv[1:])"
+    adopting = "import ctypes, os, sys; ctypes.CDLL(None).prctl(36, 1)"
+    adopting += "; os.execv(sys.argv[1], sys.argv[1:])"
     command = [sys.executable, "-c", adopting, *CLI, "run", "--data-dir", str(tmp_path)]
     with subprocess.Popen(
         [*command, "--mb", "10", "--", *CAT],
