@@ -61,6 +61,8 @@ class LoadedFacts:
     """What a block's bytes mean, as canonical JSON; equal only for blocks of the same kind."""
     kv_exactness: str = ""
     """What else must be equal for blocks of the very same bits, as canonical JSON."""
+    weights_state: str = ""
+    """Of the files that the weights were read from; "" = not known."""
 
     prefill_grid: tuple[tuple[int, int], ...] = ()
     """(position, tokens): from each position on, a prompt is computed in pieces of so many tokens,

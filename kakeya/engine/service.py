@@ -75,6 +75,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             kv_state_bytes=facts.kv_state_bytes,
             kv_layout=facts.kv_layout,
             kv_exactness=facts.kv_exactness,
+            weights_state=facts.weights_state,
         )
 
     async def Decode(  # type: ignore[override]

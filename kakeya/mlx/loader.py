@@ -26,6 +26,7 @@ from kakeya.core.errors import ConfigError, InvalidArgument
 from kakeya.core.log import event
 from kakeya.memory.adapter_base import read_base
 from kakeya.mlx.lora import AdapterSlots
+from kakeya.precache.weights import weights_state
 
 _log = logging.getLogger(__name__)
 _PATTERNS = [
@@ -55,6 +56,8 @@ class LoadedModel:
     weight_bytes: int
     vocabulary_digest: str
     adapters: AdapterSlots | None = None
+    weights_state: str = ""
+    """Of the files that the weights were read from; "" = they changed meanwhile."""
 
     def make_cache(self) -> list[Any]:
         """One cache object a layer, of the class that the architecture asks for."""
@@ -109,6 +112,7 @@ def load(
     mlx-lm cannot read.
     """
     folder = resolve_folder(id_or_path)
+    state = weights_state(folder)
     try:
         network, config = load_model(folder, lazy=True)
     except (ValueError, KeyError, TypeError, RuntimeError, OSError) as failure:
@@ -137,6 +141,7 @@ def load(
         dtype="+".join(sorted(floats)),
         weight_bytes=sum(p.nbytes for p in parameters),
         vocabulary_digest=vocabulary_digest(folder),
+        weights_state=state if weights_state(folder) == state else "",
         adapters=AdapterSlots(
             network, count=adapter_slots, max_rank=adapter_rank, base=_fingerprint(folder)
         )

@@ -91,6 +91,7 @@ class MlxModel:
             kv_state_bytes=blocks.state_bytes if blocks else 0,
             kv_layout=blocks.layout if blocks else "",
             kv_exactness=exactness(loaded, grid) if blocks else "",
+            weights_state=loaded.weights_state,
         )
         # The probe's buffers would count as the model's, and none of them is needed again.
         mx.clear_cache()

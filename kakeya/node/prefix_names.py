@@ -1,25 +1,28 @@
 """What the KV of a model is called: fingerprints, and the chains of block ids that begin with them.
 
-An engine says what its KV looks like; what it does not say is which weights it read. They are named
-as adapters name the base they were made for, by headers, sizes and samples of the files, once for
-each state of the files.
+An engine says what its KV looks like, and in what state the files of its weights were when it read
+them. They are named by a digest of all their bytes, which is made once for each state of the files
+and kept; a request does not wait long for it, it is computed without blocks meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kakeya.core.errors import KakeyaError, NotFound
+from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
+from kakeya.core.files import write_atomically
 from kakeya.core.log import event
-from kakeya.memory.adapter_base import read_base
 from kakeya.node.arena import paged_bytes
 from kakeya.precache.blocks import BlockChain
 from kakeya.precache.fingerprint import KvFingerprint, fingerprint_of
+from kakeya.precache.weights import weights_digest
 from kakeya.runtime.generation import ModelFacts
 
 _log = logging.getLogger(__name__)
@@ -32,7 +35,10 @@ _ROPE_KEYS = (
     "max_position_embeddings",
 )
 _CONFIG_BYTES = 1 << 20
-_FilesState = tuple[tuple[str, int, int], ...]
+DIGEST_S = 1.0
+"""How long a request waits until its model's weights have a digest."""
+_FILE_ENTRIES = 64
+_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +85,22 @@ class PrefixNames:
     """Finds namings; each is made once for an engine process."""
 
     def __init__(
-        self, adapter_digest: Callable[[str], str], *, key: bytes = b"", tenant: str = ""
+        self,
+        adapter_digest: Callable[[str], str],
+        *,
+        key: bytes = b"",
+        tenant: str = "",
+        file: Path | None = None,
     ) -> None:
         """`adapter_digest` finds the digest of an adapter's content by the id that engines know
-        it by, and raises NotFound. `key` makes ids that only its owners can compute."""
+        it by, and raises NotFound. `key` makes ids that only its owners can compute. Digests of
+        weights are kept in `file`."""
+        self._file = file
         self._adapter_digest = adapter_digest
         self._key = key
         self._tenant = tenant
-        self._weights: dict[str, tuple[_FilesState, str]] = {}
+        self._digests: dict[str, asyncio.Future[str]] = {}
+        self._is_closed = threading.Event()
         self._made: dict[tuple[str, str], tuple[int, ModelFacts, Naming | None]] = {}
         self._refused: set[tuple[str, str]] = set()
 
@@ -98,12 +112,27 @@ class PrefixNames:
     async def find(self, facts: ModelFacts, pid: int, adapter_id: str) -> Naming | None:
         """Name the KV of an engine process; None = it has no blocks, or its weights no name."""
         key = (facts.model_id, adapter_id)
+        if facts.kv_block_tokens < 1 or facts.kv_block_bytes < 1:
+            self._made[key] = (pid, facts, None)
+            return None
         made = self._made.get(key)
         if made is not None and made[0] == pid and made[1] == facts:
             return made[2]
-        naming = await self._make(facts, adapter_id)
+        try:
+            weights, rope = await self._files(facts)
+        except InvalidArgument as problem:
+            self._refuse(facts.model_id, problem.message)
+            return None
+        if not weights and facts.model_path:
+            return None  # its digest is being made
+        naming = self._make(facts, adapter_id, weights, rope)
         self._made[key] = (pid, facts, naming)
         return naming
+
+    async def aclose(self) -> None:
+        """Give up the digests that are being made."""
+        self._is_closed.set()
+        await asyncio.gather(*self._digests.values(), return_exceptions=True)
 
     def seeds(self, model_ids: Iterable[str]) -> frozenset[bytes] | None:
         """What blocks of these models and their adapters begin with; None = not known of all."""
@@ -111,11 +140,8 @@ class PrefixNames:
             return None
         return frozenset(made[2].seed for made in self._made.values() if made[2] is not None)
 
-    async def _make(self, facts: ModelFacts, adapter_id: str) -> Naming | None:
-        if facts.kv_block_tokens < 1 or facts.kv_block_bytes < 1:
-            return None
+    def _make(self, facts: ModelFacts, adapter_id: str, weights: str, rope: str) -> Naming | None:
         try:
-            weights, rope = await self._files(facts)
             fingerprint = fingerprint_of(
                 model_id=facts.model_id,
                 base_fingerprint=weights,
@@ -144,19 +170,39 @@ class PrefixNames:
         )
 
     async def _files(self, facts: ModelFacts) -> tuple[str, str]:
-        """The names of the weights, and of their RoPE. Raises InvalidArgument."""
+        """The names of the weights, and of their RoPE; "" for weights that have none yet.
+
+        Raises InvalidArgument where they were replaced since they were loaded.
+        """
         if not facts.model_path:
             return facts.base_fingerprint, ""
+        if not facts.weights_state:
+            raise InvalidArgument(
+                f"the weights in {facts.model_path} changed while they were loaded; restart the "
+                "model, so that it serves what lies there"
+            )
         folder = Path(facts.model_path)
         rope = await asyncio.to_thread(_rope, folder)
-        if facts.base_fingerprint:
-            return facts.base_fingerprint, rope
-        state = await asyncio.to_thread(_state, folder)
-        known = self._weights.get(facts.model_path)
-        if known is None or known[0] != state:
-            base = await asyncio.to_thread(read_base, folder)
-            known = self._weights[facts.model_path] = (state, base.fingerprint)
-        return known[1], rope
+        making = self._digests.get(facts.weights_state)
+        if making is None:
+            making = asyncio.ensure_future(self._digest(folder, facts.weights_state))
+            self._digests[facts.weights_state] = making
+        done, _ = await asyncio.wait((making,), timeout=DIGEST_S)
+        return (making.result() if done else ""), rope
+
+    async def _digest(self, folder: Path, state: str) -> str:
+        file = self._file
+        known = await asyncio.to_thread(_read_digests, file) if file is not None else {}
+        name = f"{folder} {state}"
+        if name not in known:
+            known[name] = await asyncio.to_thread(
+                weights_digest, folder, state, self._is_closed.is_set
+            )
+            if file is not None:
+                newest = dict(list(known.items())[-_FILE_ENTRIES:])
+                with contextlib.suppress(OSError):  # it is made anew at the next start
+                    await asyncio.to_thread(write_atomically, file, json.dumps(newest).encode())
+        return known[name]
 
     def _refuse(self, model_id: str, reason: str) -> None:
         """Say once what is wrong."""
@@ -171,17 +217,20 @@ class PrefixNames:
             )
 
 
-def _state(folder: Path) -> _FilesState:
-    """Names, sizes and times of the files that a name of weights is made of. Blocks."""
-    files = [folder / "config.json", *sorted(folder.glob("model*.safetensors"))]
-    found = []
-    for file in files:
-        try:
-            stat = file.stat()
-        except OSError:
-            continue
-        found.append((file.name, stat.st_size, stat.st_mtime_ns))
-    return tuple(found)
+def _read_digests(file: Path) -> dict[str, str]:
+    """What was written at an earlier start; nothing where that is damaged. Blocks."""
+    try:
+        with file.open("rb") as opened:
+            found = json.loads(opened.read(_FILE_BYTES))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {str(name): digest for name, digest in found.items() if _is_digest(digest)}
+
+
+def _is_digest(found: object) -> bool:
+    return isinstance(found, str) and len(found) == 64
 
 
 def _rope(folder: Path) -> str:

@@ -45,6 +45,7 @@ from kakeya.precache.retention import BlockClass, Retention
 from kakeya.precache.tree_answer import Pin
 from kakeya.runtime.generation import DecodeRequest
 
+WEIGHTS_FILE = "weights.json"
 TEND_S = 5.0
 SWEEP_S = 60.0
 INDEX_S = 2.0
@@ -113,7 +114,9 @@ class NodePrefixes:
         self._clock = clock
         self._rng = rng
         self.counts = PrefixCounts()
-        self.names = PrefixNames(adapter_digest, key=key, tenant=tenant)
+        self.names = PrefixNames(
+            adapter_digest, key=key, tenant=tenant, file=data_dir / WEIGHTS_FILE
+        )
         self.pages = PrefixPages(
             arena,
             budget_bytes=memory_bytes,
@@ -160,6 +163,7 @@ class NodePrefixes:
                 await stack.enter_async_context(self.store)
             await stack.enter_async_context(self._tasks)
             stack.push_async_callback(self._end_leaving)
+            stack.push_async_callback(self.names.aclose)
             if self._disk is not None:
                 self._tasks.start("prefixes to disk", self._disk.write)
             if self.is_on:

@@ -213,6 +213,7 @@ class ModelFacts:
     kv_state_bytes: int = 0
     kv_layout: str = ""
     kv_exactness: str = ""
+    weights_state: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,6 +168,7 @@ def facts_from_wire(reply: pb.DescribeResponse) -> ModelFacts:
         kv_state_bytes=reply.kv_state_bytes,
         kv_layout=reply.kv_layout,
         kv_exactness=reply.kv_exactness,
+        weights_state=reply.weights_state,
     )
 
 

@@ -1,0 +1,63 @@
+"""Which weights a folder holds: a digest of all their bytes, and what tells that it may be another.
+
+KV that other weights made gives other answers, and weights that were tuned may differ in a few
+bytes only. So every byte counts. Reading them takes a while, which is why a digest is kept with the
+state of the files that it was made of: names, sizes, times, and where they lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from kakeya.core.errors import Cancelled, InvalidArgument
+
+_CHUNK_BYTES = 8 << 20
+
+
+def weights_state(folder: Path) -> str:
+    """What changes when a file of the weights, or the configuration, is another; "" without any.
+
+    Canonical JSON. Blocks.
+    """
+    found = []
+    for file in _files(folder):
+        try:
+            stat = file.stat()
+        except OSError:
+            return ""
+        found.append([file.name, stat.st_size, stat.st_mtime_ns, stat.st_ino])
+    return json.dumps(found, separators=(",", ":")) if len(found) > 1 else ""
+
+
+def weights_digest(
+    folder: Path, state: str, is_given_up: Callable[[], bool] = lambda: False
+) -> str:
+    """The sha256 of configuration and weights, hex, whose state is this. Blocks for long.
+
+    Raises InvalidArgument where the files are, or become, others than those of the state, and
+    Cancelled when it is given up.
+    """
+    sha256 = hashlib.sha256()
+    try:
+        for file in _files(folder):
+            sha256.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+            with file.open("rb", buffering=0) as opened:
+                while chunk := opened.read(_CHUNK_BYTES):
+                    sha256.update(chunk)
+                    if is_given_up():
+                        raise Cancelled(f"nobody needs the digest of {folder} any more")
+    except OSError as problem:
+        raise InvalidArgument(f"weights in {folder} cannot be read: {problem}") from None
+    if weights_state(folder) != state:
+        raise InvalidArgument(
+            f"the weights in {folder} are not those that were loaded: they were replaced since; "
+            "restart their model, so that it serves what lies there"
+        )
+    return sha256.hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    return [folder / "config.json", *sorted(folder.glob("model*.safetensors"))]
