@@ -172,6 +172,7 @@ def test_a_node_that_slept_doubts_everybody_before_it_believes_anybody(tmp_path:
         assert time.monotonic() - woke < 20
 
 
+@pytest.mark.alone
 def test_the_cable_is_used_lost_told_and_taken_back(tmp_path: Path) -> None:
     with (
         netns.network(2, thunderbolt=True) as (one, two),

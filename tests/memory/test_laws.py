@@ -246,8 +246,12 @@ class ArbiterMachine(RuleBasedStateMachine):
 
     @rule(target=leases, patience=st.sampled_from([2.0, 30.0, FOREVER]))
     def tenant_waits_for_room(self, patience: float) -> LeaseId:
-        """What idles goes for it in its turn; nobody who uses a model is kept from it."""
-        used = {one.key: one.state for one in self.arbiter.snapshot().residents if one.leases}
+        """What idles goes for it in its turn; nobody who uses a model is kept from it.
+
+        Who waits for a model may have others drained once the room is gone that it waited for.
+        """
+        before = self.arbiter.snapshot()
+        used = {one.key: one.state for one in before.residents if one.leases and not before.waiting}
         wish = ask("room:pages", ROOM, 12, deadline=self.now + patience, may_displace_text=True)
         lease, outcome = self.arbiter.ask(wish, self.now)
         self.asks[lease] = wish
