@@ -209,6 +209,8 @@ class VirtualRig:
                 self._close(told)
 
         def fail(error: KakeyaError) -> None:
+            if told not in self._open:  # nobody listens to a cancelled one any more
+                return
             if error.retry_after_s is not None and told.retries > 0:
                 told.retries -= 1
                 self.at(self.now_s + error.retry_after_s, lambda: self._again(told))
