@@ -247,6 +247,7 @@ def test_a_node_that_is_taken_out_is_out_everywhere(fleet: Fleet) -> None:
         time.sleep(PAUSE_S)
 
 
+@pytest.mark.slow
 def test_a_lost_cable_is_shown_in_status_and_taken_back(tmp_path: Path) -> None:
     """Two nodes with a Thunderbolt cable beside the switch, found by their own choice of links."""
     with netns.network(2, thunderbolt=True) as machines:
