@@ -164,6 +164,7 @@ async def test_without_probes_a_death_stays_local_knowledge() -> None:
                 await until(lambda: suspecting(nodes) == len(nodes), 2.5)
 
 
+@pytest.mark.slow
 async def test_twenty_deaths_at_once_are_known_to_all_in_seconds() -> None:
     """Row 1, 20 times with other helpers drawn: of 45 nodes 20 go, and each helper may be one."""
     async with child_node() as child, fleet_of(25, child) as nodes:

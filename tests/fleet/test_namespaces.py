@@ -115,6 +115,7 @@ def within(limit_s: float, condition: Callable[[], bool]) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_one_sided_reachability_leaves_all_views_equal(tmp_path: Path) -> None:
     """Row 6: n3 cannot dial n1, n1 can dial n3; nobody calls anybody dead."""
     with netns.network(3) as machines:
@@ -158,6 +159,7 @@ def test_a_partition_longer_than_the_ttl_heals(tmp_path: Path, *, silently: bool
         within(8, lambda: n1.sees("n2", "n3") and n2.sees("n1", "n3") and n3.sees("n1", "n2"))
 
 
+@pytest.mark.slow
 def test_a_node_that_slept_doubts_everybody_before_it_believes_anybody(tmp_path: Path) -> None:
     """Row 12: n3 sleeps past the TTL; while it does, n2 dies."""
     with netns.network(3) as machines, planes(tmp_path, machines) as (n1, n2, n3):

@@ -327,6 +327,7 @@ async def test_what_was_given_up_is_taken_back_once_while_the_engine_is_gone(
         assert backend.limits.kv_bytes == 8 * MIB
 
 
+@pytest.mark.slow
 async def test_generations_that_outgrow_the_kv_together_all_come_to_their_end(model: Path) -> None:
     """The engine ends the youngest; the backend goes on with it when there is room again."""
     async with world(model) as here:

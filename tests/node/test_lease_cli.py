@@ -180,6 +180,7 @@ def test_cleanup_says_which_leases_it_removed(tmp_path: Path) -> None:
     assert "nothing to remove" in lease(tmp_path, "cleanup").stdout
 
 
+@pytest.mark.slow
 async def test_a_job_beside_a_real_node_evicts_an_idle_model_which_comes_back(
     tmp_path: Path,
 ) -> None:

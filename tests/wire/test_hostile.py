@@ -113,6 +113,7 @@ def batch_of(number: int, cards: int) -> bytes:
     "stall_s",
     [STALL_S, pytest.param(0.05, id="goal, on a quiet machine", marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 async def test_a_flood_of_a_million_cards_costs_neither_memory_nor_honest_nodes(
     child: Child, stall_s: float
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ def test_the_slope_is_that_of_the_second_half(count: int, per_cycle: int, base: 
     assert abs(slope_kb([*first, *second]) - per_cycle) < 1e-6
 
 
+@pytest.mark.slow
 async def test_twenty_real_engines_leave_no_file_task_child_or_shared_memory() -> None:
     samples = await drill(20, together=4)
     warm, last = samples[1], samples[-1]
