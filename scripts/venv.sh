@@ -51,7 +51,8 @@ hint_openblas() {
   [ "$(uname -s)" = Linux ] || return 0
   [ -e "$venv/.openblas-hint" ] && return 0
   touch "$venv/.openblas-hint"
-  { ldconfig -p || /sbin/ldconfig -p; } 2>/dev/null | grep -q libopenblas && return 0
+  # Not through a pipe: grep would end before ldconfig, which pipefail takes for a failure.
+  case $({ ldconfig -p || /sbin/ldconfig -p; } 2>/dev/null) in *libopenblas*) return 0 ;; esac
   say "OpenBLAS is not installed. Kakeya works without it; with it, expect prompts to be read" \
     "10 to 40 times faster: apt-get install libopenblas0-pthread"
 }
