@@ -25,7 +25,9 @@ from kakeya.engine.policy import (
     FairShares,
     first,
     first_token_s,
+    has_rested,
     makes_place,
+    next_chunk,
     next_place,
 )
 from kakeya.engine.room import RETRY_S, KvRoom
@@ -67,6 +69,8 @@ class Row(Claim):
     steps: Iterator[Step] = field(default_factory=lambda: iter(()))
     launch: Launch | None = None
     placed_s: float = 0.0
+    chunk_ended_s: float = 0.0
+    """When its last chunk was done."""
     headroom: int = 0
     """Tokens that it can still make with the room that is set aside for it."""
     has_drafts: bool = False
@@ -192,6 +196,23 @@ class Line:
         ):
             self._aged, self._aged_until_s = chosen, now_s + AGED_S
         return entry
+
+    def next_chunk(
+        self, prefilling: Sequence[Row], turn: int, now_s: float, *, somebody_decodes: bool
+    ) -> Row | None:
+        """Whose chunk of a prompt is next; None = of nobody, those that decode go on.
+
+        `turn` counts the chunks computed so far.
+        """
+        wanted = [
+            row
+            for row in prefilling
+            if row.priority != SPECULATIVE
+            or has_rested(self.chunk_s(row), now_s - max(row.placed_s, row.chunk_ended_s))
+        ]
+        if not wanted and not somebody_decodes:
+            wanted = list(prefilling)
+        return next_chunk(wanted, turn) if wanted else None
 
     def enter(self, row: Row) -> None:
         """It gets a place."""

@@ -46,6 +46,8 @@ PATIENCE_S = 2.0
 ROUND_S = 0.05
 """Of prompts between two steps of those that decode: 20 tokens a second look fluent. A single
 chunk may be longer."""
+SPARE_RATIO = 16
+"""Beside others, a prompt that nobody waits for rests so many times as long as its chunks take."""
 _KEPT_CLIENTS = 1024
 _C = TypeVar("_C", bound="Claim")
 
@@ -208,6 +210,12 @@ def makes_place(
 def weakest(running: Sequence[_C]) -> _C:
     """Who ends when those that run outgrow what there is: never the oldest of the most urgent."""
     return max(running, key=lambda one: (one.priority, one.number))
+
+
+def has_rested(next_s: float, rested_s: float) -> bool:
+    """Whether a prompt that nobody waits for may go on beside others, with a chunk of `next_s`,
+    `rested_s` after its last one."""
+    return rested_s >= SPARE_RATIO * next_s
 
 
 def is_chunk_due(chunks: int, spent_s: float, next_s: float, *, somebody_is_mute: bool) -> bool:

@@ -33,7 +33,7 @@ from kakeya.engine.limits import Limits
 from kakeya.engine.line import Line, Load, Row, Ticket
 from kakeya.engine.model import Model
 from kakeya.engine.pace import Pace
-from kakeya.engine.policy import OUTPUT_WEIGHT, ROUND_S, is_chunk_due, next_chunk, weakest
+from kakeya.engine.policy import OUTPUT_WEIGHT, ROUND_S, SPECULATIVE, is_chunk_due, weakest
 from kakeya.engine.sequence import Launch, SequenceRun, SequenceTools
 from kakeya.engine.shared_forwards import SharedForwards
 
@@ -207,10 +207,11 @@ class Scheduler:
         self._units += 1
         if self._units % _TIDY_EVERY_UNITS == 0:
             self._model.tidy()
-        if self._turns or not self._prefilling or not self._is_chunk_due():
+        row = self._due_row() if self._prefilling and not self._turns else None
+        if row is not None:
+            self._prefill(row)
+        elif self._running:
             self._step()
-        else:
-            self._prefill()
         # Once a unit: what an ended row held is free when nothing here refers to the row any more.
         if not self.limits.holds():
             self._end_weakest()
@@ -238,29 +239,27 @@ class Scheduler:
         if not self._turns:
             self._launch([row for row in self._running if row.launch is not None])
 
-    def _is_chunk_due(self) -> bool:
-        """Whether a chunk of a prompt comes before the next round."""
-        if len(self._prefilling) == len(self._running):
-            return True
-        row = next_chunk(self._prefilling, self._chunks)
+    def _due_row(self) -> Row | None:
+        """Whose chunk of a prompt comes before the next round; None = nobody's."""
+        for one in [one for one in self._prefilling if one.ticket.cancelled]:
+            self._end(one)
+        is_beside = len(self._prefilling) < len(self._running)
+        row = self._line.next_chunk(
+            self._prefilling, self._chunks, self._tools.timer(), somebody_decodes=is_beside
+        )
+        if row is None or not is_beside:
+            return row
         is_mute = self._held_back < _HELD_BACK_ROUNDS and any(
             not one.has_spoken and not one.is_prefilling for one in self._running
         )
-        next_s = self._line.chunk_s(row)
-        is_due = is_chunk_due(
-            self._chunks_in_round, self._prefill_s, next_s, somebody_is_mute=is_mute
-        )
+        chunks, spent_s, next_s = self._chunks_in_round, self._prefill_s, self._line.chunk_s(row)
+        is_due = is_chunk_due(chunks, spent_s, next_s, somebody_is_mute=is_mute)
         self._held_back = 0 if is_due or self._chunks_in_round else self._held_back + 1
-        return is_due
+        return row if is_due else None
 
-    def _prefill(self) -> None:
+    def _prefill(self, row: Row) -> None:
         """A chunk of the prompt whose turn it is."""
-        for row in [row for row in self._prefilling if row.ticket.cancelled]:
-            self._end(row)
-        if not self._prefilling:
-            return
         began_s = self._tools.timer()
-        row = next_chunk(self._prefilling, self._chunks)
         self._chunks += 1
         self._chunks_in_round += 1
         self._forwards.worked_apart()
@@ -271,9 +270,9 @@ class Scheduler:
         now_s = self._tools.timer()
         took_s = now_s - began_s
         self._prefill_s += took_s
-        if self._chunk_ended_s is not None:
+        if self._chunk_ended_s is not None and row.priority != SPECULATIVE:
             self._pace.interleaved(took_s, began_s - self._chunk_ended_s)
-        self._chunk_ended_s = None
+        self._chunk_ended_s, row.chunk_ended_s = None, now_s
         if row.is_over:
             return
         self._pace.computed(first, row.length, took_s)
@@ -281,7 +280,7 @@ class Scheduler:
         if not row.prompt_left and row.ticket.job.max_tokens:
             row.is_prefilling = False
             self._prefilling.remove(row)
-        if self._prefilling:
+        if self._prefilling and row.priority != SPECULATIVE:
             self._chunk_ended_s = now_s
 
     def _advance(self, row: Row) -> None:

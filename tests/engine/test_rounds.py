@@ -10,7 +10,7 @@ from kakeya.core.errors import DeadlineExceeded, MemoryRefused
 from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.decoding.controller import DraftController
 from kakeya.engine.job import SourceSpec
-from kakeya.engine.policy import AGED_S, PATIENCE_S, ROUND_S
+from kakeya.engine.policy import AGED_S, PATIENCE_S, ROUND_S, SPARE_RATIO
 from tests.engine.virtual_rig import CHUNK_S, STEP_S, TOKEN_S, VirtualRig, expected
 
 BLOCK = KV_BLOCK_TOKENS
@@ -31,6 +31,35 @@ def test_streams_go_on_while_a_long_prompt_comes_in() -> None:
     assert long.tokens == expected(long.job.token_ids, 4)
     # And it gets nearly all of the time that the streams can miss.
     assert long.at_s[0] - 1.0 <= 4000 * TOKEN_S * (1 + STEP_S / CHUNK_S) * 1.1
+
+
+def test_what_nobody_waits_for_hardly_slows_who_decodes_or_comes() -> None:
+    """A prefix that is warmed ahead gives way within a chunk, and goes on once they are done."""
+
+    def run(*, beside: bool) -> tuple[float, float, list[int]]:
+        rig = VirtualRig(places=4)
+        told = rig.submit(2.0, token_ids=prompt(400), max_tokens=600)
+        if beside:
+            warm = rig.submit(token_ids=prompt(6000), max_tokens=0, priority=3)
+        rig.run()
+        if beside:
+            assert warm.is_over
+            assert not warm.tokens
+        return told.at_s[0], told.at_s[-1], told.tokens
+
+    alone, beside = run(beside=False), run(beside=True)
+    assert beside[0] - alone[0] <= 2 * CHUNK_S + 400 * TOKEN_S / SPARE_RATIO
+    assert beside[1] - 2.0 <= (alone[1] - 2.0) * (1 + 1.5 / SPARE_RATIO) + 2 * CHUNK_S
+    assert beside[2] == alone[2]
+
+
+def test_what_nobody_waits_for_goes_on_though_somebody_always_decodes() -> None:
+    rig = VirtualRig(places=4)
+    stream = rig.submit(token_ids=prompt(5), max_tokens=4000)
+    warm = rig.submit(0.1, token_ids=prompt(20 * 32), max_tokens=0, priority=3)
+    rig.run()
+    assert warm.prefill_at_s[-1] < stream.at_s[-1]
+    assert warm.prefill_at_s[-1] <= 0.1 + 20 * CHUNK_S * (SPARE_RATIO + 2)
 
 
 def test_a_prompt_is_computed_at_full_speed_while_nobody_decodes() -> None:
