@@ -63,6 +63,8 @@ from kakeya.serving.text import TextModel, Texts
 from kakeya.wire.security import CLIENT_NAME
 
 Request = ChatRequest | CompletionRequest
+_WHOLE_FRAME_S = 0.25
+"""Between two messages of an answer that is sent in one piece: what an engine that dies loses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +175,7 @@ class Generations:
             kv_key=self._precache.kv_key(claim),
             client=share_of(client, params.user, scope),
             priority=params.priority,
+            frame_s=_frame_s(params),
         )
         detokenizer = text.detokenizer()
         return Job(
@@ -336,6 +339,11 @@ async def _prompt_ids(asked: Request, text: TextModel, facts: ModelFacts) -> tup
     if isinstance(asked, ChatRequest):
         return await chat_ids(asked.messages, text, facts)
     return await raw_ids(asked.prompt, text, facts)
+
+
+def _frame_s(params: GenerationParams) -> float:
+    """Nobody reads the words of a whole answer as they come, except to find where it stops."""
+    return 0.0 if params.stream or params.stop else _WHOLE_FRAME_S
 
 
 def _room(params: GenerationParams, prompt_tokens: int, facts: ModelFacts) -> int:

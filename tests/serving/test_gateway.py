@@ -189,6 +189,19 @@ async def test_sampling_and_extensions_reach_the_engine(folder):
     assert plain.draft_sources
 
 
+async def test_only_what_is_read_as_it_comes_is_told_word_by_word(folder):
+    model = ToyModel(folder, script=SAID)
+    async with serving(model) as served:
+        create = served.openai.chat.completions.create
+        await create(model="toy", messages=HI)
+        await create(model="toy", messages=HI, stop=["!"])
+        async for _ in await create(model="toy", messages=HI, stream=True):
+            pass
+    whole, until_a_word, stream = model.requests
+    assert whole.frame_s > 0
+    assert until_a_word.frame_s == stream.frame_s == 0
+
+
 async def test_a_prompt_over_the_context_is_told_both_numbers(folder):
     async with serving(ToyModel(folder, context_tokens=20)) as served:
         for tokens in (20, 21, 5000):
