@@ -26,9 +26,9 @@ class HeldBlocks:
         self._held: dict[int, Filling] = {}
         self._is_over = False
 
-    async def put(self, index: int, payload: bytearray) -> bool:
-        """Hold a block; False = there are no pages for it."""
-        filling = await self._sink.fill(payload)
+    async def put(self, index: int, payload: bytearray, tail_tokens: int = 0) -> bool:
+        """Hold a block; False = there are no pages for it, or it is a tail, which nothing meets."""
+        filling = None if tail_tokens else await self._sink.fill(payload)
         if filling is None:
             return False
         if self._is_over:

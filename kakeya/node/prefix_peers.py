@@ -11,6 +11,7 @@ said, not computed again. In a fleet with a common key, names and calls are made
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -40,7 +41,7 @@ from kakeya.precache.peer_choice import Holder, is_worth_asking
 from kakeya.precache.peer_fetch import PeerFetch
 from kakeya.precache.peer_seams import Wanted
 from kakeya.precache.peer_service import PrefillCacheService
-from kakeya.precache.pieces import Piece
+from kakeya.precache.pieces import Piece, longest_at
 from kakeya.precache.retention import BlockClass
 from kakeya.v1.distributed_pb2 import CacheCapability
 from kakeya.v1.distributed_pb2_grpc import add_PrefillCacheServiceServicer_to_server
@@ -310,6 +311,11 @@ class PrefixPeers:
 
 
 def _wanted(naming: Naming, pieces: Sequence[Piece], have: int) -> Wanted:
+    @functools.cache
+    def tails(blocks: int) -> tuple[BlockId, ...]:
+        behind = longest_at(pieces, blocks)
+        return naming.chain.tail_ids(behind.parent, behind.tokens) if behind is not None else ()
+
     return Wanted(
         fingerprint=naming.fingerprint,
         ids=tuple(piece.id for piece in pieces if not piece.is_tail),
@@ -317,4 +323,5 @@ def _wanted(naming: Naming, pieces: Sequence[Piece], have: int) -> Wanted:
         block_bytes=naming.block_bytes,
         state_bytes=naming.state_bytes,
         prefill_tokens_per_s=naming.prefill_tokens_per_s,
+        tails=tails,
     )

@@ -31,21 +31,23 @@ class PageSink:
         self._pages = pages
         self._shelf = shelf
         self._naming = naming
-        self._pieces = [piece for piece in pieces if not piece.is_tail]
+        self._pieces = tuple(pieces)
         self._block_class = block_class
         self._holder = holder
-        self.ids = [piece.id for piece in self._pieces]
+        self.ids = [piece.id for piece in self._pieces if not piece.is_tail]
         self.came: list[BlockId] = []
 
-    async def put(self, index: int, payload: bytearray) -> bool:
-        """Take a block; False = there are no pages for it, or those before it went."""
+    async def put(self, index: int, payload: bytearray, tail_tokens: int = 0) -> bool:
+        """Take a block, or a tail of so many tokens; False = there are no pages for it, or those
+        before it went."""
         filling = await self.fill(payload)
         if filling is None:
             return False
-        if self.commit(index, filling):
-            self.came.append(self.ids[index])
+        block_id = self._tail_id(index, tail_tokens) if tail_tokens else self.ids[index]
+        if self.commit(index, filling, tail_tokens):
+            self.came.append(block_id)
             return True
-        node = self._shelf.tree.node(self.ids[index])
+        node = self._shelf.tree.node(block_id)
         return node is not None and node.in_ram
 
     async def fill(self, payload: bytearray) -> Filling | None:
@@ -59,15 +61,23 @@ class PageSink:
         """End what nobody is to see."""
         self._pages.give_back(filling)
 
-    def commit(self, index: int, filling: Filling) -> bool:
+    def commit(self, index: int, filling: Filling, tail_tokens: int = 0) -> bool:
         """Let all use a block; False = somebody else was first, or those before it went."""
-        naming, piece, size = self._naming, self._pieces[index], filling.ref.length
+        naming, size = self._naming, filling.ref.length
+        tokens, ids = self._pieces[index].tokens, self.ids
+        if tail_tokens:
+            tokens = tokens[:tail_tokens]
+            ids = [*ids[:index], self._tail_id(index, tail_tokens)]
         facts = BlockFacts(
-            token_ids=pack_ids(piece.tokens),
+            token_ids=pack_ids(tokens),
             nbytes=paged_bytes(size),
-            recompute_s=naming.compute_s(len(piece.tokens)),
-            has_state=naming.state_bytes > 0 and size > naming.block_bytes,
+            recompute_s=naming.compute_s(len(tokens)),
+            has_state=size > naming.size(len(tokens), has_state=False),
             block_class=self._block_class,
             retention=Retention.LONG,
         )
-        return self._pages.commit(self._shelf, self.ids, index, filling, facts)
+        return self._pages.commit(self._shelf, ids, index, filling, facts)
+
+    def _tail_id(self, index: int, tokens: int) -> BlockId:
+        piece = self._pieces[index]
+        return self._naming.chain.tail_id(piece.parent, piece.tokens[:tokens])

@@ -19,7 +19,7 @@ from kakeya.precache.blocks import BlockId
 from kakeya.precache.disk import BlockStore
 from kakeya.precache.fingerprint import KvFingerprint
 from kakeya.precache.kvb import StoredBlock
-from kakeya.precache.peer_seams import Loan, SourceUsage
+from kakeya.precache.peer_seams import TAIL_NAME_BYTES, Loan, Part, SourceUsage
 
 MAX_TOLD = 2048
 """Names that a filter on a card could hold."""
@@ -80,11 +80,24 @@ class NodeSource:
         """Bytes of each block of the longest leading run that is here."""
         sizes = []
         for block_id in ids:
-            size = self._size(block_id)
+            node = self._node(block_id)
+            size = None if node is None or node.is_tail else self._size(node)
             if size is None:
                 break
             sizes.append(size)
         return tuple(sizes)
+
+    def tail(self, behind: BlockId, names: Sequence[bytes]) -> Part | None:
+        """The longest tail here behind a block with one of these names."""
+        parent, best = self._node(behind), None
+        for node in parent.tails if parent is not None else ():
+            is_meant = node.tokens <= len(names) and (
+                node.id[:TAIL_NAME_BYTES] == names[node.tokens - 1]
+            )
+            size = self._size(node) if is_meant else None
+            if size is not None and (best is None or node.tokens > best.tokens):
+                best = Part(id=node.id, tokens=node.tokens, size=size)
+        return best
 
     def pin(self, ids: Sequence[BlockId]) -> Callable[[], None]:
         """Keep what is here of these until the returned function is called."""
@@ -140,20 +153,16 @@ class NodeSource:
         )
 
     def _node(self, block_id: BlockId) -> Node[Lying] | None:
-        node = self._shelf.tree.node(block_id)
-        return None if node is None or node.is_tail else node
+        return self._shelf.tree.node(block_id)
 
     def _is_in_pages(self, block_id: BlockId) -> bool:
         node = self._node(block_id)
         return node is not None and node.in_ram
 
-    def _size(self, block_id: BlockId) -> int | None:
-        node = self._node(block_id)
-        if node is None:
-            return None
+    def _size(self, node: Node[Lying]) -> int | None:
         if node.payload is not None:
             return node.payload.length
-        stored = self._store.block(block_id) if node.stored and self._store is not None else None
+        stored = self._store.block(node.id) if node.stored and self._store is not None else None
         return None if stored is None else stored.payload_bytes
 
 

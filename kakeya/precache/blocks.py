@@ -6,7 +6,8 @@
 H is SHA-256, or HMAC-SHA256 with a tenant's key. The seed is a fingerprint's digest, so equal ids
 mean equal tokens from the beginning, computed by equal arithmetic; an id also names its whole
 prefix, and a key reveals nothing to whoever does not have it. The rest of a history behind its
-whole blocks, its *tail*, is hashed like a block, shorter as it is.
+whole blocks, its *tail*, is hashed like a block, shorter as it is. Tokens are marked where the
+history was cut for prefill: see `cuts`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BlockId: TypeAlias = bytes
 ID_BYTES = 32
 ROOT: BlockId = bytes(ID_BYTES)
 """What stands for the block before the first."""
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,21 @@ class BlockChain:
 
     def ids(self, token_ids: Sequence[int]) -> tuple[BlockId, ...]:
         """Name the whole blocks of a history. Raises InvalidArgument for ids that are no uint32."""
-        packed = _packed(token_ids)
-        step = self.block_tokens * _TOKEN_BYTES
+        packed = packed_ids(token_ids)
+        step = self.block_tokens * TOKEN_BYTES
         found: list[BlockId] = []
         parent = ROOT
         for start in range(0, len(packed) - step + 1, step):
-            parent = self._digest(parent, packed[start : start + step])
+            parent = self.name(parent, packed[start : start + step])
             found.append(parent)
         return tuple(found)
+
+    def name(self, parent: BlockId | None, packed: bytes) -> BlockId:
+        """Name a packed text, of one block or less, behind a block; None = at the beginning."""
+        said = self.seed + (parent or ROOT) + packed
+        if self.key:
+            return hmac.digest(self.key, said, "sha256")
+        return hashlib.sha256(said).digest()
 
     def tail_id(self, parent: BlockId | None, rest: Sequence[int]) -> BlockId:
         """Name what follows a block, None = the beginning, and fills no block.
@@ -67,19 +75,27 @@ class BlockChain:
             raise InvalidArgument(
                 f"{len(rest)} tokens are no block; there must be 1 to {self.block_tokens}"
             )
-        return self._digest(parent or ROOT, _packed(rest))
+        return self.name(parent, packed_ids(rest))
+
+    def tail_ids(self, parent: BlockId | None, tokens: Sequence[int]) -> tuple[BlockId, ...]:
+        """Name each beginning of what follows a block: of 1 token, of 2, and so on.
+
+        Of at most as many as do not fill a block. Raises InvalidArgument as `ids` does.
+        """
+        packed = packed_ids(tokens[: self.block_tokens - 1])
+        said = self.seed + (parent or ROOT)
+        digest = hmac.new(self.key, said, "sha256") if self.key else hashlib.sha256(said)
+        found: list[BlockId] = []
+        for start in range(0, len(packed), TOKEN_BYTES):
+            digest.update(packed[start : start + TOKEN_BYTES])
+            found.append(digest.digest())
+        return tuple(found)
 
     def names(self, block_id: BlockId, parent: BlockId | None, token_ids: Sequence[int]) -> bool:
         """Tell whether these tokens behind this parent have this id: what a stranger said."""
         if not 0 < len(token_ids) <= self.block_tokens:
             return False
         return hmac.compare_digest(self.tail_id(parent, token_ids), block_id)
-
-    def _digest(self, parent: BlockId, packed: bytes) -> BlockId:
-        said = self.seed + parent + packed
-        if self.key:
-            return hmac.digest(self.key, said, "sha256")
-        return hashlib.sha256(said).digest()
 
 
 def check_block_tokens(block_tokens: int) -> None:
@@ -90,12 +106,12 @@ def check_block_tokens(block_tokens: int) -> None:
 
 def shared_tokens(one: bytes, other: bytes) -> int:
     """Count the tokens that two packed lists begin with alike."""
-    low, high = 0, min(len(one), len(other)) // _TOKEN_BYTES
-    if one[:_TOKEN_BYTES] != other[:_TOKEN_BYTES]:
+    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
+    if one[:TOKEN_BYTES] != other[:TOKEN_BYTES]:
         return 0
     while low < high:
         middle = (low + high + 1) // 2
-        start, end = low * _TOKEN_BYTES, middle * _TOKEN_BYTES
+        start, end = low * TOKEN_BYTES, middle * TOKEN_BYTES
         if one[start:end] == other[start:end]:
             low = middle
         else:
@@ -103,14 +119,15 @@ def shared_tokens(one: bytes, other: bytes) -> int:
     return low
 
 
-def _packed(token_ids: Sequence[int]) -> bytes:
+def packed_ids(token_ids: Sequence[int]) -> bytes:
+    """Pack a text. Raises InvalidArgument for ids that are no uint32."""
     try:
         return pack_ids(token_ids)
     except (OverflowError, TypeError):
         wrong = next(
             token
             for token in token_ids
-            if not isinstance(token, int) or not 0 <= token < 1 << 8 * _TOKEN_BYTES
+            if not isinstance(token, int) or not 0 <= token < 1 << 8 * TOKEN_BYTES
         )
         raise InvalidArgument(
             f"token id {wrong!r} is outside 0..2^32-1", param="token_ids"

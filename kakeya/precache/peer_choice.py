@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kakeya.precache.meet import is_sooner
-from kakeya.precache.peer_seams import LOOKUP_S, MOST_PEERS, Wanted
+from kakeya.precache.peer_seams import LOOKUP_S, MOST_PEERS, Part, Wanted
 
 RATE_KEPT_S = 120.0
 """How long a measured link counts as measured."""
@@ -39,13 +39,24 @@ class Holder:
 class Hit:
     """What a peer has leased. `sizes` are bytes by block, of an extended peer; () = not told.
 
-    `blocks` is how many leading ones are of use here.
+    `blocks` is how many leading ones are of use here; a `tail` lies behind these.
     """
 
     holder: Holder
     blocks: int
     lease_id: str
     sizes: tuple[int, ...] = ()
+    tail: Part | None = None
+
+    @property
+    def end(self) -> int:
+        """How many leading parts of the lease are of use, the tail counted."""
+        return self.blocks + (self.tail is not None)
+
+    @property
+    def tail_tokens(self) -> int:
+        """Of the tail; 0 = there is none."""
+        return self.tail.tokens if self.tail is not None else 0
 
     @property
     def is_extended(self) -> bool:
@@ -114,7 +125,14 @@ def in_order(wanted: Wanted, hits: Sequence[Hit], rates: dict[str, LinkRate]) ->
         for hit in hits
         if hit.blocks > wanted.have and is_worth_taking(wanted, _rate(rates, hit.holder))
     ]
-    found.sort(key=lambda hit: (-hit.blocks, -_rate(rates, hit.holder), hit.holder.node_id))
+    found.sort(
+        key=lambda hit: (
+            -hit.blocks,
+            -hit.tail_tokens,
+            -_rate(rates, hit.holder),
+            hit.holder.node_id,
+        )
+    )
     return tuple(found)
 
 

@@ -30,7 +30,7 @@ from kakeya.decoding.breaker import CircuitBreaker
 from kakeya.precache.peer_auth import FleetKey, Metadata
 from kakeya.precache.peer_choice import Hit, Holder, LinkRate
 from kakeya.precache.peer_chunks import CHUNK_BYTES, Assembly, BrokenBlock
-from kakeya.precache.peer_seams import MAX_IDS, Wanted, usable
+from kakeya.precache.peer_seams import MAX_IDS, TAIL_NAME_BYTES, Part, Wanted, usable
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import PrefillCacheServiceStub
 from kakeya.wire.status import error_from_rpc
@@ -133,8 +133,12 @@ class PrefixPeer:
     async def _ask(
         self, holder: Holder, wanted: Wanted, timeout_s: float
     ) -> pb.LookupPrefixResponse:
+        after = _tail_after(holder, wanted)
         request = pb.LookupPrefixRequest(
-            compatibility=wanted.fingerprint.to_wire(), block_hashes=wanted.ids[:MAX_IDS]
+            compatibility=wanted.fingerprint.to_wire(),
+            block_hashes=wanted.ids[:MAX_IDS],
+            tail_after=after,
+            tail_names=b"".join(name[:TAIL_NAME_BYTES] for name in wanted.tails(after)),
         )
         try:
             answer: pb.LookupPrefixResponse = await self._stub(holder).LookupPrefix(
@@ -152,13 +156,14 @@ class PrefixPeer:
 
     async def _block(self, call: FetchCall, hit: Hit, wanted: Wanted, index: int) -> bytearray:
         """Read one block. Raises PeerProtocol, PeerUnavailable, and what the peer ended with."""
-        most = hit.sizes[index] if hit.sizes else wanted.block_bytes + wanted.state_bytes
+        due = _due(hit, wanted, index)
+        most = due.size or wanted.block_bytes + wanted.state_bytes
         assembly: Assembly | None = None
         try:
             while assembly is None or not assembly.is_complete:
                 chunk = await self._chunk(call, hit.holder, wanted.most_slack_s)
                 if assembly is None:
-                    assembly = Assembly(_checked(chunk, wanted, index, hit.holder), most)
+                    assembly = Assembly(_checked(chunk, due, index, hit.holder), most)
                 if len(chunk.data) < _THREAD_BYTES:
                     assembly.add(chunk)
                 else:
@@ -166,7 +171,7 @@ class PrefixPeer:
             payload = assembly.payload()
         except BrokenBlock as broken:
             raise PeerProtocol(f"{hit.holder.address}: {broken.message}") from broken
-        if not (len(payload) == most if hit.sizes else wanted.is_size(len(payload))):
+        if not (len(payload) == due.size if due.size else wanted.is_size(len(payload))):
             raise PeerProtocol(
                 f"{hit.holder.address}: block {index} has {len(payload)} bytes and was said to "
                 f"have {most}"
@@ -215,32 +220,66 @@ def _read_hit(holder: Holder, wanted: Wanted, said: pb.LookupPrefixResponse) -> 
     count, sizes = said.hit_block_count, tuple(said.block_bytes)
     if not count or not said.lease_id:
         return None
-    most = count * (wanted.block_bytes + wanted.state_bytes)
-    is_told = len(sizes) in (0, count) and (not sizes or sum(sizes) == said.transfer_bytes)
+    most = (count + bool(said.tail_tokens)) * (wanted.block_bytes + wanted.state_bytes)
+    told = sum(sizes) + said.tail_bytes
+    is_told = len(sizes) in (0, count) and (not sizes or told == said.transfer_bytes)
     if count > len(wanted.ids) or not is_told or said.transfer_bytes > most:
         raise PeerProtocol(
             f"{holder.address}: found {count} of {len(wanted.ids)} blocks with {len(sizes)} sizes "
             f"and {said.transfer_bytes} bytes together; there may be {most}"
         )
-    blocks = usable(wanted, sizes) if sizes else count
+    tail = _tail_of(holder, wanted, said)
+    blocks = usable(wanted, sizes, tail) if sizes else count
     if blocks <= wanted.have:
         return None
-    return Hit(holder=holder, blocks=blocks, lease_id=said.lease_id, sizes=sizes)
+    if blocks < count:
+        tail = None
+    return Hit(holder=holder, blocks=blocks, lease_id=said.lease_id, sizes=sizes, tail=tail)
+
+
+def _tail_of(holder: Holder, wanted: Wanted, said: pb.LookupPrefixResponse) -> Part | None:
+    """The tail behind a hit. Raises PeerProtocol for one that was not asked for."""
+    tokens, size = said.tail_tokens, said.tail_bytes
+    if not tokens:
+        return None
+    after = _tail_after(holder, wanted)
+    ids = wanted.tails(after)
+    if said.hit_block_count != after or tokens > len(ids) or not said.block_bytes:
+        raise PeerProtocol(
+            f"{holder.address}: found a tail of {tokens} tokens behind {said.hit_block_count} "
+            f"blocks; it was asked for one of at most {len(ids)} behind {after}"
+        )
+    # One without the state behind it is whole, and of no use.
+    is_usable = size == wanted.tail_size(tokens)
+    return Part(id=ids[tokens - 1], tokens=tokens, size=size) if is_usable else None
+
+
+def _tail_after(holder: Holder, wanted: Wanted) -> int:
+    """Behind how many blocks a peer may have a tail: what its card names, or all."""
+    return holder.blocks or len(wanted.ids)
+
+
+def _due(hit: Hit, wanted: Wanted, index: int) -> Part:
+    """What part of a lease is to come; of 0 bytes where its peer did not say how many."""
+    if hit.tail is not None and index == hit.blocks:
+        return hit.tail
+    size = hit.sizes[index] if hit.sizes else 0
+    return Part(id=wanted.ids[index], tokens=wanted.fingerprint.block_tokens, size=size)
 
 
 def _checked(
-    chunk: pb.FetchBlocksResponse, wanted: Wanted, index: int, holder: Holder
+    chunk: pb.FetchBlocksResponse, due: Part, index: int, holder: Holder
 ) -> pb.FetchBlocksResponse:
     """The first chunk of a block, which must be the one that is due. Raises PeerProtocol."""
-    if chunk.block_index != index or chunk.block_hash != wanted.ids[index]:
+    if chunk.block_index != index or chunk.block_hash != due.id:
         raise PeerProtocol(
             f"{holder.address}: block {chunk.block_index} named {chunk.block_hash[:4].hex()}... "
-            f"came where {index}, {wanted.ids[index][:4].hex()}..., was due"
+            f"came where {index}, {due.id[:4].hex()}..., was due"
         )
-    if chunk.token_count != wanted.fingerprint.block_tokens:
+    if chunk.token_count != due.tokens:
         raise PeerProtocol(
-            f"{holder.address}: block {index} has {chunk.token_count} tokens; a whole block has "
-            f"{wanted.fingerprint.block_tokens}"
+            f"{holder.address}: block {index} has {chunk.token_count} tokens; it must have "
+            f"{due.tokens}"
         )
     return chunk
 

@@ -81,7 +81,8 @@ class PeerFetch:
         self.stats = FetchStats()
 
     async def fetch(self, wanted: Wanted, holders: Iterable[Holder], sink: BlockSink) -> int:
-        """Put the blocks that follow into the sink, in order; returns how many were taken.
+        """Put the blocks that follow into the sink, in order; returns how many were taken, a tail
+        counted.
 
         Ends with the last block that a peer has, or when waiting any longer could make the caller
         later than computing them; see `due_s`.
@@ -93,12 +94,13 @@ class PeerFetch:
                 answered = answered or self._clock.mono()
                 if hit.blocks <= wanted.have + taken:
                     continue
-                order = range(wanted.have + taken, hit.blocks)
+                order = range(wanted.have + taken, hit.end)
                 peer = self._peer(hit.holder)
                 async with aclosing(peer.fetch(hit, wanted, order)) as stream:
                     count, may_go_on = await self._run(stream, hit, wanted, taken, answered, sink)
                 taken += count
-                if not may_go_on or hit.blocks == wanted.have + taken == len(wanted.ids):
+                is_all = wanted.have + taken >= len(wanted.ids)
+                if is_all or not may_go_on or wanted.have + taken > hit.blocks:
                     break
         self._count(wait_s=self._clock.mono() - began)
         return taken
@@ -142,7 +144,7 @@ class PeerFetch:
                     if not meeting.is_needed(index):
                         return  # computed while it was put away
                     meeting.fetched(index)
-                    self._took(wanted, payload)
+                    self._took(wanted.fingerprint.block_tokens, payload)
                     moved()
                     if meeting.is_met:
                         return
@@ -212,10 +214,11 @@ class PeerFetch:
                 due = answered + due_s(wanted, taken + count)
                 async with asyncio.timeout(due - self._clock.mono()):
                     index, payload = await anext(stream)
-                if not await sink.put(index, payload):
+                tokens = hit.tail_tokens if index == hit.blocks else 0
+                if not await sink.put(index, payload, tokens):
                     return count, False
                 count += 1
-                self._took(wanted, payload)
+                self._took(tokens or wanted.fingerprint.block_tokens, payload)
         except StopAsyncIteration:
             return count, True
         except TimeoutError:
@@ -233,8 +236,8 @@ class PeerFetch:
             peer.rate.age(now)
         return {node_id: peer.rate for node_id, peer in self._peers.items()}
 
-    def _took(self, wanted: Wanted, payload: Sequence[int]) -> None:
-        self._count(blocks=1, tokens=wanted.fingerprint.block_tokens, bytes=len(payload))
+    def _took(self, tokens: int, payload: Sequence[int]) -> None:
+        self._count(blocks=1, tokens=tokens, bytes=len(payload))
 
     def _failed(self, holder: Holder, failure: KakeyaError) -> None:
         self._count(failures=1)

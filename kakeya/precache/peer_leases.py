@@ -20,7 +20,7 @@ from kakeya.core.errors import NotFound, QueueFull
 from kakeya.core.units import MIB
 from kakeya.precache.blocks import BlockId
 from kakeya.precache.fingerprint import KvFingerprint
-from kakeya.precache.peer_seams import BlockSource
+from kakeya.precache.peer_seams import BlockSource, Part
 
 LEASE_S = 30.0
 
@@ -36,7 +36,10 @@ class LeaseLimits:
 
 @dataclass(slots=True, kw_only=True)
 class PeerLease:
-    """Blocks of one history, from its beginning; `sizes` is what was announced, in bytes."""
+    """Blocks of one history, from its beginning; `sizes` is what was announced, in bytes.
+
+    With `tail_tokens` the last one is a tail of so many.
+    """
 
     lease_id: str
     caller: str
@@ -46,12 +49,18 @@ class PeerLease:
     sizes: tuple[int, ...]
     ends_mono: float
     unpin: Callable[[], None] | None = field(repr=False)
+    tail_tokens: int = 0
     streams: int = 0
 
     @property
     def pinned_bytes(self) -> int:
         """What it keeps from eviction."""
         return 0 if self.unpin is None else sum(self.sizes)
+
+    def tokens_of(self, index: int) -> int:
+        """How many tokens one of its blocks has."""
+        is_tail = self.tail_tokens and index == len(self.ids) - 1
+        return self.tail_tokens if is_tail else self.block_tokens
 
     def let_go(self) -> None:
         """Let its blocks be evicted."""
@@ -84,11 +93,18 @@ class PeerLeases:
         ids: Sequence[BlockId],
         sizes: Sequence[int],
         now: float,
+        *,
+        tail: Part | None = None,
     ) -> PeerLease:
-        """Lease these blocks. Raises QueueFull while all leases there may be are being read."""
+        """Lease these blocks, and a tail behind them.
+
+        Raises QueueFull while all leases there may be are being read.
+        """
         self.expire(now)
         self._make_room(caller)
         held = tuple(ids)
+        if tail is not None:
+            held, sizes = (*held, tail.id), (*sizes, tail.size)
         fits = self.pinned_bytes + sum(sizes) <= self._limits.pinned_bytes
         lease = PeerLease(
             lease_id=self._draw(),
@@ -99,6 +115,7 @@ class PeerLeases:
             sizes=tuple(sizes),
             ends_mono=now + LEASE_S,
             unpin=source.pin(held) if fits else None,
+            tail_tokens=0 if tail is None else tail.tokens,
         )
         self._leases[lease.lease_id] = lease
         return lease

@@ -7,7 +7,7 @@ end. Sources are found by the `exact` digest of a fingerprint, with which the ch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kakeya.precache.blocks import BlockId
@@ -25,6 +25,8 @@ MOST_PEERS = 3
 SLACK_S = 0.5
 """How far a fetch may fall behind the prefill that it replaces, and how long a peer may be silent:
 more than a block of 36 MiB takes over a gigabit."""
+TAIL_NAME_BYTES = 8
+"""Of the id of a tail, where it is asked for: whoever answers with another one is found out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +47,25 @@ class Loan:
     release: Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A block of a history, or a tail, which has fewer tokens; `size` in bytes."""
+
+    id: BlockId
+    tokens: int
+    size: int
+
+
 class BlockSource(Protocol):
     """The blocks of one fingerprint that this node has, in memory and on disk together."""
 
     def leading(self, ids: Sequence[BlockId]) -> tuple[int, ...]:
         """Bytes of each block of the longest leading run that is here; () = not even the first."""
+        ...
+
+    def tail(self, behind: BlockId, names: Sequence[bytes]) -> Part | None:
+        """The longest tail here behind a block whose id begins with one of the names: the first is
+        of one token, and so on."""
         ...
 
     def pin(self, ids: Sequence[BlockId]) -> Callable[[], None]:
@@ -84,9 +100,16 @@ class BlockSources(Protocol):
 class BlockSink(Protocol):
     """Where fetched blocks of one history go."""
 
-    async def put(self, index: int, payload: bytearray) -> bool:
-        """Take a block whose hash was checked; False = no room, and nothing further is wanted."""
+    async def put(self, index: int, payload: bytearray, tail_tokens: int = 0) -> bool:
+        """Take a block whose hash was checked; False = no room, and nothing further is wanted.
+
+        With `tail_tokens` it is a tail of so many, behind the whole blocks before `index`.
+        """
         ...
+
+
+def _no_tails(blocks: int) -> tuple[BlockId, ...]:
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +119,8 @@ class Wanted:
     `ids` are all whole blocks of the history, of which the first `have` are here. A block has
     `block_bytes`; of a model with recurrent state (`state_bytes` > 0) those at checkpoints have
     that many more, and a run is of use only up to one of these. A fetch falls behind the prefill
-    that it replaces by `most_slack_s`, no more.
+    that it replaces by `most_slack_s`, no more. `tails` names what may lie behind the first so many
+    blocks: a tail of one token, of two, and so on.
     """
 
     fingerprint: KvFingerprint
@@ -106,6 +130,7 @@ class Wanted:
     state_bytes: int = 0
     prefill_tokens_per_s: float
     most_slack_s: float = SLACK_S
+    tails: Callable[[int], tuple[BlockId, ...]] = field(default=_no_tails, repr=False)
 
     @property
     def missing(self) -> int:
@@ -132,16 +157,23 @@ class Wanted:
         """Whether a block may have so many bytes."""
         return size in (self.block_bytes, self.block_bytes + self.state_bytes)
 
+    def tail_size(self, tokens: int) -> int:
+        """Bytes of a tail of so many tokens that decoding can go on behind."""
+        return self.block_bytes * tokens // self.fingerprint.block_tokens + self.state_bytes
+
     def is_checkpoint(self, size: int) -> bool:
         """Whether decoding can go on behind a block of so many bytes."""
         return size == self.block_bytes + self.state_bytes
 
 
-def usable(wanted: Wanted, sizes: Sequence[int]) -> int:
+def usable(wanted: Wanted, sizes: Sequence[int], tail: Part | None = None) -> int:
     """How many leading blocks of a hit are of use: up to the last checkpoint, all of a legal size.
 
-    `sizes` begin at block 0; at most as many count as are wanted.
+    `sizes` begin at block 0; at most as many count as are wanted. A tail behind all of them is a
+    checkpoint.
     """
+    if tail is not None and all(wanted.is_size(size) for size in sizes):
+        return len(sizes)
     sizes = sizes[: len(wanted.ids)]
     good = next((i for i, size in enumerate(sizes) if not wanted.is_size(size)), len(sizes))
     return next((i for i in range(good, 0, -1) if wanted.is_checkpoint(sizes[i - 1])), 0)

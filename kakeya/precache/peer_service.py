@@ -39,7 +39,7 @@ from kakeya.precache.fingerprint import KvFingerprint
 from kakeya.precache.peer_auth import FleetKey
 from kakeya.precache.peer_chunks import CHUNK_BYTES, SHA256_BYTES, cut
 from kakeya.precache.peer_leases import LeaseLimits, PeerLease, PeerLeases
-from kakeya.precache.peer_seams import MAX_IDS, BlockSources
+from kakeya.precache.peer_seams import MAX_IDS, TAIL_NAME_BYTES, BlockSources
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import PrefillCacheServiceServicer
 from kakeya.wire.authorization import current_caller
@@ -146,22 +146,27 @@ class PrefillCacheService(PrefillCacheServiceServicer):
             missed = pb.LookupPrefixResponse(node_id=self._node_id, cache_epoch=self.epoch)
             fingerprint = self._fingerprint(request.compatibility)
             ids = _checked(request.block_hashes)
+            names = _tail_names(request)
             source = None if fingerprint is None else self._sources.source(fingerprint.exact())
             sizes = () if source is None else source.leading(ids)
             if source is None or fingerprint is None or not sizes:
                 return missed
+            held = ids[: len(sizes)]
+            tail = source.tail(held[-1], names) if len(held) == request.tail_after else None
             now = self._clock.mono()
-            lease = self.leases.grant(caller, source, fingerprint, ids[: len(sizes)], sizes, now)
+            lease = self.leases.grant(caller, source, fingerprint, held, sizes, now, tail=tail)
             self._count(hits=1)
             return pb.LookupPrefixResponse(
                 node_id=self._node_id,
                 hit_block_count=len(sizes),
                 hit_token_count=len(sizes) * fingerprint.block_tokens,
-                transfer_bytes=sum(sizes),
+                transfer_bytes=sum(lease.sizes),
                 cache_epoch=self.epoch,
                 lease_id=lease.lease_id,
                 lease_expires_at_unix=self._clock.wall() + lease.ends_mono - now,
                 block_bytes=sizes,
+                tail_tokens=lease.tail_tokens,
+                tail_bytes=0 if tail is None else tail.size,
             )
         raise AssertionError("abort returned")
 
@@ -264,7 +269,9 @@ class PrefillCacheService(PrefillCacheServiceServicer):
             finally:
                 loan.release()
             self._count(
-                blocks_served=1, tokens_served=lease.block_tokens, bytes_served=lease.sizes[index]
+                blocks_served=1,
+                tokens_served=lease.tokens_of(index),
+                bytes_served=lease.sizes[index],
             )
 
     def _chunks(
@@ -274,7 +281,7 @@ class PrefillCacheService(PrefillCacheServiceServicer):
             yield pb.FetchBlocksResponse(
                 block_hash=lease.ids[index],
                 block_index=index,
-                token_count=lease.block_tokens,
+                token_count=lease.tokens_of(index),
                 chunk_index=chunk_index,
                 total_chunks=total,
                 data=data,
@@ -335,6 +342,18 @@ def _checked(hashes: Sequence[bytes]) -> tuple[BlockId, ...]:
     if any(len(block_id) != ID_BYTES for block_id in hashes):
         raise InvalidArgument(f"a block hash has {ID_BYTES} bytes", param="block_hashes")
     return tuple(hashes)
+
+
+def _tail_names(request: pb.LookupPrefixRequest) -> tuple[bytes, ...]:
+    packed, size = request.tail_names, TAIL_NAME_BYTES
+    most = request.compatibility.block_size_tokens * size
+    if len(packed) % size or len(packed) > most:
+        raise InvalidArgument(
+            f"the names of tails have {len(packed)} bytes; {size} of each, one for each token of "
+            f"a block, are {most}",
+            param="tail_names",
+        )
+    return tuple(packed[at : at + size] for at in range(0, len(packed), size))
 
 
 def _order(request: pb.FetchBlocksRequest, blocks: int) -> range:

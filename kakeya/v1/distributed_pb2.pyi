@@ -543,6 +543,13 @@ class LookupPrefixRequest(_message.Message):
 
     COMPATIBILITY_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    TAIL_AFTER_FIELD_NUMBER: _builtins.int
+    TAIL_NAMES_FIELD_NUMBER: _builtins.int
+    tail_after: _builtins.int
+    """What a tail behind the first tail_after of these would be called, of 1 token, of 2 and so on:
+    the first 8 bytes of each id. Empty = none is wanted.
+    """
+    tail_names: _builtins.bytes
     @_builtins.property
     def compatibility(self) -> Global___CacheCompatibility: ...
     @_builtins.property
@@ -552,10 +559,12 @@ class LookupPrefixRequest(_message.Message):
         *,
         compatibility: Global___CacheCompatibility | None = ...,
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        tail_after: _builtins.int = ...,
+        tail_names: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["compatibility", b"compatibility"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "compatibility", b"compatibility"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "compatibility", b"compatibility", "tail_after", b"tail_after", "tail_names", b"tail_names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -574,6 +583,8 @@ class LookupPrefixResponse(_message.Message):
     LEASE_EXPIRES_AT_UNIX_FIELD_NUMBER: _builtins.int
     PAYLOAD_SHA256_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    TAIL_TOKENS_FIELD_NUMBER: _builtins.int
+    TAIL_BYTES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     hit_block_count: _builtins.int
     hit_token_count: _builtins.int
@@ -582,6 +593,11 @@ class LookupPrefixResponse(_message.Message):
     lease_id: _builtins.str
     lease_expires_at_unix: _builtins.float
     payload_sha256: _builtins.bytes
+    tail_tokens: _builtins.int
+    """Of the longest tail with one of the names asked for, which is the last block of the lease.
+    0 = none is here, or the hit does not end where it was asked for.
+    """
+    tail_bytes: _builtins.int
     @_builtins.property
     def block_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Bytes of each block of the hit, in order; a server that sets it honours FetchBlocksRequest's
@@ -600,10 +616,12 @@ class LookupPrefixResponse(_message.Message):
         lease_expires_at_unix: _builtins.float = ...,
         payload_sha256: _builtins.bytes = ...,
         block_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        tail_tokens: _builtins.int = ...,
+        tail_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "cache_epoch", b"cache_epoch", "hit_block_count", b"hit_block_count", "hit_token_count", b"hit_token_count", "lease_expires_at_unix", b"lease_expires_at_unix", "lease_id", b"lease_id", "node_id", b"node_id", "payload_sha256", b"payload_sha256", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "cache_epoch", b"cache_epoch", "hit_block_count", b"hit_block_count", "hit_token_count", b"hit_token_count", "lease_expires_at_unix", b"lease_expires_at_unix", "lease_id", b"lease_id", "node_id", b"node_id", "payload_sha256", b"payload_sha256", "tail_bytes", b"tail_bytes", "tail_tokens", b"tail_tokens", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -619,7 +637,9 @@ class FetchBlocksRequest(_message.Message):
     BACK_TO_FRONT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     first_block: _builtins.int
-    """Which blocks of the lease: from first_block, block_count of them, 0 = to the end."""
+    """Which blocks of the lease, a tail counted: from first_block, block_count of them, 0 = to the
+    end.
+    """
     block_count: _builtins.int
     back_to_front: _builtins.bool
     """The last one first."""

@@ -93,10 +93,12 @@ class Station:
     fleet: Fleet
     server: grpc.aio.Server
 
-    async def lay(self, named: Naming, blocks: int = BLOCKS, *, tokens=TEXT) -> None:
+    async def lay(
+        self, named: Naming, blocks: int = BLOCKS, *, tokens=TEXT, tail: bool = False
+    ) -> None:
         """Fill pages as an engine does, and have them written to disk."""
         shelf = self.prefixes.pages.shelf(named)
-        await self.fetch_from(shelf, named, tokens, blocks)
+        await self.fetch_from(shelf, named, tokens, blocks, tail=tail)
         if self.prefixes.store is not None:
             async with asyncio.timeout(20):
                 while self.prefixes._disk._to_write:
@@ -104,7 +106,14 @@ class Station:
                 await self.prefixes.store.flush()
                 await asyncio.sleep(0.01)
 
-    async def fetch_from(self, shelf, named, tokens, blocks) -> None:
+    def clear(self, named: Naming) -> None:
+        """Forget what is in pages."""
+        shelf = self.prefixes.pages.shelf(named)
+        for node in sorted(shelf.tree, key=lambda node: -node.index):
+            shelf.tree.unstored(node.id)
+            self.prefixes.pages.lose(shelf, node.id, for_room=True)
+
+    async def fetch_from(self, shelf, named, tokens, blocks, *, tail=False) -> None:
         from kakeya.node.prefix_sink import PageSink
 
         pieces = pieces_of(named.chain, tokens)
@@ -115,6 +124,11 @@ class Station:
             payload = bytearray(payload_of(pieces[index].id))
             assert await sink.put(index, payload)
             self.prefixes._landed(shelf, pieces[index].id)
+        if tail:
+            size = named.size(len(pieces[-1].tokens), has_state=False)
+            payload = bytearray(payload_of(pieces[-1].id, size))
+            assert await sink.put(blocks, payload, len(pieces[-1].tokens))
+            assert sink.came[-1] == pieces[-1].id
 
     def held(self, named: Naming, tokens=TEXT) -> list[bytes | None]:
         """What lies in pages of each whole block of a text."""
@@ -134,7 +148,7 @@ class Station:
         whole = [piece.id for piece in pieces if not piece.is_tail]
         have = shelf.tree.match(whole).depth_ram
         came = await self.peers.fetch(shelf, named, pieces, have, BlockClass.USER)
-        assert list(came) == whole[have : have + len(came)]
+        assert list(came)[: len(whole) - have] == whole[have : have + len(came)]
         return len(came)
 
     def announce(self) -> None:
@@ -210,6 +224,21 @@ async def test_what_one_node_has_another_gets_byte_for_byte(two):
     assert b.held(named) == a.held(named)
     assert b.peers.status()["fetched_blocks"] == BLOCKS
     assert a.peers.status()["served_bytes"] == BLOCKS * BLOCK_BYTES
+
+
+async def test_a_tail_that_a_text_goes_on_from_comes_with_the_blocks(two):
+    (a, b), named = two, naming()
+    await a.lay(named, tail=True)
+    introduce(a, b)
+    for tokens, came in ((TEXT, BLOCKS + 1), (TEXT[:-5], BLOCKS), ([*TEXT, 1, 2], BLOCKS + 1)):
+        b.clear(named)
+        assert await b.fetch(named, tokens) == came
+    shelf = b.prefixes.pages.shelf(named)
+    pieces = pieces_of(named.chain, TEXT)
+    tail = shelf.tree.node(pieces[-1].id)
+    assert tail.facts == a.prefixes.pages.shelf(named).tree.node(pieces[-1].id).facts
+    size = named.size(len(pieces[-1].tokens), has_state=False)
+    assert bytes(b.prefixes.pages.view(tail.payload)) == payload_of(tail.id, size)
 
 
 async def test_only_what_is_missing_is_fetched(two):

@@ -16,7 +16,7 @@ from kakeya.precache.fingerprint import KvFingerprint
 from kakeya.precache.peer_auth import FleetKey
 from kakeya.precache.peer_choice import Holder
 from kakeya.precache.peer_fetch import PeerFetch
-from kakeya.precache.peer_seams import Loan, SourceUsage, Wanted
+from kakeya.precache.peer_seams import TAIL_NAME_BYTES, Loan, Part, SourceUsage, Wanted
 from kakeya.precache.peer_service import PrefillCacheService, ServiceLimits
 from kakeya.v1.distributed_pb2_grpc import add_PrefillCacheServiceServicer_to_server
 
@@ -67,6 +67,18 @@ def wanted(blocks: int, have: int = 0, *, rate: float = BLOCK_TOKENS / 4.0, **mo
     return Wanted(**(fields | more))
 
 
+TAIL_TOKENS = 10
+TAIL_BYTES = BLOCK_BYTES * TAIL_TOKENS // BLOCK_TOKENS
+
+
+def tails(blocks: int) -> tuple[bytes, ...]:
+    """What may lie behind so many blocks of a history, which never ends."""
+    kind = fingerprint()
+    made = BlockChain(kind.exact(), kind.block_tokens)
+    behind = range(blocks * BLOCK_TOKENS, (blocks + 1) * BLOCK_TOKENS)
+    return made.tail_ids(chain(blocks)[-1], behind)
+
+
 class MemorySource:
     """A BlockSource in a dict; what is pinned is not evicted unless it is forced."""
 
@@ -84,6 +96,13 @@ class MemorySource:
                 break
             found.append(len(self.blocks[block_id]))
         return tuple(found)
+
+    def tail(self, behind, names):
+        for size in range(len(names), 0, -1):
+            for block_id, payload in self.blocks.items():
+                if block_id[:TAIL_NAME_BYTES] == names[size - 1]:
+                    return Part(id=block_id, tokens=size, size=len(payload))
+        return None
 
     def pin(self, ids) -> Callable[[], None]:
         pinned = tuple(ids)
@@ -142,10 +161,11 @@ class Sink:
     def __init__(self, on_put: Callable[[int], None] | None = None, room: int = 1 << 30) -> None:
         self.taken: dict[int, bytes] = {}
         self.order: list[int] = []
+        self.tail_tokens = 0
         self._on_put = on_put
         self._room = room
 
-    async def put(self, index, payload):
+    async def put(self, index, payload, tail_tokens=0):
         if self._on_put is not None:
             answer = self._on_put(index)
             if asyncio.iscoroutine(answer):
@@ -154,6 +174,7 @@ class Sink:
             return False
         self.order.append(index)
         self.taken[index] = bytes(payload)
+        self.tail_tokens = tail_tokens or self.tail_tokens
         return True
 
     def is_right(self, ids: Sequence[bytes]) -> bool:

@@ -50,6 +50,18 @@ def test_histories_share_as_many_ids_as_whole_blocks(
 
 
 @settings(max_examples=40, deadline=None)
+@given(tokens, sizes, keys, st.none() | st.just(SEED))
+def test_beginnings_are_named_as_the_tails_that_they_would_be(
+    history: list[int], size: int, key: bytes, parent: bytes | None
+) -> None:
+    chain = BlockChain(SEED, size, key)
+    named = chain.tail_ids(parent, history)
+    assert len(named) == min(len(history), size - 1)
+    for index, tail_id in enumerate(named):
+        assert tail_id == chain.tail_id(parent, history[: index + 1])
+
+
+@settings(max_examples=40, deadline=None)
 @given(tokens, sizes)
 def test_a_longer_history_keeps_the_ids_of_its_prefix(history: list[int], size: int) -> None:
     chain = BlockChain(SEED, size)

@@ -294,6 +294,84 @@ async def test_a_peer_without_extensions_serves_from_the_beginning(world):
     assert peer.service.stats.blocks_served == BLOCKS
 
 
+def with_tail(blocks: int, size: int = w.TAIL_BYTES) -> w.Sources:
+    """So many blocks and a tail behind them."""
+    held = sources(blocks)
+    (_, source) = next(iter(held.by_exact.values()))
+    tail_id = w.tails(blocks)[w.TAIL_TOKENS - 1]
+    source.blocks[tail_id] = w.payload_of(tail_id, size)
+    return held
+
+
+@pytest.mark.parametrize("blocks", [2, BLOCKS])
+async def test_a_tail_behind_the_blocks_that_a_card_names_comes_too(world, blocks):
+    peer = await world.peer(with_tail(blocks))
+    fetcher = await world.fetcher(peer)
+    sink = w.Sink()
+    wanted = w.wanted(BLOCKS, tails=w.tails)
+    assert await fetcher.fetch(wanted, [peer.holder(blocks)], sink) == blocks + 1
+    assert sink.taken[blocks] == w.payload_of(w.tails(blocks)[w.TAIL_TOKENS - 1], w.TAIL_BYTES)
+    assert sink.tail_tokens == w.TAIL_TOKENS
+    assert fetcher.stats.tokens == blocks * w.BLOCK_TOKENS + w.TAIL_TOKENS
+
+
+async def test_a_tail_is_not_asked_for_behind_other_blocks_than_are_named(world):
+    peer = await world.peer(with_tail(2))
+    fetcher = await world.fetcher(peer)
+    wanted = w.wanted(BLOCKS, tails=w.tails)
+    assert await fetcher.fetch(wanted, [peer.holder(3)], w.Sink()) == 2
+    assert fetcher.stats.failures == 0
+
+
+async def test_of_equal_runs_the_one_with_a_tail_is_taken(world):
+    bare, tailed = await world.peer(sources(2)), await world.peer(with_tail(2))
+    fetcher = await world.fetcher(bare, tailed)
+    wanted = w.wanted(BLOCKS, tails=w.tails)
+    assert await fetcher.fetch(wanted, [bare.holder(2), tailed.holder(2)], w.Sink()) == 3
+    assert bare.service.stats.fetches == 0
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"tail_tokens": w.BLOCK_TOKENS},
+        {"tail_tokens": 2**32 - 1},
+        {"tail_bytes": 1 << 40},
+        {"tail_bytes": w.TAIL_BYTES + 1},
+        {"hit_block_count": 1},
+    ],
+    ids=str,
+)
+async def test_a_tail_that_was_not_asked_for_is_no_hit(world, lie):
+    class Liar(PrefillCacheService):
+        async def LookupPrefix(self, request, context):
+            said = await super().LookupPrefix(request, context)
+            for name, value in lie.items():
+                setattr(said, name, value)
+            return said
+
+    peer = await world.peer(with_tail(2), kind=Liar)
+    fetcher = await world.fetcher(peer)
+    wanted = w.wanted(BLOCKS, tails=w.tails)
+    assert await fetcher.fetch(wanted, [peer.holder(2)], w.Sink()) == 0
+    assert peer.service.stats.fetches == 0
+
+
+async def test_a_tail_of_another_size_than_decoding_needs_is_left(world):
+    peer = await world.peer(with_tail(2, size=w.TAIL_BYTES - 7))
+    fetcher = await world.fetcher(peer)
+    wanted = w.wanted(BLOCKS, tails=w.tails)
+    assert await fetcher.fetch(wanted, [peer.holder(2)], w.Sink()) == 2
+    assert fetcher.stats.failures == 0
+
+
+async def test_behind_blocks_without_state_a_tail_with_it_makes_all_of_use(world):
+    peer = await world.peer(with_tail(3, size=w.TAIL_BYTES + 500))
+    fetcher = await world.fetcher(peer)
+    wanted = w.wanted(BLOCKS, state_bytes=500, tails=w.tails)
+    assert await fetcher.fetch(wanted, [peer.holder(3)], w.Sink()) == 4
+
+
 def damage(chunk: pb.FetchBlocksResponse, kind: str) -> list[pb.FetchBlocksResponse]:
     """What a peer sends in place of the second chunk of a block."""
     other = pb.FetchBlocksResponse()

@@ -118,6 +118,36 @@ async def test_the_namespace_of_a_tenant_is_denied_where_there_are_none(world):
     assert await status_of(call) is grpc.StatusCode.PERMISSION_DENIED
 
 
+async def test_a_lease_ends_with_the_longest_tail_that_is_named_behind_its_blocks(world):
+    sources, source = held()
+    names = w.tails(BLOCKS)
+    for tokens in (3, w.TAIL_TOKENS):
+        source.blocks[names[tokens - 1]] = w.payload_of(names[tokens - 1], tokens * 100)
+    peer = await world.peer(sources)
+    request = lookup()
+    request.tail_names = b"".join(name[:8] for name in names)
+    stub = stub_of(world, peer)
+    assert not (await stub.LookupPrefix(request)).tail_tokens  # behind none of the blocks
+    request.tail_after = BLOCKS
+    said = await stub.LookupPrefix(request)
+    assert (said.hit_block_count, len(said.block_bytes)) == (BLOCKS, BLOCKS)
+    assert (said.tail_tokens, said.tail_bytes) == (w.TAIL_TOKENS, w.TAIL_TOKENS * 100)
+    assert said.transfer_bytes == BLOCKS * w.BLOCK_BYTES + said.tail_bytes
+    assert source.pins[-1] == (*w.chain(BLOCKS), names[w.TAIL_TOKENS - 1])
+    assert await read(stub, said.lease_id, back_to_front=True) == [4, 3, 2, 1, 0]
+    request.tail_names = request.tail_names[: 2 * 8]
+    assert not (await stub.LookupPrefix(request)).tail_tokens
+
+
+@pytest.mark.parametrize("size", [1, 8 * w.BLOCK_TOKENS + 8])
+async def test_names_of_tails_that_cannot_be_meant_are_refused(world, size):
+    peer = await world.peer(held()[0])
+    request = lookup()
+    request.tail_names = bytes(size)
+    call = stub_of(world, peer).LookupPrefix(request)
+    assert await status_of(call) is grpc.StatusCode.INVALID_ARGUMENT
+
+
 # --- fetches
 
 
