@@ -18,6 +18,7 @@ from kakeya.runtime.generation import (
     DecodeRequest,
     Done,
     ModelDirectory,
+    ModelFacts,
     Priority,
 )
 from kakeya.runtime.precache import facts_at_hand
@@ -52,8 +53,8 @@ class KeptPrefixes(Protocol):
         """What KV that nobody asked for may take."""
         ...
 
-    def bytes_of(self, model_id: str, adapter_id: str, tokens: int) -> int:
-        """What so many more tokens would take; 0 = not known."""
+    def bytes_of(self, facts: ModelFacts, tokens: int) -> int:
+        """What so many more tokens of a model would take."""
         ...
 
 
@@ -104,9 +105,12 @@ class ModelSource:
             is_pinned=prefix.is_pinned,
         )
 
-    def has_room(self, prefix: Prefix, tokens: int) -> bool:
+    async def has_room(self, prefix: Prefix, tokens: int) -> bool:
         """Whether so many more tokens fit without taking anybody's place."""
-        return self._prefixes.bytes_of(*self._names(prefix), tokens) <= self._prefixes.free_bytes()
+        facts = await facts_at_hand(self._models.get(prefix.model_id, prefix.client))
+        if isinstance(facts, Report):
+            return False
+        return self._prefixes.bytes_of(facts, tokens) <= self._prefixes.free_bytes()
 
     async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed | Report:
         """Have the engine compute what is not there. Raises what a decode raises.

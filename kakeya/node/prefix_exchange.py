@@ -340,8 +340,10 @@ class PrefixExchange:
     async def _exports(self, given: Given) -> tuple[KvPages, ...]:
         """Prepare pages for what this request claimed, as far as there are any."""
         pieces, wanted, pages = self._turn.pieces, self._turn.claimed(), self._tools.pages
-        # One long prompt does not put out what all others stand on.
-        room = max(pages.free_bytes, pages.budget_bytes // 2)
+        # One long prompt does not put out what all others stand on, and what nobody waits for
+        # puts out nothing.
+        is_speculative = self._request.priority is Priority.SPECULATIVE
+        room = max(pages.free_bytes, 0 if is_speculative else pages.budget_bytes // 2)
         for piece in wanted:
             has_state = carries_state(given.naming, pieces, piece)
             length = given.naming.size(len(piece.tokens), has_state=has_state)

@@ -69,12 +69,6 @@ class Naming:
         size = self.block_bytes * tokens // self.block_tokens
         return size + self.state_bytes if has_state else size
 
-    def paged_bytes(self, tokens: int) -> int:
-        """What so many tokens take in pages, state behind each block counted."""
-        whole, rest = divmod(tokens, self.block_tokens)
-        last = paged_bytes(self.size(rest, has_state=True)) if rest else 0
-        return whole * paged_bytes(self.size(self.block_tokens, has_state=True)) + last
-
     def compute_s(self, tokens: int) -> float:
         """Seconds to prefill so many tokens; 0 = not known."""
         rate = self.prefill_tokens_per_s
@@ -215,6 +209,17 @@ class PrefixNames:
                 model=model_id,
                 reason=reason,
             )
+
+
+def paged_kv_bytes(facts: ModelFacts, tokens: int) -> int:
+    """What the KV of so many tokens takes in pages, state behind each block counted; 0 where it is
+    in no blocks."""
+    if facts.kv_block_tokens < 1:
+        return 0
+    whole, rest = divmod(tokens, facts.kv_block_tokens)
+    last_bytes = facts.kv_block_bytes * rest // facts.kv_block_tokens + facts.kv_state_bytes
+    size = whole * paged_bytes(facts.kv_block_bytes + facts.kv_state_bytes) if whole else 0
+    return size + (paged_bytes(last_bytes) if rest else 0)
 
 
 def _read_digests(file: Path) -> dict[str, str]:

@@ -4,8 +4,8 @@ One tree for each fingerprint says what is here; the arena holds the bytes. The 
 block that nobody holds, so the trees follow it: what can no longer be reached is given back a
 moment later, since the arena is in the middle of its own work when it tells.
 
-The budget is one for all trees. What goes for it is chosen by the trees: their victims, those that
-were not used for longest first.
+The budget is one for all trees, and so is the order in which blocks go for it: first what is worth
+least for its bytes, by what having it again would take, whatever model it is of.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kakeya.node.prefix_counts import PrefixCounts
 from kakeya.node.prefix_names import Naming
 from kakeya.precache.block_node import BlockFacts, Node
 from kakeya.precache.blocks import BlockId
+from kakeya.precache.eviction import Age
 from kakeya.precache.fingerprint import KvFingerprint
 from kakeya.precache.retention import BlockClass, Retention
 from kakeya.precache.tree import PrefixTree
@@ -78,6 +79,7 @@ class PrefixPages:
         self._used = used
         self._opened = opened
         self._tenant = arena.tenant(ContentType.KV_CACHE, "prefixes", self._evicted)
+        self._age = Age()
         self._shelves: dict[bytes, Shelf] = {}
         self._places: dict[Block, tuple[Shelf, BlockId]] = {}
         self._leaving: set[Block] = set()
@@ -98,7 +100,7 @@ class PrefixPages:
         """The same for one that no engine of this node has now."""
         shelf = self._shelves.get(seed)
         if shelf is None:
-            tree: PrefixTree[Lying] = PrefixTree(fingerprint.block_tokens)
+            tree: PrefixTree[Lying] = PrefixTree(fingerprint.block_tokens, age=self._age)
             shelf = self._shelves[seed] = Shelf(fingerprint, seed, tree)
             self._opened(shelf)
         return shelf
@@ -261,11 +263,11 @@ class PrefixPages:
         return self.used_bytes + size <= self.budget_bytes
 
     def _victims(self, nbytes: int) -> Iterator[tuple[Shelf, Node[Lying]]]:
-        """Choose from all trees, each in its own order, the longest unused of their next ones."""
+        """Choose from all trees, each in its own order, the one of least worth of their next."""
         plans = [(shelf, shelf.tree.victims(nbytes)) for shelf in self._shelves.values()]
         queues = [(shelf, list(reversed(plan))) for shelf, plan in plans if plan]
         while nbytes > 0 and queues:
-            shelf, queue = min(queues, key=lambda pair: pair[1][-1].used_s)
+            shelf, queue = min(queues, key=lambda pair: pair[0].tree.worth(pair[1][-1]))
             node = queue.pop()
             nbytes -= node.nbytes
             yield shelf, node

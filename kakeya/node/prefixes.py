@@ -32,7 +32,7 @@ from kakeya.node.prefix_disk import PrefixDisk
 from kakeya.node.prefix_exchange import PrefixExchange, PrefixTools
 from kakeya.node.prefix_given import EngineSeat, Given
 from kakeya.node.prefix_meeting import Rendezvous
-from kakeya.node.prefix_names import Naming, PrefixNames
+from kakeya.node.prefix_names import Naming, PrefixNames, paged_kv_bytes
 from kakeya.node.prefix_pages import Lying, PrefixPages, Shelf
 from kakeya.node.prefix_reach import usable_of
 from kakeya.node.prefix_turns import Turns
@@ -43,7 +43,7 @@ from kakeya.precache.disk_stats import DiskConfig
 from kakeya.precache.pieces import Piece, pieces_of
 from kakeya.precache.retention import BlockClass, Retention
 from kakeya.precache.tree_answer import Pin
-from kakeya.runtime.generation import DecodeRequest
+from kakeya.runtime.generation import DecodeRequest, ModelFacts
 
 WEIGHTS_FILE = "weights.json"
 TEND_S = 5.0
@@ -237,10 +237,9 @@ class NodePrefixes:
         """What KV that nobody asked for may take: nobody has to leave for it."""
         return self.pages.free_bytes
 
-    def bytes_of(self, model_id: str, adapter_id: str, tokens: int) -> int:
-        """What so many more tokens of a model would take in pages; 0 = not known."""
-        naming = self.names.known(model_id, adapter_id)
-        return naming.paged_bytes(tokens) if naming is not None else 0
+    def bytes_of(self, facts: ModelFacts, tokens: int) -> int:
+        """What so many more tokens of a model take in pages; 0 = its KV is in no blocks."""
+        return paged_kv_bytes(facts, tokens)
 
     # --- what there is
 

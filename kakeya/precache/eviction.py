@@ -1,4 +1,4 @@
-"""Which block leaves RAM first: greedy dual-size-frequency over the leaves of a tree.
+"""Which block leaves RAM first: greedy dual-size-frequency over the leaves of trees.
 
     H = clock at its last use  +  weight of its class * uses * seconds to have it again / MiB
 
@@ -7,12 +7,16 @@ comes later, however much it was worth (Cherkasova, "Improving WWW Proxies Perfo
 Greedy-Dual-Size-Frequency Caching Policy"). Only leaves can go, so parents come after their last
 child. What is on disk costs no more than to read it.
 
+Trees that share a budget share one clock, `Age`, so that what one of them holds can be weighed
+against what another holds: a second of prefill is worth the same in both.
+
 Leaves lie in a heap. An entry is never corrected in place: a leaf that changes is filed anew, and
 an entry that is no longer its node's is dropped when it is met.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Generic
@@ -27,16 +31,28 @@ _SLACK = 64  # entries beside two of each block before a heap is put in order
 _Entry = tuple[float, int, Node[P]]  # H, order of filing, node
 
 
+@dataclass(slots=True)
+class Age:
+    """The clock: the H of what went last for want of room, in any of the trees that share it."""
+
+    now: float = 0.0
+
+
 class EvictionOrder(Generic[P]):
     """The leaves of one tree, in the order in which they go."""
 
-    __slots__ = ("_disk_bytes_per_s", "_heap", "_numbers", "clock")
+    __slots__ = ("_age", "_disk_bytes_per_s", "_heap", "_numbers")
 
-    def __init__(self, disk_bytes_per_s: float) -> None:
-        self.clock = 0.0
+    def __init__(self, disk_bytes_per_s: float, age: Age) -> None:
+        self._age = age
         self._disk_bytes_per_s = disk_bytes_per_s
         self._heap: list[_Entry[P]] = []
         self._numbers = count()
+
+    @property
+    def clock(self) -> float:
+        """How far what is here has aged."""
+        return self._age.now
 
     def worth(self, node: Node[P]) -> float:
         """H of a node."""
@@ -58,7 +74,7 @@ class EvictionOrder(Generic[P]):
     def went(self, node: Node[P]) -> None:
         """Move the clock on, as this node goes for want of room."""
         if node.may_go:
-            self.clock = max(self.clock, self.worth(node))
+            self._age.now = max(self._age.now, self.worth(node))
 
     def tidy(self, nodes: int) -> None:
         """Leave one entry of each leaf, once there are over two of each of so many nodes."""

@@ -181,7 +181,7 @@ class Prewarmer:
         if there < due:
             if (refusal := await source.refuse(prefix)) is not None:
                 return refusal
-            if not source.has_room(prefix, due - there):
+            if not await source.has_room(prefix, due - there):
                 reason = f"there is no free room for the KV of {due - there} tokens"
                 return Report(outcome=Outcome.NO_ROOM, warmed=warmed, reason=reason)
             done = await source.warm(prefix, tokens)

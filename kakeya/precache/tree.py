@@ -24,7 +24,7 @@ from kakeya.core.units import pack_ids
 from kakeya.precache.block_node import BlockFacts, Node, P
 from kakeya.precache.blocks import BlockId, check_block_tokens
 from kakeya.precache.branches import Branches, alike, beginning_with
-from kakeya.precache.eviction import EvictionOrder, bare
+from kakeya.precache.eviction import Age, EvictionOrder, bare
 from kakeya.precache.retention import BlockClass, Retention, weightier
 from kakeya.precache.tree_answer import Gone, Insertion, Match, Pin, TreeStats
 
@@ -37,10 +37,17 @@ DISK_BYTES_PER_S = 1e9
 class PrefixTree(Generic[P]):
     """The blocks of one fingerprint. Times are monotonic seconds; ids are of chains of one seed."""
 
-    def __init__(self, block_tokens: int, *, disk_bytes_per_s: float = DISK_BYTES_PER_S) -> None:
+    def __init__(
+        self,
+        block_tokens: int,
+        *,
+        disk_bytes_per_s: float = DISK_BYTES_PER_S,
+        age: Age | None = None,
+    ) -> None:
+        """`age` is shared by trees whose blocks go for one budget; None = this tree is alone."""
         check_block_tokens(block_tokens)
         self.block_tokens = block_tokens
-        self._order: EvictionOrder[P] = EvictionOrder(disk_bytes_per_s)
+        self._order: EvictionOrder[P] = EvictionOrder(disk_bytes_per_s, age or Age())
         self._branches = Branches(self._order)
         self._nodes = self._branches.nodes
 
@@ -107,6 +114,10 @@ class PrefixTree(Generic[P]):
         Never what is pinned, nor a block while one behind it stays; fewer bytes where no more may.
         """
         return self._order.plan(nbytes)
+
+    def worth(self, node: Node[P]) -> float:
+        """What a block is worth keeping: the least goes first, of all trees that share an age."""
+        return self._order.worth(node)
 
     def expired(self, now: float) -> list[Node[P]]:
         """Find what lies in RAM unseen for longer than its window, the hindmost first."""

@@ -89,7 +89,7 @@ class WarmSource(Protocol):
         """Refresh what is there of a prefix for its class: so many tokens from its beginning."""
         ...
 
-    def has_room(self, prefix: Prefix, tokens: int) -> bool:
+    async def has_room(self, prefix: Prefix, tokens: int) -> bool:
         """Whether so many more tokens fit without taking anybody's place."""
         ...
 

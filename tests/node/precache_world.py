@@ -80,7 +80,7 @@ class Pages:
     def free_bytes(self) -> int:
         return self.room_tokens
 
-    def bytes_of(self, model_id, adapter_id, tokens) -> int:
+    def bytes_of(self, facts, tokens) -> int:
         return tokens
 
 

@@ -295,6 +295,53 @@ async def test_a_long_prompt_takes_half_of_the_budget_from_others_at_most(tmp_pa
         here.check()
 
 
+@pytest.mark.parametrize("older", ["slow", "fast"])
+async def test_what_is_cheap_to_have_again_goes_first_whatever_model_it_is_of(
+    tmp_path: Path, older: str
+) -> None:
+    """A second of prefill is worth the same of any model, and age counts for all alike."""
+    rates = {"slow": 10.0, "fast": 1000.0}
+    first, then = older, "fast" if older == "slow" else "slow"
+    async with world(tmp_path, budget=8, clock=FakeClock()) as here:
+
+        async def ask(model: str, prompt: Sequence[int]) -> int:
+            here.engine.facts = replace(
+                FACTS, base_fingerprint=model, prefill_tokens_per_second=rates[model]
+            )
+            return await here.ask(prompt)
+
+        for model in (first, then):
+            for number in range(4):
+                await ask(model, [number] * 4 + [0])
+                here.prefixes._clock.advance(1)
+        for number in range(4):
+            await ask("fast", [100 + number] * 4 + [0])
+        assert [await ask("slow", [number] * 4 + [0]) for number in range(4)] == [4] * 4
+        here.check()
+
+
+async def test_before_its_first_request_a_model_is_counted_as_it_says_itself(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, budget=4) as here:
+        assert here.prefixes.names.known("toy", "") is None
+        assert here.prefixes.bytes_of(FACTS, 3 * BLOCK) == 3 * PAGE_BYTES
+        assert here.prefixes.bytes_of(FACTS, 3 * BLOCK + 1) == 4 * PAGE_BYTES
+        stateful = replace(FACTS, kv_state_bytes=PAGE_BYTES)
+        assert here.prefixes.bytes_of(stateful, 3 * BLOCK) == 6 * PAGE_BYTES
+        assert here.prefixes.bytes_of(replace(FACTS, kv_block_tokens=0), 99) == 0
+
+
+async def test_what_nobody_waits_for_takes_the_place_of_nothing(tmp_path: Path) -> None:
+    async with world(tmp_path, budget=8) as here:
+        for number in range(7):
+            await here.ask([number] * 4 + [0])
+        await here.ask([*range(100, 130)], max_tokens=0, priority=Priority.SPECULATIVE)
+        assert here.prefixes.counts.evicted == 0
+        assert await here.ask([*range(100, 130)]) == BLOCK
+        here.check()
+
+
 async def test_without_pages_everybody_computes_and_nobody_waits(tmp_path: Path) -> None:
     async with world(tmp_path, ledger=Miser(0)) as here:
         assert await asyncio.gather(*(here.ask(SEED_TEXT) for _ in range(3))) == [0, 0, 0]

@@ -47,7 +47,7 @@ class Source:
             self.kept[whole[:n]] = self.clock.mono()
         return max(lengths, default=0)
 
-    def has_room(self, prefix: Prefix, tokens: int) -> bool:
+    async def has_room(self, prefix: Prefix, tokens: int) -> bool:
         return self.has_free_room
 
     async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed | Report:
