@@ -30,6 +30,9 @@ class Ledger:
     _tenants: dict[str, Tenant] = field(default_factory=dict)
     _foreign: dict[str, int] = field(default_factory=dict)
     _promised: dict[str, int] = field(default_factory=dict)
+    """What tenants were told to give up, until they say that they did what they could."""
+    _given: dict[str, int] = field(default_factory=dict)
+    """What they hold less by since: they give slab by slab, and are asked meanwhile."""
     _stubborn: dict[str, int] = field(default_factory=dict)
     """What tenants held after they gave up less than they had offered: while they hold as much,
     their offers count as nothing, else they would be asked again and again."""
@@ -93,12 +96,18 @@ class Ledger:
 
     def report(self, tenant: Tenant) -> None:
         """Write down what a tenant says of itself."""
-        before = self._tenants.get(tenant.name)
-        self._tenants[tenant.name] = tenant
-        if before is not None and tenant.name in self._growing:
+        name, before = tenant.name, self._tenants.get(tenant.name)
+        self._tenants[name] = tenant
+        if before is None:
+            return
+        if name in self._growing:
             grown = max(0, tenant.held_bytes - before.held_bytes)
-            self._reserve(tenant.name, -min(grown, self._growing[tenant.name]))
+            self._reserve(name, -min(grown, self._growing[name]))
             self._add_available(-grown)
+        given = min(max(0, before.held_bytes - tenant.held_bytes), self._outstanding(name))
+        if given:
+            self._given[name] = self._given.get(name, 0) + given
+            self._add_available(given)
 
     def grow(self, name: str, size: int) -> None:
         """Reserve bytes for a tenant until it reports them. Raises NotFound."""
@@ -114,7 +123,8 @@ class Ledger:
 
     def forget(self, name: str) -> None:
         """Take a tenant out with all that is noted of it."""
-        for notes in (self._tenants, self._promised, self._stubborn, self._growing):
+        self._tenants.pop(name, None)
+        for notes in (self._promised, self._given, self._stubborn, self._growing):
             notes.pop(name, None)
 
     def _reserve(self, name: str, size: int) -> None:
@@ -129,13 +139,13 @@ class Ledger:
 
     def shrunk(self, shrink: Shrink, tenant: Tenant) -> None:
         """Replace a promise by what the tenant says after it."""
-        before = self._tenants[shrink.name].held_bytes
-        if before - tenant.held_bytes < shrink.bytes:
+        dropped = max(0, self._tenants[shrink.name].held_bytes - tenant.held_bytes)
+        if self._given.pop(tenant.name, 0) + dropped < shrink.bytes:
             self._stubborn[tenant.name] = tenant.held_bytes
         left = self._promised.get(shrink.name, 0) - shrink.bytes
         self._promised[shrink.name] = max(0, left)
         self._tenants[tenant.name] = tenant
-        self._add_available(max(0, before - tenant.held_bytes))
+        self._add_available(dropped)
 
     def hold(self, holder: str, size: int) -> None:
         """Write down what another process occupies; 0 = nothing more."""
@@ -169,20 +179,35 @@ class Ledger:
         coming += sum(r.unfilled_bytes for r in self._residents.values() if not r.is_leaving)
         coming += sum(self._growing.values())
         leaving = sum(r.bytes - r.unfilled_bytes for r in self._residents.values() if r.is_leaving)
-        promised = sum(self._promised.values())
-        return min(free, self.available_bytes - coming + leaving + promised)
+        return min(free, self.available_bytes - coming + leaving + self.promised_bytes)
+
+    @property
+    def promised_bytes(self) -> int:
+        """What tenants are still going to give up."""
+        return sum(self._owed(tenant) for tenant in self._tenants.values())
 
     def _after(self, tenant: Tenant) -> Tenant:
-        if self._stubborn.get(tenant.name) == tenant.held_bytes:
+        if self._is_stubborn(tenant):
             return replace(tenant, expired_bytes=0, spare_bytes=0)
-        promised = min(self._promised.get(tenant.name, 0), tenant.held_bytes)
+        promised = self._owed(tenant)
         expired = min(promised, tenant.expired_bytes)
         return replace(
             tenant,
             held_bytes=tenant.held_bytes - promised,
             expired_bytes=tenant.expired_bytes - expired,
-            spare_bytes=max(0, tenant.spare_bytes - (promised - expired)),
+            spare_bytes=tenant.spare_bytes - (promised - expired),
         )
+
+    def _owed(self, tenant: Tenant) -> int:
+        """What it is still going to give up: no more than it could."""
+        could = 0 if self._is_stubborn(tenant) else tenant.expired_bytes + tenant.spare_bytes
+        return min(self._outstanding(tenant.name), could)
+
+    def _outstanding(self, name: str) -> int:
+        return max(0, self._promised.get(name, 0) - self._given.get(name, 0))
+
+    def _is_stubborn(self, tenant: Tenant) -> bool:
+        return self._stubborn.get(tenant.name) == tenant.held_bytes
 
     def _add_available(self, size: int) -> None:
         if self.available_bytes is not None:

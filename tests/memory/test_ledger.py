@@ -1,0 +1,71 @@
+"""What tenants promise and what counts of it: never more than they can still give."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kakeya.memory.ledger import Ledger
+from kakeya.memory.policy import Rung, Shrink, Tenant
+
+
+def pages(held: int, spare: int) -> Tenant:
+    return Tenant(name="pages", rung=Rung.PAGES, held_bytes=held, spare_bytes=spare)
+
+
+def promised(held: int, spare: int, size: int) -> Ledger:
+    """A ledger of 100 bytes whose tenant was told to give up `size`."""
+    ledger = Ledger(100, available_bytes=50)
+    ledger.report(pages(held, spare))
+    ledger.promise([Shrink("pages", size)])
+    return ledger
+
+
+def test_what_a_tenant_gave_before_it_is_done_counts_once() -> None:
+    """It gives slab by slab, and is asked what it holds meanwhile."""
+    ledger = promised(30, 30, 20)
+    assert (ledger.committed_bytes, ledger.free_bytes) == (10, 70)
+    ledger.report(pages(15, 15))
+    assert (ledger.committed_bytes, ledger.free_bytes) == (10, 70)
+    assert ledger.has_promises
+    ledger.shrunk(Shrink("pages", 20), pages(10, 10))
+    assert (ledger.committed_bytes, ledger.free_bytes) == (10, 70)
+    assert not ledger.has_promises
+    assert ledger.tenants == (pages(10, 10),), "it did what it was told, so its offer counts"
+
+
+def test_one_that_gives_less_offers_nothing_while_it_holds_as_much() -> None:
+    ledger = promised(30, 30, 20)
+    ledger.report(pages(25, 25))
+    ledger.shrunk(Shrink("pages", 20), pages(20, 20))
+    assert ledger.tenants == (pages(20, 0),)
+    ledger.report(pages(19, 19))
+    assert ledger.tenants == (pages(19, 19),)
+
+
+def test_what_it_cannot_give_any_more_is_not_counted_on() -> None:
+    ledger = promised(30, 30, 20)
+    ledger.report(pages(30, 5))
+    assert ledger.committed_bytes == 25
+    assert ledger.free_bytes == 55, "of what the machine has too"
+
+
+@given(
+    held=st.integers(0, 60),
+    asked=st.integers(0, 60),
+    reports=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=4),
+    grown=st.integers(0, 40),
+)
+def test_growing_by_what_was_reserved_changes_nothing_whatever_it_was_told_to_give(
+    held: int, asked: int, reports: list[tuple[int, int]], grown: int
+) -> None:
+    ledger = promised(held, held, min(asked, held))
+    now = pages(held, held)
+    for size, spare in reports:
+        now = pages(size, min(size, spare))
+        ledger.report(now)
+        assert 0 <= ledger.promised_bytes <= now.spare_bytes
+    ledger.grow("pages", grown)
+    before = ledger.committed_bytes
+    ledger.report(pages(now.held_bytes + grown, now.spare_bytes))
+    assert ledger.committed_bytes == before
