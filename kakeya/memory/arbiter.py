@@ -11,6 +11,7 @@ What was DRAINING for a request that no longer waits is READY again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 
 from kakeya.core import errors
@@ -123,14 +124,15 @@ class Arbiter:
 
     def would_grant(self, ask: Ask, now: float) -> bool:
         """Whether a request would be served that came now: at once, or in its turn."""
-        ticket = line.Ticket(LeaseId(0), self._learnt(ask), now)
-        view = line.View(ledger=self._ledger, level=self._level, rules=self._rules, now=now)
-        match line.consider(ticket, line.Ahead(), view):
-            case line.Refuse():
-                return False
-            case line.Wait(is_stuck=is_stuck):
-                return not is_stuck and not self._is_stopping
-        return not self._is_stopping
+        rehearsal = deepcopy(self)
+        lease, outcome = rehearsal.ask(ask, now)
+        is_refused = any(one.lease == lease for one in outcome.refusals)
+        return not is_refused and not rehearsal.is_stuck(lease)
+
+    def is_stuck(self, lease: LeaseId) -> bool:
+        """Whether a request waits for others to let go, which has a limit."""
+        ticket = self._tickets.get(lease)
+        return ticket is not None and ticket.stuck_since_mono is not None
 
     def may_grow(self, name: str, size: int) -> bool:
         """Reserve bytes for a tenant, if there is room that nobody waits for. Raises NotFound."""
@@ -149,10 +151,16 @@ class Arbiter:
 
     # What is so.
 
-    def observe(self, level: Level, available_bytes: int | None, now: float) -> Outcome:
+    def observe(
+        self,
+        level: Level,
+        available_bytes: int | None,
+        now: float,
+        wanted_bytes: int | None = None,
+    ) -> Outcome:
         """A reading of the machine. Worth telling although nothing changed: low pressure that
-        lasts takes one thing after the other."""
-        self._taking.press(level)
+        lasts takes one thing after the other. `wanted_bytes` would end it; None = not known."""
+        self._taking.press(level, wanted_bytes)
         self._ledger.available_bytes = available_bytes
         return self.settle(now)
 
@@ -272,8 +280,8 @@ class Arbiter:
         for ticket in self._tickets.values():
             steps = periods(now - ticket.asked_mono, rules.age_s) + 1
             due += [ticket.ask.deadline_mono, ticket.asked_mono + steps * rules.age_s]
-            if ticket.stuck_since_mono is not None:
-                due.append(ticket.stuck_since_mono + rules.drain_limit_s)
+            limit_mono = ticket.limit_mono(rules)
+            due += [] if limit_mono is None else [limit_mono]
         due += self._taking.due()
         return min((at for at in due if at > now), default=None)
 
@@ -300,7 +308,7 @@ class Arbiter:
                     self._lend(ticket, answer, now)
                 case line.Load():
                     answer.plans.append(self._planner.load(ticket.ask, verdict, now))
-                    ticket.stuck_since_mono = None
+                    ticket.stuck_since_mono, ticket.stuck_s = None, 0.0
                 case line.Refuse(error):
                     self._refuse(ticket, error, answer)
                 case line.Wait():
@@ -327,12 +335,11 @@ class Arbiter:
                 )
             )
         verdict = line.consider(ticket, ahead, view)
-        if not isinstance(verdict, line.Wait) or not verdict.is_stuck:
-            ticket.stuck_since_mono = None
+        if not isinstance(verdict, line.Wait):
             return verdict
-        if ticket.stuck_since_mono is None:
-            ticket.stuck_since_mono = now
-        if now >= ticket.stuck_since_mono + self._rules.drain_limit_s:
+        ticket.mark(now, is_stuck=verdict.is_stuck)
+        limit_mono = ticket.limit_mono(self._rules)
+        if limit_mono is not None and now >= limit_mono:
             return line.Refuse(line.stuck(ticket, verdict, view))
         return verdict
 

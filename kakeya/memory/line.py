@@ -42,6 +42,21 @@ class Ticket:
     ask: Ask
     asked_mono: float
     stuck_since_mono: float | None = None
+    stuck_s: float = 0.0
+    """How long it waited for others to let go, before it waited for its turn again."""
+
+    def mark(self, now: float, *, is_stuck: bool) -> None:
+        """Note what it waits for. Two that overtake each other by age both come to their limit."""
+        if self.stuck_since_mono is not None and not is_stuck:
+            self.stuck_s += now - self.stuck_since_mono
+            self.stuck_since_mono = None
+        elif is_stuck and self.stuck_since_mono is None:
+            self.stuck_since_mono = now
+
+    def limit_mono(self, rules: Rules) -> float | None:
+        """When it has waited for others for long enough; None = it does not wait for them now."""
+        since_mono = self.stuck_since_mono
+        return None if since_mono is None else since_mono + rules.drain_limit_s - self.stuck_s
 
     def rank(self, now: float, rules: Rules) -> int:
         """How urgent it is by now."""

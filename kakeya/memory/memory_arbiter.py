@@ -193,7 +193,12 @@ class MemoryArbiter:
         """Tell how the machine is; at each poll, whether it changed or not."""
         before = self._arbiter.snapshot().level
         self._keeper.count_tenants()
-        outcome = self._arbiter.observe(reading.level, reading.available_bytes, self._clock.mono())
+        outcome = self._arbiter.observe(
+            reading.level,
+            reading.available_bytes,
+            self._clock.mono(),
+            wanted_bytes=reading.wanted_bytes,
+        )
         if reading.level is not before:
             event(
                 _log,

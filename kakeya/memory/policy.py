@@ -16,7 +16,7 @@ All functions here are pure.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from kakeya.core import errors
@@ -240,11 +240,16 @@ def relieve(
     residents: Iterable[Resident],
     tenants: Sequence[Tenant],
     *,
+    wanted_bytes: int | None,
     now: float,
     rules: Rules,
 ) -> Relief:
-    """What pressure takes now. Low: what expired, and the next thing on the ladder, which is one
-    model at the most. Critical: all that can go. Never what is in use, pinned or text."""
+    """What pressure takes now: never what is in use, pinned or text.
+
+    Low: what expired, and the next thing on the ladder, which is one model at the most. Critical:
+    what expired, all of caches, all models that can go; then pages and idle sessions, as far as
+    `wanted_bytes` are not there yet (None = nobody knows how much is wanted: all of them).
+    """
     idle = sorted(
         (r for r in residents if r.is_idle and r.role.yields and not r.warmth.is_pinned),
         key=lambda resident: pressure_key(resident, now),
@@ -253,18 +258,35 @@ def relieve(
         case Level.NOMINAL:
             return Relief()
         case Level.CRITICAL:
-            given = {t.name: t.expired_bytes + t.spare_bytes for t in tenants}
-            return Relief(shrinks=_shrinks(given), victims=tuple(idle))
+            given = {
+                t.name: t.expired_bytes + (t.spare_bytes if t.rung is Rung.CACHE else 0)
+                for t in tenants
+            }
+            wanted = _ALL if wanted_bytes is None else wanted_bytes
+            wanted -= sum(given.values()) + sum(one.bytes for one in idle)
+            for shrink in shrink_by(wanted, (replace(t, expired_bytes=0) for t in tenants)):
+                given[shrink.name] += shrink.bytes
+            return _relief(given, idle, wanted_bytes)
         case Level.LOW:
             given = {t.name: t.expired_bytes for t in tenants}
             spare = [t for t in tenants if t.rung is not Rung.CACHE and t.spare_bytes > 0]
+            wanted = _ALL if wanted_bytes is None else wanted_bytes - sum(given.values())
+            if wanted <= 0:
+                return _relief(given, (), wanted_bytes)
             if not spare:
-                return Relief(shrinks=_shrinks(given), victims=tuple(idle[:1]))
+                return _relief(given, idle[:1], wanted_bytes)
             first = min(spare, key=lambda tenant: (tenant.rung, tenant.name))
             step = max(first.spare_bytes // 2, min(first.spare_bytes, rules.low_step_bytes))
-            given[first.name] += step
-            return Relief(shrinks=_shrinks(given))
+            given[first.name] += min(step, wanted)
+            return _relief(given, (), wanted_bytes)
 
 
-def _shrinks(given: Mapping[str, int]) -> tuple[Shrink, ...]:
-    return tuple(Shrink(name, size) for name, size in given.items() if size > 0)
+def _relief(
+    given: Mapping[str, int], victims: Sequence[Resident], wanted_bytes: int | None
+) -> Relief:
+    freed = sum(given.values()) + sum(one.bytes for one in victims)
+    return Relief(
+        shrinks=tuple(Shrink(name, size) for name, size in given.items() if size > 0),
+        victims=tuple(victims),
+        short_bytes=max(0, (wanted_bytes or 0) - freed),
+    )

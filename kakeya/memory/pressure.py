@@ -4,10 +4,12 @@ Sources are read every 5 s, and at once when one of them calls. A level rises at
 that says so, and falls when the figure has recovered by a margin, so that it does not flap.
 
     a fraction of memory available    at most 15 %: low; at most 5 %: critical
-    own footprint against its leases  over 100 %: low; over 110 %: critical
+    own footprint against the budget  over 100 %: low; over 110 %: critical
     a level that a host dispatches    as it says, until it says otherwise or its time is up
 
-A source that cannot be read has no opinion; the others count.
+A source that cannot be read has no opinion; the others count. One that measures says how much it
+wants back: what would make its level nominal, the margin included. An engine above its own lease
+is no pressure on the machine while the budget holds: see `escalation`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from kakeya.memory.policy import Level
 _log = logging.getLogger(__name__)
 POLL_S = 5.0
 MIN_POLL_S = 0.5
+_FOOTPRINT_MARGIN = 0.05
 LEVEL_BY_NATIVE = {
     "TRIM_MEMORY_RUNNING_LOW": Level.LOW,
     "TRIM_MEMORY_BACKGROUND": Level.LOW,
@@ -41,11 +44,13 @@ LEVEL_BY_NATIVE = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """What a source says. `available_bytes` is what loads may still take before the machine
-    becomes critical; None where the source does not know."""
+    becomes critical, `wanted_bytes` what would have to come back for its level to be nominal; None
+    where the source does not know."""
 
     level: Level
     source: str
     available_bytes: int | None = None
+    wanted_bytes: int | None = None
 
 
 class PressureSource(Protocol):
@@ -80,6 +85,10 @@ class Waters:
         """The level of a fraction that is available, after a level."""
         plain = self._plain(fraction)
         return plain if plain >= before else min(before, self._plain(fraction - self.margin))
+
+    def calm(self) -> float:
+        """Above it a fraction is nominal, whatever it was before."""
+        return self.low + self.margin
 
     def _plain(self, fraction: float) -> Level:
         if fraction <= self.critical:
@@ -117,17 +126,19 @@ class AvailableMemory:
             raise errors.InvariantBroken("memory probe", f"total is {memory.total_bytes} bytes")
         self._level = self._waters.level(memory.available_bytes / memory.total_bytes, self._level)
         reserve = int(self._waters.critical * memory.total_bytes)
+        calm = int(self._waters.calm() * memory.total_bytes) + 1
         return Reading(
             level=self._level,
             source=self._name,
             available_bytes=max(0, memory.available_bytes - reserve),
+            wanted_bytes=max(0, calm - memory.available_bytes),
         )
 
 
 class Footprint:
-    """Pressure by what this node's processes occupy against what they hold leases for.
+    """Pressure by what a node's processes really occupy against what they may together.
 
-    `probe` returns both. It counts what the ledger cannot see: caches and fragments of engines.
+    `probe` returns both; it is called on the loop, and must not block.
     """
 
     def __init__(
@@ -146,16 +157,17 @@ class Footprint:
         return "footprint"
 
     async def read(self) -> Reading | None:
-        """Compare; no opinion while nothing is leased."""
-        used, leased = await asyncio.to_thread(self._probe)
-        if leased <= 0:
+        """Compare; no opinion while nothing may be occupied."""
+        used, allowed = self._probe()
+        if allowed <= 0:
             self._level = Level.NOMINAL
             return None
-        plain = self._plain(used / leased)
+        plain = self._plain(used / allowed)
         if plain < self._level:
-            plain = min(self._level, self._plain(used / leased + 0.05))
+            plain = min(self._level, self._plain(used / allowed + _FOOTPRINT_MARGIN))
         self._level = plain
-        return Reading(level=plain, source=self.name)
+        calm = int((self._low - _FOOTPRINT_MARGIN) * allowed)
+        return Reading(level=plain, source=self.name, wanted_bytes=max(0, used - calm))
 
     def _plain(self, ratio: float) -> Level:
         if ratio > self._critical:
@@ -213,13 +225,20 @@ class DispatchedPressure:
 
 
 def worst(readings: Sequence[Reading]) -> Reading:
-    """The reading that counts: the worst level, the first source of it, the least available."""
+    """The reading that counts: the worst level, the first source of it, the least available, and
+    the most that is wanted by those of that level, where all of them know."""
     if not readings:
         return Reading(level=Level.NOMINAL, source="none")
     level = max(reading.level for reading in readings)
-    source = next(reading.source for reading in readings if reading.level is level)
+    worst_ones = [reading for reading in readings if reading.level is level]
     known = [one.available_bytes for one in readings if one.available_bytes is not None]
-    return Reading(level=level, source=source, available_bytes=min(known, default=None))
+    wanted = [one.wanted_bytes for one in worst_ones if one.wanted_bytes is not None]
+    return Reading(
+        level=level,
+        source=worst_ones[0].source,
+        available_bytes=min(known, default=None),
+        wanted_bytes=max(wanted) if len(wanted) == len(worst_ones) else None,
+    )
 
 
 class PressureMonitor:

@@ -18,13 +18,19 @@ class Taking:
         self._rules = rules
         self._relieved_mono = float("-inf")
         self._reported_mono = float("-inf")
+        self._wanted: int | None = None
         self.level = Level.NOMINAL
 
-    def press(self, level: Level) -> None:
-        """Another level. A higher one takes at once."""
+    def press(self, level: Level, wanted_bytes: int | None) -> None:
+        """Another reading. A higher level takes at once. What is on its way back already is not
+        wanted again; None = nobody knows how much is wanted."""
         if level > self.level:
             self._relieved_mono = self._reported_mono = float("-inf")
         self.level = level
+        self._wanted = None
+        if wanted_bytes is not None:
+            leaving = sum(one.bytes for one in self._ledger.residents if one.is_leaving)
+            self._wanted = max(0, wanted_bytes - leaving - self._ledger.promised_bytes)
 
     def take(self, answer: Answer, now: float) -> None:
         """Add what goes now."""
@@ -78,11 +84,18 @@ class Taking:
         if is_low and (is_busy or now < self._relieved_mono + self._rules.cooldown_s):
             return
         residents, tenants = self._ledger.residents, self._ledger.tenants
-        taken = relieve(self.level, residents, tenants, now=now, rules=self._rules)
+        taken = relieve(
+            self.level, residents, tenants, wanted_bytes=self._wanted, now=now, rules=self._rules
+        )
         if taken.victims or taken.shrinks:
             self._relieved_mono = now
-            answer.plans.append(self._planner.relief(taken, Reason.PRESSURE, 0))
-        elif not is_busy and now >= self._reported_mono + self._rules.exhausted_s:
+            asked = self._wanted or 0
+            answer.plans.append(self._planner.relief(taken, Reason.PRESSURE, asked))
+            self._wanted = None if self._wanted is None else taken.short_bytes
+        elif self._wanted != 0 and not is_busy and self._is_to_report(now):
             self._reported_mono = now
             kept = tuple(one.key for one in residents)
             answer.exhausted = Exhausted(level=self.level, kept=kept)
+
+    def _is_to_report(self, now: float) -> bool:
+        return now >= self._reported_mono + self._rules.exhausted_s

@@ -195,10 +195,6 @@ class EngineWatch:
         """The watching task."""
         return self._tasks.health()
 
-    def leases(self) -> dict[str, int]:
-        """By model, what its engine may occupy now, its idle KV included."""
-        return {model_id: one.lease.bytes for model_id, one in self._watched.items()}
-
     def status(self) -> dict[str, dict[str, object]]:
         """By model, as JSON: where it is, what it occupies, what was done so far."""
         return {
@@ -236,8 +232,6 @@ class EngineWatch:
         told = await backend.footprint()
         if occupied is None or backend.pid != pid or not self._is_watched(watched):
             return
-        watched.resident_bytes, watched.footprint = occupied, told
-        self._measure(watched)
         sight = Sight(
             child=pid,
             resident_bytes=occupied,
@@ -245,20 +239,26 @@ class EngineWatch:
             running=backend.running,
         )
         step = watched.way.see(sight, self._clock.mono())
+        if isinstance(step, ShrinkIt):
+            # Before it is counted: what the engine gives back, nobody else has to.
+            told = await self._shrink(watched, step, sight) or told
+            occupied = told.resident_bytes if told else occupied
+            if not self._is_watched(watched):
+                return
+        watched.resident_bytes, watched.footprint = occupied, told
+        self._measure(watched)
         if step is not None:
-            await self._do(watched, step)
+            self._do(watched, step)
         elif watched.lease.is_lowered and self._has_room_for(watched.lease.lowered_bytes):
             await watched.lease.restore()
         elif watched.lease.short_bytes and self._has_room_for(watched.lease.short_bytes):
             await self.lend_slots(watched.key.model_key, watched.lease.slot_bytes)
 
-    async def _do(self, watched: _Watched, step: Step) -> None:
+    def _do(self, watched: _Watched, step: Step) -> None:
         backend, key = watched.lease.backend, watched.key
         match step:
-            case ShrinkIt(size, reason):
-                freed = await self._shrink(watched, size)
-                self._note(watched, "shrink", reason)
-                self._arbiter.tell(EngineShrunk(key=key, bytes=freed, reason=reason))
+            case ShrinkIt():
+                pass  # done before it was counted
             case HoldIt(reason):
                 self._note(watched, "drain", reason)
                 backend.hold()
@@ -277,18 +277,18 @@ class EngineWatch:
             case _:
                 assert_never(step)
 
-    async def _shrink(self, watched: _Watched, size: int) -> int:
-        """Ask an engine for memory; returns what it gave. One that does not answer gives nothing:
-        what it occupies next time decides."""
+    async def _shrink(self, watched: _Watched, step: ShrinkIt, sight: Sight) -> Footprint | None:
+        """Ask an engine for memory; returns what it holds then. None = it does not answer, and
+        gives nothing: what it occupies next time decides."""
+        key, freed, told = watched.key, 0, None
         try:
-            watched.footprint = await watched.lease.backend.shrink(size)
+            told = await watched.lease.backend.shrink(step.bytes)
+            freed = max(0, sight.resident_bytes - told.resident_bytes)
         except KakeyaError as error:
-            event(_log, "engine did not shrink", model=watched.key.model_key, error=error.message)
-            return 0
-        before, now = watched.resident_bytes, watched.footprint.resident_bytes
-        watched.resident_bytes = now
-        self._measure(watched)
-        return max(0, before - now)
+            event(_log, "engine did not shrink", model=key.model_key, error=error.message)
+        self._note(watched, "shrink", step.reason)
+        self._arbiter.tell(EngineShrunk(key=key, bytes=freed, reason=step.reason))
+        return told
 
     def _measure(self, watched: _Watched) -> None:
         """Tell the ledger. An engine that is loading or leaving is none of its residents."""

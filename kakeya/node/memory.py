@@ -51,7 +51,7 @@ from kakeya.node.keeper import StateKeeper
 from kakeya.node.leases import LeaseKeeper, lease_keeper
 from kakeya.node.memory_comeback import Comeback
 from kakeya.node.memory_log import MemoryLog
-from kakeya.node.memory_pressure import Lessee, dispatcher, pressure_monitor
+from kakeya.node.memory_pressure import dispatcher, pressure_monitor
 from kakeya.node.memory_sizes import LeaseSize, check_pinned, lease_sizes, node_budget
 from kakeya.node.memory_view import Json, describe_memory
 from kakeya.node.models import ModelSpec, Role
@@ -188,7 +188,6 @@ class NodeMemory:
         self._leases = await self._stack.enter_async_context(leases)
         monitor = await asyncio.to_thread(
             pressure_monitor,
-            self._lessees,
             self.arbiter,
             self.dispatched,
             clock=self._clock,
@@ -233,12 +232,6 @@ class NodeMemory:
         """Its background tasks that are not the agent's."""
         leases = self._leases.health() if self._leases else ()
         return (*self.arbiter.health(), *self._watch.health(), *leases)
-
-    def _lessees(self) -> tuple[Lessee, ...]:
-        return tuple(
-            Lessee(self.engines.get(model_id).pid, lease_bytes)
-            for model_id, lease_bytes in self._watch.leases().items()
-        )
 
     def _estimate(self) -> dict[str, LeaseSize]:
         sources = {

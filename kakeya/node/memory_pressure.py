@@ -1,24 +1,21 @@
-"""What presses on a node's memory: the machine, its own engines, and what a host program tells."""
+"""What presses on a node's memory: the machine, its own footprint, what a host program tells."""
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import InvalidArgument
-from kakeya.core.process import resident_bytes
 from kakeya.memory.machine import machine_sources
 from kakeya.memory.memory_arbiter import MemoryArbiter
+from kakeya.memory.plan import Snapshot
 from kakeya.memory.policy import Level
 from kakeya.memory.pressure import (
     LEVEL_BY_NATIVE,
     DispatchedPressure,
     Footprint,
     PressureMonitor,
-    Reading,
 )
 
 LEVELS = tuple(level.name.lower() for level in Level)
@@ -34,39 +31,14 @@ def read_level(word: str) -> Level:
     raise InvalidArgument(f"{word[:80]!r} is no level of memory pressure; known: {known}")
 
 
-class Lessee(NamedTuple):
-    """An engine and what it may occupy, in bytes; `pid` None = it is being restarted."""
-
-    pid: int | None
-    lease_bytes: int
-
-
-class EngineFootprint:
-    """Pressure by what all engines occupy against what they may."""
-
-    def __init__(self, lessees: Callable[[], Iterable[Lessee]]) -> None:
-        self._lessees = lessees
-        self._figures = (0, 0)
-        self._levels = Footprint(lambda: self._figures)
-
-    @property
-    def name(self) -> str:
-        """For logs and status."""
-        return self._levels.name
-
-    async def read(self) -> Reading | None:
-        """Measure; no opinion while no engine serves."""
-        alive = {one.pid: one.lease_bytes for one in self._lessees() if one.pid is not None}
-        self._figures = (await asyncio.to_thread(_occupied, list(alive)), sum(alive.values()))
-        return await self._levels.read()
-
-
-def _occupied(pids: list[int]) -> int:
-    return sum(resident_bytes(pid) or 0 for pid in pids)
+def footprint(ledger: Snapshot) -> tuple[int, int]:
+    """What a node really occupies and what it may, in bytes: what is lent and not used yet counts
+    for nothing, what an engine occupies above its lease does."""
+    unfilled = sum(one.unfilled_bytes for one in ledger.residents if not one.is_leaving)
+    return ledger.committed_bytes - unfilled, ledger.budget_bytes
 
 
 def pressure_monitor(
-    lessees: Callable[[], Iterable[Lessee]],
     arbiter: MemoryArbiter,
     dispatched: DispatchedPressure,
     *,
@@ -75,7 +47,7 @@ def pressure_monitor(
 ) -> PressureMonitor:
     """Read all sources and tell the arbiter. Blocks for a moment, to look at the machine."""
     return PressureMonitor(
-        (*machine_sources(), EngineFootprint(lessees), dispatched),
+        (*machine_sources(), Footprint(lambda: footprint(arbiter.status())), dispatched),
         tell=arbiter.observe,
         clock=clock,
         rng=rng,

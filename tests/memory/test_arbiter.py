@@ -539,6 +539,53 @@ def test_pressure_that_finds_nothing_says_so_and_not_all_the_time() -> None:
     assert world.resident == {"see"}
 
 
+def _with_pages(world: World, size: int) -> dict[str, Tenant]:
+    tenants = {"pages": Tenant(name="pages", rung=Rung.PAGES, held_bytes=size, spare_bytes=size)}
+    world.arbiter.report(tenants["pages"])
+    return tenants
+
+
+def test_critical_takes_no_more_pages_than_are_wanted_beside_the_models() -> None:
+    world = World.of(1000)
+    tenants = _with_pages(world, 500)
+    world.use(ask("see", size=100))
+    world.take(world.arbiter.observe(Level.CRITICAL, None, 0, wanted_bytes=150))
+    assert world.resident == set()
+    assert _carry_out_shrinks(world, tenants) == [("pages", 50)]
+    assert (world.plans[-1].asked_bytes, world.plans[-1].short_bytes) == (150, 0)
+    world.plans.clear()
+    world.take(world.arbiter.settle(1))
+    assert not world.plans, "the reading is of before: nothing more is known to be wanted"
+    world.take(world.arbiter.observe(Level.CRITICAL, None, 2, wanted_bytes=30))
+    assert _carry_out_shrinks(world, tenants) == [("pages", 30)]
+
+
+def test_what_is_on_its_way_back_is_not_wanted_again() -> None:
+    world = World.of(1000)
+    _with_pages(world, 500)
+    world.take(world.arbiter.observe(Level.CRITICAL, None, 0, wanted_bytes=100))
+    world.take(world.arbiter.observe(Level.CRITICAL, None, 1, wanted_bytes=100))
+    assert [shrink.bytes for plan in world.plans for shrink in plan.shrink] == [100]
+    world.take(world.arbiter.observe(Level.CRITICAL, None, 2, wanted_bytes=120))
+    assert [shrink.bytes for plan in world.plans for shrink in plan.shrink] == [100, 20]
+    assert not world.exhausted
+
+
+def test_low_takes_no_more_than_is_wanted() -> None:
+    world = World.of(1 << 30)
+    tenants = _with_pages(world, 1 << 29)
+    world.use(ask("see"))
+    world.take(world.arbiter.observe(Level.LOW, None, 0, wanted_bytes=1000))
+    assert _carry_out_shrinks(world, tenants) == [("pages", 1000)]
+    world.plans.clear()
+    world.wait(100)
+    assert not world.plans
+    assert not world.exhausted
+    half = tenants["pages"].spare_bytes // 2
+    world.take(world.arbiter.observe(Level.LOW, None, world.now, wanted_bytes=1 << 29))
+    assert _carry_out_shrinks(world, tenants) == [("pages", half)]
+
+
 def test_a_model_that_came_back_can_be_taken_again() -> None:
     world = World.of(1000)
     for _ in range(2):
@@ -546,6 +593,31 @@ def test_a_model_that_came_back_can_be_taken_again() -> None:
         world.use(ask("see"))
         world.take(world.arbiter.observe(Level.LOW, None, world.now))
     assert world.gone == [("see", "pressure")] * 2
+
+
+def test_two_that_overtake_each_other_by_age_come_to_their_limit_both() -> None:
+    """Each is first in line for a part of every 5 s only, and neither can ever be served."""
+    world = World.of(100)
+    world.use(ask("text", "text-target", 55))
+    world.arbiter.report(Tenant(name="pages", rung=Rung.PAGES, held_bytes=24))
+    low = world.ask(ask("see:b", size=45, priority=RequestPriority.LOW))
+    world.wait(1.5)
+    normal = world.ask(ask("see:a", size=30))
+    behind = world.ask(ask("draft", "drafter", 20, priority=RequestPriority.BATCH))
+    world.wait(60)
+    assert {low, normal} == set(world.refusals)
+    assert behind in world.grants
+
+
+def test_two_that_wait_in_turns_for_one_that_is_in_use_are_told_so() -> None:
+    world = World.of(100)
+    world.lease(ask("hear", "asr", 90, priority=RequestPriority.BATCH))
+    low = world.ask(ask("a", MANY, 50, priority=RequestPriority.LOW))
+    world.wait(1.5)
+    normal = world.ask(ask("b", MANY, 50))
+    world.wait(60)
+    for lease in (low, normal):
+        assert isinstance(world.refusals[lease], errors.DrainTimeout)
 
 
 # Tenants: caches, pages, sessions.

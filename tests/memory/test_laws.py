@@ -417,6 +417,40 @@ class ArbiterMachine(RuleBasedStateMachine):
         assert not self.waiting, "a waiter was lost"
 
 
+def test_what_is_foreseen_looks_at_who_waits_already() -> None:
+    """A model that is there, and is claimed by who came before, is not lent; under critical
+    pressure who asks for it is refused."""
+    for priority, patience in ((RequestPriority.HIGH, 2.0), (RequestPriority.URGENT, FOREVER)):
+        state = ArbiterMachine()
+        state.crowd(names=["any:a", "draft:a"], priority=priority)
+        state.ask("text:b", RequestPriority.URGENT, Warmth(), patience, False)
+        if priority is RequestPriority.URGENT:
+            state.time_goes_by(seconds=9.0)  # it counts as more urgent by now
+        claimed = state.arbiter.find(ResidentKey("draft", "a"))
+        assert claimed is not None
+        assert claimed.state is State.DRAINING
+        state.observe(level=Level.CRITICAL, available=None)
+        state.foresee(name="draft:a")
+        state.teardown()
+
+
+@pytest.mark.parametrize("held", [0, 5, 9])
+def test_a_tenant_that_has_less_than_it_was_told_to_give_grows_by_what_it_was_granted(
+    held: int,
+) -> None:
+    """What it gave up meanwhile counts towards what it was told to give, and only once."""
+    state = ArbiterMachine()
+    state.tenant_reports(held=30, spare=30)
+    state.ask("text:b", RequestPriority.NORMAL, Warmth(), FOREVER, False)
+    state.ask("any:a", RequestPriority.NORMAL, Warmth(), FOREVER, False)
+    assert [shrink.bytes for plan in state.todo for shrink in plan.shrink] == [20]
+    state.tenant_waits_for_room(patience=FOREVER)
+    state.tenant_reports(held=held, spare=held)
+    state.the_budget_holds()
+    state.catch_up()
+    state.teardown()
+
+
 ArbiterMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestArbiterLaws = ArbiterMachine.TestCase
 

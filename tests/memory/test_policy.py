@@ -150,11 +150,16 @@ def test_what_is_freed_and_what_is_short_reach_what_is_asked(
         assert idle + sum(one.bytes for one in taken.shrinks) < need, "idle ones first"
 
 
-@given(residents_st, tenants_st, st.sampled_from(list(Level)))
-def test_pressure_takes_nothing_in_use_nor_text(
-    residents: list[Resident], tenants: list[Tenant], level: Level
+@given(residents_st, tenants_st, st.sampled_from(list(Level)), st.none() | st.integers(0, 300))
+def test_pressure_takes_nothing_in_use_nor_text_and_of_pages_and_kv_no_more_than_it_wants(
+    residents: list[Resident], tenants: list[Tenant], level: Level, wanted: int | None
 ) -> None:
-    taken = policy.relieve(level, residents, tenants, now=200.0, rules=Rules())
+    taken = policy.relieve(
+        level, residents, tenants, wanted_bytes=wanted, now=200.0, rules=Rules(low_step_bytes=16)
+    )
+    freed = sum(one.bytes for one in taken.victims) + sum(one.bytes for one in taken.shrinks)
+    if level is not Level.NOMINAL:
+        assert taken.short_bytes == max(0, (wanted or 0) - freed)
     assert all(one.is_idle and one.role.yields for one in taken.victims)
     by_name = {tenant.name: tenant for tenant in tenants}
     for shrink in taken.shrinks:
@@ -168,3 +173,12 @@ def test_pressure_takes_nothing_in_use_nor_text(
     idle = {one.key for one in residents if one.is_idle and one.role.yields}
     if level is Level.CRITICAL:
         assert {one.key for one in taken.victims} == idle
+    given = {shrink.name: shrink.bytes for shrink in taken.shrinks}
+    kept = [one for one in tenants if one.rung is not Rung.CACHE]
+    spared = sum(max(0, given.get(one.name, 0) - one.expired_bytes) for one in kept)
+    if wanted is not None:
+        assert spared == 0 or freed <= wanted, "what is of use goes only as far as it is wanted"
+    if level is Level.CRITICAL and wanted is None:
+        assert spared == sum(one.spare_bytes for one in kept)
+    if level is Level.CRITICAL and wanted is not None and freed < wanted:
+        assert spared == sum(one.spare_bytes for one in kept), "short only when all has gone"

@@ -74,6 +74,23 @@ async def test_loads_may_take_what_is_above_the_critical_mark() -> None:
     assert reading.available_bytes == 0
 
 
+@given(st.integers(1, 10**6), st.floats(0, 1))
+async def test_what_it_wants_back_makes_it_nominal_and_less_would_not(
+    total: int, share: float
+) -> None:
+    box = Box(Memory(total, int(share * total)))
+    source = AvailableMemory(box)  # type: ignore[arg-type]
+    reading = await source.read()
+    wanted = reading.wanted_bytes
+    assert wanted is not None
+    if reading.level is NOMINAL or box.value.available_bytes + wanted > total:
+        return
+    box.value = Memory(total, box.value.available_bytes + wanted - 2)
+    assert (await source.read()).level > NOMINAL
+    box.value = Memory(total, box.value.available_bytes + 2)
+    assert (await source.read()).level is NOMINAL
+
+
 @pytest.mark.parametrize(
     ("low", "critical", "margin"),
     [(0.1, 0.1, 0.0), (0.1, 0.2, 0.0), (1.1, 0.1, 0.0), (0.2, -0.1, 0.0), (0.2, 0.1, 1.0),
@@ -103,7 +120,7 @@ def test_a_level_is_never_better_than_the_figure_says(fractions: list[float]) ->
         ([111, 108, 104, 96, 95], [CRITICAL, CRITICAL, LOW, LOW, NOMINAL]),
     ],
 )
-async def test_footprint_against_leases(used: list[int], levels: list[Level]) -> None:
+async def test_footprint_against_the_budget(used: list[int], levels: list[Level]) -> None:
     """A huge footprint is pressure even if the system still has memory."""
     box = Box(None)
     source = Footprint(box)  # type: ignore[arg-type]
@@ -112,6 +129,7 @@ async def test_footprint_against_leases(used: list[int], levels: list[Level]) ->
         box.value = (size, 100)
         reading = await source.read()
         assert reading is not None
+        assert reading.wanted_bytes == max(0, size - 95)
         seen.append(reading.level)
     assert seen == levels
     box.value = (50, 0)
@@ -183,6 +201,16 @@ def test_the_worst_counts_and_the_least_that_is_available() -> None:
     ]
     assert worst(readings) == Reading(level=CRITICAL, source="b", available_bytes=5)
     assert worst([]) == Reading(level=NOMINAL, source="none")
+
+
+def test_the_most_that_is_wanted_counts_where_all_of_the_worst_know() -> None:
+    low = Reading(level=LOW, source="a", wanted_bytes=900)
+    one = Reading(level=CRITICAL, source="b", wanted_bytes=5)
+    two = Reading(level=CRITICAL, source="c", wanted_bytes=7)
+    unknown = Reading(level=CRITICAL, source="kernel")
+    assert worst([low, one, two]).wanted_bytes == 7
+    assert worst([low, one, unknown]).wanted_bytes is None
+    assert worst([low, unknown]).wanted_bytes is None
 
 
 def monitor(

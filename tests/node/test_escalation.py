@@ -19,7 +19,7 @@ from kakeya.memory.capability import Capability, Loaded
 from kakeya.memory.escalation import EscalationRules, Stage
 from kakeya.memory.events import EngineDrained, EngineKilled, EngineShrunk, MemoryPressure
 from kakeya.memory.memory_arbiter import MemoryArbiter
-from kakeya.memory.policy import Level
+from kakeya.memory.policy import Level, Rung, Tenant
 from kakeya.memory.pressure import Reading
 from kakeya.memory.resident import TEXT_TARGET
 from kakeya.node.engine_lease import EngineLease
@@ -148,6 +148,20 @@ async def collect(backend: EngineBackend, asked: DecodeRequest) -> list[int]:
     return tokens
 
 
+class Pages:
+    """A tenant that could give all that it holds, and notes when it is asked."""
+
+    def __init__(self, held: int) -> None:
+        self.held, self.asked = held, 0
+
+    def usage(self) -> Tenant:
+        return Tenant(name="pages", rung=Rung.PAGES, held_bytes=self.held, spare_bytes=self.held)
+
+    async def shrink(self, size: int) -> None:
+        self.asked += size
+        self.held -= size
+
+
 _UNDISTURBED: dict[Path, list[int]] = {}
 
 
@@ -168,8 +182,13 @@ async def test_idle_kv_above_the_lease_is_given_back_and_the_engine_lives(model:
         child, grown = here.backend.pid, await size_of(here.backend)
         kept = (await here.backend.stats()).kv_live_bytes
         assert kept > 5 * MIB
+        pages = Pages(64 * MIB)
+        here.arbiter.add_tenant(pages)
+        here.arbiter.set_budget(grown + pages.held - MIB)
         here.watch.attach("toy", here.backend, grown - 2 * MIB)
         await here.watch.look()
+        assert here.arbiter.status().committed_bytes <= grown + pages.held - MIB
+        assert not pages.asked, "what the engine gave back, nobody else had to"
         (told,) = here.events(EngineShrunk)
         assert told.bytes > MIB
         assert "of a lease of" in told.reason

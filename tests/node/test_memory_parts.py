@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from hypothesis import given
 from rich.console import Console
 
 from kakeya.core import errors
-from kakeya.core.process import resident_bytes
 from kakeya.core.units import GIB, MIB
 from kakeya.memory.estimate import Estimate
 from kakeya.memory.estimate_history import SizeHistory
@@ -27,15 +24,16 @@ from kakeya.memory.events import (
     RequestRefused,
 )
 from kakeya.memory.panics import NORMAL, Profile
-from kakeya.memory.plan import Reason
+from kakeya.memory.plan import Reason, Snapshot
 from kakeya.memory.policy import Level
-from kakeya.memory.resident import ResidentKey
+from kakeya.memory.pressure import Footprint
+from kakeya.memory.resident import TEXT_TARGET, Resident, ResidentKey, State
 from kakeya.node.config import MemoryConfig, load
 from kakeya.node.machine import unified_memory_bytes
 from kakeya.node.memory_comeback import CALM_S, LONGEST_S, SETTLED_S, Comeback
 from kakeya.node.memory_display import show_memory
 from kakeya.node.memory_log import KEPT, MemoryLog
-from kakeya.node.memory_pressure import EngineFootprint, Lessee, read_level
+from kakeya.node.memory_pressure import footprint, read_level
 from kakeya.node.memory_sizes import (
     KV_TOKENS,
     MIN_KV_TOKENS,
@@ -270,17 +268,37 @@ def test_levels_are_known_by_their_names_and_by_those_of_systems() -> None:
         read_level("LOW")
 
 
-async def test_engines_press_when_they_occupy_more_than_they_may_together() -> None:
-    occupied = await asyncio.to_thread(resident_bytes)
-    assert occupied is not None
-    lessees = [Lessee(os.getpid(), 10 * occupied), Lessee(None, 10 * occupied)]
-    source = EngineFootprint(lambda: lessees)
-    reading = await source.read()
-    assert reading is not None
-    assert reading.level is Level.NOMINAL
-    lessees[:] = [Lessee(os.getpid(), occupied // 2), Lessee(None, 10 * occupied)]
-    reading = await source.read()
-    assert reading is not None
-    assert reading.level is Level.CRITICAL, "one that is restarted occupies nothing, and may not"
-    lessees.clear()
-    assert await source.read() is None
+async def test_a_node_presses_when_it_occupies_more_than_its_budget_not_by_one_lease() -> None:
+    """What an engine occupies above its own lease is its own matter while the budget holds."""
+
+    def ledger(*lines: tuple[int, int]) -> Snapshot:
+        residents = [
+            Resident(
+                key=ResidentKey("text", str(at)),
+                role=TEXT_TARGET,
+                state=State.READY,
+                estimate_bytes=1,
+                measured_bytes=size,
+                unfilled_bytes=unfilled,
+            )
+            for at, (size, unfilled) in enumerate(lines)
+        ]
+        return Snapshot(
+            budget_bytes=1000,
+            committed_bytes=sum(one.bytes for one in residents),
+            free_bytes=0,
+            available_bytes=None,
+            level=Level.NOMINAL,
+            residents=tuple(residents),
+            tenants=(),
+            foreign={},
+            waiting=(),
+        )
+
+    assert footprint(ledger((300, 0), (700, 400))) == (600, 1000)
+    seen = []
+    for lines in [((300, 0), (700, 400)), ((330, 0), (700, 0)), ((500, 0), (700, 0))]:
+        reading = await Footprint(lambda lines=lines: footprint(ledger(*lines))).read()  # type: ignore[misc]
+        assert reading is not None
+        seen.append((reading.level.name, reading.wanted_bytes))
+    assert seen == [("NOMINAL", 0), ("LOW", 80), ("CRITICAL", 250)]
