@@ -1,8 +1,9 @@
 """Frames of one generation on their way from the model thread to the wire.
 
-The first frame and the last leave at once, those between at most every FRAME_S: a fast model
-commits several tokens in that time, and one message for all of them leaves the processor to the
-model. Slow models, whose steps take longer, are never held up.
+The first frame leaves at once, and so do the first tokens and the end; those between at most every
+FRAME_S: a fast model commits several tokens in that time, and one message for all of them leaves
+the processor to the model. Slow models, whose steps take longer, are never held up. What was
+imported travels with the next frame: nobody waits for it, and the first token would.
 """
 
 from __future__ import annotations
@@ -36,28 +37,35 @@ _REASONS = {
 class Outbox:
     """Filled on the model thread, read on the event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, frame_s: float = FRAME_S) -> None:
         self._loop = loop
+        self._frame_s = frame_s
         self._frames: deque[EngineFrame | KakeyaError] = deque()
         self._filled = asyncio.Event()
-        self._ended = asyncio.Event()
+        self._is_urgent = asyncio.Event()
+        self._is_called = False
+        self._has_spoken = False
 
     def put(self, frame: EngineFrame) -> None:
         """Add a frame; called on the model thread."""
         self._frames.append(frame)
         if isinstance(frame, DoneFrame):
-            self._loop.call_soon_threadsafe(self._end)
-        # One wake-up is enough for all that is appended before the loop looks.
-        elif len(self._frames) == 1:
+            self._loop.call_soon_threadsafe(self._hurry)
+        elif isinstance(frame, TokensFrame) and not self._has_spoken:
+            self._has_spoken = True
+            self._loop.call_soon_threadsafe(self._hurry)
+        # One call is enough for all that is appended before the loop looks.
+        elif not self._is_called and not isinstance(frame, ImportedFrame):
+            self._is_called = True
             self._loop.call_soon_threadsafe(self._filled.set)
 
     def fail(self, failure: KakeyaError) -> None:
         """End with an error; called on the model thread."""
         self._frames.append(failure)
-        self._loop.call_soon_threadsafe(self._end)
+        self._loop.call_soon_threadsafe(self._hurry)
 
-    def _end(self) -> None:
-        self._ended.set()
+    def _hurry(self) -> None:
+        self._is_urgent.set()
         self._filled.set()
 
     async def __aiter__(self) -> AsyncIterator[pb.DecodeResponse]:
@@ -65,13 +73,15 @@ class Outbox:
         while True:
             await self._filled.wait()
             self._filled.clear()
+            self._is_urgent.clear()
+            self._is_called = False  # before the frames are taken: what comes now calls again
             for response in self._drain():
                 yield response
                 if response.HasField("done"):
                     return
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FRAME_S):
-                    await self._ended.wait()
+                async with asyncio.timeout(self._frame_s):
+                    await self._is_urgent.wait()
 
     def _drain(self) -> list[pb.DecodeResponse]:
         """Take all frames; committed tokens that follow each other become one response."""
@@ -87,7 +97,7 @@ class Outbox:
                     raise frame
                 # What was committed before it goes out first: it need not be computed again.
                 self._frames.appendleft(frame)
-                self._filled.set()
+                self._hurry()
                 break
             if tokens:
                 responses.append(_tokens_to_wire(tokens))

@@ -3,6 +3,7 @@
     prefill   the part of the history that no KV covers, kept here or taken from blocks, in chunks
               on a fixed grid that is finer behind a long context, all but the last token; a frame
               each, so a cancellation is noticed in between; whole blocks are exported on the way
+    first     a plain step alone, told at once: nothing else is launched or drafted before
     flight    plain steps in a pipeline: the next row is launched before this one is read
     quiet     nothing in flight; the last committed token is pending
 
@@ -148,7 +149,10 @@ class SequenceRun:
         self._drafting.prepare(self._decoding.history)
         yield from self._prefill()
         self._prefill_s = timer() - started
-        self._drafting.begin(self._decoding.history)
+        if self._job.max_tokens:
+            yield from self._first_step()
+            if self._decoding.finish is None:
+                self._drafting.begin(self._decoding.history)
         self._mark_s = timer()
         while self._decoding.finish is None and self._job.max_tokens:
             tokens, comparable_rows = yield from self._step()
@@ -236,6 +240,19 @@ class SequenceRun:
     def _exported(self, until: int) -> Iterator[ExportedFrame]:
         for index in self._exports.computed(self._state, until):
             yield ExportedFrame(index=index)
+
+    def _first_step(self) -> Generator[Step, None, None]:
+        """Commit the first token and tell of it.
+
+        It waits for nothing else: to index a long prompt for drafts takes as long as a forward, and
+        so does it to launch another step on devices that make the caller wait for that.
+        """
+        yield Launch(self._state, self._decoding.history[-1])
+        self._forwards += 1
+        token = self._state.collect()
+        self._decoding.commit((), (token,))
+        self._check_length()
+        yield TokensFrame(token_ids=(token,))
 
     def _step(self) -> Generator[Launch, None, tuple[tuple[int, ...], int]]:
         """Commit at least one token.

@@ -138,7 +138,7 @@ class KvBlocks:
                 offset += part.nbytes
         if self.state_bytes:
             self._read_state(made, blocks[-1])
-        mx.eval(made)
+        # What is still to be done, views of what lies there, is done with the first forward.
         for layer, parts in zip(layers, made, strict=True):
             kv_layers.restore(layer, parts, tokens)
 

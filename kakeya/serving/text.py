@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 
 from kakeya.core.errors import Unsupported
 from kakeya.serving.byte_level import BYTE_OF
+from kakeya.serving.encoder import Encoder
 from kakeya.serving.marker import Marker
 from kakeya.serving.prompt_bound import PromptBound
 from kakeya.serving.template import (
@@ -76,6 +77,7 @@ class TextModel:
         is_byte_level = spec["decoder"] is not None and spec["decoder"]["type"] == "ByteLevel"
         self._bytes_of: dict[int, bytes] | None = {} if is_byte_level else None
         self._bound = PromptBound(spec)
+        self._encoder = Encoder(self.tokenizer, spec)
 
     async def encode(self, prompt: str, *, at_most: int) -> list[int]:
         """Encode a raw prompt; special tokens in it are special, and a BOS is added if usual.
@@ -123,10 +125,7 @@ class TextModel:
     def _encode(self, pieces: Iterable[str], *, add_special_tokens: bool) -> list[int]:
         ids: list[int] = []
         for piece in pieces:
-            (encoding,) = self.tokenizer.encode_batch_fast(
-                [piece], add_special_tokens=add_special_tokens
-            )
-            ids += encoding.ids
+            ids += self._encoder.encode(piece, add_special_tokens=add_special_tokens)
         return ids
 
     def _stop_tokens(self) -> frozenset[int]:

@@ -1,0 +1,109 @@
+"""Text to token ids; what was encoded before is not encoded again.
+
+Agents send the same system prompt, and a conversation that only grows, with each request. Theory: a
+tokenizer looks for its added tokens first and encodes what lies between two of them by itself, so
+the ids of a prompt are those of its parts, each beginning with a special token, put together. Parts
+are kept by their text, the last used ones, so a turn costs what is new in it.
+
+This does not hold where an added token takes spaces around it, or stands only between words, and
+not for BPE with dropout, which encodes a text otherwise each time: nothing is cut, or kept, then.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+KEPT_CHARS = 4 * 1024 * 1024
+"""In all parts that are kept; their ids take about as many bytes."""
+_MOST_ADDED = 512
+"""With more added tokens, looking for them takes longer than it saves."""
+
+
+class Encoder:
+    """The encoding side of one tokenizer; for any number of threads.
+
+    `spec` is the tokenizer as its tokenizer.json says it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, spec: Mapping[str, Any], kept_chars: int = KEPT_CHARS
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._cuts = _cuts(spec["added_tokens"])
+        self._left_chars = 0 if spec["model"].get("dropout") else kept_chars
+        self._most_chars = self._left_chars // 4
+        self._kept: OrderedDict[tuple[str, bool], array[int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Encode a text; with `add_special_tokens`, as the tokenizer begins and ends a prompt."""
+        if add_special_tokens:
+            return list(self._part(text, add_special_tokens=True))
+        ids: list[int] = []
+        for part in self._parts(text):
+            ids.extend(self._part(part, add_special_tokens=False))
+        return ids
+
+    def _parts(self, text: str) -> Iterator[str]:
+        """Cut in front of each special token."""
+        start = 0
+        if self._cuts is not None:
+            for found in self._cuts.finditer(text):
+                if found.lastindex and found.start() > start:
+                    yield text[start : found.start()]
+                    start = found.start()
+        if start < len(text):
+            yield text[start:]
+
+    def _part(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+        key = text, add_special_tokens
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept.move_to_end(key)
+                return kept
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        ids = array("I", encoding.ids)
+        if len(text) <= self._most_chars:
+            self._keep(key, ids)
+        return ids
+
+    def _keep(self, key: tuple[str, bool], ids: array[int]) -> None:
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = ids
+                self._left_chars -= len(key[0])
+            while self._left_chars < 0:
+                (text, _), _ = self._kept.popitem(last=False)
+                self._left_chars += len(text)
+
+
+def _cuts(added: Sequence[Mapping[str, Any]]) -> re.Pattern[str] | None:
+    """Finds added tokens as the tokenizer does, the first one, of several there the longest; those
+    that are special are in a group. None where a text is not to be cut."""
+    # Others are looked for later, in what is left between these.
+    found = sorted(
+        (token for token in added if not token["normalized"]),
+        key=lambda token: -len(token["content"]),
+    )
+    is_strange = any(
+        token["lstrip"] or token["rstrip"] or token["single_word"] or not token["content"]
+        for token in found
+    )
+    if is_strange or len(found) > _MOST_ADDED or not any(token["special"] for token in found):
+        return None
+    return re.compile(
+        "|".join(
+            f"({re.escape(token['content'])})" if token["special"] else re.escape(token["content"])
+            for token in found
+        )
+    )
