@@ -1,8 +1,8 @@
 """`kakeya cache`: what stored KV there is on disk, whether it is whole, and removing it.
 
-Works on the files in the data directory, whether a node runs there or not: files only ever appear
-whole, and a node finds what is gone a miss. Exit status: 0 done, 1 damage was found, or the folder
-cannot be read.
+Looks at the files in the data directory, whether a node runs there or not: files only ever appear
+whole. A node that runs is asked to wipe what it keeps itself: it has more than files. Exit status:
+0 done, 1 damage was found, the folder cannot be read, or the node does not answer.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from kakeya.node.datadir import default_folder, find_running
 if TYPE_CHECKING:  # not needed for `kakeya status` to answer
     from kakeya.precache.disk_files import BlockFolder, Contents, Damage, FoundFile
 
+_WIPE_S = 60.0
+"""How long a node may take to remove its files."""
 _SHOWN = 10
 """Damaged files that are named one by one to a person; JSON has all of them."""
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
@@ -51,7 +53,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     for name, said in (
         ("stats", "how much is stored, for which models, and for how long"),
         ("verify", "read everything, and set aside what is damaged"),
-        ("wipe", "remove everything; prompts are computed anew from then on"),
+        ("wipe", "remove everything, in the node's memory too; prompts are computed anew then"),
     ):
         action = actions.add_parser(name, help=said, description=said, allow_abbrev=False)
         action.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
@@ -86,7 +88,8 @@ def run(options: argparse.Namespace) -> int | None:
             case "verify":
                 return _verify(folder, as_json=options.json)
             case _:
-                return _wipe(folder, running.pid if running else None, as_json=options.json)
+                pid = running.pid if running else None
+                return _wipe(folder, data_dir, pid, as_json=options.json)
     except OSError as problem:
         raise StoreFailed(
             f"what is stored in {folder.folder} cannot be read: {problem.strerror or problem}"
@@ -155,19 +158,39 @@ def _verify(folder: BlockFolder, *, as_json: bool) -> int:
     return 1 if damage or found.unreadable else 0
 
 
-def _wipe(folder: BlockFolder, pid: int | None, *, as_json: bool) -> int:
-    count = folder.wipe(is_owner=pid is None)
+def _wipe(folder: BlockFolder, data_dir: Path, pid: int | None, *, as_json: bool) -> int:
+    blocks, files = (0, folder.wipe(is_owner=True)) if pid is None else _ask(folder, data_dir)
     if as_json:
-        print(json.dumps({"folder": str(folder.folder), "removed": count, "node_pid": pid}))
+        facts = {
+            "folder": str(folder.folder),
+            "removed": files,
+            "memory_blocks": blocks,
+            "node_pid": pid,
+        }
+        print(json.dumps(facts))
         return 0
-    print(f"removed {count} files from {folder.folder}")
+    print(f"removed {files} files from {folder.folder}")
     if pid is not None:
-        print(
-            f"the node with pid {pid} runs on: what it has in memory it keeps, and what it "
-            "computes from now on is stored",
-            file=sys.stderr,
-        )
+        print(f"the node with pid {pid} let go of {blocks} blocks in memory")
     return 0
+
+
+def _ask(folder: BlockFolder, data_dir: Path) -> tuple[int, int]:
+    """Have the node that runs wipe what it keeps: blocks in memory, and files. Raises what
+    `ask_node` raises."""
+    from kakeya.node.owner_call import ask_node
+    from kakeya.v1 import precache_pb2 as pb
+    from kakeya.v1.precache_pb2_grpc import PrecacheServiceStub
+
+    wiped: pb.WipeResponse = ask_node(
+        data_dir,
+        PrecacheServiceStub,
+        lambda stub: stub.Wipe(pb.WipeRequest(), timeout=_WIPE_S),
+        timeout_s=_WIPE_S,
+    )
+    # Files of a life in which it kept some are of no concern to a node that keeps none.
+    files = wiped.files if wiped.has_disk else folder.wipe(is_owner=True)
+    return wiped.memory_blocks, files
 
 
 def models_of(contents: Contents, now: float) -> list[ModelUse]:

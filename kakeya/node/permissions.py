@@ -61,7 +61,7 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "CloseSession": _RUNTIME,
         "GetSessionInfo": _RUNTIME,
     },
-    "kakeya.v1.PrecacheService": {"Warm": _RUNTIME},
+    "kakeya.v1.PrecacheService": {"Warm": _RUNTIME, "Wipe": _CONTROL},
     "kakeya.v1.ControlService": {
         "Invite": _CONTROL,
         "Revoke": _CONTROL,

@@ -4,8 +4,9 @@ prompts, and that none of them is forgotten while it is of use.
     request      a conversation has the slot of its model that is least loaded
     turn ended   what the next turn begins with is warmed
     model ready  the prompts that are declared for it are warmed, after each load anew
-    sweep        conversations that idle too long give their slot back and are looked after no more;
-                 declared prompts whose files say something else are warmed anew
+    sweep        conversations that idle too long give their slot back, with what the engine holds
+                 of them, and are looked after no more; declared prompts whose files say something
+                 else are warmed anew
 
 A model's engine keeps one KV for each slot; what a slot does not have is found in pages by its
 content. An `async with`; `Precache` is what the doors see of it.
@@ -18,7 +19,7 @@ import contextlib
 import functools
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -26,7 +27,7 @@ from typing import Self
 from prometheus_client.core import Metric
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import ConfigError, InvalidArgument
+from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.memory.events import Event, MemoryPressure
@@ -37,21 +38,30 @@ from kakeya.node.resident_model import ResidentModel
 from kakeya.precache.keys import SYSTEM_PREFIX, derive_slot_id, resolve_key, sanitise
 from kakeya.precache.prewarm import Prewarmer
 from kakeya.precache.retention import BlockClass, Retention
-from kakeya.precache.slots import Conversation, ConversationRegistry, auto_parallel, slot_key
+from kakeya.precache.slots import (
+    Conversation,
+    ConversationRegistry,
+    auto_parallel,
+    fitting_parallel,
+    slot_key,
+)
 from kakeya.precache.warming import Kind, Prefix, Report, TokenSource, WarmSource
 from kakeya.runtime.generation import ModelDirectory, ModelFacts, ModelState
-from kakeya.runtime.precache import AT_HAND_S, Claim
+from kakeya.runtime.precache import AT_HAND_S, Claim, Wiped
 from kakeya.serving.prefix_text import encode_prefix
 from kakeya.serving.prompt import most_prompt_tokens
 from kakeya.serving.text import Texts
 
 _log = logging.getLogger(__name__)
+_Slot = tuple[str, str]
+"""A model, and what its engine keeps the KV of the slot under."""
 
 
 class NodePrecache:
     """See the module.
 
-    `usable_bytes` is the memory that slots may be counted from; `texts` are for HTTP too.
+    `usable_bytes` is the memory that slots may be counted from; `wipe` lets go of all blocks of KV;
+    `texts` are for HTTP too.
     """
 
     def __init__(
@@ -62,10 +72,12 @@ class NodePrecache:
         texts: Texts,
         *,
         usable_bytes: Callable[[], int],
+        wipe: Callable[[], Awaitable[Wiped]],
         clock: Clock,
         rng: random.Random,
     ) -> None:
         self._config = config
+        self._wipe = wipe
         self._models = models
         self.texts = texts
         self._usable_bytes = usable_bytes
@@ -76,6 +88,7 @@ class NodePrecache:
         self._tasks = Supervisor(clock)
         self._warmed_pids: dict[str, int | None] = {}
         self._told_crowded: set[str] = set()
+        self._used_by: dict[_Slot, str] = {}
         self._said: dict[int, PromptText] = {}
 
     async def __aenter__(self) -> Self:
@@ -100,17 +113,21 @@ class NodePrecache:
         key = resolve_key(claim.use.keys)
         if key is None:
             return ""
-        parallel = self._parallel(claim.facts)
+        parallel, most = self._parallels(claim.facts)
         if not claim.use.keys.conversation_id:
-            return slot_key(derive_slot_id(key, parallel))
+            kv_key = slot_key(derive_slot_id(key, parallel))
+            self._used_by[claim.facts.model_id, kv_key] = _file_name(claim)
+            return kv_key
         retention = claim.use.retention or Retention.LONG
         conversation = self._registry.open(
             claim.facts.model_id,
             _file_name(claim),
             self._clock.mono(),
             parallel=parallel,
+            most=most,
             retention=retention,
         )
+        self._used_by[conversation.model_id, conversation.kv_key] = _file_name(claim)
         self._forget(self._registry.overflow())
         self._tell_crowded(conversation.model_id)
         self._prewarmer.used(_file_name(claim))
@@ -129,6 +146,16 @@ class NodePrecache:
         if is_pinned:
             prefix = replace(prefix, is_kept=True, is_pinned=True, block_class=BlockClass.SYSTEM)
         return await self._prewarmer.ask(prefix)
+
+    async def wipe(self) -> Wiped:
+        """Let go of all KV: of idle conversations in engines, in pages, on disk. What is declared
+        is warmed again at its time; nothing else comes back by itself."""
+        self._prewarmer.wipe(lambda key: key.startswith(SYSTEM_PREFIX))
+        for slot in tuple(self._used_by):
+            await self._release(slot)
+        wiped = await self._wipe()
+        event(_log, "all kept KV was wiped", blocks=wiped.blocks, files=wiped.files)
+        return wiped
 
     # What the node tells.
 
@@ -196,10 +223,10 @@ class NodePrecache:
             client=claim.client,
         )
 
-    def _parallel(self, facts: ModelFacts) -> int:
-        return self._config.parallel or auto_parallel(
-            self._usable_bytes(), facts.kv_bytes_per_token, facts.context_tokens
-        )
+    def _parallels(self, facts: ModelFacts) -> tuple[int, int]:
+        """How many slots a model has, and how many memory would hold."""
+        sizes = self._usable_bytes(), facts.kv_bytes_per_token, facts.context_tokens
+        return self._config.parallel or auto_parallel(*sizes), fitting_parallel(*sizes)
 
     def _tell_crowded(self, model_id: str) -> None:
         status = self._registry.status()[model_id]
@@ -250,13 +277,25 @@ class NodePrecache:
     async def sweep(self) -> None:
         """Let go of conversations that idle for longer than they may, and look whether the files of
         declared prompts say something else."""
-        self._forget(self._registry.evict_idle(self._clock.mono()))
+        idle = self._registry.evict_idle(self._clock.mono())
+        self._forget(idle)
+        for one in idle:
+            slot = one.model_id, one.kv_key
+            if self._used_by.get(slot) == one.conversation_id:
+                await self._release(slot)
         for index, prompt in enumerate(self._config.prompts):
             # One that cannot be read is perhaps being written; its next load tells.
             with contextlib.suppress(ConfigError):
                 said = await asyncio.to_thread(prompt.read)
                 if self._said.get(index, said) != said:
                     self._submit(index, prompt)
+
+    async def _release(self, slot: _Slot) -> None:
+        """Have an engine drop what it holds of a slot; what came of prompts is in blocks."""
+        self._used_by.pop(slot, None)
+        model_id, kv_key = slot
+        with contextlib.suppress(KakeyaError):  # the model is gone, and its KV with it
+            await self._models.get(model_id).release(kv_key)
 
     def _forget(self, closed: Sequence[Conversation]) -> None:
         for conversation in closed:

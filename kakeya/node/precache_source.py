@@ -117,7 +117,12 @@ class ModelSource:
 
         It counts to nobody's share: nobody asked for it.
         """
-        request = DecodeRequest(token_ids=tokens, max_tokens=0, priority=Priority.SPECULATIVE)
+        request = DecodeRequest(
+            token_ids=tokens,
+            max_tokens=0,
+            priority=Priority.SPECULATIVE,
+            kv_retention=prefix.retention,
+        )
         model = self._models.get(prefix.model_id, prefix.client)
         async with aclosing(model.decode(request)) as frames:
             async for frame in frames:

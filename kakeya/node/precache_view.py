@@ -76,7 +76,9 @@ def precache_metrics(slots: Mapping[str, SlotStatus], warmed: PrewarmStats) -> I
 def _crowded(one: SlotStatus) -> str:
     if not one.is_crowded:
         return ""
-    return (
-        f"{one.high_water} conversations were open at once on {one.parallel} slots; "
-        f"precache.parallel = {one.recommended} would give each its own"
-    )
+    seen = f"{one.high_water} conversations were open at once on {one.parallel} slots; "
+    if one.recommended >= one.high_water:
+        return f"{seen}precache.parallel = {one.recommended} would give each its own"
+    if one.recommended > one.parallel:
+        return f"{seen}memory holds precache.parallel = {one.recommended}, the others use blocks"
+    return f"{seen}memory holds no more, the others use blocks"

@@ -39,6 +39,7 @@ async def node_precache(
         source,
         Texts(clock.wall),
         usable_bytes=lambda: arbiter.status().budget_bytes,
+        wipe=pages.prefixes.wipe,
         clock=clock,
         rng=rng,
     )

@@ -103,6 +103,10 @@ class PrefixDisk:
         self._to_write.append((shelf, block_id))
         self._wake.set()
 
+    def forget(self) -> None:
+        """Write nothing of what waits."""
+        self._to_write.clear()
+
     async def write(self) -> None:
         """Hand blocks to the store, for ever."""
         while True:
@@ -113,7 +117,7 @@ class PrefixDisk:
 
     async def _put(self, shelf: Shelf, block_id: BlockId) -> None:
         node = shelf.tree.node(block_id)
-        if node is None or node.payload is None or node.stored:
+        if node is None or node.payload is None or node.stored or not node.retention.is_on_disk:
             return
         holds = self._pages.hold((node,), self._holder)
         if not holds:
@@ -253,6 +257,8 @@ class PrefixDisk:
     ) -> bool:
         """Let all use a block that was read; whether it is here now."""
         shelf = loading.shelf
+        if not node.stored:  # it was wiped meanwhile
+            return False
         facts = replace(
             node.facts,
             recompute_s=loading.naming.compute_s(node.tokens),

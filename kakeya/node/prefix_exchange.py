@@ -37,7 +37,7 @@ from kakeya.precache.block_node import BlockFacts
 from kakeya.precache.blocks import BlockId
 from kakeya.precache.kv_pages import KvPages
 from kakeya.precache.pieces import Piece
-from kakeya.precache.retention import BlockClass, Retention
+from kakeya.precache.retention import BlockClass
 from kakeya.runtime.generation import (
     DecodeRequest,
     Done,
@@ -242,7 +242,7 @@ class PrefixExchange:
             recompute_s=naming.compute_s(len(piece.tokens)),
             has_state=fill.has_state,
             block_class=self._block_class,
-            retention=Retention.LONG,
+            retention=self._request.kv_retention,
         )
         ids = [one.id for one in self._turn.pieces]
         is_taken = self._tools.pages.commit(given.shelf, ids, index, fill.filling, facts)
@@ -319,7 +319,7 @@ class PrefixExchange:
             shelf,
             [node.id for node, _ in found],
             block_class=self._block_class,
-            retention=Retention.LONG,
+            retention=self._request.kv_retention,
         )
         given.pins = pages.hold([node for node, _ in found], given.holder)
         given.kept = shelf.tree.pin([node.id for node, _ in found[: len(given.pins)]])

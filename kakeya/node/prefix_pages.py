@@ -66,11 +66,11 @@ class PrefixPages:
         clock: Clock,
         counts: PrefixCounts,
         dropped: Callable[[Sequence[BlockId]], None],
-        used: Callable[[Sequence[BlockId], Retention], None],
+        used: Callable[[Shelf, Sequence[BlockId], Retention], None],
         opened: Callable[[Shelf], None],
     ) -> None:
-        """For the disk: `dropped` is told of blocks that a better one replaced, `used` of uses,
-        `opened` of fresh shelves."""
+        """For the disk: `dropped` is told of blocks that a better one replaced, `used` of uses
+        before they count, `opened` of fresh shelves."""
         self.arena = arena
         self.budget_bytes = budget_bytes
         self._clock = clock
@@ -219,14 +219,24 @@ class PrefixPages:
     ) -> None:
         """Note a use of a prefix, here and on disk."""
         now = self._clock.mono()
+        self._used(shelf, ids, retention)
         shelf.tree.touch(ids, now, block_class=block_class, retention=retention)
-        self._used(ids, retention)
 
     def view(self, lying: Lying) -> memoryview:
         """The bytes of a block that is held. Raises PageFreed."""
         return self.arena.view(lying.block, lying.length)
 
     # --- leaving
+
+    def clear(self) -> int:
+        """Take out everything; how many blocks. What is held goes once it is let go."""
+        count = 0
+        for shelf in self.shelves():
+            here = [node for node in shelf.tree if node.in_ram]
+            count += len(here)
+            for node in sorted(here, key=lambda node: -node.index):
+                self.lose(shelf, node.id, for_room=False)
+        return count
 
     def lose(self, shelf: Shelf, block_id: BlockId, *, for_room: bool) -> None:
         """Take a block out of the pages, and what cannot be reached without it."""

@@ -74,7 +74,7 @@ class PageSink:
             recompute_s=naming.compute_s(len(tokens)),
             has_state=size > naming.size(len(tokens), has_state=False),
             block_class=self._block_class,
-            retention=Retention.LONG,
+            retention=Retention.IN_MEMORY,  # until the request that uses it says more
         )
         return self._pages.commit(self._shelf, ids, index, filling, facts)
 

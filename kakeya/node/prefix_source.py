@@ -139,7 +139,11 @@ class NodeSource:
 
     def resident(self) -> Iterable[BlockId]:
         """Names of whole blocks, parents before children, the last used first."""
-        whole = (node for node in self._shelf.tree if node.is_here and not node.is_tail)
+        whole = (
+            node
+            for node in self._shelf.tree
+            if node.is_here and not node.is_tail and node.retention.is_on_disk
+        )
         for node in heapq.nsmallest(MAX_TOLD, whole, key=lambda node: (-node.used_s, node.index)):
             yield node.id
 
@@ -160,6 +164,8 @@ class NodeSource:
         return node is not None and node.in_ram
 
     def _size(self, node: Node[Lying]) -> int | None:
+        if not node.retention.is_on_disk:  # nobody but this machine's memory is to have it
+            return None
         if node.payload is not None:
             return node.payload.length
         stored = self._store.block(node.id) if node.stored and self._store is not None else None

@@ -25,7 +25,6 @@ from prometheus_client.core import Metric
 
 from kakeya.core.clock import Clock
 from kakeya.core.tasks import Supervisor, TaskHealth, every
-from kakeya.core.units import pack_ids
 from kakeya.node.arena import NodeArena
 from kakeya.node.prefix_counts import PrefixCounts, Source
 from kakeya.node.prefix_disk import PrefixDisk
@@ -33,7 +32,8 @@ from kakeya.node.prefix_exchange import PrefixExchange, PrefixTools
 from kakeya.node.prefix_given import EngineSeat, Given
 from kakeya.node.prefix_meeting import Rendezvous
 from kakeya.node.prefix_names import Naming, PrefixNames, paged_kv_bytes
-from kakeya.node.prefix_pages import Lying, PrefixPages, Shelf
+from kakeya.node.prefix_pages import PrefixPages, Shelf
+from kakeya.node.prefix_pins import PrefixPins
 from kakeya.node.prefix_reach import usable_of
 from kakeya.node.prefix_turns import Turns
 from kakeya.node.prefix_view import prefix_metrics, prefix_status
@@ -42,8 +42,8 @@ from kakeya.precache.disk import FOLDER, BlockStore
 from kakeya.precache.disk_stats import DiskConfig
 from kakeya.precache.pieces import Piece, pieces_of
 from kakeya.precache.retention import BlockClass, Retention
-from kakeya.precache.tree_answer import Pin
 from kakeya.runtime.generation import DecodeRequest, ModelFacts
+from kakeya.runtime.precache import Wiped
 
 WEIGHTS_FILE = "weights.json"
 TEND_S = 5.0
@@ -52,9 +52,6 @@ INDEX_S = 2.0
 """How long the first requests wait until the folder of blocks was looked through."""
 AFTER_CALL_S = 0.25
 """How long after a call was cut off its engine is asked whether it has come round."""
-
-_PinName = tuple[str, str, bytes]
-"""The model, its adapter, the packed tokens: it stays the same when their KV gets other ids."""
 
 
 class Elsewhere(Protocol):
@@ -151,7 +148,7 @@ class NodePrefixes:
         )
         self._exchanges: WeakSet[PrefixExchange] = WeakSet()
         self._leaving: dict[asyncio.Task[None], Given] = {}
-        self._pins: dict[_PinName, Pin[Lying]] = {}
+        self._pins = PrefixPins()
         self._tasks = Supervisor(clock)
         self._swept_mono = clock.mono()
         self._usable: frozenset[bytes] | None = None
@@ -224,14 +221,24 @@ class NodePrefixes:
         ids = [node.id for node, _ in found]
         self.pages.touch(shelf, ids, block_class=block_class, retention=retention)
         if is_pinned and pieces:
-            self._pin(shelf, _pin_name(model_id, adapter_id, token_ids), ids)
+            self._pins.pin(model_id, adapter_id, token_ids, shelf, ids)
         return sum(tokens for _, tokens in found)
 
     def release(self, model_id: str, adapter_id: str, token_ids: Sequence[int]) -> None:
         """End the pin of a prefix; harmless when there is none."""
-        pin = self._pins.pop(_pin_name(model_id, adapter_id, token_ids), None)
-        if pin is not None:
-            pin.unpin()
+        self._pins.release(model_id, adapter_id, token_ids)
+
+    async def wipe(self) -> Wiped:
+        """Let go of all KV, in pages and on disk. What an engine uses now goes once it has read it;
+        what is computed from then on is kept as ever."""
+        if self.store is not None:
+            await self.store.ready()
+        self._pins.clear()
+        if self._disk is not None:
+            self._disk.forget()
+        blocks = self.pages.clear()
+        files = await self.store.wipe() if self.store is not None else 0
+        return Wiped(blocks=blocks, files=files, has_disk=self.store is not None)
 
     def free_bytes(self) -> int:
         """What KV that nobody asked for may take: nobody has to leave for it."""
@@ -272,7 +279,6 @@ class NodePrefixes:
             if have < len(whole):
                 fetched = await self.elsewhere.fetch(shelf, naming, pieces, have, block_class)
                 for block_id in fetched:
-                    self._landed(shelf, block_id)
                     self.turns.landed(block_id)
                 origins.update(dict.fromkeys(fetched, Source.PEER))
         return origins
@@ -305,7 +311,6 @@ class NodePrefixes:
 
         def landed(came: list[BlockId]) -> None:
             for block_id in came:
-                self._landed(shelf, block_id)
                 self.turns.landed(block_id)
             joined(came)
 
@@ -338,17 +343,7 @@ class NodePrefixes:
         for task in leaving:
             task.cancel()
         await asyncio.gather(*leaving, return_exceptions=True)
-        for pin in self._pins.values():
-            pin.unpin()
         self._pins.clear()
-
-    def _pin(self, shelf: Shelf, name: _PinName, ids: Sequence[BlockId]) -> None:
-        known = self._pins.pop(name, None)
-        pin = shelf.tree.pin(ids)
-        if known is not None:
-            known.unpin()
-        if pin is not None:
-            self._pins[name] = pin
 
     async def _tend(self) -> None:
         await every(TEND_S, self._look_after, clock=self._clock, rng=self._rng)
@@ -385,10 +380,12 @@ class NodePrefixes:
         if self.store is not None:
             self.store.forget(ids)
 
-    def _used(self, ids: Sequence[BlockId], retention: Retention) -> None:
-        if self.store is not None:
-            self.store.touch(ids, retention)
-
-
-def _pin_name(model_id: str, adapter_id: str, token_ids: Sequence[int]) -> _PinName:
-    return model_id, adapter_id, pack_ids(token_ids)
+    def _used(self, shelf: Shelf, ids: Sequence[BlockId], retention: Retention) -> None:
+        """Blocks are about to be marked as used; what was for memory alone until now is written."""
+        if self.store is None or not retention.is_on_disk:
+            return
+        self.store.touch(ids, retention)
+        for block_id in ids:
+            node = shelf.tree.node(block_id)
+            if node is not None and node.in_ram and not node.retention.is_on_disk:
+                self._landed(shelf, block_id)

@@ -45,7 +45,7 @@ class Deadlines:
     def pause_s(self, retention: Retention) -> float:
         """How long a prefix of this class stays unseen at most."""
         stale_s = STALE_FRACTION * retention.seconds
-        return min(stale_s, self._keep_alive_s) if retention is Retention.SHORT else stale_s
+        return min(stale_s, self._keep_alive_s) if retention <= Retention.SHORT else stale_s
 
     def touched(self, key: str, retention: Retention, now: float) -> None:
         """A prefix was used or computed: its window begins anew."""

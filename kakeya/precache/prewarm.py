@@ -15,6 +15,7 @@ import asyncio
 import logging
 from array import array
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from kakeya.core.clock import Clock
@@ -74,6 +75,7 @@ class Prewarmer:
         self._level = Level.NOMINAL
         self._wake = asyncio.Event()
         self._running: tuple[_Job, asyncio.Task[Report]] | None = None
+        self._stopped = _INTERRUPTED
         self._outcomes: Counter[Outcome] = Counter()
         self._cached = self._computed = self._refreshed = self._kept_tokens = 0
 
@@ -120,8 +122,21 @@ class Prewarmer:
     def pressed(self, level: Level) -> None:
         """Memory presses as much as this now; what runs ends at once where it does."""
         self._level = level
-        if level is not Level.NOMINAL and self._running is not None:
-            self._running[1].cancel()
+        if level is not Level.NOMINAL:
+            self._stop(_INTERRUPTED)
+
+    def wipe(self, spared: Callable[[str], bool]) -> None:
+        """Forget all keys but those that are spared, which are looked after as they were."""
+        jobs = [job for jobs in self._queue.values() for job in jobs.values()]
+        jobs += [self._running[0]] if self._running is not None else []
+        for job in jobs:
+            if not spared(job.prefix.key):
+                job.kind = min(job.kind, Kind.TURN)  # it is not to come back by itself
+        self._stop(_WIPED)
+        while (waiting := self._next()) is not None:
+            self._account(waiting, _WIPED)
+        for key in [key for key in self._kept if not spared(key)]:
+            self.forget(key)
 
     # What it does.
 
@@ -141,13 +156,18 @@ class Prewarmer:
                 self._account(job, _STOPPING)
             raise
 
+    def _stop(self, why: Report) -> None:
+        if self._running is not None:
+            self._stopped = why
+            self._running[1].cancel()
+
     async def _do(self, job: _Job) -> None:
         task = asyncio.ensure_future(self._guarded(job))
         self._running = (job, task)
         report = _STOPPING
         try:
             await asyncio.wait((task,))
-            report = _INTERRUPTED if task.cancelled() else _FAULT
+            report = self._stopped if task.cancelled() else _FAULT
             if not task.cancelled():
                 report = task.result()
         finally:
@@ -304,4 +324,5 @@ async def _never() -> Tokens:
 
 _STOPPING = Report(outcome=Outcome.AWAY, reason="this node is stopping")
 _INTERRUPTED = Report(outcome=Outcome.PRESSURE, reason="memory became short meanwhile")
+_WIPED = Report(outcome=Outcome.AWAY, reason="what this node keeps was wiped meanwhile")
 _FAULT = Report(outcome=Outcome.FAILED, reason="an internal fault; the node's log tells more")

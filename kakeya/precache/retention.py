@@ -1,8 +1,8 @@
 """How long a prefix stays unseen, and how much what it holds is worth.
 
 `Retention` is a promise of time: in that window after its last use a block goes only for want of
-room. `BlockClass` weighs blocks against each other when there is want of room; what is pinned
-never goes, so it needs no weight.
+room; and whether a disk may have it. `BlockClass` weighs blocks against each other when there is
+want of room; what is pinned never goes, so it needs no weight.
 """
 
 from __future__ import annotations
@@ -14,21 +14,35 @@ from kakeya.core.errors import InvalidArgument
 
 
 class Retention(IntEnum):
-    """The window of a prefix, in seconds; the longer one is the larger."""
+    """How long a prefix is kept, and where; the one that promises more is the larger."""
 
-    SHORT = 5 * 60
-    LONG = 60 * 60
-    EXTENDED = 24 * 60 * 60
+    IN_MEMORY = 1
+    SHORT = 2
+    LONG = 3
+    EXTENDED = 4
 
     @property
     def seconds(self) -> int:
         """Its window."""
-        return int(self)
+        return _WINDOWS_S[self]
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether it is written to disk, and may go to other nodes."""
+        return self is not Retention.IN_MEMORY
 
     @property
     def label(self) -> str:
         """The word for it in files and parameters."""
         return self.name.lower()
+
+
+_WINDOWS_S: Mapping[Retention, int] = {
+    Retention.IN_MEMORY: 5 * 60,
+    Retention.SHORT: 5 * 60,
+    Retention.LONG: 60 * 60,
+    Retention.EXTENDED: 24 * 60 * 60,
+}
 
 
 class BlockClass(StrEnum):

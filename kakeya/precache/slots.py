@@ -6,7 +6,7 @@ slot is chosen for even load, and nothing is ever refused for want of slots.
 
     load          open conversations of a slot; ties are broken by the hash of the key
     high water    the most conversations of a model that were open at once; it never falls
-    recommended   as many slots as that, and a quarter more
+    recommended   as many slots as that, and a quarter more, as far as memory holds their KV
 
 Pure: callers pass `now` in monotonic seconds. Prompts that are only kept warm are no
 conversations, so they are no load here and do not age.
@@ -26,6 +26,8 @@ from kakeya.precache.retention import Retention
 MAX_CONVERSATIONS = 10_000
 """Open at once on a node, about 4 MB; beyond it the one that idles longest is closed."""
 AUTO_SLOTS = range(2, 17)
+MOST_SLOTS = 1024
+"""What may be set for a model."""
 _AUTO_SHARE = 0.25
 _SPARE_SHARE, _SPARE_LEAST = 0.25, 2
 
@@ -67,6 +69,7 @@ class SlotStatus:
 @dataclass(slots=True)
 class _Model:
     parallel: int
+    most: int
     loads: Counter[int] = field(default_factory=Counter)
     open: int = 0
     high_water: int = 0
@@ -90,17 +93,19 @@ class ConversationRegistry:
         now: float,
         *,
         parallel: int,
+        most: int = MOST_SLOTS,
         retention: Retention = Retention.LONG,
     ) -> Conversation:
         """Find or open a conversation, and note its use.
 
-        It keeps its slot while the model has that slot. Idle for longer than `retention` it may be
-        closed, an hour at the least. Raises InvalidArgument for less than one slot.
+        It keeps its slot while the model has that slot; more than `most` are not recommended. Idle
+        for longer than `retention` it may be closed, an hour at the least. Raises InvalidArgument
+        for less than one slot.
         """
         if parallel < 1:
             raise InvalidArgument(f"model {model_id} has {parallel} slots; it needs at least one")
-        model = self._models.setdefault(model_id, _Model(parallel))
-        model.parallel = parallel
+        model = self._models.setdefault(model_id, _Model(parallel, most))
+        model.parallel, model.most = parallel, most
         known = self._open.get((model_id, conversation_id))
         if known is None:
             known = self._begin(model, model_id, conversation_id, now)
@@ -158,7 +163,7 @@ class ConversationRegistry:
                 parallel=model.parallel,
                 loads=tuple(model.loads[slot] for slot in range(model.parallel)),
                 high_water=model.high_water,
-                recommended=recommended_parallel(model.parallel, model.high_water),
+                recommended=recommended_parallel(model.parallel, model.high_water, model.most),
             )
             for model_id, model in self._models.items()
         }
@@ -202,14 +207,22 @@ def least_loaded(loads: list[int], key: str) -> int:
     return ties[derive_slot_id(key, len(ties))] if key else ties[0]
 
 
-def recommended_parallel(parallel: int, high_water: int) -> int:
-    """How many slots there should be, after so many conversations were open at once."""
+def recommended_parallel(parallel: int, high_water: int, most: int = MOST_SLOTS) -> int:
+    """How many slots there should be, after so many conversations were open at once.
+
+    No more than `most`: beyond what memory holds, conversations only take each other's KV.
+    """
     spare = max(_SPARE_LEAST, math.ceil(high_water * _SPARE_SHARE))
-    return max(parallel, high_water + spare)
+    return max(parallel, min(high_water + spare, most, MOST_SLOTS))
+
+
+def fitting_parallel(usable_bytes: int, kv_bytes_per_token: int, context_tokens: int) -> int:
+    """How many slots a quarter of the memory holds, each with a full context."""
+    full_bytes = max(1, kv_bytes_per_token * context_tokens)
+    return min(int(usable_bytes * _AUTO_SHARE) // full_bytes, MOST_SLOTS)
 
 
 def auto_parallel(usable_bytes: int, kv_bytes_per_token: int, context_tokens: int) -> int:
-    """How many slots a quarter of the memory holds, each with a full context; 2 to 16."""
-    full_bytes = max(1, kv_bytes_per_token * context_tokens)
-    fits = int(usable_bytes * _AUTO_SHARE) // full_bytes
+    """How many slots a model has where nobody says: those that fit; 2 to 16."""
+    fits = fitting_parallel(usable_bytes, kv_bytes_per_token, context_tokens)
     return min(max(fits, AUTO_SLOTS.start), AUTO_SLOTS.stop - 1)

@@ -124,7 +124,7 @@ class PrefixTree(Generic[P]):
         unseen = [
             node
             for node in self
-            if now - node.used_s > node.retention and node.in_ram and not node.pins
+            if now - node.used_s > node.retention.seconds and node.in_ram and not node.pins
         ]
         unseen.sort(key=lambda node: node.index, reverse=True)
         found: list[Node[P]] = []

@@ -62,6 +62,7 @@ _ENDS = {
 _RETENTIONS = {
     Retention.SHORT: precache_pb2.PREFIX_RETENTION_SHORT,
     Retention.LONG: precache_pb2.PREFIX_RETENTION_LONG,
+    Retention.IN_MEMORY: precache_pb2.PREFIX_RETENTION_IN_MEMORY,
     Retention.EXTENDED: precache_pb2.PREFIX_RETENTION_EXTENDED,
 }
 

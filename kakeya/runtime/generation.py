@@ -12,6 +12,7 @@ from enum import IntEnum, StrEnum
 from typing import Literal, Protocol
 
 from kakeya.precache.kv_pages import KvPages
+from kakeya.precache.retention import Retention
 
 
 class StopReason(StrEnum):
@@ -105,8 +106,8 @@ class DecodeRequest:
     names a loaded adapter; "" is the model alone. `deadline_s` is how long the caller waits, None =
     it did not say: a model that takes longer to load is refused at once. With `max_tokens` 0 the
     history is only prefilled, all but its last token, for `kv`, which carries blocks of KV between
-    the node's pages and its engine. `client` is who asks, for fair shares; a smaller `priority` is
-    more urgent.
+    the node's pages and its engine, and are kept for `kv_retention`. `client` is who asks, for
+    fair shares; a smaller `priority` is more urgent.
     """
 
     token_ids: Sequence[int]
@@ -120,6 +121,7 @@ class DecodeRequest:
     client: str = ""
     priority: Priority = Priority.NORMAL
     kv: KvExchange | None = None
+    kv_retention: Retention = Retention.LONG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,7 @@ CONVERSATION, SEGMENTS, PREFIX, CACHE_KEY, RETENTION = (
 AT_HAND_S = 1.0
 """How long a model that is ready may take to say what it is."""
 _RETENTIONS = {retention.label: retention for retention in Retention} | {
-    "in_memory": Retention.SHORT,
-    "in-memory": Retention.SHORT,
+    "in-memory": Retention.IN_MEMORY,
     "24h": Retention.EXTENDED,
 }
 
@@ -58,6 +57,15 @@ class Claim:
     use: CacheUse = field(default_factory=CacheUse)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wiped:
+    """What a node let go of: blocks in memory, files on disk; and whether it keeps any there."""
+
+    blocks: int = 0
+    files: int = 0
+    has_disk: bool = False
+
+
 class Precache(Protocol):
     """What a node keeps of prefixes."""
 
@@ -71,6 +79,10 @@ class Precache(Protocol):
 
     async def warm(self, claim: Claim, tokens: TokenSource, *, is_pinned: bool = False) -> Report:
         """Have a prefix warm, and say what became of it."""
+        ...
+
+    async def wipe(self) -> Wiped:
+        """Let go of all KV that is kept of prefixes, wherever it lies."""
         ...
 
 
@@ -88,6 +100,10 @@ class NoPrecache:
         """Nothing is warmed."""
         return Report(outcome=Outcome.AWAY, reason="this node keeps no prefixes")
 
+    async def wipe(self) -> Wiped:
+        """There is nothing."""
+        return Wiped()
+
 
 async def facts_at_hand(model: ServedModel) -> ModelFacts | Report:
     """What is known of a model that is in memory; a report for one that is not, which is not
@@ -102,7 +118,7 @@ async def facts_at_hand(model: ServedModel) -> ModelFacts | Report:
 
 
 def read_retention(word: str, param: str) -> Retention:
-    """Read short, long or extended, or OpenAI's in_memory and 24h. Raises InvalidArgument."""
+    """Read in_memory, short, long or extended, or OpenAI's other words. Raises InvalidArgument."""
     try:
         return _RETENTIONS[word]
     except KeyError:

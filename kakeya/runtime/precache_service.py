@@ -24,6 +24,7 @@ _RETENTIONS = {
     pb.PREFIX_RETENTION_SHORT: Retention.SHORT,
     pb.PREFIX_RETENTION_LONG: Retention.LONG,
     pb.PREFIX_RETENTION_EXTENDED: Retention.EXTENDED,
+    pb.PREFIX_RETENTION_IN_MEMORY: Retention.IN_MEMORY,
 }
 
 
@@ -47,6 +48,17 @@ class PrecacheService(PrecacheServiceServicer):
             token_count=report.warmed.tokens,
             cached_token_count=report.warmed.cached,
             computed_token_count=report.warmed.computed,
+        )
+
+    async def Wipe(self, request: pb.WipeRequest, context: Context) -> pb.WipeResponse:
+        """Let go of everything that is kept."""
+        try:
+            wiped = await self._precache.wipe()
+        except KakeyaError as error:
+            await abort(context, error)
+            raise
+        return pb.WipeResponse(
+            memory_blocks=wiped.blocks, files=wiped.files, has_disk=wiped.has_disk
         )
 
     async def _warm(self, request: pb.WarmRequest, client: str) -> Report:

@@ -22,6 +22,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import InvariantBroken, KakeyaError, Refused
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth, every
+from kakeya.precache.retention import Retention
 from kakeya.runtime.generation import (
     DecodeRequest,
     Done,
@@ -239,6 +240,7 @@ class RuntimeService(RuntimeServiceServicer):
                 deadline_s=context.time_remaining(),
                 client=claim.client or peer_host(context.peer()),
                 priority=priority,
+                kv_retention=claim.use.retention or Retention.LONG,
             )
             try:
                 done, committed = await self._stream(session, asked, context)

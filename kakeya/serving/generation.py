@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from kakeya.core.clock import Clock
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, QueueFull
 from kakeya.core.ids import draw_id
+from kakeya.precache.retention import Retention
 from kakeya.runtime.generation import (
     DecodeRequest,
     DraftRouter,
@@ -175,6 +176,7 @@ class Generations:
             kv_key=self._precache.kv_key(claim),
             client=share_of(client, params.user, scope),
             priority=params.priority,
+            kv_retention=params.cache.retention or Retention.LONG,
             frame_s=_frame_s(params),
         )
         detokenizer = text.detokenizer()

@@ -31,6 +31,8 @@ class _PrefixRetentionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Prefi
     """For 5 minutes, an hour, a day after its last use."""
     PREFIX_RETENTION_LONG: _PrefixRetention.ValueType  # 2
     PREFIX_RETENTION_EXTENDED: _PrefixRetention.ValueType  # 3
+    PREFIX_RETENTION_IN_MEMORY: _PrefixRetention.ValueType  # 4
+    """For 5 minutes, and on no disk."""
 
 class PrefixRetention(_PrefixRetention, metaclass=_PrefixRetentionEnumTypeWrapper): ...
 
@@ -40,6 +42,8 @@ PREFIX_RETENTION_SHORT: PrefixRetention.ValueType  # 1
 """For 5 minutes, an hour, a day after its last use."""
 PREFIX_RETENTION_LONG: PrefixRetention.ValueType  # 2
 PREFIX_RETENTION_EXTENDED: PrefixRetention.ValueType  # 3
+PREFIX_RETENTION_IN_MEMORY: PrefixRetention.ValueType  # 4
+"""For 5 minutes, and on no disk."""
 Global___PrefixRetention: _TypeAlias = PrefixRetention  # noqa: Y015
 
 @_typing.final
@@ -125,3 +129,45 @@ class WarmResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WarmResponse: _TypeAlias = WarmResponse  # noqa: Y015
+
+@_typing.final
+class WipeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WipeRequest: _TypeAlias = WipeRequest  # noqa: Y015
+
+@_typing.final
+class WipeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_BLOCKS_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    HAS_DISK_FIELD_NUMBER: _builtins.int
+    memory_blocks: _builtins.int
+    """Blocks in memory, and files on disk."""
+    files: _builtins.int
+    has_disk: _builtins.bool
+    """Whether this node keeps any on disk: files of an earlier life are not its to remove otherwise."""
+    def __init__(
+        self,
+        *,
+        memory_blocks: _builtins.int = ...,
+        files: _builtins.int = ...,
+        has_disk: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "has_disk", b"has_disk", "memory_blocks", b"memory_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WipeResponse: _TypeAlias = WipeResponse  # noqa: Y015

@@ -39,6 +39,11 @@ class PrecacheServiceStub:
                 request_serializer=kakeya_dot_v1_dot_precache__pb2.WarmRequest.SerializeToString,
                 response_deserializer=kakeya_dot_v1_dot_precache__pb2.WarmResponse.FromString,
                 _registered_method=True)
+        self.Wipe = channel.unary_unary(
+                '/kakeya.v1.PrecacheService/Wipe',
+                request_serializer=kakeya_dot_v1_dot_precache__pb2.WipeRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_precache__pb2.WipeResponse.FromString,
+                _registered_method=True)
 
 
 class PrecacheServiceServicer:
@@ -54,6 +59,14 @@ class PrecacheServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Wipe(self, request, context):
+        """Lets go of all KV that this node keeps: in memory, on disk, on its way there, and of idle
+        conversations in engines. What is computed from then on is kept as ever. For the owner alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrecacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +74,11 @@ def add_PrecacheServiceServicer_to_server(servicer, server):
                     servicer.Warm,
                     request_deserializer=kakeya_dot_v1_dot_precache__pb2.WarmRequest.FromString,
                     response_serializer=kakeya_dot_v1_dot_precache__pb2.WarmResponse.SerializeToString,
+            ),
+            'Wipe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wipe,
+                    request_deserializer=kakeya_dot_v1_dot_precache__pb2.WipeRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_precache__pb2.WipeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +108,33 @@ class PrecacheService:
             '/kakeya.v1.PrecacheService/Warm',
             kakeya_dot_v1_dot_precache__pb2.WarmRequest.SerializeToString,
             kakeya_dot_v1_dot_precache__pb2.WarmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wipe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.PrecacheService/Wipe',
+            kakeya_dot_v1_dot_precache__pb2.WipeRequest.SerializeToString,
+            kakeya_dot_v1_dot_precache__pb2.WipeResponse.FromString,
             options,
             channel_credentials,
             insecure,

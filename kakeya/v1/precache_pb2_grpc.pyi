@@ -37,6 +37,10 @@ class PrecacheServiceStub:
     INVALID_ARGUMENT for ids outside the vocabulary and for more than the context holds, NOT_FOUND
     for a model that is not served.
     """
+    Wipe: _grpc.UnaryUnaryMultiCallable[_precache_pb2.WipeRequest, _precache_pb2.WipeResponse]
+    """Lets go of all KV that this node keeps: in memory, on disk, on its way there, and of idle
+    conversations in engines. What is computed from then on is kept as ever. For the owner alone.
+    """
 
 @_typing.type_check_only
 class PrecacheServiceAsyncStub(PrecacheServiceStub):
@@ -46,6 +50,10 @@ class PrecacheServiceAsyncStub(PrecacheServiceStub):
     memory is free. A prefix that could not be warmed is no error: requests compute it then.
     INVALID_ARGUMENT for ids outside the vocabulary and for more than the context holds, NOT_FOUND
     for a model that is not served.
+    """
+    Wipe: _aio.UnaryUnaryMultiCallable[_precache_pb2.WipeRequest, _precache_pb2.WipeResponse]  # type: ignore[assignment]
+    """Lets go of all KV that this node keeps: in memory, on disk, on its way there, and of idle
+    conversations in engines. What is computed from then on is kept as ever. For the owner alone.
     """
 
 class PrecacheServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -59,6 +67,16 @@ class PrecacheServiceServicer(metaclass=_abc_1.ABCMeta):
         memory is free. A prefix that could not be warmed is no error: requests compute it then.
         INVALID_ARGUMENT for ids outside the vocabulary and for more than the context holds, NOT_FOUND
         for a model that is not served.
+        """
+
+    @_abc_1.abstractmethod
+    def Wipe(
+        self,
+        request: _precache_pb2.WipeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_precache_pb2.WipeResponse, _abc.Awaitable[_precache_pb2.WipeResponse]]:
+        """Lets go of all KV that this node keeps: in memory, on disk, on its way there, and of idle
+        conversations in engines. What is computed from then on is kept as ever. For the owner alone.
         """
 
 def add_PrecacheServiceServicer_to_server(servicer: PrecacheServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

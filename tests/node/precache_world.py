@@ -33,7 +33,7 @@ from kakeya.runtime.generation import (
     Tokens,
     Usage,
 )
-from kakeya.runtime.precache import CacheUse, Claim
+from kakeya.runtime.precache import CacheUse, Claim, Wiped
 from kakeya.serving.text import Texts
 from tests.runtime.toy import ToyDirectory, next_token
 
@@ -79,6 +79,10 @@ class Pages:
 
     def free_bytes(self) -> int:
         return self.room_tokens
+
+    async def wipe(self) -> Wiped:
+        gone, self.kept = len(self.kept), {}
+        return Wiped(blocks=gone)
 
     def bytes_of(self, facts, tokens) -> int:
         return tokens
@@ -233,6 +237,7 @@ async def precache_world(
     prompts: Sequence[DeclaredPrompt] = (),
     folder: str = "",
     keep_alive_s: float = 240.0,
+    usable_bytes: int = 1 << 34,
 ) -> AsyncIterator[World]:
     pages = Pages()
     models = tuple(SlottedModel(pages, name, folder, vocab=320 if folder else 97) for name in names)
@@ -256,7 +261,8 @@ async def precache_world(
         directory,
         source,
         Texts(clock.wall),
-        usable_bytes=lambda: 1 << 34,
+        usable_bytes=lambda: usable_bytes,
+        wipe=pages.wipe,
         clock=clock,
         rng=random.Random(3),
     )

@@ -6,18 +6,52 @@ import asyncio
 import json
 import os
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from kakeya.core.clock import SystemClock
 from kakeya.node.cli import main
+from kakeya.node.control import control_socket
 from kakeya.node.datadir import DataDir, RunInfo
 from kakeya.precache.disk import FOLDER, BlockStore
 from kakeya.precache.disk_files import QUARANTINE, BlockFolder
 from kakeya.precache.retention import Retention
+from kakeya.runtime.precache import NoPrecache, Wiped
+from kakeya.runtime.precache_service import PrecacheService
+from kakeya.v1.precache_pb2_grpc import add_PrecacheServiceServicer_to_server
 from tests.precache.disk_world import Made, block_of, chain_of, config_of
+from tests.runtime.toy import ToyDirectory
+
+
+class Keeper(NoPrecache):
+    """A node's precache as far as it can be wiped: what it has on disk."""
+
+    def __init__(self, store: BlockStore | None) -> None:
+        self._store = store
+
+    async def wipe(self) -> Wiped:
+        if self._store is None:
+            return Wiped()
+        return Wiped(blocks=7, files=await self._store.wipe(), has_disk=True)
+
+
+@asynccontextmanager
+async def owner_socket(folder: Path, store: BlockStore | None) -> AsyncIterator[None]:
+    server = grpc.aio.server()
+    service = PrecacheService(ToyDirectory(()), Keeper(store))
+    add_PrecacheServiceServicer_to_server(service, server)
+    socket = await asyncio.to_thread(control_socket, folder)
+    server.add_insecure_port(f"unix:{socket}")
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(None)
 
 
 def store(folder: Path, made: list[Made], retention: Retention = Retention.LONG) -> list[Path]:
@@ -130,25 +164,38 @@ async def test_everything_works_beside_a_running_node(
     lost: list[bytes] = []
     try:
         node = BlockStore(tmp_path / FOLDER, config_of(), clock=SystemClock(), lost=lost.extend)
-        async with node:
+        async with node, owner_socket(tmp_path, node):
             for one in made:
                 await node.put(*one)
             for action in ("stats", "verify", "wipe"):
                 status, facts = await asyncio.to_thread(cache, capsys, tmp_path, action)
                 assert status == 0
             assert facts["node_pid"] == os.getpid()
-            await node.flush()
-            await asyncio.to_thread(cache, capsys, tmp_path, "wipe")
-            # The node finds out by itself, and stores again what it computes.
-            assert await node.get(made[0][0].id) is None
-            await node.sweep()
+            assert facts["memory_blocks"] == 7
             assert node.ids() == ()
+            assert node.stats().queued == 0
+            for one in made:
+                assert await node.put(*one)
+            await node.flush()
+            _, facts = await asyncio.to_thread(cache, capsys, tmp_path, "wipe")
+            assert facts["removed"] == 5
             assert set(lost) == {block.id for block, _ in made}
             assert node.stats().used_bytes == 0
             assert await node.put(*made[0])
             await node.flush()
             assert await node.get(made[0][0].id) == made[0]
-            status = await asyncio.to_thread(main, ["cache", "wipe", "--data-dir", str(tmp_path)])
-            assert f"the node with pid {os.getpid()} runs on" in capsys.readouterr().err
+            await asyncio.to_thread(main, ["cache", "wipe", "--data-dir", str(tmp_path)])
+            assert f"pid {os.getpid()} let go of 7 blocks in memory" in capsys.readouterr().out
+        await asyncio.to_thread(
+            store, tmp_path, made
+        )  # of an earlier life, beside a node that keeps none
+        async with owner_socket(tmp_path, None):
+            _, facts = await asyncio.to_thread(cache, capsys, tmp_path, "wipe")
+            assert (facts["removed"], facts["memory_blocks"]) == (5, 0)
+        await asyncio.to_thread(store, tmp_path, made)
+        status = await asyncio.to_thread(main, ["cache", "wipe", "--data-dir", str(tmp_path)])
+        assert status == 1
+        assert "does not answer" in capsys.readouterr().err
+        assert (await asyncio.to_thread(cache, capsys, tmp_path, "stats"))[1]["blocks"] == 5
     finally:
         await asyncio.to_thread(held.close)

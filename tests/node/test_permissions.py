@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "kakeya.v1.MembershipService": {MEMBER, ADMIN, "loopback"},
     "kakeya.v1.DoctorService": {MEMBER, ADMIN, "loopback"},
     "kakeya.v1.RuntimeService": {CLIENT, ADMIN, "loopback"},
+    "kakeya.v1.PrecacheService/Wipe": {ADMIN},
     "kakeya.v1.PrecacheService": {CLIENT, ADMIN, "loopback"},
     "kakeya.v1.ControlService": {ADMIN},
     "kakeya.v1.AdapterService": {ADMIN},

@@ -92,6 +92,63 @@ async def test_twenty_conversations_on_four_slots_are_told_of_and_none_is_refuse
         assert [r.levelno for r in told] == [logging.WARNING]
 
 
+async def test_no_more_slots_are_recommended_than_memory_holds():
+    """Of 100,000 tokens each, at a byte a token, a quarter of this memory holds 40."""
+    async with precache_world(StillClock(), usable_bytes=16_000_000) as w:
+        for n in range(4000):
+            w.precache.kv_key(await w.claim(f"c{n}"))
+        (slots,) = w.precache.status()["slots"]
+        assert (slots["recommended"], slots["high_water"]) == (40, 4000)
+        assert "memory holds precache.parallel = 40" in slots["warning"]
+    async with precache_world(StillClock(), usable_bytes=400_000) as w:
+        for n in range(9):
+            w.precache.kv_key(await w.claim(f"c{n}"))
+        (slots,) = w.precache.status()["slots"]
+        assert slots["recommended"] == slots["parallel"] == 4
+        assert "memory holds no more" in slots["warning"]
+
+
+async def test_a_slot_that_another_one_used_since_keeps_its_kv():
+    clock = StillClock()
+    async with precache_world(clock, parallel=1) as w:
+        await w.turn(prompt_of(100, 1), [1], "old")
+        clock.advance(1800)
+        await w.turn(prompt_of(100, 2), [1], "young")
+        clock.advance(1801)
+        await w.precache.sweep()
+        assert w.precache.status()["conversations"] == 1
+        assert len(w.model.slots) == 1
+
+
+async def test_a_wipe_leaves_nothing_and_what_comes_is_kept_again():
+    clock = StillClock()
+    async with precache_world(clock) as w:
+        history = prompt_of(600, 1)
+        await w.turn(history, [1], "room")
+        await w.settle()
+        w.model.gate = asyncio.Event()
+        asked = [
+            asyncio.ensure_future(
+                w.precache.warm(await w.claim(f"r{n}"), source_of(prompt_of(300, 5 + n)))
+            )
+            for n in range(2)
+        ]
+        while not w.precache.status()["running"]:
+            await asyncio.sleep(0)
+        assert (await w.precache.wipe()).blocks > 0
+        assert [(await one).outcome for one in asked] == [Outcome.AWAY] * 2
+        assert (w.pages.kept, w.model.slots, w.precache.status()["kept"]) == ({}, {}, 0)
+        w.model.gate = None
+        clock.advance(3600)
+        await w.settle()
+        assert w.pages.kept == {}
+        turn = await w.turn(history, [2], "room")
+        assert turn.cached == 0
+        await w.settle()
+        assert w.precache.status()["kept"] == 1
+        assert (await w.turn(history, [3], "room")).cached >= turn.prompt
+
+
 async def test_idle_conversations_give_their_slot_back_and_come_back_to_their_blocks():
     clock = StillClock()
     async with precache_world(clock) as w:
@@ -100,10 +157,10 @@ async def test_idle_conversations_give_their_slot_back_and_come_back_to_their_bl
         await w.settle()
         clock.advance(3601)
         await w.precache.sweep()
+        assert w.model.slots == {}  # nor does the engine hold anything of it
         assert w.precache.status()["conversations"] == 0
         assert w.precache.status()["kept"] == 0
         assert w.precache.status()["slots"][0]["high_water"] == 1
-        w.model.slots.clear()
         turn = await w.turn(history, [2], "room")
         assert turn.cached >= turn.known // BLOCK * BLOCK
         assert w.precache.status()["conversations"] == 1

@@ -21,6 +21,7 @@ from kakeya.memory.page_ref import PageReader
 from kakeya.node.arena import PAGE_BYTES, NodeArena, page_config
 from kakeya.node.prefix_counts import Source
 from kakeya.node.prefix_exchange import PrefixExchange
+from kakeya.node.prefix_source import NodeSources
 from kakeya.node.prefixes import NodePrefixes
 from kakeya.precache.disk import FOLDER
 from kakeya.precache.retention import Retention
@@ -451,6 +452,76 @@ async def test_what_lay_only_on_disk_is_read_back_and_only_once(tmp_path: Path) 
         assert here.prefixes.store.stats().counts.hits == 8
         assert here.prefixes.counts.tokens[Source.DISK] == 29
         assert here.prefixes.counts.tokens[Source.PAGES] == 3 * 29
+        here.check()
+
+
+async def test_blocks_last_as_their_request_said_also_across_a_restart(tmp_path: Path) -> None:
+    texts = {one: [*range(100 * one, 100 * one + 9)] for one in Retention}
+    async with world(tmp_path, disk=True) as here:
+        for retention, prompt in texts.items():
+            await here.ask(prompt, kv_retention=retention)
+        await written(here)
+        assert here.prefixes.store.stats().by_retention == {"short": 2, "long": 2, "extended": 2}
+    async with world(tmp_path, disk=True) as here:
+        for retention, prompt in texts.items():
+            assert await here.ask(prompt, kv_retention=retention) == 8 * retention.is_on_disk
+        await written(here)
+        assert here.prefixes.store.stats().by_retention == {"short": 2, "long": 2, "extended": 2}
+
+
+async def test_what_is_for_memory_alone_goes_nowhere_else_until_it_is_asked_for_otherwise(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, disk=True) as here:
+        await here.ask(SEED_TEXT, kv_retention=Retention.IN_MEMORY)
+        await written(here)
+        assert here.prefixes.store.ids() == ()
+        (shelf,) = here.prefixes.pages.shelves()
+        source = NodeSources(here.prefixes.pages, here.prefixes.store).source(shelf.seed)
+        ids = here.prefixes.names.known("toy", "").chain.ids(SEED_TEXT)
+        assert source.leading(ids) == ()
+        assert list(source.resident()) == []
+        assert await here.ask(SEED_TEXT[:5]) == 4
+        await written(here)
+        assert here.prefixes.store.ids() == ids[:1]
+        assert source.leading(ids) == (16,)
+        assert list(source.resident()) == list(ids[:1])
+
+
+async def test_a_wipe_takes_everything_and_what_comes_is_kept_again(tmp_path: Path) -> None:
+    prompts = [[*range(100 * one, 100 * one + 18)] for one in range(3)]
+    async with world(tmp_path, disk=True) as here:
+        for prompt in prompts:
+            await here.ask(prompt)
+        here.prefixes.keep("toy", "", prompts[0], Retention.LONG, is_pinned=True)
+        wiped = await here.prefixes.wipe()
+        assert wiped.blocks == 15
+        assert wiped.has_disk
+        await written(here)
+        here.check()
+        assert here.arena.snapshot().pool.blocks == 0
+        assert not [path for path in (tmp_path / FOLDER).rglob("*") if path.is_file()]
+        assert await asyncio.gather(*map(here.ask, prompts)) == [0] * 3
+        await written(here)
+        assert len(here.prefixes.store.ids()) == 15
+        assert await asyncio.gather(*map(here.ask, prompts)) == [17] * 3
+    async with world(tmp_path, disk=True) as here:
+        assert await here.ask(prompts[0]) == 17
+
+
+async def test_what_an_engine_uses_during_a_wipe_goes_once_it_is_done(tmp_path: Path) -> None:
+    prompt = [*range(100, 118)]
+    async with world(tmp_path, disk=True) as here:
+        await here.ask(prompt[:9])
+        with here.exchange(prompt) as kv:
+            offer = await kv.offer(prompt, 1)
+            assert len(offer.blocks) == 2
+            await here.prefixes.wipe()
+            assert here.engine.prefill(offer, prompt, kv) == 8  # it reads what it was lent
+        await asyncio.sleep(0)
+        here.check()
+        assert await here.ask(prompt) == 0
+        await written(here)
         here.check()
 
 

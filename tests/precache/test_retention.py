@@ -11,7 +11,9 @@ from kakeya.precache.retention import BlockClass, Retention, retention_named, we
 
 
 def test_windows_are_five_minutes_an_hour_and_a_day() -> None:
-    assert [r.seconds for r in sorted(Retention)] == [300, 3600, 86400]
+    assert [r.seconds for r in sorted(Retention)] == [300, 300, 3600, 86400]
+    assert [r.is_on_disk for r in sorted(Retention)] == [False, True, True, True]
+    assert all(Retention)  # `or` stands for what nobody said
 
 
 @pytest.mark.parametrize("retention", Retention)

@@ -421,7 +421,7 @@ def test_a_use_leaves_the_heavier_class_and_the_longer_window(shelf: Shelf) -> N
 def test_a_prefix_stays_its_window_and_no_longer(shelf: Shelf, retention: Retention) -> None:
     shelf.put(LONG, retention=retention)
     assert shelf.tree.expired(retention.seconds) == []
-    assert [n.payload for n in shelf.tree.expired(retention + 0.1)] == ["2@0", "1@0", "0@0"]
+    assert [n.payload for n in shelf.tree.expired(retention.seconds + 0.1)] == ["2@0", "1@0", "0@0"]
 
 
 def test_a_prefix_stays_as_long_as_what_is_behind_it(shelf: Shelf) -> None:

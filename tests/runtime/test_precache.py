@@ -170,8 +170,8 @@ def test_metadata_carries_every_key():
     ("word", "retention"),
     [
         ("short", Retention.SHORT),
-        ("in_memory", Retention.SHORT),
-        ("in-memory", Retention.SHORT),
+        ("in_memory", Retention.IN_MEMORY),
+        ("in-memory", Retention.IN_MEMORY),
         ("long", Retention.LONG),
         ("extended", Retention.EXTENDED),
         ("24h", Retention.EXTENDED),
