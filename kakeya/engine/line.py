@@ -4,14 +4,19 @@ What the line says is performed by the scheduler. A generation is refused when i
 is never room for its KV, or if its first token cannot be there by its deadline as things go; one
 whose deadline passes while it waits ends then. A deadline is for the first token: how long an
 answer becomes nobody knows.
+
+Places go by class, share and work. Each FLOOR_TURNS-th goes to who waited longest, and at least
+AGED_S, of those that fit; whoever waited for HELD_S gets it before all others, fit or not.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kakeya.core.errors import DeadlineExceeded, KakeyaError, MemoryRefused
 from kakeya.engine.job import DecodeJob, EngineFrame
@@ -19,20 +24,22 @@ from kakeya.engine.model import LoadedFacts
 from kakeya.engine.pace import Pace
 from kakeya.engine.policy import (
     AGED_S,
+    CLASSES,
+    HELD_S,
     INPUT_WEIGHT,
     SPECULATIVE,
     Claim,
-    FairShares,
-    first,
     first_token_s,
     has_rested,
+    is_turn_of_age,
     makes_place,
     next_chunk,
-    next_place,
+    victims,
 )
 from kakeya.engine.room import RETRY_S, KvRoom
 from kakeya.engine.sequence import Launch, SequenceRun, Step
 from kakeya.engine.slots import KvSlots
+from kakeya.engine.waiting import Waiting
 
 LOOK_S = 0.1
 """How often the line is looked through for what only time changes."""
@@ -46,10 +53,18 @@ class Ticket:
     on_frame: Callable[[EngineFrame], None]
     on_error: Callable[[KakeyaError], None]
     _cancelled: threading.Event = field(default_factory=threading.Event)
+    _tell: Callable[[], None] = lambda: None
 
     def cancel(self) -> None:
         """End it before its next step; what it committed stays in its KV."""
         self._cancelled.set()
+        self._tell()
+
+    def tell(self, call: Callable[[], None]) -> None:
+        """Have somebody told, on the thread that cancels it; at once if that was done."""
+        self._tell = call
+        if self.cancelled:
+            call()
 
     @property
     def cancelled(self) -> bool:
@@ -110,7 +125,8 @@ class Load:
 
 
 class Line:
-    """Who waits. `parked` are those among them that have begun, in the order of parking."""
+    """Who waits. `waiting` are all of them by number, `parked` those among them that have begun, in
+    the order of parking."""
 
     def __init__(
         self, room: KvRoom, slots: KvSlots, facts: LoadedFacts, pace: Pace, *, places: int
@@ -120,9 +136,12 @@ class Line:
         self._facts = facts
         self._pace = pace
         self._places = places
-        self.shares = FairShares()
-        self.waiting: list[Row] = []
-        self.parked: list[Row] = []
+        self._orders: Waiting[Row] = Waiting()
+        self._shares = self._orders.shares
+        self.waiting = self._orders.claims
+        self.parked = self._orders.parked
+        self._given_up: deque[int] = deque()
+        self._fitting_bytes = room.budget_bytes
         self._arrivals = 0
         self._entries = 0
         self._look_s: float | None = None
@@ -140,19 +159,21 @@ class Line:
         self._arrivals += 1
         row = Row(
             ticket=ticket,
-            account=self.shares.arrive(job.client, job.priority),
+            account=self._shares.arrive(job.client, job.priority),
             number=self._arrivals,
             arrived_s=now_s,
             work_s=self._pace.prefill_s(self._known_tokens(job), len(job.token_ids) - 1),
             expires_s=math.inf if job.deadline_s is None else now_s + job.deadline_s,
+            need_bytes=self._room.need_bytes(job),
             has_drafts=bool(job.sources),
         )
         try:
             self._check_deadline(row, running, now_s)
         except DeadlineExceeded:
-            self.shares.leave(row.account, was_running=False)
+            self._shares.leave(row.account, was_running=False)
             raise
-        self.waiting.append(row)
+        self._orders.add(row)
+        ticket.tell(partial(self._given_up.append, row.number))
         self.stir()
 
     def stir(self) -> None:
@@ -161,39 +182,39 @@ class Line:
 
     def is_due(self, now_s: float) -> bool:
         """Whether somebody may have become able to enter, or may have to go."""
-        return bool(self.waiting) and (self._look_s is None or now_s >= self._look_s)
+        if not self.waiting:
+            return False
+        return self._look_s is None or now_s >= self._look_s or bool(self._given_up)
 
     def gone(self, now_s: float) -> list[tuple[Row, KakeyaError | None]]:
         """Who is to leave the line, and what to tell it: given up, too late, never to have room."""
-        left: list[tuple[Row, KakeyaError | None]] = []
-        for row in self.waiting:
-            if row.ticket.cancelled:
-                left.append((row, None))
-            elif now_s >= row.expires_s and row.run is None:
-                left.append((row, DeadlineExceeded(_waited_in_vain(row, now_s))))
-            else:
+        left: dict[Row, KakeyaError | None] = {}
+        while self._given_up:
+            row = self.waiting.get(self._given_up.popleft())
+            if row is not None:
+                left[row] = None
+        for row in self._orders.expired(now_s):
+            left.setdefault(row, DeadlineExceeded(_waited_in_vain(row, now_s)))
+        if self._fitting_bytes != self._room.budget_bytes:
+            self._fitting_bytes = self._room.budget_bytes
+            for row in self.waiting.values():
                 try:
                     self._room.check_fits(row.ticket.job)
                 except MemoryRefused as refusal:
-                    left.append((row, refusal))
-        return left
+                    left.setdefault(row, refusal)
+        return list(left.items())
 
     def next_entry(self, running: Sequence[Row], now_s: float) -> Entry | None:
         """Who gets a place now; None = nobody until something changes."""
         self._look_s = now_s + LOOK_S
-        if not self.waiting:
+        first = self._shares.first()
+        if first is None:
             return None
-
-        def fits(row: Row) -> bool:
-            return self._plan(row, running, now_s) is not None
-
-        chosen = next_place(self.waiting, self._entries, now_s, fits)
+        chosen = first
+        if is_turn_of_age(self._entries):
+            chosen = self._oldest(running, now_s) or first
         entry = self._plan(chosen, running, now_s)
-        if (
-            entry is not None
-            and chosen.priority != SPECULATIVE
-            and chosen is not first(self.waiting)
-        ):
+        if entry is not None and chosen.priority != SPECULATIVE and chosen is not first:
             self._aged, self._aged_until_s = chosen, now_s + AGED_S
         return entry
 
@@ -217,10 +238,8 @@ class Line:
     def enter(self, row: Row) -> None:
         """It gets a place."""
         self._entries += 1
-        self.waiting.remove(row)
-        if row in self.parked:
-            self.parked.remove(row)
-        self.shares.begin(row.account)
+        self._orders.remove(row)
+        self._shares.begin(row.account)
         self.stir()
 
     def charge(self, row: Row) -> None:
@@ -235,23 +254,23 @@ class Line:
 
     def park(self, row: Row) -> None:
         """A running one waits from now on, and keeps what it has computed."""
-        self.waiting.append(row)
-        self.parked.append(row)
-        self.shares.set_aside(row.account)
+        # What it holds itself is not in its way.
+        row.need_bytes = self._room.need_bytes(row.ticket.job, row.length)
+        row.need_bytes -= self._room.held_bytes(row)
+        self._shares.set_aside(row.account)
+        self._orders.add(row, is_parked=True)
 
     def leave(self, row: Row) -> None:
         """One that waits is over."""
-        self.waiting.remove(row)
-        if row in self.parked:
-            self.parked.remove(row)
-        self.shares.leave(row.account, was_running=False)
+        self._orders.remove(row)
+        self._shares.leave(row.account, was_running=False)
         self.stir()
 
     def ended(self, row: Row) -> None:
         """One that runs is over."""
         if row is self._aged:
             self._aged = None
-        self.shares.leave(row.account, was_running=True)
+        self._shares.leave(row.account, was_running=True)
         self.stir()
 
     def prompt_s(self, row: Row) -> float:
@@ -266,20 +285,15 @@ class Line:
 
     def _plan(self, row: Row, running: Sequence[Row], now_s: float) -> Entry | None:
         """How a place and room come about for it; None where they do not."""
-        lacks_bytes = self._room.lacks(row, row.ticket.job, row.length)
+        lacks_bytes = row.need_bytes - self._room.left_bytes
         lacks_place = len(running) >= self._places
         if lacks_bytes <= 0 and not lacks_place:
             return Entry(row=row)
         held = self._room.held_bytes
-        droppable = [
-            one
-            for one in reversed(self.parked)
-            if one is not row and (one.priority >= row.priority or not running)
-        ]
+        droppable = [one for one in self._droppable(row.priority, running) if one is not row]
         parks: list[Row] = []
         gain = sum(map(held, droppable))
-        kept = self._aged if now_s < self._aged_until_s else None
-        for victim in makes_place(row, running, now_s, kept):
+        for victim in makes_place(row, running, now_s, self._kept(now_s)):
             if lacks_bytes <= gain and (parks or not lacks_place):
                 break
             parks.append(victim)
@@ -295,6 +309,44 @@ class Line:
             lacks_bytes -= self._room.kv_bytes(one.length)
         return Entry(row=row, parks=tuple(parks), drops=tuple(drops))
 
+    def _oldest(self, running: Sequence[Row], now_s: float) -> Row | None:
+        """Who gets a place for having waited longest, if anybody."""
+        oldest = self._orders.oldest()
+        if oldest is None or now_s - oldest.arrived_s < AGED_S:
+            return None
+        if now_s - oldest.arrived_s >= HELD_S:
+            return oldest
+        rooms = [self._rooms(priority, running, now_s) for priority in range(CLASSES)]
+        clients = {row.account.client for row in running}
+        found = self._orders.oldest_within(rooms, clients)
+        for row in self.parked:
+            is_older = found is None or row.number < found.number
+            if is_older and self._plan(row, running, now_s) is not None:
+                found = row
+        return found if found is not None and now_s - found.arrived_s >= AGED_S else None
+
+    def _rooms(self, priority: int, running: Sequence[Row], now_s: float) -> tuple[int, int]:
+        """What one of this class that has waited can get, in bytes, of a client that runs something
+        and of another one; -1 = it gets no place. `_plan` says how."""
+        left = self._room.left_bytes
+        left += sum(map(self._room.held_bytes, self._droppable(priority, running)))
+
+        def room(*, has_none: bool) -> int:
+            parks = victims(priority, running, self._kept(now_s), has_none=has_none)
+            if len(running) >= self._places and not parks:
+                return -1
+            return max(-1, left + sum(map(self._room.held_bytes, parks)))
+
+        return room(has_none=False), room(has_none=True)
+
+    def _droppable(self, priority: int, running: Sequence[Row]) -> list[Row]:
+        """Who of the parked may lose its KV for one of this class, in this order."""
+        return [one for one in reversed(self.parked) if one.priority >= priority or not running]
+
+    def _kept(self, now_s: float) -> Row | None:
+        """Who makes place for nobody now."""
+        return self._aged if now_s < self._aged_until_s else None
+
     def _check_deadline(self, row: Row, running: Sequence[Row], now_s: float) -> None:
         if row.expires_s == math.inf:
             return
@@ -302,7 +354,7 @@ class Line:
         stretch = self._pace.stretch if any(not one.is_prefilling for one in running) else 1.0
         expected_s = first_token_s(
             row,
-            self.waiting,
+            self._orders.ahead_of(row),
             running,
             free_places=self._places - others,
             place_every_s=self._pace.place_every_s(self._places),

@@ -13,6 +13,8 @@ Language Models", Sheng et al. 2024). A client that comes back is lifted to thos
 what it did not use is gone. So between two clients of a class that always want more, neither gets
 ahead by more than EQUAL_TOKENS and what may run at a time.
 
+What nobody waits for gets about one part in SPARE_RATIO of the time that others want, in chunks.
+
 Nobody starves: who arrives later than a prompt's own work goes after it, and every FLOOR_TURNS-th
 time the order is that of waiting alone, whatever the class. Who got a place so, and not by its
 class, keeps it for AGED_S, or until the next one gets one so: it would make place at once for those
@@ -22,7 +24,7 @@ that it went before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -48,8 +50,7 @@ ROUND_S = 0.05
 chunk may be longer."""
 SPARE_RATIO = 16
 """Beside others, a prompt that nobody waits for rests so many times as long as its chunks take."""
-_KEPT_CLIENTS = 1024
-_C = TypeVar("_C", bound="Claim")
+ClaimT = TypeVar("ClaimT", bound="Claim")
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +62,9 @@ class Account:
     used: int = 0
     waiting: int = 0
     running: int = 0
+    serial: int = 0
+    turns: list[tuple[float, int]] = field(default_factory=list)
+    """Of its claims that wait; `shares` keeps them."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -69,7 +73,8 @@ class Claim:
 
     `number` counts arrivals. `work_s` is what is left of its prompt, `charged` the part of it that
     its account was charged for ahead. `served` is when it last got a chunk, or else its place,
-    counted in chunks.
+    counted in chunks. `alone_s` is when its prompt would be done if alone, and `need_bytes` the
+    room that it enters with: both stay as they are while it waits.
     """
 
     account: Account
@@ -79,6 +84,8 @@ class Claim:
     expires_s: float = math.inf
     charged: int = 0
     served: int = 0
+    alone_s: float = 0.0
+    need_bytes: int = 0
 
     @property
     def priority(self) -> int:
@@ -86,73 +93,7 @@ class Claim:
         return self.account.priority
 
 
-@dataclass(slots=True)
-class FairShares:
-    """The accounts of all clients that are there, and the debts of those that left."""
-
-    _accounts: dict[tuple[int, str], Account] = field(default_factory=dict)
-    _levels: list[int] = field(default_factory=lambda: [0] * CLASSES)
-
-    def arrive(self, client: str, priority: int) -> Account:
-        """A generation of this client waits from now on."""
-        priority = min(max(priority, 0), CLASSES - 1)
-        account = self._accounts.get((priority, client))
-        if account is None:
-            account = self._accounts[priority, client] = Account(client, priority)
-        if not account.waiting:
-            others = [one.used for one in self._present(priority) if one is not account]
-            account.used = max(account.used, self._levels[priority], min(others, default=0))
-        account.waiting += 1
-        return account
-
-    def begin(self, account: Account) -> None:
-        """A waiting generation runs from now on, chosen by the shares."""
-        level = self._levels[account.priority]
-        self._levels[account.priority] = max(level, self._least(account))
-        account.waiting -= 1
-        account.running += 1
-
-    def set_aside(self, account: Account) -> None:
-        """A running generation waits from now on."""
-        account.running -= 1
-        account.waiting += 1
-
-    def leave(self, account: Account, *, was_running: bool) -> None:
-        """A generation is over."""
-        if was_running:
-            account.running -= 1
-        else:
-            account.waiting -= 1
-        if account.waiting or account.running:
-            return
-        priority = account.priority
-        if not any(True for _ in self._present(priority)):
-            # Nobody is there to be fair to: the next ones begin anew.
-            self._keep(lambda one: one.priority != priority)
-            self._levels[priority] = 0
-        elif len(self._accounts) > _KEPT_CLIENTS:
-            self._keep(lambda one: one.waiting + one.running > 0 or one.used > self._level(one))
-
-    def _present(self, priority: int) -> Iterable[Account]:
-        return (
-            one
-            for one in self._accounts.values()
-            if one.priority == priority and (one.waiting or one.running)
-        )
-
-    def _least(self, chosen: Account) -> int:
-        """What the waiting client used that used least: the chosen one's at most."""
-        waiting = (one.used for one in self._present(chosen.priority) if one.waiting)
-        return min(waiting, default=chosen.used)
-
-    def _level(self, account: Account) -> int:
-        return self._levels[account.priority]
-
-    def _keep(self, is_kept: Callable[[Account], bool]) -> None:
-        self._accounts = {key: one for key, one in self._accounts.items() if is_kept(one)}
-
-
-def first(claims: Sequence[_C]) -> _C:
+def first(claims: Sequence[ClaimT]) -> ClaimT:
     """Whose turn it is, by class, share and work; `claims` are not empty."""
     if len(claims) == 1:
         return claims[0]
@@ -162,52 +103,52 @@ def first(claims: Sequence[_C]) -> _C:
     return min((claim for claim in peers if claim.account.used <= equal), key=_done_alone_s)
 
 
-def next_place(claims: Sequence[_C], turn: int, now_s: float, fits: Callable[[_C], bool]) -> _C:
-    """Who runs next; where there is no room for it yet, nobody goes before it.
-
-    `turn` counts the places given so far.
-    """
-    if turn % FLOOR_TURNS == FLOOR_TURNS - 1:
-        for claim in sorted(claims, key=lambda claim: claim.number):
-            waited_s = now_s - claim.arrived_s
-            if waited_s < AGED_S:
-                break
-            if waited_s >= HELD_S or fits(claim):
-                return claim
-    return first(claims)
+def is_turn_of_age(turn: int) -> bool:
+    """Whether a place or chunk goes to who waited longest; `turn` counts those given so far."""
+    return turn % FLOOR_TURNS == FLOOR_TURNS - 1
 
 
-def next_chunk(claims: Sequence[_C], turn: int) -> _C:
+def next_chunk(claims: Sequence[ClaimT], turn: int) -> ClaimT:
     """Whose chunk is computed next; `turn` counts the chunks computed so far."""
-    if turn % FLOOR_TURNS == FLOOR_TURNS - 1:
+    if is_turn_of_age(turn):
         return min(claims, key=lambda claim: (claim.served, claim.number))
     return first(claims)
 
 
 def makes_place(
-    claim: Claim, running: Sequence[_C], now_s: float, kept: Claim | None = None
-) -> list[_C]:
+    claim: Claim, running: Sequence[ClaimT], now_s: float, kept: Claim | None = None
+) -> list[ClaimT]:
     """Who of those that run may be set aside for a claim, in this order; never `kept`.
 
     All that are less urgent, the youngest of the least urgent class first. Where there is none:
     the youngest of the client that runs most, when it runs several in the claim's class or a less
     urgent one and the claim's client, which waited long enough, runs none.
     """
-    below = [one for one in running if one.priority > claim.priority and one is not kept]
+    client = claim.account.client
+    has_none = now_s - claim.arrived_s >= PATIENCE_S and all(
+        one.account.client != client for one in running
+    )
+    return victims(claim.priority, running, kept, has_none=has_none)
+
+
+def victims(
+    priority: int, running: Sequence[ClaimT], kept: Claim | None, *, has_none: bool
+) -> list[ClaimT]:
+    """See `makes_place`: for a claim of a class, whose client runs none and waited long enough."""
+    below = [one for one in running if one.account.priority > priority and one is not kept]
     if below:
         return sorted(below, key=lambda one: (-one.priority, -one.number))
-    client = claim.account.client
-    by_client: dict[str, list[_C]] = {}
+    if not has_none:
+        return []
+    by_client: dict[str, list[ClaimT]] = {}
     for one in running:
         by_client.setdefault(one.account.client, []).append(one)
-    if client in by_client or now_s - claim.arrived_s < PATIENCE_S:
-        return []
     most = max(by_client.values(), key=len, default=[])
-    peers = [one for one in most if one.priority == claim.priority and one is not kept]
+    peers = [one for one in most if one.priority == priority and one is not kept]
     return [max(peers, key=lambda one: one.number)] if len(peers) > 1 else []
 
 
-def weakest(running: Sequence[_C]) -> _C:
+def weakest(running: Sequence[ClaimT]) -> ClaimT:
     """Who ends when those that run outgrow what there is: never the oldest of the most urgent."""
     return max(running, key=lambda one: (one.priority, one.number))
 
@@ -229,9 +170,18 @@ def is_chunk_due(chunks: int, spent_s: float, next_s: float, *, somebody_is_mute
     return chunks == 0 and not somebody_is_mute
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """How many that wait go before a claim by class and work, and what of their prompts is left,
+    in seconds."""
+
+    count: int = 0
+    work_s: float = 0.0
+
+
 def first_token_s(
     claim: Claim,
-    waiting: Iterable[Claim],
+    ahead: Ahead,
     running: Iterable[Claim],
     *,
     free_places: int,
@@ -244,10 +194,9 @@ def first_token_s(
     decode meanwhile; not before it gets a place, of which one falls vacant `place_every_s`.
     """
     order = (claim.priority, *_done_alone_s(claim))
-    ahead = [one for one in waiting if (one.priority, *_done_alone_s(one)) < order]
-    before_s = sum(one.work_s for one in ahead)
+    before_s = ahead.work_s
     before_s += sum(one.work_s for one in running if (one.priority, *_done_alone_s(one)) < order)
-    place_s = max(0, len(ahead) + 1 - free_places) * place_every_s
+    place_s = max(0, ahead.count + 1 - free_places) * place_every_s
     return max(before_s * stretch, place_s) + claim.work_s * stretch
 
 

@@ -44,6 +44,16 @@ class KvRoom:
         self._taken_bytes = 0
 
     @property
+    def budget_bytes(self) -> int:
+        """What all KV may take."""
+        return self._slots.budget_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        """What those that run and are parked leave of it; less than 0 where they outgrew it."""
+        return self._slots.budget_bytes - self._taken_bytes
+
+    @property
     def lent_bytes(self) -> int:
         """What is set aside for those that run."""
         return sum(self._shares.values())
@@ -92,12 +102,12 @@ class KvRoom:
         What it holds itself while it is parked is not in its way.
         """
         taken = self._taken_bytes - self._parked.get(owner, 0)
-        return taken + self._share_of(job, length) - self._slots.budget_bytes
+        return taken + self.need_bytes(job, length) - self._slots.budget_bytes
 
     def enter(self, owner: Hashable, job: DecodeJob, length: int = 0) -> None:
         """Set room aside; kept KV goes where it is in the way."""
         self._parked.pop(owner, None)
-        self._shares[owner] = self._share_of(job, length)
+        self._shares[owner] = self.need_bytes(job, length)
         self._lend()
 
     def grown(self, owner: Hashable, length: int) -> bool:
@@ -141,7 +151,8 @@ class KvRoom:
         blocks = -(-min(tokens, self._context_tokens) // KV_BLOCK_TOKENS)
         return blocks * KV_BLOCK_TOKENS * self._token_bytes
 
-    def _share_of(self, job: DecodeJob, length: int = 0) -> int:
+    def need_bytes(self, job: DecodeJob, length: int = 0) -> int:
+        """What is set aside for `job`, which has come to `length`, when it enters."""
         prompt = len(job.token_ids)
         ahead = max(prompt, length) + AHEAD_TOKENS
         return self.kv_bytes(min(ahead, prompt + job.max_tokens))

@@ -377,7 +377,7 @@ class Scheduler:
         if row in self._running:
             self._forget(row)
             self._line.ended(row)
-        elif row in self._line.waiting:
+        elif row.number in self._line.waiting:
             self._line.leave(row)
         self._room.leave(row)
 

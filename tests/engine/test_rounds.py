@@ -310,4 +310,4 @@ def test_whatever_comes_all_get_what_they_get_alone_within_the_bound(jobs, place
             assert one.error is not None
             assert job["deadline_s"] is not None or one.error.retry_after_s is None
     assert limits.room.lent_bytes == limits.room.parked_bytes == 0
-    assert all(row.ticket.cancelled for row in rig.scheduler._line.waiting)
+    assert all(row.ticket.cancelled for row in rig.scheduler._line.waiting.values())
