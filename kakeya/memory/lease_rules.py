@@ -29,7 +29,7 @@ from kakeya.memory.lease import (
     Wish,
 )
 from kakeya.memory.policy import Rules
-from kakeya.memory.resident import Role, RolePriority
+from kakeya.memory.resident import ResidentKey, Role, RolePriority
 
 CAPABILITY = "job"
 JOB = Role(
@@ -59,6 +59,12 @@ class Sight:
     now_mono: float
     living: Mapping[str, bool] = field(default_factory=dict)
     granter_lives: bool | None = None
+
+
+def waits_on(key: ResidentKey, error: errors.KakeyaError) -> bool:
+    """Whether an arbiter's refusal ends nothing: a lease for which there is no room yet stays in
+    the line, and its node asks again by itself."""
+    return key.capability == CAPABILITY and error.retry_after_s is not None
 
 
 # What holders do.

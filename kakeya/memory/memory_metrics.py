@@ -21,6 +21,7 @@ from prometheus_client.core import (
 
 from kakeya.memory.events import Event, Evicted, LoadFailure, ModelLoad, RequestRefused
 from kakeya.memory.lease_rules import CAPABILITY as JOB
+from kakeya.memory.lease_rules import waits_on
 from kakeya.memory.plan import Exhausted, Snapshot
 from kakeya.memory.resident import Resident, ResidentKey
 
@@ -52,7 +53,7 @@ class MemoryCounters:
                 self.loads[*_load_labels(happened.key), "failed"] += 1
             case Evicted():
                 self.evictions[happened.key.capability, happened.reason.value] += 1
-            case RequestRefused():
+            case RequestRefused() if not waits_on(happened.key, happened.error):
                 # By the error alone: callers may ask for any name.
                 self.refusals[happened.error.code] += 1
             case Exhausted():

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kakeya.core.units import format_bytes
+from kakeya.memory.lease import LeaseState
 
 
 def show_leases(
@@ -19,6 +20,11 @@ def show_leases(
         console.print(_table(leases))
     else:
         console.print("no leases")
+    for one in leases:
+        if one["note"]:
+            words = "waits for " if one["state"] == LeaseState.WAITING else ""
+            text = f"{one['id']} {words}{one['note']}"
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
     console.print(
         f"granted by node {granter}"
         if granter
@@ -33,7 +39,7 @@ def _table(leases: Sequence[Mapping[str, object]]) -> Table:
     for one in leases:
         leased, used = int(str(one["bytes"])), int(str(one["used_bytes"]))
         resources = ", ".join(map(str, _listed(one["resources"])))
-        notes = [resources, str(one["note"])]
+        notes = [resources]
         notes += ["uses more than it leased"] if one["is_over"] else []
         table.add_row(
             str(one["id"]),

@@ -190,7 +190,6 @@ class Jobs:
                 if no.retry_after_s is None:
                     await self._refuse(job, no)
                     return
-                job.note = no.message
                 await self._clock.sleep(_PAUSE_S)
             finally:
                 with contextlib.suppress(errors.NotFound, errors.Conflict):

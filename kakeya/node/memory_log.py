@@ -20,6 +20,7 @@ from kakeya.memory.events import (
     RequestRefused,
 )
 from kakeya.memory.lease_rules import CAPABILITY as JOB
+from kakeya.memory.lease_rules import waits_on
 from kakeya.memory.plan import Exhausted, Reason
 from kakeya.memory.policy import Level
 
@@ -39,6 +40,11 @@ class Happening:
     what: str
     model: str
     why: str
+
+    @property
+    def told(self) -> tuple[str, str, str]:
+        """All but the time."""
+        return self.what, self.model, self.why
 
 
 class MemoryLog:
@@ -93,7 +99,7 @@ class MemoryLog:
                 self._note("killed", happened.key.model_key, happened.reason)
             case LoadFailure():
                 self._note("load failed", happened.key.model_key, happened.error.message)
-            case RequestRefused():
+            case RequestRefused() if not waits_on(happened.key, happened.error):
                 self._note("refused", happened.key.model_key, happened.error.message)
             case MemoryPressure():
                 self._level, self._is_told_by = happened.level, happened.source
@@ -113,4 +119,7 @@ class MemoryLog:
         return f"{given}: more was in use than the budget"
 
     def _note(self, what: str, model: str, why: str) -> None:
+        # Said again at once, it is told once: an eviction stays to be seen beside who asks on.
+        if self._last and (what, model, why) == self._last[-1].told:
+            self._last.pop()
         self._last.append(Happening(self._mono(), what, model, why))

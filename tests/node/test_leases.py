@@ -17,11 +17,13 @@ from kakeya.core import errors
 from kakeya.core.clock import SystemClock
 from kakeya.core.units import MIB
 from kakeya.memory import lease_rules as rules
+from kakeya.memory.events import Event, RequestRefused
 from kakeya.memory.lease import Book, Lease, LeaseState
 from kakeya.memory.lease_borrower import Borrower
 from kakeya.memory.lease_rules import Sight
 from kakeya.memory.lease_store import LeaseStore
 from kakeya.memory.memory_arbiter import MemoryArbiter
+from kakeya.memory.memory_metrics import MemoryCounters
 from kakeya.memory.policy import Level
 from kakeya.memory.pressure import Reading
 from kakeya.memory.processes import Census
@@ -222,13 +224,23 @@ async def test_a_lease_that_waits_leaves_the_line_with_its_process(make: MakeSto
 
 async def test_leases_queue_for_each_other_and_nobody_is_overtaken(make: MakeStore) -> None:
     async with node(make) as world:
+        counters, told, happened = MemoryCounters(), list[str](), list[Event]()
+        world.arbiter.on_event(counters.take)
+        world.arbiter.on_event(happened.append)
         await world.asker.acquire(wish("first", 600), "first")
-        big = asyncio.ensure_future(world.asker.acquire(wish("big", 900), "big"))
+        asking = world.asker.acquire(wish("big", 900), "big", tell=told.append)
+        big = asyncio.ensure_future(asking)
         await eventually("it waits", lambda: world.shown("big"))
         small = asyncio.ensure_future(world.asker.acquire(wish("small", 200), "small"))
         await eventually("it waits too", lambda: world.shown("small"))
         await eventually("it is told", lambda: "first (pid" in str(world.shown("big").get("note")))
         assert world.shown("small")["state"] == "waiting"
+        await eventually(
+            "it was asked for again",
+            lambda: sum(isinstance(one, RequestRefused) for one in happened) >= 3,
+        )
+        assert len(set(told)) == len(told) <= 3, "it hears what is new, not how often it is asked"
+        assert not counters.refusals, "who waits on was not refused"
         await world.asker.release("first")
         await big
         await world.asker.release("big")

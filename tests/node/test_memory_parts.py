@@ -243,8 +243,13 @@ def test_the_log_keeps_the_last_things_and_says_why() -> None:
         ("leased", "train-1"),
         ("lease ended", "train-1"),
     ]
-    for _ in range(2 * KEPT):
-        log.take(MemoryPressure(level=Level.NOMINAL, source="os"))
+    before = len(log.last())
+    for _ in range(9):
+        log.take(RequestRefused(key=KEY, error=errors.MemoryRefused("no room")))
+        log.take(RequestRefused(key=job, error=errors.MemoryRefused("full", retry_after_s=10.0)))
+    assert len(log.last()) == before + 1, "what is said again is told once, and who waits waits on"
+    for level in (Level.NOMINAL, Level.LOW) * KEPT:
+        log.take(MemoryPressure(level=level, source="os"))
     assert len(log.last()) == KEPT
 
 
