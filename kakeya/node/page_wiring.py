@@ -23,6 +23,7 @@ from kakeya.node.arena import NodeArena, page_config
 from kakeya.node.config import AdapterConfig, PrecacheConfig
 from kakeya.node.memory import NodeMemory
 from kakeya.node.models import Role
+from kakeya.node.prefix_start import PrefixStart
 from kakeya.node.prefixes import NodePrefixes
 from kakeya.node.resident_model import ResidentModel
 from kakeya.node.sizes import hub_folder
@@ -98,6 +99,7 @@ class NodePages:
                     tenant=self.fleet_key.tenant if self.fleet_key else "",
                 )
             )
+            self._start = await stack.enter_async_context(PrefixStart(self.prefixes))
             for model in models:
                 model.prefixes = self.prefixes
             self._memory.engines.follow(self._engine_changed)
@@ -160,5 +162,7 @@ class NodePages:
 
     def _engine_changed(self, model: ResidentModel) -> None:
         self.arena.engine_changed(model.model_id, model.pid)
-        pid = model.pid if model.state is ModelState.READY else None
-        self.adapters.manager.engine_changed(model.model_id, pid)
+        is_ready = model.state is ModelState.READY
+        self.adapters.manager.engine_changed(model.model_id, model.pid if is_ready else None)
+        if is_ready and model.role is Role.VERIFIER:
+            self._start.ready(model)

@@ -147,21 +147,24 @@ class Texts:
 
     async def get(self, folder: str) -> TextModel:
         """Find or load. Raises Unsupported when the folder has no usable tokenizer."""
-        task = self._loaded.get(folder)
-        if task is None or not _may_be_used(task):
-            load = functools.partial(self._load, Path(folder), self._doubted.pop(folder, None))
-            task = asyncio.ensure_future(asyncio.to_thread(load))
-            self._loaded[folder] = task
-        return await asyncio.shield(task)
+        return await asyncio.shield(self._begin(folder))
 
     def renew(self, folder: str) -> None:
-        """Look the next time whether a folder's files are others by now.
+        """Load, or look whether a folder's files are others by now, for who asks next.
 
-        For when its weights were loaded anew: text and weights belong together.
+        For when its weights were loaded: text and weights belong together.
         """
         task = self._loaded.get(folder)
         if task is not None and task.done() and _may_be_used(task):
             self._doubted[folder] = self._loaded.pop(folder).result()
+        self._begin(folder).add_done_callback(_may_be_used)  # it is the next one who hears why not
+
+    def _begin(self, folder: str) -> asyncio.Task[TextModel]:
+        task = self._loaded.get(folder)
+        if task is None or not _may_be_used(task):
+            load = functools.partial(self._load, Path(folder), self._doubted.pop(folder, None))
+            task = self._loaded[folder] = asyncio.ensure_future(asyncio.to_thread(load))
+        return task
 
     def _load(self, folder: Path, before: TextModel | None) -> TextModel:
         if before is not None and before.stamps == _stamps(folder):

@@ -167,10 +167,15 @@ async def test_a_conversation_goes_on_from_its_live_kv(world: Node) -> None:
 async def test_a_node_that_is_started_again_reads_its_prompts_from_disk(tmp_path: Path) -> None:
     prompt = text(20, 600)
     async with node(tmp_path) as first:
+        await first.model.ready(60)
+        assert not first.pages.arena.snapshot().pool.total_pages  # nothing is stored, nobody asks
         cold = await ask(first, prompt)
         await first.settled()
     async with node(tmp_path) as second:
-        await second.prefixes.store.ready()
+        await second.model.ready(60)
+        async with asyncio.timeout(20):
+            while not second.pages.arena.snapshot().pool.total_pages:
+                await asyncio.sleep(0.02)
         warm = await ask(second, prompt)
         assert warm.cached == len(prompt) - 1
         assert warm.tokens == cold.tokens

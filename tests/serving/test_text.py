@@ -19,7 +19,13 @@ from tokenizers.models import BPE
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.serving.prompt_bound import PromptBound, TooManyTokens
 from kakeya.serving.template import ChatTemplate, load_template, special_tokens
-from kakeya.serving.text import OFFLOAD_CHARS, StopMatcher, TextModel, WindowDetokenizer
+from kakeya.serving.text import (
+    OFFLOAD_CHARS,
+    StopMatcher,
+    TextModel,
+    Texts,
+    WindowDetokenizer,
+)
 from tests.serving.toy import make_folder, make_tokenizer
 
 NOW = 1_700_000_000.0
@@ -325,3 +331,23 @@ async def test_a_tokenizer_file_that_cuts_or_pads_changes_no_prompt(tmp_path):
     text = "hello world, this is text"
     assert await model.encode(text, at_most=MANY) == make_tokenizer().encode(text).ids
     assert await model.encode("a", at_most=MANY) == make_tokenizer().encode("a").ids
+
+
+async def test_a_folder_is_loaded_before_its_first_request(tmp_path: Path) -> None:
+    texts = Texts(lambda: NOW)
+    folder = str(make_folder(tmp_path / "model"))
+    texts.renew(folder)
+    loading = texts._loaded[folder]
+    assert await texts.get(folder) is await loading
+    texts.renew(folder)  # its weights were loaded anew, and its files are the same
+    assert await texts.get(folder) is await loading
+
+
+async def test_what_cannot_be_loaded_ahead_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
+    texts = Texts(lambda: NOW)
+    texts.renew(str(tmp_path))
+    await asyncio.wait(texts._loaded.values())
+    with pytest.raises(Unsupported):
+        await texts.get(str(tmp_path))
+    make_folder(tmp_path)
+    assert (await texts.get(str(tmp_path))).stop_token_ids == {0, 2}
