@@ -32,6 +32,7 @@ from kakeya.node.adapter_wiring import ADAPTER_FOLDER, NodeAdapters
 from kakeya.node.engines import engine_command
 from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.models import ModelSpec, Role
+from kakeya.node.page_wiring import NodePages
 from kakeya.serving.backends.engine_backend import EngineOptions
 from tests.memory.adapter_folders import write_adapter
 
@@ -136,11 +137,16 @@ async def measure(folder: Path, registered: int) -> None:
 
     async with AsyncExitStack() as stack:
         memory = await stack.enter_async_context(await asyncio.to_thread(build))
-        adapters = NodeAdapters(
-            settings.adapters, memory, data_dir=folder, clock=clock, rng=random.Random(2)
+        pages = NodePages(
+            settings.adapters,
+            settings.precache,
+            memory,
+            data_dir=folder,
+            clock=clock,
+            rng=random.Random(2),
         )
         began = time.perf_counter()
-        await stack.enter_async_context(adapters)
+        adapters = (await stack.enter_async_context(pages)).adapters
         facts["start_ms"] = (time.perf_counter() - began) * 1e3
         tasks = await stack.enter_async_context(Supervisor(clock))
         await memory.start(tasks, "bench")

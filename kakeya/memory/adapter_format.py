@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,10 @@ _DTYPES: Mapping[str, np.dtype[Any]] = {
     "f32": np.dtype("<f4"),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_HEADERS = 32
+"""Headers whose reading is remembered: adapters trained alike have the same one."""
 Values = NDArray[np.int8] | FloatArray
-Place = tuple[int, str, list[int]]
+Place = tuple[int, np.dtype[Any], tuple[int, ...]]
 """Offset behind the header, dtype, shape."""
 
 
@@ -111,24 +113,28 @@ def pack(folder: Path, precision: Precision = Precision.INT8, *, base: str = "")
 
 
 def unpack(packed: bytes | memoryview, *, is_trusted: bool = False) -> PackedAdapter:
-    """Read a packed adapter, without a copy. Raises InvalidArgument when it is damaged.
+    """Read a packed adapter, without a copy. Raises InvalidArgument when it is damaged, or holds
+    scales that are no numbers.
 
-    `is_trusted` leaves the checksum out, for bytes that were checked when they were laid there.
+    `is_trusted` leaves both out, for bytes that were checked when they were laid there.
     """
     view = memoryview(packed).cast("B").toreadonly()
     start = _check(view, is_trusted=is_trusted)
     try:
-        header = json.loads(bytes(view[_PREAMBLE.size : start]).rstrip(b"\0"))
+        header = _header(bytes(view[_PREAMBLE.size : start]))
         payload = view[start:]
-        return PackedAdapter(
-            rank=int(header["rank"]),
-            scale=float(header["scale"]),
-            precision=Precision(header["precision"]),
-            base=str(header["base"]),
-            tensors=tuple(_tensor(payload, entry, header["rank"]) for entry in header["tensors"]),
-        )
+        tensors = tuple(_tensor(payload, places) for places in header.tensors)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as problem:
         raise InvalidArgument(f"the packed adapter has a damaged header: {problem!r}") from None
+    if not is_trusted:
+        _check_scales(tensors)
+    return PackedAdapter(
+        rank=header.rank,
+        scale=header.scale,
+        precision=header.precision,
+        base=header.base,
+        tensors=tensors,
+    )
 
 
 def digest(packed: bytes | memoryview) -> str:
@@ -218,21 +224,79 @@ def _check(view: memoryview, *, is_trusted: bool) -> int:
     return start
 
 
-def _tensor(payload: memoryview, entry: Mapping[str, Place], rank: int) -> PackedTensor:
-    a, b = _array(payload, entry["a"]), _array(payload, entry["b"])
+def _check_scales(tensors: tuple[PackedTensor, ...]) -> None:
+    for tensor in tensors:
+        for scales in (tensor.a_scales, tensor.b_scales):
+            if scales is not None and not np.isfinite(scales).all():
+                raise InvalidArgument(
+                    f"the packed adapter's {tensor.path} has scales that are no numbers"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """Where the arrays of one module lie."""
+
+    path: str
+    a: Place
+    b: Place
+    a_scales: Place | None
+    b_scales: Place | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Header:
+    """A header that was read."""
+
+    rank: int
+    scale: float
+    precision: Precision
+    base: str
+    tensors: tuple[_Places, ...]
+
+
+@lru_cache(maxsize=_HEADERS)
+def _header(data: bytes) -> _Header:
+    """Read a header. Raises ValueError and others for what is none."""
+    fields = json.loads(data.rstrip(b"\0"))
+    return _Header(
+        rank=int(fields["rank"]),
+        scale=float(fields["scale"]),
+        precision=Precision(fields["precision"]),
+        base=str(fields["base"]),
+        tensors=tuple(_places(entry, fields["rank"]) for entry in fields["tensors"]),
+    )
+
+
+def _places(entry: Mapping[str, Any], rank: int) -> _Places:
+    a, b = _place(entry["a"]), _place(entry["b"])
+    if a[2][1:] != (rank,) or b[2][:-1] != (rank,):
+        raise ValueError(f"{entry['path']} has the shapes {a[2]} and {b[2]}, rank {rank}")
     is_int8 = "a_scales" in entry
-    if a.shape[1:] != (rank,) or b.shape[:-1] != (rank,):
-        raise ValueError(f"{entry['path']} has the shapes {a.shape} and {b.shape}, rank {rank}")
-    return PackedTensor(
+    return _Places(
         path=str(entry["path"]),
         a=a,
         b=b,
-        a_scales=_array(payload, entry["a_scales"]) if is_int8 else None,
-        b_scales=_array(payload, entry["b_scales"]) if is_int8 else None,
+        a_scales=_place(entry["a_scales"]) if is_int8 else None,
+        b_scales=_place(entry["b_scales"]) if is_int8 else None,
+    )
+
+
+def _place(found: tuple[int, str, list[int]]) -> Place:
+    offset, dtype, shape = found
+    return int(offset), _DTYPES[dtype], tuple(map(int, shape))
+
+
+def _tensor(payload: memoryview, places: _Places) -> PackedTensor:
+    return PackedTensor(
+        path=places.path,
+        a=_array(payload, places.a),
+        b=_array(payload, places.b),
+        a_scales=_array(payload, places.a_scales) if places.a_scales else None,
+        b_scales=_array(payload, places.b_scales) if places.b_scales else None,
     )
 
 
 def _array(payload: memoryview, place: Place) -> NDArray[Any]:
     offset, dtype, shape = place
-    count = math.prod(shape)
-    return np.frombuffer(payload, _DTYPES[dtype], count=count, offset=offset).reshape(shape)
+    return np.ndarray(shape, dtype, payload, offset)

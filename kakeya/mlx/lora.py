@@ -16,10 +16,10 @@ distinct slots, and the row's bits are the same as alone; it is also what Metal 
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
@@ -29,6 +29,11 @@ from numpy.typing import NDArray
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.memory.adapter_format import PackedAdapter, PackedTensor
+
+_SHAPES = 64
+"""Shapes of adapters that are remembered."""
+_Shape = tuple[str, int, tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]]
+"""The base, the rank, and each tensor's path and sizes."""
 
 
 class _Stack:
@@ -55,11 +60,10 @@ class _Stack:
         """Make a slot add nothing."""
         self._clear_rest(slot, 0)
 
-    def fill(self, slot: int, tensor: PackedTensor, scale: float) -> None:
-        """Write a slot with a matrix pair of at most the slots' rank."""
-        rank = int(tensor.a.shape[1])
+    def fill(self, slot: int, tensor: PackedTensor, factor: np.float32) -> None:
+        """Write a slot with a matrix pair of at most the slots' rank; B times `factor`."""
+        rank = tensor.a.shape[1]
         self._clear_rest(slot, rank)
-        factor = np.float32(scale)
         b_factor = factor if tensor.b_scales is None else tensor.b_scales * factor
         a_factor = np.float32(1) if tensor.a_scales is None else tensor.a_scales
         if self._views is not None:
@@ -116,6 +120,14 @@ class _SlottedLinear(nn.Module):
         return y + (added if y.ndim == 3 else added.reshape(y.shape))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fit:
+    """The stacks of an adapter's tensors, in their order, and the paths of both."""
+
+    stacks: tuple[_Stack, ...]
+    paths: frozenset[str]
+
+
 class AdapterSlots:
     """The slots of one network, 1 to `count`; belongs to the model thread.
 
@@ -129,6 +141,9 @@ class AdapterSlots:
         self._base = base
         self._rows = _Rows()
         self._stacks: dict[str, _Stack] = {}
+        self._nbytes = 0
+        self._fits: dict[_Shape, _Fit] = {}
+        """Adapters trained alike have one shape: it is held against the network once."""
         self._filled: dict[int, frozenset[str]] = {}
         self._checked: weakref.ref[PackedAdapter] | None = None
         """Weak: its values lie in pages that are another process's."""
@@ -153,7 +168,7 @@ class AdapterSlots:
     @property
     def nbytes(self) -> int:
         """What all slots take now, used or not."""
-        return sum(stack.nbytes for stack in self._stacks.values())
+        return self._nbytes
 
     def slot_bytes(self) -> int:
         """What one slot takes now."""
@@ -164,8 +179,10 @@ class AdapterSlots:
 
         Raises InvalidArgument, naming the tensor, where the adapter does not fit the network.
         """
-        self._check(adapter)
+        is_known = self._check(adapter)
         self._checked = weakref.ref(adapter)
+        if is_known:
+            return 0
         missing = 0
         for tensor in adapter.tensors:
             if tensor.path not in self._stacks:
@@ -183,19 +200,16 @@ class AdapterSlots:
         if self._checked is None or self._checked() is not adapter:
             self._check(adapter)
         self._checked = None
-        for tensor in adapter.tensors:
-            if tensor.path not in self._stacks:
-                self._wrap(tensor)
+        fit = self._fit(adapter)
         if self._may_fly:  # steps in flight read the stacks, which are written in place
             mx.synchronize()
             self._may_fly = False
-        named = {tensor.path for tensor in adapter.tensors}
-        stale = self._filled.pop(slot, frozenset()) - named
-        for path in stale:
+        for path in self._filled.pop(slot, frozenset()) - fit.paths:
             self._stacks[path].clear(slot)
-        for tensor in adapter.tensors:
-            self._stacks[tensor.path].fill(slot, tensor, adapter.scale)
-        self._filled[slot] = frozenset(named)
+        factor = np.float32(adapter.scale)
+        for stack, tensor in zip(fit.stacks, adapter.tensors, strict=True):
+            stack.fill(slot, tensor, factor)
+        self._filled[slot] = fit.paths
 
     @contextmanager
     def rows(self, slots: mx.array | None) -> Iterator[None]:
@@ -207,7 +221,34 @@ class AdapterSlots:
         finally:
             self._rows.slots = None
 
-    def _check(self, adapter: PackedAdapter) -> None:
+    def _fit(self, adapter: PackedAdapter) -> _Fit:
+        """Where a checked adapter belongs; layers that none named before are wrapped."""
+        shape = _shape(adapter)
+        found = self._fits.get(shape)
+        if found is None:
+            for tensor in adapter.tensors:
+                if tensor.path not in self._stacks:
+                    self._wrap(tensor)
+            paths = tuple(tensor.path for tensor in adapter.tensors)
+            found = _Fit(stacks=tuple(map(self._stacks.__getitem__, paths)), paths=frozenset(paths))
+            if len(self._fits) >= _SHAPES:
+                self._fits.clear()
+            self._fits[shape] = found
+        return found
+
+    def _check(self, adapter: PackedAdapter) -> bool:
+        """Raise InvalidArgument where it does not fit; whether one of its shape is known."""
+        is_known = _shape(adapter) in self._fits
+        if not is_known:
+            self._check_shape(adapter)
+        for tensor in adapter.tensors:
+            if not _is_finite(tensor):
+                raise InvalidArgument(
+                    f"the adapter's {tensor.path} holds values that are no numbers"
+                )
+        return is_known
+
+    def _check_shape(self, adapter: PackedAdapter) -> None:
         if adapter.base and self._base and adapter.base != self._base:
             raise InvalidArgument(
                 f"the adapter was made for the base {adapter.base}, and this model is {self._base}"
@@ -220,13 +261,18 @@ class AdapterSlots:
         for tensor in adapter.tensors:
             stack = self._stacks.get(tensor.path)
             known = _sizes(_find(self._network, tensor.path)) if stack is None else stack.sizes
-            _check_tensor(known, tensor)
+            if (tensor.in_size, tensor.out_size) != known:
+                raise InvalidArgument(
+                    f"the adapter's {tensor.path} takes {tensor.in_size} features and gives "
+                    f"{tensor.out_size}, and the model's takes {known[0]} and gives {known[1]}"
+                )
 
     def _wrap(self, tensor: PackedTensor) -> None:
         linear = _find(self._network, tensor.path)
         dtype, slots = _stack_dtype(linear), self._count + 1
         stack = _Stack(slots, tensor.in_size, self._max_rank, tensor.out_size, dtype)
         self._stacks[tensor.path] = stack
+        self._nbytes += stack.nbytes
         parent, _, name = tensor.path.rpartition(".")
         holder = _walk(self._network, parent)
         wrapped = _SlottedLinear(linear, stack, self._rows)
@@ -241,22 +287,14 @@ def row_slots(slots: Sequence[int]) -> mx.array | None:
     return mx.array(list(slots), dtype=mx.uint32) if any(slots) else None
 
 
-def _check_tensor(wanted: tuple[int, int], tensor: PackedTensor) -> None:
-    if (tensor.in_size, tensor.out_size) != wanted:
-        raise InvalidArgument(
-            f"the adapter's {tensor.path} takes {tensor.in_size} features and gives "
-            f"{tensor.out_size}, and the model's takes {wanted[0]} and gives {wanted[1]}"
-        )
-    for values in (tensor.a, tensor.b, tensor.a_scales, tensor.b_scales):
-        if values is not None and values.dtype.kind == "f" and not _is_finite(values):
-            raise InvalidArgument(f"the adapter's {tensor.path} holds values that are no numbers")
+def _shape(adapter: PackedAdapter) -> _Shape:
+    tensors = tuple((one.path, one.a.shape, one.b.shape) for one in adapter.tensors)
+    return adapter.base, adapter.rank, tensors
 
 
-def _is_finite(values: NDArray[Any]) -> bool:
-    # A sum of squares is finite only where all values are, and one call for the small ones.
-    if values.dtype == np.float32 and values.ndim == 1 and math.isfinite(values.dot(values)):
-        return True
-    return bool(np.isfinite(values).all())
+def _is_finite(tensor: PackedTensor) -> bool:
+    """Whether all values are numbers; scales were looked at when the packed bytes were."""
+    return all(np.isfinite(part).all() for part in (tensor.a, tensor.b) if part.dtype.kind == "f")
 
 
 def _find(network: nn.Module, path: str) -> nn.Module:

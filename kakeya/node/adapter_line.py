@@ -143,7 +143,9 @@ class AdapterLine:
         try:
             async with self._lend(self._base, _ENGINE_PATIENCE_S) as engine:
                 await engine.ready(_ENGINE_PATIENCE_S)  # one that died is started again
-                return await self._bring(engine)
+                has_served = await self._bring(engine)
+                await asyncio.sleep(0)  # who got one goes on before the engine is given back
+                return has_served
         except KakeyaError as problem:
             batch = self._former.form(self._clock.mono(), places=MAX_WAITING)
             self._fail([waiter for _, waiter in batch.rows], problem)
@@ -185,6 +187,8 @@ class AdapterLine:
             if out is not None:
                 out.is_moving = True
             jobs.append(self._bring_one(adapter, waiters, engine, out))
+        if len(jobs) == 1:
+            return await jobs[0] or done  # no task for it: that is a turn of the loop
         return any(await asyncio.gather(*jobs)) or done
 
     async def _bring_one(

@@ -316,11 +316,22 @@ class ResidentModel:
         limit_s = patience_s if deadline_s is None else None
         try:
             async with AsyncExitStack() as stack:
-                lease = self._memory.acquire(self.capability, self.model_id, terms)
-                handle = await self._in_time(limit_s, stack.enter_async_context(lease))
+                handle = self._at_hand(terms)
+                if handle is not None:
+                    stack.enter_context(handle)
+                else:
+                    lease = self._memory.acquire(self.capability, self.model_id, terms)
+                    handle = await self._in_time(limit_s, stack.enter_async_context(lease))
                 yield _backend_of(handle)
         finally:
             self._drop_failed()
+
+    def _at_hand(self, terms: Terms) -> Handle | None:
+        """A handle of what is in memory and stays: no way through the line, which costs more than
+        bringing an adapter in. None = wait."""
+        if terms.timeout_s <= 0:
+            return None
+        return self._memory.try_acquire(self.capability, self.model_id, terms)
 
     @contextmanager
     def _run(self) -> Iterator[None]:

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -255,3 +256,23 @@ def test_trusted_bytes_are_read_without_the_checksum_but_not_without_looking(
     forged = packed[:64] + header.encode() + packed[64 + len(header) :]
     with pytest.raises(InvalidArgument, match="damaged header"):
         unpack(forged, is_trusted=True)
+
+
+def test_scales_that_are_no_numbers_are_refused_where_bytes_are_first_read(tmp_path: Path) -> None:
+    packed = bytearray(pack(write_adapter(tmp_path, small(), rank=2)))
+    start = 64 + int.from_bytes(packed[16:24], "little")
+    entry = json.loads(packed[64:start].rstrip(b"\0"))["tensors"][0]
+    at = start + entry["b_scales"][0]
+    packed[at : at + 4] = np.float32(np.nan).tobytes()
+    packed[24:56] = hashlib.sha256(packed[:24] + packed[56:]).digest()
+    with pytest.raises(InvalidArgument, match=f"{entry['path']} has scales that are no numbers"):
+        unpack(bytes(packed))
+
+
+def test_adapters_with_one_header_keep_their_own_values(tmp_path: Path) -> None:
+    arrays = small()
+    first = pack(write_adapter(tmp_path / "a", arrays, rank=2))
+    second = pack(write_adapter(tmp_path / "b", {n: -2 * v for n, v in arrays.items()}, rank=2))
+    for one, other in zip(unpack(first).tensors, unpack(second).tensors, strict=True):
+        for ours, theirs in zip(one.floats(), other.floats(), strict=True):
+            assert np.array_equal(-2 * ours, theirs)

@@ -78,6 +78,29 @@ def test_a_slot_that_is_filled_anew_keeps_nothing_of_the_old_one(model: LoadedMo
     assert mx.array_equal(logits(model, 1), expected).item()
 
 
+def test_adapters_of_one_shape_are_told_apart_and_another_shape_is_looked_at(
+    model: LoadedModel,
+) -> None:
+    """What is known of a shape is where it belongs, never what is in it."""
+    slots, first = slots_of(model), random_adapter(1)
+    lone = replace(first, tensors=first.tensors[-1:])
+    for slot, adapter in ((1, first), (2, replace(first, scale=-2 * first.scale))):
+        slots.load(slot, adapter)
+    assert not mx.allclose(logits(model, 1), logits(model, 2)).item()
+    slots.load(2, lone)
+    with_lone = logits(model, 2)
+    mx.eval(with_lone)
+    slots.load(2, first)
+    assert mx.array_equal(logits(model, 2), logits(model, 1)).item()
+    slots.load(2, lone)
+    assert mx.array_equal(logits(model, 2), with_lone).item()
+    damaged = first.tensors[0].a.copy()
+    damaged[0, 0] = np.inf
+    with pytest.raises(InvalidArgument, match="no numbers"):
+        slots.load(2, with_tensor(a=damaged))
+    assert mx.array_equal(logits(model, 2), with_lone).item()
+
+
 def test_filling_one_slot_leaves_the_others(model: LoadedModel) -> None:
     slots = slots_of(model)
     slots.load(1, random_adapter(1))
