@@ -1,7 +1,8 @@
 """The keeper: carries out what the arbiter decided, and tells it what came of it.
 
-Room is made by one plan after the other, in the order of the decisions, since a later plan may
-count on what an earlier one frees; loads then go on side by side. Nothing is decided here.
+Plans make their room side by side, so that memory that is short now waits for no slow unload. A
+load begins when its own room and that of all earlier plans is there, since it may count on what
+they free; loads then go on side by side too. Nothing is decided here.
 
 A load is cancelled only when the node stops: a model that nobody waits for any more stays warm.
 An unload that does not end is left alone after a while; its bytes stay in the ledger, as foreign
@@ -106,8 +107,10 @@ class Keeper:
         self._listeners = listeners
         self._clock = clock
         self._tenants: dict[str, TenantSource] = {}
+        self._shrinking: dict[str, asyncio.Lock] = {}
         self._waiters: dict[LeaseId, asyncio.Future[None]] = {}
         self._plans: asyncio.Queue[Plan] = asyncio.Queue()
+        self._rooms: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self._loads: set[asyncio.Task[None]] = set()
@@ -124,6 +127,7 @@ class Keeper:
     def remove_tenant(self, name: str) -> None:
         """Count a tenant no longer; what it was told to give up is forgotten."""
         if self._tenants.pop(name, None) is not None:
+            self._shrinking.pop(name, None)
             self.take(self._arbiter.forget(name, self._clock.mono()))
 
     async def lease(self, ask: Ask) -> LeaseId:
@@ -179,7 +183,7 @@ class Keeper:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._keep_time())
-                group.create_task(self._carry_out_all())
+                group.create_task(self._carry_out_all(group))
         finally:
             await cancelled(self._clock, FORCE_S, (*self._loads, *self._stuck))
 
@@ -220,34 +224,43 @@ class Keeper:
             await sleep_or_wake(self._clock, due - now, self._wake)
             self.take(self._arbiter.settle(self._clock.mono()))
 
-    async def _carry_out_all(self) -> None:
+    async def _carry_out_all(self, group: asyncio.TaskGroup) -> None:
         while True:
-            await self._carry_out(await self._plans.get())
+            plan = await self._plans.get()
+            room = group.create_task(self._make_room(plan))
+            self._rooms.add(room)
+            room.add_done_callback(self._rooms.discard)
+            if plan.load is not None:
+                group.create_task(self._begin_load(plan, plan.load, tuple(self._rooms)))
 
-    async def _carry_out(self, plan: Plan) -> None:
+    async def _make_room(self, plan: Plan) -> None:
         for shrink in plan.shrink:
             await self._shrink(shrink)
         for eviction in plan.evict:
             await self._evict(eviction, plan.load)
-        if plan.load is None:
-            return
+
+    async def _begin_load(
+        self, plan: Plan, key: ResidentKey, rooms: Collection[asyncio.Task[None]]
+    ) -> None:
+        await asyncio.wait(rooms)
         goes_on, outcome = self._arbiter.begin_load(plan, self._clock.mono())
         if goes_on:
-            task = asyncio.get_running_loop().create_task(self._load(plan.load))
+            task = asyncio.get_running_loop().create_task(self._load(key))
             self._loads.add(task)
             task.add_done_callback(self._loads.discard)
         self.take(outcome)
 
     async def _shrink(self, shrink: Shrink) -> None:
-        source = self._tenants.get(shrink.name)
-        if source is None:
-            return  # it left meanwhile, and its promise with it
-        try:
-            await source.shrink(shrink.bytes)
-        except Exception as fault:  # noqa: BLE001 - a tenant's fault must not stop the others
-            _warn("tenant failed to shrink", tenant=shrink.name, error=repr(fault))
-        if shrink.name in self._tenants:
-            self.take(self._arbiter.shrunk(shrink, source.usage(), self._clock.mono()))
+        async with self._shrinking.setdefault(shrink.name, asyncio.Lock()):
+            source = self._tenants.get(shrink.name)
+            if source is None:
+                return  # it left meanwhile, and its promise with it
+            try:
+                await source.shrink(shrink.bytes)
+            except Exception as fault:  # noqa: BLE001 - a tenant's fault must not stop the others
+                _warn("tenant failed to shrink", tenant=shrink.name, error=repr(fault))
+            if self._tenants.get(shrink.name) is source:
+                self.take(self._arbiter.shrunk(shrink, source.usage(), self._clock.mono()))
 
     async def _evict(self, eviction: Eviction, room_for: ResidentKey | None) -> None:
         key = eviction.key

@@ -323,7 +323,7 @@ class MemoryArbiter:
 
     def _start(self) -> None:
         if self._is_over or self._tasks is not None:
-            raise errors.Conflict("an arbiter cannot start twice, nor after shutdown; make another")
+            raise errors.Conflict("an arbiter cannot start after shutdown, nor twice; make another")
         self._tasks = Supervisor(self._clock)
         self._tasks.start("memory keeper", self._keeper.run)
 

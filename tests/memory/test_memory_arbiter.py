@@ -122,7 +122,7 @@ async def test_it_works_only_between_start_and_shutdown() -> None:
         await arbiter.request("see", "m", 1)
     with pytest.raises(errors.Refused, match="shutting down"):
         arbiter.register(capability("hear", ASR, Toy()))
-    with pytest.raises(errors.Conflict, match="nor after shutdown"):
+    with pytest.raises(errors.Conflict, match="cannot start after shutdown"):
         async with arbiter:
             pass
 
@@ -550,6 +550,65 @@ class Pages:
             raise RuntimeError("arena is broken")
         self.held -= size
         self.spare -= size
+
+
+async def test_pressure_waits_for_no_slow_unload_and_a_load_for_all_before_it(
+    shelf: Shelf,
+) -> None:
+    pages = Pages()
+    shelf.arbiter.add_tenant(pages)
+    shelf.see.unload_gate.clear()
+    await shelf.arbiter.request("see", "m", 1)
+    await shelf.arbiter.request("hear", "m", 1)
+    swap = asyncio.ensure_future(shelf.arbiter.request("draw", "m", 1))
+    await until(lambda: shelf.see.unloads)
+    shelf.press(Level.CRITICAL)
+    await until(lambda: pages.asked and shelf.hear.unloads)
+    shelf.press(Level.NOMINAL)
+    later = asyncio.ensure_future(shelf.arbiter.request("hear", "m", 2))
+    await pump()
+    assert shelf.hear.loads == ["m"], "it may count on the room that the swap makes"
+    shelf.see.unload_gate.set()
+    assert await asyncio.gather(swap, later) == ["m did 1", "m did 2"]
+
+
+async def test_a_request_during_an_unload_loads_anew_when_that_has_ended(shelf: Shelf) -> None:
+    shelf.see.unload_gate.clear()
+    warm = Warmth(unload_after_s=5)
+    await shelf.arbiter.request("see", "m", 1, Terms(warmth=warm))
+    shelf.clock.advance(5)
+    await until(lambda: shelf.see.unloads)
+    calls = [asyncio.ensure_future(shelf.arbiter.request("see", "m", n)) for n in (2, 3)]
+    await pump()
+    assert shelf.see.loads == ["m"]
+    shelf.see.unload_gate.set()
+    assert await asyncio.gather(*calls) == ["m did 2", "m did 3"]
+    assert (shelf.see.loads, shelf.see.unloads) == (["m", "m"], ["m"])
+
+
+async def test_a_tenant_is_asked_for_one_thing_after_the_other(shelf: Shelf) -> None:
+    pages, gate = Pages(spare=300), asyncio.Event()
+    most = inside = 0
+    plain = pages.shrink
+
+    async def slow(size: int) -> None:
+        nonlocal most, inside
+        inside += 1
+        most = max(most, inside)
+        await gate.wait()
+        await plain(size)
+        inside -= 1
+
+    pages.shrink = slow  # type: ignore[method-assign]
+    shelf.arbiter.add_tenant(pages)
+    for wanted in (50, 150):
+        reading = Reading(level=Level.CRITICAL, source="test", wanted_bytes=wanted)
+        shelf.arbiter.observe(reading)
+    await pump()
+    gate.set()
+    await until(lambda: pages.held == 150)
+    assert (pages.asked, most) == ([50, 100], 1)
+    assert shelf.arbiter.status().committed_bytes == 150
 
 
 async def test_a_tenant_gives_room_before_a_model_goes(shelf: Shelf) -> None:
