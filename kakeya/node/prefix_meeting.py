@@ -53,29 +53,36 @@ class HeldBlocks:
 
 
 class Rendezvous:
-    """One request that meets one peer. `met` is set once its blocks have joined."""
+    """One request that meets one peer, once that has said what it has. `met` is set once its
+    blocks have joined."""
 
-    def __init__(
-        self, meeting: Meeting, held: HeldBlocks, joined: Callable[[list[BlockId]], None]
-    ) -> None:
-        self._meeting = meeting
+    def __init__(self, held: HeldBlocks, joined: Callable[[list[BlockId]], None]) -> None:
         self._held = held
         self._joined = joined
+        self._meeting: Meeting | None = None
+        self._computed = 0
         self._task: asyncio.Task[None] | None = None
         self.met = asyncio.Event()
 
     def begin(self, task: asyncio.Task[None]) -> None:
-        """Note the task that fetches."""
+        """Note the task that asks and fetches."""
         self._task = task
+
+    def agree(self, meeting: Meeting) -> None:
+        """Note over which blocks they meet."""
+        self._meeting = meeting
+        meeting.computed(self._computed)
 
     def computed(self, blocks: int) -> None:
         """The engine has so many blocks of the history."""
-        self._meeting.computed(blocks)
-        self.look()
+        self._computed = blocks
+        if self._meeting is not None:
+            self._meeting.computed(blocks)
+            self.look()
 
     def look(self) -> None:
         """Join, if it is time to; called whenever either side moved."""
-        if self._meeting.pays and not self.met.is_set():
+        if self._meeting is not None and self._meeting.pays and not self.met.is_set():
             came = self._held.join(self._meeting.front)
             self.end()
             if came:

@@ -14,6 +14,7 @@ import asyncio
 import functools
 import random
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -35,6 +36,7 @@ from kakeya.node.prefix_sink import PageSink
 from kakeya.node.prefix_source import NodeSources
 from kakeya.node.prefixes import NodePrefixes
 from kakeya.precache.blocks import BlockId
+from kakeya.precache.meet import is_worth_while
 from kakeya.precache.peer_auth import FleetKey
 from kakeya.precache.peer_cards import OwnCaches, holders
 from kakeya.precache.peer_choice import Holder, is_worth_asking
@@ -50,6 +52,7 @@ from kakeya.wire.channels import Channels
 TICK_S = 2.0
 """Between two looks for leases that ran out and for a filter that changed."""
 _MAX_KEY_BYTES = 4096
+_LATE_KEPT = 64
 Json = dict[str, object]
 
 
@@ -121,6 +124,8 @@ class PrefixPeers:
         self._holder = self._pages.arena.holder("prefixes from peers")
         self._sources = NodeSources(prefixes.pages, prefixes.store)
         self._own = OwnCaches(self._sources)
+        self._late: OrderedDict[BlockId, Holder] = OrderedDict()
+        """By the last block of a history: who was late a moment ago, before it was computed."""
         self.service = PrefillCacheService(
             plane.registry.node_id,
             self._sources,
@@ -183,7 +188,12 @@ class PrefixPeers:
         if not found or self._fetch.prefers_meeting(wanted, found) is not None:
             return ()
         sink = PageSink(self._pages, shelf, naming, pieces, block_class, self._holder)
-        await self._fetch.fetch(wanted, found, sink)
+        late: list[Holder] = []
+        await self._fetch.fetch(wanted, found, sink, late=late.append)
+        if late:
+            self._late[wanted.ids[-1]] = max(late, key=lambda holder: holder.blocks)
+            if len(self._late) > _LATE_KEPT:
+                self._late.popitem(last=False)
         return sink.came
 
     async def rendezvous(
@@ -196,13 +206,14 @@ class PrefixPeers:
         joined: Callable[[list[BlockId]], None],
     ) -> Rendezvous | None:
         """Begin to fetch from the end, where that and computing together are sooner than either
-        alone; `joined` is told what came. End it when the request is over."""
+        alone, or where a peer was late before; `joined` is told what came. End it when the request
+        is over."""
         wanted = _wanted(naming, pieces, have)
-        holder = self._fetch.prefers_meeting(wanted, self.holders(wanted))
-        found = await self._fetch.approach(wanted, holder) if holder is not None else None
-        if found is None:
+        holder = self._late.pop(wanted.ids[-1], None)
+        if holder is None:
+            holder = self._fetch.prefers_meeting(wanted, self.holders(wanted))
+        if holder is None or not is_worth_while(wanted.missing, block_s=wanted.block_s):
             return None
-        hit, meeting = found
 
         def counted(came: list[BlockId]) -> None:
             self._fetch.met()
@@ -210,11 +221,19 @@ class PrefixPeers:
 
         sink = PageSink(self._pages, shelf, naming, pieces, block_class, self._holder)
         held = HeldBlocks(sink)
-        made = Rendezvous(meeting, held, counted)
-        made.begin(
-            asyncio.ensure_future(self._fetch.fetch_back(hit, wanted, meeting, held, made.look))
-        )
+        made = Rendezvous(held, counted)
+        made.begin(asyncio.ensure_future(self._meet(made, held, wanted, holder)))
         return made
+
+    async def _meet(
+        self, made: Rendezvous, held: HeldBlocks, wanted: Wanted, holder: Holder
+    ) -> None:
+        """Fetch from the end beside an engine that does not wait for it."""
+        found = await self._fetch.approach(wanted, holder)
+        if found is not None:
+            hit, meeting = found
+            made.agree(meeting)
+            await self._fetch.fetch_back(hit, wanted, meeting, held, made.look)
 
     def holders(self, wanted: Wanted) -> list[Holder]:
         """The nodes whose cards name blocks of a history that are not here, if it is worth it."""

@@ -26,6 +26,11 @@ SWITCH_S = 0.15
 was under way is lost, and two messages to an engine."""
 
 
+def is_worth_while(count: int, *, block_s: float, switch_s: float = SWITCH_S) -> bool:
+    """Whether a meeting over `count` blocks can ever pay: nothing of it is computed yet."""
+    return (count - 1) * block_s > switch_s
+
+
 class Side(StrEnum):
     """Where a block came from."""
 
@@ -64,7 +69,8 @@ class Meeting:
 
         The block that the prefill is at may be all but done, so it saves nothing.
         """
-        return self.is_met and (self._end - self._front - 1) * self._block_s > self._switch_s
+        left = self._end - self._front
+        return self.is_met and is_worth_while(left, block_s=self._block_s, switch_s=self._switch_s)
 
     def computed(self, blocks: int) -> None:
         """The prefill has the blocks before this one; told late or twice, it changes nothing."""
@@ -97,7 +103,9 @@ def is_sooner(count: int, *, block_s: float, fetch_s: float, switch_s: float = S
     True of links that are about as fast as the prefill: a much faster one is done before the
     prefill has begun, a much slower one brings nothing that is worth a switch.
     """
-    if count < 1 or block_s <= 0 or not 0 < fetch_s < math.inf:
+    if block_s <= 0 or not 0 < fetch_s < math.inf:
+        return False
+    if not is_worth_while(count, block_s=block_s, switch_s=switch_s):
         return False
     both_s = count * block_s * fetch_s / (block_s + fetch_s) + switch_s
     return both_s < count * min(block_s, fetch_s)

@@ -21,6 +21,8 @@ RATE_KEPT_S = 120.0
 """How long a measured link counts as measured."""
 _SMOOTHING = 0.3
 """Weight of the newest block in a link's rate."""
+_PATIENCE = 2.0
+"""How much longer than the blocks before it one may take."""
 _MARGIN = 1.1
 """How much faster than the prefill a link has to be: a block also has to be taken in."""
 
@@ -136,13 +138,18 @@ def in_order(wanted: Wanted, hits: Sequence[Hit], rates: dict[str, LinkRate]) ->
     return tuple(found)
 
 
-def due_s(wanted: Wanted, taken: int) -> float:
+def due_s(wanted: Wanted, taken: int, bytes_per_s: float = 0.0) -> float:
     """Until when the next block has to be here, in seconds from the end of the lookup.
 
     After `taken` blocks the fetch may be behind a prefill here by the slack, no more: whenever it
-    is given up, what is left takes no longer than all would have taken, and the slack.
+    is given up, what is left takes no longer than all would have taken, and the slack. A link that
+    is known to need longer for a block has that, as far as it is of use.
     """
-    return wanted.slack_s + taken * wanted.block_s
+    slack_s = wanted.slack_s
+    if bytes_per_s:
+        needs_s = _PATIENCE * wanted.block_bytes / bytes_per_s
+        slack_s = max(slack_s, min(needs_s, wanted.block_s, wanted.most_slack_s))
+    return slack_s + taken * wanted.block_s
 
 
 def _rate(rates: dict[str, LinkRate], holder: Holder) -> float:

@@ -2,13 +2,15 @@
 
 A lookup has a short deadline. Fetched blocks leave here one by one, in the order that was asked
 for, each of the announced size, under the name that was asked for, with the SHA-256 that came with
-it; whatever else comes ends the stream, and so does silence. A breaker keeps a peer that fails from
-being asked: three failures in a row, then backoff.
+it, of finite numbers; whatever else comes ends the stream, and so does silence. A breaker keeps a
+peer that answers no lookups from being asked: three failures in a row, then backoff. How its blocks
+came is its `Standing`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, TypeAlias
@@ -26,11 +28,14 @@ from kakeya.core.errors import (
     PeerUnavailable,
     Refused,
 )
+from kakeya.core.log import event
 from kakeya.decoding.breaker import CircuitBreaker
 from kakeya.precache.peer_auth import FleetKey, Metadata
 from kakeya.precache.peer_choice import Hit, Holder, LinkRate
 from kakeya.precache.peer_chunks import CHUNK_BYTES, Assembly, BrokenBlock
+from kakeya.precache.peer_numbers import is_finite
 from kakeya.precache.peer_seams import MAX_IDS, TAIL_NAME_BYTES, Part, Wanted, usable
+from kakeya.precache.peer_standing import Standing
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import PrefillCacheServiceStub
 from kakeya.wire.status import error_from_rpc
@@ -38,6 +43,7 @@ from kakeya.wire.status import error_from_rpc
 if TYPE_CHECKING:
     from kakeya.v1.distributed_pb2_grpc import PrefillCacheServiceAsyncStub
 
+_log = logging.getLogger(__name__)
 FetchCall: TypeAlias = "grpc.aio.UnaryStreamCall[pb.FetchBlocksRequest, pb.FetchBlocksResponse]"
 ChannelFor = Callable[[Holder], grpc.aio.Channel]
 FETCH_S = 120.0
@@ -66,13 +72,15 @@ class PrefixPeer:
         self._fleet_key = fleet_key
         self.breaker = CircuitBreaker(rng)
         self.rate = LinkRate()
+        self.standing = Standing()
 
     async def lookup(self, holder: Holder, wanted: Wanted, timeout_s: float) -> Hit | None:
-        """Ask how much of a history is there; None = no more than is here, or the breaker is open.
+        """Ask how much of a history is there; None = no more than is here, or it is not asked now.
 
         Raises a KakeyaError when the peer gives no proper answer in time.
         """
-        if not self.breaker.admit(self._clock.mono()):
+        now = self._clock.mono()
+        if not self.standing.may_be_asked(now) or not self.breaker.admit(now):
             return None
         try:
             async with asyncio.timeout(timeout_s):
@@ -82,7 +90,12 @@ class PrefixPeer:
             self.breaker.failed(self._clock.mono())
             raise DeadlineExceeded(f"{holder.address}: no answer in {timeout_s:g} s") from late
         except KakeyaError as failure:
-            self._judge(failure)
+            if isinstance(failure, _FAULTLESS):
+                self.breaker.succeeded()
+            else:
+                self.breaker.failed(self._clock.mono())
+            if isinstance(failure, PeerProtocol):
+                self._lied(holder, failure)
             raise
         except asyncio.CancelledError:
             self.breaker.withdrawn()
@@ -109,7 +122,7 @@ class PrefixPeer:
                 request, timeout=FETCH_S, metadata=self._metadata(request)
             )
         except grpc.aio.UsageError as failure:
-            self.breaker.failed(self._clock.mono())
+            self.gave_up()
             raise _closed(hit.holder) from failure
         try:
             for index in sent:
@@ -119,16 +132,21 @@ class PrefixPeer:
                 self.rate.observe(len(payload), now - began, now)
                 if index in order:
                     yield index, payload
-            self.breaker.succeeded()
-        except KakeyaError as failure:
-            self._judge(failure)
+            self.standing.sent()
+        except PeerProtocol as lie:
+            self._lied(hit.holder, lie)
+            raise
+        except _FAULTLESS:
+            raise
+        except KakeyaError:
+            self.gave_up()
             raise
         finally:
             call.cancel()
 
     def gave_up(self) -> None:
-        """The peer was too slow to be of use."""
-        self.breaker.failed(self._clock.mono())
+        """The peer was too slow to be of use, or ended."""
+        self.standing.failed(self._clock.mono())
 
     async def _ask(
         self, holder: Holder, wanted: Wanted, timeout_s: float
@@ -169,6 +187,13 @@ class PrefixPeer:
                 else:
                     await asyncio.to_thread(assembly.add, chunk)
             payload = assembly.payload()
+            if not await asyncio.to_thread(
+                is_finite, payload, due.tokens, wanted.fingerprint.layout
+            ):
+                raise PeerProtocol(
+                    f"{hit.holder.address}: block {index} has numbers that are not finite, so it "
+                    "is nobody's KV"
+                )
         except BrokenBlock as broken:
             raise PeerProtocol(f"{hit.holder.address}: {broken.message}") from broken
         if not (len(payload) == due.size if due.size else wanted.is_size(len(payload))):
@@ -200,11 +225,16 @@ class PrefixPeer:
             )
         return chunk
 
-    def _judge(self, failure: KakeyaError) -> None:
-        if isinstance(failure, _FAULTLESS):
-            self.breaker.succeeded()
-        else:
-            self.breaker.failed(self._clock.mono())
+    def _lied(self, holder: Holder, lie: PeerProtocol) -> None:
+        pause_s = self.standing.lied(self._clock.mono())
+        event(
+            _log,
+            "a peer sends what cannot be true, and is not asked for a while",
+            level=logging.WARNING,
+            peer=holder.node_id,
+            reason=lie.message,
+            seconds=pause_s,
+        )
 
     def _stub(self, holder: Holder) -> PrefillCacheServiceAsyncStub:
         return PrefillCacheServiceStub(self._channel_for(holder))

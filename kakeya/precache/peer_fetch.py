@@ -16,11 +16,12 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import KakeyaError, PeerUnavailable
+from kakeya.core.errors import DeadlineExceeded, KakeyaError, PeerUnavailable
 from kakeya.core.log import event
-from kakeya.precache.meet import Meeting
+from kakeya.precache.meet import Meeting, is_worth_while
 from kakeya.precache.peer_auth import FleetKey
 from kakeya.precache.peer_choice import (
     Hit,
@@ -37,7 +38,17 @@ from kakeya.precache.peer_seams import BlockSink, Wanted
 
 _log = logging.getLogger(__name__)
 PEERS_KEPT = 256
+BESIDE_S = 1.0
+"""How long a lookup may take beside a prefill, which does not wait for it."""
 Stream = AsyncGenerator[tuple[int, bytearray], None]
+
+
+class _End(Enum):
+    """How a stream of blocks ended; another peer may go on where it is over."""
+
+    OVER = auto()
+    LATE = auto()
+    FULL = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,16 +91,24 @@ class PeerFetch:
         self._peers: OrderedDict[str, PrefixPeer] = OrderedDict()
         self.stats = FetchStats()
 
-    async def fetch(self, wanted: Wanted, holders: Iterable[Holder], sink: BlockSink) -> int:
+    async def fetch(
+        self,
+        wanted: Wanted,
+        holders: Iterable[Holder],
+        sink: BlockSink,
+        *,
+        late: Callable[[Holder], None] = lambda holder: None,
+    ) -> int:
         """Put the blocks that follow into the sink, in order; returns how many were taken, a tail
         counted.
 
         Ends with the last block that a peer has, or when waiting any longer could make the caller
-        later than computing them; see `due_s`.
+        later than computing them; see `due_s`. `late` is told of a peer that may yet answer, or
+        send, while they are computed: see `approach`.
         """
         began = self._clock.mono()
         taken, answered = 0, 0.0
-        async with aclosing(self._hits(wanted, holders)) as hits:
+        async with aclosing(self._hits(wanted, holders, late)) as hits:
             async for hit in hits:
                 answered = answered or self._clock.mono()
                 if hit.blocks <= wanted.have + taken:
@@ -97,10 +116,12 @@ class PeerFetch:
                 order = range(wanted.have + taken, hit.end)
                 peer = self._peer(hit.holder)
                 async with aclosing(peer.fetch(hit, wanted, order)) as stream:
-                    count, may_go_on = await self._run(stream, hit, wanted, taken, answered, sink)
+                    count, end = await self._run(stream, hit, wanted, taken, answered, sink)
                 taken += count
+                if end is _End.LATE:
+                    late(hit.holder)
                 is_all = wanted.have + taken >= len(wanted.ids)
-                if is_all or not may_go_on or wanted.have + taken > hit.blocks:
+                if is_all or end in (_End.LATE, _End.FULL) or wanted.have + taken > hit.blocks:
                     break
         self._count(wait_s=self._clock.mono() - began)
         return taken
@@ -118,8 +139,10 @@ class PeerFetch:
 
     async def approach(self, wanted: Wanted, holder: Holder) -> tuple[Hit, Meeting] | None:
         """Lease what a peer has, to be fetched from its end; None = it is not worth it."""
-        hit = await self._ask(holder, wanted)
-        if hit is None or not hit.is_extended or hit.blocks <= wanted.have:
+        hit = await self._ask(holder, wanted, BESIDE_S)
+        if hit is None or not hit.is_extended:
+            return None
+        if not is_worth_while(hit.blocks - wanted.have, block_s=wanted.block_s):
             return None
         return hit, Meeting(wanted.have, hit.blocks, block_s=wanted.block_s)
 
@@ -136,9 +159,11 @@ class PeerFetch:
         `moved` is called after each. Whoever computes tells the meeting.
         """
         order = range(wanted.have, hit.blocks)[::-1]
+        peer, has_sent = self._peer(hit.holder), False
         try:
-            async with aclosing(self._peer(hit.holder).fetch(hit, wanted, order)) as stream:
+            async with aclosing(peer.fetch(hit, wanted, order)) as stream:
                 async for index, payload in stream:
+                    has_sent = True
                     if not meeting.is_needed(index) or not await sink.put(index, payload):
                         return
                     if not meeting.is_needed(index):
@@ -147,9 +172,14 @@ class PeerFetch:
                     self._took(wanted.fingerprint.block_tokens, payload)
                     moved()
                     if meeting.is_met:
+                        peer.standing.sent()
                         return
         except KakeyaError as failure:
             self._failed(hit.holder, failure)
+        except asyncio.CancelledError:
+            if not has_sent:  # all was computed before its first block came
+                peer.gave_up()
+            raise
 
     def met(self) -> None:
         """Count a meeting that was worth it."""
@@ -162,7 +192,9 @@ class PeerFetch:
 
     # --- lookups
 
-    async def _hits(self, wanted: Wanted, holders: Iterable[Holder]) -> AsyncGenerator[Hit, None]:
+    async def _hits(
+        self, wanted: Wanted, holders: Iterable[Holder], late: Callable[[Holder], None]
+    ) -> AsyncGenerator[Hit, None]:
         """Ask a few peers at once, and yield the hits that pay, the best first.
 
         One that has everything is yielded at once; the answers of the others are waited for only
@@ -171,7 +203,10 @@ class PeerFetch:
         rates = self._rates()
         asked = to_ask(wanted, holders, rates) if is_worth_asking(wanted) else ()
         self._count(asked=len(asked))
-        waiting = {asyncio.ensure_future(self._ask(holder, wanted)) for holder in asked}
+        limit_s = max(wanted.lookup_s, self._lookup_s)
+        waiting = {
+            asyncio.ensure_future(self._ask(holder, wanted, limit_s, late)) for holder in asked
+        }
         hits: list[Hit] = []
         try:
             while waiting or hits:
@@ -187,11 +222,19 @@ class PeerFetch:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
-    async def _ask(self, holder: Holder, wanted: Wanted) -> Hit | None:
+    async def _ask(
+        self,
+        holder: Holder,
+        wanted: Wanted,
+        limit_s: float,
+        late: Callable[[Holder], None] = lambda holder: None,
+    ) -> Hit | None:
         try:
-            return await self._peer(holder).lookup(
-                holder, wanted, max(wanted.lookup_s, self._lookup_s)
-            )
+            return await self._peer(holder).lookup(holder, wanted, limit_s)
+        except DeadlineExceeded as failure:
+            late(holder)
+            self._failed(holder, failure)
+            return None
         except KakeyaError as failure:
             self._failed(holder, failure)
             return None
@@ -206,28 +249,29 @@ class PeerFetch:
         taken: int,
         answered: float,
         sink: BlockSink,
-    ) -> tuple[int, bool]:
-        """Take blocks while they come in time; how many came, and whether another may go on."""
+    ) -> tuple[int, _End]:
+        """Take blocks while they come in time; how many came, and how that ended."""
         count = 0
         try:
             while True:
-                due = answered + due_s(wanted, taken + count)
+                rate = self._peer(hit.holder).rate.bytes_per_s
+                due = answered + due_s(wanted, taken + count, rate)
                 async with asyncio.timeout(due - self._clock.mono()):
                     index, payload = await anext(stream)
                 tokens = hit.tail_tokens if index == hit.blocks else 0
                 if not await sink.put(index, payload, tokens):
-                    return count, False
+                    return count, _End.FULL
                 count += 1
                 self._took(tokens or wanted.fingerprint.block_tokens, payload)
         except StopAsyncIteration:
-            return count, True
+            return count, _End.OVER
         except TimeoutError:
             self._peer(hit.holder).gave_up()
             self._count(late=1)
-            return count, False
+            return count, _End.LATE
         except KakeyaError as failure:
             self._failed(hit.holder, failure)
-            return count, True
+            return count, _End.OVER
 
     def _rates(self) -> dict[str, LinkRate]:
         """What is known of links, by node id."""

@@ -25,6 +25,9 @@ MOST_PEERS = 3
 SLACK_S = 0.5
 """How far a fetch may fall behind the prefill that it replaces, and how long a peer may be silent:
 more than a block of 36 MiB takes over a gigabit."""
+LEAST_SLACK_S = 0.15
+_SLACK_SHARE = 0.25
+"""Of a block's prefill; what comes later than that comes from behind while others compute."""
 TAIL_NAME_BYTES = 8
 """Of the id of a tail, where it is asked for: whoever answers with another one is found out."""
 
@@ -150,8 +153,10 @@ class Wanted:
 
     @property
     def slack_s(self) -> float:
-        """How far a fetch may fall behind: one block of prefill, which a block on its way needs."""
-        return min(self.block_s, self.most_slack_s)
+        """How far a fetch over a link that nobody measured may fall behind: a part of a block's
+        prefill, and no less than anybody notices."""
+        longest = max(LEAST_SLACK_S, _SLACK_SHARE * self.block_s)
+        return min(self.block_s, longest, self.most_slack_s)
 
     def is_size(self, size: int) -> bool:
         """Whether a block may have so many bytes."""

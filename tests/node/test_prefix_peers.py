@@ -28,7 +28,7 @@ from kakeya.precache.blocks import BlockChain
 from kakeya.precache.fingerprint import KvFingerprint
 from kakeya.precache.peer_auth import FleetKey
 from kakeya.precache.pieces import pieces_of
-from kakeya.precache.retention import BlockClass
+from kakeya.precache.retention import BlockClass, Retention
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import PrefillCacheServiceStub
 from kakeya.wire.channels import Channels
@@ -121,14 +121,15 @@ class Station:
         pages = self.prefixes.pages
         sink = PageSink(pages, shelf, named, pieces, BlockClass.USER, holder)
         for index in range(blocks):
-            payload = bytearray(payload_of(pieces[index].id))
-            assert await sink.put(index, payload)
-            self.prefixes._landed(shelf, pieces[index].id)
+            assert await sink.put(index, bytearray(payload_of(pieces[index].id)))
         if tail:
             size = named.size(len(pieces[-1].tokens), has_state=False)
             payload = bytearray(payload_of(pieces[-1].id, size))
             assert await sink.put(blocks, payload, len(pieces[-1].tokens))
             assert sink.came[-1] == pieces[-1].id
+        pages.touch(shelf, sink.came, block_class=BlockClass.USER, retention=Retention.LONG)
+        for block_id in sink.came:
+            self.prefixes._landed(shelf, block_id)
 
     def held(self, named: Naming, tokens=TEXT) -> list[bytes | None]:
         """What lies in pages of each whole block of a text."""
@@ -340,6 +341,31 @@ async def test_what_a_lease_pins_makes_room_for_nothing(tmp_path):
         assert room >= 7
         assert None in a.held(named)
         assert shelf.tree.stats().ram_blocks == 0
+
+
+async def test_who_is_late_is_met_while_the_engine_computes(two, monkeypatch):
+    (a, b), named = two, naming()
+    await a.lay(named)
+    introduce(a, b)
+    real = b.peers._fetch._ask
+
+    async def ask(holder, wanted, limit_s, *told):
+        if told:  # a lookup that is waited for; the peer is busy
+            told[0](holder)
+            return None
+        return await real(holder, wanted, 5.0)
+
+    monkeypatch.setattr(b.peers._fetch, "_ask", ask)
+    assert await b.fetch(named) == 0
+    shelf, pieces = b.prefixes.pages.shelf(named), pieces_of(named.chain, TEXT)
+    joined: list[bytes] = []
+    made = await b.peers.rendezvous(shelf, named, pieces, 0, BlockClass.USER, joined.extend)
+    async with asyncio.timeout(20):
+        await made.met.wait()
+    assert joined == [piece.id for piece in pieces if not piece.is_tail]
+    assert b.held(named) == a.held(named)
+    again = await b.peers.rendezvous(shelf, named, pieces, 0, BlockClass.USER, joined.extend)
+    assert again is None
 
 
 async def test_without_pages_for_them_nothing_is_fetched(tmp_path):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.precache.meet import Meeting, Side, is_sooner
+from kakeya.precache.meet import Meeting, Side, is_sooner, is_worth_while
 
 SECONDS = st.floats(0.001, 10.0)
 
@@ -66,6 +66,14 @@ def test_takes_about_as_long_as_both_together_need(count, block_s, fetch_s):
     together_s = count * block_s * fetch_s / (block_s + fetch_s)
     # The last block of either side may be under way, or not worth the switch.
     assert took_s <= together_s + 2 * max(block_s, fetch_s)
+
+
+@given(plays())
+def test_where_a_meeting_is_worth_while_is_where_it_can_end_a_prefill(play):
+    count, block_s, _, switch_s = play
+    meeting, _ = simulate(count, block_s, [1e-6 * n for n in range(count)], switch_s)
+    is_ended = meeting.front < count
+    assert is_ended == is_worth_while(count, block_s=block_s, switch_s=switch_s)
 
 
 @given(plays())

@@ -17,7 +17,7 @@ from kakeya.precache.peer_choice import (
     is_worth_taking,
     to_ask,
 )
-from kakeya.precache.peer_seams import LOOKUP_S, MOST_LOOKUP_S, SLACK_S, usable
+from kakeya.precache.peer_seams import LEAST_SLACK_S, LOOKUP_S, MOST_LOOKUP_S, SLACK_S, usable
 
 from .peer_world import BLOCK_BYTES, BLOCK_TOKENS, wanted
 
@@ -38,23 +38,27 @@ def rates(**by_name: float) -> dict[str, LinkRate]:
     st.integers(1, 30),
     st.floats(1.0, 1e5),
     st.lists(st.floats(0.0, 5.0), max_size=30),
+    st.just(0.0) | st.floats(1e3, 1e12),
 )
-def test_whatever_a_peer_does_all_is_there_hardly_later_than_without_it(count, rate, gaps):
+def test_whatever_a_peer_does_all_is_there_hardly_later_than_without_it(count, rate, gaps, link):
     want = wanted(count, rate=rate, most_slack_s=SLACK_S)
+    slack_s = due_s(want, 0, link)
     lookup_s = want.lookup_s
     assert LOOKUP_S <= lookup_s <= max(LOOKUP_S, min(MOST_LOOKUP_S, 0.02 * count * want.block_s))
     now, taken = lookup_s, 0  # the lookup took all of its time
     for gap in gaps[:count]:
-        if now + gap > lookup_s + due_s(want, taken):
-            now = max(now, lookup_s + due_s(want, taken))  # given up at this moment
+        if now + gap > lookup_s + due_s(want, taken, link):
+            now = max(now, lookup_s + due_s(want, taken, link))  # given up at this moment
             break
         now, taken = now + gap, taken + 1
     else:
         # It fell silent, or everything came.
-        now = now if taken == count else max(now, lookup_s + due_s(want, taken))
+        now = now if taken == count else max(now, lookup_s + due_s(want, taken, link))
     all_there_s = now + (count - taken) * want.block_s
-    assert all_there_s <= count * want.block_s * (1 + 1e-9) + lookup_s + want.slack_s
-    assert want.slack_s <= SLACK_S
+    assert all_there_s <= count * want.block_s * (1 + 1e-9) + lookup_s + slack_s
+    assert slack_s <= min(SLACK_S, want.block_s)
+    if not link:
+        assert slack_s <= max(LEAST_SLACK_S, want.block_s / 4)
 
 
 def test_a_link_pays_when_a_block_comes_sooner_than_it_is_computed():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 
 import pytest
@@ -292,6 +293,71 @@ async def test_a_peer_without_extensions_serves_from_the_beginning(world):
     sink = w.Sink()
     assert await bounded(fetcher, w.wanted(BLOCKS, have=2), [peer.holder()], sink) == BLOCKS - 2
     assert peer.service.stats.blocks_served == BLOCKS
+
+
+async def test_who_lies_is_not_asked_again_for_a_while_however_well_it_answers(world):
+    class Liar(PrefillCacheService):
+        async def FetchBlocks(self, request, context):
+            async for chunk in super().FetchBlocks(request, context):
+                yield damage(chunk, "bit flipped")[0] if chunk.block_index == 1 else chunk
+
+    peer = await world.peer(sources(), kind=Liar)
+    fetcher = await world.fetcher(peer)
+    assert await bounded(fetcher, w.wanted(BLOCKS), [peer.holder()], w.Sink()) == 1
+    for _ in range(3):
+        assert await bounded(fetcher, w.wanted(BLOCKS), [peer.holder()], w.Sink()) == 0
+    assert peer.service.stats.lookups == 1
+
+
+async def test_who_stops_in_the_middle_again_and_again_is_not_asked_for_a_moment(world):
+    class Hangs(PrefillCacheService):
+        async def FetchBlocks(self, request, context):
+            async for chunk in super().FetchBlocks(request, context):
+                if chunk.block_index == 1:
+                    await asyncio.sleep(60)
+                yield chunk
+
+    peer = await world.peer(sources(), kind=Hangs)
+    fetcher = await world.fetcher(peer)
+    for _ in range(5):
+        await fetcher.fetch(w.wanted(BLOCKS, rate=80.0), [peer.holder()], w.Sink())
+    assert peer.service.stats.lookups == 3
+
+
+async def test_numbers_that_are_not_finite_are_taken_from_nobody(world):
+    layout = {"format": 1, "layers": [{"arrays": [["float16", 1, 3125]]}]}
+    kind = w.fingerprint(layout=json.dumps(layout))
+    ids = w.chain(BLOCKS, kind)
+    source = w.MemorySource(ids)
+    source.blocks = dict.fromkeys(ids, bytes(w.BLOCK_BYTES))
+    source.blocks[ids[2]] = bytes(w.BLOCK_BYTES - 2) + b"\x00\x7e"
+    peer = await world.peer(w.Sources().add(kind, source))
+    fetcher = await world.fetcher(peer)
+    sink = w.Sink()
+    assert await fetcher.fetch(w.wanted(BLOCKS, kind=kind), [peer.holder()], sink) == 2
+    assert await fetcher.fetch(w.wanted(BLOCKS, kind=kind), [peer.holder()], sink) == 0
+    assert peer.service.stats.lookups == 1
+
+
+@pytest.mark.parametrize("method", ["LookupPrefix", "FetchBlocks"])
+async def test_whoever_is_late_is_told_of_as_it_may_be_met(world, method):
+    class Late(PrefillCacheService):
+        async def LookupPrefix(self, request, context):
+            if method == "LookupPrefix":
+                await asyncio.sleep(60)
+            return await super().LookupPrefix(request, context)
+
+        async def FetchBlocks(self, request, context):
+            await asyncio.sleep(60)
+            async for chunk in super().FetchBlocks(request, context):
+                yield chunk
+
+    peer = await world.peer(sources(), kind=Late)
+    fetcher = await world.fetcher(peer, lookup_s=0.3)
+    late: list[w.Holder] = []
+    wanted = w.wanted(BLOCKS, most_slack_s=0.1)
+    assert await fetcher.fetch(wanted, [peer.holder()], w.Sink(), late=late.append) == 0
+    assert late == [peer.holder()]
 
 
 def with_tail(blocks: int, size: int = w.TAIL_BYTES) -> w.Sources:
