@@ -39,8 +39,9 @@ class DecodeJob:
 
     `adapter_id` names a loaded adapter, "" is the model alone. With `max_tokens` 0 the history is
     only prefilled, all but its last token. `kv_blocks` hold the KV of its first blocks and stay
-    pinned until the first frame; `kv_exports` are to be filled with what is computed. `client` is
-    who asks, for fair shares; a smaller `priority` is more urgent.
+    pinned until the first frame; `kv_exports` are to be filled with what is computed. `cuts` are
+    places at which pieces of prefill end beside the grid. `client` is who asks, for fair shares; a
+    smaller `priority` is more urgent.
     """
 
     token_ids: Sequence[int]
@@ -52,6 +53,7 @@ class DecodeJob:
     adapter_id: str = ""
     kv_blocks: tuple[KvPages, ...] = ()
     kv_exports: tuple[KvPages, ...] = ()
+    cuts: tuple[int, ...] = ()
     client: str = ""
     priority: int = NORMAL_PRIORITY
     deadline_s: float | None = None
@@ -66,9 +68,10 @@ class ImportedFrame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedFrame:
-    """A block that lies whole in the pages given for it."""
+    """A block that lies whole in the pages given for it; `tokens` as these said, 0 = a block."""
 
     index: int
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,11 @@ computed. Out: what is computed on the prefill grid is copied into the pages giv
 piece right after it was computed, because a window forgets. A block that is whole is told of.
 
     whole blocks   of `facts.kv_block_tokens` tokens, block i from position i * kv_block_tokens
-    a tail         the rest of a history behind them, all but its last token
+    a tail         the beginning of a block, up to a cut of the history or its last token but one
 
-The grid is why KV from pages has the bits that would be computed here: only what was computed on it
-is exported, and a tail is taken whole only where it ends with the history, as it did when it was
-made. Else it is taken up to the last grid boundary in it, from where prefill goes on. KV that was
+Prefill's pieces are why KV from pages has the bits that would be computed here: only what was
+computed in them is exported, and the end of a tail is taken only where a piece ends here too. Else
+it is taken up to the last place in it where one does, from where prefill goes on. KV that was
 decoded is not exported, nor what was computed behind it.
 
 Slabs are mapped for a copy only: one that its owner took away would go on taking memory. Nothing
@@ -19,13 +19,13 @@ here fails a generation: without its KV a prompt is computed.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.engine.model import KvView, LoadedFacts, SequenceState
+from kakeya.engine.pieces import Pieces
 from kakeya.memory.page_ref import PageReader
 from kakeya.precache.kv_pages import KvPages
 
@@ -54,27 +54,15 @@ def room_tokens(pages: KvPages, facts: LoadedFacts) -> int:
     return 0 if surplus or tokens > facts.kv_block_tokens else tokens
 
 
-def grid_floor(facts: LoadedFacts, tokens: int) -> int:
-    """The last boundary of the prefill grid at or in front of a position.
-
-    Every position is one where bits do not depend on the pieces.
-    """
-    if not facts.prefill_grid:
-        return tokens
-    block = tokens - tokens % facts.kv_block_tokens
-    # Pieces get only shorter behind a longer context, each a divisor of those before.
-    return tokens - tokens % facts.prefill_chunk_at(block)
-
-
-def plan_take(blocks: Sequence[KvPages], facts: LoadedFacts, total: int) -> Take:
-    """Choose what of the blocks serves a history of which `total` tokens are to be prefilled."""
+def plan_take(blocks: Sequence[KvPages], facts: LoadedFacts, pieces: Pieces) -> Take:
+    """Choose what of the blocks serves a history that is prefilled in these pieces."""
     best = Take()
     for number, block in enumerate(blocks):
         room = room_tokens(block, facts)
         # Where a model has nothing but state, what lies in front of it is of no use.
         if not room or (facts.kv_block_bytes and block.index != number):
             break
-        end = _usable_end(block, room, facts, total)
+        end = _usable_end(block, room, facts, pieces)
         if end > best.tokens:
             used = blocks[: number + 1] if facts.kv_block_bytes else (block,)
             best = Take(end, tuple(used))
@@ -83,17 +71,16 @@ def plan_take(blocks: Sequence[KvPages], facts: LoadedFacts, total: int) -> Take
     return best
 
 
-def _usable_end(block: KvPages, room: int, facts: LoadedFacts, total: int) -> int:
+def _usable_end(block: KvPages, room: int, facts: LoadedFacts, pieces: Pieces) -> int:
     """Up to which token a block serves a history, such that its bits are those of a prefill."""
     start = block.index * facts.kv_block_tokens
-    end = min(start + min(block.tokens or room, room), total)
-    ends_alike = end == start + room == total
-    if facts.kv_state_bytes and not (block.has_state and end == start + room):
+    meant = min(block.tokens or room, room)
+    end = min(start + meant, pieces.total)
+    is_whole = end == start + room
+    exact = pieces.usable(end, ended=is_whole or (block.is_cut and end == start + meant))
+    if facts.kv_state_bytes and not (block.has_state and is_whole and exact == end):
         return 0  # state is that behind the last row
-    floor = grid_floor(facts, end)
-    # A window that a single row was put into lies in another order than one that is read back.
-    exact = end if ends_alike and end - floor != 1 else floor
-    return 0 if facts.kv_state_bytes and exact != end else exact
+    return max(exact, start)
 
 
 def take(state: SequenceState, plan: Take, facts: LoadedFacts) -> bool:
@@ -110,65 +97,74 @@ def take(state: SequenceState, plan: Take, facts: LoadedFacts) -> bool:
     except _FAULTS as fault:
         _tell("blocks of KV could not be taken", fault)
         return False
-    state.grid_tokens = grid_floor(facts, plan.tokens)
+    state.grid_tokens = plan.tokens
     return True
+
+
+@dataclass(slots=True, eq=False)
+class _Export:
+    """Pages for positions [start, end), of which those in front of `copied` lie there."""
+
+    pages: KvPages
+    start: int
+    end: int
+    copied: int
 
 
 class KvExports:
     """The pages of one generation that wait for what it computes."""
 
-    def __init__(self, exports: Sequence[KvPages], facts: LoadedFacts, total: int) -> None:
-        """`total`: how many tokens of the history are prefilled."""
+    def __init__(self, exports: Sequence[KvPages], facts: LoadedFacts, pieces: Pieces) -> None:
         self._facts = facts
-        self._total = total
-        fitting = [pages for pages in exports if self._fits(pages)]
-        self._waiting = deque(sorted(fitting, key=lambda pages: pages.index))
-        self._copied = 0
+        self._pieces = pieces
+        places = [self._place(pages) for pages in exports]
+        fitting = [export for export in places if self._fits(export)]
+        self._waiting = sorted(fitting, key=lambda export: (export.start, export.end))
 
-    def computed(self, state: SequenceState, until: int) -> Iterator[int]:
-        """Copy what is new of the state's first `until` tokens, all of them computed on the grid.
+    def computed(self, state: SequenceState, until: int) -> Iterator[KvPages]:
+        """Copy what is new of the state's first `until` tokens, all of them computed in pieces.
 
-        Yields the index of each block that is whole.
+        Yields the pages of each block, or tail, that is whole.
         """
-        while self._waiting:
-            pages = self._waiting[0]
-            start, end = self._range(pages)
-            first, last = max(start, self._copied), min(end, until)
-            if last <= first:
+        for export in tuple(self._waiting):
+            if export.start >= until or not self._waiting:
                 return
-            is_whole = last == end
-            is_there = self._copy(state, pages, first, last)
-            if not is_there or is_whole:
-                self._waiting.popleft()
+            last = min(export.end, until)
+            if last <= export.copied:
+                continue
+            is_there = self._copy(state, export, last)
+            export.copied = last
+            is_whole = last == export.end
+            if (is_whole or not is_there) and export in self._waiting:
+                self._waiting.remove(export)
             if is_there and is_whole:
-                yield pages.index
-            self._copied = last
+                yield export.pages
 
-    def _fits(self, pages: KvPages) -> bool:
-        """Whether they have room for a whole block, or for the tail of this very history."""
-        room, size = room_tokens(pages, self._facts), self._facts.kv_block_tokens
-        ends_right = room == size or self._range(pages)[1] == self._total
-        return 0 < room == (pages.tokens or size) and ends_right
-
-    def _range(self, pages: KvPages) -> tuple[int, int]:
+    def _place(self, pages: KvPages) -> _Export:
         start = pages.index * self._facts.kv_block_tokens
-        return start, start + room_tokens(pages, self._facts)
+        return _Export(pages, start, start + room_tokens(pages, self._facts), start)
 
-    def _copy(self, state: SequenceState, pages: KvPages, first: int, last: int) -> bool:
-        """Copy [first, last); False where the state no longer has that, or the pages are gone."""
-        start, end = self._range(pages)
-        with_state = pages.has_state and last == end
-        if with_state and state.length != end:
+    def _fits(self, export: _Export) -> bool:
+        """Whether they have room for a whole block, or for what ends where a piece does."""
+        room, size = export.end - export.start, self._facts.kv_block_tokens
+        ends_right = room == size or export.end in (*self._pieces.cuts, self._pieces.total)
+        return 0 < room == (export.pages.tokens or size) and ends_right
+
+    def _copy(self, state: SequenceState, export: _Export, last: int) -> bool:
+        """Copy up to `last`; False where the state no longer has that, or the pages are gone."""
+        first, pages = export.copied, export.pages
+        with_state = pages.has_state and last == export.end
+        if with_state and state.length != last:
             return False
         try:
             with PageReader() as reader:
-                into = KvView(reader.fill(pages.pages), end - start, pages.has_state)
+                room = export.end - export.start
+                into = KvView(reader.fill(pages.pages), room, pages.has_state)
                 return state.export_block(first, last - first, into, with_state=with_state)
         except _FAULTS as fault:
             _tell("blocks of KV could not be exported", fault)
             # Said once: with the pages behind it, it would most likely go the same way.
-            while len(self._waiting) > 1:
-                self._waiting.pop()
+            self._waiting.clear()
             return False
 
 

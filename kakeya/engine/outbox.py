@@ -118,7 +118,7 @@ def _to_wire(
     if isinstance(frame, ImportedFrame):
         return pb.DecodeResponse(imported=pb.KvImported(tokens=frame.tokens))
     if isinstance(frame, ExportedFrame):
-        return pb.DecodeResponse(exported=pb.KvExported(index=frame.index))
+        return pb.DecodeResponse(exported=pb.KvExported(index=frame.index, tokens=frame.tokens))
     if isinstance(frame, PrefillFrame):
         return pb.DecodeResponse(
             progress=pb.PrefillProgress(

@@ -1,8 +1,9 @@
 """One generation on the model thread, as a generator of steps: frames, and launches between them.
 
     prefill   the part of the history that no KV covers, kept here or taken from blocks, in chunks
-              on a fixed grid that is finer behind a long context, all but the last token; a frame
-              each, so a cancellation is noticed in between; whole blocks are exported on the way
+              on a fixed grid that is finer behind a long context and at the request's cuts, all
+              but the last token; a frame each, so a cancellation is noticed in between; blocks are
+              exported on the way
     first     a plain step alone, told at once: nothing else is launched or drafted before
     flight    plain steps in a pipeline: the next row is launched before this one is read
     quiet     nothing in flight; the last committed token is pending
@@ -40,8 +41,9 @@ from kakeya.engine.job import (
     PrefillFrame,
     TokensFrame,
 )
-from kakeya.engine.kv import KvExports, grid_floor, plan_take, take
+from kakeya.engine.kv import KvExports, plan_take, take
 from kakeya.engine.model import Model, SequenceState
+from kakeya.engine.pieces import Pieces
 from kakeya.engine.slots import KvSlots
 
 
@@ -102,9 +104,9 @@ class SequenceRun:
         )
         self._adapter = _enter(tools, job.adapter_id)
         self._lender = tools.adapters
-        self._prompt_tokens = len(job.token_ids) - 1
+        self._pieces = Pieces(facts, len(job.token_ids) - 1, job.cuts)
         self._imported_tokens = 0
-        self._exports = KvExports(job.kv_exports, facts, self._prompt_tokens)
+        self._exports = KvExports(job.kv_exports, facts, self._pieces)
         try:
             self._state, self._cached_tokens = self._reopen(model)
             self._state.select_with(job.sampling)
@@ -187,7 +189,9 @@ class SequenceRun:
             self._leave_adapter()
         if self._job.kv_key:
             tokens = self._decoding.history[: self._state.length]
-            self._tools.slots.keep(self._job.kv_key, tokens, self._state, self._content())
+            self._tools.slots.keep(
+                self._job.kv_key, tokens, self._state, self._content(), self._pieces.cuts
+            )
 
     def abandon(self) -> None:
         """Drop the KV: after a fault nobody knows what it holds."""
@@ -210,36 +214,36 @@ class SequenceRun:
         kept = self._tools.slots.take(self._job.kv_key) if self._job.kv_key else None
         shared = 0
         if kept is not None and kept.content == self._content():
-            shared = min(agreeing(kept.tokens, self._decoding.history), self._prompt_tokens)
-        plan = plan_take(self._job.kv_blocks, self._facts, self._prompt_tokens)
+            shared = min(agreeing(kept.tokens, self._decoding.history), self._pieces.total)
+        plan = plan_take(self._job.kv_blocks, self._facts, self._pieces)
         if plan.tokens > shared:
             state = model.open()
             if take(state, plan, self._facts):
                 self._imported_tokens = plan.tokens
                 return state, plan.tokens
         if kept is not None and shared > 0 and kept.state.trim(kept.state.length - shared):
-            kept.state.grid_tokens = min(kept.state.grid_tokens, grid_floor(self._facts, shared))
+            computed = min(kept.state.grid_tokens, shared)
+            kept.state.grid_tokens = self._pieces.agreed(kept.cuts, computed)
             return kept.state, shared
         return model.open(), 0
 
     def _prefill(self) -> Iterator[PrefillFrame | ExportedFrame]:
-        """Compute what of the prompt is missing, and export what of it was computed on the grid."""
-        history, state, total = self._decoding.history, self._state, self._prompt_tokens
+        """Compute what of the prompt is missing, and export what of it was computed in pieces."""
+        history, state, pieces = self._decoding.history, self._state, self._pieces
         yield from self._exported(state.grid_tokens)
-        while state.length < total:
+        while state.length < pieces.total:
             first = state.length
-            chunk = self._facts.prefill_chunk_at(first)
-            end = min(total, (first // chunk + 1) * chunk)
+            end = pieces.end(first)
             state.prefill(history[first:end])
             if first == state.grid_tokens:
-                if grid_floor(self._facts, end) == end:
+                if pieces.floor(end) == end:
                     state.grid_tokens = end
                 yield from self._exported(end)
-            yield PrefillFrame(computed_tokens=state.length, total_tokens=total)
+            yield PrefillFrame(computed_tokens=state.length, total_tokens=pieces.total)
 
     def _exported(self, until: int) -> Iterator[ExportedFrame]:
-        for index in self._exports.computed(self._state, until):
-            yield ExportedFrame(index=index)
+        for pages in self._exports.computed(self._state, until):
+            yield ExportedFrame(index=pages.index, tokens=pages.tokens)
 
     def _first_step(self) -> Generator[Step, None, None]:
         """Commit the first token and tell of it.

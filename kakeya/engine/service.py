@@ -21,7 +21,7 @@ from kakeya.engine.adapters import EngineAdapters
 from kakeya.engine.job import DecodeJob, SourceSpec
 from kakeya.engine.limits import Footprint
 from kakeya.engine.model import Model, ModelDraft
-from kakeya.engine.outbox import Outbox
+from kakeya.engine.outbox import FRAME_S, Outbox
 from kakeya.engine.scheduler import Scheduler, Ticket
 from kakeya.engine.sequence import SequenceTools
 from kakeya.memory.page_ref import PageRef
@@ -76,6 +76,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             kv_layout=facts.kv_layout,
             kv_exactness=facts.kv_exactness,
             weights_state=facts.weights_state,
+            prefill_grid=[
+                pb.GridPiece(position=position, tokens=tokens)
+                for position, tokens in facts.prefill_grid
+            ],
         )
 
     async def Decode(  # type: ignore[override]
@@ -86,7 +90,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         Written, not yielded: a cancellation then ends this very frame, and with it the work.
         """
         try:
-            outbox = Outbox(asyncio.get_running_loop())
+            frame_s = max(FRAME_S, request.frame_ms / 1000)
+            outbox = Outbox(asyncio.get_running_loop(), frame_s)
             ticket = Ticket(_job_from_wire(request), outbox.put, outbox.fail)
             self._scheduler.submit(ticket)
             try:
@@ -262,6 +267,7 @@ def _job_from_wire(request: pb.DecodeRequest) -> DecodeJob:
         adapter_id=request.adapter_id,
         kv_blocks=tuple(_kv_pages(block) for block in request.kv_blocks),
         kv_exports=tuple(_kv_pages(block) for block in request.kv_exports),
+        cuts=tuple(request.cuts),
         client=request.client,
         priority=request.priority,
         deadline_s=request.deadline_seconds or None,
@@ -274,6 +280,7 @@ def _kv_pages(block: pb.KvBlock) -> KvPages:
         pages=_page_ref(block.pages),
         has_state=block.has_state,
         tokens=block.tokens,
+        is_cut=block.is_cut,
     )
 
 

@@ -19,13 +19,14 @@ class KeptKv:
     """The KV of a history; `tokens` is as long as the state.
 
     `content` tells adapters apart by what is in them, "" = the model alone: another one's KV is
-    another one.
+    another one. `cuts` are those of the request that it was prefilled for.
     """
 
     tokens: list[int]
     state: SequenceState
     nbytes: int
     content: str = ""
+    cuts: tuple[int, ...] = ()
 
 
 class KvSlots:
@@ -63,13 +64,20 @@ class KvSlots:
             self._held_bytes -= entry.nbytes
         return entry
 
-    def keep(self, key: str, tokens: list[int], state: SequenceState, content: str = "") -> None:
+    def keep(
+        self,
+        key: str,
+        tokens: list[int],
+        state: SequenceState,
+        content: str = "",
+        cuts: tuple[int, ...] = (),
+    ) -> None:
         """Put an entry in; the oldest others go where it does not fit, itself where it can't.
 
         Its sequence may still count as running, so only entries are weighed here.
         """
         self.take(key)
-        entry = KeptKv(tokens=tokens, state=state, nbytes=state.nbytes, content=content)
+        entry = KeptKv(tokens=tokens, state=state, nbytes=state.nbytes, content=content, cuts=cuts)
         if entry.nbytes > self._budget_bytes:
             return
         self._entries[key] = entry

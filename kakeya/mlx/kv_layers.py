@@ -167,6 +167,19 @@ def restore(layer: Any, held: Sequence[mx.array], tokens: int) -> None:  # noqa:
         layer._idx = places(layer, tokens)  # noqa: SLF001
 
 
+def straighten(layer: Any) -> None:  # noqa: ANN401
+    """Make a cache hold its rows as `restore` has them, where one row was appended alone.
+
+    That goes round a window, and attention sums in another order then.
+    """
+    if type(layer) is not RotatingKVCache or layer.keys is None:
+        return
+    # The order is that of mlx-lm itself, in front of several rows.
+    order = layer._temporal_order  # noqa: SLF001
+    layer.keys, layer.values = order(layer.keys), order(layer.values)
+    layer._idx = layer.keys.shape[2]  # noqa: SLF001
+
+
 def describe(layer: Any) -> dict[str, object]:  # noqa: ANN401
     """What of a cache must be equal for its contents to mean the same, as JSON."""
     found: dict[str, object] = {"class": type(layer).__name__}

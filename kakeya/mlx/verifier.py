@@ -28,6 +28,7 @@ from mlx_lm.models.cache import (
 from kakeya.core.errors import InvariantBroken
 from kakeya.decoding.sampling import SamplingParams, noise_key
 from kakeya.engine.model import KvView
+from kakeya.mlx import kv_layers
 from kakeya.mlx.kv_blocks import KvBlocks
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import row_slots
@@ -122,6 +123,9 @@ class Verifier:
     def prefill(self, tokens: Sequence[int]) -> None:
         """Append tokens and wait until their KV is computed; their logits are not."""
         self._model.forward(_rows(tokens), self._cache, self._slots)
+        if len(tokens) == 1:
+            for layer in kv_layers.layers_of(self._cache):
+                kv_layers.straighten(layer)
         mx.eval([layer.state for layer in self._cache])
         self._length += len(tokens)
 

@@ -48,7 +48,7 @@ from kakeya.precache.slots import (
 from kakeya.precache.warming import Kind, Prefix, Report, TokenSource, WarmSource
 from kakeya.runtime.generation import ModelDirectory, ModelFacts, ModelState
 from kakeya.runtime.precache import AT_HAND_S, Claim, Wiped
-from kakeya.serving.prefix_text import encode_prefix
+from kakeya.serving.prefix_text import encode_ahead
 from kakeya.serving.prompt import most_prompt_tokens
 from kakeya.serving.text import Texts
 
@@ -248,7 +248,7 @@ class NodePrecache:
         text = await self.texts.get(facts.model_path)
         messages = [{"role": role, "content": content} for role, content in said.messages]
         at_most = most_prompt_tokens(facts)
-        tokens = await encode_prefix(text, messages, tools=said.tools, at_most=at_most)
+        tokens = await encode_ahead(text, messages, tools=said.tools, at_most=at_most)
         if len(tokens) > at_most:
             raise InvalidArgument(
                 f"the declared prompt has {len(tokens)} tokens; {facts.model_id} takes {at_most}"

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from kakeya.core.errors import Denied, InvariantBroken, NotFound
 from kakeya.node.adapter_store import AdapterRecord
+from kakeya.precache.cuts import unmarked
 from kakeya.precache.retention import BlockClass, Retention
 from kakeya.precache.warming import Outcome, Prefix, Report, Tokens, Warmed
 from kakeya.runtime.generation import (
@@ -117,10 +118,12 @@ class ModelSource:
 
         It counts to nobody's share: nobody asked for it.
         """
+        token_ids, cuts = unmarked(tokens)
         request = DecodeRequest(
-            token_ids=tokens,
+            token_ids=token_ids,
             max_tokens=0,
             priority=Priority.SPECULATIVE,
+            cuts=cuts,
             kv_retention=prefix.retention,
         )
         model = self._models.get(prefix.model_id, prefix.client)

@@ -20,7 +20,7 @@ from kakeya.node.arena import paged_bytes
 from kakeya.node.prefix_counts import PrefixCounts
 from kakeya.node.prefix_names import Naming
 from kakeya.node.prefix_pages import Lying, PrefixPages, Shelf
-from kakeya.node.prefix_reach import best_share
+from kakeya.node.prefix_reach import reach_of
 from kakeya.precache.block_node import BlockFacts, Node
 from kakeya.precache.blocks import ROOT, BlockId
 from kakeya.precache.disk import BlockStore
@@ -165,15 +165,13 @@ class PrefixDisk:
 
         `landed` is told of each.
         """
-        whole = [piece.id for piece in pieces if not piece.is_tail]
-        match = shelf.tree.match(whole, needs_state=naming.state_bytes > 0)
-        path = whole[: match.depth_disk]
+        reach = reach_of(shelf, pieces, naming, in_ram=False)
+        path = [node.id for node, served in reach if served == naming.block_tokens]
         loading = _Loading(shelf, naming, block_class, landed)
         came = await self._load(loading, path)
-        depth = shelf.tree.match(whole, needs_state=naming.state_bytes > 0).depth_ram
-        if depth < len(pieces) and depth == match.depth_disk:
-            node, shared = best_share(shelf, pieces[depth], naming)
-            if node is not None and not node.in_ram and self._is_worth(naming, node, shared):
+        if len(path) < len(reach) and shelf.tree.match(path).depth_ram == len(path):
+            node, served = reach[-1]
+            if not node.in_ram and self._is_worth(naming, node, served):
                 came += await self._load(loading, [*path, node.id])
         return came
 

@@ -24,19 +24,19 @@ from typing import Self
 
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
-from kakeya.core.units import pack_ids
 from kakeya.node.arena import paged_bytes
 from kakeya.node.prefix_counts import PrefixCounts, Source
 from kakeya.node.prefix_given import EngineSeat, Fill, Given
 from kakeya.node.prefix_meeting import Rendezvous
 from kakeya.node.prefix_names import Naming, PrefixNames
 from kakeya.node.prefix_pages import PrefixPages, Shelf
-from kakeya.node.prefix_reach import carries_state, usable_of
+from kakeya.node.prefix_reach import carries_state, reach_of
 from kakeya.node.prefix_turns import Turn, Turns
 from kakeya.precache.block_node import BlockFacts
 from kakeya.precache.blocks import BlockId
+from kakeya.precache.cuts import is_cut
 from kakeya.precache.kv_pages import KvPages
-from kakeya.precache.pieces import Piece
+from kakeya.precache.pieces import Piece, path_to
 from kakeya.precache.retention import BlockClass
 from kakeya.runtime.generation import (
     DecodeRequest,
@@ -153,7 +153,8 @@ class PrefixExchange:
         """
         naming = self._tools.names.known(self._seat.model_id, self._request.adapter_id)
         if naming is not None and self._tools.turns.waiting < MAX_WAITING:
-            await self._turn.stand(naming, self._request.token_ids, until_mono)
+            request = self._request
+            await self._turn.stand(naming, request.token_ids, request.cuts, until_mono)
 
     async def _wait_to_return(self) -> None:
         """Until somebody more urgent took over, or a peer brought the rest."""
@@ -229,22 +230,22 @@ class PrefixExchange:
             self._given.took(tokens, self._tools.pages)
             self._turn.heard()
 
-    def exported(self, index: int) -> None:
-        """The engine filled the pages of a block."""
+    def exported(self, index: int, tokens: int) -> None:
+        """The engine filled the pages of a block, or of a tail with so many tokens."""
         given = self._given
-        fill = given.fills.pop(index, None) if given is not None else None
+        fill = given.fills.pop((index, tokens), None) if given is not None else None
         if given is None or fill is None:
             return
         piece, naming = fill.piece, given.naming
         facts = BlockFacts(
-            token_ids=pack_ids(piece.tokens),
+            token_ids=piece.packed,
             nbytes=fill.filling.block.pages * fill.filling.ref.page_bytes,
-            recompute_s=naming.compute_s(len(piece.tokens)),
+            recompute_s=naming.compute_s(piece.count),
             has_state=fill.has_state,
             block_class=self._block_class,
             retention=self._request.kv_retention,
         )
-        ids = [one.id for one in self._turn.pieces]
+        ids = path_to(self._turn.pieces, piece)
         is_taken = self._tools.pages.commit(given.shelf, ids, index, fill.filling, facts)
         self._turn.heard()
         self._tools.turns.landed(piece.id)
@@ -272,7 +273,7 @@ class PrefixExchange:
         size = given.naming.block_tokens
         passed = [
             fill.piece.id
-            for index, fill in given.fills.items()
+            for (index, _), fill in given.fills.items()
             if (index + 2) * size <= computed_tokens
         ]
         if passed:
@@ -294,7 +295,7 @@ class PrefixExchange:
         shelf = tools.pages.shelf(naming)
         origins = dict(self._from_peers)
         while True:
-            await turn.stand(naming, token_ids)
+            await turn.stand(naming, token_ids, self._request.cuts)
             origins.update(await tools.bring(shelf, naming, turn.pieces, self._block_class))
             if not turn.is_superseded:
                 break
@@ -314,7 +315,7 @@ class PrefixExchange:
     def _blocks(self, given: Given, origins: Mapping[BlockId, Source]) -> tuple[KvPages, ...]:
         """Pin what is here of the history."""
         pages, shelf, naming = self._tools.pages, given.shelf, given.naming
-        found = usable_of(shelf, self._turn.pieces, naming)
+        found = reach_of(shelf, self._turn.pieces, naming, in_ram=True)
         pages.touch(
             shelf,
             [node.id for node, _ in found],
@@ -332,6 +333,7 @@ class PrefixExchange:
                     pages=pages.arena.ref(hold.block, length),
                     has_state=node.has_state and tokens == node.tokens,
                     tokens=0 if tokens == naming.block_tokens else tokens,
+                    is_cut=is_cut(node.facts.token_ids, tokens),
                 )
             )
             given.offered.append((tokens, origins.get(node.id, Source.PAGES)))
@@ -346,21 +348,21 @@ class PrefixExchange:
         room = max(pages.free_bytes, 0 if is_speculative else pages.budget_bytes // 2)
         for piece in wanted:
             has_state = carries_state(given.naming, pieces, piece)
-            length = given.naming.size(len(piece.tokens), has_state=has_state)
+            length = given.naming.size(piece.count, has_state=has_state)
             room -= paged_bytes(length)
             if room < 0:
                 break
             filling = await pages.prepare(given.naming, length, given.holder)
             if filling is None:
                 break
-            given.fills[piece.index] = Fill(piece, filling, has_state)
-        self._turn.give_up(piece.id for piece in wanted if piece.index not in given.fills)
+            given.fills[_place(piece)] = Fill(piece, filling, has_state)
+        self._turn.give_up(piece.id for piece in wanted if _place(piece) not in given.fills)
         return tuple(
-            KvPages(
-                index=index,
-                pages=fill.filling.ref,
-                has_state=fill.has_state,
-                tokens=len(fill.piece.tokens) if fill.piece.is_tail else 0,
-            )
-            for index, fill in given.fills.items()
+            KvPages(index=index, pages=fill.filling.ref, has_state=fill.has_state, tokens=tokens)
+            for (index, tokens), fill in given.fills.items()
         )
+
+
+def _place(piece: Piece) -> tuple[int, int]:
+    """What an engine calls a piece: its index, and its tokens where it is no whole block."""
+    return piece.index, piece.count if piece.is_tail else 0

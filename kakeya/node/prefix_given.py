@@ -49,7 +49,8 @@ class Fill:
 
 @dataclass(slots=True, eq=False)
 class Given:
-    """See the module. `offered` are tokens of the pinned blocks, in order, by where they lay."""
+    """See the module. `offered` are tokens of the pinned blocks, in order, by where they lay;
+    `fills` go by the index of the block, and the tokens of what is no whole one."""
 
     pid: int
     holder: Holder
@@ -58,7 +59,7 @@ class Given:
     prompt_tokens: int
     pins: list[Hold] = field(default_factory=list)
     kept: Pin[Lying] | None = None
-    fills: dict[int, Fill] = field(default_factory=dict)
+    fills: dict[tuple[int, int], Fill] = field(default_factory=dict)
     offered: list[tuple[int, Source]] = field(default_factory=list)
     imported_tokens: int = 0
     is_over: bool = False

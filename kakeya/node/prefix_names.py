@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from kakeya.core.log import event
 from kakeya.node.arena import paged_bytes
 from kakeya.precache.blocks import BlockChain
 from kakeya.precache.fingerprint import KvFingerprint, fingerprint_of
+from kakeya.precache.pieces import Piece, pieces_of
 from kakeya.precache.weights import weights_digest
 from kakeya.runtime.generation import ModelFacts
 
@@ -45,7 +46,8 @@ _FILE_BYTES = 1 << 20
 class Naming:
     """How the KV of one engine, with one adapter or none, is named, and what a block takes.
 
-    `prefill_tokens_per_s` 0 = not measured.
+    `prefill_tokens_per_s` 0 = not measured. `grid` are (position, tokens): from each position on,
+    prefill's pieces are of so many tokens; () = their ends are of no account.
     """
 
     fingerprint: KvFingerprint
@@ -53,6 +55,7 @@ class Naming:
     block_bytes: int
     state_bytes: int
     prefill_tokens_per_s: float
+    grid: tuple[tuple[int, int], ...] = ()
 
     @property
     def block_tokens(self) -> int:
@@ -63,6 +66,23 @@ class Naming:
     def seed(self) -> bytes:
         """What tells its ids from all others: the exact digest."""
         return self.chain.seed
+
+    def pieces(self, token_ids: Sequence[int], cuts: Sequence[int] = ()) -> tuple[Piece, ...]:
+        """Cut a history. Raises InvalidArgument.
+
+        The first cut has a piece of its own: who shares no more than that takes it before anybody's
+        whole block is there. Elsewhere the block shows its cuts. Only where state is needed to go
+        on, the last one, from which the next request may part, has one too.
+        """
+        inner = [cut for cut in cuts if 0 < cut < len(token_ids) - 1]
+        ends = {inner[0], inner[-1]} if inner and self.state_bytes else inner[:1]
+        return pieces_of(self.chain, token_ids, inner, ends)
+
+    def grain(self, index: int) -> int:
+        """Tokens of the pieces in which prefill computes a block; 1 = any number."""
+        start = index * self.block_tokens
+        found = (tokens for position, tokens in reversed(self.grid) if position <= start)
+        return min(self.block_tokens, next(found, 1))
 
     def size(self, tokens: int, *, has_state: bool) -> int:
         """Bytes of a piece of so many tokens."""
@@ -161,6 +181,7 @@ class PrefixNames:
             block_bytes=facts.kv_block_bytes,
             state_bytes=facts.kv_state_bytes,
             prefill_tokens_per_s=facts.prefill_tokens_per_second,
+            grid=facts.prefill_grid,
         )
 
     async def _files(self, facts: ModelFacts) -> tuple[str, str]:

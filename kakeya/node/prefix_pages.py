@@ -170,8 +170,9 @@ class PrefixPages:
             return False
         lying = Lying(filling.block, length)
         now = self._clock.mono()
+        grain = shelf.naming.grain(index) if shelf.naming is not None else 1
         try:
-            taken = shelf.tree.insert(ids, index, lying, facts, now)
+            taken = shelf.tree.insert(ids, index, lying, facts, now, grain=grain)
         except InvalidArgument:
             self._free(lying.block)
             raise

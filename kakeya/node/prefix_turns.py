@@ -16,7 +16,7 @@ from kakeya.node.prefix_pages import PrefixPages
 from kakeya.node.prefix_reach import missing_of, patience_for
 from kakeya.precache.blocks import BlockId
 from kakeya.precache.flights import Flight, Flights, Lead
-from kakeya.precache.pieces import Piece, pieces_of
+from kakeya.precache.pieces import Piece
 
 
 class Turns:
@@ -87,20 +87,25 @@ class Turn:
         """Of the history that it stands for, in order."""
         self._turns = turns
         self._flight: Flight | None = None
-        self._cut: tuple[bytes, int] = (b"", 0)
+        self._taken: tuple[bytes, int] = (b"", 0)
         self._has_waited = False
 
     async def stand(
-        self, naming: Naming, token_ids: Sequence[int], until_mono: float | None = None
+        self,
+        naming: Naming,
+        token_ids: Sequence[int],
+        cuts: Sequence[int] = (),
+        until_mono: float | None = None,
     ) -> None:
         """Claim what is missing of a history, or wait while another one computes it."""
         turns = self._turns
-        self._take(naming, token_ids)
+        self._take(naming, token_ids, cuts)
         flight = self._join(naming)
-        shelf, patience = turns.pages.shelf(naming), patience_for(naming)
+        shelf = turns.pages.shelf(naming)
         while True:
             now = turns.clock.mono()
             missing, shared = missing_of(shelf, self.pieces, naming)
+            patience = patience_for(naming, missing[0].index if missing else 0)
             self.superseded.clear()
             standing = turns.flights.stand(flight, missing, shared, patience, now)
             if isinstance(standing, Lead):
@@ -155,8 +160,8 @@ class Turn:
             self._flight = self._turns.join(self, naming)
         return self._flight
 
-    def _take(self, naming: Naming, token_ids: Sequence[int]) -> None:
-        """Cut the history, once for each length of it: it only grows."""
-        if self._cut != (naming.seed, len(token_ids)):
-            self.pieces = pieces_of(naming.chain, token_ids)
-            self._cut = naming.seed, len(token_ids)
+    def _take(self, naming: Naming, token_ids: Sequence[int], cuts: Sequence[int]) -> None:
+        """Name the pieces of the history, once for each length of it: it only grows."""
+        if self._taken != (naming.seed, len(token_ids)):
+            self.pieces = naming.pieces(token_ids, cuts)
+            self._taken = naming.seed, len(token_ids)

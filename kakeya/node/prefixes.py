@@ -34,13 +34,14 @@ from kakeya.node.prefix_meeting import Rendezvous
 from kakeya.node.prefix_names import Naming, PrefixNames, paged_kv_bytes
 from kakeya.node.prefix_pages import PrefixPages, Shelf
 from kakeya.node.prefix_pins import PrefixPins
-from kakeya.node.prefix_reach import usable_of
+from kakeya.node.prefix_reach import reach_of
 from kakeya.node.prefix_turns import Turns
 from kakeya.node.prefix_view import prefix_metrics, prefix_status
 from kakeya.precache.blocks import BlockId
+from kakeya.precache.cuts import unmarked
 from kakeya.precache.disk import FOLDER, BlockStore
 from kakeya.precache.disk_stats import DiskConfig
-from kakeya.precache.pieces import Piece, pieces_of
+from kakeya.precache.pieces import Piece
 from kakeya.precache.retention import BlockClass, Retention
 from kakeya.runtime.generation import DecodeRequest, ModelFacts
 from kakeya.runtime.precache import Wiped
@@ -208,7 +209,7 @@ class NodePrefixes:
         block_class: BlockClass = BlockClass.SPECULATIVE,
         is_pinned: bool = False,
     ) -> int:
-        """Refresh what is in pages of a prefix, for at least this long; how many tokens that is.
+        """Refresh what is in pages of a marked prefix, for at least this long; how many tokens.
 
         Pinned, it makes room for nobody until `release`.
         """
@@ -216,8 +217,8 @@ class NodePrefixes:
         if naming is None:
             return 0
         shelf = self.pages.shelf(naming)
-        pieces = pieces_of(naming.chain, token_ids)
-        found = usable_of(shelf, pieces, naming)
+        pieces = naming.pieces(*unmarked(token_ids))
+        found = reach_of(shelf, pieces, naming, in_ram=True)
         ids = [node.id for node, _ in found]
         self.pages.touch(shelf, ids, block_class=block_class, retention=retention)
         if is_pinned and pieces:

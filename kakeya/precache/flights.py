@@ -11,9 +11,9 @@ history that is not here:
                                    otherwise wait as long as he is brisk: with an engine at rest
                                    that is sooner than beginning anew, with a busy one it is not
 
-A piece of another text that begins like the wanted one is waited for too, if what both share is
-more than what is here: the part of a prompt behind its last whole block is not computed twice
-either.
+A piece of another text that begins like the wanted one is waited for too, if what can be taken of
+it is more than what is here: the part of a prompt behind its last whole block is not computed
+twice either.
 
 Law: who waits claims nothing. So a leader never waits, and no two wait for each other.
 """
@@ -24,8 +24,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kakeya.decoding.acceptance import agreeing
-from kakeya.precache.blocks import BlockId
+from kakeya.precache.blocks import BlockId, shared_tokens
+from kakeya.precache.cuts import usable
 from kakeya.precache.pieces import Piece
 
 UNASKED_S = 120.0
@@ -54,8 +54,8 @@ class Flight:
 class Patience:
     """How long a leader may show nothing, seconds: one like us, and a less urgent one.
 
-    `least_shared` tokens at the very beginning of two texts are worth waiting for; behind a
-    common block `grain` more than what is here are: engines take pieces of blocks in such steps.
+    `least_shared` tokens at the very beginning of two texts are worth waiting for. Of a block that
+    is shared in part engines take what ends at a cut, or a multiple of `grain` tokens.
     """
 
     fair_s: float
@@ -128,12 +128,13 @@ class Flights:
         flight.heard_mono = now
         if not missing:
             return Lead(())
-        rival, shared = self._rival(flight, missing[0])
+        rival, shared = self._rival(flight, missing[0], patience.grain)
         gives_way = False
         if rival is not None and shared > shared_here:
-            is_whole = shared == len(missing[0].tokens)
+            is_whole = shared == missing[0].count
             gives_way = _gives_way(rival, flight)
-            is_worth = is_whole or _is_worth(missing[0], shared, shared_here, patience)
+            is_beginning = missing[0].parent is None
+            is_worth = is_whole or not is_beginning or shared >= patience.least_shared
             if not gives_way and is_worth:
                 until = self._until(rival, flight, patience)
                 if until > now:
@@ -184,17 +185,20 @@ class Flights:
         mine = tuple(piece for piece in missing if piece.id in flight.claims)
         return Lead(mine, tuple(superseded))
 
-    def _rival(self, flight: Flight, piece: Piece) -> tuple[Flight | None, int]:
+    def _rival(self, flight: Flight, piece: Piece, grain: int) -> tuple[Flight | None, int]:
         """Who brings most of a piece, and how many tokens of it."""
         leader = self._leaders.get(piece.id)
         if leader is not None:
-            return (None, 0) if leader is flight else (leader, len(piece.tokens))
+            return (None, 0) if leader is flight else (leader, piece.count)
         best, most = None, 0
         for block_id, other in self._children.get(piece.parent, {}).items():
             leader = self._leaders[block_id]
-            shared = agreeing(other.tokens, piece.tokens) if leader is not flight else 0
             # Texts for different models begin alike too, but share no KV.
-            if shared > most and leader.seed == flight.seed:
+            if leader is flight or leader.seed != flight.seed:
+                continue
+            alike = shared_tokens(other.packed, piece.packed)
+            shared = usable(piece.packed, other.packed, alike, grain)
+            if shared > most:
                 best, most = leader, shared
         return best, most
 
@@ -223,10 +227,3 @@ class Flights:
 
 def _gives_way(leader: Flight, flight: Flight) -> bool:
     return leader.can_yield and leader.urgency > flight.urgency
-
-
-def _is_worth(piece: Piece, shared: int, shared_here: int, patience: Patience) -> bool:
-    """Whether the beginning of another piece is worth waiting for."""
-    if piece.parent is None and shared < patience.least_shared:
-        return False
-    return shared // patience.grain > shared_here // patience.grain

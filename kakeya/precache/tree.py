@@ -11,7 +11,8 @@ What holds at any time:
       but for those that are pinned
     - what is pinned is pinned from its beginning
 
-A change that takes blocks away returns them, so that their owner frees what they lie in.
+A change that takes blocks away returns them, so that their owner frees what they lie in. Texts are
+marked: see `cuts`.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from collections.abc import Iterator, Sequence
 from typing import Generic
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.core.units import pack_ids
 from kakeya.precache.block_node import BlockFacts, Node, P
 from kakeya.precache.blocks import BlockId, check_block_tokens
 from kakeya.precache.branches import Branches, alike, beginning_with
+from kakeya.precache.cuts import last_place, usable
 from kakeya.precache.eviction import Age, EvictionOrder, bare
 from kakeya.precache.retention import BlockClass, Retention, weightier
 from kakeya.precache.tree_answer import Gone, Insertion, Match, Pin, TreeStats
 
-MAX_TAILS = 4
-"""Behind one block: a conversation needs one, a few may fork from the same place."""
+MAX_TAILS = 16
+"""Behind one block: conversations that share a system prompt part behind the same one."""
 DISK_BYTES_PER_S = 1e9
 """What an SSD reads at with checksums verified, where nothing was measured."""
 
@@ -85,28 +86,37 @@ class PrefixTree(Generic[P]):
         return Match(depth_ram, len(found), tuple(found))
 
     def tail(
-        self, parent: BlockId | None, rest: Sequence[int], *, needs_state: bool = False
+        self,
+        parent: BlockId | None,
+        wanted: bytes,
+        *,
+        needs_state: bool = False,
+        grain: int = 1,
+        in_ram: bool = False,
     ) -> tuple[BlockId, int] | None:
-        """Find the block behind `parent` (None: the first) that shares most tokens with `rest`.
+        """Find the block behind `parent` (None: the first) from which most of a text is of use.
 
-        A tail or a whole one, in RAM rather than on disk; its id, and how many tokens are shared.
-        With `needs_state` all of its tokens are, as a recurrent model goes on from its end only.
+        A tail or a whole one, in RAM rather than on disk; its id, and how many tokens serve a text
+        of which pieces end each `grain` tokens. With `needs_state` all of its tokens do, as a
+        recurrent model goes on from its end only. `in_ram`: nothing else is of interest.
         """
         above = self._branches.at(parent)
         if above is None or not self._branches.is_reached(above):
             return None
-        wanted = pack_ids(rest[: self.block_tokens])
         if needs_state:
-            return _whole(above, wanted)
-        best, most = None, 0
+            return _whole(above, wanted, grain, in_ram=in_ram)
+        best: Node[P] | None = None
+        most = 0
         for shared, child in alike(above, wanted):
-            if shared < most:
+            # The further one goes, the less is shared: no more than a place of ours can serve.
+            if last_place(wanted, shared, grain) < most + (best is None or best.in_ram):
                 break
-            if child.in_ram:
-                return child.id, shared
-            if child.stored and best is None:
-                best, most = child.id, shared
-        return None if best is None else (best, most)
+            if not child.in_ram and (in_ram or not child.stored):
+                continue
+            serves = usable(wanted, child.facts.token_ids, shared, grain)
+            if serves > most or (serves == most and best and child.in_ram > best.in_ram):
+                best, most = child, serves
+        return None if best is None else (best.id, most)
 
     def victims(self, nbytes: int) -> list[Node[P]]:
         """Choose what leaves RAM for so many bytes: free each, in this order, and `lose` it.
@@ -149,13 +159,22 @@ class PrefixTree(Generic[P]):
     # --- changes
 
     def insert(
-        self, ids: Sequence[BlockId], index: int, payload: P, facts: BlockFacts, now: float
+        self,
+        ids: Sequence[BlockId],
+        index: int,
+        payload: P,
+        facts: BlockFacts,
+        now: float,
+        *,
+        grain: int = 1,
     ) -> Insertion[P]:
         """Take the block `ids[index]`, which lies in RAM now, behind `ids[index - 1]`.
 
         Refused, and then the owner frees the payload: when it is in RAM already, when the one
-        before it is not here, or for a tail of which all is in RAM in another block. A tail that is
-        the beginning of this block leaves, unless it carries state. Raises InvalidArgument.
+        before it is not here, or for a tail of which all is in RAM in another block. A tail that
+        this block has all of leaves, unless it carries state. A block has all of another text if it
+        begins with it, and a piece ends there: at a cut, and each `grain` tokens. Raises
+        InvalidArgument.
         """
         if not 0 <= index < len(ids):
             raise InvalidArgument(f"block {index} of {len(ids)} ids; there is none")
@@ -165,13 +184,13 @@ class PrefixTree(Generic[P]):
             return Insertion(taken=False)
         node = self._nodes.get(ids[index])
         _check_same(node, parent, facts)
-        if (node is not None and node.in_ram) or self._is_covered(parent, facts):
+        if (node is not None and node.in_ram) or self._is_covered(parent, facts, grain):
             return Insertion(taken=False)
         node = node or self._add(ids[index], parent, facts)
         self._learn(node, facts, now)
         self._branches.put_in(node, payload)
         self._order.tidy(len(self._nodes))
-        return Insertion(taken=True, dropped=self._make_way(node))
+        return Insertion(taken=True, dropped=self._make_way(node, grain))
 
     def stored(
         self, block_id: BlockId, parent: BlockId | None, facts: BlockFacts, now: float
@@ -268,11 +287,12 @@ class PrefixTree(Generic[P]):
     def _is_tail(self, facts: BlockFacts) -> bool:
         return facts.tokens < self.block_tokens
 
-    def _is_covered(self, parent: Node[P], facts: BlockFacts) -> bool:
-        """Whether a tail that is not in RAM is the beginning of a block that is, and of no use."""
+    def _is_covered(self, parent: Node[P], facts: BlockFacts, grain: int) -> bool:
+        """Whether all of a tail that is not in RAM is in a block that is."""
         if not self._is_tail(facts) or facts.has_state:
             return False
-        return any(other.in_ram for other in beginning_with(parent, facts.token_ids))
+        others = beginning_with(parent, facts.token_ids)
+        return any(other.in_ram and _has_all(other, facts, grain) for other in others)
 
     def _add(self, block_id: BlockId, parent: Node[P], facts: BlockFacts) -> Node[P]:
         return self._branches.add(block_id, parent, facts, is_tail=self._is_tail(facts))
@@ -286,16 +306,14 @@ class PrefixTree(Generic[P]):
         node.used_s = max(node.used_s, now)
         node.clock = self._order.clock
 
-    def _make_way(self, node: Node[P]) -> tuple[Gone[P], ...]:
+    def _make_way(self, node: Node[P], grain: int) -> tuple[Gone[P], ...]:
         """Drop the tails that `node` makes needless, and the oldest of too many."""
         if node.parent is None:
             return ()
         tails = node.parent.tails
         others = [tail for tail in tails if tail is not node and not tail.pins]
         going = [
-            tail
-            for tail in others
-            if not tail.has_state and node.facts.token_ids.startswith(tail.facts.token_ids)
+            tail for tail in others if not tail.has_state and _has_all(node, tail.facts, grain)
         ]
         surplus = len(tails) - len(going) - MAX_TAILS
         if node.is_tail and surplus > 0:
@@ -314,15 +332,28 @@ def _check_same(node: Node[P] | None, parent: Node[P], facts: BlockFacts) -> Non
         raise InvalidArgument(f"{node} comes with other tokens than it has")
 
 
-def _whole(parent: Node[P], wanted: bytes) -> tuple[BlockId, int] | None:
-    """Find the longest child with state that is the beginning of `wanted`, or all of it."""
+def _has_all(node: Node[P], other: BlockFacts, grain: int) -> bool:
+    """Whether a block serves as well as one with this text does."""
+    ours, theirs = other.token_ids, node.facts.token_ids
+    if not theirs.startswith(ours):
+        return False
+    return usable(ours, theirs, other.tokens, grain) == other.tokens
+
+
+def _whole(
+    parent: Node[P], wanted: bytes, grain: int, *, in_ram: bool
+) -> tuple[BlockId, int] | None:
+    """Find the longest child with state that ends where a piece of `wanted` does."""
     same = (child for child in beginning_with(parent, wanted) if child.facts.token_ids == wanted)
-    usable = [
+    fitting = [
         child
         for child in (*parent.tails, *same)
-        if child.is_here and child.has_state and wanted.startswith(child.facts.token_ids)
+        if (child.in_ram or (child.stored and not in_ram))
+        and child.has_state
+        and wanted.startswith(child.facts.token_ids)
+        and last_place(wanted, child.tokens, grain) == child.tokens
     ]
-    best = max(usable, key=lambda child: (child.tokens, child.in_ram), default=None)
+    best = max(fitting, key=lambda child: (child.tokens, child.in_ram), default=None)
     return None if best is None else (best.id, best.tokens)
 
 

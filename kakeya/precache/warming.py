@@ -10,6 +10,7 @@ from typing import Protocol
 from kakeya.precache.retention import BlockClass, Retention
 
 Tokens = Sequence[int]
+"""Marked with the cuts of the text (`cuts`); the last one is computed by the request that comes."""
 TokenSource = Callable[[], Awaitable[Tokens]]
 """Renders a prefix when its turn has come, on the event loop. Raises KakeyaError."""
 

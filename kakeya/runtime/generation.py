@@ -89,8 +89,8 @@ class KvExchange(Protocol):
         """The engine took so many tokens from the offered blocks, and needs them no longer."""
         ...
 
-    def exported(self, index: int) -> None:
-        """The engine filled the pages of a block."""
+    def exported(self, index: int, tokens: int) -> None:
+        """The engine filled the pages of a block, or of a tail with so many tokens; 0 = a block."""
         ...
 
     def ended(self) -> None:
@@ -106,8 +106,11 @@ class DecodeRequest:
     names a loaded adapter; "" is the model alone. `deadline_s` is how long the caller waits, None =
     it did not say: a model that takes longer to load is refused at once. With `max_tokens` 0 the
     history is only prefilled, all but its last token, for `kv`, which carries blocks of KV between
-    the node's pages and its engine, and are kept for `kv_retention`. `client` is who asks, for
-    fair shares; a smaller `priority` is more urgent.
+    the node's pages and its engine. `client` is who asks, for fair shares; a smaller `priority` is
+    more urgent. `frame_s` is how long tokens may wait for others to travel with, the first ones and
+    the last excepted; 0 = as the engine likes. `cuts` are places of the history at which others are
+    likely to part from it, in order: its KV can be taken up there (`kakeya.precache.cuts`).
+    Blocks are kept for `kv_retention`.
     """
 
     token_ids: Sequence[int]
@@ -120,7 +123,9 @@ class DecodeRequest:
     deadline_s: float | None = None
     client: str = ""
     priority: Priority = Priority.NORMAL
+    frame_s: float = 0.0
     kv: KvExchange | None = None
+    cuts: tuple[int, ...] = ()
     kv_retention: Retention = Retention.LONG
 
 
@@ -216,6 +221,7 @@ class ModelFacts:
     kv_layout: str = ""
     kv_exactness: str = ""
     weights_state: str = ""
+    prefill_grid: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

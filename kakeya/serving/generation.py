@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from kakeya.core.clock import Clock
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, QueueFull
 from kakeya.core.ids import draw_id
+from kakeya.precache.cuts import marked
 from kakeya.precache.retention import Retention
 from kakeya.runtime.generation import (
     DecodeRequest,
@@ -48,7 +49,7 @@ from kakeya.serving.openai import (
     GenerationParams,
     ModelNotFound,
 )
-from kakeya.serving.prefix_text import encode_prefix
+from kakeya.serving.prefix_text import encode_ahead
 from kakeya.serving.prompt import chat_ids, check_prompt, most_prompt_tokens, raw_ids
 from kakeya.serving.prompt_bound import TooManyTokens
 from kakeya.serving.share_params import share_of
@@ -160,6 +161,7 @@ class Generations:
         facts = await model.ready(ready_s if deadline_s is None else min(ready_s, deadline_s))
         text = await self._texts.get(facts.model_path)
         token_ids = await _prompt_ids(asked, text, facts)
+        cuts = await _cuts(asked, token_ids, text, facts)
         params = asked.params
         client = client_of(scope)
         claim = Claim(model_id=model.model_id, facts=facts, client=client, use=params.cache)
@@ -178,6 +180,7 @@ class Generations:
             priority=params.priority,
             kv_retention=params.cache.retention or Retention.LONG,
             frame_s=_frame_s(params),
+            cuts=cuts,
         )
         detokenizer = text.detokenizer()
         return Job(
@@ -224,10 +227,11 @@ class Generations:
     async def _next_tokens(self, job: Job) -> Sequence[int]:
         """What the next turn of a conversation begins with; elsewhere the prompt, to be repeated.
 
-        Nothing where the context has no room for another turn. Raises what rendering raises.
+        Marked with its cuts. Nothing where the context has no room for another turn. Raises what
+        rendering raises.
         """
         if not job.claim.use.keys.conversation_id:
-            return job.request.token_ids
+            return marked(job.request.token_ids, job.request.cuts)
         at_most = most_prompt_tokens(job.claim.facts)
         text = await self._texts.get(job.claim.facts.model_path)
         try:
@@ -241,7 +245,7 @@ class Generations:
         match job.asked:
             case ChatRequest(messages=messages):
                 turn = (*messages, {"role": "assistant", "content": said})
-                return await encode_prefix(text, turn, at_most=at_most)
+                return await encode_ahead(text, turn, at_most=at_most)
             case CompletionRequest(prompt=str() as prompt):
                 return await text.encode(prompt + said, at_most=at_most)
             case CompletionRequest():
@@ -341,6 +345,16 @@ async def _prompt_ids(asked: Request, text: TextModel, facts: ModelFacts) -> tup
     if isinstance(asked, ChatRequest):
         return await chat_ids(asked.messages, text, facts)
     return await raw_ids(asked.prompt, text, facts)
+
+
+async def _cuts(
+    asked: Request, token_ids: Sequence[int], text: TextModel, facts: ModelFacts
+) -> tuple[int, ...]:
+    """Where others are likely to part from a prompt; of one without messages nobody can tell."""
+    if not isinstance(asked, ChatRequest):
+        return ()
+    at_most = most_prompt_tokens(facts)
+    return await text.cuts_of(token_ids, asked.messages, at_most=at_most)
 
 
 def _frame_s(params: GenerationParams) -> float:

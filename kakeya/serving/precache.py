@@ -33,7 +33,7 @@ from kakeya.serving.edge import send_json
 from kakeya.serving.exchange import read_body
 from kakeya.serving.generation import Generations, client_of
 from kakeya.serving.openai import parse_messages, parse_model, parse_prompt
-from kakeya.serving.prefix_text import encode_prefix
+from kakeya.serving.prefix_text import encode_ahead
 from kakeya.serving.prompt import check_prompt, most_prompt_tokens, raw_ids, too_long
 from kakeya.serving.prompt_bound import TooManyTokens
 from kakeya.serving.stream import compact
@@ -126,7 +126,7 @@ class PrecacheRoute:
         at_most = most_prompt_tokens(facts)
         if asked.messages:
             try:
-                token_ids: Sequence[int] = await encode_prefix(
+                token_ids: Sequence[int] = await encode_ahead(
                     model, asked.messages, tools=asked.tools, at_most=at_most
                 )
             except TooManyTokens as fault:

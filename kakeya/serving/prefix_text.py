@@ -9,29 +9,74 @@ only in what the user says next.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
+from kakeya.precache.cuts import marked
 from kakeya.serving.template import Message, Tool
-from kakeya.serving.text import TextModel
 
 _PROBES = ("0", "x")
 """Two things that a user may say. They share no character, so no token either."""
 
 
-async def encode_prefix(
-    text: TextModel, messages: Sequence[Message], *, at_most: int, tools: Sequence[Tool] = ()
-) -> list[int]:
-    """Encode what every request has that goes on from these messages.
+class ChatEncoder(Protocol):
+    """Renders and encodes conversations: `TextModel`."""
 
-    Messages that end with the user's are a request already, and encoded as that. Raises as
-    `TextModel.encode_chat`.
+    async def encode_chat(
+        self, messages: Sequence[Message], *, at_most: int, tools: Sequence[Tool] = ()
+    ) -> list[int]:
+        """Encode a conversation. Raises KakeyaError."""
+        ...
+
+    async def cuts_of(
+        self,
+        token_ids: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        at_most: int,
+        tools: Sequence[Tool] = (),
+    ) -> tuple[int, ...]:
+        """Where others are likely to part from an encoded conversation."""
+        ...
+
+
+async def encode_prefix(
+    text: ChatEncoder, messages: Sequence[Message], *, at_most: int, tools: Sequence[Tool] = ()
+) -> list[int]:
+    """Encode what every request has that goes on from these messages with one of the user's.
+
+    Raises as `TextModel.encode_chat`.
+    """
+    request, length = await _probe(text, messages, at_most, tools)
+    return request[:length]
+
+
+async def encode_ahead(
+    text: ChatEncoder, messages: Sequence[Message], *, at_most: int, tools: Sequence[Tool] = ()
+) -> list[int]:
+    """Encode what is to be computed before a request comes, marked with its cuts.
+
+    Messages that end with the user's are a request already. Of others it is their prefix, and one
+    token more: it stands for whatever comes, and as the last one it is computed by nobody. Raises
+    as `TextModel.encode_chat`.
     """
     if messages and messages[-1]["role"] == "user":
-        return await text.encode_chat(messages, at_most=at_most, tools=tools)
+        request = await text.encode_chat(messages, at_most=at_most, tools=tools)
+        length = len(request)
+    else:
+        request, length = await _probe(text, messages, at_most, tools)
+    cuts = await text.cuts_of(request, messages, at_most=at_most, tools=tools)
+    return marked(request[: length + 1], cuts)
+
+
+async def _probe(
+    text: ChatEncoder, messages: Sequence[Message], at_most: int, tools: Sequence[Tool]
+) -> tuple[list[int], int]:
+    """A request that goes on from these messages, and how much of it all others have."""
     one, other = [
         await text.encode_chat(
             [*messages, {"role": "user", "content": probe}], at_most=at_most, tools=tools
         )
         for probe in _PROBES
     ]
-    shared = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    return one if shared is None else one[:shared]
+    parting = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return one, next(parting, len(one))

@@ -28,6 +28,7 @@ from kakeya.serving.byte_level import BYTE_OF
 from kakeya.serving.encoder import Encoder
 from kakeya.serving.marker import Marker
 from kakeya.serving.prompt_bound import PromptBound
+from kakeya.serving.prompt_cuts import PromptCuts
 from kakeya.serving.template import (
     ChatTemplate,
     Message,
@@ -78,6 +79,7 @@ class TextModel:
         self._bytes_of: dict[int, bytes] | None = {} if is_byte_level else None
         self._bound = PromptBound(spec)
         self._encoder = Encoder(self.tokenizer, spec)
+        self._cuts = PromptCuts(self)
 
     async def encode(self, prompt: str, *, at_most: int) -> list[int]:
         """Encode a raw prompt; special tokens in it are special, and a BOS is added if usual.
@@ -101,6 +103,17 @@ class TextModel:
         if sum(len(message["content"]) for message in messages) <= OFFLOAD_CHARS and not tools:
             return self._encode_chat(messages, tools, at_most)
         return await asyncio.to_thread(self._encode_chat, messages, tools, at_most)
+
+    async def cuts_of(
+        self,
+        token_ids: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        at_most: int,
+        tools: Sequence[Tool] = (),
+    ) -> tuple[int, ...]:
+        """Where others are likely to part from a conversation that `encode_chat` encoded."""
+        return await self._cuts.find(token_ids, messages, at_most=at_most, tools=tools)
 
     def detokenizer(self) -> Detokenizer:
         """Start a new output text."""

@@ -68,6 +68,7 @@ class DescribeResponse(_message.Message):
     KV_LAYOUT_FIELD_NUMBER: _builtins.int
     KV_EXACTNESS_FIELD_NUMBER: _builtins.int
     WEIGHTS_STATE_FIELD_NUMBER: _builtins.int
+    PREFILL_GRID_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     model_path: _builtins.str
     """The local folder that the weights and the tokenizer were read from."""
@@ -120,6 +121,12 @@ class DescribeResponse(_message.Message):
     """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def prefill_grid(self) -> _containers.RepeatedCompositeFieldContainer[Global___GridPiece]:
+        """In which pieces a prompt is computed: from each position on, of so many tokens. Empty = the
+        bits of KV do not depend on the pieces.
+        """
+
     def __init__(
         self,
         *,
@@ -151,14 +158,37 @@ class DescribeResponse(_message.Message):
         kv_layout: _builtins.str = ...,
         kv_exactness: _builtins.str = ...,
         weights_state: _builtins.str = ...,
+        prefill_grid: _abc.Iterable[Global___GridPiece] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_rank", b"adapter_rank", "adapter_slots", b"adapter_slots", "base_fingerprint", b"base_fingerprint", "batch_rows", b"batch_rows", "blas_accelerated", b"blas_accelerated", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_block_bytes", b"kv_block_bytes", "kv_block_tokens", b"kv_block_tokens", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_exactness", b"kv_exactness", "kv_layout", b"kv_layout", "kv_state_bytes", b"kv_state_bytes", "load_seconds", b"load_seconds", "mlx_version", b"mlx_version", "model_id", b"model_id", "model_path", b"model_path", "model_thread_silent_seconds", b"model_thread_silent_seconds", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "tokens_per_second", b"tokens_per_second", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weight_bytes", b"weight_bytes", "weights_state", b"weights_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_rank", b"adapter_rank", "adapter_slots", b"adapter_slots", "base_fingerprint", b"base_fingerprint", "batch_rows", b"batch_rows", "blas_accelerated", b"blas_accelerated", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_block_bytes", b"kv_block_bytes", "kv_block_tokens", b"kv_block_tokens", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_exactness", b"kv_exactness", "kv_layout", b"kv_layout", "kv_state_bytes", b"kv_state_bytes", "load_seconds", b"load_seconds", "mlx_version", b"mlx_version", "model_id", b"model_id", "model_path", b"model_path", "model_thread_silent_seconds", b"model_thread_silent_seconds", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_grid", b"prefill_grid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "tokens_per_second", b"tokens_per_second", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weight_bytes", b"weight_bytes", "weights_state", b"weights_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
+
+@_typing.final
+class GridPiece(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GridPiece: _TypeAlias = GridPiece  # noqa: Y015
 
 @_typing.final
 class DraftSource(_message.Message):
@@ -228,6 +258,8 @@ class DecodeRequest(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
+    FRAME_MS_FIELD_NUMBER: _builtins.int
+    CUTS_FIELD_NUMBER: _builtins.int
     token_ids_le32: _builtins.bytes
     """The whole history, little-endian uint32 each."""
     max_tokens: _builtins.int
@@ -246,6 +278,10 @@ class DecodeRequest(_message.Message):
     """Smaller is more urgent: 0 urgent, 1 normal, 2 batch, 3 speculative (prewarming)."""
     deadline_seconds: _builtins.float
     """Seconds from now in which the caller wants the end; 0 = it did not say."""
+    frame_ms: _builtins.int
+    """The least time between two messages with tokens, the first ones and the end excepted; 0 = the
+    engine's own.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -259,8 +295,14 @@ class DecodeRequest(_message.Message):
     @_builtins.property
     def kv_exports(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvBlock]:
         """Pages that the caller has prepared for blocks which the engine computes; it fills those that
-        it computes by prefill and says so, one exported frame each. The others stay empty. The last
-        one may be shorter than a block: the rest of the history but for its last token.
+        it computes by prefill and says so, one exported frame each. The others stay empty. One may be
+        shorter than a block where it ends at a cut, or with the history but for its last token.
+        """
+
+    @_builtins.property
+    def cuts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Positions at which pieces of prefill end beside the grid: others are likely to part from the
+        history there. What kv_blocks and kv_exports hold was, and is, computed with these.
         """
 
     def __init__(
@@ -281,10 +323,12 @@ class DecodeRequest(_message.Message):
         client: _builtins.str = ...,
         priority: _builtins.int = ...,
         deadline_seconds: _builtins.float = ...,
+        frame_ms: _builtins.int = ...,
+        cuts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "client", b"client", "deadline_seconds", b"deadline_seconds", "draft_sources", b"draft_sources", "kv_blocks", b"kv_blocks", "kv_exports", b"kv_exports", "kv_key", b"kv_key", "max_tokens", b"max_tokens", "priority", b"priority", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "client", b"client", "cuts", b"cuts", "deadline_seconds", b"deadline_seconds", "draft_sources", b"draft_sources", "frame_ms", b"frame_ms", "kv_blocks", b"kv_blocks", "kv_exports", b"kv_exports", "kv_key", b"kv_key", "max_tokens", b"max_tokens", "priority", b"priority", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -300,13 +344,16 @@ class KvBlock(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     HAS_STATE_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    IS_CUT_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     has_state: _builtins.bool
     """The recurrent state at the end of the block lies behind its KV."""
     tokens: _builtins.int
-    """Tokens of it that are meant, from its beginning; 0 = a whole block. Only the last one given
-    may be shorter: the rest of a prompt behind its whole blocks.
+    """Tokens of it that are meant, from its beginning; 0 = a whole block. Of kv_blocks only the last
+    one may be shorter.
     """
+    is_cut: _builtins.bool
+    """A piece of prefill ended behind the tokens that are meant, though the block goes on."""
     @_builtins.property
     def pages(self) -> Global___PageRef: ...
     def __init__(
@@ -316,10 +363,11 @@ class KvBlock(_message.Message):
         pages: Global___PageRef | None = ...,
         has_state: _builtins.bool = ...,
         tokens: _builtins.int = ...,
+        is_cut: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_state", b"has_state", "index", b"index", "pages", b"pages", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_state", b"has_state", "index", b"index", "is_cut", b"is_cut", "pages", b"pages", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -392,16 +440,19 @@ class KvExported(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """The block that was written whole into the pages given for it."""
+    """The block that was written whole into the pages given for it, and its tokens as these said."""
+    tokens: _builtins.int
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
+        tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

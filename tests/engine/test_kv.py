@@ -23,8 +23,9 @@ from kakeya.engine.job import (
     PrefillFrame,
     TokensFrame,
 )
-from kakeya.engine.kv import Take, grid_floor, plan_take, room_tokens
+from kakeya.engine.kv import Take, plan_take, room_tokens
 from kakeya.engine.model import LoadedFacts
+from kakeya.engine.pieces import Pieces, grid_floor
 from kakeya.engine.sequence import SequenceRun
 from kakeya.memory.page_ref import PageReader, PageRef
 from kakeya.precache.kv_pages import KvPages
@@ -142,8 +143,7 @@ def test_prefill_alone_ends_without_a_token(rig: Rig, prefixes: Prefixes) -> Non
     assert outcome.done.reason is FinishReason.MAX_TOKENS
     assert not any(isinstance(frame, TokensFrame) for frame in outcome.frames)
     again = prefixes.run(rig, history, max_tokens=0)
-    # The last piece is a single row: it is computed, not taken.
-    assert (again.imported, again.exported) == (2 * SIZE, [])
+    assert (again.imported, again.exported) == (2 * SIZE + 1, [])
 
 
 def test_a_longer_prompt_takes_a_tail_up_to_the_grid_and_its_block_is_exported(
@@ -322,7 +322,7 @@ def block(index: int, tokens: int = SIZE, meant: int = 0, state: int = 0) -> KvP
 
 
 def taken(blocks: Sequence[KvPages], total: int, facts: LoadedFacts = FACTS) -> tuple[int, int]:
-    plan = plan_take(blocks, facts, total)
+    plan = plan_take(blocks, facts, Pieces(facts, total))
     return plan.tokens, len(plan.blocks)
 
 
@@ -337,9 +337,9 @@ def taken(blocks: Sequence[KvPages], total: int, facts: LoadedFacts = FACTS) -> 
         # A history that ends within a block takes it up to the grid.
         ([block(0), block(1)], 100, (96, 2)),
         ([block(0), block(1)], 70, (64, 1)),
-        # A tail that ends with the history is taken whole, but not for a single row.
+        # A tail that ends with the history is taken whole.
         ([block(0), block(1, 36, 36)], 100, (100, 2)),
-        ([block(0), block(1, 33, 33)], 97, (96, 2)),
+        ([block(0), block(1, 33, 33)], 97, (97, 2)),
         ([block(0), block(1, 36, 36)], 101, (96, 2)),
         ([block(0), block(1, 20, 20)], 101, (64, 1)),
         # Of pages that hold more, a part may be meant.
@@ -378,8 +378,11 @@ def test_state_is_taken_only_from_where_it_was(
 def test_of_a_model_that_is_all_state_only_the_last_block_is_needed() -> None:
     facts = dataclasses.replace(FACTS, kv_state_bytes=8, kv_block_bytes=0)
     last = block(4, 0, state=8)
-    assert plan_take([block(1, 0, state=8), last], facts, 400) == Take(5 * SIZE, (last,))
-    assert plan_take([block(4, 0, 50, state=8)], facts, 4 * SIZE + 50).tokens == 4 * SIZE + 50
+    assert plan_take([block(1, 0, state=8), last], facts, Pieces(facts, 400)) == Take(
+        5 * SIZE, (last,)
+    )
+    tail, total = block(4, 0, 50, state=8), 4 * SIZE + 50
+    assert plan_take([tail], facts, Pieces(facts, total)).tokens == total
 
 
 @given(st.integers(0, 2000), st.integers(0, 2000), st.booleans())

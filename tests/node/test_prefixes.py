@@ -96,7 +96,7 @@ class Engine:
                 filled = reader.fill(pages.pages)
                 filled[:] = pack_ids(prompt[start : start + (pages.tokens or BLOCK)])
                 filled.release()
-            kv.exported(pages.index)
+            kv.exported(pages.index, pages.tokens)
         return have
 
 
@@ -387,7 +387,7 @@ async def test_the_end_of_an_engine_gives_back_what_it_held_and_filled(tmp_path:
             here.arena.engine_changed("toy", None)
             assert here.arena.snapshot().pool.pinned_pages == 0
             for pages in offer.exports:
-                kv.exported(pages.index)  # said, but too late
+                kv.exported(pages.index, pages.tokens)  # said, but too late
             kv.ended()
             here.engine.pid = 2
             again = await kv.offer([*SEED_TEXT, *range(20, 40)], 2)
@@ -420,12 +420,12 @@ async def test_a_late_word_of_a_call_that_ended_changes_nothing(tmp_path: Path) 
     async with world(tmp_path, clock=FakeClock()) as here:
         kv = here.exchange(SEED_TEXT)
         kv.imported(3)
-        kv.exported(0)
+        kv.exported(0, 0)
         kv.ended()
         with kv:
             await kv.offer(SEED_TEXT, 1)
-            kv.exported(77)
-        kv.exported(0)
+            kv.exported(77, 0)
+        kv.exported(0, 0)
         kv.imported(1)
         assert here.prefixes.counts.committed == 0
 

@@ -142,7 +142,7 @@ def test_disk_behind_what_is_nowhere_carries_nothing_on(shelf: Shelf) -> None:
         shelf.tree.lose(block_id)
     shelf.tree.unstored(ids[0])
     assert not shelf.tree.insert(ids, 2, "p", facts_of(LONG[8:]), 0.0)
-    assert shelf.tree.tail(ids[1], LONG[8:]) is None
+    assert shelf.tree.tail(ids[1], pack_ids(LONG[8:])) is None
     assert len(shelf.tree) == 3
 
 
@@ -177,24 +177,30 @@ def test_a_recurrent_model_goes_on_where_state_was_kept(shelf: Shelf) -> None:
 def test_the_rest_of_a_prompt_is_found_behind_its_blocks(shelf: Shelf) -> None:
     shelf.put([*LONG, 50, 51])
     ids = shelf.ids(LONG)
-    found = shelf.tree.tail(ids[-1], [50, 51, 52])
+    found = shelf.tree.tail(ids[-1], pack_ids([50, 51, 52]))
     assert found == (shelf.ids([*LONG, 50, 51])[-1], 2)
-    assert shelf.tree.tail(ids[-1], [50, 60])[1] == 1  # type: ignore[index]
-    assert shelf.tree.tail(ids[-1], [60]) is None
-    assert shelf.tree.tail(ids[0], [50, 51]) is None
+    assert shelf.tree.tail(ids[-1], pack_ids([50, 60]))[1] == 1  # type: ignore[index]
+    assert shelf.tree.tail(ids[-1], pack_ids([60])) is None
+    assert shelf.tree.tail(ids[0], pack_ids([50, 51])) is None
 
 
 def test_a_whole_block_serves_the_prompt_that_leaves_it_midway(shelf: Shelf) -> None:
     shelf.put(LONG)
     ids = shelf.ids(LONG)
-    assert shelf.tree.tail(ids[1], [8, 9, 10, 77, 78, 79]) == (ids[2], 3)
+    assert shelf.tree.tail(ids[1], pack_ids([8, 9, 10, 77, 78, 79])) == (ids[2], 3)
 
 
 def test_a_tail_in_ram_is_preferred_to_one_on_disk_that_shares_as_much(shelf: Shelf) -> None:
     shelf.store([*LONG, 50, 51])
     shelf.put([*LONG, 50, 60])
-    assert shelf.tree.tail(shelf.ids(LONG)[-1], [50, 70]) == (shelf.ids([*LONG, 50, 60])[-1], 1)
-    assert shelf.tree.tail(shelf.ids(LONG)[-1], [50, 51]) == (shelf.ids([*LONG, 50, 51])[-1], 2)
+    assert shelf.tree.tail(shelf.ids(LONG)[-1], pack_ids([50, 70])) == (
+        shelf.ids([*LONG, 50, 60])[-1],
+        1,
+    )
+    assert shelf.tree.tail(shelf.ids(LONG)[-1], pack_ids([50, 51])) == (
+        shelf.ids([*LONG, 50, 51])[-1],
+        2,
+    )
 
 
 @pytest.mark.parametrize("nearest", [[50, 51], [50, 70]])
@@ -204,17 +210,17 @@ def test_of_two_neighbours_the_one_that_shares_more_is_found(
     shelf.put([*LONG, 50, 51])
     shelf.put([*LONG, 50, 70])
     for beyond in (0, 1, 99):
-        found = shelf.tree.tail(shelf.ids(LONG)[-1], [*nearest, beyond])
+        found = shelf.tree.tail(shelf.ids(LONG)[-1], pack_ids([*nearest, beyond]))
         assert found == (shelf.ids([*LONG, *nearest])[-1], 2)
 
 
 def test_a_tail_with_state_is_taken_whole_or_not_at_all(shelf: Shelf) -> None:
     shelf.put([*LONG, 50, 51], has_state=True)
     last = shelf.ids(LONG)[-1]
-    assert shelf.tree.tail(last, [50, 60], needs_state=True) is None
-    assert shelf.tree.tail(last, [50, 51, 60], needs_state=True) is not None
+    assert shelf.tree.tail(last, pack_ids([50, 60]), needs_state=True) is None
+    assert shelf.tree.tail(last, pack_ids([50, 51, 60]), needs_state=True) is not None
     shelf.put([*LONG, 50, 51, 52], has_state=True)  # which is no longer of use to [50, 51, 60]
-    assert shelf.tree.tail(last, [50, 51, 60], needs_state=True)[1] == 2  # type: ignore[index]
+    assert shelf.tree.tail(last, pack_ids([50, 51, 60]), needs_state=True)[1] == 2  # type: ignore[index]
 
 
 def test_a_longer_tail_takes_the_place_of_its_beginning(shelf: Shelf) -> None:

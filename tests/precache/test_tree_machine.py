@@ -332,7 +332,7 @@ class Tree(RuleBasedStateMachine):
             usable = not state or (self.facts(one).has_state and shared == len(tokens))
             if shared and usable and self.here(one):
                 ranks[one] = (shared, one in self.ram)
-        found = self.tree.tail(parent, rest, needs_state=state)
+        found = self.tree.tail(parent, pack_ids(rest[:SIZE]), needs_state=state)
         if found is None:
             assert not ranks
         else:
@@ -344,7 +344,7 @@ class Tree(RuleBasedStateMachine):
         self.now += passed
         found = self.tree.expired(self.now)
         for node in found:
-            assert self.now - node.used_s > node.retention
+            assert self.now - node.used_s > node.retention.seconds
             assert node.id not in self.pinned()
             del self.ram[node.id]
             assert not any(node.id in self.path(one) for one in self.ram)
@@ -352,7 +352,8 @@ class Tree(RuleBasedStateMachine):
         for one in self.may_go():
             still = [o for o in self.ram if one in self.path(o)]
             assert any(
-                o in self.pinned() or self.now - self.node(o).used_s <= self.node(o).retention
+                o in self.pinned()
+                or self.now - self.node(o).used_s <= self.node(o).retention.seconds
                 for o in still
             ), "unseen for longer than its window, and all behind it too"
 

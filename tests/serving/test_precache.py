@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kakeya.core.errors import InvalidArgument
+from kakeya.precache.cuts import marked, unmarked
 from kakeya.precache.keys import CacheKeys
 from kakeya.precache.retention import Retention
 from kakeya.precache.warming import Outcome, Report, TokenSource, Warmed
@@ -80,10 +81,16 @@ async def test_a_chat_of_a_conversation_continues_its_slot_and_prepares_its_next
     assert claim.use == CacheUse(keys=CacheKeys(conversation_id="7"), retention=Retention.EXTENDED)
     turn = [SYSTEM, *HI, {"role": "assistant", "content": SAID}]
     following = await text.encode_chat([*turn, {"role": "user", "content": "go on"}], at_most=999)
-    prefix = list(await tokens())
-    assert following[: len(prefix)] == prefix
-    shown = text.tokenizer.decode(prefix, skip_special_tokens=False)
+    *prefix, _ = ahead = list(await tokens())
+    assert following[: len(prefix)] == unmarked(prefix)[0]
+    shown = text.tokenizer.decode(following[: len(prefix)], skip_special_tokens=False)
     assert shown.endswith(f"{SAID}<|im_end|>\n<|im_start|>user\n")
+    # Its KV ends where one of the cuts of what comes is.
+    later = await text.cuts_of(
+        following, [*turn, {"role": "user", "content": "go on"}], at_most=999
+    )
+    assert len(prefix) in later
+    assert [cut for cut in later if cut <= len(prefix)] == list(unmarked(ahead)[1])
 
 
 @pytest.fixture
@@ -240,7 +247,7 @@ async def test_a_prefix_is_warmed_as_far_as_the_users_message(folder, text):
             },
         )
     ((claim, ids, is_pinned),) = precache.warmed
-    shown = text.tokenizer.decode(ids, skip_special_tokens=False)
+    shown = text.tokenizer.decode(unmarked(ids)[0][:-1], skip_special_tokens=False)
     assert shown == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
     assert (claim.use.retention, is_pinned) == (Retention.LONG, True)
     body = answer.json()
@@ -265,7 +272,9 @@ async def test_messages_that_end_with_the_users_are_warmed_as_the_request_itself
     async with serving(model, precache=precache) as served:
         await served.http.post("/v1/precache", json={"model": "toy", "messages": [SYSTEM, *HI]})
         await served.openai.chat.completions.create(model="toy", messages=[SYSTEM, *HI])
-    assert precache.warmed[0][1] == list(model.requests[0].token_ids)
+    asked = model.requests[0]
+    assert precache.warmed[0][1] == marked(asked.token_ids, asked.cuts)
+    assert asked.cuts
 
 
 @pytest.mark.parametrize("prompt", ["hello world", [5, 6, 7, 8, 9]])

@@ -51,8 +51,10 @@ def decode_to_wire(request: DecodeRequest, offer: KvOffer = _NOTHING) -> pb.Deco
         client=request.client,
         priority=request.priority,
         deadline_seconds=request.deadline_s or 0.0,
+        frame_ms=round(1000 * request.frame_s),
         kv_blocks=[_kv_pages_to_wire(block) for block in offer.blocks],
         kv_exports=[_kv_pages_to_wire(block) for block in offer.exports],
+        cuts=request.cuts,
     )
 
 
@@ -62,6 +64,7 @@ def _kv_pages_to_wire(block: KvPages) -> pb.KvBlock:
         pages=page_ref_to_wire(block.pages),
         has_state=block.has_state,
         tokens=block.tokens,
+        is_cut=block.is_cut,
     )
 
 
@@ -88,7 +91,7 @@ def frame_from_wire(response: pb.DecodeResponse, kv: KvExchange | None = None) -
             return None
         case "exported":
             if kv is not None:
-                kv.exported(response.exported.index)
+                kv.exported(response.exported.index, response.exported.tokens)
             return None
         case "progress":
             progress = response.progress
@@ -169,6 +172,7 @@ def facts_from_wire(reply: pb.DescribeResponse) -> ModelFacts:
         kv_layout=reply.kv_layout,
         kv_exactness=reply.kv_exactness,
         weights_state=reply.weights_state,
+        prefill_grid=tuple((piece.position, piece.tokens) for piece in reply.prefill_grid),
     )
 
 
