@@ -220,14 +220,24 @@ class AdapterLine:
         try:
             async with self._lend(self._base, _ENGINE_PATIENCE_S) as engine:
                 for adapter in gone:
-                    await engine.unload_adapter(adapter.adapter_id)
-                    self._table.left_slot(adapter)
+                    await self._unload(adapter, engine)
                 for move in moves:
                     if self._former:
                         return
                     await self._carry_out(move, engine)
         except KakeyaError as problem:
             event(_log, "slots not tidied", level=logging.DEBUG, problem=problem.message)
+
+    async def _unload(self, adapter: Adapter, engine: AdapterEngine) -> None:
+        """Take out one that was removed, unless it came back meanwhile."""
+        if not (adapter.is_retired and adapter.is_idle):
+            return
+        adapter.is_moving = True  # who wants it again waits in line
+        try:
+            await engine.unload_adapter(adapter.adapter_id)
+            self._table.left_slot(adapter)
+        finally:
+            adapter.is_moving = False
 
     async def _carry_out(self, move: Move, engine: AdapterEngine) -> None:
         """Bring in who is used a lot, if it still is out and its place still is free."""

@@ -1,9 +1,11 @@
-"""How long adapters took to be had, by where they were, for metrics, status and the benchmark."""
+"""What adapters look like from outside: how long they took to be had by where they were, metrics,
+status."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client.core import (
@@ -14,8 +16,18 @@ from prometheus_client.core import (
 )
 
 from kakeya.memory.adapters import AdapterTable, Tier
+from kakeya.node.adapter_line import AdapterLine
 
 BOUNDS_S = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 1.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterUse:
+    """An adapter at one moment: where it is, who uses it now, and how often in the last minute."""
+
+    tier: Tier
+    leases: int
+    uses: int
 
 
 class AcquireTimes:
@@ -36,6 +48,22 @@ class AcquireTimes:
     def total(self) -> int:
         """How many there were."""
         return sum(self.counts)
+
+
+def line_status(table: AdapterTable, base: str, line: AdapterLine, now: float) -> dict[str, object]:
+    """One model's slots, who is in them, and how many wait, as JSON."""
+    return {
+        "slots": line.slots,
+        "hot": [
+            {
+                "adapter": adapter.adapter_id,
+                "leases": adapter.leases,
+                "uses": table.uses(adapter, now),
+            }
+            for adapter in table.hot(base)
+        ],
+        "waiting": line.waiting,
+    }
 
 
 def adapter_metrics(

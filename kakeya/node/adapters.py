@@ -15,7 +15,6 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -31,7 +30,12 @@ from kakeya.memory.adapters import Adapter, AdapterTable, Tier, TierRules
 from kakeya.node.adapter_intake import AdapterIntake, Wanted
 from kakeya.node.adapter_lease import AdapterLease
 from kakeya.node.adapter_line import AdapterLine, Lend
-from kakeya.node.adapter_metrics import AcquireTimes, adapter_metrics
+from kakeya.node.adapter_metrics import (
+    AcquireTimes,
+    AdapterUse,
+    adapter_metrics,
+    line_status,
+)
 from kakeya.node.adapter_places import AdapterPlaces, LendSlots, none_lent
 from kakeya.node.adapter_registry import AdapterRegistry
 from kakeya.node.adapter_store import AdapterDamaged, AdapterRecord, AdapterStore
@@ -43,15 +47,6 @@ PATIENCE_S = 120.0
 REBALANCE_S = 5.0
 _WARMINGS = 16
 """Adapters that are laid in pages in one rebalance, so that disk and ledger are not flooded."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterUse:
-    """An adapter at one moment: where it is, who uses it now, and how often in the last minute."""
-
-    tier: Tier
-    leases: int
-    uses: int
 
 
 class AdapterManager:
@@ -94,6 +89,7 @@ class AdapterManager:
         self._tick = asyncio.Event()
         self._writing = asyncio.Lock()
         self._problems: dict[str, str] = {}
+        self._followers: list[Callable[[str], None]] = []
         self.times = {tier: AcquireTimes() for tier in Tier}
 
     async def __aenter__(self) -> Self:
@@ -113,6 +109,11 @@ class AdapterManager:
         await self._tasks.aclose()
         await self._places.aclose()
 
+    def follow(self, retired: Callable[[str], None]) -> None:
+        """Tell `retired` of each version that takes no more requests, by what engines know it by;
+        once."""
+        self._followers.append(retired)
+
     # --- the owner's side
 
     async def register(
@@ -128,7 +129,8 @@ class AdapterManager:
         """Take an adapter in from a folder of mlx-lm's; it may be used when this returns.
 
         Raises InvalidArgument, NotFound for a base that this node does not serve, Conflict for a
-        name that is taken (unless replacing) and for one that is being removed.
+        name that is taken (unless replacing). What was replaced or removed just now may come back
+        at once: requests that still run with it and the next ones share it.
         """
         wanted = Wanted(name=name, base=base, folder=folder, owner=owner, precision=precision)
         record, packed = await self._intake.take(wanted)
@@ -139,8 +141,6 @@ class AdapterManager:
                     f"adapter {record.model_id} is registered; remove it first, or replace it"
                 )
             is_same = known is not None and known.version == record.version
-            if record.version in self._versions and not is_same:
-                raise Conflict(f"adapter {record.version} is just being removed; try again")
             await asyncio.to_thread(self._store.save, record, packed)
             if known is not None and not is_same:
                 self._retire(known)
@@ -257,22 +257,12 @@ class AdapterManager:
 
     def status(self) -> dict[str, object]:
         """As JSON."""
+        now = self._clock.mono()
         return {
             "registered": len(self._registry),
             "warm": len(self._table.warm()),
             "models": {
-                base: {
-                    "slots": line.slots,
-                    "hot": [
-                        {
-                            "adapter": adapter.adapter_id,
-                            "leases": adapter.leases,
-                            "uses": self._table.uses(adapter, self._clock.mono()),
-                        }
-                        for adapter in self._table.hot(base)
-                    ],
-                    "waiting": line.waiting,
-                }
+                base: line_status(self._table, base, line, now)
                 for base, line in self._lines.items()
             },
             "acquired": {tier.name.lower(): taken.total for tier, taken in self.times.items()},
@@ -315,7 +305,7 @@ class AdapterManager:
             self._table.add(record.version, record.base)
             return
         adapter = self._table.get(record.version)
-        adapter.is_retired = False  # its file was found damaged while it was written anew
+        adapter.is_retired = False  # it came back while it was going
         self._retired.discard(adapter)
 
     def _line(self, base: str) -> AdapterLine:
@@ -355,6 +345,8 @@ class AdapterManager:
         adapter.is_retired = True
         self._retired.add(adapter)
         self._tick.set()
+        for retired in self._followers:
+            retired(record.version)
 
     async def _rebalance_forever(self) -> None:
         await every(REBALANCE_S, self.rebalance, clock=self._clock, rng=self._rng, wake=self._tick)

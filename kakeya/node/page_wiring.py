@@ -100,6 +100,7 @@ class NodePages:
                 )
             )
             self._start = await stack.enter_async_context(PrefixStart(self.prefixes))
+            self.adapters.manager.follow(self.prefixes.adapter_retired)
             for model in models:
                 model.prefixes = self.prefixes
             self._memory.engines.follow(self._engine_changed)

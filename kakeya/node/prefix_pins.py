@@ -42,6 +42,11 @@ class PrefixPins:
         if pin is not None:
             pin.unpin()
 
+    def drop(self, adapter_id: str) -> None:
+        """End those of an adapter that takes no more requests."""
+        for name in [name for name in self._pins if name[1] == adapter_id]:
+            self._pins.pop(name).unpin()
+
     def clear(self) -> None:
         """End all."""
         for pin in self._pins.values():

@@ -229,6 +229,10 @@ class NodePrefixes:
         """End the pin of a prefix; harmless when there is none."""
         self._pins.release(model_id, adapter_id, token_ids)
 
+    def adapter_retired(self, adapter_id: str) -> None:
+        """An adapter was replaced or removed: nobody's prefix needs to stay for it."""
+        self._pins.drop(adapter_id)
+
     async def wipe(self) -> Wiped:
         """Let go of all KV, in pages and on disk. What an engine uses now goes once it has read it;
         what is computed from then on is kept as ever."""

@@ -290,12 +290,16 @@ async def test_a_name_is_taken_once_and_replaced_when_asked(tmp_path: Path) -> N
         new = await node.adapters.acquire(model_id)
         assert {old.adapter_id, new.adapter_id} == set(node.engine.held)
         assert old.adapter_id != new.adapter_id
-        with pytest.raises(Conflict, match="being removed"):  # its first content again
-            await node.add(1, name="poet", is_replacing=True)
-        old.release()
-        await settled(lambda: not node.adapters.status()["retired"], 20)
-        await node.add(1, name="poet", is_replacing=True)
+        await node.add(1, name="poet", is_replacing=True)  # its first content again
+        with await node.adapters.acquire(model_id) as back:
+            assert back.adapter_id == old.adapter_id
+            assert node.adapters.status()["retired"] == [new.adapter_id]
         new.release()
+        await settled(lambda: not node.adapters.status()["retired"], 20)
+        assert set(node.engine.held) == {old.adapter_id}, "a stream of before goes on with it"
+        old.release()
+        with await node.adapters.acquire(model_id) as lease:
+            assert lease.adapter_id == old.adapter_id
 
 
 async def test_the_same_content_again_changes_the_owner_only(tmp_path: Path) -> None:
