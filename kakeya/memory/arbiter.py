@@ -71,8 +71,9 @@ class Arbiter:
         return self.settle(now)
 
     def preload(self, ask: Ask, now: float) -> tuple[bool, Outcome]:
-        """Load without a request: only at nominal pressure, into room that is free and that nobody
-        waits for. False = not now. What is resident is kept warm from now."""
+        """Load without a request: only at nominal pressure, into room that is free, that nobody
+        waits for, and whose use makes no pressure, but for text. False = not now. What is resident
+        is kept warm from now."""
         resident = self._ledger.find(ask.key)
         if resident is not None:
             if not resident.is_open:
@@ -82,7 +83,8 @@ class Arbiter:
         ask = self._learnt(ask)
         others = sum(one.role.name == ask.role.name for one in self._ledger.residents)
         has_place = ask.role.places is None or others < ask.role.places
-        fits = 0 < ask.estimate_bytes <= self._ledger.free_bytes
+        room = self._ledger.spare_bytes if ask.role.yields else self._ledger.free_bytes
+        fits = 0 < ask.estimate_bytes <= room
         is_calm = self._level is Level.NOMINAL or not ask.role.yields
         is_calm = is_calm and not self._tickets and not self._is_stopping
         if not (has_place and fits and is_calm):
@@ -135,11 +137,12 @@ class Arbiter:
         return ticket is not None and ticket.stuck_since_mono is not None
 
     def may_grow(self, name: str, size: int) -> bool:
-        """Reserve bytes for a tenant, if there is room that nobody waits for. Raises NotFound."""
+        """Reserve bytes for a tenant, if there is room that nobody waits for and whose use makes no
+        pressure. Raises NotFound."""
         if size < 0:
             raise errors.InvalidArgument(f"{name!r} cannot grow by {size} bytes; 0 or more is due")
         is_calm = self._level is Level.NOMINAL and not self._tickets and not self._is_stopping
-        if not is_calm or size > self._ledger.free_bytes:
+        if not is_calm or size > self._ledger.spare_bytes:
             return False
         self._ledger.grow(name, size)
         return True
@@ -156,12 +159,13 @@ class Arbiter:
         level: Level,
         available_bytes: int | None,
         now: float,
-        wanted_bytes: int | None = None,
+        spare_bytes: int | None = None,
     ) -> Outcome:
         """A reading of the machine. Worth telling although nothing changed: low pressure that
-        lasts takes one thing after the other. `wanted_bytes` would end it; None = not known."""
-        self._taking.press(level, wanted_bytes)
-        self._ledger.available_bytes = available_bytes
+        lasts takes one thing after the other. `spare_bytes` may be taken while the machine stays
+        calm; below 0, so much has to come back; None = not known."""
+        self._taking.press(level, None if spare_bytes is None else max(0, -spare_bytes))
+        self._ledger.observe(available_bytes, spare_bytes)
         return self.settle(now)
 
     def report(self, tenant: Tenant) -> None:

@@ -5,6 +5,7 @@
     free        the less of budget - committed and what the machine has available, where known,
                 less loads that are under way, less what is lent and not used yet, and plus
                 what leaves
+    spare       free, of which so much is left that the machine stays calm: for what nobody needs
 
 The machine's figure is of its last reading; loads and evictions since then are added to it.
 """
@@ -26,6 +27,8 @@ class Ledger:
     budget_bytes: int
     available_bytes: int | None = None
     """What the machine can still give without pressure; None where nobody measures it."""
+    _margin_bytes: int = 0
+    """What of that has to be left so that there is no pressure."""
     _residents: dict[ResidentKey, Resident] = field(default_factory=dict)
     _tenants: dict[str, Tenant] = field(default_factory=dict)
     _foreign: dict[str, int] = field(default_factory=dict)
@@ -147,6 +150,14 @@ class Ledger:
         self._tenants[tenant.name] = tenant
         self._add_available(dropped)
 
+    def observe(self, available_bytes: int | None, spare_bytes: int | None) -> None:
+        """Write down what the machine can give, and what of it makes no pressure; None = not
+        known."""
+        self.available_bytes = available_bytes
+        self._margin_bytes = 0
+        if available_bytes is not None and spare_bytes is not None:
+            self._margin_bytes = max(0, available_bytes - spare_bytes)
+
     def hold(self, holder: str, size: int) -> None:
         """Write down what another process occupies; 0 = nothing more."""
         if size < 0:
@@ -172,6 +183,14 @@ class Ledger:
     @property
     def free_bytes(self) -> int:
         """What a load may still take; negative when more is committed than there is."""
+        return self._free_beyond(0)
+
+    @property
+    def spare_bytes(self) -> int:
+        """What may still be taken by who can do without it."""
+        return self._free_beyond(self._margin_bytes)
+
+    def _free_beyond(self, margin: int) -> int:
         free = self.budget_bytes - self.committed_bytes
         if self.available_bytes is None:
             return free
@@ -179,7 +198,8 @@ class Ledger:
         coming += sum(r.unfilled_bytes for r in self._residents.values() if not r.is_leaving)
         coming += sum(self._growing.values())
         leaving = sum(r.bytes - r.unfilled_bytes for r in self._residents.values() if r.is_leaving)
-        return min(free, self.available_bytes - coming + leaving + self.promised_bytes)
+        there = self.available_bytes - coming + leaving + self.promised_bytes
+        return min(free, there - margin)
 
     @property
     def promised_bytes(self) -> int:

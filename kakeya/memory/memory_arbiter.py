@@ -197,7 +197,7 @@ class MemoryArbiter:
             reading.level,
             reading.available_bytes,
             self._clock.mono(),
-            wanted_bytes=reading.wanted_bytes,
+            spare_bytes=reading.spare_bytes,
         )
         if reading.level is not before:
             event(

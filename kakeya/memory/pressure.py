@@ -7,9 +7,9 @@ that says so, and falls when the figure has recovered by a margin, so that it do
     own footprint against the budget  over 100 %: low; over 110 %: critical
     a level that a host dispatches    as it says, until it says otherwise or its time is up
 
-A source that cannot be read has no opinion; the others count. One that measures says how much it
-wants back: what would make its level nominal, the margin included. An engine above its own lease
-is no pressure on the machine while the budget holds: see `escalation`.
+A source that cannot be read has no opinion; the others count. One that measures says how far it is
+from nominal, the margin included: so much is asked back, or may be taken by who can do without. An
+engine above its own lease is no pressure on the machine while the budget holds: see `escalation`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ LEVEL_BY_NATIVE = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """What a source says. `available_bytes` is what loads may still take before the machine
-    becomes critical, `wanted_bytes` what would have to come back for its level to be nominal; None
-    where the source does not know."""
+    becomes critical, `spare_bytes` what may be taken while its level is nominal for sure: below 0,
+    what has to come back first. None where the source does not know."""
 
     level: Level
     source: str
     available_bytes: int | None = None
-    wanted_bytes: int | None = None
+    spare_bytes: int | None = None
 
 
 class PressureSource(Protocol):
@@ -131,7 +131,7 @@ class AvailableMemory:
             level=self._level,
             source=self._name,
             available_bytes=max(0, memory.available_bytes - reserve),
-            wanted_bytes=max(0, calm - memory.available_bytes),
+            spare_bytes=memory.available_bytes - calm,
         )
 
 
@@ -167,7 +167,7 @@ class Footprint:
             plain = min(self._level, self._plain(used / allowed + _FOOTPRINT_MARGIN))
         self._level = plain
         calm = int((self._low - _FOOTPRINT_MARGIN) * allowed)
-        return Reading(level=plain, source=self.name, wanted_bytes=max(0, used - calm))
+        return Reading(level=plain, source=self.name, spare_bytes=calm - used)
 
     def _plain(self, ratio: float) -> Level:
         if ratio > self._critical:
@@ -226,18 +226,20 @@ class DispatchedPressure:
 
 def worst(readings: Sequence[Reading]) -> Reading:
     """The reading that counts: the worst level, the first source of it, the least available, and
-    the most that is wanted by those of that level, where all of them know."""
+    the least to spare of those of that level; not known where one of them presses and does not
+    know."""
     if not readings:
         return Reading(level=Level.NOMINAL, source="none")
     level = max(reading.level for reading in readings)
     worst_ones = [reading for reading in readings if reading.level is level]
     known = [one.available_bytes for one in readings if one.available_bytes is not None]
-    wanted = [one.wanted_bytes for one in worst_ones if one.wanted_bytes is not None]
+    spare = [one.spare_bytes for one in worst_ones if one.spare_bytes is not None]
+    is_known = level is Level.NOMINAL or len(spare) == len(worst_ones)
     return Reading(
         level=level,
         source=worst_ones[0].source,
         available_bytes=min(known, default=None),
-        wanted_bytes=max(wanted) if len(wanted) == len(worst_ones) else None,
+        spare_bytes=min(spare, default=None) if is_known else None,
     )
 
 

@@ -549,24 +549,24 @@ def test_critical_takes_no_more_pages_than_are_wanted_beside_the_models() -> Non
     world = World.of(1000)
     tenants = _with_pages(world, 500)
     world.use(ask("see", size=100))
-    world.take(world.arbiter.observe(Level.CRITICAL, None, 0, wanted_bytes=150))
+    world.take(world.arbiter.observe(Level.CRITICAL, None, 0, spare_bytes=-150))
     assert world.resident == set()
     assert _carry_out_shrinks(world, tenants) == [("pages", 50)]
     assert (world.plans[-1].asked_bytes, world.plans[-1].short_bytes) == (150, 0)
     world.plans.clear()
     world.take(world.arbiter.settle(1))
     assert not world.plans, "the reading is of before: nothing more is known to be wanted"
-    world.take(world.arbiter.observe(Level.CRITICAL, None, 2, wanted_bytes=30))
+    world.take(world.arbiter.observe(Level.CRITICAL, None, 2, spare_bytes=-30))
     assert _carry_out_shrinks(world, tenants) == [("pages", 30)]
 
 
 def test_what_is_on_its_way_back_is_not_wanted_again() -> None:
     world = World.of(1000)
     _with_pages(world, 500)
-    world.take(world.arbiter.observe(Level.CRITICAL, None, 0, wanted_bytes=100))
-    world.take(world.arbiter.observe(Level.CRITICAL, None, 1, wanted_bytes=100))
+    world.take(world.arbiter.observe(Level.CRITICAL, None, 0, spare_bytes=-100))
+    world.take(world.arbiter.observe(Level.CRITICAL, None, 1, spare_bytes=-100))
     assert [shrink.bytes for plan in world.plans for shrink in plan.shrink] == [100]
-    world.take(world.arbiter.observe(Level.CRITICAL, None, 2, wanted_bytes=120))
+    world.take(world.arbiter.observe(Level.CRITICAL, None, 2, spare_bytes=-120))
     assert [shrink.bytes for plan in world.plans for shrink in plan.shrink] == [100, 20]
     assert not world.exhausted
 
@@ -575,14 +575,14 @@ def test_low_takes_no_more_than_is_wanted() -> None:
     world = World.of(1 << 30)
     tenants = _with_pages(world, 1 << 29)
     world.use(ask("see"))
-    world.take(world.arbiter.observe(Level.LOW, None, 0, wanted_bytes=1000))
+    world.take(world.arbiter.observe(Level.LOW, None, 0, spare_bytes=-1000))
     assert _carry_out_shrinks(world, tenants) == [("pages", 1000)]
     world.plans.clear()
     world.wait(100)
     assert not world.plans
     assert not world.exhausted
     half = tenants["pages"].spare_bytes // 2
-    world.take(world.arbiter.observe(Level.LOW, None, world.now, wanted_bytes=1 << 29))
+    world.take(world.arbiter.observe(Level.LOW, None, world.now, spare_bytes=-(1 << 29)))
     assert _carry_out_shrinks(world, tenants) == [("pages", half)]
 
 
@@ -718,6 +718,29 @@ def test_preload_only_takes_room_that_is_free_in_calm() -> None:
     assert not world.arbiter.preload(ask("unknown", "asr", 0), 0)[0], "nobody knows its size"
     world.take(world.arbiter.observe(Level.LOW, None, 0))
     assert not world.arbiter.preload(ask("hear", "asr"), 0)[0], "memory is low"
+
+
+def test_what_nobody_needs_takes_no_room_that_would_make_pressure() -> None:
+    """It would be taken back at once, again and again."""
+    world = World.of(1000)
+    world.arbiter.report(Tenant(name="pages", rung=Rung.PAGES, held_bytes=0))
+    world.take(world.arbiter.observe(Level.NOMINAL, 500, 0, spare_bytes=250))
+    assert not world.arbiter.may_grow("pages", 251)
+    assert world.arbiter.may_grow("pages", 100)
+    assert not world.arbiter.may_grow("pages", 151)
+    world.take(world.arbiter.grown("pages", 0))
+    assert not world.arbiter.preload(ask("draft", "drafter", 251), 0)[0]
+    assert world.arbiter.preload(ask("draft", "drafter", 100), 0)[0]
+    assert not world.arbiter.preload(ask("see", size=151), 0)[0]
+    assert world.arbiter.preload(ask("text", "text-target", 300), 0)[0], "text is what it is for"
+    world.take(world.arbiter.observe(Level.NOMINAL, 500, 0))
+    assert world.arbiter.may_grow("pages", 90)
+
+
+def test_what_is_asked_for_may_make_pressure_low() -> None:
+    world = World.of(1000)
+    world.take(world.arbiter.observe(Level.NOMINAL, 500, 0, spare_bytes=50))
+    world.lease(ask("see", size=400))
 
 
 def test_an_idle_model_leaves_after_its_time_counted_from_the_end_of_its_last_use() -> None:

@@ -278,9 +278,13 @@ class ArbiterMachine(RuleBasedStateMachine):
             self.take(self.arbiter.settle(self.now))
         self.now = end
 
-    @rule(level=st.sampled_from(list(Level)), available=st.sampled_from([None, 10, 50, 500]))
-    def observe(self, level: Level, available: int | None) -> None:
-        self.take(self.arbiter.observe(level, available, self.now))
+    @rule(
+        level=st.sampled_from(list(Level)),
+        available=st.sampled_from([None, 10, 50, 500]),
+        spare=st.sampled_from([None, None, -40, -5, 0, 30]),
+    )
+    def observe(self, level: Level, available: int | None, spare: int | None) -> None:
+        self.take(self.arbiter.observe(level, available, self.now, spare_bytes=spare))
 
     @rule(size=st.integers(0, 60))
     def others_hold(self, size: int) -> None:
@@ -429,7 +433,7 @@ def test_what_is_foreseen_looks_at_who_waits_already() -> None:
         claimed = state.arbiter.find(ResidentKey("draft", "a"))
         assert claimed is not None
         assert claimed.state is State.DRAINING
-        state.observe(level=Level.CRITICAL, available=None)
+        state.observe(level=Level.CRITICAL, available=None, spare=None)
         state.foresee(name="draft:a")
         state.teardown()
 

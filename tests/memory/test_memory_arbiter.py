@@ -602,7 +602,7 @@ async def test_a_tenant_is_asked_for_one_thing_after_the_other(shelf: Shelf) -> 
     pages.shrink = slow  # type: ignore[method-assign]
     shelf.arbiter.add_tenant(pages)
     for wanted in (50, 150):
-        reading = Reading(level=Level.CRITICAL, source="test", wanted_bytes=wanted)
+        reading = Reading(level=Level.CRITICAL, source="test", spare_bytes=-wanted)
         shelf.arbiter.observe(reading)
     await pump()
     gate.set()

@@ -75,19 +75,20 @@ async def test_loads_may_take_what_is_above_the_critical_mark() -> None:
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1))
-async def test_what_it_wants_back_makes_it_nominal_and_less_would_not(
+async def test_what_it_wants_back_makes_it_nominal_and_what_it_spares_keeps_it_so(
     total: int, share: float
 ) -> None:
     box = Box(Memory(total, int(share * total)))
     source = AvailableMemory(box)  # type: ignore[arg-type]
     reading = await source.read()
-    wanted = reading.wanted_bytes
-    assert wanted is not None
-    if reading.level is NOMINAL or box.value.available_bytes + wanted > total:
+    assert reading.spare_bytes is not None
+    calm = box.value.available_bytes - reading.spare_bytes
+    if not 2 < calm < total:
         return
-    box.value = Memory(total, box.value.available_bytes + wanted - 2)
-    assert (await source.read()).level > NOMINAL
-    box.value = Memory(total, box.value.available_bytes + 2)
+    if reading.level is not NOMINAL:
+        box.value = Memory(total, calm - 2)
+        assert (await source.read()).level is not NOMINAL
+    box.value = Memory(total, calm + 1)
     assert (await source.read()).level is NOMINAL
 
 
@@ -129,7 +130,7 @@ async def test_footprint_against_the_budget(used: list[int], levels: list[Level]
         box.value = (size, 100)
         reading = await source.read()
         assert reading is not None
-        assert reading.wanted_bytes == max(0, size - 95)
+        assert reading.spare_bytes == 95 - size
         seen.append(reading.level)
     assert seen == levels
     box.value = (50, 0)
@@ -203,14 +204,16 @@ def test_the_worst_counts_and_the_least_that_is_available() -> None:
     assert worst([]) == Reading(level=NOMINAL, source="none")
 
 
-def test_the_most_that_is_wanted_counts_where_all_of_the_worst_know() -> None:
-    low = Reading(level=LOW, source="a", wanted_bytes=900)
-    one = Reading(level=CRITICAL, source="b", wanted_bytes=5)
-    two = Reading(level=CRITICAL, source="c", wanted_bytes=7)
+def test_the_least_to_spare_counts_where_all_know_who_press() -> None:
+    low = Reading(level=LOW, source="a", spare_bytes=-900)
+    one = Reading(level=CRITICAL, source="b", spare_bytes=-5)
+    two = Reading(level=CRITICAL, source="c", spare_bytes=-7)
     unknown = Reading(level=CRITICAL, source="kernel")
-    assert worst([low, one, two]).wanted_bytes == 7
-    assert worst([low, one, unknown]).wanted_bytes is None
-    assert worst([low, unknown]).wanted_bytes is None
+    assert worst([low, one, two]).spare_bytes == -7
+    assert worst([low, one, unknown]).spare_bytes is None
+    assert worst([low, unknown]).spare_bytes is None
+    calm = Reading(level=NOMINAL, source="os", spare_bytes=5)
+    assert worst([calm, Reading(level=NOMINAL, source="kernel")]).spare_bytes == 5
 
 
 def monitor(

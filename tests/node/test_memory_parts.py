@@ -305,5 +305,5 @@ async def test_a_node_presses_when_it_occupies_more_than_its_budget_not_by_one_l
     for lines in [((300, 0), (700, 400)), ((330, 0), (700, 0)), ((500, 0), (700, 0))]:
         reading = await Footprint(lambda lines=lines: footprint(ledger(*lines))).read()  # type: ignore[misc]
         assert reading is not None
-        seen.append((reading.level.name, reading.wanted_bytes))
-    assert seen == [("NOMINAL", 0), ("LOW", 80), ("CRITICAL", 250)]
+        seen.append((reading.level.name, reading.spare_bytes))
+    assert seen == [("NOMINAL", 350), ("LOW", -80), ("CRITICAL", -250)]
