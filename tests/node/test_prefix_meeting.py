@@ -1,4 +1,4 @@
-"""A real engine computes a prompt from its beginning while a peer sends it from its end."""
+"""A real engine and a peer: blocks that were fetched before it begins, or while it computes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from kakeya.core.clock import SystemClock
 from kakeya.fleet.cards import Offer
 from kakeya.fleet.convert import from_wire, to_wire
 from kakeya.node.prefix_counts import Source
 from kakeya.node.prefix_peers import PrefixPeers
+from kakeya.precache import peer_fetch
 from kakeya.precache.peer_cards import OwnCaches
 from kakeya.precache.peer_service import PrefillCacheService
+from kakeya.precache.pieces import pieces_of
+from kakeya.runtime.generation import Sampling
 from tests.node.prefix_world import Node, ask, node, text
 from tests.node.test_prefix_peers import Fleet
 from tests.precache import peer_world as w
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 LENGTH = 4000
 
 
@@ -42,23 +46,32 @@ class Paced(PrefillCacheService):
 
 
 async def forget(world: Node, prompt: list[int]) -> dict[bytes, bytes]:
-    """Take what was computed of a prompt out of pages and disk; the whole blocks by name."""
+    """Take what was computed of a prompt out of pages and disk; its blocks and tail by name."""
     await world.settled()
     pages = world.prefixes.pages
     (shelf,) = pages.shelves()
     held = {one.id: bytes(pages.view(one.payload)) for one in shelf.tree if one.payload is not None}
-    whole = {i for i in held if not shelf.tree.node(i).is_tail}
-    for one in sorted(shelf.tree, key=lambda one: -one.index):
-        pages.lose(shelf, one.id, for_room=True)
+    drop_pages(world)
     await world.prefixes.store.wipe()
     await asyncio.sleep(0.05)
     assert (await ask(world, text(9, 40))).cached == 0
-    return {block_id: held[block_id] for block_id in whole}
+    ours = {piece.id for piece in pieces_of(shelf.naming.chain, prompt)}
+    return {block_id: payload for block_id, payload in held.items() if block_id in ours}
+
+
+def drop_pages(world: Node) -> None:
+    """Have nothing in pages."""
+    pages = world.prefixes.pages
+    (shelf,) = pages.shelves()
+    for one in sorted(shelf.tree, key=lambda one: -one.index):
+        pages.lose(shelf, one.id, for_room=True)
 
 
 @asynccontextmanager
-async def meeting(world: Node, blocks: dict[bytes, bytes]) -> AsyncIterator[tuple]:
-    """A peer that has these blocks, and whose link is known to be as fast as the prefill."""
+async def a_peer(
+    world: Node, blocks: dict[bytes, bytes], *, is_paced: bool = True
+) -> AsyncIterator[tuple]:
+    """A peer that has these blocks, and whose link may be known to be as fast as the prefill."""
     (shelf,) = world.prefixes.pages.shelves()
     naming = shelf.naming
     source = w.MemorySource(())
@@ -80,8 +93,9 @@ async def meeting(world: Node, blocks: dict[bytes, bytes]) -> AsyncIterator[tupl
         card = from_wire(wire)
         holder = w.Holder(node_id=card.node_id, address=peer.address, blocks=0)
         block_s = naming.compute_s(naming.block_tokens)
-        peers._fetch._peer(holder).rate.bytes_per_s = naming.block_bytes / block_s
-        peer.service.block_s = block_s
+        if is_paced:
+            peers._fetch._peer(holder).rate.bytes_per_s = naming.block_bytes / block_s
+            peer.service.block_s = block_s
         world.prefixes.elsewhere = peers
         try:
             yield peers, peer
@@ -90,26 +104,58 @@ async def meeting(world: Node, blocks: dict[bytes, bytes]) -> AsyncIterator[tupl
             await fleet.channels.aclose()
 
 
-@pytest.mark.slow
-async def test_an_answer_is_the_same_wherever_its_prompt_was_met(tmp_path: Path) -> None:
-    async with node(tmp_path) as world:
-        await world.model.ready(60)
-        prompt = text(1, LENGTH)
-        alone = await ask(world, prompt, 8)
-        assert alone.cached == 0
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
+    async with node(tmp_path_factory.mktemp("node")) as made:
+        await made.model.ready(60)
+        yield made
+
+
+async def test_an_answer_is_the_same_from_disk_and_from_a_peer(
+    world: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a sampled one, which follows every bit of the logits' order."""
+    prompt = text(2, 700)
+    tokens = world.prefixes.counts.tokens
+    monkeypatch.setattr(peer_fetch, "due_s", lambda *said: 20.0)  # tests keep the machine busy
+    for sampling in (Sampling(), Sampling(temperature=1.0, seed=7)):
+        cold = await ask(world, prompt, 24, sampling=sampling)
+        assert cold.cached == 0
+        await world.settled()
+        drop_pages(world)
+        before = dict(tokens)
+        from_disk = await ask(world, prompt, 24, sampling=sampling)
+        assert tokens[Source.DISK] - before[Source.DISK] == from_disk.cached == len(prompt) - 1
+        assert from_disk.tokens == cold.tokens
         blocks = await forget(world, prompt)
-        async with meeting(world, blocks) as (peers, peer):
-            met = await ask(world, prompt, 8)
-            assert met.tokens == alone.tokens
-            assert peers.status()["met"] == 1
-            assert 0 < world.prefixes.counts.tokens[Source.PEER] < LENGTH
-            assert met.cached > LENGTH // 2
-            await world.settled()
-            world.check_conserved()
-            await forget(world, prompt)
-            peer.service.dies_after = 0
-            died = await ask(world, prompt, 8)
-            assert (died.tokens, died.cached) == (alone.tokens, 0)
-            assert peers.status()["met"] == 1
-            await world.settled()
-            world.check_conserved()
+        before = dict(tokens)
+        async with a_peer(world, blocks, is_paced=False):
+            from_peer = await ask(world, prompt, 24, sampling=sampling)
+        assert tokens[Source.PEER] - before[Source.PEER] == from_peer.cached == len(prompt) - 1
+        assert from_peer.tokens == cold.tokens
+        assert await forget(world, prompt) == blocks
+        await world.settled()
+        world.check_conserved()
+
+
+@pytest.mark.slow
+async def test_an_answer_is_the_same_wherever_its_prompt_was_met(world: Node) -> None:
+    prompt = text(1, LENGTH)
+    alone = await ask(world, prompt, 8)
+    assert alone.cached == 0
+    blocks = await forget(world, prompt)
+    async with a_peer(world, blocks) as (peers, peer):
+        met = await ask(world, prompt, 8)
+        assert met.tokens == alone.tokens
+        assert peers.status()["met"] == 1
+        assert 0 < world.prefixes.counts.tokens[Source.PEER] < LENGTH
+        assert met.cached > LENGTH // 2
+        await world.settled()
+        world.check_conserved()
+        await forget(world, prompt)
+        peer.service.dies_after = 0
+        died = await ask(world, prompt, 8)
+        assert (died.tokens, died.cached) == (alone.tokens, 0)
+        assert peers.status()["met"] == 1
+        await world.settled()
+        world.check_conserved()
