@@ -24,6 +24,7 @@ class Pace:
         rate = facts.prefill_tokens_per_second
         self._token_s = 1 / rate if rate > 0 else 0.0
         self._context_s = facts.prefill_context_s
+        self._step_s = facts.forward_costs_s.get(1, 0.0)
         self._factor = 1.0
         self._stretch = 1.0
         self._stay_s = 0.0
@@ -33,6 +34,11 @@ class Pace:
     def stretch(self) -> float:
         """How much longer prompts take for the steps of others between their chunks; 1 = none."""
         return self._stretch
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that a token of an answer takes, alone."""
+        return self._factor * self._step_s
 
     def prefill_s(self, start: int, end: int) -> float:
         """Seconds to compute the tokens `start <= position < end` of a prompt."""

@@ -24,10 +24,11 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, QueueFull
+from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
 from kakeya.core.ids import draw_id
 from kakeya.precache.cuts import marked
 from kakeya.precache.retention import Retention
+from kakeya.runtime.crowd import Crowd
 from kakeya.runtime.generation import (
     DecodeRequest,
     DraftRouter,
@@ -114,7 +115,7 @@ class Generations:
         self._clock = clock
         self._rng = rng
         self._precache = precache
-        self._running = 0
+        self._crowd = Crowd(limits.generations)
         self.limits = limits
 
     def connection(self, receive: Receive, send: Send, *, is_stream: bool) -> Connection:
@@ -139,17 +140,16 @@ class Generations:
         return any(model.model_id == base for model in self._directory.verifiers())
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Hold one of the places. Raises QueueFull when all are taken."""
-        if self._running >= self.limits.generations:
-            raise QueueFull(f"{self._running} generations are running, which is the limit")
-        self._running += 1
-        self._metrics.running.set(self._running)
+    def admitted(self, share: str) -> Iterator[None]:
+        """Hold one of the places, for whoever the request is counted to. Raises QueueFull when all
+        are taken."""
+        full = f"{self._crowd.total} generations are running, which is the limit"
         try:
-            yield
+            with self._crowd.member(share, full):
+                self._metrics.running.set(self._crowd.total)
+                yield
         finally:
-            self._running -= 1
-            self._metrics.running.set(self._running)
+            self._metrics.running.set(self._crowd.total)
 
     async def prepare(
         self, dialect: Dialect, asked: Request, model: ServedModel, scope: Scope
@@ -283,9 +283,10 @@ class GenerationRoute:
         generations = self._generations
         body = await read_body(scope, receive, generations.limits)
         asked = self._parse(parse_json(body))
-        model = generations.find(asked.params.model, client_of(scope))
+        caller = client_of(scope)
+        model = generations.find(asked.params.model, caller)
         is_stream = asked.params.stream
-        with generations.admitted():
+        with generations.admitted(share_of(caller, asked.params.user, scope)):
             async with generations.connection(receive, send, is_stream=is_stream) as client:
                 prepared = generations.prepare(self._dialect, asked, model, scope)
                 if is_stream:

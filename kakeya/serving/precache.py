@@ -36,6 +36,7 @@ from kakeya.serving.openai import parse_messages, parse_model, parse_prompt
 from kakeya.serving.prefix_text import encode_ahead
 from kakeya.serving.prompt import check_prompt, most_prompt_tokens, raw_ids, too_long
 from kakeya.serving.prompt_bound import TooManyTokens
+from kakeya.serving.share_params import share_of
 from kakeya.serving.stream import compact
 from kakeya.serving.template import Message, Tool
 from kakeya.serving.text import Texts
@@ -103,7 +104,7 @@ class PrecacheRoute:
         asked = parse_precache(parse_json(body))
         client = client_of(scope)
         model = generations.find(asked.model, client)
-        with generations.admitted():
+        with generations.admitted(share_of(client, "", scope)):
             async with generations.connection(receive, send, is_stream=False) as connection:
                 report = await self._warm(asked, model, client)
                 connection.finish()

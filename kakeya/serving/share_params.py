@@ -9,6 +9,7 @@ user, safety_identifier
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import sha256
 
 from starlette.types import Scope
 
@@ -18,6 +19,8 @@ from kakeya.runtime.share import ASKABLE
 from kakeya.serving.body import integer, refuse, text
 
 SHARE_PARAMS = frozenset({"priority", "service_tier", "user", "safety_identifier"})
+_LONG_NAME = 64
+"""Characters: shares are remembered for a while, and names travel with each request."""
 _TIERS = {
     "auto": Priority.NORMAL,
     "default": Priority.NORMAL,
@@ -52,6 +55,8 @@ def read_user(body: Mapping[str, object]) -> str:
 
 def share_of(client: str, user: str, scope: Scope) -> str:
     """Whose share a request is counted to: the caller's, for each of its users one; without a name
-    that of the machine that it calls from."""
+    that of the machine that it calls from. A long name of a user is shortened to its digest."""
     caller = client or (scope.get("client") or ("",))[0]
+    if len(user) > _LONG_NAME:
+        user = sha256(user.encode(errors="surrogatepass")).hexdigest()
     return f"{caller}/{user}" if user else caller

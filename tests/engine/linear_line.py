@@ -260,6 +260,7 @@ class LinearLine:
         free = self._places - sum(one.priority <= row.priority for one in running)
         place_s = max(0, len(ahead) + 1 - free) * self._pace.place_every_s(self._places)
         expected_s = max(before_s * stretch, place_s) + row.work_s * stretch
+        expected_s += self._pace.step_s
         if now_s + expected_s > row.expires_s:
             raise DeadlineExceeded(f"the first token is expected in {expected_s:.1f} s")
 

@@ -217,6 +217,27 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once_with_the_estimate() ->
     assert rig.model.opened == 2
 
 
+def test_a_deadline_before_a_single_step_is_refused_though_nobody_is_there() -> None:
+    rig = VirtualRig()
+    hopeless = rig.submit(token_ids=prompt(1), deadline_s=STEP_S / 2)
+    easy = rig.submit(token_ids=prompt(1), deadline_s=STEP_S * 2)
+    rig.run()
+    assert isinstance(hopeless.error, DeadlineExceeded)
+    assert easy.done is not None
+
+
+def test_one_that_is_given_up_in_line_leaves_it_before_the_next_step() -> None:
+    rig = VirtualRig(places=1)
+    rig.submit(token_ids=prompt(5), max_tokens=100)
+    given_up = rig.submit(0.1, token_ids=prompt(100, 9), max_tokens=4)
+    rig.cancel(0.2, given_up)
+    seen: list[tuple[float, int]] = []
+    rig.check = lambda: seen.append((rig.now_s, rig.scheduler.load().waiting))
+    rig.run()
+    assert any(waiting for at_s, waiting in seen if at_s < 0.2)
+    assert not any(waiting for at_s, waiting in seen if at_s > 0.2 + STEP_S)
+
+
 def test_prefill_only_leaves_its_kv_and_no_token() -> None:
     rig = VirtualRig()
     warmed = rig.submit(token_ids=prompt(300), max_tokens=0, priority=3, kv_key="k")

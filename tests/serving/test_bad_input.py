@@ -6,6 +6,7 @@ are the rows of the bad-input table of the performance notes.
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -15,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from kakeya.serving.edge import Admission, Edge, Forbidden
 from kakeya.serving.exchange import Limits
 from kakeya.serving.metrics import HttpMetrics
-from tests.serving.toy import ToyModel, make_folder, serving
+from tests.serving.toy import Pace, ToyModel, make_folder, serving
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 TEXT = {"model": "toy", "prompt": "hi", "max_tokens": 4}
@@ -365,6 +366,23 @@ async def test_more_generations_than_places_are_told_to_come_again(folder):
     assert reply.status_code == 429
     assert int(reply.headers["retry-after"]) >= 1
     assert envelope(reply.content)["type"] == "rate_limit_error"
+
+
+async def test_a_client_that_took_all_places_keeps_no_other_out(folder):
+    model = ToyModel(folder, pace=Pace(step_s=0.02))
+    async with serving(model, limits=Limits(generations=2)) as served:
+
+        def ask(user):
+            body = {**TEXT, "user": user, "max_tokens": 40}
+            return asyncio.create_task(served.http.post("/v1/completions", json=body))
+
+        flood = [ask("a") for _ in range(2)]
+        while len(model.requests) < 2:
+            await asyncio.sleep(0.01)
+        assert (await ask("a")).status_code == 429
+        assert (await ask("b" * 100_000)).status_code == 200
+        assert [(await one).status_code for one in flood] == [200, 200]
+    assert max(len(request.client) for request in model.requests) < 100
 
 
 @pytest.mark.parametrize(

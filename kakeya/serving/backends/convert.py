@@ -32,6 +32,8 @@ _STOP_REASONS: dict[pb.DecodeDone.Reason.ValueType, StopReason] = {
     pb.DecodeDone.REASON_CONTEXT_FULL: StopReason.CONTEXT_FULL,
 }
 _NOTHING = KvOffer()
+_AT_ONCE_S = 1e-6
+"""A deadline that is over: 0 would say that there is none."""
 _DRAFT_KINDS = {"ngram": pb.DraftSource.KIND_NGRAM, "remote": pb.DraftSource.KIND_REMOTE}
 
 
@@ -50,7 +52,7 @@ def decode_to_wire(request: DecodeRequest, offer: KvOffer = _NOTHING) -> pb.Deco
         adapter_id=request.adapter_id,
         client=request.client,
         priority=request.priority,
-        deadline_seconds=request.deadline_s or 0.0,
+        deadline_seconds=0.0 if request.deadline_s is None else max(_AT_ONCE_S, request.deadline_s),
         frame_ms=round(1000 * request.frame_s),
         kv_blocks=[_kv_pages_to_wire(block) for block in offer.blocks],
         kv_exports=[_kv_pages_to_wire(block) for block in offer.exports],

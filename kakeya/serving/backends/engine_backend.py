@@ -150,7 +150,7 @@ class EngineBackend:
 
         Raises QueueFull when too many wait, PeerUnavailable when no engine can take or finish it.
         """
-        async with self._gate.turn(), aclosing(self._decode(request)) as frames:
+        async with self._gate.turn(request.client), aclosing(self._decode(request)) as frames:
             async for frame in frames:
                 yield frame
 

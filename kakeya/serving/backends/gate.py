@@ -1,7 +1,8 @@
 """Who may ask an engine: a bound on all of them, and a door that can be held.
 
 Which of them run, and who waits for whom, the engine's own scheduler decides: it knows who asks,
-how urgent it is, and how much room each needs.
+how urgent it is, and how much room each needs. So that it hears of every client, the bound is
+shared among them (see `crowd`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kakeya.core.errors import QueueFull
+from kakeya.runtime.crowd import Crowd
 
 
 class Gate:
@@ -22,7 +23,7 @@ class Gate:
     def __init__(self, name: str, *, max_running: int, max_waiting: int) -> None:
         self._name = name
         self._max_running = max_running
-        self._most = max_running + max_waiting
+        self._crowd = Crowd(max_running + max_waiting)
         self._is_open = asyncio.Event()
         self._is_open.set()
         self._inside = 0
@@ -52,22 +53,22 @@ class Gate:
         self._is_open.set()
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Be one of them. Raises QueueFull when there are too many already."""
-        if self._inside + self._outside >= self._most:
-            raise QueueFull(
-                f"{self._name} runs {self.running} and {self.waiting} wait, "
-                f"which is its limit: try again later",
-                retry_after_s=1.0,
-            )
+    async def turn(self, client: str = "") -> AsyncIterator[None]:
+        """Be one of them. Raises QueueFull when there are too many already, of this client."""
+        full = f"{self._name} runs {self.running} and {self.waiting} wait, which is its limit"
+        with self._crowd.member(client, full):
+            await self._pass()
+            self._inside += 1
+            try:
+                yield
+            finally:
+                self._inside -= 1
+
+    async def _pass(self) -> None:
+        """Wait before the door as long as it is held."""
         self._outside += 1
         try:
             while self.is_held:
                 await self._is_open.wait()
         finally:
             self._outside -= 1
-        self._inside += 1
-        try:
-            yield
-        finally:
-            self._inside -= 1
