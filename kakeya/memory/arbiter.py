@@ -172,9 +172,10 @@ class Arbiter:
         """What a tenant holds by now. Takes effect with the next event."""
         self._ledger.report(tenant)
 
-    def hold(self, holder: str, size: int, now: float) -> Outcome:
-        """What another process occupies by now, asked or not; 0 = nothing more."""
-        self._ledger.hold(holder, size)
+    def hold(self, holder: str, size: int, now: float, *, unfilled_bytes: int = 0) -> Outcome:
+        """What another process occupies by now, asked or not; 0 = nothing more. `unfilled_bytes` of
+        it are not used yet."""
+        self._ledger.hold(holder, size, unfilled_bytes)
         return self.settle(now)
 
     def set_budget(self, budget: int, now: float) -> Outcome:
@@ -275,6 +276,7 @@ class Arbiter:
             residents=ledger.residents,
             tenants=ledger.tenants,
             foreign=ledger.foreign,
+            unfilled_bytes=ledger.unfilled_bytes,
             waiting=tuple(ticket.ask.key for ticket in self._tickets.values()),
         )
 

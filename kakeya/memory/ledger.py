@@ -32,6 +32,8 @@ class Ledger:
     _residents: dict[ResidentKey, Resident] = field(default_factory=dict)
     _tenants: dict[str, Tenant] = field(default_factory=dict)
     _foreign: dict[str, int] = field(default_factory=dict)
+    _foreign_unfilled: dict[str, int] = field(default_factory=dict)
+    """What others hold and do not use yet."""
     _promised: dict[str, int] = field(default_factory=dict)
     """What tenants were told to give up, until they say that they did what they could."""
     _given: dict[str, int] = field(default_factory=dict)
@@ -158,14 +160,16 @@ class Ledger:
         if available_bytes is not None and spare_bytes is not None:
             self._margin_bytes = max(0, available_bytes - spare_bytes)
 
-    def hold(self, holder: str, size: int) -> None:
-        """Write down what another process occupies; 0 = nothing more."""
-        if size < 0:
-            raise errors.InvalidArgument(f"{holder!r} holds {size} bytes; 0 or more is due")
-        if size:
-            self._foreign[holder] = size
-        else:
-            self._foreign.pop(holder, None)
+    def hold(self, holder: str, size: int, unfilled_bytes: int = 0) -> None:
+        """Write down what another process occupies, or may; 0 = nothing more."""
+        if not 0 <= unfilled_bytes <= size:
+            raise errors.InvalidArgument(
+                f"{holder!r} holds {size} bytes, {unfilled_bytes} of them not used yet; 0 or more, "
+                "and no more than all, is due"
+            )
+        self._foreign[holder], self._foreign_unfilled[holder] = size, unfilled_bytes
+        if not size:
+            del self._foreign[holder], self._foreign_unfilled[holder]
 
     @property
     def has_promises(self) -> bool:
@@ -195,11 +199,16 @@ class Ledger:
         if self.available_bytes is None:
             return free
         coming = sum(r.bytes for r in self._residents.values() if r.state is State.LOADING)
-        coming += sum(r.unfilled_bytes for r in self._residents.values() if not r.is_leaving)
-        coming += sum(self._growing.values())
+        coming += self.unfilled_bytes + sum(self._growing.values())
         leaving = sum(r.bytes - r.unfilled_bytes for r in self._residents.values() if r.is_leaving)
         there = self.available_bytes - coming + leaving + self.promised_bytes
         return min(free, there - margin)
+
+    @property
+    def unfilled_bytes(self) -> int:
+        """What is lent and not used yet, so that the machine still shows it."""
+        residents = sum(r.unfilled_bytes for r in self._residents.values() if not r.is_leaving)
+        return residents + sum(self._foreign_unfilled.values())
 
     @property
     def promised_bytes(self) -> int:

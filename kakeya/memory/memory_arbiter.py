@@ -210,9 +210,11 @@ class MemoryArbiter:
             self._listeners.tell(MemoryPressure(level=reading.level, source=reading.source))
         self._keeper.take(outcome)
 
-    def hold(self, holder: str, size: int) -> None:
-        """Tell what another process occupies by now; 0 = nothing more."""
-        self._keeper.take(self._arbiter.hold(holder, size, self._clock.mono()))
+    def hold(self, holder: str, size: int, unfilled_bytes: int = 0) -> None:
+        """Tell what another process occupies by now; 0 = nothing more. `unfilled_bytes` as in
+        `measure`."""
+        now = self._clock.mono()
+        self._keeper.take(self._arbiter.hold(holder, size, now, unfilled_bytes=unfilled_bytes))
 
     def tell(self, happened: Event) -> None:
         """Tell the listeners what happened to what is in memory, done by somebody else."""

@@ -131,3 +131,5 @@ class Snapshot:
     tenants: tuple[Tenant, ...]
     foreign: Mapping[str, int]
     waiting: tuple[ResidentKey, ...]
+    unfilled_bytes: int = 0
+    """What of the committed bytes is lent and not used yet."""

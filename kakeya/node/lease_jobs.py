@@ -157,9 +157,10 @@ class Jobs:
         return self._by_id[lease_id].lease.wish.size_bytes
 
     def _adopt(self, lease: Lease) -> None:
-        job = Job(lease, is_granted=True, told=(lease.held_bytes, 0))
+        told = lease.held_bytes, lease.unfilled_bytes
+        job = Job(lease, is_granted=True, told=told)
         self._by_id[lease.lease_id] = job
-        self._arbiter.hold(job.label, lease.held_bytes)
+        self._arbiter.hold(job.label, *told)
         event(_log, "lease taken over", lease=lease.lease_id, pid=lease.pid)
 
     def _ask(self, lease: Lease) -> None:
@@ -232,7 +233,7 @@ class Jobs:
         if abs(size - job.told[0]) + abs(unfilled - job.told[1]) >= _STEP_BYTES:
             job.told = size, unfilled
             if job.task is None:
-                self._arbiter.hold(job.label, size)
+                self._arbiter.hold(job.label, size, unfilled)
             else:
                 self._arbiter.measure(CAPABILITY, lease_id, size, unfilled)
         if is_over(job.lease, house.used_bytes) and not was_over:

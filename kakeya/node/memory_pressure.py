@@ -34,8 +34,7 @@ def read_level(word: str) -> Level:
 def footprint(ledger: Snapshot) -> tuple[int, int]:
     """What a node really occupies and what it may, in bytes: what is lent and not used yet counts
     for nothing, what an engine occupies above its lease does."""
-    unfilled = sum(one.unfilled_bytes for one in ledger.residents if not one.is_leaving)
-    return ledger.committed_bytes - unfilled, ledger.budget_bytes
+    return ledger.committed_bytes - ledger.unfilled_bytes, ledger.budget_bytes
 
 
 def pressure_monitor(

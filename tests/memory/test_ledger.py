@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kakeya.core.errors import InvalidArgument
 from kakeya.memory.ledger import Ledger
 from kakeya.memory.policy import Rung, Shrink, Tenant
 
@@ -48,6 +50,20 @@ def test_what_it_cannot_give_any_more_is_not_counted_on() -> None:
     ledger.report(pages(30, 5))
     assert ledger.committed_bytes == 25
     assert ledger.free_bytes == 55, "of what the machine has too"
+
+
+def test_what_others_lease_and_do_not_use_yet_is_theirs() -> None:
+    """The machine shows it as available."""
+    ledger = Ledger(100, available_bytes=70)
+    ledger.hold("training", 60, 50)
+    assert (ledger.committed_bytes, ledger.free_bytes, ledger.unfilled_bytes) == (60, 20, 50)
+    ledger.hold("training", 60)
+    assert ledger.free_bytes == 40
+    ledger.hold("training", 0)
+    assert (ledger.committed_bytes, ledger.free_bytes, ledger.foreign) == (0, 70, {})
+    for size, unfilled in ((-1, 0), (5, 6), (5, -1)):
+        with pytest.raises(InvalidArgument, match="no more than all"):
+            ledger.hold("training", size, unfilled)
 
 
 @given(

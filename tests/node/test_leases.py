@@ -300,6 +300,9 @@ async def test_a_node_that_starts_counts_who_holds_a_lease(make: MakeStore) -> N
             assert book.budget_bytes == BUDGET
         async with node(make) as world:
             assert world.arbiter.status().foreign == {"job:train": 700 * MIB}
+            little = Reading(level=Level.NOMINAL, source="test", available_bytes=800 * MIB)
+            world.arbiter.observe(little)
+            assert world.arbiter.status().free_bytes < 200 * MIB, "what it may still use is its own"
             assert not world.arbiter.would_grant("embed", "m")
             child.send_signal(signal.SIGKILL)
             await eventually("it is seen", lambda: not world.arbiter.status().foreign)
