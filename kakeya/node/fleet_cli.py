@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # gRPC and X.509 take longer to import than `kakeya status` t
     from kakeya.v1.fleet_pb2_grpc import ControlServiceStub
 
 _TIMEOUT_S = 10.0
+_MOST_MB = 1 << 30
 _ROLES = ("member", "client", "admin")
 Answer = TypeVar("Answer")
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
@@ -167,8 +168,8 @@ def _revoke(folder: Path, node: str, *, as_json: bool) -> int:
 def _pressure(folder: Path, level: str, free_mb: int, *, as_json: bool) -> int:
     from kakeya.v1.fleet_pb2 import DispatchPressureRequest
 
-    if free_mb < 0:
-        raise InvalidArgument(f"--free-mb is {free_mb}; 0 or more is needed")
+    if not 0 <= free_mb <= _MOST_MB:
+        raise InvalidArgument(f"--free-mb is {free_mb}; 0 to {_MOST_MB} is needed")
     told = DispatchPressureRequest(level=level, free_bytes=free_mb * MIB)
     answer = _ask(folder, lambda node: node.DispatchPressure(told, timeout=_TIMEOUT_S))
     _show(

@@ -140,6 +140,8 @@ async def test_a_level_that_is_none_is_refused_with_those_that_are(tmp_path: Pat
         )
         assert told.returncode == 1
         assert "'awful' is no level of memory pressure; known: nominal, low" in told.stderr
+        told = await asyncio.to_thread(run_cli, "pressure", "low", "--free-mb", "9" * 20)
+        assert (told.returncode, told.stderr.count("\n")) == (1, 1), "no traceback"
 
 
 # Swaps

@@ -266,6 +266,33 @@ def test_the_table_says_which_leases_wait_and_why_none_is_given() -> None:
     assert "held" not in text
 
 
+def test_names_stay_whole_in_a_narrow_window() -> None:
+    size = 266 * MIB + MIB // 2
+    resident = {
+        "model": "kakeya-tiny",
+        "role": "text-target",
+        "state": "ready",
+        "estimate_bytes": size,
+        "measured_bytes": size,
+        "lent_bytes": size,
+        "leases": 0,
+        "idle_s": 123.0,
+        "is_pinned": True,
+    }
+    console = Console(width=80, record=True, file=io.StringIO())
+    show_memory({"budget_bytes": MIB, "residents": [resident]}, console)
+    text = console.export_text()
+    for word in (
+        "kakeya-tiny ",
+        "text-target ",
+        "ready, pinned ",
+        "estimated",
+        "266.5 MiB",
+        "123 s",
+    ):
+        assert word in text, text
+
+
 def test_levels_are_known_by_their_names_and_by_those_of_systems() -> None:
     assert read_level("low") is Level.LOW
     assert read_level("UIApplicationDidReceiveMemoryWarning") is Level.CRITICAL
