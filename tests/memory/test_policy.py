@@ -174,6 +174,9 @@ def test_pressure_takes_nothing_in_use_nor_text_and_of_pages_and_kv_no_more_than
     if level is Level.CRITICAL:
         assert {one.key for one in taken.victims} == idle
     given = {shrink.name: shrink.bytes for shrink in taken.shrinks}
+    expired = {one.name: one.expired_bytes for one in tenants if one.expired_bytes}
+    if level is Level.LOW and wanted is not None and wanted <= sum(expired.values()):
+        assert (taken.victims, given) == ((), expired), "what expired is all that is wanted"
     kept = [one for one in tenants if one.rung is not Rung.CACHE]
     spared = sum(max(0, given.get(one.name, 0) - one.expired_bytes) for one in kept)
     if wanted is not None:
