@@ -32,7 +32,7 @@ from kakeya.core.log import event
 from kakeya.decoding.breaker import CircuitBreaker
 from kakeya.precache.peer_auth import FleetKey, Metadata
 from kakeya.precache.peer_choice import Hit, Holder, LinkRate
-from kakeya.precache.peer_chunks import CHUNK_BYTES, Assembly, BrokenBlock
+from kakeya.precache.peer_chunks import CHUNK_BYTES, Assembly, BrokenBlock, ChunkFault
 from kakeya.precache.peer_numbers import is_finite
 from kakeya.precache.peer_seams import MAX_IDS, TAIL_NAME_BYTES, Part, Wanted, usable
 from kakeya.precache.peer_standing import Standing
@@ -51,7 +51,7 @@ FETCH_S = 120.0
 _STALLS = 8.0
 """Silence of so many times what a chunk takes is no pause, nor is one longer than the slack."""
 _THREAD_BYTES = 256 * 1024
-"""A shorter chunk is hashed sooner than a thread is woken."""
+"""A shorter chunk is proved sooner than a thread is woken."""
 _FAULTLESS = (Refused, NotFound)
 """Answers of a peer that works: it is busy, or a lease is over."""
 
@@ -176,24 +176,18 @@ class PrefixPeer:
         """Read one block. Raises PeerProtocol, PeerUnavailable, and what the peer ended with."""
         due = _due(hit, wanted, index)
         most = due.size or wanted.block_bytes + wanted.state_bytes
+        layout = wanted.fingerprint.layout
         assembly: Assembly | None = None
+        payload: bytearray | None = None
         try:
-            while assembly is None or not assembly.is_complete:
+            while payload is None:
                 chunk = await self._chunk(call, hit.holder, wanted.most_slack_s)
                 if assembly is None:
                     assembly = Assembly(_checked(chunk, due, index, hit.holder), most)
                 if len(chunk.data) < _THREAD_BYTES:
-                    assembly.add(chunk)
+                    payload = _add(assembly, chunk, layout)
                 else:
-                    await asyncio.to_thread(assembly.add, chunk)
-            payload = assembly.payload()
-            if not await asyncio.to_thread(
-                is_finite, payload, due.tokens, wanted.fingerprint.layout
-            ):
-                raise PeerProtocol(
-                    f"{hit.holder.address}: block {index} has numbers that are not finite, so it "
-                    "is nobody's KV"
-                )
+                    payload = await asyncio.to_thread(_add, assembly, chunk, layout)
         except BrokenBlock as broken:
             raise PeerProtocol(f"{hit.holder.address}: {broken.message}") from broken
         if not (len(payload) == due.size if due.size else wanted.is_size(len(payload))):
@@ -312,6 +306,20 @@ def _checked(
             f"{due.tokens}"
         )
     return chunk
+
+
+def _add(assembly: Assembly, chunk: pb.FetchBlocksResponse, layout: str) -> bytearray | None:
+    """Add a chunk; the whole block after its last one. Raises BrokenBlock."""
+    assembly.add(chunk)
+    if not assembly.is_complete:
+        return None
+    payload = assembly.payload()
+    if not is_finite(payload, chunk.token_count, layout):
+        raise BrokenBlock(
+            ChunkFault.DAMAGED,
+            f"block {assembly.index} has numbers that are not finite, so it is nobody's KV",
+        )
+    return payload
 
 
 def _is_cancelled() -> bool:
