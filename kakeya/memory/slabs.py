@@ -18,7 +18,6 @@ the process, however it dies, and the next owner removes what an unlocked file l
 from __future__ import annotations
 
 import _posixshmem  # type: ignore[import-not-found,unused-ignore]
-import errno
 import fcntl
 import mmap
 import os
@@ -148,23 +147,15 @@ class SlabStore:
         if self._is_closed:
             raise Conflict("the slab store is closed and makes no slab")
         name = f"/kk-{self._token}-{next(self._made)}"
-        os.write(self._names, f"{name}\n".encode())  # first, so that no death leaves it unlisted
         size = header_bytes(self._pages) + self._pages * self._page_bytes
-        handle = _posixshmem.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
         try:
-            os.ftruncate(handle, size)
-            if sys.platform == "linux":
-                os.posix_fallocate(handle, 0, size)  # else a full tmpfs kills at the first touch
-            mapping = mmap.mmap(handle, size)
-        except OSError as error:
-            _unlink(name)
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-                raise
+            # First, so that no death leaves it unlisted.
+            os.write(self._names, f"{name}\n".encode())
+            mapping = _map(name, size)
+        except OSError as error:  # whatever is full or limited: nobody's request fails for it
             raise OutOfPages(
                 f"the machine has no {size} bytes of shared memory: {error}"
             ) from error
-        finally:
-            os.close(handle)
         slab = Slab(name, mapping, pages=self._pages, page_bytes=self._page_bytes)
         self._slabs[name] = slab
         if self._is_closed:  # meanwhile, by another thread, which may have missed it
@@ -198,6 +189,21 @@ class SlabStore:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _map(name: str, size: int) -> mmap.mmap:
+    """Make shared memory of this name, all of it there. Raises OSError, and then leaves nothing."""
+    handle = _posixshmem.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
+    try:
+        os.ftruncate(handle, size)
+        if sys.platform == "linux":
+            os.posix_fallocate(handle, 0, size)  # else a full tmpfs kills at the first touch
+        return mmap.mmap(handle, size)
+    except OSError:
+        _unlink(name)
+        raise
+    finally:
+        os.close(handle)
 
 
 def _unlink(name: str) -> bool:

@@ -350,7 +350,7 @@ class PrefixExchange:
             has_state = carries_state(given.naming, pieces, piece)
             length = given.naming.size(piece.count, has_state=has_state)
             room -= paged_bytes(length)
-            if room < 0:
+            if room < 0 and (is_speculative or given.fills):
                 break
             filling = await pages.prepare(given.naming, length, given.holder)
             if filling is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,23 @@ def test_memory_that_the_machine_lacks_is_refused_and_leaves_nothing(tmp_path: P
         with pytest.raises(OutOfPages, match=r"no .* bytes of shared memory"):
             owner.make()
         assert not is_there("/kk-t6-0")
+
+
+@pytest.mark.parametrize("most_bytes", [0, 64 * KIB])
+def test_whatever_is_full_or_limited_there_are_no_pages_and_no_other_error(
+    tmp_path: Path, most_bytes: int
+) -> None:
+    """Of files: first the list of names cannot be written, then the slab is too large."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with SlabStore(tmp_path, "t8", pages=16, page_bytes=16 * KIB) as owner:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
+        try:
+            with pytest.raises(OutOfPages, match="File too large"):
+                owner.make()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert not is_there("/kk-t8-0")
+        assert owner.make().name == "/kk-t8-1"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm")

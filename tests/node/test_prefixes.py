@@ -333,6 +333,15 @@ async def test_before_its_first_request_a_model_is_counted_as_it_says_itself(
         assert here.prefixes.bytes_of(replace(FACTS, kv_block_tokens=0), 99) == 0
 
 
+async def test_where_the_budget_holds_a_single_block_the_last_prompt_has_it(tmp_path: Path) -> None:
+    async with world(tmp_path, budget=1) as here:
+        for number in range(3):
+            prompt = [number] * 10
+            assert await here.ask(prompt) == 0
+            assert await here.ask(prompt) == BLOCK
+        here.check()
+
+
 async def test_what_nobody_waits_for_takes_the_place_of_nothing(tmp_path: Path) -> None:
     async with world(tmp_path, budget=8) as here:
         for number in range(7):
