@@ -58,6 +58,7 @@ class _Watched:
     resident_bytes: int = 0
     footprint: Footprint | None = None
     last_reason: str = ""
+    is_attended: bool = False
     steps: dict[str, int] = field(
         default_factory=lambda: {"shrink": 0, "drain": 0, "end": 0, "kill": 0}
     )
@@ -216,11 +217,21 @@ class EngineWatch:
         await asyncio.gather(*(self._attend(one) for one in tuple(self._watched.values())))
 
     async def _run(self) -> None:
-        while True:
-            await self._clock.sleep(self._poll_s)
-            await self.look()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._clock.sleep(self._poll_s)
+                for watched in self._watched.values():
+                    if not watched.is_attended:  # one that hangs keeps nobody from the others
+                        group.create_task(self._attend(watched))
 
     async def _attend(self, watched: _Watched) -> None:
+        watched.is_attended = True
+        try:
+            await self._look_at(watched)
+        finally:
+            watched.is_attended = False
+
+    async def _look_at(self, watched: _Watched) -> None:
         backend = watched.lease.backend
         pid = backend.pid
         if pid is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -24,7 +25,14 @@ from kakeya.memory.pressure import Reading
 from kakeya.memory.resident import TEXT_TARGET
 from kakeya.node.engine_lease import EngineLease
 from kakeya.node.escalation import EngineWatch, tenant_name
-from kakeya.runtime.generation import DecodeRequest, Done, ModelState, Sampling, Tokens
+from kakeya.runtime.generation import (
+    DecodeRequest,
+    Done,
+    Footprint,
+    ModelState,
+    Sampling,
+    Tokens,
+)
 from kakeya.serving.backends.engine_backend import EngineBackend
 from tests.mlx.random_models import write_model
 from tests.serving.backends.test_engine_backend import FAST, is_alive
@@ -401,3 +409,39 @@ async def test_slots_for_adapters_are_lent_where_there_is_room_and_else_when_the
         assert await here.watch.lend_slots("toy", slots // 2), "less was needed"
         assert here.resident().bytes == here.backend.limits.memory_bytes == lease + slots // 2
         assert here.arbiter.status().committed_bytes == lease + slots // 2
+
+
+class Alive(EngineBackend):
+    """An engine that lives, and answers as a test wants."""
+
+    def __init__(self, name: str, folder: Path, answers: asyncio.Event) -> None:
+        super().__init__(name, command(folder), options=PATIENT)
+        self.answers, self.asked = answers, 0
+
+    @property
+    def pid(self) -> int | None:
+        return os.getpid()
+
+    async def footprint(self) -> Footprint | None:
+        self.asked += 1
+        await self.answers.wait()
+        return None
+
+
+async def test_an_engine_that_does_not_answer_keeps_nobody_from_looking_at_others(
+    tmp_path: Path,
+) -> None:
+    never, now = asyncio.Event(), asyncio.Event()
+    now.set()
+    silent, other = Alive("silent", tmp_path, never), Alive("other", tmp_path, now)
+    clock = SystemClock()
+    async with (
+        MemoryArbiter(budget=4 * GIB, clock=clock) as arbiter,
+        EngineWatch(arbiter, clock, poll_s=0.01) as watch,
+    ):
+        for backend in (silent, other):
+            watch.attach(backend.model_id, backend, 3 * GIB)
+        await until(lambda: other.asked >= 3)
+        assert silent.asked == 1
+        never.set()
+        await until(lambda: silent.asked >= 2)
