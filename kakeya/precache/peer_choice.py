@@ -1,7 +1,8 @@
 """Which peers are asked for a prefix, and whose answer is taken: pure.
 
     worth asking   what is missing takes longer to compute than the question
-    asked          the few whose cards name the most further blocks, those known to be fast first
+    asked          the few with which all would be here soonest, by what their cards name, how fast
+                   their links are and what is under way on these
     taken          the longest run, of those whose link beats the prefill here; faster ones first
 
 A link beats the prefill when a block comes over it in less time than it is computed in. One that
@@ -11,7 +12,7 @@ nobody measured yet counts as fast: its first block measures it, at the price of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kakeya.precache.meet import is_sooner
@@ -68,9 +69,10 @@ class Hit:
 
 @dataclass(slots=True)
 class LinkRate:
-    """How fast blocks come from one peer; 0 = none came yet."""
+    """How fast blocks come from one peer; 0 = none came yet. `streams` of ours are open on it."""
 
     bytes_per_s: float = 0.0
+    streams: int = 0
     _measured_mono: float = math.inf
 
     def observe(self, size: int, seconds: float, now: float) -> None:
@@ -116,8 +118,34 @@ def to_ask(
         if (holder.blocks > wanted.have or not holder.blocks)
         and is_worth_taking(wanted, _rate(rates, holder))
     ]
-    found.sort(key=lambda holder: (-holder.blocks, -_rate(rates, holder), holder.node_id))
-    return tuple(found[:MOST_PEERS])
+    return best_first(wanted, found, rates)[:MOST_PEERS]
+
+
+def best_first(
+    wanted: Wanted, holders: Iterable[Holder], rates: Mapping[str, LinkRate]
+) -> tuple[Holder, ...]:
+    """Order holders by when all that is wanted would be here, if each were the only one.
+
+    Streams that are open on a link share it, so of equals the one with the fewest comes first. A
+    link that nobody measured counts as fast as the slowest that is known: it wins by what its node
+    has, not by being unknown.
+    """
+    known = [rate.bytes_per_s for rate in rates.values() if rate.bytes_per_s]
+    slowest_s = wanted.block_bytes / min(known) if known else 0.0
+
+    def order(holder: Holder) -> tuple[float, int, float, str]:
+        link = rates.get(holder.node_id, LinkRate())
+        fetch_s = wanted.block_bytes / link.bytes_per_s if link.bytes_per_s else slowest_s
+        ready_s = _ready_s(wanted, holder.blocks, fetch_s * (1 + link.streams))
+        return ready_s, link.streams, -link.bytes_per_s, holder.node_id
+
+    return tuple(sorted(holders, key=order))
+
+
+def _ready_s(wanted: Wanted, blocks: int, fetch_s: float) -> float:
+    """What it takes to fetch what a node has of the first `blocks`, and to compute the others."""
+    held = max(0, min(blocks, len(wanted.ids)) - wanted.have)
+    return held * fetch_s + (wanted.missing - held) * wanted.block_s
 
 
 def in_order(wanted: Wanted, hits: Sequence[Hit], rates: dict[str, LinkRate]) -> tuple[Hit, ...]:

@@ -124,6 +124,7 @@ class PrefixPeer:
         except grpc.aio.UsageError as failure:
             self.gave_up()
             raise _closed(hit.holder) from failure
+        self.rate.streams += 1
         try:
             for index in sent:
                 began = self._clock.mono()
@@ -142,6 +143,7 @@ class PrefixPeer:
             self.gave_up()
             raise
         finally:
+            self.rate.streams -= 1
             call.cancel()
 
     def gave_up(self) -> None:

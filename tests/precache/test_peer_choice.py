@@ -11,6 +11,7 @@ from kakeya.precache.peer_choice import (
     Hit,
     Holder,
     LinkRate,
+    best_first,
     due_s,
     in_order,
     is_worth_asking,
@@ -87,6 +88,51 @@ def test_those_are_asked_whose_cards_name_the_most_and_fast_ones_among_equals():
     holders = [holder("a", 2), holder("b", 5), holder("c", 5), holder("d"), holder("e", 1)]
     known = rates(b=1e8, c=2e8)
     assert [h.node_id for h in to_ask(wanted(8), holders, known)] == ["c", "b", "a"]
+
+
+names = st.sampled_from("abcdef")
+links = st.dictionaries(
+    names, st.builds(LinkRate, st.just(0.0) | st.floats(1e3, 1e10), st.integers(0, 4))
+)
+named = st.dictionaries(names, st.integers(0, 12), min_size=1)
+
+
+def best(holding: dict[str, int], known: dict[str, LinkRate]) -> str:
+    holders = [holder(name, blocks) for name, blocks in holding.items()]
+    order = best_first(wanted(10, have=2), holders, known)
+    assert sorted(order, key=repr) == sorted(holders, key=repr)
+    assert order == best_first(wanted(10, have=2), holders[::-1], known)
+    return order[0].node_id
+
+
+@given(named, st.floats(1e5, 1e9), st.integers(0, 4))
+def test_of_equal_links_the_one_to_most_blocks_is_best(holding, rate, streams):
+    known = {name: LinkRate(rate, streams) for name in holding}
+    most = max(min(blocks, 10) for blocks in holding.values())
+    assert min(holding[best(holding, known)], 10) == most or most <= 2
+
+
+@given(named, links)
+def test_of_equal_holders_the_one_whose_link_is_free_is_best(holding, known):
+    equal = dict.fromkeys(holding, 8)
+    rate = {name: LinkRate(1e7, known.get(name, LinkRate()).streams) for name in equal}
+    assert rate[best(equal, rate)].streams == min(rate[name].streams for name in equal)
+
+
+@given(named, links, names, st.integers(1, 5))
+def test_more_load_on_another_never_takes_the_first_place_away(holding, known, other, more):
+    first = best(holding, known)
+    if other != first and other in known:
+        known[other] = replace(known[other], streams=known[other].streams + more)
+        assert best(holding, known) == first
+
+
+@given(named, links)
+def test_of_equal_holders_one_whose_link_is_known_is_best(holding, known):
+    known = {name: replace(link, streams=0) for name, link in known.items()}
+    first = best(dict.fromkeys(holding, 6), known)
+    is_any = any(name in holding and link.bytes_per_s for name, link in known.items())
+    assert bool(known.get(first, LinkRate()).bytes_per_s) == is_any
 
 
 def test_those_are_not_asked_who_have_no_more_or_are_slower_than_the_prefill():
