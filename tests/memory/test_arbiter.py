@@ -571,6 +571,15 @@ def test_what_is_on_its_way_back_is_not_wanted_again() -> None:
     assert not world.exhausted
 
 
+def test_a_model_on_its_way_out_is_not_made_up_for_by_pages() -> None:
+    world = World.of(1000)
+    _with_pages(world, 500)
+    world.use(ask("see", size=100))
+    (plan,) = world.arbiter.observe(Level.CRITICAL, None, 0, spare_bytes=-100).plans
+    assert (len(plan.evict), plan.shrink) == (1, ())
+    assert not world.arbiter.observe(Level.CRITICAL, None, 1, spare_bytes=-100).plans
+
+
 def test_low_takes_no_more_than_is_wanted() -> None:
     world = World.of(1 << 30)
     tenants = _with_pages(world, 1 << 29)
