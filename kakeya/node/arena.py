@@ -193,11 +193,6 @@ class NodeArena:
                 raise self._explained(problem) from problem
         return await self._line.prepare(tenant, length, holder)
 
-    async def stand_by(self) -> None:
-        """Have pages before somebody waits for them, if the ledger lets it."""
-        if not self._arena.pool.slabs():
-            await self._grow(1)
-
     def ref(self, block: Block, length: int) -> PageRef:
         """What an engine needs to know of a block. Raises PageFreed."""
         return self._arena.ref(block, length)

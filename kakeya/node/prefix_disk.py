@@ -7,6 +7,7 @@ pages that nobody sees before what lies in them was proved. A block that cannot 
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,8 +29,8 @@ from kakeya.precache.kvb import StoredBlock
 from kakeya.precache.pieces import Piece
 from kakeya.precache.retention import BlockClass
 
-_AT_ONCE = 4
-"""Blocks that are read at the same time: the store has as many readers."""
+_AT_ONCE = 8
+"""Blocks that are asked for at the same time: twice as many as the store has readers."""
 FIRST_RATE = 500e6
 """Bytes a second, until some were read: a slow SSD."""
 _SLACK_S = 0.5
@@ -38,6 +39,8 @@ _HANGS_S = 2.0
 """Beyond what computing would take, a disk that gives nothing for so long is waited for no more."""
 _FORGIVING = 1.1
 _MAX_TO_WRITE = 4096
+_RECALLED = 1024
+"""Blocks that are looked at when what was used last is brought back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +169,37 @@ class PrefixDisk:
         `landed` is told of each.
         """
         reach = reach_of(shelf, pieces, naming, in_ram=False)
-        path = [node.id for node, served in reach if served == naming.block_tokens]
+        if not any(node.stored and not node.in_ram for node, _ in reach):
+            return []
+        node, served = reach[-1]
+        is_part = served < naming.block_tokens
+        if is_part and not node.in_ram and not self._is_worth(naming, node, served):
+            reach = reach[:-1]
         loading = _Loading(shelf, naming, block_class, landed)
-        came = await self._load(loading, path)
-        if len(path) < len(reach) and shelf.tree.match(path).depth_ram == len(path):
-            node, served = reach[-1]
-            if not node.in_ram and self._is_worth(naming, node, served):
-                came += await self._load(loading, [*path, node.id])
-        return came
+        return await self._load(loading, [node for node, _ in reach])
+
+    async def recall(self, shelf: Shelf, naming: Naming, nbytes: int) -> int:
+        """Bring what was used last into pages before anybody asks; how many blocks came.
+
+        Whole histories, as far as they fit so many bytes and nobody has to leave for them.
+        """
+        ours = (entry for entry in self.store.entries() if entry.block.fingerprint == shelf.seed)
+        newest = heapq.nlargest(_RECALLED, ours, key=lambda entry: entry.used_mono)
+        loading = _Loading(shelf, naming, BlockClass.SPECULATIVE, landed=lambda _: None)
+        count = 0
+        for entry in newest:
+            path = _path(shelf.tree.node(entry.block.id))
+            left = sum(node.nbytes for node in path if not node.in_ram)
+            if not left or not all(node.is_here for node in path):
+                continue
+            if left > min(nbytes, self._pages.free_bytes):
+                break
+            came = await self._load(loading, path)
+            count += len(came)
+            nbytes -= left
+            if not path[-1].in_ram:
+                break  # the ledger has no room, or the disk is in trouble
+        return count
 
     def _is_worth(self, naming: Naming, node: Node[Lying], tokens: int) -> bool:
         """Whether a block is likely to be read before so many tokens of it were computed."""
@@ -184,13 +210,12 @@ class PrefixDisk:
         self._rate = min(FIRST_RATE, self._rate * _FORGIVING)
         return False
 
-    async def _load(self, loading: _Loading, path: Sequence[BlockId]) -> list[BlockId]:
+    async def _load(self, loading: _Loading, nodes: Sequence[Node[Lying]]) -> list[BlockId]:
         """Bring what is on disk alone of a path from its beginning.
 
         Ends early where there are no pages, a file is bad, or computing would be sooner.
         """
-        naming, tree = loading.naming, loading.shelf.tree
-        nodes = [node for block_id in path if (node := tree.node(block_id)) is not None]
+        naming, path = loading.naming, [node.id for node in nodes]
         wanted = [node for node in nodes if node.stored and not node.in_ram]
         began_mono = self._clock.mono()
         came: list[BlockId] = []
@@ -280,6 +305,15 @@ class PrefixDisk:
         for block in sorted(blocks, key=lambda one: one.index):
             parent = None if block.parent == ROOT else block.parent
             shelf.tree.stored(block.id, parent, stored_facts(block), now)
+
+
+def _path(node: Node[Lying] | None) -> list[Node[Lying]]:
+    """What leads to a block, and it, in order."""
+    path: list[Node[Lying]] = []
+    while node is not None and node.id != ROOT:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
 
 
 def stored_facts(block: StoredBlock) -> BlockFacts:

@@ -1,7 +1,8 @@
-"""What the first request of a fresh engine would wait for, done as soon as the engine is ready.
+"""What the first requests of a fresh engine would wait for, done as soon as the engine is ready.
 
-Its KV gets its name, what is on disk of it is found, and where there is something, memory for pages
-is taken into which that can be read. A node that has nothing stored takes none before it is asked.
+Its KV gets its name, and what is on disk of it is found. What was used last comes back into pages,
+as far as they are free and the ledger has memory that nobody needs. A node that has nothing stored
+takes none before it is asked.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from types import TracebackType
 from typing import Self
 
 from kakeya.core.errors import KakeyaError
+from kakeya.core.units import MIB
 from kakeya.node.prefix_given import EngineSeat
 from kakeya.node.prefixes import NodePrefixes
 from kakeya.runtime.generation import ModelFacts
+
+RECALLED_BYTES = 256 * MIB
+"""A few tenths of a second of an SSD and a processor; at most half of the free pages."""
 
 
 class PrefixStart:
@@ -58,5 +63,4 @@ class PrefixStart:
                 return
             if prefixes.store is not None:
                 await prefixes.store.ready()
-            if len(prefixes.pages.shelf(naming).tree):
-                await prefixes.pages.arena.stand_by()
+            await prefixes.recall(naming, min(RECALLED_BYTES, prefixes.free_bytes() // 2))

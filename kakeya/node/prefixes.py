@@ -245,6 +245,12 @@ class NodePrefixes:
         files = await self.store.wipe() if self.store is not None else 0
         return Wiped(blocks=blocks, files=files, has_disk=self.store is not None)
 
+    async def recall(self, naming: Naming, nbytes: int) -> int:
+        """See `PrefixDisk.recall`."""
+        if self._disk is None:
+            return 0
+        return await self._disk.recall(self.pages.shelf(naming), naming, nbytes)
+
     def free_bytes(self) -> int:
         """What KV that nobody asked for may take: nobody has to leave for it."""
         return self.pages.free_bytes

@@ -179,7 +179,8 @@ async def test_a_node_that_is_started_again_reads_its_prompts_from_disk(tmp_path
         warm = await ask(second, prompt)
         assert warm.cached == len(prompt) - 1
         assert warm.tokens == cold.tokens
-        assert second.prefixes.counts.tokens[Source.DISK] == len(prompt) - 1
+        tokens = second.prefixes.counts.tokens  # some may have come before they were asked for
+        assert tokens[Source.DISK] + tokens[Source.PAGES] == len(prompt) - 1
         await second.settled()
         second.check_conserved()
 

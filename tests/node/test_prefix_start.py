@@ -1,0 +1,93 @@
+"""What is done when an engine is ready, so that its first requests find it done."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from kakeya.node.arena import PAGE_BYTES
+from kakeya.node.prefix_counts import Source
+from kakeya.node.prefix_start import PrefixStart
+from kakeya.precache.block_node import BlockClass
+from tests.node.test_prefixes import World, world, written
+
+FIRST, SECOND, THIRD = ([start + place for place in range(10)] for start in (100, 200, 300))
+"""Two blocks and a tail of one token each, all but the last token of a prompt."""
+
+
+async def stored(folder: Path) -> None:
+    """Have three prompts on disk that were used in this order."""
+    async with world(folder, disk=True) as here:
+        for prompt in (FIRST, SECOND, THIRD):
+            await here.ask(prompt)
+            await written(here)
+
+
+async def started(here: World) -> None:
+    async with PrefixStart(here.prefixes) as start:
+        start.ready(here.engine)
+        start.ready(here.engine)
+        await asyncio.gather(*(task for _, task in start._begun.values()))
+
+
+async def sources(here: World, prompt: list[int]) -> tuple[int, int]:
+    """Tokens of a request that were found in pages, and on disk."""
+    tokens = here.prefixes.counts.tokens
+    before = tokens[Source.PAGES], tokens[Source.DISK]
+    await here.ask(prompt)
+    return tokens[Source.PAGES] - before[0], tokens[Source.DISK] - before[1]
+
+
+async def test_what_was_used_last_is_in_pages_before_it_is_asked_for(tmp_path: Path) -> None:
+    await stored(tmp_path)
+    async with world(tmp_path, disk=True) as here:
+        await started(here)
+        for prompt in (FIRST, SECOND, THIRD):
+            assert await sources(here, prompt) == (9, 0)
+        await written(here)
+        here.check()
+
+
+async def test_as_much_comes_as_fits_half_of_the_free_pages_the_last_used_whole(
+    tmp_path: Path,
+) -> None:
+    await stored(tmp_path)
+    async with world(tmp_path, disk=True, budget=8) as here:
+        await started(here)
+        assert here.prefixes.pages.used_bytes == 3 * PAGE_BYTES
+        assert await sources(here, THIRD) == (9, 0)
+        assert await sources(here, SECOND) == (0, 9)
+        here.check()
+
+
+async def test_nobody_leaves_for_what_nobody_asked_for(tmp_path: Path) -> None:
+    await stored(tmp_path)
+    async with world(tmp_path, disk=True, budget=8) as here:
+        await here.ask([7, 8, 9, 10, 11, 12, 13, 14, 15, 16])
+        await started(here)
+        (shelf,) = here.prefixes.pages.shelves()
+        classes = sorted(node.block_class for node in shelf.tree if node.in_ram)
+        assert classes == [BlockClass.USER] * 3
+        assert here.prefixes.counts.evicted == 0
+
+
+async def test_a_node_with_nothing_stored_takes_no_memory(tmp_path: Path) -> None:
+    async with world(tmp_path, disk=True) as here:
+        await started(here)
+        assert here.arena.snapshot().pool.total_pages == 0
+    async with world(tmp_path) as here:  # nor one that stores nothing
+        await started(here)
+        assert here.arena.snapshot().pool.total_pages == 0
+
+
+async def test_a_damaged_block_ends_it_and_costs_its_own_prompt_alone(tmp_path: Path) -> None:
+    await stored(tmp_path)
+    files = sorted((tmp_path / "precache").rglob("*.kvb"), key=lambda path: path.stat().st_mtime)
+    for path in files[-1:]:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    async with world(tmp_path, disk=True) as here:
+        await started(here)
+        assert [await here.ask(prompt) for prompt in (FIRST, SECOND)] == [9, 9]
+        assert await here.ask(THIRD) < 9
+        await written(here)
+        here.check()
