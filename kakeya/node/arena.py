@@ -22,9 +22,9 @@ from prometheus_client.core import Metric
 from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError, OutOfPages
 from kakeya.core.log import event
-from kakeya.core.units import KIB, format_bytes
+from kakeya.core.units import format_bytes
 from kakeya.memory.arena import ArenaSnapshot, Filling, PageArena
-from kakeya.memory.content import ContentPriority, ContentType, PageConfig
+from kakeya.memory.content import PAGE_SIZES, ContentPriority, ContentType, Fit, PageConfig
 from kakeya.memory.page_line import PageLine
 from kakeya.memory.page_metrics import page_metrics
 from kakeya.memory.page_ref import PageRef
@@ -34,8 +34,8 @@ from kakeya.memory.policy import Rung, Tenant
 
 _log = logging.getLogger(__name__)
 NAME = "pages"
-PAGE_BYTES = 512 * KIB
-"""The smallest there is: an adapter of a small model fills a part of one."""
+PAGE_BYTES = min(PAGE_SIZES)
+"""Unless it is set: an adapter of a small model fills a part of the smallest one."""
 _USAGE_S = 0.25
 """The ledger asks after each request; pins change without a notice, so this is how old what it
 hears may be."""
@@ -50,18 +50,22 @@ def never() -> bool:
     return False
 
 
-def paged_bytes(length: int) -> int:
+def paged_bytes(length: int, page_bytes: int) -> int:
     """What so many bytes take in pages."""
-    return -(-length // PAGE_BYTES) * PAGE_BYTES
+    return -(-length // page_bytes) * page_bytes
 
 
-def page_config(slab_bytes: int, most_bytes: int) -> PageConfig:
-    """Slabs of about `slab_bytes`, which is the largest block, and no more than `most_bytes`."""
-    slab_pages = max(1, slab_bytes // PAGE_BYTES)
+def page_config(
+    slab_bytes: int, most_bytes: int, *, page_bytes: int = PAGE_BYTES, fit: Fit = Fit.BEST
+) -> PageConfig:
+    """Slabs of about `slab_bytes`, which is the largest block, and no more than `most_bytes`; of
+    one page at the least."""
+    slab_pages = max(1, slab_bytes // page_bytes)
     return PageConfig(
-        page_bytes=PAGE_BYTES,
+        page_bytes=page_bytes,
         slab_pages=slab_pages,
-        total_pages=max(slab_pages, most_bytes // PAGE_BYTES),
+        total_pages=max(slab_pages, most_bytes // page_bytes),
+        fit=fit,
     )
 
 
@@ -133,6 +137,10 @@ class NodeArena:
         """The longest thing that fits."""
         config = self._arena.config
         return config.slab_pages * config.page_bytes
+
+    def paged_bytes(self, length: int) -> int:
+        """What so many bytes take in its pages."""
+        return paged_bytes(length, self._arena.config.page_bytes)
 
     # --- as a tenant of the ledger
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Literal, NoReturn, cast
 
 from kakeya.core.errors import ConfigError
-from kakeya.core.units import MIB
+from kakeya.core.units import KIB, MIB
 from kakeya.fleet.cards import MAX_ID_BYTES, is_valid_node_id
+from kakeya.memory.content import Fit
 from kakeya.node.datadir import default_folder
 from kakeya.node.declared_prompts import DeclaredPrompt
 from kakeya.node.models import ModelSpec, parse_model, parse_proposer
@@ -46,6 +47,8 @@ from kakeya.node.table import (
     NETWORKS,
     NO_MDNS,
     NODE_ID,
+    PAGE_FIT,
+    PAGE_SIZE,
     PEERS,
     PRECACHE_DISK,
     PRECACHE_KEEP_ALIVE,
@@ -132,12 +135,17 @@ class MemoryConfig:
 class AdapterConfig:
     """LoRA adapters: how many an engine holds at the same time (0 = none are served), their
     largest rank, how much memory those beside the engines may take, and how much of it is taken at
-    once, which is the largest that one adapter may be."""
+    once, which is the largest that one adapter may be.
+
+    The pages that they lie in, which prefixes share: how large one is, and which free range is
+    taken."""
 
     slots: int
     rank: int
     warm_bytes: int
     slab_bytes: int
+    page_bytes: int
+    fit: Fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,9 +297,11 @@ def _build(sources: Sources) -> NodeConfig:
             rank=sources.value(ADAPTER_RANK),
             warm_bytes=sources.value(ADAPTER_WARM) * MIB,
             slab_bytes=sources.value(ADAPTER_SLAB) * MIB,
+            page_bytes=sources.value(PAGE_SIZE) * KIB,
+            fit=Fit(sources.value(PAGE_FIT)),
         ),
         precache=PrecacheConfig(
-            memory_bytes=sources.value(PRECACHE_MEMORY) * MIB,
+            memory_bytes=_kv_bytes(sources),
             disk_bytes=sources.value(PRECACHE_DISK) * MIB,
             parallel=sources.value(PRECACHE_PARALLEL),
             keep_alive_s=max(KEEP_ALIVE_LEAST_S, sources.value(PRECACHE_KEEP_ALIVE)),
@@ -304,6 +314,16 @@ def _build(sources: Sources) -> NodeConfig:
         models=_models(sources),
         warnings=_warnings(listen, fleet, sources.environ) + _raised(sources),
     )
+
+
+def _kv_bytes(sources: Sources) -> int:
+    memory_mb, page_kb = sources.value(PRECACHE_MEMORY), sources.value(PAGE_SIZE)
+    if 0 < memory_mb * MIB < page_kb * KIB:
+        raise ConfigError(
+            f"{PRECACHE_MEMORY.key} is {memory_mb}, less than one page of {page_kb} KB "
+            f"({PAGE_SIZE.key}); give {page_kb // 1024} or more, or 0 to keep no prefixes"
+        )
+    return memory_mb * MIB
 
 
 def _memory(sources: Sources) -> MemoryConfig:

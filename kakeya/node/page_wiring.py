@@ -41,7 +41,9 @@ def least_bytes(adapters: AdapterConfig, precache: PrecacheConfig) -> int:
     """What pages need beside a model: one slab, as the ledger counts it; 0 = nothing is in any."""
     if not (adapters.slots or precache.memory_bytes):
         return 0
-    slab = page_config(adapters.slab_bytes, adapters.warm_bytes)
+    slab = page_config(
+        adapters.slab_bytes, adapters.warm_bytes, page_bytes=adapters.page_bytes, fit=adapters.fit
+    )
     return header_bytes(slab.slab_pages) + slab.slab_pages * slab.page_bytes
 
 
@@ -137,11 +139,15 @@ class NodePages:
         slab_bytes, most_bytes = adapters.slab_bytes, adapters.warm_bytes
         if precache.memory_bytes:
             most_bytes += precache.memory_bytes
-            block_bytes = _BLOCKS_A_SLAB * pages.paged_bytes(self._largest_block_bytes())
+            block_bytes = _BLOCKS_A_SLAB * pages.paged_bytes(
+                self._largest_block_bytes(), adapters.page_bytes
+            )
             slab_bytes = max(slab_bytes, min(block_bytes, precache.memory_bytes))
         return NodeArena(
             self._data_dir / ARENA_FOLDER,
-            page_config(slab_bytes, most_bytes),
+            page_config(
+                slab_bytes, most_bytes, page_bytes=adapters.page_bytes, fit=adapters.fit
+            ),
             ledger=self._memory.arbiter,
             clock=self._clock,
             rng=self._rng,

@@ -17,7 +17,6 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import PageFreed
 from kakeya.memory.arena import Filling
 from kakeya.memory.pins import Hold
-from kakeya.node.arena import paged_bytes
 from kakeya.node.prefix_counts import PrefixCounts
 from kakeya.node.prefix_names import Naming
 from kakeya.node.prefix_pages import Lying, PrefixPages, Shelf
@@ -304,7 +303,8 @@ class PrefixDisk:
         now = self._clock.mono()
         for block in sorted(blocks, key=lambda one: one.index):
             parent = None if block.parent == ROOT else block.parent
-            shelf.tree.stored(block.id, parent, stored_facts(block), now)
+            nbytes = self._pages.arena.paged_bytes(block.payload_bytes)
+            shelf.tree.stored(block.id, parent, _facts(block, nbytes), now)
 
 
 def _path(node: Node[Lying] | None) -> list[Node[Lying]]:
@@ -316,11 +316,11 @@ def _path(node: Node[Lying] | None) -> list[Node[Lying]]:
     return path[::-1]
 
 
-def stored_facts(block: StoredBlock) -> BlockFacts:
+def _facts(block: StoredBlock, nbytes: int) -> BlockFacts:
     """What a tree needs to know of a block on disk; what it would cost to compute comes later."""
     return BlockFacts(
         token_ids=block.packed_ids,
-        nbytes=paged_bytes(block.payload_bytes),
+        nbytes=nbytes,
         has_state=block.has_state,
         retention=block.retention,
     )

@@ -24,7 +24,6 @@ from typing import Self
 
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
-from kakeya.node.arena import paged_bytes
 from kakeya.node.prefix_counts import PrefixCounts, Source
 from kakeya.node.prefix_given import EngineSeat, Fill, Given
 from kakeya.node.prefix_meeting import Rendezvous
@@ -349,7 +348,7 @@ class PrefixExchange:
         for piece in wanted:
             has_state = carries_state(given.naming, pieces, piece)
             length = given.naming.size(piece.count, has_state=has_state)
-            room -= paged_bytes(length)
+            room -= pages.arena.paged_bytes(length)
             if room < 0 and (is_speculative or given.fills):
                 break
             filling = await pages.prepare(given.naming, length, given.holder)

@@ -19,7 +19,6 @@ from pathlib import Path
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
 from kakeya.core.files import write_atomically
 from kakeya.core.log import event
-from kakeya.node.arena import paged_bytes
 from kakeya.precache.blocks import BlockChain
 from kakeya.precache.fingerprint import KvFingerprint, fingerprint_of
 from kakeya.precache.pieces import Piece, pieces_of
@@ -232,9 +231,9 @@ class PrefixNames:
             )
 
 
-def paged_kv_bytes(facts: ModelFacts, tokens: int) -> int:
+def paged_kv_bytes(facts: ModelFacts, tokens: int, paged_bytes: Callable[[int], int]) -> int:
     """What the KV of so many tokens takes in pages, state behind each block counted; 0 where it is
-    in no blocks."""
+    in no blocks. `paged_bytes` says it of one block."""
     if facts.kv_block_tokens < 1:
         return 0
     whole, rest = divmod(tokens, facts.kv_block_tokens)

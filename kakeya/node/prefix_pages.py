@@ -22,7 +22,7 @@ from kakeya.core.units import format_bytes
 from kakeya.memory.arena import Filling
 from kakeya.memory.content import ContentType
 from kakeya.memory.pins import Block, Hold, Holder
-from kakeya.node.arena import NodeArena, paged_bytes
+from kakeya.node.arena import NodeArena
 from kakeya.node.prefix_counts import PrefixCounts
 from kakeya.node.prefix_names import Naming
 from kakeya.precache.block_node import BlockFacts, Node
@@ -133,7 +133,7 @@ class PrefixPages:
         if length > self.arena.largest_block_bytes:
             self._say_too_large(naming, length)
             return None
-        size = paged_bytes(length)
+        size = self.arena.paged_bytes(length)
         if not self._make_room(size):
             return None
         self._filling_bytes += size
@@ -149,7 +149,7 @@ class PrefixPages:
 
     def give_back(self, filling: Filling) -> None:
         """End what was not filled."""
-        self._filling_bytes -= paged_bytes(filling.ref.length)
+        self._filling_bytes -= self.arena.paged_bytes(filling.ref.length)
         filling.rollback()
         self._counts.rolled_back += 1
 
@@ -162,7 +162,7 @@ class PrefixPages:
         if node is not None and node.in_ram:  # somebody else was first
             self.give_back(filling)
             return False
-        self._filling_bytes -= paged_bytes(length)
+        self._filling_bytes -= self.arena.paged_bytes(length)
         try:
             filling.commit()
         except (PageFreed, Conflict):  # its engine ended meanwhile

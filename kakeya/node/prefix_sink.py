@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from kakeya.core.units import pack_ids
 from kakeya.memory.arena import Filling
 from kakeya.memory.pins import Holder
-from kakeya.node.arena import paged_bytes
 from kakeya.node.prefix_names import Naming
 from kakeya.node.prefix_pages import PrefixPages, Shelf
 from kakeya.precache.block_node import BlockFacts
@@ -70,7 +69,7 @@ class PageSink:
             ids = [*ids[:index], self._tail_id(index, tail_tokens)]
         facts = BlockFacts(
             token_ids=pack_ids(tokens),
-            nbytes=paged_bytes(size),
+            nbytes=self._pages.arena.paged_bytes(size),
             recompute_s=naming.compute_s(len(tokens)),
             has_state=size > naming.size(len(tokens), has_state=False),
             block_class=self._block_class,

@@ -257,7 +257,7 @@ class NodePrefixes:
 
     def bytes_of(self, facts: ModelFacts, tokens: int) -> int:
         """What so many more tokens of a model take in pages; 0 = its KV is in no blocks."""
-        return paged_kv_bytes(facts, tokens)
+        return paged_kv_bytes(facts, tokens, self.pages.arena.paged_bytes)
 
     # --- what there is
 

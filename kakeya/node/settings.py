@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -148,6 +148,20 @@ def whole(low: int, high: int, unit: str) -> Callable[[object], int]:
         if value != int(value):
             raise Illegal(f"{raw} is not whole; give a whole number of {unit}")
         return int(value)
+
+    return parse
+
+
+def one_number_of(numbers: Sequence[int], unit: str) -> Callable[[object], int]:
+    """Accept one of a few whole numbers."""
+    listed = f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]} {unit}"
+
+    def parse(raw: object) -> int:
+        text = raw.strip() if isinstance(raw, str) else raw
+        for one in numbers:
+            if text in (one, str(one)) and not isinstance(text, bool):
+                return one
+        raise Illegal(f"{raw!r} is none of the sizes there are; give {listed}")
 
     return parse
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kakeya.core.units import MIB
+from kakeya.core.units import KIB, MIB
 from kakeya.fleet.cards import DEFAULT_INTERVAL_S, DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
 from kakeya.fleet.targets import DEFAULT_FANOUT
+from kakeya.memory.content import PAGE_SIZES, Fit
 from kakeya.memory.policy import RESERVE_BYTES
 from kakeya.memory.resident import TEXT_TARGET
 from kakeya.node import settings as s
@@ -261,6 +262,18 @@ ADAPTER_SLAB = Setting(
     parse=s.whole(1, 4096, "MB"),
     default=16,
 )
+PAGE_SIZE = Setting(
+    key="pages.page_kb",
+    variable="KAKEYA_PAGES_PAGE_KB",
+    parse=s.one_number_of([size // KIB for size in PAGE_SIZES], "KB"),
+    default=min(PAGE_SIZES) // KIB,  # an adapter of a small model fills a part of one
+)
+PAGE_FIT = Setting(
+    key="pages.fit",
+    variable="KAKEYA_PAGES_FIT",
+    parse=s.one_of(*(fit.value for fit in Fit)),
+    default=Fit.BEST.value,
+)
 PRECACHE_MEMORY = Setting(
     key="precache.memory_mb",
     variable="KAKEYA_PRECACHE_MEMORY_MB",
@@ -345,6 +358,8 @@ SETTINGS: tuple[Setting[object], ...] = (
     ADAPTER_RANK,
     ADAPTER_WARM,
     ADAPTER_SLAB,
+    PAGE_SIZE,
+    PAGE_FIT,
     PRECACHE_MEMORY,
     PRECACHE_DISK,
     PRECACHE_PARALLEL,

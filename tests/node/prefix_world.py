@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -114,9 +114,12 @@ async def node(
     options: EngineOptions | None = None,
     memory_mb: int = 64,
     disk_mb: int = 256,
+    environ: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Node]:
     clock = SystemClock()
-    settings = await asyncio.to_thread(config.load, ("--data-dir", str(folder)), {})
+    settings = await asyncio.to_thread(
+        config.load, ("--data-dir", str(folder)), dict(environ or {})
+    )
     precache = replace(settings.precache, memory_bytes=memory_mb << 20, disk_bytes=disk_mb << 20)
     spec = spec or ModelSpec(model_id=TINY, source=TINY, role=Role.VERIFIER)
 

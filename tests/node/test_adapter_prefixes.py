@@ -26,7 +26,8 @@ LEFT = len(PROMPT) - 1
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
-    async with node(tmp_path_factory.mktemp("node")) as made:
+    environ = {"KAKEYA_PAGES_PAGE_KB": "2048", "KAKEYA_PAGES_FIT": "first_fit"}
+    async with node(tmp_path_factory.mktemp("node"), environ=environ) as made:
         yield made
 
 
@@ -136,6 +137,37 @@ async def test_what_is_pinned_for_an_adapter_ends_with_it(
     await manager.remove("pinned")
     assert pinned(world) == 0
     check_conserved(world)
+
+
+async def test_pages_of_the_size_that_was_set_are_what_is_counted(
+    world: Node, folders: dict[int, Path]
+) -> None:
+    await put(world, "a", folders[0])
+    await say(world, "a")
+    arena, kept = world.pages.arena, world.prefixes.pages
+    assert arena.status()["page_bytes"] == 2 << 20
+    assert arena.snapshot().page_bytes == 2 << 20
+    assert kept.used_bytes == len(kept._places) * (2 << 20) > 0
+    assert kept.free_bytes == kept.budget_bytes - kept.used_bytes
+    assert {block.pages for block in arena._arena.pool.blocks()} == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_kb", [512, 1024, 4096])
+async def test_every_page_size_serves_adapters_and_prefixes(
+    page_kb: int, tmp_path: Path, folders: dict[int, Path]
+) -> None:
+    async with node(tmp_path, environ={"KAKEYA_PAGES_PAGE_KB": str(page_kb)}) as here:
+        for name, content in (("a", 0), ("b", 1)):
+            await put(here, name, folders[content])
+            first, second = await say(here, name), await say(here, name)
+            assert (first.cached, second.cached) == (0, LEFT)
+            assert first.tokens == second.tokens
+        kept = here.prefixes.pages
+        assert here.pages.arena.status()["page_bytes"] == page_kb << 10
+        pages = sum(block.pages for block in kept._places)
+        assert kept.used_bytes == pages * (page_kb << 10) > 0
+        check_conserved(here)
 
 
 def check_conserved(world: Node) -> None:

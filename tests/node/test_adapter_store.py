@@ -82,7 +82,9 @@ def test_what_is_no_file_among_adapters_does_not_hinder_the_others(
 
 
 def test_what_is_left_for_adapters_is_what_their_first_slab_takes(tmp_path: Path) -> None:
-    config = AdapterConfig(slots=1, rank=8, warm_bytes=64 << 20, slab_bytes=4 << 20)
+    config = replace(
+        load((), {}).adapters, slots=1, rank=8, warm_bytes=64 << 20, slab_bytes=4 << 20
+    )
     none = replace(load((), {}).precache, memory_bytes=0)
     pages = page_config(config.slab_bytes, config.warm_bytes)
     with PageArena(

@@ -77,9 +77,10 @@ async def text(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def home(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Path, NodeProcess]]:
-    """The folder of a node, and the node."""
+    """The folder of a node, and the node; its pages are larger than they are unless told."""
     folder = tmp_path_factory.mktemp("home")
-    async with verifier_node(folder) as node:
+    (folder / "node.toml").write_text("[pages]\npage_kb = 2048\n")
+    async with verifier_node(folder, "--config", str(folder / "node.toml")) as node:
         yield folder, node
 
 
@@ -214,6 +215,9 @@ async def test_owners_are_told_apart_and_unknown_names_get_near_ones(
             await text(bob, "tabel")
         with pytest.raises(openai.NotFoundError, match=f"served: {VERIFIER}"):
             await bob.completions.create(model="other:table", prompt="a")
+    pages = node.api.get("/api/v1/status")["adapters"]["pages"]
+    assert pages["page_bytes"] == 2 << 20
+    assert pages["evictable"] >= 2, "an adapter each"
     async with Client(node.grpc) as client:
         with pytest.raises(Denied, match="belongs to another client"):
             await client.create_session(model_id=f"{VERIFIER}:shout")

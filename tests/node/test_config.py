@@ -8,6 +8,7 @@ import pytest
 
 from kakeya.core.errors import ConfigError
 from kakeya.fleet.targets import DEFAULT_FANOUT
+from kakeya.memory.content import Fit
 from kakeya.node.config import load
 from kakeya.node.models import Role
 from kakeya.node.settings import is_loopback, split_address
@@ -140,6 +141,37 @@ def test_insecure_lan_opens_other_addresses() -> None:
     assert config.listen.insecure_lan
     assert any("--insecure-lan" in warning for warning in config.warnings)
     assert split_address(config.listen.http) == ("::", 0)
+
+
+@pytest.mark.parametrize("page_kb", [512, 1024, 2048, 4096])
+def test_pages_have_one_of_four_sizes(page_kb: int, tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text(f'[pages]\npage_kb = {page_kb}\nfit = "first_fit"\n')
+    adapters = load(["--config", str(file)], {}).adapters
+    assert (adapters.page_bytes, adapters.fit) == (page_kb << 10, Fit.FIRST)
+    assert load([], {"KAKEYA_PAGES_PAGE_KB": str(page_kb)}).adapters.page_bytes == page_kb << 10
+    assert (load([], {}).adapters.page_bytes, load([], {}).adapters.fit) == (512 << 10, Fit.BEST)
+
+
+@pytest.mark.parametrize("wrong", ["3000", "0", "-512", "2 MB", '"2MB"', "true", "2048.5", "[512]"])
+def test_another_page_size_is_refused_with_those_there_are(wrong: str, tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text(f"[pages]\npage_kb = {wrong}\n")
+    says = r"TOML" if wrong == "2 MB" else r"pages.page_kb.*give 512, 1024, 2048 or 4096 KB"
+    with pytest.raises(ConfigError, match=says):
+        load(["--config", str(file)], {})
+    with pytest.raises(ConfigError, match=r"KAKEYA_PAGES_PAGE_KB.*512, 1024, 2048 or 4096 KB"):
+        load([], {"KAKEYA_PAGES_PAGE_KB": wrong})
+
+
+def test_a_fit_that_is_none_and_less_room_than_one_page_are_refused() -> None:
+    with pytest.raises(ConfigError, match="give best_fit or first_fit"):
+        load([], {"KAKEYA_PAGES_FIT": "worst_fit"})
+    small = {"KAKEYA_PRECACHE_MEMORY_MB": "3", "KAKEYA_PAGES_PAGE_KB": "4096"}
+    with pytest.raises(ConfigError, match=r"less than one page of 4096 KB.*give 4 or more, or 0"):
+        load([], small)
+    for enough in ("4", "0"):
+        load([], small | {"KAKEYA_PRECACHE_MEMORY_MB": enough})
 
 
 @pytest.mark.parametrize(
