@@ -14,7 +14,7 @@ from kakeya.memory.adapter_format import digest, pack, unpack
 from kakeya.memory.arena import PageArena
 from kakeya.node.adapter_store import AdapterRecord, AdapterStore
 from kakeya.node.arena import page_config
-from kakeya.node.config import AdapterConfig, load
+from kakeya.node.config import load
 from kakeya.node.page_wiring import least_bytes
 from tests.memory.adapter_folders import tiny_adapter
 
