@@ -33,6 +33,9 @@ MAX_OWN_CACHES = 4
 _LEAST_BITS = 512
 _BITS_PER_ID = 10
 """One name in a hundred that is not held is then taken for held."""
+_MOST_WRONG = 0.25
+"""A filter that names more than that of what it has never seen says nothing: its node would be
+asked first for everything."""
 
 
 class OwnCaches:
@@ -151,6 +154,7 @@ def _filter_of(packed: bytes) -> Filter | None:
     if not packed:
         return None
     try:
-        return Filter.from_bytes(packed)
+        names = Filter.from_bytes(packed)
     except PeerProtocol:
         return None
+    return names if names.error_rate <= _MOST_WRONG else None

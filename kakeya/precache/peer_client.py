@@ -29,7 +29,7 @@ from kakeya.core.errors import (
     Refused,
 )
 from kakeya.core.log import event
-from kakeya.decoding.breaker import CircuitBreaker
+from kakeya.decoding.breaker import BreakerState, CircuitBreaker
 from kakeya.precache.peer_auth import FleetKey, Metadata
 from kakeya.precache.peer_choice import Hit, Holder, LinkRate
 from kakeya.precache.peer_chunks import CHUNK_BYTES, Assembly, BrokenBlock, ChunkFault
@@ -56,6 +56,10 @@ _FAULTLESS = (Refused, NotFound)
 """Answers of a peer that works: it is busy, or a lease is over."""
 
 
+class _Lie(PeerProtocol):
+    """What was seen here, and not what a peer says that went wrong with it."""
+
+
 class PrefixPeer:
     """One peer. Lives on the event loop; `rate` is what its blocks came at."""
 
@@ -73,6 +77,11 @@ class PrefixPeer:
         self.breaker = CircuitBreaker(rng)
         self.rate = LinkRate()
         self.standing = Standing()
+
+    def may_be_asked(self, now: float) -> bool:
+        """Whether neither its breaker nor its standing is against it."""
+        is_tried = self.breaker.state is BreakerState.TRYING
+        return self.standing.may_be_asked(now) and now >= self.breaker.retry_mono and not is_tried
 
     async def lookup(self, holder: Holder, wanted: Wanted, timeout_s: float) -> Hit | None:
         """Ask how much of a history is there; None = no more than is here, or it is not asked now.
@@ -94,13 +103,15 @@ class PrefixPeer:
                 self.breaker.succeeded()
             else:
                 self.breaker.failed(self._clock.mono())
-            if isinstance(failure, PeerProtocol):
+            if isinstance(failure, _Lie):
                 self._lied(holder, failure)
             raise
         except asyncio.CancelledError:
             self.breaker.withdrawn()
             raise
         self.breaker.succeeded()
+        if hit is None and holder.blocks > wanted.have:
+            self.standing.failed(self._clock.mono())
         return hit
 
     async def fetch(
@@ -134,7 +145,7 @@ class PrefixPeer:
                 if index in order:
                     yield index, payload
             self.standing.sent()
-        except PeerProtocol as lie:
+        except _Lie as lie:
             self._lied(hit.holder, lie)
             raise
         except _FAULTLESS:
@@ -191,9 +202,9 @@ class PrefixPeer:
                 else:
                     payload = await asyncio.to_thread(_add, assembly, chunk, layout)
         except BrokenBlock as broken:
-            raise PeerProtocol(f"{hit.holder.address}: {broken.message}") from broken
+            raise _Lie(f"{hit.holder.address}: {broken.message}") from broken
         if not (len(payload) == due.size if due.size else wanted.is_size(len(payload))):
-            raise PeerProtocol(
+            raise _Lie(
                 f"{hit.holder.address}: block {index} has {len(payload)} bytes and was said to "
                 f"have {most}"
             )
@@ -221,7 +232,7 @@ class PrefixPeer:
             )
         return chunk
 
-    def _lied(self, holder: Holder, lie: PeerProtocol) -> None:
+    def _lied(self, holder: Holder, lie: _Lie) -> None:
         pause_s = self.standing.lied(self._clock.mono())
         event(
             _log,
@@ -250,7 +261,7 @@ def _read_hit(holder: Holder, wanted: Wanted, said: pb.LookupPrefixResponse) -> 
     told = sum(sizes) + said.tail_bytes
     is_told = len(sizes) in (0, count) and (not sizes or told == said.transfer_bytes)
     if count > len(wanted.ids) or not is_told or said.transfer_bytes > most:
-        raise PeerProtocol(
+        raise _Lie(
             f"{holder.address}: found {count} of {len(wanted.ids)} blocks with {len(sizes)} sizes "
             f"and {said.transfer_bytes} bytes together; there may be {most}"
         )
@@ -271,7 +282,7 @@ def _tail_of(holder: Holder, wanted: Wanted, said: pb.LookupPrefixResponse) -> P
     after = _tail_after(holder, wanted)
     ids = wanted.tails(after)
     if said.hit_block_count != after or tokens > len(ids) or not said.block_bytes:
-        raise PeerProtocol(
+        raise _Lie(
             f"{holder.address}: found a tail of {tokens} tokens behind {said.hit_block_count} "
             f"blocks; it was asked for one of at most {len(ids)} behind {after}"
         )
@@ -298,12 +309,12 @@ def _checked(
 ) -> pb.FetchBlocksResponse:
     """The first chunk of a block, which must be the one that is due. Raises PeerProtocol."""
     if chunk.block_index != index or chunk.block_hash != due.id:
-        raise PeerProtocol(
+        raise _Lie(
             f"{holder.address}: block {chunk.block_index} named {chunk.block_hash[:4].hex()}... "
             f"came where {index}, {due.id[:4].hex()}..., was due"
         )
     if chunk.token_count != due.tokens:
-        raise PeerProtocol(
+        raise _Lie(
             f"{holder.address}: block {index} has {chunk.token_count} tokens; it must have "
             f"{due.tokens}"
         )

@@ -130,7 +130,7 @@ class PeerFetch:
         """The peer to meet, as far as its link was measured; None = to fetch at once is sooner."""
         best: Holder | None = None
         rates = self._rates()
-        for holder in holders:
+        for holder in self._askable(holders):
             known = rates.get(holder.node_id)
             rate = known.bytes_per_s if known is not None else 0.0
             if is_worth_meeting(wanted, holder.blocks, rate):
@@ -201,7 +201,7 @@ class PeerFetch:
         when it turns out to be of no use.
         """
         rates = self._rates()
-        asked = to_ask(wanted, holders, rates) if is_worth_asking(wanted) else ()
+        asked = to_ask(wanted, self._askable(holders), rates) if is_worth_asking(wanted) else ()
         self._count(asked=len(asked))
         limit_s = max(wanted.lookup_s, self._lookup_s)
         waiting = {
@@ -221,6 +221,14 @@ class PeerFetch:
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
+
+    def _askable(self, holders: Iterable[Holder]) -> list[Holder]:
+        now, peers = self._clock.mono(), self._peers
+        return [
+            holder
+            for holder in holders
+            if holder.node_id not in peers or peers[holder.node_id].may_be_asked(now)
+        ]
 
     async def _ask(
         self,

@@ -1,10 +1,11 @@
 """Whether a peer is asked, by how its blocks came: who lies is left alone, who fails has a pause.
 
     lied      it sent what its own words or the protocol deny: at once, and for long
-    failed    it was late, silent or gone in the middle: after some in a row, for a moment
+    failed    it was late, silent or gone in the middle, or had nothing of what its card names:
+              after some in a row, for a moment
     sent      all came that was asked for, as it should
 
-Lookups are not counted: an answer costs nothing, and who lies answers well. Pure; times are
+That it was found to have something counts for nothing: who lies answers well. Pure; times are
 monotonic seconds.
 """
 

@@ -50,7 +50,10 @@ def test_of_another_kind_of_kv_a_card_names_nothing():
     assert found([own_card(3)], kind=w.fingerprint(layout="other")) == {}
 
 
-@pytest.mark.parametrize("packed", [b"", b"rubbish", b"\x09\x01" + bytes(64)], ids=repr)
+FULL = b"\x01\x01" + b"\xff" * 64
+
+
+@pytest.mark.parametrize("packed", [b"", b"rubbish", b"\x09\x01" + bytes(64), FULL], ids=repr)
 def test_a_cache_without_a_filter_that_can_be_read_may_hold_anything(packed):
     compatibility = w.fingerprint().to_wire().SerializeToString(deterministic=True)
     assert found([a_card("n", (CacheOffer(compatibility, packed),))]) == {"n": 0}

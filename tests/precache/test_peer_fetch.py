@@ -324,6 +324,16 @@ async def test_who_stops_in_the_middle_again_and_again_is_not_asked_for_a_moment
     assert peer.service.stats.lookups == 3
 
 
+async def test_whose_card_names_what_it_does_not_have_makes_way_for_others(world):
+    boasters = [await world.peer(sources(0)) for _ in range(3)]
+    honest = await world.peer(sources(BLOCKS - 1))
+    fetcher = await world.fetcher(*boasters, honest)
+    holders = [peer.holder(BLOCKS) for peer in boasters] + [honest.holder(BLOCKS - 1)]
+    taken = [await fetcher.fetch(w.wanted(BLOCKS), holders, w.Sink()) for _ in range(4)]
+    assert taken == [0, 0, 0, BLOCKS - 1]
+    assert [peer.service.stats.lookups for peer in boasters] == [3, 3, 3]
+
+
 async def test_numbers_that_are_not_finite_are_taken_from_nobody(world):
     layout = {"format": 1, "layers": [{"arrays": [["float16", 1, 3125]]}]}
     kind = w.fingerprint(layout=json.dumps(layout))
