@@ -1,8 +1,10 @@
 """Eight agents with one long system prompt, many turns each, through HTTP on one node.
 
-Counts which prompt tokens are computed: none of the shared part may be computed twice, also after
-`kill -9` of the engine and after a restart of the node. Beside it, in the same run: what such turns
-take on mlx_lm.server, and how long a 1000-token prompt takes cold, again, and after a restart.
+Counts which prompt tokens are computed: none of the shared part may be computed twice, up to its
+last token, also after `kill -9` of the engine and after a restart of the node. Shared is what the
+template writes of the system prompt, and in front of what a user says. Beside it, in the same run:
+what such turns take on mlx_lm.server, and how long a 1000-token prompt takes cold, again, and after
+a restart.
 
     .venv/bin/python -m benchmarks.eight_agents [--turns 20]
 """
@@ -27,10 +29,12 @@ from benchmarks.models import random_model
 from benchmarks.nodes import MlxLmServer, request, wait_ready
 from benchmarks.report import emit, median
 from kakeya.node.child import NodeProcess
+from kakeya.serving.prefix_text import encode_prefix
+from kakeya.serving.text import TextModel
 
 AGENTS = 8
-SYSTEM_WORDS = 1750
-"""About 2000 tokens."""
+SYSTEM_WORDS = 1830
+"""A little more than 2000 tokens."""
 PROMPT_WORDS = 870
 """About 1000 tokens."""
 ANSWER_TOKENS = 24
@@ -81,8 +85,8 @@ class Agents:
     """Conversations that share a system prompt; each turn waits for the one before it."""
 
     def __init__(self, run: str) -> None:
-        system = words(SYSTEM_WORDS, f"system {run}")
-        self._said = [[{"role": "system", "content": system}] for _ in range(AGENTS)]
+        self.system = {"role": "system", "content": words(SYSTEM_WORDS, f"system {run}")}
+        self._said = [[self.system] for _ in range(AGENTS)]
         self._run = run
 
     def turns(self, address: str, model: str, count: int, **more: object) -> list[Turn]:
@@ -116,7 +120,9 @@ def computed_of_shared(turns: list[Turn], shared: int) -> int:
     return sum(max(0, shared - turn.cached_tokens) for turn in turns)
 
 
-def say(what: str, computed: int, allowed: int, turns: list[Turn]) -> None:
+def say(what: str, shared: int, times: int, turns: list[Turn]) -> None:
+    """Tell how much of the shared part was computed; `times` it may be."""
+    computed, allowed = computed_of_shared(turns, shared), times * shared
     prompt = sum(turn.prompt_tokens for turn in turns)
     emit(
         f"{AGENTS} agents, {what}: tokens of the shared prompt that were computed",
@@ -126,6 +132,7 @@ def say(what: str, computed: int, allowed: int, turns: list[Turn]) -> None:
         goal=f"<= {allowed}",
         met=computed <= allowed,
         requests=len(turns),
+        shared=shared,
         cached_share=round(sum(turn.cached_tokens for turn in turns) / prompt, 4),
     )
 
@@ -149,21 +156,19 @@ async def engine_pid(node: NodeProcess) -> int:
     return next(int(model["pid"]) for model in status["models"] if model.get("pid"))
 
 
-async def compare(folder: Path, turns: int, block_tokens: int) -> None:
+async def shared_tokens(folder: Path, agents: Agents) -> int:
+    """How many tokens all prompts of these agents begin with."""
+    text = await asyncio.to_thread(TextModel, folder, time.time)
+    return len(await encode_prefix(text, [agents.system], at_most=1 << 20))
+
+
+async def compare(folder: Path, turns: int) -> None:
     name, off = folder.name, {"draft_policy": "off"}
     with tempfile.TemporaryDirectory() as home, MlxLmServer(folder) as server:
         ours, theirs = Agents("a"), Agents("b")
         async with NodeProcess(Path(home), "--model", str(folder)) as node:
             await wait_ready(node)
-            probe = ask(
-                node.http,
-                {
-                    "model": name,
-                    "messages": [{"role": "system", "content": words(SYSTEM_WORDS, "probe")}],
-                    "max_tokens": 1,
-                },
-            )[0]
-            shared = (probe.prompt_tokens - 8) // block_tokens * block_tokens
+            shared = await shared_tokens(folder, ours)
 
             def run(
                 agents: Agents, address: str, model: str, **more: object
@@ -173,7 +178,7 @@ async def compare(folder: Path, turns: int, block_tokens: int) -> None:
             started = time.perf_counter()
             taken = await asyncio.to_thread(run(ours, node.http, name, **off))
             ours_s = time.perf_counter() - started
-            say(f"{turns} turns each", computed_of_shared(taken, shared), shared, taken)
+            say(f"{turns} turns each", shared, 1, taken)
             made = sum(turn.completion_tokens for turn in taken)
             started = time.perf_counter()
             other = await asyncio.to_thread(run(theirs, server.address, server.model))
@@ -195,7 +200,7 @@ async def compare(folder: Path, turns: int, block_tokens: int) -> None:
                 again.append(await asyncio.to_thread(first_token_s, node.http, name, prompt))
             os.kill(await engine_pid(node), signal.SIGKILL)
             taken = await asyncio.to_thread(lambda: ours.turns(node.http, name, 1, **off))
-            say("after kill -9 of the engine", computed_of_shared(taken, shared), 0, taken)
+            say("after kill -9 of the engine", shared, 0, taken)
         async with NodeProcess(Path(home), "--model", str(folder)) as node:
             await wait_ready(node)
             restarted = [
@@ -205,7 +210,7 @@ async def compare(folder: Path, turns: int, block_tokens: int) -> None:
                 for serial in range(5)
             ]
             taken = await asyncio.to_thread(lambda: ours.turns(node.http, name, 1, **off))
-            say("after a restart of the node", computed_of_shared(taken, shared), 0, taken)
+            say("after a restart of the node", shared, 0, taken)
     for what, seconds in (("again", again), ("after a restart", restarted)):
         ratio = median(cold) / median(seconds)
         emit(
@@ -221,6 +226,5 @@ async def compare(folder: Path, turns: int, block_tokens: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--block-tokens", type=int, default=256)
     asked = parser.parse_args()
-    asyncio.run(compare(random_model("3m"), asked.turns, asked.block_tokens))
+    asyncio.run(compare(random_model("3m"), asked.turns))

@@ -12,13 +12,14 @@ from types import TracebackType
 import mlx.core as mx
 import numpy as np
 
-from kakeya.core.units import KIB
+from kakeya.core.units import KIB, pack_ids
 from kakeya.decoding.acceptance import agreeing
 from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, ExportedFrame, ImportedFrame
 from kakeya.engine.model import LoadedFacts
 from kakeya.engine.sequence import SequenceRun
 from kakeya.memory.arena import Filling, PageArena
 from kakeya.memory.content import ContentType, PageConfig
+from kakeya.precache.cuts import is_cut, marked, usable
 from kakeya.precache.kv_pages import KvPages
 from tests.engine.rig import Rig
 
@@ -27,11 +28,11 @@ CONFIG = PageConfig(page_bytes=512 * KIB, slab_pages=64, total_pages=256)
 
 @dataclass
 class Offer:
-    """What goes into a job; `filling` waits for the engine's word."""
+    """What goes into a job; `filling` waits for the engine's word, by index and tokens."""
 
     kv_blocks: tuple[KvPages, ...] = ()
     kv_exports: tuple[KvPages, ...] = ()
-    filling: dict[int, tuple[tuple[int, ...], Filling]] = field(default_factory=dict)
+    filling: dict[tuple[int, int], tuple[tuple[int, ...], Filling]] = field(default_factory=dict)
 
 
 @dataclass
@@ -45,6 +46,11 @@ class Outcome:
     @property
     def exported(self) -> list[int]:
         return [f.index for f in self.frames if isinstance(f, ExportedFrame)]
+
+    @property
+    def filled(self) -> list[tuple[int, int]]:
+        """The same with the tokens of what is no whole block."""
+        return [(f.index, f.tokens) for f in self.frames if isinstance(f, ExportedFrame)]
 
     @property
     def done(self) -> DoneFrame:
@@ -73,38 +79,59 @@ class Prefixes:
     ) -> None:
         self.arena.close()
 
-    def offer(self, history: Sequence[int], facts: LoadedFacts, *, most: int = 1 << 30) -> Offer:
+    def offer(
+        self,
+        history: Sequence[int],
+        facts: LoadedFacts,
+        *,
+        most: int = 1 << 30,
+        cuts: Sequence[int] = (),
+    ) -> Offer:
         """The leading blocks that are there, at most so many, and pages for the others.
 
         Where the next one is not there, another that begins alike is given in part.
         """
         size, total = facts.kv_block_tokens, len(history) - 1
+        inner = [cut for cut in cuts if cut < total and cut % size]
+        text = tuple(marked(history[:total], inner))
         ends = [*range(size, total + 1, size), *([total] if total % size else [])]
         offer, found = Offer(), []
-        for index, end in enumerate(ends):
-            text = tuple(history[:end])
-            if text in self.blocks and len(found) == index < most:
-                found.append(self.blocks[text])
-                continue
+        for end in (*ends, *inner):
+            index = (end - 1) // size
             tokens = end - index * size
-            offer.filling[index] = text, self.prepare(facts, tokens)
-            offer.kv_exports += (self.pages(facts, index, tokens, offer.filling[index][1]),)
+            if text[:end] in self.blocks:
+                if len(found) == index < most and end in ends:
+                    found.append(self.blocks[text[:end]])
+                continue
+            filling = self.prepare(facts, tokens)
+            offer.filling[index, tokens % size] = text[:end], filling
+            offer.kv_exports += (self.pages(facts, index, tokens, filling),)
         if len(found) < most:
-            found += self._part(tuple(history[:total]), len(found), size)
+            found += self._part(text, len(found), facts)
         offer.kv_blocks = tuple(found)
         return offer
 
-    def _part(self, text: tuple[int, ...], index: int, size: int) -> list[KvPages]:
-        start = index * size
-        shared = {
-            key: agreeing(key[start:], text[start:])
-            for key, pages in self.blocks.items()
-            if pages.index == index and key[:start] == text[:start]
-        }
-        best = max(shared, key=lambda key: shared[key], default=())
-        if not shared.get(best):
+    def _part(self, text: tuple[int, ...], index: int, facts: LoadedFacts) -> list[KvPages]:
+        """What serves best in the place of a block, without a look at the grid's boundaries."""
+        size = facts.kv_block_tokens
+        start, best, most = index * size, (), (0, 0)
+        wanted = text[start : start + size]
+        grid = (tokens for position, tokens in reversed(facts.prefill_grid) if position <= start)
+        grain = next(grid, 1)
+        for key, pages in self.blocks.items():
+            if pages.index != index or key[:start] != text[:start]:
+                continue
+            shared = agreeing(key[start:], wanted)
+            serves = usable(pack_ids(wanted), pack_ids(key[start:]), shared, grain)
+            if facts.kv_state_bytes and serves < len(key) - start:
+                continue
+            if (serves, shared) > most:
+                best, most = key, (serves, shared)
+        if not best:
             return []
-        return [dataclasses.replace(self.blocks[best], tokens=shared[best] % size)]
+        shared = most[1]
+        is_ended = is_cut(pack_ids(best), start + shared)
+        return [dataclasses.replace(self.blocks[best], tokens=shared % size, is_cut=is_ended)]
 
     def prepare(self, facts: LoadedFacts, tokens: int) -> Filling:
         size = facts.kv_block_bytes * tokens // facts.kv_block_tokens + facts.kv_state_bytes
@@ -121,29 +148,36 @@ class Prefixes:
             tokens=tokens % facts.kv_block_tokens,
         )
 
-    def commit(self, offer: Offer, exported: Sequence[int]) -> None:
+    def commit(self, offer: Offer, filled: Sequence[tuple[int, int]]) -> None:
         """What the engine filled is there from now on; the others are given back."""
-        by_index = {pages.index: pages for pages in offer.kv_exports}
-        for index, (text, filling) in offer.filling.items():
-            if index in exported:
+        by_place = {(pages.index, pages.tokens): pages for pages in offer.kv_exports}
+        for place, (text, filling) in offer.filling.items():
+            if place in filled:
                 filling.commit()
-                self.blocks[text] = by_index[index]
+                self.blocks[text] = by_place[place]
             else:
                 filling.rollback()
 
     def run(
-        self, rig: Rig, history: Sequence[int], *, most: int = 1 << 30, **job: object
+        self,
+        rig: Rig,
+        history: Sequence[int],
+        *,
+        most: int = 1 << 30,
+        cuts: tuple[int, ...] = (),
+        **job: object,
     ) -> Outcome:
         """A generation that begins from these pages and fills them."""
-        offer = self.offer(history, rig.model.facts, most=most)
+        offer = self.offer(history, rig.model.facts, most=most, cuts=cuts)
         values: dict[str, object] = {
             "max_tokens": 0,
             "kv_blocks": offer.kv_blocks,
             "kv_exports": offer.kv_exports,
+            "cuts": cuts,
         }
         wanted = DecodeJob(token_ids=history, **{**values, **job})  # type: ignore[arg-type]
         outcome = Outcome(list(SequenceRun(rig.model, rig.tools, wanted).frames()))
-        self.commit(offer, outcome.exported)
+        self.commit(offer, outcome.filled)
         return outcome
 
 

@@ -37,7 +37,7 @@ from tests.mlx.random_models import VOCAB
 SIZE = 64
 GRID = ((0, 32), (128, 16))
 """As of a device whose bits depend on the pieces: two to a block, and four from the third on."""
-ARCHITECTURES = ("llama", "gemma3", "mamba")
+ARCHITECTURES = ("llama", "qwen3", "gemma3", "mamba", "falcon_h1")
 
 
 @dataclasses.dataclass
@@ -94,6 +94,9 @@ def test_what_is_taken_has_the_bits_that_would_be_computed(
         assert logits_bits(rig, "k", history[-1]) == expected
 
 
+CUT_NAMES = ("llama", "llama-grid", "qwen3-grid", "gemma3-grid", "mamba-grid", "falcon_h1-grid")
+
+
 @settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -101,19 +104,54 @@ def test_what_is_taken_has_the_bits_that_would_be_computed(
 def test_prompts_that_share_beginnings_get_the_bits_that_each_gets_cold(
     models: dict[str, Rig], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """The law, whatever lies in the pages: whole blocks, tails, parts of both."""
-    name = data.draw(st.sampled_from(["llama", "llama-grid", "gemma3-grid"]))
+    """The law, whatever lies in the pages and wherever they were cut: blocks, tails, parts."""
+    name = data.draw(st.sampled_from(CUT_NAMES))
     base = text(240, seed=7)
+    places = st.lists(st.integers(1, 230), max_size=3, unique=True).map(sorted)
+    common = data.draw(places)
     with Prefixes(tmp_path_factory.mktemp("pages")) as prefixes:
         for _ in range(3):
             shared = data.draw(st.integers(1, 200))
             own = text(data.draw(st.integers(2, 40)), seed=data.draw(st.integers(0, 3)))
             history = base[:shared] + own
+            cuts = tuple(common if data.draw(st.booleans()) else data.draw(places))
             rig = Rig(models[name].model, tools())
-            prefixes.run(rig, history, kv_key="warm")
-            rig.run(DecodeJob(token_ids=history, max_tokens=0, kv_key="cold"))
+            prefixes.run(rig, history, kv_key="warm", cuts=cuts)
+            rig.run(DecodeJob(token_ids=history, max_tokens=0, kv_key="cold", cuts=cuts))
             expected = logits_bits(rig, "cold", history[-1])
             assert logits_bits(rig, "warm", history[-1]) == expected
+
+
+@pytest.mark.parametrize("name", CUT_NAMES)
+@pytest.mark.parametrize("cut", [65, 150])
+def test_what_is_shared_up_to_a_cut_is_computed_once_to_its_last_token(
+    models: dict[str, Rig], prefixes: Prefixes, name: str, cut: int
+) -> None:
+    shared, rig = text(cut), Rig(models[name].model, tools())
+    first = prefixes.run(rig, shared + text(50, seed=2), cuts=(cut,))
+    assert (cut // SIZE, cut % SIZE) in first.filled
+    for seed in (3, 4):
+        follower = shared + text(70, seed=seed)
+        warm = prefixes.run(rig, follower, cuts=(cut,), kv_key="warm")
+        assert warm.imported >= cut
+        rig.run(DecodeJob(token_ids=follower, max_tokens=0, kv_key="cold", cuts=(cut,)))
+        expected = logits_bits(rig, "cold", follower[-1])
+        assert logits_bits(rig, "warm", follower[-1]) == expected
+    # So is a history that ends there, as a declared prompt does.
+    assert prefixes.run(rig, [*shared, 0]).imported == cut
+
+
+def test_kv_that_was_kept_is_exported_only_as_far_as_it_was_cut_alike(
+    rig: Rig, prefixes: Prefixes
+) -> None:
+    history = text(3 * SIZE)
+    prefixes.run(rig, history, kv_key="s", cuts=(70, 100))
+    for cuts, expected in (((70, 100), [0, 1, 1, 1]), ((70, 90), [0, 1]), ((), [0])):
+        prefixes.blocks.clear()
+        again = prefixes.run(rig, history, kv_key="s", cuts=cuts)
+        assert again.exported == expected, cuts
+        prefixes.blocks.clear()
+        rig.run(DecodeJob(token_ids=history, max_tokens=0, kv_key="s", cuts=(70, 100)))
 
 
 def test_frames_come_in_an_order_that_the_agent_can_rely_on(rig: Rig, prefixes: Prefixes) -> None:

@@ -71,7 +71,12 @@ class Answer:
 
     @property
     def exported(self) -> list[int]:
-        return [frame.exported.index for frame in self.frames if frame.HasField("exported")]
+        return [index for index, _ in self.filled]
+
+    @property
+    def filled(self) -> list[tuple[int, int]]:
+        told = [frame.exported for frame in self.frames if frame.HasField("exported")]
+        return [(one.index, one.tokens) for one in told]
 
 
 async def ask(
@@ -82,15 +87,16 @@ async def ask(
     *,
     most: int = 1 << 30,
     max_tokens: int = ANSWER,
+    cuts: tuple[int, ...] = (),
 ) -> Answer:
     """As the agent does: offer, decode, commit."""
-    offer = prefixes.offer(history, facts, most=most)  # type: ignore[arg-type]
+    offer = prefixes.offer(history, facts, most=most, cuts=cuts)  # type: ignore[arg-type]
     request = decode_to_wire(
-        DecodeRequest(token_ids=history, max_tokens=max_tokens),
+        DecodeRequest(token_ids=history, max_tokens=max_tokens, cuts=cuts),
         KvOffer(blocks=offer.kv_blocks, exports=offer.kv_exports),
     )
     answer = Answer([frame async for frame in stub.Decode(request, timeout=30)])
-    prefixes.commit(offer, answer.exported)
+    prefixes.commit(offer, answer.filled)
     return answer
 
 
@@ -168,3 +174,19 @@ async def test_a_slab_that_was_taken_away_is_not_held_by_the_engine(
             continue  # it ended, or is somebody else's
         owner = status.parent.name == str(Path("/proc/self").resolve().name)
         assert owner or not any(slab in mapped for slab in slabs)
+
+
+async def test_an_engine_says_where_its_pieces_end_and_cuts_them_where_it_is_told(
+    stub: EngineServiceAsyncStub, facts: ModelFacts, prefixes: Prefixes
+) -> None:
+    reply = await stub.Describe(pb.DescribeRequest())
+    assert facts.prefill_grid == tuple((one.position, one.tokens) for one in reply.prefill_grid)
+    shared, cut = text(100), 100
+    first = await ask(stub, prefixes, facts, [*shared, *text(30, seed=5)], cuts=(cut,))
+    place = divmod(cut, facts.kv_block_tokens)
+    assert place in first.filled
+    follower = [*shared, *text(30, seed=6)]
+    warm = await ask(stub, prefixes, facts, follower, cuts=(cut,))
+    assert warm.frames[0].imported.tokens >= cut or warm.frames[-1].done.cached_tokens >= cut
+    alone = await ask(stub, prefixes, facts, follower, most=0, cuts=(cut,))
+    assert alone.tokens == warm.tokens

@@ -56,6 +56,25 @@ CONFIGS: dict[str, dict[str, object]] = {
         "tie_word_embeddings": True,
         "eos_token_id": EOS,
     },
+    # Attention and recurrent state in each layer.
+    "falcon_h1": {
+        "model_type": "falcon_h1",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "mamba_d_ssm": 32,
+        "mamba_d_head": 16,
+        "mamba_n_heads": 2,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "eos_token_id": EOS,
+    },
 }
 
 

@@ -32,24 +32,6 @@ from tests.mlx.random_models import VOCAB, write_model
 B = 32
 PIECE = 16
 """Of prefill; two to a block."""
-FALCON = {
-    "model_type": "falcon_h1",
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "mamba_d_ssm": 32,
-    "mamba_d_head": 16,
-    "mamba_n_heads": 2,
-    "mamba_d_state": 8,
-    "mamba_chunk_size": 16,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-}
 MAKERS: dict[str, Callable[[], Any]] = {
     "quantized": lambda: QuantizedKVCache(group_size=32, bits=8),
     "sinks": lambda: RotatingKVCache(max_size=20, keep=4),
@@ -82,9 +64,8 @@ class Remade:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
     root = tmp_path_factory.mktemp("models")
     made: dict[str, LoadedModel] = {}
-    for name in ("llama", "qwen3", "gemma3", "mamba"):
+    for name in ("llama", "qwen3", "gemma3", "mamba", "falcon_h1"):
         made[name] = load(str(write_model(root / name, name)), name)
-    made["falcon_h1"] = load(str(write_model(root / "falcon", "", changes=FALCON)), "falcon_h1")
     wide = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     base = load(str(write_model(root / "wide", "llama", changes=wide)), "wide")
     for name, make in MAKERS.items():

@@ -51,20 +51,18 @@ async def test_of_eight_at_once_nothing_shared_is_computed_twice(world: Node) ->
     shared, counts = text(1, SHARED), world.prefixes.counts
     prompts = [shared + text(100 + i, 10 + i) for i in range(8)]
     committed, rolled_back = counts.committed, counts.rolled_back
-    answers = await asyncio.gather(*(ask(world, prompt) for prompt in prompts))
-    # Seven blocks are everybody's, and each has a tail of its own: nothing came twice.
-    assert counts.committed - committed == SHARED // BLOCK + 8
+    answers = await asyncio.gather(*(ask(world, prompt, cuts=(SHARED,)) for prompt in prompts))
+    # Seven blocks and what ends at the cut are everybody's, and each has a tail of its own.
+    assert counts.committed - committed == SHARED // BLOCK + 1 + 8
     assert counts.rolled_back == rolled_back
     assert counts.waits >= 7
     leader, *followers = sorted(answers, key=lambda answer: answer.cached)
     assert leader.cached == 0
-    for answer in followers:
-        # All of the shared part, but for what its engine computes from a boundary of its grid.
-        assert SHARED - grid(world) < answer.cached <= SHARED
+    assert {answer.cached for answer in followers} == {SHARED}
     await world.settled()
     world.check_conserved()
     # It is what each says with nothing to begin from.
-    alone = await ask(world, prompts[3], kv=Nothing())
+    alone = await ask(world, prompts[3], kv=Nothing(), cuts=(SHARED,))
     assert alone.cached == 0
     assert alone.tokens == answers[3].tokens
 
@@ -136,18 +134,18 @@ async def test_an_engine_killed_in_the_middle_goes_on_from_what_is_in_pages(worl
     shared, counts = text(11, 1500), world.prefixes.counts
     prompts = [shared + text(200 + i, 20) for i in range(4)]
     committed = counts.committed
-    tasks = [asyncio.create_task(ask(world, prompt)) for prompt in prompts]
+    tasks = [asyncio.create_task(ask(world, prompt, cuts=(1500,))) for prompt in prompts]
     while counts.committed < committed + 2:
         await asyncio.sleep(0.001)
     os.kill(world.model.pid, signal.SIGKILL)
     answers = await asyncio.gather(*tasks)
     leader, *followers = sorted(answers, key=lambda answer: answer.cached)
     assert leader.cached >= 2 * BLOCK
-    assert all(answer.cached > len(shared) - grid(world) for answer in followers)
-    assert counts.committed - committed == len(shared) // BLOCK + 4
+    assert all(answer.cached == len(shared) for answer in followers)
+    assert counts.committed - committed == len(shared) // BLOCK + 1 + 4
     await world.settled()
     world.check_conserved()
-    repeated = await ask(world, prompts[0])
+    repeated = await ask(world, prompts[0], cuts=(1500,))
     assert repeated.cached == len(prompts[0]) - 1
     assert repeated.tokens == answers[0].tokens
 
@@ -165,22 +163,23 @@ async def test_a_conversation_goes_on_from_its_live_kv(world: Node) -> None:
 
 @pytest.mark.slow
 async def test_a_node_that_is_started_again_reads_its_prompts_from_disk(tmp_path: Path) -> None:
-    prompt = text(20, 600)
+    prompt, cuts = text(20, 600), (500,)
     async with node(tmp_path) as first:
         await first.model.ready(60)
         assert not first.pages.arena.snapshot().pool.total_pages  # nothing is stored, nobody asks
-        cold = await ask(first, prompt)
+        cold = await ask(first, prompt, cuts=cuts)
         await first.settled()
     async with node(tmp_path) as second:
         await second.model.ready(60)
         async with asyncio.timeout(20):
             while not second.pages.arena.snapshot().pool.total_pages:
                 await asyncio.sleep(0.02)
-        warm = await ask(second, prompt)
+        warm = await ask(second, prompt, cuts=cuts)
         assert warm.cached == len(prompt) - 1
         assert warm.tokens == cold.tokens
         tokens = second.prefixes.counts.tokens  # some may have come before they were asked for
         assert tokens[Source.DISK] + tokens[Source.PAGES] == len(prompt) - 1
+        assert (await ask(second, prompt[:500] + text(21, 40), cuts=cuts)).cached == 500
         await second.settled()
         second.check_conserved()
 
