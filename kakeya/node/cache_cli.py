@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kakeya.core.errors import StoreFailed
 from kakeya.core.units import format_bytes
-from kakeya.node.datadir import default_folder, find_running
+from kakeya.node.datadir import default_folder, find_running, is_held
 
 if TYPE_CHECKING:  # not needed for `kakeya status` to answer
     from kakeya.precache.disk_files import BlockFolder, Contents, Damage, FoundFile
@@ -88,6 +88,11 @@ def run(options: argparse.Namespace) -> int | None:
             case "verify":
                 return _verify(folder, as_json=options.json)
             case _:
+                if running is None and is_held(data_dir):
+                    raise StoreFailed(
+                        f"the node in {data_dir} is starting or stopping; run this again when it "
+                        "is ready, or gone"
+                    )
                 pid = running.pid if running else None
                 return _wipe(folder, data_dir, pid, as_json=options.json)
     except OSError as problem:

@@ -137,17 +137,22 @@ class DataDir:
 
 def find_running(folder: Path) -> RunInfo | None:
     """Return where the node that holds `folder` answers; None when none runs or is ready."""
+    return _read_run(folder / RUN) if is_held(folder) else None
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a node runs in `folder`, ready or not."""
     try:
         lock = os.open(folder / LOCK, os.O_RDONLY)
     except OSError:
-        return None
+        return False
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _read_run(folder / RUN)
+        return True
     finally:
         os.close(lock)
-    return None
+    return False
 
 
 def _read_run(path: Path) -> RunInfo | None:

@@ -154,6 +154,16 @@ def test_a_folder_that_cannot_be_read_is_named(
     assert f"what is stored in {tmp_path / FOLDER} cannot be read: Not a directory" in said
 
 
+def test_a_node_that_is_not_ready_is_not_wiped_behind_its_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = store(tmp_path, chain_of(1))
+    with DataDir(tmp_path):
+        assert main(["cache", "wipe", "--data-dir", str(tmp_path)]) == 1
+        assert "is starting or stopping" in capsys.readouterr().err
+        assert path.exists()
+
+
 async def test_everything_works_beside_a_running_node(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from kakeya.node.child import NodeProcess
+from kakeya.node.cli import main
 from kakeya.precache.warming import Outcome
 from kakeya.runtime.client import Client
 from tests.node.nodes import VERIFIER, eventually, model_state, verifier_node
@@ -21,7 +23,7 @@ BLOCK = 256
 CONFIG = f"""
 [precache]
 memory_mb = 64
-disk_mb = 0
+disk_mb = 64
 parallel = 2
 [[precache.prompts]]
 system = "{SYSTEM}"
@@ -115,6 +117,30 @@ async def test_a_node_warms_what_is_declared_said_and_sent(tmp_path: Path) -> No
         status = precache_of(node)
         assert status["prewarms"]["failed"] == 0
         assert status["computed_tokens"] > 0
+        await _wipe(node, tmp_path / "node" / "data")
+
+
+async def _wipe(node: NodeProcess, folder: Path) -> None:
+    """By its owner: memory, disk and what the engine holds; then all is kept again."""
+    messages = [{"role": "system", "content": SYSTEM[::-1]}]
+    body = {"messages": [*messages, {"role": "user", "content": "why?"}], "conversation_id": "w"}
+
+    async def cached() -> int:
+        answer = await ask(node, "/v1/chat/completions", {**body, "max_tokens": 4})
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def kept() -> tuple[int, int, int]:
+        prefixes = node.api.get("/api/v1/status")["prefixes"]
+        files = len(list(folder.rglob("*.kvb")))
+        return prefixes["pages"]["blocks"], prefixes["disk"]["blocks"], files
+
+    assert await cached() > BLOCK
+    await eventually("turns are warm", lambda: is_calm(node))
+    assert await asyncio.to_thread(main, ["cache", "wipe", "--data-dir", str(folder)]) == 0
+    assert await asyncio.to_thread(kept) == (0, 0, 0)
+    assert await cached() == 0
+    await eventually("it is on disk", lambda: kept()[0] == kept()[1] == kept()[2] > 0)
+    assert await cached() > BLOCK
 
 
 async def _known(node: NodeProcess, messages: Sequence[Mapping[str, str]]) -> tuple[int, int]:
