@@ -21,10 +21,12 @@ from kakeya.memory.escalation import EscalationRules, Stage
 from kakeya.memory.events import EngineDrained, EngineKilled, EngineShrunk, MemoryPressure
 from kakeya.memory.memory_arbiter import MemoryArbiter
 from kakeya.memory.policy import Level, Rung, Tenant
+from kakeya.memory.pressure import Footprint as PressureSight
 from kakeya.memory.pressure import Reading
 from kakeya.memory.resident import TEXT_TARGET
 from kakeya.node.engine_lease import EngineLease
 from kakeya.node.escalation import EngineWatch, tenant_name
+from kakeya.node.memory_pressure import footprint
 from kakeya.runtime.generation import (
     DecodeRequest,
     Done,
@@ -213,10 +215,17 @@ async def test_one_that_does_not_shrink_is_drained_and_its_stream_ends_with_the_
     wanted = await undisturbed(model)
     async with world(model, "once", tmp_path / "taken", 200) as here:
         lease = await size_of(here.backend) + 60 * MIB
+        pages = Pages(64 * MIB)
+        here.arbiter.add_tenant(pages)
         here.watch.attach("toy", here.backend, lease)
         first = here.backend.pid
         stream = asyncio.create_task(collect(here.backend, request()))
+        await until(lambda: here.resident().bytes > 1.1 * lease or here.events(EngineDrained))
+        reading = await PressureSight(lambda: footprint(here.arbiter.status())).read()
+        assert reading is not None
+        assert reading.level is Level.NOMINAL, "its own matter while the budget holds"
         await until(lambda: here.events(EngineDrained))
+        assert not pages.asked
         assert await stream == wanted
         kinds = [type(one) for one in here.events(EngineShrunk, EngineDrained, EngineKilled)]
         assert list(dict.fromkeys(kinds)) == [EngineShrunk, EngineDrained]
