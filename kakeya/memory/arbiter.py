@@ -314,7 +314,6 @@ class Arbiter:
                     self._lend(ticket, answer, now)
                 case line.Load():
                     answer.plans.append(self._planner.load(ticket.ask, verdict, now))
-                    ticket.stuck_since_mono, ticket.stuck_s = None, 0.0
                 case line.Refuse(error):
                     self._refuse(ticket, error, answer)
                 case line.Wait():
@@ -341,11 +340,9 @@ class Arbiter:
                 )
             )
         verdict = line.consider(ticket, ahead, view)
-        if not isinstance(verdict, line.Wait):
-            return verdict
-        ticket.mark(now, is_stuck=verdict.is_stuck)
+        ticket.mark(now, is_stuck=isinstance(verdict, line.Wait) and verdict.is_stuck)
         limit_mono = ticket.limit_mono(self._rules)
-        if limit_mono is not None and now >= limit_mono:
+        if isinstance(verdict, line.Wait) and limit_mono is not None and now >= limit_mono:
             return line.Refuse(line.stuck(ticket, verdict, view))
         return verdict
 

@@ -284,6 +284,17 @@ def test_text_is_swapped_for_text() -> None:
     assert world.gone == [("text", "swap")]
 
 
+def test_what_has_to_wait_for_others_to_let_go_would_not_be_granted() -> None:
+    world = World.of(1000)
+    held = world.lease(ask("see:a"))
+    assert not world.arbiter.would_grant(ask("see:b"), 0)
+    waits = world.ask(ask("see:b"))
+    world.release(held)
+    assert waits in world.grants
+    world.release(waits)
+    assert world.arbiter.would_grant(ask("see:a"), 0)
+
+
 def test_what_cannot_ever_fit_is_refused_at_once() -> None:
     world = World.of(250)
     refused = world.ask(ask("see", size=251))
