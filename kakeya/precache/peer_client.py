@@ -24,17 +24,17 @@ from kakeya.core.errors import (
     DeadlineExceeded,
     KakeyaError,
     NotFound,
-    PeerProtocol,
     PeerUnavailable,
     Refused,
 )
 from kakeya.core.log import event
 from kakeya.decoding.breaker import BreakerState, CircuitBreaker
+from kakeya.precache.peer_answers import Lie, checked, due_part, read_hit, tail_after
 from kakeya.precache.peer_auth import FleetKey, Metadata
 from kakeya.precache.peer_choice import Hit, Holder, LinkRate
 from kakeya.precache.peer_chunks import CHUNK_BYTES, Assembly, BrokenBlock, ChunkFault
 from kakeya.precache.peer_numbers import is_finite
-from kakeya.precache.peer_seams import MAX_IDS, TAIL_NAME_BYTES, Part, Wanted, usable
+from kakeya.precache.peer_seams import MAX_IDS, TAIL_NAME_BYTES, Wanted
 from kakeya.precache.peer_standing import Standing
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import PrefillCacheServiceStub
@@ -54,10 +54,6 @@ _THREAD_BYTES = 256 * 1024
 """A shorter chunk is proved sooner than a thread is woken."""
 _FAULTLESS = (Refused, NotFound)
 """Answers of a peer that works: it is busy, or a lease is over."""
-
-
-class _Lie(PeerProtocol):
-    """What was seen here, and not what a peer says that went wrong with it."""
 
 
 class PrefixPeer:
@@ -94,7 +90,7 @@ class PrefixPeer:
         try:
             async with asyncio.timeout(timeout_s):
                 said = await self._ask(holder, wanted, timeout_s)
-            hit = _read_hit(holder, wanted, said)
+            hit = read_hit(holder, wanted, said)
         except TimeoutError as late:
             self.breaker.failed(self._clock.mono())
             raise DeadlineExceeded(f"{holder.address}: no answer in {timeout_s:g} s") from late
@@ -103,7 +99,7 @@ class PrefixPeer:
                 self.breaker.succeeded()
             else:
                 self.breaker.failed(self._clock.mono())
-            if isinstance(failure, _Lie):
+            if isinstance(failure, Lie):
                 self._lied(holder, failure)
             raise
         except asyncio.CancelledError:
@@ -145,7 +141,7 @@ class PrefixPeer:
                 if index in order:
                     yield index, payload
             self.standing.sent()
-        except _Lie as lie:
+        except Lie as lie:
             self._lied(hit.holder, lie)
             raise
         except _FAULTLESS:
@@ -164,7 +160,7 @@ class PrefixPeer:
     async def _ask(
         self, holder: Holder, wanted: Wanted, timeout_s: float
     ) -> pb.LookupPrefixResponse:
-        after = _tail_after(holder, wanted)
+        after = tail_after(holder, wanted)
         request = pb.LookupPrefixRequest(
             compatibility=wanted.fingerprint.to_wire(),
             block_hashes=wanted.ids[:MAX_IDS],
@@ -187,7 +183,7 @@ class PrefixPeer:
 
     async def _block(self, call: FetchCall, hit: Hit, wanted: Wanted, index: int) -> bytearray:
         """Read one block. Raises PeerProtocol, PeerUnavailable, and what the peer ended with."""
-        due = _due(hit, wanted, index)
+        due = due_part(hit, wanted, index)
         most = due.size or wanted.block_bytes + wanted.state_bytes
         layout = wanted.fingerprint.layout
         assembly: Assembly | None = None
@@ -196,15 +192,15 @@ class PrefixPeer:
             while payload is None:
                 chunk = await self._chunk(call, hit.holder, wanted.most_slack_s)
                 if assembly is None:
-                    assembly = Assembly(_checked(chunk, due, index, hit.holder), most)
+                    assembly = Assembly(checked(chunk, due, index, hit.holder), most)
                 if len(chunk.data) < _THREAD_BYTES:
                     payload = _add(assembly, chunk, layout)
                 else:
                     payload = await asyncio.to_thread(_add, assembly, chunk, layout)
         except BrokenBlock as broken:
-            raise _Lie(f"{hit.holder.address}: {broken.message}") from broken
+            raise Lie(f"{hit.holder.address}: {broken.message}") from broken
         if not (len(payload) == due.size if due.size else wanted.is_size(len(payload))):
-            raise _Lie(
+            raise Lie(
                 f"{hit.holder.address}: block {index} has {len(payload)} bytes and was said to "
                 f"have {most}"
             )
@@ -232,7 +228,7 @@ class PrefixPeer:
             )
         return chunk
 
-    def _lied(self, holder: Holder, lie: _Lie) -> None:
+    def _lied(self, holder: Holder, lie: Lie) -> None:
         pause_s = self.standing.lied(self._clock.mono())
         event(
             _log,
@@ -250,75 +246,6 @@ class PrefixPeer:
         if self._fleet_key is None:
             return ()
         return self._fleet_key.sign(request, self._clock.wall())
-
-
-def _read_hit(holder: Holder, wanted: Wanted, said: pb.LookupPrefixResponse) -> Hit | None:
-    """What a lookup found that is of use. Raises PeerProtocol for what contradicts itself."""
-    count, sizes = said.hit_block_count, tuple(said.block_bytes)
-    if not count or not said.lease_id:
-        return None
-    most = (count + bool(said.tail_tokens)) * (wanted.block_bytes + wanted.state_bytes)
-    told = sum(sizes) + said.tail_bytes
-    is_told = len(sizes) in (0, count) and (not sizes or told == said.transfer_bytes)
-    if count > len(wanted.ids) or not is_told or said.transfer_bytes > most:
-        raise _Lie(
-            f"{holder.address}: found {count} of {len(wanted.ids)} blocks with {len(sizes)} sizes "
-            f"and {said.transfer_bytes} bytes together; there may be {most}"
-        )
-    tail = _tail_of(holder, wanted, said)
-    blocks = usable(wanted, sizes, tail) if sizes else count
-    if blocks <= wanted.have:
-        return None
-    if blocks < count:
-        tail = None
-    return Hit(holder=holder, blocks=blocks, lease_id=said.lease_id, sizes=sizes, tail=tail)
-
-
-def _tail_of(holder: Holder, wanted: Wanted, said: pb.LookupPrefixResponse) -> Part | None:
-    """The tail behind a hit. Raises PeerProtocol for one that was not asked for."""
-    tokens, size = said.tail_tokens, said.tail_bytes
-    if not tokens:
-        return None
-    after = _tail_after(holder, wanted)
-    ids = wanted.tails(after)
-    if said.hit_block_count != after or tokens > len(ids) or not said.block_bytes:
-        raise _Lie(
-            f"{holder.address}: found a tail of {tokens} tokens behind {said.hit_block_count} "
-            f"blocks; it was asked for one of at most {len(ids)} behind {after}"
-        )
-    # One without the state behind it is whole, and of no use.
-    is_usable = size == wanted.tail_size(tokens)
-    return Part(id=ids[tokens - 1], tokens=tokens, size=size) if is_usable else None
-
-
-def _tail_after(holder: Holder, wanted: Wanted) -> int:
-    """Behind how many blocks a peer may have a tail: what its card names, or all."""
-    return holder.blocks or len(wanted.ids)
-
-
-def _due(hit: Hit, wanted: Wanted, index: int) -> Part:
-    """What part of a lease is to come; of 0 bytes where its peer did not say how many."""
-    if hit.tail is not None and index == hit.blocks:
-        return hit.tail
-    size = hit.sizes[index] if hit.sizes else 0
-    return Part(id=wanted.ids[index], tokens=wanted.fingerprint.block_tokens, size=size)
-
-
-def _checked(
-    chunk: pb.FetchBlocksResponse, due: Part, index: int, holder: Holder
-) -> pb.FetchBlocksResponse:
-    """The first chunk of a block, which must be the one that is due. Raises PeerProtocol."""
-    if chunk.block_index != index or chunk.block_hash != due.id:
-        raise _Lie(
-            f"{holder.address}: block {chunk.block_index} named {chunk.block_hash[:4].hex()}... "
-            f"came where {index}, {due.id[:4].hex()}..., was due"
-        )
-    if chunk.token_count != due.tokens:
-        raise _Lie(
-            f"{holder.address}: block {index} has {chunk.token_count} tokens; it must have "
-            f"{due.tokens}"
-        )
-    return chunk
 
 
 def _add(assembly: Assembly, chunk: pb.FetchBlocksResponse, layout: str) -> bytearray | None:

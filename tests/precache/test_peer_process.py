@@ -42,7 +42,9 @@ async def test_a_peer_that_ends_or_hangs_costs_only_what_it_did_not_send(signal_
             await world.channel(holder).channel_ready()
             fetcher = await world.fetcher()
             sink = w.Sink(on_put=lambda i: os.kill(child.pid, signal_sent) if i == block else None)
-            wanted = w.wanted(BLOCKS, block_bytes=SIZE, most_slack_s=1.0)
+            wanted = w.wanted(
+                BLOCKS, block_bytes=SIZE, rate=w.BLOCK_TOKENS / 12.0, most_slack_s=3.0
+            )
             began = time.monotonic()
             taken = await fetcher.fetch(wanted, [holder], sink)
             took_s = time.monotonic() - began
