@@ -1,7 +1,10 @@
-"""The first token of a 1000-token prompt: computed here, again, from a peer, and beside 8 streams.
+"""The first token of a 1000-token prompt: computed here, again, from a peer, beside 8 streams, and
+after a restart of the node.
 
-Two nodes serve one model. The first one computes some prompts; once the second one has heard on
-its card what it holds, the same prompts are asked there, each next to one that nobody has seen.
+Two nodes serve one model. The first one computes some prompts, each followed by the same again;
+once the second one has heard on its card what it holds, the same prompts are asked there, each next
+to one that nobody has seen. At the end the first one is started again, and asked for them once
+more. What a request takes beside its prompt is shown by one of a few tokens.
 
     .venv/bin/python -m benchmarks.first_token
 """
@@ -79,9 +82,12 @@ async def compare(folder: Path) -> None:
                     return await asyncio.to_thread(first_token, node.http, name, prompt)
 
                 prompts = [unseen() for _ in range(PROMPTS)]
-                cold = [(await taken(first, prompt)).seconds for prompt in prompts]
-                again = [(await taken(first, prompt)).seconds for prompt in prompts]
-                say("again", again, cold, 20)
+                cold, again, short = [], [], []
+                for prompt in prompts:
+                    cold.append((await taken(first, prompt)).seconds)
+                    again.append((await taken(first, prompt)).seconds)
+                    short.append((await taken(first, f"Hi {next(_serial)}")).seconds)
+                say("again", again, cold, 20, short_prompt_ms=round(1000 * median(short), 2))
                 await asyncio.sleep(CARD_S)
                 fetched, fresh = [], []
                 for prompt in prompts:
@@ -94,8 +100,21 @@ async def compare(folder: Path) -> None:
                     1,
                     cached_tokens=[turn.cached_tokens for turn in fetched],
                 )
-                cold, again = await asyncio.to_thread(beside_streams, first.http, name)
-                say(f"again, beside {STREAMS} streams", again, cold, 1)
+                beside = await asyncio.to_thread(beside_streams, first.http, name)
+                say(f"again, beside {STREAMS} streams", beside[1], beside[0], 1)
+        async with NodeProcess(Path(home) / "a", *flags) as restarted:
+            await wait_ready(restarted)
+            turns = [await taken(restarted, prompt) for prompt in prompts]
+            status = await asyncio.to_thread(restarted.api.get, "/api/v1/status")
+            say(
+                "after a restart",
+                [turn.seconds for turn in turns],
+                cold,
+                20,
+                first_ms=round(1000 * turns[0].seconds, 2),
+                cached_tokens=[turn.cached_tokens for turn in turns],
+                tokens_from=status["prefixes"]["tokens"],
+            )
 
 
 if __name__ == "__main__":

@@ -66,6 +66,10 @@ class PrefixDisk:
         self._to_write: deque[tuple[Shelf, BlockId]] = deque(maxlen=_MAX_TO_WRITE)
         self._wake = asyncio.Event()
         self._rate = FIRST_RATE
+        self._asking = 0
+        """Requests that wait for blocks."""
+        self._is_asked_for_nothing = asyncio.Event()
+        self._is_asked_for_nothing.set()
 
     # --- what is there
 
@@ -175,18 +179,27 @@ class PrefixDisk:
         if is_part and not node.in_ram and not self._is_worth(naming, node, served):
             reach = reach[:-1]
         loading = _Loading(shelf, naming, block_class, landed)
-        return await self._load(loading, [node for node, _ in reach])
+        self._asking += 1
+        self._is_asked_for_nothing.clear()
+        try:
+            return await self._load(loading, [node for node, _ in reach])
+        finally:
+            self._asking -= 1
+            if not self._asking:
+                self._is_asked_for_nothing.set()
 
     async def recall(self, shelf: Shelf, naming: Naming, nbytes: int) -> int:
         """Bring what was used last into pages before anybody asks; how many blocks came.
 
-        Whole histories, as far as they fit so many bytes and nobody has to leave for them.
+        Whole histories, as far as they fit so many bytes and nobody has to leave for them; none is
+        begun while a request waits for the disk.
         """
         ours = (entry for entry in self.store.entries() if entry.block.fingerprint == shelf.seed)
         newest = heapq.nlargest(_RECALLED, ours, key=lambda entry: entry.used_mono)
         loading = _Loading(shelf, naming, BlockClass.SPECULATIVE, landed=lambda _: None)
         count = 0
         for entry in newest:
+            await self._is_asked_for_nothing.wait()
             path = _path(shelf.tree.node(entry.block.id))
             left = sum(node.nbytes for node in path if not node.in_ram)
             if not left or not all(node.is_here for node in path):

@@ -71,6 +71,32 @@ async def test_nobody_leaves_for_what_nobody_asked_for(tmp_path: Path) -> None:
         assert here.prefixes.counts.evicted == 0
 
 
+async def test_requests_that_come_meanwhile_find_their_prompts(tmp_path: Path) -> None:
+    await stored(tmp_path)
+    async with world(tmp_path, disk=True) as here:
+        found = asyncio.gather(*(here.ask(prompt) for prompt in (FIRST, SECOND, THIRD, FIRST)))
+        await started(here)
+        assert await found == [9, 9, 9, 9]
+        await written(here)
+        here.check()
+
+
+async def test_none_is_brought_back_while_a_request_waits_for_the_disk(tmp_path: Path) -> None:
+    await stored(tmp_path)
+    async with world(tmp_path, disk=True) as here:
+        disk = here.prefixes._disk
+        asked = asyncio.ensure_future(here.ask(FIRST))
+        while not disk._asking:
+            await asyncio.sleep(0)
+        naming = here.prefixes.names.known("toy", "")
+        recalled = asyncio.ensure_future(here.prefixes.recall(naming, 1 << 30))
+        while disk._asking:
+            assert here.prefixes.pages._filling_bytes <= 3 * PAGE_BYTES  # those of the request
+            await asyncio.sleep(0)
+        assert await asked == 9
+        assert await recalled == 6
+
+
 async def test_a_node_with_nothing_stored_takes_no_memory(tmp_path: Path) -> None:
     async with world(tmp_path, disk=True) as here:
         await started(here)
