@@ -34,6 +34,7 @@ from kakeya.core.process import resident_bytes
 from kakeya.core.units import MIB
 from kakeya.node.child import NodeProcess
 from kakeya.precache.warming import Outcome
+from kakeya.serving.backends.restart import RestartPolicy
 from tests.node.nodes import eventually, model_state, run_cli
 from tests.node.soak_load import (
     MODEL,
@@ -293,12 +294,18 @@ class Soak:
     # Faults.
 
     async def killer(self, rng: random.Random) -> None:
+        """Kill the engine, but not so often that its node gives it up, as it should."""
+        policy = RestartPolicy()
+        killed: list[float] = []
         while not self.is_over():
             await asyncio.sleep(rng.uniform(8, 40))
+            if len(policy.recent(time.monotonic(), killed)) >= policy.max_deaths - 2:
+                continue
             with suppress(KakeyaError, AssertionError, ProcessLookupError):
                 state = await asyncio.to_thread(lambda: model_state(self._up(), MODEL))
                 if state["pid"]:
                     os.kill(state["pid"], signal.SIGKILL)
+                    killed.append(time.monotonic())
                     self.counts["kills"] += 1
 
     def _up(self) -> NodeProcess:
