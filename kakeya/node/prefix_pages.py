@@ -86,6 +86,8 @@ class PrefixPages:
         self._is_sweeping = False
         self._filling_bytes = 0
         self._too_large: set[bytes] = set()
+        self.problem = ""
+        """Why there were no pages when some were wanted last; "" = there were."""
 
     # --- what there is
 
@@ -138,14 +140,17 @@ class PrefixPages:
             return None
         self._filling_bytes += size
         try:
-            return await self.arena.prepare(self._tenant, length, holder)
+            filling = await self.arena.prepare(self._tenant, length, holder)
         except (OutOfPages, PageFreed) as refused:
             self._filling_bytes -= size
+            self.problem = refused.message
             event(_log, "no pages for KV", level=logging.DEBUG, reason=refused.message)
             return None
         except BaseException:
             self._filling_bytes -= size
             raise
+        self.problem = ""
+        return filling
 
     def give_back(self, filling: Filling) -> None:
         """End what was not filled."""

@@ -25,6 +25,7 @@ def prefix_status(
             "blocks": sum(stats.ram_blocks for _, stats in trees),
             "bytes": pages.used_bytes,
             "budget_bytes": pages.budget_bytes,
+            "problem": pages.problem,
         },
         "disk": {
             "blocks": disk.blocks,

@@ -210,26 +210,32 @@ class Prewarmer:
             warmed = done
         # What was pinned before may share blocks with this, so that is unpinned first.
         if self._supersede(prefix, tokens) or there < due:
-            await source.keep(prefix, tokens)
+            kept = await source.keep(prefix, tokens)
+            if kept <= there < due:
+                reason = "it was computed, and nothing of it could be kept"
+                return Report(outcome=Outcome.NO_ROOM, warmed=warmed, reason=reason)
         return Report(outcome=Outcome.WARM, warmed=warmed)
 
     def _account(self, job: _Job, report: Report) -> None:
         key, now = job.prefix.key, self._clock.mono()
         self._outcomes[report.outcome] += 1
+        self._computed += report.warmed.computed
         match report.outcome:
             case Outcome.WARM:
                 self._faults.pop(key, None)
                 self._cached += report.warmed.cached
-                self._computed += report.warmed.computed
                 self._refreshed += job.kind is Kind.KEPT and report.warmed.computed == 0
                 self._keep(job, now)
             case Outcome.FAILED:
                 self._tell_once(job.prefix, report.reason)
                 self.forget(key)
             case _:
-                if key not in self._kept and job.kind is Kind.KEPT:
+                # What was computed in vain is not computed sooner than what was kept.
+                is_vain = report.warmed.computed > 0
+                if job.kind is Kind.KEPT and (is_vain or key not in self._kept):
                     self._keep(job, now)
-                self._deadlines.postpone(key, now + RETRY_S)
+                if not is_vain:
+                    self._deadlines.postpone(key, now + RETRY_S)
         for waiter in job.waiters:
             if not waiter.done():
                 waiter.set_result(report)

@@ -355,6 +355,7 @@ async def test_what_nobody_waits_for_takes_the_place_of_nothing(tmp_path: Path) 
 async def test_without_pages_everybody_computes_and_nobody_waits(tmp_path: Path) -> None:
     async with world(tmp_path, ledger=Miser(0)) as here:
         assert await asyncio.gather(*(here.ask(SEED_TEXT) for _ in range(3))) == [0, 0, 0]
+        assert here.prefixes.status()["pages"]["problem"]
         here.check()
 
 

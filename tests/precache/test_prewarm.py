@@ -33,6 +33,7 @@ class Source:
     unpinned: list[tuple[str, int]] = field(default_factory=list)
     refusal: Report | None = None
     has_free_room: bool = True
+    keeps: bool = True
     fault: Exception | None = None
     gate: asyncio.Event | None = None
     yields: Report | None = None
@@ -59,7 +60,8 @@ class Source:
         if self.fault is not None:
             raise self.fault
         there = await self.keep(prefix, tokens)
-        self.kept[tuple(tokens)[:-1]] = self.clock.mono()
+        if self.keeps:
+            self.kept[tuple(tokens)[:-1]] = self.clock.mono()
         return Warmed(tokens=len(tokens), cached=there, computed=len(tokens) - 1 - there)
 
     def unpin(self, prefix: Prefix, tokens: Tokens) -> None:
@@ -264,6 +266,23 @@ async def test_what_went_for_others_is_computed_again_at_its_deadline():
         w.clock.advance(2)
         await w.settle()
         assert w.source.warmed == ["a", "a"]
+
+
+async def test_what_was_computed_in_vain_is_not_called_warm_nor_tried_again_at_once():
+    async with world() as w:
+        w.source.keeps = False
+        report = await w.prewarmer.ask(prefix("a", range(5)))
+        assert (report.outcome, report.warmed.computed) == (Outcome.NO_ROOM, 4)
+        w.prewarmer.submit(prefix("sys", range(9), is_kept=True), Kind.KEPT)
+        await w.settle()
+        w.clock.advance(239)
+        await w.settle()
+        assert w.source.warmed == ["a", "sys"]
+        w.source.keeps = True
+        w.clock.advance(2)
+        await w.settle()
+        assert w.source.warmed == ["a", "sys", "sys"]
+        assert w.prewarmer.stats.outcomes[Outcome.WARM] == 1
 
 
 async def test_a_declared_prompt_that_met_pressure_comes_back_when_it_is_over():
