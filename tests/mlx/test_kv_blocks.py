@@ -23,6 +23,7 @@ from mlx_lm.models.cache import (
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.engine.model import KvView
+from kakeya.mlx import kv_layers
 from kakeya.mlx.grid import is_row_exact
 from kakeya.mlx.kv_blocks import KvBlocks, block_tokens_of, plan_blocks
 from kakeya.mlx.loader import LoadedModel, load
@@ -154,6 +155,27 @@ def test_a_part_of_the_last_block_may_be_taken_where_no_state_lies_behind_it(
         warm.import_blocks(views[: -(-taken // B)], taken)
         prefill(cold, tokens, taken)
         assert bits(cold, 5) == bits(warm, 5)
+
+
+@given(st.integers(1, 12), st.integers(0, 3), st.lists(st.integers(1, 9), max_size=6))
+def test_behind_a_single_row_a_window_lies_as_one_that_is_read_back(
+    window: int, keep: int, pieces: list[int]
+) -> None:
+    """Attention sums in the order in which rows lie."""
+    window += keep
+    layer, given_rows = RotatingKVCache(max_size=window, keep=keep), mx.arange(80, dtype=mx.float32)
+    at = 0
+    for piece in (*pieces, 1):
+        rows = given_rows[at : at + piece].reshape(1, 1, piece, 1)
+        layer.update_and_fetch(rows, -rows)
+        at += piece
+        if piece == 1:
+            kv_layers.straighten(layer)
+    ranges = kv_layers.wanted(layer, at)
+    expected = [row for first, last in ranges for row in range(first, last)]
+    assert layer.keys.flatten().tolist() == expected
+    assert layer.values.flatten().tolist() == [-row for row in expected]
+    assert (layer.offset, layer._idx) == (at, kv_layers.places(layer, at))
 
 
 @pytest.mark.parametrize("name", NAMES)

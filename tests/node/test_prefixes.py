@@ -94,7 +94,8 @@ class Engine:
             start = pages.index * BLOCK
             with PageReader() as reader:
                 filled = reader.fill(pages.pages)
-                filled[:] = pack_ids(prompt[start : start + (pages.tokens or BLOCK)])
+                packed = pack_ids(prompt[start : start + (pages.tokens or BLOCK)])
+                filled[: len(packed)] = packed
                 filled.release()
             kv.exported(pages.index, pages.tokens)
         return have
@@ -694,4 +695,57 @@ async def live(folder: Path, rng: random.Random) -> None:
                 await asyncio.sleep(0.01)
         if here.prefixes._disk is not None:
             await written(here)
+        here.check()
+
+
+ON_A_GRID = replace(FACTS, prefill_grid=((0, BLOCK),))
+LARGE_STATE = replace(ON_A_GRID, kv_state_bytes=16 * BLOCK)
+
+
+@pytest.mark.parametrize("facts", [ON_A_GRID, LARGE_STATE])
+async def test_what_ends_at_a_cut_serves_all_who_have_it_also_from_disk(
+    tmp_path: Path, facts: ModelFacts
+) -> None:
+    shared, cuts = list(range(20, 30)), (10,)
+    async with world(tmp_path, disk=True) as here:
+        here.engine.facts = facts
+        assert await here.ask([*shared, 1, 2, 3], cuts=cuts) == 0
+        found = [await here.ask([*shared, n, n, n], cuts=cuts) for n in (4, 5)]
+        assert found == [10, 10]
+        # Who was cut otherwise takes no more than what lies before that.
+        whole = 0 if facts.kv_state_bytes else 8
+        assert await here.ask([*shared, 6, 6], cuts=(9,)) == whole
+        assert await here.ask([*shared, 7, 7]) == whole
+        # And a history that ends there has all of it.
+        assert await here.ask([*shared, 0]) == 10
+        await here.prefixes.store.flush()
+        here.check()
+    async with world(tmp_path, disk=True) as here:
+        here.engine.facts = facts
+        await here.prefixes.store.ready()
+        assert await here.ask([*shared, 8, 8], cuts=cuts) == 10
+
+
+@pytest.mark.parametrize("facts", [ON_A_GRID, LARGE_STATE])
+async def test_a_turn_goes_on_from_where_the_prompt_of_the_one_before_ended(
+    tmp_path: Path, facts: ModelFacts
+) -> None:
+    async with world(tmp_path) as here:
+        here.engine.facts = facts
+        first = list(range(20, 33))
+        cuts = (6, len(first) - 1)
+        await here.ask(first, cuts=cuts)
+        second = [*first, *range(50, 57)]
+        assert await here.ask(second, cuts=cuts) == len(first) - 1
+        assert await here.ask(second, cuts=cuts) == len(second) - 1
+        assert await here.ask([*first[:6], 9, 9, 9], cuts=(6,)) == 6
+        here.check()
+
+
+async def test_of_eight_who_share_up_to_a_cut_one_computes_it(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        here.engine.facts = ON_A_GRID
+        shared = list(range(20, 30))
+        asked = [here.ask([*shared, n, n, n], cuts=(10,)) for n in range(8)]
+        assert sorted(await asyncio.gather(*asked)) == [0, *[10] * 7]
         here.check()
