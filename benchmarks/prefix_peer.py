@@ -97,6 +97,7 @@ class Prompt:
             have=0,
             block_bytes=self.block_bytes,
             prefill_tokens_per_s=1.0,
+            most_slack_s=60.0,
             tails=self.tails,
         )
 
