@@ -611,6 +611,30 @@ async def test_a_tenant_is_asked_for_one_thing_after_the_other(shelf: Shelf) -> 
     assert shelf.arbiter.status().committed_bytes == 150
 
 
+async def test_a_tenant_that_leaves_while_it_gives_says_nothing_of_its_successor(
+    shelf: Shelf,
+) -> None:
+    pages, gate = Pages(), asyncio.Event()
+
+    async def slow(size: int) -> None:
+        pages.asked.append(size)
+        await gate.wait()
+        pages.held -= size
+
+    pages.shrink = slow  # type: ignore[method-assign]
+    shelf.arbiter.add_tenant(pages)
+    shelf.arbiter.observe(Reading(level=Level.CRITICAL, source="test", spare_bytes=-50))
+    await until(lambda: pages.asked)
+    shelf.arbiter.remove_tenant("pages")
+    assert shelf.arbiter.status().committed_bytes == 0
+    shelf.press(Level.NOMINAL)
+    gate.set()
+    await pump()
+    shelf.arbiter.add_tenant(Pages(held=10, spare=0))
+    assert shelf.arbiter.status().committed_bytes == 10
+    assert await shelf.arbiter.request("see", "m", 1) == "m did 1"
+
+
 async def test_a_tenant_gives_room_before_a_model_goes(shelf: Shelf) -> None:
     pages = Pages()
     shelf.arbiter.add_tenant(pages)
