@@ -101,6 +101,8 @@ def _messages(raw: object, index: int) -> tuple[tuple[str, str], ...]:
 def _file(name: str) -> str:
     path = Path(name).expanduser()
     try:
+        if path.is_fifo() or path.is_socket():  # nobody may ever write to it
+            raise ConfigError(f"{path}: the prompt cannot be read: give a regular file")
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:

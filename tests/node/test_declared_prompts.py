@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,12 @@ def test_what_is_no_prompt_is_refused_by_name(entry: object, says: str) -> None:
 def test_prompts_are_tables(raw: object) -> None:
     with pytest.raises(Illegal, match="prompts are tables"):
         parse_prompts(raw)
+
+
+def test_a_pipe_is_no_file_to_wait_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"pipe: .* give a regular file"):
+        DeclaredPrompt(system_file=str(tmp_path / "pipe")).read()
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from kakeya.core.errors import InvalidArgument
 from kakeya.core.units import MIB, pack_ids
 from kakeya.precache.block_node import BlockFacts
 from kakeya.precache.blocks import BlockChain
+from kakeya.precache.eviction import Age
 from kakeya.precache.retention import BlockClass, Retention
 from kakeya.precache.tree import MAX_TAILS, PrefixTree
 from kakeya.precache.tree_answer import Insertion
@@ -26,8 +27,8 @@ def facts_of(tokens: list[int], **changed: object) -> BlockFacts:
 class Shelf:
     """A tree, and histories by name: their ids, tails included."""
 
-    def __init__(self) -> None:
-        self.tree: PrefixTree[str] = PrefixTree(SIZE)
+    def __init__(self, age: Age | None = None) -> None:
+        self.tree: PrefixTree[str] = PrefixTree(SIZE, age=age)
 
     def ids(self, history: list[int]) -> list[bytes]:
         ids = list(CHAIN.ids(history))
@@ -362,6 +363,33 @@ def test_what_goes_for_room_ages_the_others_and_what_expires_does_not(
     shelf.tree.lose(shelf.ids([5] * SIZE)[0], for_room=for_room)
     shelf.put([7] * SIZE, now=2.0, recompute_s=1.0)
     assert order_of(shelf, 1) == [first]
+
+
+@given(costs=st.lists(st.tuples(st.booleans(), st.floats(0.01, 9)), min_size=2, max_size=12))
+def test_trees_that_share_an_age_have_one_order(costs: list[tuple[bool, float]]) -> None:
+    """Whatever goes for room, nothing that stays in either tree is worth less."""
+    age = Age()
+    shelves = [Shelf(age), Shelf(age)]
+    for number, (which, seconds) in enumerate(costs):
+        shelves[which].put([number] * SIZE, recompute_s=seconds)
+        if number % 3 < 2:
+            continue
+        heads = [(shelf.tree, shelf.tree.victims(1)) for shelf in shelves]
+        tree, (victim,) = min(
+            ((tree, plan) for tree, plan in heads if plan),
+            key=lambda head: head[0].worth(head[1][0]),
+        )
+        least = tree.worth(victim)
+        tree.lose(victim.id)
+        left = [(shelf.tree, node) for shelf in shelves for node in shelf.tree]
+        assert all(one.worth(node) >= least for one, node in left)
+        # And what comes from now on, in either, is younger than what went.
+        for index, shelf in enumerate(shelves):
+            text = [1000 + 10 * number + index] * SIZE
+            shelf.put(text, recompute_s=0.01)
+            node = shelf.tree.node(shelf.ids(text)[0])
+            assert node is not None
+            assert shelf.tree.worth(node) > least
 
 
 def test_what_is_used_again_is_as_young_as_what_comes(shelf: Shelf) -> None:
