@@ -18,11 +18,12 @@ from collections.abc import Callable
 
 from benchmarks.report import emit, interleaved
 from kakeya.engine.job import DecodeJob
-from kakeya.engine.line import Line, Row, Ticket
+from kakeya.engine.line import Line
 from kakeya.engine.model import LoadedFacts
 from kakeya.engine.pace import Pace
 from kakeya.engine.policy import CLASSES, Claim, is_turn_of_age
 from kakeya.engine.room import KvRoom
+from kakeya.engine.rows import Row, Ticket
 from kakeya.engine.slots import KvSlots
 from kakeya.engine.waiting import Waiting
 from kakeya.serving.backends.engine_life import EngineOptions

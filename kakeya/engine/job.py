@@ -40,7 +40,8 @@ class DecodeJob:
     `adapter_id` names a loaded adapter, "" is the model alone. With `max_tokens` 0 the history is
     only prefilled, all but its last token. `kv_blocks` hold the KV of its first blocks and stay
     pinned until the first frame; `kv_exports` are to be filled with what is computed. `cuts` are
-    places at which pieces of prefill end beside the grid. `client` is who asks, for fair shares; a
+    places at which pieces of prefill end beside the grid. `park_id` names it to who may lend pages
+    for its KV while it is set aside, 0 = nobody does. `client` is who asks, for fair shares; a
     smaller `priority` is more urgent.
     """
 
@@ -54,6 +55,7 @@ class DecodeJob:
     kv_blocks: tuple[KvPages, ...] = ()
     kv_exports: tuple[KvPages, ...] = ()
     cuts: tuple[int, ...] = ()
+    park_id: int = 0
     client: str = ""
     priority: int = NORMAL_PRIORITY
     deadline_s: float | None = None
@@ -72,6 +74,15 @@ class ExportedFrame:
 
     index: int
     tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParkFrame:
+    """Pages of these lengths are wanted for KV that has to go; none = no longer. `number` counts
+    what the generation asked for."""
+
+    lengths: tuple[int, ...]
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,4 +135,4 @@ class SourceTally:
     wait_s: float = 0.0
 
 
-EngineFrame = ImportedFrame | ExportedFrame | PrefillFrame | TokensFrame | DoneFrame
+EngineFrame = ImportedFrame | ExportedFrame | ParkFrame | PrefillFrame | TokensFrame | DoneFrame

@@ -30,7 +30,7 @@ from kakeya.memory.page_ref import PageReader
 from kakeya.precache.kv_pages import KvPages
 
 _log = logging.getLogger(__name__)
-_FAULTS = (KakeyaError, OSError, ValueError, LookupError, RuntimeError, MemoryError)
+FAULTS = (KakeyaError, OSError, ValueError, LookupError, RuntimeError, MemoryError)
 """What a copy from or to pages may raise, whoever is at fault."""
 
 
@@ -94,7 +94,7 @@ def take(state: SequenceState, plan: Take, facts: LoadedFacts) -> bool:
                 ],
                 plan.tokens,
             )
-    except _FAULTS as fault:
+    except FAULTS as fault:
         _tell("blocks of KV could not be taken", fault)
         return False
     state.grid_tokens = plan.tokens
@@ -161,7 +161,7 @@ class KvExports:
                 room = export.end - export.start
                 into = KvView(reader.fill(pages.pages), room, pages.has_state)
                 return state.export_block(first, last - first, into, with_state=with_state)
-        except _FAULTS as fault:
+        except FAULTS as fault:
             _tell("blocks of KV could not be exported", fault)
             # Said once: with the pages behind it, it would most likely go the same way.
             self._waiting.clear()

@@ -12,14 +12,12 @@ AGED_S, of those that fit; whoever waited for HELD_S gets it before all others, 
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 
 from kakeya.core.errors import DeadlineExceeded, KakeyaError, MemoryRefused
-from kakeya.engine.job import DecodeJob, EngineFrame
+from kakeya.engine.job import DecodeJob
 from kakeya.engine.model import LoadedFacts
 from kakeya.engine.pace import Pace
 from kakeya.engine.policy import (
@@ -28,7 +26,6 @@ from kakeya.engine.policy import (
     HELD_S,
     INPUT_WEIGHT,
     SPECULATIVE,
-    Claim,
     first_token_s,
     has_rested,
     is_turn_of_age,
@@ -37,91 +34,12 @@ from kakeya.engine.policy import (
     victims,
 )
 from kakeya.engine.room import RETRY_S, KvRoom
-from kakeya.engine.sequence import Launch, SequenceRun, Step
+from kakeya.engine.rows import Entry, Row, Ticket
 from kakeya.engine.slots import KvSlots
 from kakeya.engine.waiting import Waiting
 
 LOOK_S = 0.1
 """How often the line is looked through for what only time changes."""
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """One submitted generation. `cancel` may be called from any thread."""
-
-    job: DecodeJob
-    on_frame: Callable[[EngineFrame], None]
-    on_error: Callable[[KakeyaError], None]
-    _cancelled: threading.Event = field(default_factory=threading.Event)
-    _tell: Callable[[], None] = lambda: None
-
-    def cancel(self) -> None:
-        """End it before its next step; what it committed stays in its KV."""
-        self._cancelled.set()
-        self._tell()
-
-    def tell(self, call: Callable[[], None]) -> None:
-        """Have somebody told, on the thread that cancels it; at once if that was done."""
-        self._tell = call
-        if self.cancelled:
-            call()
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether somebody gave it up."""
-        return self._cancelled.is_set()
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Row(Claim):
-    """A generation; `run` once it has begun, and while it is parked too.
-
-    `launch` is a plain step that is due and waits for the others'.
-    """
-
-    ticket: Ticket
-    run: SequenceRun | None = None
-    steps: Iterator[Step] = field(default_factory=lambda: iter(()))
-    launch: Launch | None = None
-    placed_s: float = 0.0
-    chunk_ended_s: float = 0.0
-    """When its last chunk was done."""
-    headroom: int = 0
-    """Tokens that it can still make with the room that is set aside for it."""
-    has_drafts: bool = False
-    is_prefilling: bool = False
-    has_spoken: bool = False
-    is_over: bool = False
-
-    @property
-    def length(self) -> int:
-        """Tokens whose KV it holds."""
-        return 0 if self.run is None else self.run.length
-
-    @property
-    def prompt_left(self) -> int:
-        """Tokens of its prompt that are to be computed."""
-        return max(0, len(self.ticket.job.token_ids) - 1 - self.length)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """Who gets a place now; `parks` of those that run make place for it, then `drops` of those
-    that are parked lose their KV."""
-
-    row: Row
-    parks: tuple[Row, ...] = ()
-    drops: tuple[Row, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """How busy the thread is. `batch_rows` were in the last shared forward, 0 = none was yet;
-    parked sequences are among the waiting."""
-
-    running: int
-    waiting: int
-    batch_rows: int = 0
 
 
 class Line:
@@ -131,7 +49,7 @@ class Line:
     def __init__(
         self, room: KvRoom, slots: KvSlots, facts: LoadedFacts, pace: Pace, *, places: int
     ) -> None:
-        self._room = room
+        self.room = room
         self._slots = slots
         self._facts = facts
         self._pace = pace
@@ -146,6 +64,7 @@ class Line:
         self._entries = 0
         self._look_s: float | None = None
         self._aged: Row | None = None
+        self._promised: Row | None = None
         self._aged_until_s = 0.0
 
     def arrive(self, ticket: Ticket, running: Sequence[Row], now_s: float) -> None:
@@ -155,7 +74,7 @@ class Line:
         too late.
         """
         job = ticket.job
-        self._room.check_fits(job)
+        self.room.check_fits(job)
         self._arrivals += 1
         row = Row(
             ticket=ticket,
@@ -164,7 +83,7 @@ class Line:
             arrived_s=now_s,
             work_s=self._pace.prefill_s(self._known_tokens(job), len(job.token_ids) - 1),
             expires_s=math.inf if job.deadline_s is None else now_s + job.deadline_s,
-            need_bytes=self._room.need_bytes(job),
+            need_bytes=self.room.need_bytes(job),
             has_drafts=bool(job.sources),
         )
         try:
@@ -195,11 +114,11 @@ class Line:
                 left[row] = None
         for row in self._orders.expired(now_s):
             left.setdefault(row, DeadlineExceeded(_waited_in_vain(row, now_s)))
-        if self._fitting_bytes != self._room.budget_bytes:
-            self._fitting_bytes = self._room.budget_bytes
+        if self._fitting_bytes != self.room.budget_bytes:
+            self._fitting_bytes = self.room.budget_bytes
             for row in self.waiting.values():
                 try:
-                    self._room.check_fits(row.ticket.job)
+                    self.room.check_fits(row.ticket.job)
                 except MemoryRefused as refusal:
                     left.setdefault(row, refusal)
         return list(left.items())
@@ -207,6 +126,11 @@ class Line:
     def next_entry(self, running: Sequence[Row], now_s: float) -> Entry | None:
         """Who gets a place now; None = nobody until something changes."""
         self._look_s = now_s + LOOK_S
+        promised, self._promised = self._promised, None
+        if promised is not None and promised.number in self.waiting:
+            entry = self._plan(promised, running, now_s)
+            if entry is not None:
+                return entry
         first = self._shares.first()
         if first is None:
             return None
@@ -235,6 +159,11 @@ class Line:
             wanted = list(prefilling)
         return next_chunk(wanted, turn) if wanted else None
 
+    def promise(self, row: Row) -> None:
+        """It is the next one, as soon as what it waits for is there: those that made place for it
+        may not come back before."""
+        self._promised = row
+
     def enter(self, row: Row) -> None:
         """It gets a place."""
         self._entries += 1
@@ -255,10 +184,22 @@ class Line:
     def park(self, row: Row) -> None:
         """A running one waits from now on, and keeps what it has computed."""
         # What it holds itself is not in its way.
-        row.need_bytes = self._room.need_bytes(row.ticket.job, row.length)
-        row.need_bytes -= self._room.held_bytes(row)
+        row.need_bytes = self.room.need_bytes(row.ticket.job, row.length)
+        row.need_bytes -= self.room.held_bytes(row)
         self._shares.set_aside(row.account)
         self._orders.add(row, is_parked=True)
+
+    def stowed(self, row: Row) -> None:
+        """What a parked one held lies elsewhere: it needs room for all of it to go on."""
+        self._orders.remove(row)
+        row.need_bytes = self.room.need_bytes(row.ticket.job, row.length)
+        self._orders.add(row, is_parked=True)
+        self.stir()
+
+    @property
+    def holding(self) -> list[Row]:
+        """Those of the parked that hold KV, in the order of parking."""
+        return [row for row in self.parked if not row.is_stowed]
 
     def leave(self, row: Row) -> None:
         """One that waits is over."""
@@ -285,11 +226,11 @@ class Line:
 
     def _plan(self, row: Row, running: Sequence[Row], now_s: float) -> Entry | None:
         """How a place and room come about for it; None where they do not."""
-        lacks_bytes = row.need_bytes - self._room.left_bytes
+        lacks_bytes = row.need_bytes - self.room.left_bytes
         lacks_place = len(running) >= self._places
         if lacks_bytes <= 0 and not lacks_place:
             return Entry(row=row)
-        held = self._room.held_bytes
+        held = self.room.held_bytes
         droppable = [one for one in self._droppable(row.priority, running) if one is not row]
         parks: list[Row] = []
         gain = sum(map(held, droppable))
@@ -301,12 +242,12 @@ class Line:
         if lacks_bytes > gain or (lacks_place and not parks):
             return None
         drops: list[Row] = []
-        lacks_bytes -= sum(held(one) - self._room.kv_bytes(one.length) for one in parks)
+        lacks_bytes -= sum(held(one) - self.room.kv_bytes(one.length) for one in parks)
         for one in (*reversed(parks), *droppable):
             if lacks_bytes <= 0:
                 break
             drops.append(one)
-            lacks_bytes -= self._room.kv_bytes(one.length)
+            lacks_bytes -= self.room.kv_bytes(one.length)
         return Entry(row=row, parks=tuple(parks), drops=tuple(drops))
 
     def _oldest(self, running: Sequence[Row], now_s: float) -> Row | None:
@@ -328,20 +269,21 @@ class Line:
     def _rooms(self, priority: int, running: Sequence[Row], now_s: float) -> tuple[int, int]:
         """What one of this class that has waited can get, in bytes, of a client that runs something
         and of another one; -1 = it gets no place. `_plan` says how."""
-        left = self._room.left_bytes
-        left += sum(map(self._room.held_bytes, self._droppable(priority, running)))
+        left = self.room.left_bytes
+        left += sum(map(self.room.held_bytes, self._droppable(priority, running)))
 
         def room(*, has_none: bool) -> int:
             parks = victims(priority, running, self._kept(now_s), has_none=has_none)
             if len(running) >= self._places and not parks:
                 return -1
-            return max(-1, left + sum(map(self._room.held_bytes, parks)))
+            return max(-1, left + sum(map(self.room.held_bytes, parks)))
 
         return room(has_none=False), room(has_none=True)
 
     def _droppable(self, priority: int, running: Sequence[Row]) -> list[Row]:
         """Who of the parked may lose its KV for one of this class, in this order."""
-        return [one for one in reversed(self.parked) if one.priority >= priority or not running]
+        held = reversed(self.holding)
+        return [one for one in held if one.priority >= priority or not running]
 
     def _kept(self, now_s: float) -> Row | None:
         """Who makes place for nobody now."""

@@ -186,6 +186,18 @@ class SequenceState(Protocol):
         """
         ...
 
+    def stow(self, blocks: Sequence[KvView]) -> bool:
+        """Copy all KV into these blocks, the last one with what is left and with state, and hold
+        none of it; `length` and what is in flight stay. `restore` before anything else.
+
+        False, and nothing changed, where that would not give the very same KV back.
+        """
+        ...
+
+    def restore(self, blocks: Sequence[KvView]) -> None:
+        """Hold the KV again that was stowed in these blocks."""
+        ...
+
     def layer_length(self) -> int:
         """What the cache layers themselves say about `length`; the check on the bookkeeping."""
         ...

@@ -1,9 +1,9 @@
 """Frames of one generation on their way from the model thread to the wire.
 
-The first frame leaves at once, and so do the first tokens and the end; those between at most every
-FRAME_S: a fast model commits several tokens in that time, and one message for all of them leaves
-the processor to the model. Slow models, whose steps take longer, are never held up. What was
-imported travels with the next frame: nobody waits for it, and the first token would.
+The first frame leaves at once, and so do the first tokens, the end, and what asks for pages; those
+between at most every FRAME_S: a fast model commits several tokens in that time, and one message for
+all of them leaves the processor to the model. Slow models, whose steps take longer, are never held
+up. What was imported travels with the next frame: nobody waits for it, and the first token would.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kakeya.engine.job import (
     EngineFrame,
     ExportedFrame,
     ImportedFrame,
+    ParkFrame,
     PrefillFrame,
     TokensFrame,
 )
@@ -49,7 +50,7 @@ class Outbox:
     def put(self, frame: EngineFrame) -> None:
         """Add a frame; called on the model thread."""
         self._frames.append(frame)
-        if isinstance(frame, DoneFrame):
+        if isinstance(frame, DoneFrame | ParkFrame):
             self._loop.call_soon_threadsafe(self._hurry)
         elif isinstance(frame, TokensFrame) and not self._has_spoken:
             self._has_spoken = True
@@ -113,8 +114,10 @@ def _tokens_to_wire(tokens: list[int]) -> pb.DecodeResponse:
 
 
 def _to_wire(
-    frame: ImportedFrame | ExportedFrame | PrefillFrame | DoneFrame,
+    frame: ImportedFrame | ExportedFrame | ParkFrame | PrefillFrame | DoneFrame,
 ) -> pb.DecodeResponse:
+    if isinstance(frame, ParkFrame):
+        return pb.DecodeResponse(park=pb.KvPark(lengths=frame.lengths, number=frame.number))
     if isinstance(frame, ImportedFrame):
         return pb.DecodeResponse(imported=pb.KvImported(tokens=frame.tokens))
     if isinstance(frame, ExportedFrame):

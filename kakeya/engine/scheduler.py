@@ -9,12 +9,11 @@ nothing for the others.
 
 Who gets a place, whose chunk is next and who makes place for whom is said in `policy`; who waits is
 kept in `line`. A sequence that makes place is parked between two of its steps: its KV stays as long
-as there is room, and it goes on from there.
+as there is room, then lies in pages (see `parking`), and it goes on from there.
 
 Other threads hand in work through a queue and get frames through a callback. A cancelled sequence
-ends before its next step, also during prefill. A fault ends the sequence that it happened in,
-never the thread. When those that run outgrow the KV bound, or the memory limit, the weakest ends
-(see `room` and `limits`).
+ends before its next step. A fault ends the sequence that it happened in, never the thread. When
+those that run outgrow the KV bound, or the memory limit, the weakest ends (see `room`, `limits`).
 """
 
 from __future__ import annotations
@@ -26,14 +25,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from kakeya.core.errors import InvariantBroken, KakeyaError
+from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
+from kakeya.engine.faults import as_kakeya_error
 from kakeya.engine.job import DoneFrame, EngineFrame, ExportedFrame, ImportedFrame, TokensFrame
 from kakeya.engine.limits import Limits
-from kakeya.engine.line import Line, Load, Row, Ticket
+from kakeya.engine.line import Line
 from kakeya.engine.model import Model
 from kakeya.engine.pace import Pace
+from kakeya.engine.parking import Parking
 from kakeya.engine.policy import OUTPUT_WEIGHT, ROUND_S, SPECULATIVE, is_chunk_due, weakest
+from kakeya.engine.rows import Load, Row, Ticket
 from kakeya.engine.sequence import Launch, SequenceRun, SequenceTools
 from kakeya.engine.shared_forwards import SharedForwards
 
@@ -59,13 +61,15 @@ class Scheduler:
         limits: Limits | None = None,
     ) -> None:
         self.limits = limits or Limits(model, tools.slots)
-        self.limits.drop_parked = self._drop_parked
         self._room = self.limits.room
         self._model = model
         self._tools = tools
         self._inbox: queue.SimpleQueue[Ticket | Callable[[], None] | None] = queue.SimpleQueue()
         self._pace = Pace(model.facts)
         self._line = Line(self._room, tools.slots, model.facts, self._pace, places=max_running)
+        self._parking = Parking(self._line, model.facts, lost=self._lose)
+        self.limits.drop_parked = self._parking.drop_until
+        self.lend = self._parking.lend
         self._running: list[Row] = []
         self._prefilling: list[Row] = []
         self._turns: deque[Row] = deque()
@@ -120,6 +124,8 @@ class Scheduler:
                 self._admit(now_s)
             if self._running:
                 self._turn()
+            else:
+                self._parking.wait()
         for row in [*self._running, *self._line.parked]:
             self._end(row)
 
@@ -161,8 +167,10 @@ class Scheduler:
         while (entry := self._line.next_entry(self._running, now_s)) is not None:
             for row in entry.parks:
                 self._park(row)
+            if self._parking.are_coming(entry, now_s):
+                return
             for row in entry.drops:
-                self._abandon(row, self.limits.parked_refusal())
+                self._parking.drop(row)
             self._place(entry.row, now_s)
             if self._prefill_s > ROUND_S and len(self._running) > len(self._prefilling):
                 # KV from pages is taken while a sequence begins: others wait for that too.
@@ -175,6 +183,8 @@ class Scheduler:
         row.placed_s, row.headroom, row.served = now_s, 0, self._chunks
         self._running.append(row)
         ticket, job = row.ticket, row.ticket.job
+        if row.run is not None and not self._parking.resume(row):
+            return
         try:
             if row.run is None:
                 row.run = SequenceRun(self._model, self._tools, job)
@@ -185,7 +195,7 @@ class Scheduler:
                     if isinstance(imported, ImportedFrame):
                         ticket.on_frame(imported)
         except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
-            self._abandon(row, _as_kakeya_error(failure))
+            self._abandon(row, as_kakeya_error(failure))
             return
         # Of one that was parked, the time since its last step measures nothing.
         row.run.resumed(None)
@@ -294,7 +304,7 @@ class Scheduler:
                 row.ticket.on_frame(step)
                 step = next(row.steps, None)
         except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
-            self._abandon(row, _as_kakeya_error(failure))
+            self._abandon(row, as_kakeya_error(failure))
             return
         if isinstance(step, Launch):
             row.launch = step
@@ -335,7 +345,7 @@ class Scheduler:
         if has_company:
             self._latest = None
         for row, failure in self._forwards.launch(rows, has_company=has_company):
-            self._abandon(row, _as_kakeya_error(failure))
+            self._abandon(row, as_kakeya_error(failure))
         for row in rows:
             if not row.is_over:
                 row.launch = None
@@ -344,18 +354,14 @@ class Scheduler:
 
     def _end_weakest(self) -> None:
         """Take back what can be missed, or what the weakest that runs holds; the others go on."""
-        if self._line.parked:
-            self._abandon(self._line.parked[-1], self.limits.parked_refusal())
+        if held := self._line.holding:
+            self._parking.drop(held[-1])
         elif self._running:
             has_company = len(self._running) > 1
             self._abandon(weakest(self._running), self.limits.refusal(has_company=has_company))
 
-    def _drop_parked(self, size: int) -> int:
-        """End parked sequences, the last one first, until `size` bytes are gone; what went."""
-        before = self._room.parked_bytes
-        while self._line.parked and before - self._room.parked_bytes < size:
-            self._abandon(self._line.parked[-1], self.limits.parked_refusal())
-        return before - self._room.parked_bytes
+    def _lose(self, row: Row) -> None:
+        self._abandon(row, self.limits.parked_refusal())
 
     def _abandon(self, row: Row, failure: KakeyaError) -> None:
         """End a sequence without keeping its KV: nobody knows what it holds, or its room is due."""
@@ -367,7 +373,9 @@ class Scheduler:
     def _end(self, row: Row) -> None:
         self._leave(row)
         try:
-            if row.run is not None:
+            if row.is_stowed and row.run is not None:
+                row.run.abandon()
+            elif row.run is not None:
                 row.run.finish()
         except Exception as failure:  # noqa: BLE001 - KV that cannot be kept is only speed
             event(_log, "kv dropped", level=logging.WARNING, error=repr(failure))
@@ -390,10 +398,3 @@ class Scheduler:
                 rows.remove(row)
         if row is self._latest:
             self._latest = None
-
-
-def _as_kakeya_error(failure: Exception) -> KakeyaError:
-    if isinstance(failure, KakeyaError):
-        return failure
-    _log.error("a step failed", exc_info=failure)
-    return InvariantBroken("engine_step", repr(failure))

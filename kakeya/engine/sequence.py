@@ -88,7 +88,7 @@ Step: TypeAlias = EngineFrame | Launch
 
 
 class SequenceRun:
-    """The life of one generation; made and used on the model thread only."""
+    """The life of one generation; made and used on the model thread only. `state` is its KV."""
 
     def __init__(self, model: Model, tools: SequenceTools, job: DecodeJob) -> None:
         facts = model.facts
@@ -108,9 +108,9 @@ class SequenceRun:
         self._imported_tokens = 0
         self._exports = KvExports(job.kv_exports, facts, self._pieces)
         try:
-            self._state, self._cached_tokens = self._reopen(model)
-            self._state.select_with(job.sampling)
-            self._state.adapt(self._adapter.slot if self._adapter else 0)
+            self.state, self._cached_tokens = self._reopen(model)
+            self.state.select_with(job.sampling)
+            self.state.adapt(self._adapter.slot if self._adapter else 0)
             # Last: what it opens is closed by `finish` and `abandon`, which need the rest.
             self._drafting = Drafting(
                 job.sources, tools.controller, tools.books, facts.vocab_size, job.sampling
@@ -127,12 +127,12 @@ class SequenceRun:
     @property
     def length(self) -> int:
         """Tokens whose KV it holds."""
-        return self._state.length
+        return self.state.length
 
     @property
     def is_decoding(self) -> bool:
         """Whether its prompt is computed."""
-        return self._state.length + 1 >= len(self._decoding.history)
+        return self.state.length + 1 >= len(self._decoding.history)
 
     def frames(self) -> Iterator[EngineFrame]:
         """Do one step per `next`, alone on the model; the last frame is a DoneFrame."""
@@ -174,7 +174,7 @@ class SequenceRun:
         `mark_s` is when its own work begins; None = the device is still busy with others', and the
         next step measures nothing. Neither does it where a row has been in flight meanwhile.
         """
-        self._mark_s = None if self._state.in_flight() else mark_s
+        self._mark_s = None if self.state.in_flight() else mark_s
 
     def finish(self) -> None:
         """Keep the KV under the job's key. Done by the run itself, or by who cancels it."""
@@ -183,14 +183,14 @@ class SequenceRun:
         self._finished = True
         self._drafting.close()
         try:
-            while self._state.in_flight():
-                self._state.collect()
+            while self.state.in_flight():
+                self.state.collect()
         finally:
             self._leave_adapter()
         if self._job.kv_key:
-            tokens = self._decoding.history[: self._state.length]
+            tokens = self._decoding.history[: self.state.length]
             self._tools.slots.keep(
-                self._job.kv_key, tokens, self._state, self._content(), self._pieces.cuts
+                self._job.kv_key, tokens, self.state, self._content(), self._pieces.cuts
             )
 
     def abandon(self) -> None:
@@ -229,7 +229,7 @@ class SequenceRun:
 
     def _prefill(self) -> Iterator[PrefillFrame | ExportedFrame]:
         """Compute what of the prompt is missing, and export what of it was computed in pieces."""
-        history, state, pieces = self._decoding.history, self._state, self._pieces
+        history, state, pieces = self._decoding.history, self.state, self._pieces
         yield from self._exported(state.grid_tokens)
         while state.length < pieces.total:
             first = state.length
@@ -242,7 +242,7 @@ class SequenceRun:
             yield PrefillFrame(computed_tokens=state.length, total_tokens=pieces.total)
 
     def _exported(self, until: int) -> Iterator[ExportedFrame]:
-        for pages in self._exports.computed(self._state, until):
+        for pages in self._exports.computed(self.state, until):
             yield ExportedFrame(index=pages.index, tokens=pages.tokens)
 
     def _first_step(self) -> Generator[Step, None, None]:
@@ -251,9 +251,9 @@ class SequenceRun:
         It waits for nothing else: to index a long prompt for drafts takes as long as a forward, and
         so does it to launch another step on devices that make the caller wait for that.
         """
-        yield Launch(self._state, self._decoding.history[-1])
+        yield Launch(self.state, self._decoding.history[-1])
         self._forwards += 1
-        token = self._state.collect()
+        token = self.state.collect()
         self._decoding.commit((), (token,))
         self._check_length()
         yield TokensFrame(token_ids=(token,))
@@ -266,7 +266,7 @@ class SequenceRun:
         the forward).
         """
         draft, rows = self._choose()
-        in_flight = self._state.in_flight() > 0
+        in_flight = self.state.in_flight() > 0
         if rows == 0:
             token, is_steady = yield from self._plain_step(draft)
             return (token,), 1 if in_flight and is_steady else 0
@@ -277,15 +277,15 @@ class SequenceRun:
     def _choose(self) -> tuple[Draft, int]:
         """The best draft of this moment, and how many of its tokens deserve a row."""
         room = min(self._decoding.room(), self._tools.max_draft_rows)
-        if self._state.in_flight() == 0:
-            room = min(room, self._state.verifiable_rows() - 1)
+        if self.state.in_flight() == 0:
+            room = min(room, self.state.verifiable_rows() - 1)
         else:
-            room = min(room, self._state.verifiable_rows())
+            room = min(room, self.state.verifiable_rows())
         return self._drafting.choose(self._decoding.history, room)
 
     def _plain_step(self, draft: Draft) -> Generator[Launch, None, tuple[int, bool]]:
         """Commit one token; also returns whether another step was launched meanwhile, and alone."""
-        state, decoding = self._state, self._decoding
+        state, decoding = self.state, self._decoding
         is_steady = False
         if state.in_flight() == 0:
             first = Launch(state, decoding.history[-1])
@@ -305,7 +305,7 @@ class SequenceRun:
 
     def _confirm(self, draft: Draft, rows: int) -> tuple[int, ...]:
         """Read the row in flight; verify the rest of the draft only if it guessed that row."""
-        token = self._state.collect()
+        token = self.state.collect()
         self._decoding.commit((), (token,))
         self._drafting.extend((token,))
         if token != draft.tokens[0]:
@@ -320,7 +320,7 @@ class SequenceRun:
 
     def _block(self, draft: Draft, block: tuple[int, ...], confirmed: int = 0) -> tuple[int, ...]:
         """Verify `block` after the pending token in one forward; roll the rejected rows back."""
-        state, decoding = self._state, self._decoding
+        state, decoding = self.state, self._decoding
         if block:
             self._drafting.ahead(decoding.history, block)
         selected = state.verify((decoding.history[-1], *block))
@@ -342,7 +342,7 @@ class SequenceRun:
 
     def _check_length(self) -> None:
         """Hold the law of the module's head against what the cache layers say."""
-        state, committed = self._state, len(self._decoding.history)
+        state, committed = self.state, len(self._decoding.history)
         expected = committed - 1 + state.in_flight()
         if state.length != expected:
             self._tools.violations.position += 1

@@ -130,6 +130,20 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             draft_us=int((timer() - started) * 1e6),
         )
 
+    async def LendPages(
+        self, request: pb.LendPagesRequest, context: _Context
+    ) -> pb.LendPagesResponse:
+        """Take pages for the KV of a generation that was set aside."""
+        pages = tuple(map(_page_ref, request.pages))
+        try:
+            await self._on_model_thread(
+                lambda: self._scheduler.lend(request.park_id, request.number, pages)
+            )
+        except KakeyaError as failure:
+            await abort(context, failure)
+            raise
+        return pb.LendPagesResponse()
+
     async def Release(self, request: pb.ReleaseRequest, context: _Context) -> pb.ReleaseResponse:
         """Forget the KV of one key."""
         kept = await self._on_model_thread(lambda: self._tools.slots.take(request.kv_key))
@@ -268,6 +282,7 @@ def _job_from_wire(request: pb.DecodeRequest) -> DecodeJob:
         kv_blocks=tuple(_kv_pages(block) for block in request.kv_blocks),
         kv_exports=tuple(_kv_pages(block) for block in request.kv_exports),
         cuts=tuple(request.cuts),
+        park_id=request.park_id,
         client=request.client,
         priority=request.priority,
         deadline_s=request.deadline_seconds or None,

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 from kakeya.core.log import event
 from kakeya.decoding.controller import DraftController
-from kakeya.engine.line import Row
 from kakeya.engine.model import Model
+from kakeya.engine.rows import Row
 
 _log = logging.getLogger(__name__)
 

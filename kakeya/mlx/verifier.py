@@ -203,6 +203,34 @@ class Verifier:
         self._blocks.read(self._cache, blocks, tokens)
         self._length = tokens
 
+    def stow(self, blocks: Sequence[KvView]) -> bool:
+        """Copy all KV into these blocks and hold none of it; see the protocol.
+
+        A window is not taken: what was appended a row at a time lies in another order than what is
+        read back, and attention would sum in another order.
+        """
+        layers = kv_layers.layers_of(self._cache)
+        if self._blocks is None or not all(
+            kv_layers.grows(layer) or kv_layers.is_state(layer) for layer in layers
+        ):
+            return False
+        for landing in self._flight:
+            landing.token()  # computed before what it reads is dropped
+        size = self._blocks.block_tokens
+        for index, block in enumerate(blocks):
+            tokens = min(size, self._length - index * size)
+            is_last = block.has_state and index == len(blocks) - 1
+            if not self.export_block(index * size, tokens, block, with_state=is_last):
+                return False
+        self._cache = self._model.make_cache()
+        return True
+
+    def restore(self, blocks: Sequence[KvView]) -> None:
+        """Hold the KV again that was stowed in these blocks."""
+        if self._blocks is None:
+            raise InvariantBroken("restore", "a model without blocks stowed something")
+        self._blocks.read(self._cache, blocks, self._length)
+
     def pretend(self, length: int) -> bool:
         """Make the layers that grow with the text hold `length` made-up tokens, not only one.
 

@@ -24,6 +24,8 @@ from typing import Self
 
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
+from kakeya.memory.arena import Filling
+from kakeya.memory.page_ref import PageRef
 from kakeya.node.prefix_counts import PrefixCounts, Source
 from kakeya.node.prefix_given import EngineSeat, Fill, Given
 from kakeya.node.prefix_meeting import Rendezvous
@@ -252,6 +254,33 @@ class PrefixExchange:
             self._tools.landed(given.shelf, piece.id)
         if self._rendezvous is not None and not piece.is_tail:
             self._rendezvous.computed(index + 1)
+
+    async def park(self, lengths: Sequence[int]) -> tuple[PageRef, ...]:
+        """Pages for KV of this generation, which is set aside; see the protocol."""
+        given, pages = self._given, self._tools.pages
+        if given is None:
+            return ()
+        given.unpark(pages)
+        asked = given.parks
+        # Nor does what is set aside put out what all others stand on.
+        if sum(map(pages.arena.paged_bytes, lengths)) > max(
+            pages.free_bytes, pages.budget_bytes // 2
+        ):
+            return ()
+        came: list[Filling] = []
+        try:
+            for length in lengths:
+                filling = await pages.prepare(given.naming, length, given.holder)
+                if filling is None:
+                    break
+                came.append(filling)
+            if len(came) == len(lengths) and self._given is given and given.parks == asked:
+                given.parked, came = came, []
+                return tuple(filling.ref for filling in given.parked)
+        finally:
+            for filling in came:
+                pages.give_back(filling)
+        return ()
 
     def ended(self) -> None:
         """No more comes from this engine process."""

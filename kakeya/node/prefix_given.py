@@ -62,13 +62,19 @@ class Given:
     fills: dict[tuple[int, int], Fill] = field(default_factory=dict)
     offered: list[tuple[int, Source]] = field(default_factory=list)
     imported_tokens: int = 0
+    parked: list[Filling] = field(default_factory=list)
+    """Pages for its KV while it is set aside; what is in them is nobody else's."""
+    parks: int = 0
+    """How often that changed."""
     is_over: bool = False
     """The prompt is computed: the engine writes no more."""
 
     @property
     def is_free(self) -> bool:
         """Whether nothing of it is at the engine any more, whatever that does."""
-        return self.is_over or not self.holder.is_open or not (self.pins or self.fills)
+        if not self.holder.is_open:
+            return True
+        return not self.parked and (self.is_over or not (self.pins or self.fills))
 
     def took(self, tokens: int, pages: PrefixPages) -> None:
         """The engine has read what it wanted."""
@@ -83,11 +89,22 @@ class Given:
         if self.is_over:
             return False
         self.is_over = True
-        self.release(pages)
+        self._give_back(pages)
         return True
+
+    def unpark(self, pages: PrefixPages) -> None:
+        """Its KV is no longer in pages."""
+        self.parks += 1
+        parked, self.parked = self.parked, []
+        for filling in parked:
+            pages.give_back(filling)
 
     def release(self, pages: PrefixPages) -> None:
         """Give everything back."""
+        self.unpark(pages)
+        self._give_back(pages)
+
+    def _give_back(self, pages: PrefixPages) -> None:
         self.took(self.imported_tokens, pages)
         fills, self.fills = self.fills, {}
         for fill in fills.values():

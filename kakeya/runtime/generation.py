@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Literal, Protocol
 
+from kakeya.memory.page_ref import PageRef
 from kakeya.precache.kv_pages import KvPages
 from kakeya.precache.retention import Retention
 
@@ -91,6 +92,14 @@ class KvExchange(Protocol):
 
     def exported(self, index: int, tokens: int) -> None:
         """The engine filled the pages of a block, or of a tail with so many tokens; 0 = a block."""
+        ...
+
+    async def park(self, lengths: Sequence[int]) -> tuple[PageRef, ...]:
+        """Pages of these lengths, in bytes, for KV of this generation, which is set aside.
+
+        They are its own until the next call, or until `ended`. () = there are none, or, with no
+        lengths, it needs none any more.
+        """
         ...
 
     def ended(self) -> None:

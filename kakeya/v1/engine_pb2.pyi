@@ -260,6 +260,7 @@ class DecodeRequest(_message.Message):
     DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
     FRAME_MS_FIELD_NUMBER: _builtins.int
     CUTS_FIELD_NUMBER: _builtins.int
+    PARK_ID_FIELD_NUMBER: _builtins.int
     token_ids_le32: _builtins.bytes
     """The whole history, little-endian uint32 each."""
     max_tokens: _builtins.int
@@ -282,6 +283,8 @@ class DecodeRequest(_message.Message):
     """The least time between two messages with tokens, the first ones and the end excepted; 0 = the
     engine's own.
     """
+    park_id: _builtins.int
+    """Names the generation for LendPages; 0 = its KV is never to be taken to pages."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -325,10 +328,11 @@ class DecodeRequest(_message.Message):
         deadline_seconds: _builtins.float = ...,
         frame_ms: _builtins.int = ...,
         cuts: _abc.Iterable[_builtins.int] | None = ...,
+        park_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "client", b"client", "cuts", b"cuts", "deadline_seconds", b"deadline_seconds", "draft_sources", b"draft_sources", "frame_ms", b"frame_ms", "kv_blocks", b"kv_blocks", "kv_exports", b"kv_exports", "kv_key", b"kv_key", "max_tokens", b"max_tokens", "priority", b"priority", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "client", b"client", "cuts", b"cuts", "deadline_seconds", b"deadline_seconds", "draft_sources", b"draft_sources", "frame_ms", b"frame_ms", "kv_blocks", b"kv_blocks", "kv_exports", b"kv_exports", "kv_key", b"kv_key", "max_tokens", b"max_tokens", "park_id", b"park_id", "priority", b"priority", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -382,6 +386,7 @@ class DecodeResponse(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     IMPORTED_FIELD_NUMBER: _builtins.int
     EXPORTED_FIELD_NUMBER: _builtins.int
+    PARK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def progress(self) -> Global___PrefillProgress: ...
     @_builtins.property
@@ -396,6 +401,8 @@ class DecodeResponse(_message.Message):
 
     @_builtins.property
     def exported(self) -> Global___KvExported: ...
+    @_builtins.property
+    def park(self) -> Global___KvPark: ...
     def __init__(
         self,
         *,
@@ -404,16 +411,90 @@ class DecodeResponse(_message.Message):
         done: Global___DecodeDone | None = ...,
         imported: Global___KvImported | None = ...,
         exported: Global___KvExported | None = ...,
+        park: Global___KvPark | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "frame", b"frame", "imported", b"imported", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "frame", b"frame", "imported", b"imported", "park", b"park", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "frame", b"frame", "imported", b"imported", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "frame", b"frame", "imported", b"imported", "park", b"park", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["progress", "tokens", "done", "imported", "exported"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["progress", "tokens", "done", "imported", "exported", "park"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
 Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
+
+@_typing.final
+class KvPark(_message.Message):
+    """The generation is set aside, and its KV has to go: pages of these lengths are wanted for it, soon,
+    by LendPages. None = what was lent is needed no longer.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Counts what this generation asked for; the answer repeats it."""
+    @_builtins.property
+    def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        lengths: _abc.Iterable[_builtins.int] | None = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvPark: _TypeAlias = KvPark  # noqa: Y015
+
+@_typing.final
+class LendPagesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARK_ID_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    park_id: _builtins.int
+    number: _builtins.int
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PageRef]:
+        """As long as asked for, in that order; none = there are none. They are the generation's until it
+        gives them back, or until its call ends.
+        """
+
+    def __init__(
+        self,
+        *,
+        park_id: _builtins.int = ...,
+        pages: _abc.Iterable[Global___PageRef] | None = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "pages", b"pages", "park_id", b"park_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendPagesRequest: _TypeAlias = LendPagesRequest  # noqa: Y015
+
+@_typing.final
+class LendPagesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendPagesResponse: _TypeAlias = LendPagesResponse  # noqa: Y015
 
 @_typing.final
 class KvImported(_message.Message):

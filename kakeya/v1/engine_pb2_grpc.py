@@ -44,6 +44,11 @@ class EngineServiceStub:
                 request_serializer=kakeya_dot_v1_dot_engine__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=kakeya_dot_v1_dot_engine__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.LendPages = channel.unary_unary(
+                '/kakeya.v1.EngineService/LendPages',
+                request_serializer=kakeya_dot_v1_dot_engine__pb2.LendPagesRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_engine__pb2.LendPagesResponse.FromString,
+                _registered_method=True)
         self.Draft = channel.unary_unary(
                 '/kakeya.v1.EngineService/Draft',
                 request_serializer=kakeya_dot_v1_dot_engine__pb2.DraftRequest.SerializeToString,
@@ -95,6 +100,13 @@ class EngineServiceServicer:
         """Decodes from a full history. The engine reuses the KV it holds for kv_key as far as the
         histories agree, so a call says everything and a restarted engine needs nothing else.
         Frames: any number of progress and tokens, then exactly one done.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LendPages(self, request, context):
+        """Pages for the KV of a generation that was set aside.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,6 +173,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=kakeya_dot_v1_dot_engine__pb2.DecodeRequest.FromString,
                     response_serializer=kakeya_dot_v1_dot_engine__pb2.DecodeResponse.SerializeToString,
+            ),
+            'LendPages': grpc.unary_unary_rpc_method_handler(
+                    servicer.LendPages,
+                    request_deserializer=kakeya_dot_v1_dot_engine__pb2.LendPagesRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_engine__pb2.LendPagesResponse.SerializeToString,
             ),
             'Draft': grpc.unary_unary_rpc_method_handler(
                     servicer.Draft,
@@ -252,6 +269,33 @@ class EngineService:
             '/kakeya.v1.EngineService/Decode',
             kakeya_dot_v1_dot_engine__pb2.DecodeRequest.SerializeToString,
             kakeya_dot_v1_dot_engine__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LendPages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.EngineService/LendPages',
+            kakeya_dot_v1_dot_engine__pb2.LendPagesRequest.SerializeToString,
+            kakeya_dot_v1_dot_engine__pb2.LendPagesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,8 @@ class EngineServiceStub:
     histories agree, so a call says everything and a restarted engine needs nothing else.
     Frames: any number of progress and tokens, then exactly one done.
     """
+    LendPages: _grpc.UnaryUnaryMultiCallable[_engine_pb2.LendPagesRequest, _engine_pb2.LendPagesResponse]
+    """Pages for the KV of a generation that was set aside."""
     Draft: _grpc.UnaryUnaryMultiCallable[_engine_pb2.DraftRequest, _engine_pb2.DraftResponse]
     """A draft of this model, greedy or with the verifier's own noise."""
     Release: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ReleaseRequest, _engine_pb2.ReleaseResponse]
@@ -66,6 +68,8 @@ class EngineServiceAsyncStub(EngineServiceStub):
     histories agree, so a call says everything and a restarted engine needs nothing else.
     Frames: any number of progress and tokens, then exactly one done.
     """
+    LendPages: _aio.UnaryUnaryMultiCallable[_engine_pb2.LendPagesRequest, _engine_pb2.LendPagesResponse]  # type: ignore[assignment]
+    """Pages for the KV of a generation that was set aside."""
     Draft: _aio.UnaryUnaryMultiCallable[_engine_pb2.DraftRequest, _engine_pb2.DraftResponse]  # type: ignore[assignment]
     """A draft of this model, greedy or with the verifier's own noise."""
     Release: _aio.UnaryUnaryMultiCallable[_engine_pb2.ReleaseRequest, _engine_pb2.ReleaseResponse]  # type: ignore[assignment]
@@ -101,6 +105,14 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         histories agree, so a call says everything and a restarted engine needs nothing else.
         Frames: any number of progress and tokens, then exactly one done.
         """
+
+    @_abc_1.abstractmethod
+    def LendPages(
+        self,
+        request: _engine_pb2.LendPagesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.LendPagesResponse, _abc.Awaitable[_engine_pb2.LendPagesResponse]]:
+        """Pages for the KV of a generation that was set aside."""
 
     @_abc_1.abstractmethod
     def Draft(

@@ -94,6 +94,16 @@ class ToyState:
             raise InvalidArgument(f"blocks of {len(ids)} tokens for {tokens}")
         self.tokens = ids[:tokens]
 
+    def stow(self, blocks: Sequence[KvView]) -> bool:
+        for index, block in enumerate(blocks):
+            first = index * BLOCK_TOKENS
+            self.export_block(first, block.tokens, block, with_state=False)
+        self.tokens = [-1] * self.length
+        return True
+
+    def restore(self, blocks: Sequence[KvView]) -> None:
+        self.import_blocks(blocks, self.length)
+
     def layer_length(self) -> int:
         return self.length
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from kakeya.core.errors import DeadlineExceeded, KakeyaError, MemoryRefused
-from kakeya.engine.line import Entry, Row, Ticket
 from kakeya.engine.pace import Pace
 from kakeya.engine.policy import (
     AGED_S,
@@ -24,6 +23,7 @@ from kakeya.engine.policy import (
     first,
 )
 from kakeya.engine.room import KvRoom
+from kakeya.engine.rows import Entry, Row, Ticket
 
 
 class LinearShares:

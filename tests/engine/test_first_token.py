@@ -39,7 +39,7 @@ def steps_of(rig: Rig, max_tokens: int) -> tuple[SequenceRun, list[str]]:
 def test_one_plain_step_makes_the_first_token(rig: Rig, max_tokens: int) -> None:
     run, seen = steps_of(rig, max_tokens)
     assert seen == ["PrefillFrame", "Launch", "TokensFrame"]
-    assert run._state.in_flight() == 0
+    assert run.state.in_flight() == 0
     assert len(run._drafting._history) == 0  # the prompt is indexed behind it
     run.finish()
 

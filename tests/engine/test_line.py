@@ -19,10 +19,11 @@ from hypothesis.stateful import (
 from kakeya.core.errors import KakeyaError
 from kakeya.engine import shares, waiting
 from kakeya.engine.job import DecodeJob
-from kakeya.engine.line import Line, Row, Ticket
+from kakeya.engine.line import Line
 from kakeya.engine.pace import Pace
 from kakeya.engine.policy import EQUAL_TOKENS, OUTPUT_WEIGHT
 from kakeya.engine.room import KvRoom
+from kakeya.engine.rows import Row, Ticket
 from kakeya.engine.slots import KvSlots
 from tests.engine.linear_line import LinearLine
 from tests.engine.virtual_rig import VirtualRig
@@ -231,3 +232,25 @@ def test_so_it_does_behind_very_many() -> None:
             both.give_up(rng.randrange(999))
         both.they_agree()
     assert len(both.sides[0].waiting()) > 200
+
+
+def test_who_was_promised_the_next_place_gets_it_before_those_that_go_first() -> None:
+    """Those that made place for it wait too, and would take it back."""
+    side = Side("line", Pace(FACTS), 4096)
+    line = side.line
+    assert isinstance(line, Line)
+    for prompt in (200, 10, 100):
+        side.arrive(DecodeJob(token_ids=range(prompt), max_tokens=1), 0.0)
+    first, second = side.waiting()[1], side.waiting()[0]
+
+    def next_row() -> Row | None:
+        entry = line.next_entry(side.running, 0.0)
+        return None if entry is None else entry.row
+
+    assert next_row() is first
+    line.promise(second)
+    assert next_row() is second
+    assert next_row() is first  # it is promised anew each time
+    line.promise(second)
+    side.leave(second)
+    assert next_row() is first

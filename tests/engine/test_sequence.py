@@ -151,7 +151,7 @@ def test_whatever_is_drafted_the_tokens_stay(rig: Rig, kind: str, sampling: Samp
         assert done.accepted == done.verified
     if kind == "empty":
         assert done.verified == 0
-    if kind == "oracle" and run._state.verifiable_rows() > 1000:
+    if kind == "oracle" and run.state.verifiable_rows() > 1000:
         # Blocks of 8 drafts and their bonus token: 9 tokens a forward.
         assert plain_done.forwards == len(plain)
         assert done.forwards <= len(plain) // 9 + 3

@@ -37,8 +37,10 @@ _AT_ONCE_S = 1e-6
 _DRAFT_KINDS = {"ngram": pb.DraftSource.KIND_NGRAM, "remote": pb.DraftSource.KIND_REMOTE}
 
 
-def decode_to_wire(request: DecodeRequest, offer: KvOffer = _NOTHING) -> pb.DecodeRequest:
-    """The request of one generation, with what its engine may begin from."""
+def decode_to_wire(
+    request: DecodeRequest, offer: KvOffer = _NOTHING, park_id: int = 0
+) -> pb.DecodeRequest:
+    """The request of one generation, with what its engine may begin from, and its name there."""
     return pb.DecodeRequest(
         token_ids_le32=pack_ids(request.token_ids),
         max_tokens=request.max_tokens,
@@ -57,6 +59,7 @@ def decode_to_wire(request: DecodeRequest, offer: KvOffer = _NOTHING) -> pb.Deco
         kv_blocks=[_kv_pages_to_wire(block) for block in offer.blocks],
         kv_exports=[_kv_pages_to_wire(block) for block in offer.exports],
         cuts=request.cuts,
+        park_id=park_id,
     )
 
 
@@ -95,6 +98,8 @@ def frame_from_wire(response: pb.DecodeResponse, kv: KvExchange | None = None) -
             if kv is not None:
                 kv.exported(response.exported.index, response.exported.tokens)
             return None
+        case "park":
+            return None  # who has the call answers it by another
         case "progress":
             progress = response.progress
             return Progress(

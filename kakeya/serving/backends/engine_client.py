@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +21,7 @@ from kakeya.runtime.generation import (
     EngineStats,
     Footprint,
     Frame,
+    KvExchange,
     KvOffer,
     ModelFacts,
 )
@@ -35,6 +38,8 @@ from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from kakeya.wire.channels import ENGINE_MESSAGE_BYTES, Keepalive, Option, message_options
 from kakeya.wire.status import error_from_rpc
 
+LEND_S = 5.0
+"""An engine that does not come round to it for so long has given up to wait."""
 CLOSE_GRACE_S = 1.0
 """Streams of a dead engine end by themselves; this is how long they may take."""
 
@@ -82,6 +87,7 @@ class EngineClient:
         self._name = name
         self._channel = grpc.aio.insecure_channel(address, options=_options(keepalive))
         self._stub = EngineServiceStub(self._channel)
+        self._park_ids = itertools.count(1)
 
     async def describe(self, timeout_s: float) -> ModelFacts:
         """Ask for the model's facts; waits for the socket, but not for a model that loads.
@@ -104,13 +110,19 @@ class EngineClient:
         Raises PeerUnavailable when the engine is lost, InvariantBroken when it found a law broken,
         PeerProtocol for a stream without an end.
         """
+        park_id = next(self._park_ids) if request.kv is not None else 0
+        parking: set[asyncio.Task[None]] = set()
         try:
-            call = self._stub.Decode(decode_to_wire(request, offer), timeout=timeout_s)
+            call = self._stub.Decode(decode_to_wire(request, offer, park_id), timeout=timeout_s)
         except grpc.aio.UsageError:  # how a channel answers that was closed during the offer
             raise PeerUnavailable(f"{self._name}: the connection was closed") from None
         try:
             async for response in call:
                 frame = frame_from_wire(response, request.kv)
+                if response.HasField("park") and request.kv is not None:
+                    lending = self._lend(park_id, response.park, request.kv)
+                    parking.add(task := asyncio.create_task(lending))
+                    task.add_done_callback(parking.discard)
                 if frame is None:
                     continue
                 yield frame
@@ -126,6 +138,20 @@ class EngineClient:
             raise PeerUnavailable(f"{self._name}: the connection was closed") from None
         finally:
             call.cancel()
+            for task in parking:
+                task.cancel()
+
+    async def _lend(self, park_id: int, asked: pb.KvPark, kv: KvExchange) -> None:
+        """Answer a generation that asks for pages for its KV, or that gives them back."""
+        pages = await kv.park(tuple(asked.lengths))
+        if not asked.lengths:
+            return
+        request = pb.LendPagesRequest(
+            park_id=park_id, pages=map(page_ref_to_wire, pages), number=asked.number
+        )
+        # Where it does not come through, the engine goes on without pages.
+        with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
+            await self._stub.LendPages(request, timeout=LEND_S)
 
     async def draft(
         self,
