@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from kakeya.node.models import ModelSpec, Role
 from kakeya.node.prefix_counts import Source
 from kakeya.runtime.generation import DecodeRequest, Done, KvOffer, Priority, Progress
+from tests.mlx.random_models import VOCAB, write_model
 from tests.node.prefix_world import Answer, Node, ask, node, take, text
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -190,3 +192,32 @@ async def test_a_warmed_prompt_has_no_tokens_and_one_end(world: Node) -> None:
     frames = [frame async for frame in world.model.decode(request)]
     assert [type(frame) for frame in frames if not isinstance(frame, Progress)] == [Done]
     assert (await ask(world, prompt)).cached == len(prompt) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["falcon_h1", "gemma3"])
+async def test_with_windows_and_state_too_all_of_a_shared_prompt_is_computed_once(
+    tmp_path: Path, name: str
+) -> None:
+    await asyncio.to_thread(write_model, tmp_path / name, name)
+    spec = ModelSpec(model_id=name, source=str(tmp_path / name), role=Role.VERIFIER)
+    shared = few(1, 200)
+    async with node(tmp_path / "node", spec=spec) as first:
+        await first.model.ready(60)
+        for begin in (10, 20):  # cold, and after a kill
+            prompts = [shared + few(begin + i, 20) for i in range(4)]
+            answers = await asyncio.gather(*(ask(first, p, cuts=(200,)) for p in prompts))
+            assert sorted(answer.cached for answer in answers)[1:] == [200] * 3
+            assert sum(answer.cached == 0 for answer in answers) == (begin == 10)
+            if begin == 10:
+                os.kill(first.model.pid, signal.SIGKILL)
+        # The next turn goes on from where the prompt of this one ended.
+        following = [*prompts[0], *few(30, 20)]
+        turn = await ask(first, following, cuts=(200, 219))
+        assert turn.cached == 219
+        await first.settled()
+        first.check_conserved()
+
+
+def few(seed: int, length: int) -> list[int]:
+    return [5 + token % (VOCAB - 5) for token in text(seed, length)]
