@@ -18,7 +18,7 @@ MAX_IDS = 4096
 LOOKUP_S = 0.020
 """How long a lookup may take: longer, and the prompt could have begun meanwhile."""
 MOST_LOOKUP_S = 0.25
-_LOOKUP_SHARE = 0.02
+_LOOKUP_SHARE = 0.1
 """Of what a prompt takes to compute: where that is long, a busy peer is worth a longer wait."""
 MOST_PEERS = 3
 """Peers that one history is looked up at."""
