@@ -142,7 +142,8 @@ class EngineAdapters:
 
     def _check_room(self, adapter: PackedAdapter) -> None:
         """The first adapter that names a layer allocates all slots of that layer."""
-        missing, room = self._bank.missing_bytes(adapter), self._room_bytes()
+        missing = self._bank.missing_bytes(adapter)
+        room = self._room_bytes() if missing else None
         if room is not None and missing > room:
             raise MemoryRefused(
                 f"slots for this adapter's layers take {format_bytes(missing)}, and the engine's "

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import pytest_asyncio
+from prometheus_client.parser import text_string_to_metric_families
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import Denied, NotFound
@@ -29,6 +32,7 @@ from kakeya.runtime.client import Client
 from kakeya.runtime.generation import DecodeRequest, Done, ModelState, Tokens
 from kakeya.serving.backends.engine_backend import EngineOptions
 from tests.memory.adapter_folders import tiny_adapter
+from tests.memory.scrapes import DOCS
 from tests.node.nodes import VERIFIER, eventually, model_state, run_cli, verifier_node
 from tests.node.test_memory import TEXT_MODEL
 
@@ -36,6 +40,8 @@ TRAINED = Path(__file__).parents[1] / "adapters"
 NAMES = ("letter", "march", "query", "recipe", "record", "setting", "shout", "table")
 PROMPT, RECIPE, TALE = "ERROR [4", "Take two", "Once upon a time"
 TOKENS = 40
+SERIES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+"""How the series of a family are named, by its kind."""
 shared = pytest.mark.asyncio(loop_scope="module")
 """Of tests that use the one node of `home`, each with adapters of its own."""
 
@@ -255,6 +261,26 @@ async def test_a_session_keeps_its_adapter_over_turns_and_hears_when_it_was_remo
         async with await client.create_session(model_id=VERIFIER) as session:
             await session.append([40, 50, 60])
             assert [token async for token in session.generate(12)] != [*first, *second]
+
+
+@shared
+async def test_dashboards_and_rules_ask_for_what_a_running_node_exports(
+    home: tuple[Path, NodeProcess],
+) -> None:
+    """Under the name that it has there. Which labels there are is held against each part's own
+    metrics elsewhere: a counter that was never counted up has none yet."""
+    _, node = home
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"http://{node.http}/metrics")).text
+    names = set()
+    for family in text_string_to_metric_families(text):
+        names |= {f"{family.name}{end}" for end in SERIES.get(family.type, ("",))}
+    files = sorted(DOCS.glob("*.json"))
+    assert len(files) == 4
+    for path in files:
+        asked = set(re.findall(r"kakeya_\w+", path.read_text("utf-8")))
+        assert asked, path.name
+        assert asked <= names, f"{path.name}: {sorted(asked - names)}"
 
 
 @asynccontextmanager
