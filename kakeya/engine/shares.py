@@ -205,7 +205,10 @@ class FairShares(Generic[ClaimT]):
         peers.resting[account] = None
         if peers.is_many:
             heappush(peers.by_use, (account.used, account.serial, account))
-            self._lead(peers, account.used, account.turns[0] if account.turns else _LAST)
+            if account.turns:
+                self._lead(peers, account.used, account.turns[0])
+            else:
+                self._note(peers)
         elif len(peers.resting) > _FEW:
             self._renew(peers)
 
@@ -217,6 +220,10 @@ class FairShares(Generic[ClaimT]):
                 ranges[used // width] = [turn]
             else:
                 heappush(entries, turn)
+        self._note(peers)
+
+    def _note(self, peers: _Class) -> None:
+        """There is one entry more."""
         peers.entries += 1
         if peers.entries > _STALE_ENTRIES * len(peers.resting) + _SPARE:
             self._renew(peers)
