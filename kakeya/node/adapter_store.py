@@ -131,14 +131,18 @@ class AdapterStore:
             packed = _read_packed(path.read_bytes(), record)
             unpack(packed)
         except FileNotFoundError:
-            raise AdapterDamaged(f"adapter {record.model_id} has no file {path} any more") from None
+            raise AdapterDamaged(
+                f"adapter {record.model_id} has no file {path.name} any more"
+            ) from None
         except OSError as problem:
-            raise LoadFailed(f"{path} cannot be read: {problem.strerror or problem}") from None
+            raise LoadFailed(
+                f"adapter {record.model_id} cannot be read: {problem.strerror or problem}"
+            ) from None
         except InvalidArgument as problem:
             aside = self._set_aside(path, problem.message)
             raise AdapterDamaged(
                 f"adapter {record.model_id} is damaged on disk ({problem.message}); it was set "
-                f"aside as {aside}: register it again"
+                f"aside as {aside.name}: register it again"
             ) from None
         return packed
 
