@@ -1,107 +1,65 @@
-"""One forward for a step of many sequences, each with a KV cache of its own.
+"""One forward for a step of many sequences, each with KV of its own.
 
-What costs most, the products with the model's weights, is done once for all rows, [B, 1, D];
-attention is done row by row, each over its own cache and its own length. So nothing is padded,
-nothing is copied when a row joins or leaves, a row may verify a block alone in between, and on
-the CPU (without OpenBLAS) a row has the very bits that it has alone.
+What costs most, the products with the model's weights, is done once for all rows, [B, 1, D].
+Attention is done in one of two ways (see `rows`):
 
-Models of mlx-lm call their cache and then `scaled_dot_product_attention` with what it returned.
-Here the cache is a `RowCaches`, and the function of the model's own module hands it over to that.
-A model whose attention does anything else with its cache is found out by `why_by_turns`, which
-compares two rows with each alone when the engine starts; its sequences then take turns.
+    row by row       each over its own cache and its own length: nothing is padded or copied, and on
+                     the CPU without a fast BLAS a row has the very bits that it has alone
+    slab by slab     sequences of about one length lie side by side (see `seating`), and one call is
+                     for all of them: a few kernels a layer in place of a dozen a row and layer
+
+The first is for where bits do not depend on the number of rows, and for caches of other kinds than
+KVCache; the second for everything else. A row may verify a block alone in between.
+
+The function of attention of the model's own module hands a `RowCaches` over to it. A model whose
+attention does anything else with its cache is found out by `why_by_turns`, which compares rows
+with each alone when the engine starts; its sequences then take turns.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
-from kakeya.core.errors import InvariantBroken
 from kakeya.decoding.sampling import SamplingParams
+from kakeya.mlx.grid import sums_alike
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import row_slots
+from kakeya.mlx.rows import AloneKV, Attend, Part, RowCaches, SlabKV, SlabRows, split
+from kakeya.mlx.seating import Seating
+from kakeya.mlx.slabs import Slab
 from kakeya.mlx.verifier import Flight, Landing, Verifier, select
 
 BATCH_ROWS = 64
 """The most rows of one forward; the scheduler's own bound is usually lower."""
 _KINDS = (KVCache, QuantizedKVCache, RotatingKVCache)
 _ATTENTION = "scaled_dot_product_attention"
+_LONG_TOKENS = 200
+"""Of one of the rows that are tried: the others see a small part of what it does."""
 _TOLERANCE = 0.02
 """Of the largest logit: rounding in 16 bits stays below, a row that sees another's KV does not."""
-_Attend = Callable[..., mx.array]
-
-
-class RowMasks:
-    """The rows' own attention masks; what a model passes on from its cache to its attention."""
-
-    def __init__(self, masks: Sequence[Any]) -> None:
-        self.masks = masks
-
-
-class RowCaches:
-    """One layer's caches of all rows, in the place of one cache. For a single forward."""
-
-    def __init__(self, caches: Sequence[Any], offset: mx.array) -> None:
-        self._caches = caches
-        self.offset = offset
-        self._given: tuple[mx.array, mx.array] | None = None
-        self._fetched: list[Any] = []
-
-    def make_mask(
-        self, count: int, return_array: bool = False, window_size: int | None = None
-    ) -> RowMasks | None:
-        """The rows' masks for `count` new tokens; None where no row needs one."""
-        masks = [
-            cache.make_mask(count, return_array=return_array, window_size=window_size)
-            for cache in self._caches
-        ]
-        return None if all(mask is None for mask in masks) else RowMasks(masks)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append to each row's cache. Shapes: [B, H, 1, D]; they come back as they are.
-
-        What the rows' caches hold differs in length; `attend` has it.
-        """
-        rows = zip(self._caches, _split(keys), _split(values), strict=True)
-        self._fetched = [cache.update_and_fetch(key, value) for cache, key, value in rows]
-        self._given = keys, values
-        return keys, values
-
-    def attend(
-        self,
-        attend: _Attend,
-        queries: mx.array,
-        given: tuple[mx.array, mx.array],
-        scale: float,
-        mask: RowMasks | None,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        """Attention of each row over what its cache holds. Shapes: [B, H, 1, D] -> the same."""
-        if self._given is None or given[0] is not self._given[0] or given[1] is not self._given[1]:
-            raise InvariantBroken("batch", "the model's attention changes what its cache returned")
-        masks = [None] * len(self._caches) if mask is None else mask.masks
-        rows = zip(_split(queries), self._fetched, self._caches, masks, strict=True)
-        return mx.concatenate(
-            [
-                attend(query, *fetched, cache=cache, scale=scale, mask=row_mask, sinks=sinks)
-                for query, fetched, cache, row_mask in rows
-            ]
-        )
 
 
 def launch_together(
-    model: LoadedModel, states: Sequence[Verifier], tokens: Sequence[int | None]
+    model: LoadedModel,
+    states: Sequence[Verifier],
+    tokens: Sequence[int | None],
+    seating: Seating | None = None,
 ) -> None:
     """Launch a plain step of each sequence in one forward; as `Verifier.launch` for each.
 
     When it raises, the sequences are as before, except those whose caches cannot be trimmed.
     """
+    if seating is not None:
+        order = seating.arrange(states)
+        states, tokens = [states[at] for at in order], [tokens[at] for at in order]
     lengths = [state.length for state in states]
     try:
         logits = _forward(model, states, _inputs(states, tokens))
@@ -116,10 +74,19 @@ def launch_together(
         state.launched(Landing(flight, index))
 
 
-def why_by_turns(model: LoadedModel) -> str:
+def uses_slabs() -> bool:
+    """Whether sequences that share forwards are to lie in slabs.
+
+    Not where each then has the very bits that it has alone: they are worth more than the time.
+    """
+    return not sums_alike()
+
+
+def why_by_turns(model: LoadedModel, seating: Seating | None = None) -> str:
     """Why no two sequences may share a forward of this model; "" = up to BATCH_ROWS may.
 
-    Runs two short rows together and each alone. From then on the model can be batched.
+    Runs short rows together, as `launch_together` would, and each alone. From then on the model
+    can be batched.
     """
     kinds = {type(layer) for layer in model.make_cache()}
     if unknown := sorted(kind.__name__ for kind in kinds.difference(_KINDS)):
@@ -127,41 +94,93 @@ def why_by_turns(model: LoadedModel) -> str:
         return f"it has layers with {', '.join(unknown)}; rows can be kept apart in {known}"
     _hand_over(model.network)
     try:
-        return _differs(model)
+        return _differs(model, seating)
     except Exception as problem:  # noqa: BLE001 - whatever a model does that cannot be batched
-        return f"two rows in one forward fail: {problem or type(problem).__name__}"
+        return f"rows in one forward fail: {problem or type(problem).__name__}"
 
 
-def _differs(model: LoadedModel) -> str:
-    """How two rows in one forward differ from each alone; "" = by no more than rounding."""
-    texts = ([3, 1, 2], [2, 3, 1, 1, 2, 3, 2])
+def _differs(model: LoadedModel, seating: Seating | None) -> str:
+    """How rows in one forward differ from each alone; "" = by no more than rounding.
+
+    One is much longer than the others, and in some of the forwards one is missing.
+    """
+    lengths = (3, min(_LONG_TOKENS, model.context_tokens // 2), 7)
+    texts = [[(position + length) % 4 for position in range(length)] for length in lengths]
     alone = [Verifier(model) for _ in texts]
     together = [Verifier(model) for _ in texts]
     for state, text in zip([*alone, *together], [*texts, *texts], strict=True):
         state.prefill(text)
-    row = mx.array([1, 3], dtype=mx.int32)
-    for _ in range(3):
-        expected = mx.concatenate([s.step(r) for s, r in zip(alone, _split(row), strict=True)])
-        off = mx.abs(_forward(model, together, row) - expected).max()
-        share = off / mx.abs(expected).max()
+    rows = [mx.array([token], dtype=mx.int32) for token in (1, 3, 2)]
+    for sharing in ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (0, 1, 2)):
+        members = list(sharing)
+        if seating is not None:
+            members = [members[at] for at in seating.arrange([together[at] for at in members])]
+        expected = mx.concatenate([alone[at].step(rows[at]) for at in members])
+        row = mx.concatenate([rows[at] for at in members])
+        found = _forward(model, [together[at] for at in members], row)
+        for at in members:
+            together[at].appended()
+        share = mx.abs(found - expected).max() / mx.abs(expected).max()
         if not mx.all(share <= _TOLERANCE).item():  # also where it is no number
-            found = f"{share.item():.2g}"
-            return f"two rows in one forward have logits that are off by {found} of the largest"
-        row = mx.argmax(expected, axis=-1).astype(mx.int32)
+            off = f"{share.item():.2g}"
+            return f"rows in one forward have logits that are off by {off} of the largest"
+        chosen = mx.argmax(expected, axis=-1).astype(mx.int32)
+        for at, token in zip(members, split(chosen, len(members)), strict=True):
+            rows[at] = token
     return ""
 
 
 def _forward(model: LoadedModel, states: Sequence[Verifier], row: mx.array) -> mx.array:
-    """Append a row to each sequence, lazily. Shapes: row [B] -> logits [B, V]."""
+    """Append a row to each sequence, lazily. Shapes: row [B] -> logits [B, V].
+
+    Those that sit in one slab stand next to each other, by their places.
+    """
     offsets: dict[tuple[int, ...], mx.array] = {}
+    slabs = _slab_rows(states)
     layers = []
-    for caches in zip(*(state.cache for state in states), strict=True):
+    for index, caches in enumerate(zip(*(state.cache for state in states), strict=True)):
         lengths = tuple(int(cache.offset) for cache in caches)
         if lengths not in offsets:
             offsets[lengths] = mx.array(lengths, dtype=mx.int32)
-        layers.append(RowCaches(caches, offsets[lengths]))
+        layers.append(_row_caches(index, caches, slabs, offsets[lengths]))
     slots = row_slots([state.slot for state in states])
     return model.forward(row[:, None], layers, slots)[:, -1]
+
+
+def _slab_rows(states: Sequence[Verifier]) -> dict[int, tuple[Slab, SlabRows]]:
+    """The rows that sit in a slab each, by the first of them."""
+    found = {}
+    start = 0
+    for slab, group in groupby(states, lambda state: state.seat and state.seat.slab):
+        rows = list(group)
+        if slab is not None:
+            places = [state.seat.place for state in rows if state.seat is not None]
+            lengths = [state.length for state in rows]
+            found[start] = slab, SlabRows(places, lengths, total=slab.places)
+        start += len(rows)
+    return found
+
+
+def _row_caches(
+    index: int,
+    caches: Sequence[Any],
+    slabs: Mapping[int, tuple[Slab, SlabRows]],
+    offset: mx.array,
+) -> RowCaches:
+    """A layer's caches, in as few parts as can be."""
+    parts: list[Part] = []
+    starts = []
+    at = 0
+    while at < len(caches):
+        starts.append(at)
+        slab, rows = slabs.get(at, (None, None))
+        if slab is None or rows is None or index not in slab.layers:
+            parts.append(AloneKV(caches[at]))
+            at += 1
+        else:
+            parts.append(SlabKV(rows, slab.layers[index], caches[at : at + rows.count]))
+            at += rows.count
+    return RowCaches(parts, starts[1:], offset)
 
 
 def _inputs(states: Sequence[Verifier], tokens: Sequence[int | None]) -> mx.array:
@@ -184,15 +203,10 @@ def _select(
     """Select each row's token in its own way. Shapes: [B, V] -> [B] int32."""
     if all(sampling.is_greedy for sampling in samplings):
         return select(logits, samplings[0], first_position=0)
-    rows = zip(_split(logits), samplings, lengths, strict=True)
+    rows = zip(split(logits, len(samplings)), samplings, lengths, strict=True)
     return mx.concatenate(
         [select(row, sampling, first_position=length + 1) for row, sampling, length in rows]
     )
-
-
-def _split(rows: mx.array) -> Sequence[mx.array]:
-    """One array a row; mlx's stub says that it is a single one."""
-    return cast("Sequence[mx.array]", mx.split(rows, rows.shape[0]))
 
 
 def _restore(caches: Sequence[Any], length: int) -> None:
@@ -221,7 +235,7 @@ def _attention(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's attention, by rows for a RowCaches."""
-    attend: _Attend = base.scaled_dot_product_attention
+    attend: Attend = base.scaled_dot_product_attention
     if isinstance(cache, RowCaches):
         return cache.attend(attend, queries, (keys, values), scale, mask, sinks)
     return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)

@@ -68,7 +68,12 @@ def is_row_exact(model: LoadedModel, blocks: KvBlocks) -> bool:
     """
     has_experts = any(isinstance(module, _EXPERTS) for module in model.network.modules())
     is_plain = blocks.is_full_attention and not has_experts
-    return is_plain and _is_cpu() and sys.platform == "linux" and not blas_name()
+    return is_plain and sums_alike()
+
+
+def sums_alike() -> bool:
+    """Whether products and attention sum a row in the same order, however many rows there are."""
+    return _is_cpu() and sys.platform == "linux" and not blas_name()
 
 
 def nominal_grid(model: LoadedModel, blocks: KvBlocks) -> Grid:

@@ -26,12 +26,13 @@ from kakeya.engine.model import (
     ModelDraft,
     SequenceState,
 )
-from kakeya.mlx.batch import BATCH_ROWS, launch_together, why_by_turns
+from kakeya.mlx.batch import BATCH_ROWS, launch_together, uses_slabs, why_by_turns
 from kakeya.mlx.drafts import Drafter
 from kakeya.mlx.grid import Grid, exactness, is_row_exact, nominal_grid
 from kakeya.mlx.kv_blocks import KvBlocks, plan_blocks
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import AdapterSlots
+from kakeya.mlx.seating import Seating
 from kakeya.mlx.verifier import Verifier
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class MlxModel:
             if not is_row_exact(loaded, blocks):
                 grid = nominal_grid(loaded, blocks)
                 chunk_tokens = grid[0][1]
+        batch_rows, self._seating = _sharing(loaded)
         self._facts = LoadedFacts(
             model_id=loaded.model_id,
             model_path=str(loaded.path),
@@ -85,7 +87,7 @@ class MlxModel:
             adapter_slots=loaded.adapters.count if loaded.adapters else 0,
             adapter_rank=loaded.adapters.max_rank if loaded.adapters else 0,
             base_fingerprint=loaded.adapters.base if loaded.adapters else "",
-            batch_rows=_batch_rows(loaded),
+            batch_rows=batch_rows,
             kv_block_tokens=blocks.block_tokens if blocks else 0,
             kv_block_bytes=blocks.block_tokens * blocks.row_bytes if blocks else 0,
             kv_state_bytes=blocks.state_bytes if blocks else 0,
@@ -127,7 +129,8 @@ class MlxModel:
         self, states: Sequence[SequenceState], tokens: Sequence[int | None]
     ) -> None:
         """Start a plain step of each sequence in one forward."""
-        launch_together(self._loaded, cast("Sequence[Verifier]", states), tokens)
+        rows = cast("Sequence[Verifier]", states)
+        launch_together(self._loaded, rows, tokens, self._seating)
 
     def draft(
         self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
@@ -145,21 +148,29 @@ class MlxModel:
 
     def tidy(self) -> None:
         """Give buffers that no array uses back to the system."""
+        if self._seating is not None:
+            self._seating.settle()
         mx.clear_cache()
 
     def limit(self, memory_bytes: int | None, cache_bytes: int | None) -> None:
         """Bound what mlx takes and what it keeps of that unused; None = unchanged."""
         if memory_bytes is not None:
             mx.set_memory_limit(memory_bytes)
+            if self._seating is not None:
+                self._seating.limit_bytes = memory_bytes
         if cache_bytes is not None:
             mx.set_cache_limit(cache_bytes)
 
     def idle_bytes(self) -> int:
-        """KV of the prefixes that others had drafts for."""
-        return self._drafter.held_bytes
+        """KV of the prefixes that others had drafts for, and what of slabs can be missed."""
+        spare = self._seating.spare_bytes() if self._seating is not None else 0
+        return spare + self._drafter.held_bytes
 
     def shed(self, size: int) -> None:
-        """Forget such prefixes, oldest first, until `size` bytes are gone or none is left."""
+        """Give slabs up, then such prefixes, oldest first, until `size` bytes are gone."""
+        if self._seating is not None:
+            size -= self._seating.spare_bytes()
+            self._seating.dissolve()
         self._drafter.shed(size)
 
 
@@ -178,11 +189,16 @@ def _blocks(loaded: LoadedModel) -> KvBlocks | None:
         return None
 
 
-def _batch_rows(loaded: LoadedModel) -> int:
-    """How many sequences share a forward; 1, with a reason in the log, where they take turns."""
-    reason = why_by_turns(loaded)
-    if not reason:
-        return BATCH_ROWS
+def _sharing(loaded: LoadedModel) -> tuple[int, Seating | None]:
+    """How many sequences share a forward, and where their KV lies then; None = each in its own.
+
+    1, with a reason in the log, where they take turns.
+    """
+    reason = ""
+    for seating in (Seating(), None) if uses_slabs() else (None,):
+        reason = why_by_turns(loaded, seating)
+        if not reason:
+            return BATCH_ROWS, seating
     event(
         _log,
         "its sequences take turns",
@@ -190,7 +206,7 @@ def _batch_rows(loaded: LoadedModel) -> int:
         model=loaded.model_id,
         reason=reason,
     )
-    return 1
+    return 1, None
 
 
 class _Probe:

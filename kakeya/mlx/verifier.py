@@ -4,7 +4,8 @@ A plain step is launched on the still-unread output of the step before it, so Py
 next graph while the device works on this one. A block is one forward over several rows whose
 tail can be trimmed, which only some cache classes allow and only at some lengths:
 
-    KVCache, QuantizedKVCache, ConcatenateKVCache    any tail, always
+    KVCache, PlacedKV, QuantizedKVCache, ConcatenateKVCache
+                                                     any tail, always
     RotatingKVCache                                  while offset + rows < max_size
     CacheList                                        what all its members allow
     anything else (recurrent state, ...)             never: no speculation on it
@@ -32,8 +33,10 @@ from kakeya.mlx import kv_layers
 from kakeya.mlx.kv_blocks import KvBlocks
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import row_slots
+from kakeya.mlx.slabs import PlacedKV, Seat, leave
 
-_FREELY_TRIMMABLE = (KVCache, QuantizedKVCache, ConcatenateKVCache)
+_GROWING = (KVCache, QuantizedKVCache, ConcatenateKVCache)
+_FREELY_TRIMMABLE = (*_GROWING, PlacedKV)
 UNBOUNDED_ROWS = 1 << 30
 
 
@@ -77,6 +80,8 @@ class Verifier:
         self._blocks = blocks
         self._cache = model.make_cache()
         self.grid_tokens = 0
+        self.seat: Seat | None = None
+        """Where in a slab its KV lies; None = in caches of its own."""
         self._length = 0
         self._flight: deque[Landing] = deque()
         self._sampling = SamplingParams()
@@ -122,6 +127,7 @@ class Verifier:
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Append tokens and wait until their KV is computed; their logits are not."""
+        leave(self)
         self._model.forward(_rows(tokens), self._cache, self._slots)
         if len(tokens) == 1:
             for layer in kv_layers.layers_of(self._cache):
@@ -131,6 +137,7 @@ class Verifier:
 
     def launch(self, token: int | None) -> None:
         """Start a plain step on `token`, or on what the newest launched step will select."""
+        self._stay_or_leave(1)
         row = self.next_row() if token is None else mx.array([token], dtype=mx.int32)
         selected = self._select(self.step(row), first_position=self._length)
         mx.async_eval(selected)  # type: ignore[no-untyped-call]
@@ -147,6 +154,10 @@ class Verifier:
     def launched(self, landing: Landing) -> None:
         """A step was launched together with those of other sequences."""
         self._flight.append(landing)
+        self.appended()
+
+    def appended(self) -> None:
+        """A row was appended together with those of other sequences."""
         self._length += 1
 
     def step(self, row: mx.array) -> mx.array:
@@ -165,6 +176,7 @@ class Verifier:
 
     def verify(self, tokens: Sequence[int]) -> list[int]:
         """Append `tokens` in one forward; return the token selected after each of them."""
+        self._stay_or_leave(len(tokens))
         logits = self._model.forward(_rows(tokens), self._cache, self._slots)[0]
         selected = self._select(logits, first_position=self._length + 1)
         self._length += len(tokens)
@@ -194,6 +206,7 @@ class Verifier:
         """Copy the KV of tokens into the block that they lie in; see `KvBlocks.write`."""
         if self._blocks is None:
             return False
+        leave(self)
         return self._blocks.write(self._cache, first, tokens, into, with_state=with_state)
 
     def import_blocks(self, blocks: Sequence[KvView], tokens: int) -> None:
@@ -209,6 +222,7 @@ class Verifier:
         A window is not taken: what was appended a row at a time lies in another order than what is
         read back, and attention would sum in another order.
         """
+        leave(self)
         layers = kv_layers.layers_of(self._cache)
         if self._blocks is None or not all(
             kv_layers.grows(layer) or kv_layers.is_state(layer) for layer in layers
@@ -254,6 +268,14 @@ class Verifier:
                 if isinstance(member, (*_FREELY_TRIMMABLE, RotatingKVCache)):
                     return int(member.offset)
         return self._length
+
+    def _stay_or_leave(self, tokens: int) -> None:
+        """So many are appended alone: not in a slab that has no room or that few others use."""
+        seat = self.seat
+        if seat is None:
+            return
+        if self._length + tokens >= seat.slab.capacity or seat.slab.is_sparse():
+            leave(self)
 
     def _select(self, logits: mx.array, first_position: int) -> mx.array:
         """Select a token per row. Shapes: logits [L, V] -> [L] int32.
@@ -320,7 +342,9 @@ def _nbytes_per_token(layer: Any) -> int:  # noqa: ANN401
     """Only layers that grow with the text count; they allocate ahead, so capacity divides."""
     if isinstance(layer, CacheList):
         return sum(_nbytes_per_token(member) for member in layer.caches)
-    if not isinstance(layer, _FREELY_TRIMMABLE) or layer.keys is None:
+    if isinstance(layer, PlacedKV):
+        return layer.nbytes // layer.capacity
+    if not isinstance(layer, _GROWING) or layer.keys is None:
         return 0
     keys = layer.keys[0] if isinstance(layer.keys, tuple | list) else layer.keys
     return int(layer.nbytes) // int(keys.shape[-2])

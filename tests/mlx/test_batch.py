@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kakeya.decoding.sampling import SamplingParams
 from kakeya.memory.adapter_format import PackedAdapter, PackedTensor, Precision
 from kakeya.mlx import batch
+from kakeya.mlx import rows as row_caches
 from kakeya.mlx.batch import launch_together, why_by_turns
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.lora import AdapterSlots
@@ -207,32 +208,34 @@ def test_a_model_whose_attention_does_as_it_likes_is_not_batched(
     models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def copied(
-        self: batch.RowCaches, keys: mx.array, values: mx.array
+        self: row_caches.RowCaches, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
         keys, values = honest_fetch(self, keys, values)
         return keys + 0, values + 0
 
-    monkeypatch.setattr(batch.RowCaches, "update_and_fetch", copied)
+    monkeypatch.setattr(row_caches.RowCaches, "update_and_fetch", copied)
     assert "changes what its cache returned" in why_by_turns(models["llama"])
 
 
 def test_rows_that_see_each_others_kv_are_noticed(
     models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch.RowCaches, "update_and_fetch", crossed)
+    monkeypatch.setattr(row_caches.RowCaches, "update_and_fetch", crossed)
     assert "logits that are off by" in why_by_turns(models["llama"])
 
 
 def test_logits_that_are_no_numbers_are_no_proof(
     models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "_forward", lambda *_: mx.full((2, VOCAB), float("nan")))
+    monkeypatch.setattr(batch, "_forward", lambda *_: mx.full((3, VOCAB), float("nan")))
     assert "off by nan" in why_by_turns(models["llama"])
 
 
-def crossed(self: batch.RowCaches, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-    self._caches = list(reversed(self._caches))
+def crossed(
+    self: row_caches.RowCaches, keys: mx.array, values: mx.array
+) -> tuple[mx.array, mx.array]:
+    self._parts = list(reversed(self._parts))
     return honest_fetch(self, keys, values)
 
 
-honest_fetch = batch.RowCaches.update_and_fetch
+honest_fetch = row_caches.RowCaches.update_and_fetch
