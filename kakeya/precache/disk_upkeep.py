@@ -18,6 +18,8 @@ from kakeya.precache.disk_index import DiskIndex, Entry, IndexView, expired, unt
 from kakeya.precache.disk_stats import Counts, DiskConfig
 from kakeya.precache.disk_threads import DiskThreads
 
+_LOOKS = 3
+"""What was to go may have been used while it was chosen; then others are chosen."""
 Told = tuple[Entry, str]
 """An entry as its file shows it now, and the file's name."""
 
@@ -68,16 +70,16 @@ class Upkeep:
         # What is removed becomes free, so this bound stays while we remove.
         bound_bytes = self._index.used_bytes + free_bytes - self._config.keep_free_bytes
         limit_bytes = min(self._config.cap_bytes, bound_bytes)
-        over_bytes = self._index.used_bytes + need_bytes - limit_bytes
-        problem: OSError | None = None
-        if over_bytes > 0:
-            problem = await self._evict(
-                over_bytes + int(self._config.headroom * max(0, limit_bytes))
-            )
+        headroom_bytes = int(self._config.headroom * max(0, limit_bytes))
+        for _ in range(_LOOKS):
+            over_bytes = self._index.used_bytes + need_bytes - limit_bytes
+            if over_bytes <= 0:
+                return ""
+            problem = await self._evict(over_bytes + headroom_bytes)
+            if problem is not None and self._index.used_bytes + need_bytes > limit_bytes:
+                raise problem
         if self._index.used_bytes + need_bytes <= limit_bytes:
             return ""
-        if problem is not None:
-            raise problem
         return (
             f"{format_bytes(need_bytes)} more do not fit: the cap is "
             f"{format_bytes(self._config.cap_bytes)}, the disk has {format_bytes(free_bytes)} free "

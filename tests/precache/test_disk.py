@@ -19,6 +19,7 @@ from kakeya.core.units import MIB
 from kakeya.precache.blocks import BlockId
 from kakeya.precache.disk import BlockStore
 from kakeya.precache.disk_files import QUARANTINE
+from kakeya.precache.disk_index import Entry, IndexView, victims
 from kakeya.precache.retention import Retention
 from tests.fakes import FakeClock
 from tests.precache.disk_world import Made, block_of, chain_of, config_of, opened
@@ -436,6 +437,32 @@ async def test_blocks_of_models_that_are_not_here_go_first(tmp_path: Path) -> No
         await put_all(store, [block_of(seed, size=10_000) for seed in range(92, 94)])
         assert not store.has(ours[2][0].id), "then what was used longest ago"
         assert not store.has(theirs[0][0].id)
+
+
+async def test_others_go_where_what_was_to_go_is_used_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock()
+    made = [block_of(seed, size=10_000) for seed in range(4)]
+    async with opened(tmp_path, config_of(35_000, headroom=0.0), clock=clock) as store:
+        for one in made[:3]:
+            clock.advance(60)
+            await put_all(store, [one])
+        loop, touched = asyncio.get_running_loop(), list[BlockId]()
+
+        def chosen(view: IndexView, need_bytes: int, now_mono: float) -> list[Entry]:
+            going = victims(view, need_bytes, now_mono)
+            if not touched:
+                touched.extend(entry.block.id for entry in going)
+                loop.call_soon_threadsafe(store.touch, touched)
+            return going
+
+        monkeypatch.setattr("kakeya.precache.disk_upkeep.victims", chosen)
+        clock.advance(60)
+        await put_all(store, made[3:])
+        assert touched == [made[0][0].id]
+        assert set(store.ids()) == {made[at][0].id for at in (0, 2, 3)}
+        assert not store.stats().trouble
 
 
 async def test_what_is_held_stays_when_room_is_needed(tmp_path: Path) -> None:
