@@ -84,6 +84,7 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "Stats": NOBODY,
         "SetLimits": NOBODY,
         "Shrink": NOBODY,
+        "LendPages": NOBODY,
         "LoadAdapter": NOBODY,
         "UnloadAdapter": NOBODY,
     },
