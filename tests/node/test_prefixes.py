@@ -529,7 +529,7 @@ async def test_what_an_engine_uses_during_a_wipe_goes_once_it_is_done(tmp_path: 
             assert len(offer.blocks) == 2
             await here.prefixes.wipe()
             assert here.engine.prefill(offer, prompt, kv) == 8  # it reads what it was lent
-        await asyncio.sleep(0)
+        await written(here)
         here.check()
         assert await here.ask(prompt) == 0
         await written(here)
