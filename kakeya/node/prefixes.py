@@ -3,7 +3,7 @@
     a request   `exchange`, which `ResidentModel.decode` takes part in
     pages       blocks by fingerprint, in one budget        prefix_pages.py
     disk        every block, written through                prefix_disk.py
-    peers       `Elsewhere`, asked for what is not here
+    peers       asked for what is not here               elsewhere.py
     turns       who computes what several want              prefix_turns.py
 
 Nothing here fails a request: without blocks a prompt is computed.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 from weakref import WeakSet
 
 from prometheus_client.core import Metric
@@ -26,6 +26,7 @@ from prometheus_client.core import Metric
 from kakeya.core.clock import Clock
 from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.node.arena import NodeArena
+from kakeya.node.elsewhere import Elsewhere
 from kakeya.node.prefix_counts import PrefixCounts, Source
 from kakeya.node.prefix_disk import PrefixDisk
 from kakeya.node.prefix_exchange import PrefixExchange, PrefixTools
@@ -53,35 +54,6 @@ INDEX_S = 2.0
 """How long the first requests wait until the folder of blocks was looked through."""
 AFTER_CALL_S = 0.25
 """How long after a call was cut off its engine is asked whether it has come round."""
-
-
-class Elsewhere(Protocol):
-    """Other nodes that may have blocks."""
-
-    async def fetch(
-        self,
-        shelf: Shelf,
-        naming: Naming,
-        pieces: Sequence[Piece],
-        have: int,
-        block_class: BlockClass,
-    ) -> Collection[BlockId]:
-        """Bring whole blocks from the first that is not here on into pages, sooner than they would
-        be computed; which came. Never raises."""
-        ...
-
-    async def rendezvous(
-        self,
-        shelf: Shelf,
-        naming: Naming,
-        pieces: Sequence[Piece],
-        have: int,
-        block_class: BlockClass,
-        joined: Callable[[list[BlockId]], None],
-    ) -> Rendezvous | None:
-        """Have blocks come from the end while they are computed from the beginning, where that is
-        sooner than either alone. Never raises."""
-        ...
 
 
 class NodePrefixes:
