@@ -101,7 +101,9 @@ class NodePages:
                     tenant=self.fleet_key.tenant if self.fleet_key else "",
                 )
             )
-            self._start = await stack.enter_async_context(PrefixStart(self.prefixes))
+            self._start = await stack.enter_async_context(
+                PrefixStart(self.prefixes, clock=self._clock)
+            )
             self.adapters.manager.follow(self.prefixes.adapter_retired)
             for model in models:
                 model.prefixes = self.prefixes
@@ -132,7 +134,11 @@ class NodePages:
 
     def health(self) -> tuple[TaskHealth, ...]:
         """Background tasks."""
-        return (*self.adapters.manager.health(), *self.prefixes.health())
+        return (
+            *self.adapters.manager.health(),
+            *self.prefixes.health(),
+            *self._start.health(),
+        )
 
     def _make_arena(self) -> NodeArena:
         adapters, precache = self._adapter_config, self._precache_config

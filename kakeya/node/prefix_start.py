@@ -12,7 +12,9 @@ import contextlib
 from types import TracebackType
 from typing import Self
 
+from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError
+from kakeya.core.tasks import Supervisor, TaskHealth
 from kakeya.core.units import MIB
 from kakeya.node.prefix_given import EngineSeat
 from kakeya.node.prefixes import NodePrefixes
@@ -25,11 +27,18 @@ RECALLED_BYTES = 256 * MIB
 class PrefixStart:
     """An `async with`, left before the prefixes are. Lives on the event loop."""
 
-    def __init__(self, prefixes: NodePrefixes) -> None:
+    def __init__(self, prefixes: NodePrefixes, *, clock: Clock) -> None:
         self._prefixes = prefixes
-        self._begun: dict[str, tuple[int, asyncio.Task[None]]] = {}
+        self._tasks = Supervisor(clock)
+        self._begun: dict[str, int] = {}
+        self._due: dict[str, tuple[ModelFacts, int]] = {}
+        self._is_due = asyncio.Event()
+        self.at_rest = asyncio.Event()
+        """Nothing is left to do."""
+        self.at_rest.set()
 
     async def __aenter__(self) -> Self:
+        self._tasks.start("prefixes of fresh engines", self._work)
         return self
 
     async def __aexit__(
@@ -38,29 +47,39 @@ class PrefixStart:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        tasks = [task for _, task in self._begun.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.aclose()
 
     def ready(self, seat: EngineSeat) -> None:
         """An engine of a model is ready; said again, it changes nothing."""
         if seat.facts is None or seat.pid is None or not self._prefixes.is_on:
             return
-        known = self._begun.get(seat.model_id)
-        if known is not None:
-            if known[0] == seat.pid:
-                return
-            known[1].cancel()
-        work = self._prepare(seat.facts, seat.pid)
-        self._begun[seat.model_id] = seat.pid, asyncio.ensure_future(work)
+        if self._begun.get(seat.model_id) == seat.pid:
+            return
+        self._begun[seat.model_id] = seat.pid
+        self._due[seat.model_id] = seat.facts, seat.pid
+        self.at_rest.clear()
+        self._is_due.set()
+
+    def health(self) -> tuple[TaskHealth, ...]:
+        """Its background task."""
+        return self._tasks.health()
+
+    async def _work(self) -> None:
+        """One model after the other: they would wait for the same disk."""
+        while True:
+            while self._due:
+                facts, pid = self._due.pop(next(iter(self._due)))
+                with contextlib.suppress(KakeyaError):  # a request finds the same, and says so
+                    await self._prepare(facts, pid)
+            self.at_rest.set()
+            self._is_due.clear()
+            await self._is_due.wait()
 
     async def _prepare(self, facts: ModelFacts, pid: int) -> None:
         prefixes = self._prefixes
-        with contextlib.suppress(KakeyaError):  # a request finds the same, and says so
-            naming = await prefixes.names.find(facts, pid, "")
-            if naming is None:
-                return
-            if prefixes.store is not None:
-                await prefixes.store.ready()
-            await prefixes.recall(naming, min(RECALLED_BYTES, prefixes.free_bytes() // 2))
+        naming = await prefixes.names.find(facts, pid, "")
+        if naming is None:
+            return
+        if prefixes.store is not None:
+            await prefixes.store.ready()
+        await prefixes.recall(naming, min(RECALLED_BYTES, prefixes.free_bytes() // 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from kakeya.core.clock import SystemClock
 from kakeya.node.arena import PAGE_BYTES
 from kakeya.node.prefix_counts import Source
 from kakeya.node.prefix_start import PrefixStart
@@ -24,10 +25,11 @@ async def stored(folder: Path) -> None:
 
 
 async def started(here: World) -> None:
-    async with PrefixStart(here.prefixes) as start:
+    async with PrefixStart(here.prefixes, clock=SystemClock()) as start:
         start.ready(here.engine)
         start.ready(here.engine)
-        await asyncio.gather(*(task for _, task in start._begun.values()))
+        await start.at_rest.wait()
+        assert [(one.failures, one.running) for one in start.health()] == [(0, True)]
 
 
 async def sources(here: World, prompt: list[int]) -> tuple[int, int]:
