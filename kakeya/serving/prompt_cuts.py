@@ -138,10 +138,14 @@ def _spaced(places: Iterable[int], always: Collection[int]) -> Iterator[int]:
 
 def _alike(one: bytes, other: bytes) -> int:
     """How many tokens two texts begin with alike."""
-    if one.startswith(other):
-        return len(other) // _TOKEN_BYTES
-    length = min(len(one), len(other))
-    return next((i for i in range(length) if one[i] != other[i]), length) // _TOKEN_BYTES
+    alike, unknown = 0, min(len(one), len(other)) // _TOKEN_BYTES
+    while alike < unknown:  # by halves: this is on the event loop, and texts are long
+        middle = (alike + unknown + 1) // 2
+        if one.startswith(other[: middle * _TOKEN_BYTES]):
+            alike = middle
+        else:
+            unknown = middle - 1
+    return alike
 
 
 def _common_end(one: Sequence[int], other: Sequence[int]) -> bytes:
