@@ -1,4 +1,4 @@
-"""What a process occupies now, and giving freed heap back to the system.
+"""What a process occupies now, and keeping its heap from holding what was freed.
 
     Linux   VmRSS of /proc/PID/status without its shared memory, which whoever made it counts
     macOS   the physical footprint of `proc_pid_rusage`: what the system holds against a process
@@ -26,6 +26,11 @@ _RUSAGE_INFO_V0 = struct.Struct("=16s10Q")
 """uuid; user time, system time, 2 kinds of wake-ups, page-ins, wired size, resident size,
 physical footprint, start and exit time."""
 _FOOTPRINT_FIELD = 8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+"""Of glibc's malloc.h."""
+_OWN_MAPPING_BYTES = 1 << 20
+_KEPT_FREE_BYTES = 8 << 20
+_HEAPS = 2
 
 
 def resident_bytes(pid: int | None = None, *, platform: str = sys.platform) -> int | None:
@@ -46,6 +51,27 @@ def parse_status(text: str) -> int | None:
 def parse_rusage(data: bytes) -> int:
     """The physical footprint in a `rusage_info_v0`."""
     return int(_RUSAGE_INFO_V0.unpack(data)[_FOOTPRINT_FIELD])
+
+
+def bound_heap() -> bool:
+    """Have large blocks go back to the system when they are freed; False where this C library
+    has no such switch. To be called before there are threads.
+
+    glibc raises by itself the size from which a block gets a mapping of its own, up to 32 MiB, as
+    large blocks are freed. From then on arrays lie in the heap between small blocks that live on,
+    and what is freed of them stays resident: more than half of a heap whose arrays come and go.
+    """
+    try:
+        mallopt: Callable[[int, int], int] = _this_program().mallopt
+    except AttributeError:
+        return False
+    return all(
+        [
+            mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING_BYTES),
+            mallopt(_M_TRIM_THRESHOLD, _KEPT_FREE_BYTES),
+            mallopt(_M_ARENA_MAX, _HEAPS),
+        ]
+    )
 
 
 def trim_heap() -> bool:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import configure, event
+from kakeya.core.process import bound_heap
 
 if TYPE_CHECKING:
     from kakeya.engine.model import Model
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None, load: Callable[[Namespace], Model] | Non
     """
     options = _parse(argv)
     configure(options.log_format)
+    bound_heap()  # whoever watches sees what is resident, not what is in use
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
     engine: Future[_Engine] = Future()
     thread = threading.Thread(

@@ -72,3 +72,35 @@ def test_freed_heap_goes_back_to_the_system() -> None:
     assert full is not None
     assert after is not None
     assert full - after > 40 * MIB
+
+
+ARRAYS_COME_AND_GO = """
+import ctypes, sys
+from kakeya.core.process import bound_heap, resident_bytes
+assert sys.argv[1] == "as it is" or bound_heap()
+libc, MIB = ctypes.CDLL(None), 1 << 20
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+def block(size):
+    address = libc.malloc(size)
+    ctypes.memset(address, 1, size)
+    return address
+libc.free(block(30 * MIB))  # what glibc takes as a reason to put such blocks into the heap
+before = resident_bytes()
+blocks = []
+for _ in range(64):
+    blocks.append(block(2 * MIB))
+    block(60_000)  # small, and stays
+for address in blocks:
+    libc.free(address)
+print((resident_bytes() - before) // MIB)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a switch of glibc")
+def test_what_is_freed_of_large_blocks_is_not_resident_any_more() -> None:
+    def left_mib(how: str) -> int:
+        command = [sys.executable, "-c", ARRAYS_COME_AND_GO, how]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert left_mib("as it is") > 100  # or the switch is for nothing
+    assert left_mib("bounded") < 16
