@@ -7,12 +7,44 @@ half between runs. Nothing here asserts: the line says what was measured.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+REFERENCE_APPEND_NS = 152.0
+"""A list append under a lock on the machine that the goals were set on."""
+_APPENDS, _BATCHES = 1_000, 30
+
+
+def machine_factor() -> float:
+    """How many times slower than the reference machine this one is now; 8 ms.
+
+    A locked list append, the fastest of some batches. Where it moves within a run, take the
+    median of calls between the measures. It is for reading a figure on a slow day: what was
+    measured decides whether a goal is met.
+    """
+    lock, kept = threading.Lock(), list[int]()
+    fastest_ns = math.inf
+    for _ in range(_BATCHES):
+        kept.clear()
+        began_ns = time.perf_counter_ns()
+        for number in range(_APPENDS):
+            with lock:
+                kept.append(number)
+        fastest_ns = min(fastest_ns, (time.perf_counter_ns() - began_ns) / _APPENDS)
+    return fastest_ns / REFERENCE_APPEND_NS
+
+
+def at_reference(ours: float, machine_x: float) -> dict[str, float]:
+    """What a line says of a time on the reference machine: the factor, and the time in the unit
+    of `ours`."""
+    return {"machine_x": _short(machine_x), "at_reference": _short(ours / machine_x)}
 
 
 def interleaved(
