@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 INPUT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
@@ -51,6 +51,19 @@ chunk may be longer."""
 SPARE_RATIO = 16
 """Beside others, a prompt that nobody waits for rests so many times as long as its chunks take."""
 ClaimT = TypeVar("ClaimT", bound="Claim")
+Turn: TypeAlias = tuple[float, int]
+"""When a claim's prompt would be done if alone, in seconds, and its number: an order of claims."""
+
+
+@dataclass(slots=True, eq=False)
+class Equals:
+    """So many accounts of one class that wait, run nothing, and used the same; `shares` keeps them.
+    `heads` is a heap of the first claims of each."""
+
+    used: int
+    accounts: int = 0
+    is_near: bool = False
+    heads: list[Turn] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,9 +75,10 @@ class Account:
     used: int = 0
     waiting: int = 0
     running: int = 0
-    serial: int = 0
-    turns: list[tuple[float, int]] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     """Of its claims that wait; `shares` keeps them."""
+    equals: Equals | None = None
+    """Among which it rests."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -74,7 +88,7 @@ class Claim:
     `number` counts arrivals. `work_s` is what is left of its prompt, `charged` the part of it that
     its account was charged for ahead. `served` is when it last got a chunk, or else its place,
     counted in chunks. `alone_s` is when its prompt would be done if alone, and `need_bytes` the
-    room that it enters with: both stay as they are while it waits.
+    room that it enters with. While it waits, none of these changes.
     """
 
     account: Account

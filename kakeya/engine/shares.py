@@ -4,57 +4,48 @@
     busy      an account that runs something: what it used changes at any step, and is read then
 
 There are at most as many busy ones as places: these are looked at one by one, and a step costs an
-addition. So are the resting ones as long as they are few. Of many, the first claim of each lies in
-heaps by its work, one for each range of what was used, and the first of all that used at most so
-much is the least of a few ranges. So a turn takes about as long behind ten thousand as behind ten.
+addition. Resting ones that used the same lie together, in a heap by the first claim of each. Those
+of them that used at most EQUAL_TOKENS more than the least are `near`: they lie in a heap by the
+first claims of all, and whose turn it is, is at its top. The others are `far`, by what they used,
+and come near as the least one goes on. So a turn takes about as long behind ten thousand as behind
+ten.
 
-Entries of heaps are numbers that are checked when they come to the top, against what holds then;
-all are made anew when most may be stale.
+Entries of heaps are checked when they come to the top, against what holds then; all are made anew
+when most may be stale.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
-from typing import Generic, TypeAlias
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import Generic
 
 from kakeya.core.errors import InvariantBroken
-from kakeya.engine.policy import CLASSES, EQUAL_TOKENS, Account, ClaimT
+from kakeya.engine.policy import CLASSES, EQUAL_TOKENS, Account, ClaimT, Equals, Turn
 
 _KEPT_CLIENTS = 1024
-_FEW = 32
-"""Resting accounts that are looked at one by one."""
-_WIDE, _NARROW = EQUAL_TOKENS, 32
-"""Of ranges, in tokens, and 1: a window of EQUAL_TOKENS is one of the widest at most, and less than
-32 of each other width."""
 _STALE_ENTRIES = 4
-"""For each resting account, before all are made anew."""
+"""For each one that may be right, before all are made anew."""
 _SPARE = 256
 """Entries that may be stale beside these."""
-Turn: TypeAlias = tuple[float, int]
-"""When a claim's prompt would be done if alone, in seconds, and its number: an order of claims."""
-_LAST: Turn = (math.inf, 0)
 
 
 @dataclass(slots=True, eq=False)
 class _Class:
     """The accounts of one priority. `level` is what the one that waited and used least had used
-    when the last one began. The heaps are filled while `is_many`."""
+    when the last one began. `equals` are the resting ones, by what they used; `uses` is a heap of
+    that, `far` of those that are not near, and `near` one of first claims."""
 
     accounts: dict[str, Account] = field(default_factory=dict)
     level: int = 0
     kept_limit: int = _KEPT_CLIENTS
     claims: int = 0
     busy: dict[Account, None] = field(default_factory=dict)
-    resting: dict[Account, None] = field(default_factory=dict)
-    is_many: bool = False
-    by_use: list[tuple[int, int, Account]] = field(default_factory=list)
-    wide: dict[int, list[Turn]] = field(default_factory=dict)
-    narrow: dict[int, list[Turn]] = field(default_factory=dict)
-    exact: dict[int, list[Turn]] = field(default_factory=dict)
-    entries: int = 0
+    equals: dict[int, Equals] = field(default_factory=dict)
+    uses: list[int] = field(default_factory=list)
+    far: list[int] = field(default_factory=list)
+    near: list[tuple[Turn, int]] = field(default_factory=list)
 
 
 class FairShares(Generic[ClaimT]):
@@ -64,7 +55,6 @@ class FairShares(Generic[ClaimT]):
     def __init__(self) -> None:
         self.waiting: dict[int, ClaimT] = {}
         self._classes = tuple(_Class() for _ in range(CLASSES))
-        self._serial = 0
 
     def __iter__(self) -> Iterator[Account]:
         """All accounts that are remembered."""
@@ -78,14 +68,14 @@ class FairShares(Generic[ClaimT]):
         peers = self._classes[priority]
         account = peers.accounts.get(client)
         if account is None:
-            self._serial += 1
-            account = peers.accounts[client] = Account(client, priority, serial=self._serial)
+            account = peers.accounts[client] = Account(client, priority)
         if not account.waiting:
+            used = max(account.used, peers.level)
             least = self._least_resting(peers)
             for one in peers.busy:
-                if one.used < least and one is not account:
+                if one is not account and (least is None or one.used < least):
                     least = one.used
-            account.used = max(account.used, peers.level, 0 if least == math.inf else int(least))
+            account.used = used if least is None or least < used else least
             if not account.running:
                 self._rest(peers, account)
         account.waiting += 1
@@ -94,10 +84,18 @@ class FairShares(Generic[ClaimT]):
     def begin(self, account: Account) -> None:
         """A waiting generation runs from now on, chosen by the shares."""
         peers = self._classes[account.priority]
-        peers.level = max(peers.level, int(self._least_waiting(peers)))
+        least = account.used
+        resting = self._least_resting(peers)
+        if resting is not None and resting < least:
+            least = resting
+        for one in peers.busy:
+            if one.used < least and one.waiting:
+                least = one.used
+        if least > peers.level:
+            peers.level = least
         account.waiting -= 1
         if not account.running:
-            del peers.resting[account]
+            self._wake(peers, account)
             peers.busy[account] = None
         account.running += 1
 
@@ -113,13 +111,13 @@ class FairShares(Generic[ClaimT]):
             self._stop(account)
         else:
             account.waiting -= 1
+            if not account.waiting and not account.running:
+                self._wake(peers, account)
         if account.waiting or account.running:
             return
-        peers.resting.pop(account, None)
-        if not peers.resting and not peers.busy:
+        if not peers.equals and not peers.busy:
             # Nobody is there to be fair to: the next ones begin anew.
             peers.accounts, peers.level, peers.kept_limit = {}, 0, _KEPT_CLIENTS
-            self._renew(peers)
         elif len(peers.accounts) > peers.kept_limit:
             # Who would be lifted to the level anyway need not be remembered.
             peers.accounts = {
@@ -152,47 +150,49 @@ class FairShares(Generic[ClaimT]):
             turns = account.turns = [one for one in turns if self._claim(one) is not None]
             heapify(turns)
         heappush(turns, turn)
-        if peers.is_many and turns[0] is turn and not account.running:
-            self._lead(peers, account.used, turn)
+        if turns[0] is turn and account.equals is not None:
+            self._lead(peers, account.equals, turn)
         return turn
 
     def remove(self, claim: ClaimT) -> Turn:
         """It waits no longer; `begin` or `leave` tells its account. Where it stood."""
-        del self.waiting[claim.number]
+        number = claim.number
+        del self.waiting[number]
         account = claim.account
         peers = self._classes[account.priority]
         peers.claims -= 1
         turns = account.turns
-        if turns[0][1] == claim.number:
+        if turns[0][1] == number:
             # The first entry of each account is never a stale one.
             heappop(turns)
             while turns and self._claim(turns[0]) is None:
                 heappop(turns)
-            if peers.is_many and turns and not account.running:
-                self._lead(peers, account.used, turns[0])
-        return claim.alone_s, claim.number
+            if turns and account.equals is not None:
+                self._lead(peers, account.equals, turns[0])
+        return claim.alone_s, number
 
     def first(self) -> ClaimT | None:
         """Whose turn it is by class, share and work; None = nobody waits."""
         for peers in self._classes:
-            if not peers.claims:
-                continue
-            most = int(self._least_waiting(peers)) + EQUAL_TOKENS
-            best = _LAST
-            if peers.is_many:
-                best = self._first_of_many(peers, most)
-            else:
-                for account in peers.resting:
-                    if account.used <= most and account.turns and account.turns[0] < best:
-                        best = account.turns[0]
-            for account in peers.busy:
-                if account.used <= most and account.turns and account.turns[0] < best:
-                    best = account.turns[0]
-            found = self._claim(best)
-            if found is None:
-                raise InvariantBroken("shares", f"{peers.claims} wait, and nobody is first")
-            return found
+            if peers.claims:
+                return self._first_of(peers)
         return None
+
+    def _first_of(self, peers: _Class) -> ClaimT:
+        least = self._least_resting(peers)
+        busy = [one for one in peers.busy if one.waiting]
+        for account in busy:
+            if least is None or account.used < least:
+                least = account.used
+        most = EQUAL_TOKENS + (least or 0)
+        best = self._first_resting(peers, most)
+        for account in busy:
+            turns = account.turns
+            if account.used <= most and turns and (best is None or turns[0] < best):
+                best = turns[0]
+        if best is None:
+            raise InvariantBroken("shares", f"{peers.claims} wait, and nobody is first")
+        return self.waiting[best[1]]
 
     def _claim(self, turn: Turn) -> ClaimT | None:
         claim = self.waiting.get(turn[1])
@@ -202,95 +202,86 @@ class FairShares(Generic[ClaimT]):
 
     def _rest(self, peers: _Class, account: Account) -> None:
         """What it used stays as it is from now on."""
-        peers.resting[account] = None
-        if peers.is_many:
-            heappush(peers.by_use, (account.used, account.serial, account))
-            if account.turns:
-                self._lead(peers, account.used, account.turns[0])
-            else:
-                self._note(peers)
-        elif len(peers.resting) > _FEW:
-            self._renew(peers)
+        used = account.used
+        same = peers.equals.get(used)
+        if same is None:
+            same = peers.equals[used] = Equals(used)
+            heappush(peers.uses, used)
+            heappush(peers.far, used)
+            self._renew_if_stale(peers)
+        same.accounts += 1
+        account.equals = same
+        if account.turns:
+            self._lead(peers, same, account.turns[0])
 
-    def _lead(self, peers: _Class, used: int, turn: Turn) -> None:
-        """It is the first of an account that rests with so much used."""
-        for width, ranges in ((_WIDE, peers.wide), (_NARROW, peers.narrow), (1, peers.exact)):
-            entries = ranges.get(used // width)
-            if entries is None:
-                ranges[used // width] = [turn]
-            else:
-                heappush(entries, turn)
-        self._note(peers)
+    def _wake(self, peers: _Class, account: Account) -> None:
+        """It rests no longer."""
+        same, account.equals = account.equals, None
+        if same is None:
+            raise InvariantBroken("shares", f"{account.client} waits, and did not rest")
+        same.accounts -= 1
+        if not same.accounts:
+            del peers.equals[same.used]
 
-    def _note(self, peers: _Class) -> None:
-        """There is one entry more."""
-        peers.entries += 1
-        if peers.entries > _STALE_ENTRIES * len(peers.resting) + _SPARE:
-            self._renew(peers)
+    def _lead(self, peers: _Class, same: Equals, turn: Turn) -> None:
+        """It is the first of an account that rests among these."""
+        heads = same.heads
+        heappush(heads, turn)
+        if heads[0] is turn and same.is_near:
+            heappush(peers.near, (turn, same.used))
+            self._renew_if_stale(peers)
+        if len(heads) > _STALE_ENTRIES * same.accounts + _SPARE:
+            same.heads = sorted(one for one in set(heads) if self._leads(one, same))
 
-    def _renew(self, peers: _Class) -> None:
-        """Make all entries anew, if there are to be any."""
-        peers.by_use, peers.wide, peers.narrow, peers.exact = [], {}, {}, {}
-        peers.entries = 0
-        peers.is_many = 2 * len(peers.resting) > _FEW
-        if not peers.is_many:
+    def _leads(self, turn: Turn, same: Equals) -> bool:
+        claim = self.waiting.get(turn[1])
+        return claim is not None and claim.alone_s == turn[0] and claim.account.equals is same
+
+    def _renew_if_stale(self, peers: _Class) -> None:
+        most = _STALE_ENTRIES * len(peers.equals) + _SPARE
+        if len(peers.uses) <= most and len(peers.far) <= most and len(peers.near) <= most:
             return
-        peers.by_use = sorted((one.used, one.serial, one) for one in peers.resting)
-        heads = sorted((one.turns[0], one.used) for one in peers.resting if one.turns)
-        for width, ranges in ((_WIDE, peers.wide), (_NARROW, peers.narrow), (1, peers.exact)):
-            for turn, used in heads:
-                ranges.setdefault(used // width, []).append(turn)
+        equals = peers.equals.values()
+        peers.uses = sorted(peers.equals)
+        peers.far = [used for used in peers.uses if not peers.equals[used].is_near]
+        peers.near = sorted((one.heads[0], one.used) for one in equals if one.is_near and one.heads)
 
-    def _least_resting(self, peers: _Class) -> float:
-        """What the resting account used that used least; infinity without one."""
-        if not peers.is_many:
-            least = math.inf
-            for account in peers.resting:
-                if account.used < least:
-                    least = account.used
-            return least
-        while peers.by_use:
-            used, _, account = peers.by_use[0]
-            if account.used == used and account in peers.resting:
-                return used
-            heappop(peers.by_use)
-        return math.inf
+    def _least_resting(self, peers: _Class) -> int | None:
+        """What the resting account used that used least."""
+        uses, equals = peers.uses, peers.equals
+        while uses:
+            if uses[0] in equals:
+                return uses[0]
+            heappop(uses)
+        return None
 
-    def _least_waiting(self, peers: _Class) -> float:
-        """What the account used that waits and used least."""
-        least = self._least_resting(peers)
-        for account in peers.busy:
-            if account.waiting and account.used < least:
-                least = account.used
-        return least
-
-    def _first_of_many(self, peers: _Class, most: int) -> Turn:
+    def _first_resting(self, peers: _Class, most: int) -> Turn | None:
         """The first claim of the resting accounts that used at most so much."""
-        least, best = self._least_resting(peers), _LAST
-        if least > most:
-            return best
-        at = int(least)
-        for width, ranges in ((_WIDE, peers.wide), (_NARROW, peers.narrow), (1, peers.exact)):
-            # Whole ranges of this width up to `most`, behind those that were wider.
-            start, end = at // width, (most + 1) // width
-            indexes: Iterable[int] = range(start, end)
-            if len(ranges) < end - start:
-                indexes = [index for index in ranges if start <= index < end]
-            for index in indexes:
-                entries = ranges.get(index)
-                if entries is not None:
-                    best = min(best, self._top(entries, width, index))
-                    if not entries:
-                        del ranges[index]
-            at = max(at, end * width)
-        return best
-
-    def _top(self, entries: list[Turn], width: int, index: int) -> Turn:
-        while entries:
-            claim = self._claim(entries[0])
-            if claim is not None:
-                account = claim.account
-                if not account.running and account.used // width == index:
-                    return entries[0]
-            heappop(entries)
-        return _LAST
+        far, near, equals = peers.far, peers.near, peers.equals
+        while far and far[0] <= most:
+            same = equals.get(heappop(far))
+            if same is not None and not same.is_near:
+                same.is_near = True
+                if same.heads:
+                    heappush(near, (same.heads[0], same.used))
+        while near:
+            turn, used = near[0]
+            same = equals.get(used)
+            if same is None or not same.is_near:
+                heappop(near)
+            elif used > most:
+                # Somebody waits who used less than the least one did before.
+                heappop(near)
+                same.is_near = False
+                heappush(far, used)
+            else:
+                heads = same.heads
+                while heads and not self._leads(heads[0], same):
+                    heappop(heads)
+                if not heads:
+                    heappop(near)
+                elif heads[0] == turn:
+                    return turn
+                else:
+                    heapreplace(near, (heads[0], used))
+        return None

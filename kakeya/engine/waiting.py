@@ -5,22 +5,23 @@
     deadline  whose time is over
     work      how many prompts go before one, and how long these take
 
-Each takes a time that hardly grows with how many wait. Those that were parked are also listed,
-in the order of parking: they are few, they hold KV, and their deadlines were kept.
+Each takes a time that hardly grows with how many wait. By room and by work they are put in order
+when somebody asks, each once: who left before never is. Those that were parked are also listed, in
+the order of parking: they are few, they hold KV, and their deadlines were kept.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
 from typing import Generic
 
-from kakeya.engine.policy import CLASSES, Account, Ahead, Claim, ClaimT
-from kakeya.engine.shares import FairShares, Turn
+from kakeya.engine.policy import CLASSES, Account, Ahead, Claim, ClaimT, Turn
+from kakeya.engine.shares import FairShares
 
 _RUN = 512
 """Prompts whose work is added up together."""
@@ -40,42 +41,39 @@ class Waiting(Generic[ClaimT]):
         self.shares: FairShares[ClaimT] = FairShares()
         self.claims = self.shares.waiting
         self.parked: list[ClaimT] = []
-        self._work = tuple(_Work() for _ in range(CLASSES))
         self._by_age: OrderedDict[int, ClaimT] = OrderedDict()
-        self._by_need: tuple[dict[int, _Alike], ...] = tuple({} for _ in range(CLASSES))
         self._deadlines: list[tuple[float, int]] = []
+        # What is filed only when somebody asks for it, up to a number: the others have none yet.
+        self._work = tuple(_Work() for _ in range(CLASSES))
+        self._worked = 0
+        self._by_need: tuple[dict[int, _Alike], ...] = tuple({} for _ in range(CLASSES))
+        self._needed = 0
+        self._needs = 0
 
     def add(self, claim: ClaimT, *, is_parked: bool = False) -> None:
         """It waits from now on; its account says so already."""
         turn = self.shares.add(claim)
-        priority = claim.account.priority
-        self._work[priority].add(turn, round(claim.work_s * _NS))
+        number = claim.number
         if is_parked:
+            self._work[claim.account.priority].add(turn, claim.work_s)
             self.parked.append(claim)
             return
-        self._by_age[claim.number] = claim
-        groups = self._by_need[priority]
-        alike = groups.get(claim.need_bytes)
-        if alike is None:
-            alike = groups[claim.need_bytes] = _Alike()
-        alike.add(claim.number, claim.account)
-        if claim.expires_s < math.inf:
-            if len(self._deadlines) > 2 * len(self._by_age) + _FEW:
-                self._deadlines = [one for one in self._deadlines if one[1] in self._by_age]
-                heapify(self._deadlines)
-            heappush(self._deadlines, (claim.expires_s, claim.number))
+        self._by_age[number] = claim
+        if claim.expires_s < inf:
+            deadlines = self._deadlines
+            if len(deadlines) > 2 * len(self._by_age) + _FEW:
+                deadlines[:] = [one for one in deadlines if one[1] in self._by_age]
+                heapify(deadlines)
+            heappush(deadlines, (claim.expires_s, number))
 
     def remove(self, claim: ClaimT) -> None:
         """It waits no longer."""
         turn = self.shares.remove(claim)
-        priority = claim.account.priority
-        self._work[priority].remove(turn)
         if self._by_age.pop(claim.number, None) is None:
             self.parked.remove(claim)
+        elif claim.number > self._worked:
             return
-        groups = self._by_need[priority]
-        if not groups[claim.need_bytes].remove(claim.number, claim.account):
-            del groups[claim.need_bytes]
+        self._work[claim.account.priority].remove(turn)
 
     def expired(self, now_s: float) -> list[ClaimT]:
         """Whose deadline is over and who has not begun, the earliest deadline first."""
@@ -108,73 +106,95 @@ class Waiting(Generic[ClaimT]):
             if claim.need_bytes <= (of_these if claim.account.client in running else of_others):
                 return claim
             break  # the usual case was looked at
-        best = math.inf
+        self._file_needs()
+        best = inf
         for groups, (of_these, of_others) in zip(self._by_need, rooms, strict=True):
             for need, alike in groups.items():
-                if need <= of_others and alike.firsts[0][0] < best:
-                    best = min(best, alike.oldest(running if need > of_these else ()))
-        return None if best == math.inf else self._by_age[int(best)]
+                firsts = alike.firsts
+                if need <= of_others and firsts and firsts[0][0] < best:
+                    skipped = running if need > of_these else ()
+                    best = min(best, alike.oldest(self._by_age, skipped))
+        return None if best == inf else self._by_age[int(best)]
 
     def ahead_of(self, claim: Claim) -> Ahead:
         """Who goes before a claim by class and work, and what of their prompts is left."""
+        for one in self._since(self._worked):
+            self._work[one.priority].add((one.alone_s, one.number), one.work_s)
+            self._worked = one.number
         turn = claim.arrived_s + claim.work_s, claim.number
         count, work_ns = self._work[claim.priority].before(turn)
         for work in self._work[: claim.priority]:
             count, work_ns = count + work.count, work_ns + work.work_ns
         return Ahead(count, work_ns / _NS)
 
+    def _since(self, number: int) -> list[ClaimT]:
+        """Who has not begun and arrived after this one, by age."""
+        found = []
+        for claim in reversed(self._by_age.values()):
+            if claim.number <= number:
+                break
+            found.append(claim)
+        found.reverse()
+        return found
+
+    def _file_needs(self) -> None:
+        if self._needs > 2 * len(self._by_age) + _FEW:
+            self._by_need = tuple({} for _ in range(CLASSES))
+            self._needed = self._needs = 0
+        for claim in self._since(self._needed):
+            groups = self._by_need[claim.account.priority]
+            alike = groups.get(claim.need_bytes)
+            if alike is None:
+                alike = groups[claim.need_bytes] = _Alike()
+            alike.add(claim.number, claim.account)
+            self._needed = claim.number
+            self._needs += 1
+
 
 @dataclass(slots=True, eq=False)
 class _Alike:
-    """Numbers of claims of one class that need the same room, by account; the first of each account
-    lies in a heap, whose first entry is never a stale one."""
+    """Numbers of claims of one class that need the same room, by account, in order; the first of
+    each account lies in a heap. Those that wait no longer go when they come to the top."""
 
-    queues: dict[Account, OrderedDict[int, None]] = field(default_factory=dict)
+    queues: dict[Account, deque[int]] = field(default_factory=dict)
     firsts: list[tuple[int, Account]] = field(default_factory=list)
 
     def add(self, number: int, account: Account) -> None:
         queue = self.queues.get(account)
         if queue is not None:
-            queue[number] = None
+            queue.append(number)
         else:
-            self.queues[account] = OrderedDict({number: None})
+            self.queues[account] = deque((number,))
             heappush(self.firsts, (number, account))
 
-    def remove(self, number: int, account: Account) -> bool:
-        """Take one out; False = none is left."""
-        queue, firsts = self.queues[account], self.firsts
-        was_first = next(iter(queue)) == number
-        del queue[number]
-        if not queue:
-            del self.queues[account]
-        elif was_first:
-            heappush(firsts, (next(iter(queue)), account))
-        while firsts and not self._leads(*firsts[0]):
-            heappop(firsts)
-        if len(firsts) > 2 * len(self.queues) + _FEW:
-            firsts[:] = [one for one in firsts if self._leads(*one)]
-            heapify(firsts)
-        return bool(firsts)
-
-    def oldest(self, without: Collection[str]) -> float:
-        """The least number of a claim of other clients than these; infinity = there is none."""
-        skipped, found = [], math.inf
-        while self.firsts:
-            number, account = self.firsts[0]
-            if not self._leads(number, account):
-                heappop(self.firsts)
+    def oldest(self, waiting: Container[int], without: Collection[str]) -> float:
+        """The least number that waits, of other clients than these; infinity = there is none."""
+        firsts = self.firsts
+        skipped, found = [], inf
+        while firsts:
+            number, account = firsts[0]
+            if number not in waiting:
+                self._drop_first(waiting)
             elif account.client in without:
-                skipped.append(heappop(self.firsts))
+                skipped.append(heappop(firsts))
             else:
                 found = number
                 break
         for entry in skipped:
-            heappush(self.firsts, entry)
+            heappush(firsts, entry)
         return found
 
-    def _leads(self, number: int, account: Account) -> bool:
-        queue = self.queues.get(account)
-        return queue is not None and next(iter(queue)) == number
+    def _drop_first(self, waiting: Container[int]) -> None:
+        """The first one waits no longer: go on to the next one of its account."""
+        _, account = self.firsts[0]
+        queue = self.queues[account]
+        while queue and queue[0] not in waiting:
+            queue.popleft()
+        if queue:
+            heapreplace(self.firsts, (queue[0], account))
+        else:
+            heappop(self.firsts)
+            del self.queues[account]
 
 
 @dataclass(slots=True, eq=False)
@@ -190,7 +210,8 @@ class _Work:
     lasts: list[Turn] = field(default_factory=list)
     """The last turn of each run but the hindmost."""
 
-    def add(self, turn: Turn, work_ns: int) -> None:
+    def add(self, turn: Turn, work_s: float) -> None:
+        work_ns = round(work_s * _NS)
         self.count, self.work_ns = self.count + 1, self.work_ns + work_ns
         run = bisect_left(self.lasts, turn)
         turns, works = self.turns[run], self.works[run]

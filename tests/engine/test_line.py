@@ -205,7 +205,6 @@ def _small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is made anew and split at sizes that are reached here."""
     monkeypatch.setattr(waiting, "_RUN", 4)
     monkeypatch.setattr(waiting, "_FEW", 3)
-    monkeypatch.setattr(shares, "_FEW", 4)
     monkeypatch.setattr(shares, "_SPARE", 4)
     monkeypatch.setattr(shares, "_STALE_ENTRIES", 2)
     monkeypatch.setattr(shares, "_KEPT_CLIENTS", 2)
