@@ -30,6 +30,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from kakeya.decoding.sampling import SamplingParams
 from kakeya.mlx.grid import sums_alike
+from kakeya.mlx.kin import runs
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import row_slots
 from kakeya.mlx.rows import AloneKV, Attend, Part, RowCaches, SlabKV, SlabRows, split
@@ -62,7 +63,7 @@ def launch_together(
         states, tokens = [states[at] for at in order], [tokens[at] for at in order]
     lengths = [state.length for state in states]
     try:
-        logits = _forward(model, states, _inputs(states, tokens))
+        logits = forward_together(model, states, _inputs(states, tokens))
         selected = _select(logits, [state.sampling for state in states], lengths)
         mx.async_eval(selected)  # type: ignore[no-untyped-call]
     except Exception:
@@ -117,7 +118,7 @@ def _differs(model: LoadedModel, seating: Seating | None) -> str:
             members = [members[at] for at in seating.arrange([together[at] for at in members])]
         expected = mx.concatenate([alone[at].step(rows[at]) for at in members])
         row = mx.concatenate([rows[at] for at in members])
-        found = _forward(model, [together[at] for at in members], row)
+        found = forward_together(model, [together[at] for at in members], row)
         for at in members:
             together[at].appended()
         share = mx.abs(found - expected).max() / mx.abs(expected).max()
@@ -130,7 +131,7 @@ def _differs(model: LoadedModel, seating: Seating | None) -> str:
     return ""
 
 
-def _forward(model: LoadedModel, states: Sequence[Verifier], row: mx.array) -> mx.array:
+def forward_together(model: LoadedModel, states: Sequence[Verifier], row: mx.array) -> mx.array:
     """Append a row to each sequence, lazily. Shapes: row [B] -> logits [B, V].
 
     Those that sit in one slab stand next to each other, by their places.
@@ -154,9 +155,10 @@ def _slab_rows(states: Sequence[Verifier]) -> dict[int, tuple[Slab, SlabRows]]:
     for slab, group in groupby(states, lambda state: state.seat and state.seat.slab):
         rows = list(group)
         if slab is not None:
-            places = [state.seat.place for state in rows if state.seat is not None]
-            lengths = [state.length for state in rows]
-            found[start] = slab, SlabRows(places, lengths, total=slab.places)
+            seats = [state.seat for state in rows if state.seat is not None]
+            places, lengths = [seat.place for seat in seats], [state.length for state in rows]
+            stretches = runs(seats, shares_from=slab.shares_from)
+            found[start] = slab, SlabRows(places, lengths, stretches, total=slab.places)
         start += len(rows)
     return found
 

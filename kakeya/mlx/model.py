@@ -29,6 +29,7 @@ from kakeya.engine.model import (
 from kakeya.mlx.batch import BATCH_ROWS, launch_together, uses_slabs, why_by_turns
 from kakeya.mlx.drafts import Drafter
 from kakeya.mlx.grid import Grid, exactness, is_row_exact, nominal_grid
+from kakeya.mlx.kin_probe import shares_from
 from kakeya.mlx.kv_blocks import KvBlocks, plan_blocks
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import AdapterSlots
@@ -198,6 +199,8 @@ def _sharing(loaded: LoadedModel) -> tuple[int, Seating | None]:
     for seating in (Seating(), None) if uses_slabs() else (None,):
         reason = why_by_turns(loaded, seating)
         if not reason:
+            if seating is not None:
+                seating.shares_from = shares_from(loaded, seating)
             return BATCH_ROWS, seating
     event(
         _log,

@@ -5,7 +5,8 @@ Here the cache is a `RowCaches`, which appends to what its parts hold, and atten
 
     AloneKV    one row, over a cache of any kind, exactly as it would alone
     SlabKV     the rows of one slab: one scatter, then one attention for each stretch of places
-               that follow each other, as long as its longest row, under a mask of their lengths
+               that follow each other, as long as its longest row, under a mask of their lengths;
+               what all rows of a stretch share is read once (see `kin`)
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 
 from kakeya.core.errors import InvariantBroken
+from kakeya.mlx.kin import Run
+from kakeya.mlx.kin import attend as attend_alike
 from kakeya.mlx.slabs import LayerSlab, PlacedKV
 
 Attend = Callable[..., mx.array]
@@ -83,42 +86,74 @@ class AloneKV:
 class Stretch:
     """Places of a slab that follow each other, of rows that do too; all layers share its mask."""
 
-    def __init__(self, first: int, count: int, lengths: Sequence[int], offset: mx.array) -> None:
-        """`offset` [count] are the rows' lengths, in front of what is appended."""
-        self.places = slice(first, first + count)
-        self.longest = max(lengths) + 1
-        self._is_even = min(lengths) + 1 == self.longest
-        self._offset = offset
-        self._masks: dict[int | None, mx.array] = {}
+    def __init__(self, first: int, run: Run, lengths: Sequence[int], offset: mx.array) -> None:
+        """From place `first` on; `offset` [rows] are their lengths, in front of what is appended.
 
-    def mask(self, window: int | None) -> mx.array | None:
-        """What each row sees. Shape: [count, 1, 1, longest]; None = all of it."""
-        if self._is_even and (window is None or window >= self.longest):
+        No row is shorter than what the run shares.
+        """
+        self._places = slice(first, first + run.end - run.start)
+        self._shared = run.shared
+        self._longest = max(lengths) + 1
+        self._is_even = min(lengths) + 1 == self._longest
+        self._offset = offset
+        self._masks: dict[tuple[int, int | None], mx.array] = {}
+
+    def attend(
+        self,
+        attend: Attend,
+        queries: mx.array,
+        slab: LayerSlab,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attention of each row over its place. Shapes: [rows, H, 1, D] -> the same."""
+        sees_all = window is None or window >= self._longest
+        if self._shared and sees_all and sinks is None:
+            return attend_alike(
+                queries,
+                slab,
+                self._places,
+                shared=self._shared,
+                longest=self._longest,
+                scale=scale,
+                mask=self._mask(self._shared, None),
+            )
+        keys, values = (part[self._places, :, : self._longest] for part in (slab.keys, slab.values))
+        mask = self._mask(0, None if sees_all else window)
+        return attend(queries, keys, values, cache=None, scale=scale, mask=mask, sinks=sinks)
+
+    def _mask(self, first: int, window: int | None) -> mx.array | None:
+        """What each row sees from `first` on. Shape: [rows, 1, 1, tokens]; None = all of it."""
+        if self._is_even and window is None:
             return None
-        if window not in self._masks:
-            at, last = mx.arange(self.longest), self._offset[:, None]
+        if (first, window) not in self._masks:
+            at, last = mx.arange(first, self._longest), self._offset[:, None]
             seen = at <= last
             if window is not None:
                 seen = seen & (at > last - window)
-            self._masks[window] = seen[:, None, None]
-        return self._masks[window]
+            self._masks[first, window] = seen[:, None, None]
+        return self._masks[first, window]
 
 
 class SlabRows:
     """The rows of a forward that sit in one slab, by their places; all layers share it."""
 
-    def __init__(self, places: Sequence[int], lengths: Sequence[int], *, total: int) -> None:
+    def __init__(
+        self, places: Sequence[int], lengths: Sequence[int], runs: Sequence[Run], *, total: int
+    ) -> None:
         """`lengths` are those in front of what is appended; `total` are the slab's places."""
         self.count = len(places)
         self._offset = offset = mx.array(list(lengths), dtype=mx.int32)
         self._index: dict[tuple[int, ...], mx.array] = {}
         self._rows = None if len(places) == total else mx.array(list(places))
-        starts = [at for at in range(len(places)) if not at or places[at] != places[at - 1] + 1]
         self.stretches = [
-            Stretch(places[start], end - start, lengths[start:end], offset[start:end])
-            for start, end in zip(starts, [*starts[1:], len(places)], strict=True)
+            Stretch(
+                places[run.start], run, lengths[run.start : run.end], offset[run.start : run.end]
+            )
+            for run in runs
         ]
-        self.bounds = starts[1:]
+        self.bounds = [run.start for run in runs[1:]]
 
     def put(self, held: mx.array, rows: mx.array) -> mx.array:
         """Put each row behind those it has. Shapes: [P, H, C, D], [rows, H, 1, D] -> the first."""
@@ -160,18 +195,10 @@ class SlabKV:
         sinks: mx.array | None,
     ) -> list[mx.array]:
         """Attention stretch by stretch."""
-        stretches, slab = self._rows.stretches, self._slab
+        stretches = self._rows.stretches
         parts = [queries] if len(stretches) == 1 else split(queries, self._rows.bounds)
         return [
-            attend(
-                part,
-                slab.keys[stretch.places, :, : stretch.longest],
-                slab.values[stretch.places, :, : stretch.longest],
-                cache=None,
-                scale=scale,
-                mask=stretch.mask(mask),
-                sinks=sinks,
-            )
+            stretch.attend(attend, part, self._slab, scale, mask, sinks)
             for part, stretch in zip(parts, stretches, strict=True)
         ]
 

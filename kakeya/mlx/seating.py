@@ -50,6 +50,8 @@ class Seating:
     def __init__(self, capacities: Sequence[int] = CAPACITIES) -> None:
         self.limit_bytes: int | None = None
         """What mlx may take in all; None = without a bound."""
+        self.shares_from: int | None = None
+        """How many tokens must be saved for kin to read what they share once; None = never."""
         self._capacities = capacities
         self._slabs: weakref.WeakSet[Slab] = weakref.WeakSet()
         self._layers: tuple[int, ...] | None = None
@@ -68,6 +70,8 @@ class Seating:
                 _seat(tenants[index]).used = slab.forwards
             if len(sharing) < slab.places:
                 self._settle(slab)
+        for slab in _by_slab(tenants):
+            slab.relate()
         order = [
             index
             for slab, sharing in _by_slab(tenants).items()
@@ -126,7 +130,9 @@ class Seating:
                 leave(tenant)
 
     def _build(self, group: Sequence[Tenant], capacity: int, dissolved: Sequence[Slab]) -> None:
-        self._slabs.add(build(group, self._layers or (), capacity, dissolved))
+        slab = build(group, self._layers or (), capacity, dissolved)
+        slab.shares_from = self.shares_from
+        self._slabs.add(slab)
 
     def _has_room(self, group: Sequence[Tenant], capacity: int) -> bool:
         """Whether the bound leaves what a slab takes beyond what goes, a layer at a time."""

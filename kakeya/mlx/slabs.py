@@ -25,6 +25,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 
 from kakeya.core.units import KV_BLOCK_TOKENS
+from kakeya.mlx.kin import Kin, Member, relate
 
 _LONGEST_TOKENS = 1 << 24
 _SPARE_PLACES = 4
@@ -151,14 +152,25 @@ class PlacedKV:
 
 
 class Seat:
-    """A sequence's place in a slab; `used` is the slab's forward that it was last in."""
+    """A sequence's place in a slab; `used` is the slab's forward that it was last in.
 
-    __slots__ = ("place", "slab", "used")
+    `kin` and `alike` say whose KV begins as its own (see `kin`).
+    """
 
-    def __init__(self, slab: Slab, place: int) -> None:
+    __slots__ = ("alike", "is_compared", "kin", "place", "slab", "used")
+
+    def __init__(self, slab: Slab, place: int, former: Seat | None = None) -> None:
+        """`former` is where the very same KV lay before."""
         self.slab = slab
         self.place = place
         self.used = slab.forwards
+        self.kin: Kin | None = former.kin if former else None
+        self.alike: int = former.alike if former else 0
+        self.is_compared = False
+
+    def trimmed(self, length: int) -> None:
+        """What is behind so many tokens will be written anew."""
+        self.alike = min(self.alike, length)
 
 
 class Slab:
@@ -168,6 +180,8 @@ class Slab:
         self.layers: dict[int, LayerSlab] = {}
         self.capacity = capacity
         self.forwards = 0
+        self.shares_from: int | None = None
+        """See `kin.runs`."""
         self._tenants: list[weakref.ref[Tenant] | None] = [None] * places
 
     @property
@@ -195,13 +209,20 @@ class Slab:
         free = len(self.free_places())
         return free * _SPARE_PLACES > self.places or free + 1 >= self.places
 
+    def relate(self) -> None:
+        """Find the kin of who came since the last time."""
+        seats = [(tenant, tenant.seat) for tenant in self.tenants()]
+        members = [Member(seat, tenant.length) for tenant, seat in seats if seat is not None]
+        if self.shares_from is not None and len(members) > 1:
+            relate(members, self.layers)
+
     def free(self, place: int) -> None:
         """Nobody has it any more."""
         self._tenants[place] = None
 
     def adopt(self, tenant: Tenant, place: int) -> None:
         """From now on all its KV lies in this place; its former one is free."""
-        former, tenant.seat = tenant.seat, Seat(self, place)
+        former, tenant.seat = tenant.seat, Seat(self, place, tenant.seat)
         self._tenants[place] = weakref.ref(tenant)
         if former is not None:
             former.slab.free(former.place)

@@ -200,6 +200,8 @@ class Verifier:
             if trimmed not in (count, None):
                 raise InvariantBroken("trim", f"asked a layer for {count}, it trimmed {trimmed}")
         self._length -= count
+        if self.seat is not None:
+            self.seat.trimmed(self._length)
         return True
 
     def export_block(self, first: int, tokens: int, into: KvView, *, with_state: bool) -> bool:

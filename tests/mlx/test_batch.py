@@ -227,7 +227,7 @@ def test_rows_that_see_each_others_kv_are_noticed(
 def test_logits_that_are_no_numbers_are_no_proof(
     models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "_forward", lambda *_: mx.full((3, VOCAB), float("nan")))
+    monkeypatch.setattr(batch, "forward_together", lambda *_: mx.full((3, VOCAB), float("nan")))
     assert "off by nan" in why_by_turns(models["llama"])
 
 

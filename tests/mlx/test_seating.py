@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from kakeya.decoding.sampling import SamplingParams
+from kakeya.mlx import kin
 from kakeya.mlx.batch import launch_together, why_by_turns
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.seating import WASTE, Seating
@@ -69,7 +70,10 @@ class Pair:
                 assert mx.allclose(one[:, :, :rows], two[:, :, :rows], atol=1e-3).item()
 
 
-prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40)
+texts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40)
+beginnings = st.integers(0, 20).map(lambda count: [at % VOCAB for at in range(count)])
+prompts = st.builds(lambda one, two: [*one, *two][:40], beginnings, texts)
+"""Some begin alike."""
 seeds = st.integers(0, 5)
 keeps = st.integers(0, 1)
 
@@ -81,6 +85,7 @@ class Sharing(RuleBasedStateMachine):
         super().__init__()
         self.model = model
         self.seating = Seating(CAPACITIES)
+        self.seating.shares_from = 1
         self.pairs: list[Pair] = []
 
     @initialize(given=st.lists(st.tuples(prompts, seeds), min_size=3, max_size=5))
@@ -174,8 +179,10 @@ class Sharing(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_a_sequence_in_slabs_computes_what_it_does_alone(
-    models: dict[str, LoadedModel], name: str
+    models: dict[str, LoadedModel], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kin, "STEP_TOKENS", 2)
+    monkeypatch.setattr(kin, "LEAST_TOKENS", 4)
     why_by_turns(models[name])
     examples = 12 if name == "llama" else 25
     chosen = settings(max_examples=examples, stateful_step_count=12, deadline=None)

@@ -1,0 +1,220 @@
+"""What kin share is read once, and gives what each row's own attention does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kakeya.mlx.batch import launch_together, why_by_turns
+from kakeya.mlx.kin import LEAST_TOKENS, STEP_TOKENS, Kin, attend, runs
+from kakeya.mlx.kin_probe import SHARES_FROM, shares_from
+from kakeya.mlx.loader import LoadedModel, load
+from kakeya.mlx.seating import Seating
+from kakeya.mlx.slabs import LayerSlab, Seat
+from kakeya.mlx.verifier import Verifier
+from tests.mlx.random_models import write_model
+
+STEM = [(7 * at) % 50 for at in range(LEAST_TOKENS)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    loaded = load(str(write_model(tmp_path_factory.mktemp("model") / "llama", "llama")), "llama")
+    assert not why_by_turns(loaded)
+    return loaded
+
+
+def sequence(model: LoadedModel, *pieces: list[int]) -> Verifier:
+    state = Verifier(model)
+    for piece in pieces:
+        state.prefill(piece)
+    return state
+
+
+def seated(*states: Verifier) -> list[Seat]:
+    """The seats of these, in one slab, in this order."""
+    seating = Seating()
+    seating.shares_from = 1
+    seating.arrange(states)
+    seats = [state.seat for state in states if state.seat is not None]
+    assert len(seats) == len(states)
+    return seats
+
+
+@dataclass
+class At:
+    """A place, as `runs` sees it."""
+
+    place: int
+    kin: Kin | None
+    alike: int
+    is_compared: bool = True
+
+
+KIN = (Kin(), Kin(), None)
+
+
+@st.composite
+def rows_of_a_slab(draw: st.DrawFn) -> list[At]:
+    places = sorted(draw(st.sets(st.integers(0, 11), min_size=1)))
+    seats = [At(place, draw(st.sampled_from(KIN)), draw(st.integers(0, 9))) for place in places]
+    for seat in seats:
+        seat.alike = 0 if seat.kin is None else seat.alike
+    return seats
+
+
+@settings(max_examples=150)
+@given(seats=rows_of_a_slab(), least=st.one_of(st.none(), st.integers(1, 20)))
+def test_rows_share_only_what_is_alike_in_all_and_where_it_pays(
+    seats: list[At], least: int | None
+) -> None:
+    found = runs(seats, shares_from=least)
+    assert [at for run in found for at in range(run.start, run.end)] == list(range(len(seats)))
+    for run in found:
+        rows = seats[run.start : run.end]
+        assert [row.place - rows[0].place for row in rows] == list(range(len(rows)))
+        if run.shared:
+            assert least is not None
+            assert (len(rows) - 1) * run.shared >= least
+            assert len({row.kin for row in rows}) == 1
+            assert run.shared == min(row.alike for row in rows)
+    for one, two in pairwise(found):
+        touch = seats[two.start - 1].place + 1 == seats[two.start].place
+        assert one.shared or two.shared or not touch  # one call, where nothing is gained by two
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(2, 5),
+    groups=st.integers(1, 3),
+    each=st.integers(1, 3),
+    shared=st.integers(1, 40),
+    more=st.lists(st.integers(0, 9), min_size=5, max_size=5),
+    kind=st.sampled_from((mx.float32, mx.float16)),
+    seed=st.integers(0, 99),
+)
+def test_attention_of_kin_is_that_of_each_row(
+    rows: int, groups: int, each: int, shared: int, more: list[int], kind: mx.Dtype, seed: int
+) -> None:
+    mx.random.seed(seed)
+    first, capacity, width = 2, 64, 8
+    lengths = [shared + extra for extra in more[:rows]]  # in front of what is appended
+    longest = max(lengths) + 1
+    keys, values = (
+        mx.random.normal((first + rows + 1, groups, capacity, size)).astype(kind)
+        for size in (width, 6)
+    )
+    for row in range(1, rows):
+        keys[first + row, :, :shared] = keys[first, :, :shared]
+        values[first + row, :, :shared] = values[first, :, :shared]
+    queries = mx.random.normal((rows, groups * each, 1, width)).astype(kind)
+    seen = mx.arange(longest) <= mx.array(lengths)[:, None]
+    places = slice(first, first + rows)
+    expected = mx.fast.scaled_dot_product_attention(
+        queries,
+        keys[places, :, :longest],
+        values[places, :, :longest],
+        scale=0.3,
+        mask=seen[:, None, None],
+    )
+    found = attend(
+        queries,
+        LayerSlab(keys, values),
+        places,
+        shared=shared,
+        longest=longest,
+        scale=0.3,
+        mask=None if len(set(lengths)) == 1 else seen[:, None, None, shared:],
+    )
+    assert found.shape == expected.shape
+    assert found.dtype == kind
+    assert mx.allclose(found, expected, atol=1e-5 if kind == mx.float32 else 5e-3).item()
+
+
+def test_whose_kv_begins_alike_are_kin(model: LoadedModel) -> None:
+    other = [3, *STEM[1:]]
+    seats = seated(
+        sequence(model, STEM, [1] * 70),
+        sequence(model, STEM, [1] * 70 + [2]),
+        sequence(model, STEM, [2]),
+        sequence(model, other, [1]),
+        sequence(model, other, [2]),
+        sequence(model, STEM[:-1], [2]),
+    )
+    families = [seat.kin for seat in seats]
+    assert families[0] is families[1] is families[2]
+    assert families[3] is families[4] is not families[0]
+    assert families[5] not in families[:5]
+    # The first is compared with nobody, and says how much there is to agree with.
+    whole = (len(STEM) + 70) // STEP_TOKENS * STEP_TOKENS
+    assert [seat.alike for seat in seats[:5]] == [whole, whole, len(STEM), len(STEM), len(STEM)]
+
+
+def test_one_bit_somewhere_makes_no_kin(model: LoadedModel) -> None:
+    for layer in range(len(model.make_cache())):
+        for part in ("keys", "values"):
+            one, two = sequence(model, STEM), sequence(model, STEM)
+            held = getattr(two.cache[layer], part)
+            held[0, 0, 17, 0] = held[0, 0, 17, 0] * 1.0000002
+            first, second = seated(one, two)
+            assert first.kin is not second.kin
+
+
+def test_what_is_rolled_back_and_written_anew_is_alike_no_more(model: LoadedModel) -> None:
+    one, two = sequence(model, STEM), sequence(model, STEM)
+    seats = seated(one, two)
+    assert [seat.alike for seat in seats] == [len(STEM), len(STEM)]
+    assert two.trim(10)
+    two.verify([1, 2, 3])
+    assert two.seat is seats[1]
+    assert [run.shared for run in runs(seats, shares_from=1)] == [len(STEM) - 10]
+
+
+def test_who_moves_takes_its_kin_along_and_finds_more(model: LoadedModel) -> None:
+    seating = Seating((300, 400, 1000))
+    seating.shares_from = 1
+    states = [sequence(model, STEM, [at] * 20) for at in range(4)]
+    halves = states[:2], states[2:]
+    for rows in halves:
+        seating.arrange(rows)
+    one, two = ({row.seat.kin for row in rows if row.seat} for rows in halves)
+    assert len(one) == len(two) == 1
+    assert one != two  # nobody has compared them
+    while states[0].length < 300:
+        for rows in halves:
+            launch_together(model, rows, [1] * 2, seating)
+            for row in rows:
+                row.collect()
+    seating.arrange(states)
+    seats = [row.seat for row in states if row.seat]
+    assert len({seat.slab for seat in seats}) == 1
+    assert len({seat.kin for seat in seats}) == 1
+    assert [run.shared for run in runs(seats, shares_from=1)] == [len(STEM)]
+
+
+def test_kin_select_what_they_would_alone(model: LoadedModel) -> None:
+    def states() -> list[Verifier]:
+        return [sequence(model, STEM, [at] * (3 * at + 1)) for at in range(4)]
+
+    taken = []
+    for least in (None, 1):
+        seating, rows = Seating(), states()
+        seating.shares_from = least
+        launch_together(model, rows, [7] * 4, seating)
+        for _ in range(20):
+            launch_together(model, rows, [None] * 4, seating)
+            taken.append([row.collect() for row in rows])
+        seats = [row.seat for row in rows if row.seat]
+        assert [run.shared for run in runs(seats, shares_from=least)] == [len(STEM) if least else 0]
+    assert taken[:20] == taken[20:]
+
+
+def test_the_probe_allows_it_where_it_gives_the_same(model: LoadedModel) -> None:
+    assert shares_from(model, Seating()) == (
+        SHARES_FROM if model.context_tokens >= 2 * SHARES_FROM else None
+    )
