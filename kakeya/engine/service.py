@@ -9,7 +9,8 @@ whose connection breaks, cancels the generation before its next step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -17,7 +18,8 @@ import grpc.aio
 from kakeya.core.errors import InvalidArgument, KakeyaError, UnknownMethod
 from kakeya.core.units import unpack_ids
 from kakeya.decoding.sampling import SamplingParams
-from kakeya.engine.adapters import EngineAdapters
+from kakeya.engine.adapter_loads import AdapterLoads
+from kakeya.engine.adapters import EngineAdapters, LoadedAdapter
 from kakeya.engine.job import DecodeJob, SourceSpec
 from kakeya.engine.limits import Footprint
 from kakeya.engine.model import Model, ModelDraft
@@ -43,6 +45,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._tools = tools
         self._limits = scheduler.limits
         self._adapters = tools.adapters
+        self._loads = AdapterLoads(self._load_adapter)
+
+    def end_streams(self) -> None:
+        """End the streams on which nothing is under way; the others when it has ended."""
+        self._loads.end()
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeResponse:
         """The model's facts, and whether its thread still comes round."""
@@ -162,20 +169,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """Give memory back, between two steps."""
         return await self._footprint(context, lambda: self._limits.shrink(request.bytes))
 
-    async def LoadAdapter(
-        self, request: pb.LoadAdapterRequest, context: _Context
-    ) -> pb.LoadAdapterResponse:
-        """Take an adapter from pages."""
-        ref = _page_ref(request.pages)
-        try:
-            adapters = self._taken()
-            loaded = await self._on_model_thread(
-                lambda: adapters.load(request.adapter_id, ref, request.instead_of)
-            )
-        except KakeyaError as failure:
-            await abort(context, failure)
-            raise
-        return pb.LoadAdapterResponse(slot=loaded.slot, bytes=loaded.nbytes)
+    async def LoadAdapters(  # type: ignore[override]
+        self, requests: AsyncIterator[pb.LoadAdaptersRequest], context: _Context
+    ) -> None:
+        """Take adapters from pages, for as long as the agent keeps the stream open."""
+        await self._loads.serve(context)
 
     async def UnloadAdapter(
         self, request: pb.UnloadAdapterRequest, context: _Context
@@ -188,6 +186,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             await abort(context, failure)
             raise
         return pb.UnloadAdapterResponse(was_loaded=was_loaded)
+
+    def _load_adapter(self, load: pb.AdapterLoad) -> Future[LoadedAdapter]:
+        adapters, ref = self._taken(), _page_ref(load.pages)
+        return self._scheduler.call(lambda: adapters.load(load.adapter_id, ref, load.instead_of))
 
     def _taken(self) -> EngineAdapters:
         if self._adapters is None:

@@ -167,6 +167,7 @@ async def _serve(socket_path: str, engine: _Engine, model_thread: threading.Thre
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     await stopped.wait()
+    servicer.end_streams()  # an idle one would take all of the grace
     await server.stop(_STOP_GRACE_S)
     engine.scheduler.stop()
     # While the loop still runs: the thread's last step may have frames for it.

@@ -85,7 +85,7 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "SetLimits": NOBODY,
         "Shrink": NOBODY,
         "LendPages": NOBODY,
-        "LoadAdapter": NOBODY,
+        "LoadAdapters": NOBODY,
         "UnloadAdapter": NOBODY,
     },
     "grpc.health.v1.Health": {"Check": _HEALTH, "List": _HEALTH, "Watch": _HEALTH},

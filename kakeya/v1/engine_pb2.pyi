@@ -1020,7 +1020,113 @@ class PageRef(_message.Message):
 Global___PageRef: _TypeAlias = PageRef  # noqa: Y015
 
 @_typing.final
-class LoadAdapterRequest(_message.Message):
+class LoadAdaptersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Names the load on this stream, for its answer."""
+    @_builtins.property
+    def load(self) -> Global___AdapterLoad:
+        """None = nobody waits for that load any more: it is dropped where it has not begun."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        load: Global___AdapterLoad | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdaptersRequest: _TypeAlias = LoadAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class LoadAdaptersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    LOADED_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    @_builtins.property
+    def loaded(self) -> Global___AdapterLoaded: ...
+    @_builtins.property
+    def failure(self) -> Global___CallFailure:
+        """RESOURCE_EXHAUSTED when every slot is in use, INVALID_ARGUMENT when it does not fit the model."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        loaded: Global___AdapterLoaded | None = ...,
+        failure: Global___CallFailure | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "loaded", b"loaded", "outcome", b"outcome"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "loaded", b"loaded", "number", b"number", "outcome", b"outcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["loaded", "failure"]  # noqa: Y015
+    _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
+
+Global___LoadAdaptersResponse: _TypeAlias = LoadAdaptersResponse  # noqa: Y015
+
+@_typing.final
+class CallFailure(_message.Message):
+    """What a call of its own would end with: kakeya/wire/status.py says what the fields mean."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    status: _builtins.int
+    """The number of the gRPC status."""
+    details: _builtins.str
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        status: _builtins.int = ...,
+        details: _builtins.str = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["details", b"details", "metadata", b"metadata", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallFailure: _TypeAlias = CallFailure  # noqa: Y015
+
+@_typing.final
+class AdapterLoad(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ADAPTER_ID_FIELD_NUMBER: _builtins.int
@@ -1048,10 +1154,10 @@ class LoadAdapterRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+Global___AdapterLoad: _TypeAlias = AdapterLoad  # noqa: Y015
 
 @_typing.final
-class LoadAdapterResponse(_message.Message):
+class AdapterLoaded(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SLOT_FIELD_NUMBER: _builtins.int
@@ -1070,7 +1176,7 @@ class LoadAdapterResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
+Global___AdapterLoaded: _TypeAlias = AdapterLoaded  # noqa: Y015
 
 @_typing.final
 class UnloadAdapterRequest(_message.Message):

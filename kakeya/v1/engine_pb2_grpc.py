@@ -74,10 +74,10 @@ class EngineServiceStub:
                 request_serializer=kakeya_dot_v1_dot_engine__pb2.ShrinkRequest.SerializeToString,
                 response_deserializer=kakeya_dot_v1_dot_engine__pb2.Footprint.FromString,
                 _registered_method=True)
-        self.LoadAdapter = channel.unary_unary(
-                '/kakeya.v1.EngineService/LoadAdapter',
-                request_serializer=kakeya_dot_v1_dot_engine__pb2.LoadAdapterRequest.SerializeToString,
-                response_deserializer=kakeya_dot_v1_dot_engine__pb2.LoadAdapterResponse.FromString,
+        self.LoadAdapters = channel.stream_stream(
+                '/kakeya.v1.EngineService/LoadAdapters',
+                request_serializer=kakeya_dot_v1_dot_engine__pb2.LoadAdaptersRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_engine__pb2.LoadAdaptersResponse.FromString,
                 _registered_method=True)
         self.UnloadAdapter = channel.unary_unary(
                 '/kakeya.v1.EngineService/UnloadAdapter',
@@ -146,9 +146,10 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def LoadAdapter(self, request, context):
-        """Takes an adapter from pages into a slot; generations may name it from then on.
-        RESOURCE_EXHAUSTED when every slot is in use, INVALID_ARGUMENT when it does not fit the model.
+    def LoadAdapters(self, request_iterator, context):
+        """Takes adapters from pages into slots; generations may name them from then on. One stream for
+        all loads, which an agent keeps open: a message on it costs half of a call. Each load has its
+        own answer, in the order in which they end, and one that fails ends nothing else.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,10 +205,10 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     request_deserializer=kakeya_dot_v1_dot_engine__pb2.ShrinkRequest.FromString,
                     response_serializer=kakeya_dot_v1_dot_engine__pb2.Footprint.SerializeToString,
             ),
-            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
-                    servicer.LoadAdapter,
-                    request_deserializer=kakeya_dot_v1_dot_engine__pb2.LoadAdapterRequest.FromString,
-                    response_serializer=kakeya_dot_v1_dot_engine__pb2.LoadAdapterResponse.SerializeToString,
+            'LoadAdapters': grpc.stream_stream_rpc_method_handler(
+                    servicer.LoadAdapters,
+                    request_deserializer=kakeya_dot_v1_dot_engine__pb2.LoadAdaptersRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_engine__pb2.LoadAdaptersResponse.SerializeToString,
             ),
             'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.UnloadAdapter,
@@ -442,7 +443,7 @@ class EngineService:
             _registered_method=True)
 
     @staticmethod
-    def LoadAdapter(request,
+    def LoadAdapters(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -452,12 +453,12 @@ class EngineService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/kakeya.v1.EngineService/LoadAdapter',
-            kakeya_dot_v1_dot_engine__pb2.LoadAdapterRequest.SerializeToString,
-            kakeya_dot_v1_dot_engine__pb2.LoadAdapterResponse.FromString,
+            '/kakeya.v1.EngineService/LoadAdapters',
+            kakeya_dot_v1_dot_engine__pb2.LoadAdaptersRequest.SerializeToString,
+            kakeya_dot_v1_dot_engine__pb2.LoadAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

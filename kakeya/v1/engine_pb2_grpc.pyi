@@ -51,9 +51,10 @@ class EngineServiceStub:
     """Bounds what the engine may occupy from now on; what is above goes as far as it is not in use."""
     Shrink: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ShrinkRequest, _engine_pb2.Footprint]
     """Gives memory back: spare buffers first, then KV that no generation uses, oldest first."""
-    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_engine_pb2.LoadAdapterRequest, _engine_pb2.LoadAdapterResponse]
-    """Takes an adapter from pages into a slot; generations may name it from then on.
-    RESOURCE_EXHAUSTED when every slot is in use, INVALID_ARGUMENT when it does not fit the model.
+    LoadAdapters: _grpc.StreamStreamMultiCallable[_engine_pb2.LoadAdaptersRequest, _engine_pb2.LoadAdaptersResponse]
+    """Takes adapters from pages into slots; generations may name them from then on. One stream for
+    all loads, which an agent keeps open: a message on it costs half of a call. Each load has its
+    own answer, in the order in which they end, and one that fails ends nothing else.
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_engine_pb2.UnloadAdapterRequest, _engine_pb2.UnloadAdapterResponse]
     """Frees an adapter's slot. Unknown ones are fine; one in use is ABORTED."""
@@ -79,9 +80,10 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Bounds what the engine may occupy from now on; what is above goes as far as it is not in use."""
     Shrink: _aio.UnaryUnaryMultiCallable[_engine_pb2.ShrinkRequest, _engine_pb2.Footprint]  # type: ignore[assignment]
     """Gives memory back: spare buffers first, then KV that no generation uses, oldest first."""
-    LoadAdapter: _aio.UnaryUnaryMultiCallable[_engine_pb2.LoadAdapterRequest, _engine_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    """Takes an adapter from pages into a slot; generations may name it from then on.
-    RESOURCE_EXHAUSTED when every slot is in use, INVALID_ARGUMENT when it does not fit the model.
+    LoadAdapters: _aio.StreamStreamMultiCallable[_engine_pb2.LoadAdaptersRequest, _engine_pb2.LoadAdaptersResponse]  # type: ignore[assignment]
+    """Takes adapters from pages into slots; generations may name them from then on. One stream for
+    all loads, which an agent keeps open: a message on it costs half of a call. Each load has its
+    own answer, in the order in which they end, and one that fails ends nothing else.
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_engine_pb2.UnloadAdapterRequest, _engine_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
     """Frees an adapter's slot. Unknown ones are fine; one in use is ABORTED."""
@@ -154,13 +156,14 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """Gives memory back: spare buffers first, then KV that no generation uses, oldest first."""
 
     @_abc_1.abstractmethod
-    def LoadAdapter(
+    def LoadAdapters(
         self,
-        request: _engine_pb2.LoadAdapterRequest,
+        request_iterator: _MaybeAsyncIterator[_engine_pb2.LoadAdaptersRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_engine_pb2.LoadAdapterResponse, _abc.Awaitable[_engine_pb2.LoadAdapterResponse]]:
-        """Takes an adapter from pages into a slot; generations may name it from then on.
-        RESOURCE_EXHAUSTED when every slot is in use, INVALID_ARGUMENT when it does not fit the model.
+    ) -> _typing.Union[_abc.Iterator[_engine_pb2.LoadAdaptersResponse], _abc.AsyncIterator[_engine_pb2.LoadAdaptersResponse]]:
+        """Takes adapters from pages into slots; generations may name them from then on. One stream for
+        all loads, which an agent keeps open: a message on it costs half of a call. Each load has its
+        own answer, in the order in which they end, and one that fails ends nothing else.
         """
 
     @_abc_1.abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -44,6 +44,8 @@ ERROR_BY_STATUS: dict[grpc.StatusCode, type[errors.KakeyaError]] = {
     grpc.StatusCode.UNKNOWN: errors.PeerProtocol,
     grpc.StatusCode.FAILED_PRECONDITION: errors.InvariantBroken,
 }
+STATUS_BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+"""For statuses that travel in messages."""
 _FINER: tuple[type[errors.KakeyaError], ...] = (
     errors.Unsupported,
     errors.PlacementError,
@@ -75,16 +77,27 @@ def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.KakeyaError:
 
     A node of ours names the very error, which counts where the call's status agrees with it.
     """
+    return error_from_status(*rpc_status(error), peer)
+
+
+def rpc_status(error: grpc.RpcError) -> tuple[grpc.StatusCode | None, str, Mapping[str, str]]:
+    """What a failed call ended with: status, details, metadata."""
     code = error.code() if callable(getattr(error, "code", None)) else None
     details = error.details() if callable(getattr(error, "details", None)) else str(error)
+    return code, details or "", _metadata(error)
+
+
+def error_from_status(
+    code: grpc.StatusCode | None, details: str, said: Mapping[str, str], peer: str
+) -> errors.KakeyaError:
+    """Our error for a status that came from `peer`; `said` is the metadata that came with it."""
     words = f"{peer}: {details or code}"
-    said = _metadata(error)
     kind = ERROR_BY_STATUS.get(code, errors.PeerError) if code else errors.PeerError
     named = _NAMED.get(said.get("kakeya-error", ""), kind)
     if _status_of_kind(named) is code:
         kind = named
     if issubclass(kind, errors.InvariantBroken):
-        law, _, values = (details or "").partition(": ")
+        law, _, values = details.partition(": ")
         return errors.InvariantBroken(f"{peer}: {law}", values)
     failure = kind(words)
     failure.retry_after_s = _seconds(said.get("retry-after", ""))
@@ -101,9 +114,13 @@ def _seconds(text: str) -> float | None:
     return min(float(text[:9]), _LONGEST_WAIT_S) if text.isdecimal() and text.isascii() else None
 
 
+def metadata_of(error: errors.KakeyaError) -> tuple[tuple[str, str], ...]:
+    """What goes beside the status of an error of ours."""
+    if error.retry_after_s is None:
+        return (("kakeya-error", error.code),)
+    return (("kakeya-error", error.code), ("retry-after", f"{error.retry_after_s:.0f}"))
+
+
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.KakeyaError) -> None:
     """End a server call with our error's status and sentence. Never returns."""
-    metadata: tuple[tuple[str, str], ...] = (("kakeya-error", error.code),)
-    if error.retry_after_s is not None:
-        metadata += (("retry-after", f"{error.retry_after_s:.0f}"),)
-    await context.abort(status_of(error), error.message, trailing_metadata=metadata)
+    await context.abort(status_of(error), error.message, trailing_metadata=metadata_of(error))

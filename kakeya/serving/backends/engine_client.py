@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -25,6 +25,7 @@ from kakeya.runtime.generation import (
     KvOffer,
     ModelFacts,
 )
+from kakeya.serving.backends.adapter_stream import AdapterStream
 from kakeya.serving.backends.convert import (
     decode_to_wire,
     facts_from_wire,
@@ -36,7 +37,7 @@ from kakeya.serving.backends.convert import (
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from kakeya.wire.channels import ENGINE_MESSAGE_BYTES, Keepalive, Option, message_options
-from kakeya.wire.status import error_from_rpc
+from kakeya.wire.status import error_from_status, rpc_status
 
 LEND_S = 5.0
 """An engine that does not come round to it for so long has given up to wait."""
@@ -88,6 +89,7 @@ class EngineClient:
         self._channel = grpc.aio.insecure_channel(address, options=_options(keepalive))
         self._stub = EngineServiceStub(self._channel)
         self._park_ids = itertools.count(1)
+        self._loads = AdapterStream(name, self._stub, self._failure_of)
 
     async def describe(self, timeout_s: float) -> ModelFacts:
         """Ask for the model's facts; waits for the socket, but not for a model that loads.
@@ -228,13 +230,10 @@ class EngineClient:
         model, Conflict when the other one is in use, UnknownMethod when the engine takes no
         adapters.
         """
-        request = pb.LoadAdapterRequest(
+        load = pb.AdapterLoad(
             adapter_id=adapter_id, pages=page_ref_to_wire(ref), instead_of=instead_of
         )
-        try:
-            return (await self._stub.LoadAdapter(request, timeout=timeout_s)).bytes
-        except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from None
+        return (await self._loads.load(load, timeout_s)).bytes
 
     async def unload_adapter(self, adapter_id: str, timeout_s: float) -> bool:
         """Free an adapter's slot; False where it had none. Raises Conflict for one in use."""
@@ -258,11 +257,16 @@ class EngineClient:
 
     async def aclose(self) -> None:
         """Close the channel; running streams get a moment to end by themselves."""
+        await self._loads.aclose()  # it does not end by itself
         await self._channel.close(grace=CLOSE_GRACE_S)
 
     def _failure(self, error: grpc.aio.AioRpcError) -> KakeyaError:
-        details = error.details() or ""
-        match error.code():
+        return self._failure_of(*rpc_status(error))
+
+    def _failure_of(
+        self, code: grpc.StatusCode | None, details: str, said: Mapping[str, str]
+    ) -> KakeyaError:
+        match code:
             case grpc.StatusCode.CANCELLED:
                 # An engine that shuts down cancels its calls: it is lost all the same.
                 return PeerUnavailable(f"{self._name}: {details}")
@@ -270,7 +274,7 @@ class EngineClient:
                 kind, _, detail = details.partition(": ")
                 return InvariantBroken(kind, detail)
             case _:
-                return error_from_rpc(error, self._name)
+                return error_from_status(code, details, said, self._name)
 
 
 def _caller_is_cancelled() -> bool:

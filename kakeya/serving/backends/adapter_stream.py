@@ -1,0 +1,148 @@
+"""Adapter loads of one engine over one stream, which is opened by the first and stays open.
+
+A round trip on an open stream costs half of a call. Whoever loads sees what a call of their own
+would show: its own error, its own deadline, and a cancellation that concerns nobody else. A stream
+that breaks fails the loads that are under way; the next load opens another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from kakeya.core.errors import DeadlineExceeded, KakeyaError, PeerProtocol, PeerUnavailable
+from kakeya.v1 import engine_pb2 as pb
+from kakeya.wire.status import STATUS_BY_NUMBER, rpc_status
+
+if TYPE_CHECKING:
+    from kakeya.v1.engine_pb2_grpc import EngineServiceAsyncStub  # of the stubs' types only
+
+_Call = grpc.aio.StreamStreamCall[pb.LoadAdaptersRequest, pb.LoadAdaptersResponse]
+Failure = Callable[[grpc.StatusCode | None, str, Mapping[str, str]], KakeyaError]
+"""Our error for a status, its details and its metadata."""
+
+
+class AdapterStream:
+    """See the module."""
+
+    def __init__(self, name: str, stub: EngineServiceAsyncStub, failure: Failure) -> None:
+        self._name = name
+        self._stub = stub
+        self._failure = failure
+        self._open: _Open | None = None
+
+    async def load(self, load: pb.AdapterLoad, timeout_s: float) -> pb.AdapterLoaded:
+        """Have an adapter loaded. Raises what the engine found wrong, PeerUnavailable when it is
+        lost, DeadlineExceeded."""
+        stream = self._stream()
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await stream.ask(load)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{self._name}: no answer within {timeout_s:g} s to the load of adapter "
+                f"{load.adapter_id}"
+            ) from None
+        match answer.WhichOneof("outcome"):
+            case "loaded":
+                return answer.loaded
+            case "failure":
+                said = answer.failure
+                code = STATUS_BY_NUMBER.get(said.status)
+                raise self._failure(code, said.details, said.metadata)
+            case _:
+                raise PeerProtocol(f"{self._name}: an adapter load was answered with nothing")
+
+    async def aclose(self) -> None:
+        """End the stream, and what is under way on it."""
+        if self._open is not None:
+            await self._open.aclose()
+
+    def _stream(self) -> _Open:
+        if self._open is None or self._open.is_over:
+            try:
+                call = self._stub.LoadAdapters()
+            except grpc.aio.UsageError:  # how a channel answers that was closed
+                raise self._closed() from None
+            self._open = _Open(call, self._problem)
+        return self._open
+
+    def _problem(self, error: grpc.aio.AioRpcError | None) -> KakeyaError:
+        return self._closed() if error is None else self._failure(*rpc_status(error))
+
+    def _closed(self) -> PeerUnavailable:
+        return PeerUnavailable(f"{self._name}: the connection was closed")
+
+
+class _Open:
+    """A stream that was opened, until it breaks.
+
+    Writes have a task of their own: one that is cancelled cancels the whole call.
+    """
+
+    def __init__(
+        self, call: _Call, problem: Callable[[grpc.aio.AioRpcError | None], KakeyaError]
+    ) -> None:
+        self._call = call
+        self._problem = problem
+        self._numbers = count(1)
+        self._waiting: dict[int, asyncio.Future[pb.LoadAdaptersResponse]] = {}
+        self._outgoing: asyncio.Queue[pb.LoadAdaptersRequest] = asyncio.Queue()
+        self.is_over = False
+        loop = asyncio.get_running_loop()
+        self._tasks = (
+            loop.create_task(self._read(), name="adapter answers"),
+            loop.create_task(self._write(), name="adapter loads"),
+        )
+
+    async def ask(self, load: pb.AdapterLoad) -> pb.LoadAdaptersResponse:
+        """Send a load and wait for its answer; one that is given up is withdrawn."""
+        number = next(self._numbers)
+        answer: asyncio.Future[pb.LoadAdaptersResponse]
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._outgoing.put_nowait(pb.LoadAdaptersRequest(number=number, load=load))
+        try:
+            return await answer
+        finally:
+            if self._waiting.pop(number, None) is not None:
+                self._outgoing.put_nowait(pb.LoadAdaptersRequest(number=number))
+
+    async def aclose(self) -> None:
+        self._end(None)
+        for task in self._tasks:
+            task.cancel()
+        self._call.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _read(self) -> None:
+        error: grpc.aio.AioRpcError | None = None
+        try:
+            async for answer in self._call:
+                waiting = self._waiting.pop(answer.number, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+        except grpc.aio.AioRpcError as broken:
+            error = broken
+        finally:
+            self._end(error)
+            self._tasks[1].cancel()
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._call.write(await self._outgoing.get())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the call ended; the reader knows how
+
+    def _end(self, error: grpc.aio.AioRpcError | None) -> None:
+        self.is_over = True
+        waiting = tuple(self._waiting.values())
+        self._waiting.clear()
+        for one in waiting:
+            if not one.done():
+                one.set_exception(self._problem(error))

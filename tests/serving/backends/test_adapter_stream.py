@@ -1,0 +1,229 @@
+"""Adapter loads over one stream: each has its own end, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from kakeya.core.errors import (
+    DeadlineExceeded,
+    KakeyaError,
+    MemoryRefused,
+    PageFreed,
+    PeerProtocol,
+    PeerUnavailable,
+    UnknownMethod,
+)
+from kakeya.engine.adapter_loads import AdapterLoads
+from kakeya.engine.adapters import LoadedAdapter
+from kakeya.memory.page_ref import PageRef
+from kakeya.serving.backends.engine_client import EngineClient
+from kakeya.v1 import engine_pb2_grpc
+from kakeya.wire.channels import Keepalive
+
+REF = PageRef(slab="/s", slab_pages=1, page_bytes=1, first=0, pages=1, length=1, stamp=1)
+CHILD = """
+import asyncio, sys
+from concurrent.futures import Future
+from pathlib import Path
+from tests.serving.backends.test_adapter_stream import Engine
+async def main():
+    async with Engine(Path(sys.argv[1])) as engine:
+        await engine.begun.wait()
+        print("begun", flush=True)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+class Engine(engine_pb2_grpc.EngineServiceServicer):
+    """An engine's end of the socket; the test is its model thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = f"unix:{folder}/engine"
+        self.flights: dict[str, Future[LoadedAdapter]] = {}
+        self.streams = 0
+        self.begun = asyncio.Event()
+        self.refusal: KakeyaError | None = None
+        self.loads = AdapterLoads(self.load)
+        self.server = grpc.aio.server()
+
+    def load(self, load) -> Future[LoadedAdapter]:
+        if self.refusal is not None:
+            raise self.refusal
+        self.flights[load.adapter_id] = Future()
+        self.begun.set()
+        return self.flights[load.adapter_id]
+
+    async def LoadAdapters(self, requests, context):
+        self.streams += 1
+        await self.loads.serve(context)
+
+    async def flight(self, adapter_id: str) -> Future[LoadedAdapter]:
+        while adapter_id not in self.flights:
+            self.begun.clear()
+            await self.begun.wait()
+        return self.flights.pop(adapter_id)
+
+    async def __aenter__(self):
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(self, self.server)
+        self.server.add_insecure_port(self.address)
+        await self.server.start()
+        return self
+
+    async def __aexit__(self, *end):
+        await self.server.stop(0)
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
+    async with Engine(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+async def client(engine: Engine) -> AsyncIterator[EngineClient]:
+    made = EngineClient("tiny", engine.address, Keepalive())
+    yield made
+    await made.aclose()
+
+
+def load(client: EngineClient, name: str, timeout_s: float = 30.0) -> asyncio.Task[int]:
+    return asyncio.create_task(client.load_adapter(name, REF, timeout_s))
+
+
+async def test_loads_are_answered_as_they_end_on_one_stream(engine, client) -> None:
+    first, second = load(client, "a"), load(client, "b")
+    (await engine.flight("b")).set_result(LoadedAdapter(slot=2, nbytes=20))
+    assert await second == 20
+    assert not first.done()
+    (await engine.flight("a")).set_result(LoadedAdapter(slot=1, nbytes=10))
+    assert await first == 10
+    assert engine.streams == 1
+
+
+@pytest.mark.parametrize(
+    ("problem", "kind", "retry_after_s"),
+    [
+        (MemoryRefused("no slot", retry_after_s=3.0), MemoryRefused, 3.0),
+        (PageFreed("the block was freed"), PageFreed.__mro__[1], None),
+        (ZeroDivisionError("oh"), PeerProtocol, None),
+    ],
+)
+async def test_a_load_that_fails_says_why_and_ends_no_stream(
+    engine, client, problem, kind, retry_after_s
+) -> None:
+    failing, other = load(client, "a"), load(client, "b")
+    (await engine.flight("a")).set_exception(problem)
+    with pytest.raises(kind, match=str(problem)) as seen:
+        await failing
+    assert seen.value.retry_after_s == retry_after_s
+    (await engine.flight("b")).set_result(LoadedAdapter(slot=1, nbytes=10))
+    assert await other == 10
+    assert engine.streams == 1
+
+
+async def test_an_engine_without_adapters_says_so(engine, client) -> None:
+    engine.refusal = UnknownMethod("the engine takes no adapters")
+    with pytest.raises(UnknownMethod, match="takes no adapters"):
+        await load(client, "a")
+
+
+async def test_a_cancelled_load_is_dropped_and_concerns_nobody_else(engine, client) -> None:
+    cancelled, other = load(client, "a"), load(client, "b")
+    dropped, goes_on = await engine.flight("a"), await engine.flight("b")
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    async with asyncio.timeout(30):
+        await asyncio.wrap_future(_end_of(dropped))
+    assert dropped.cancelled()
+    goes_on.set_result(LoadedAdapter(slot=1, nbytes=10))
+    assert await other == 10
+    assert engine.streams == 1
+
+
+async def test_a_load_that_takes_too_long_is_dropped(engine, client) -> None:
+    late = load(client, "a", 0.01)
+    with pytest.raises(DeadlineExceeded, match=r"no answer within 0.01 s .* adapter a"):
+        await late
+    assert engine.streams == 1
+
+
+async def test_an_engine_that_ends_in_order_answers_what_is_under_way(engine, client) -> None:
+    waiting = load(client, "a")
+    flight = await engine.flight("a")
+    engine.loads.end()
+    flight.set_result(LoadedAdapter(slot=1, nbytes=10))
+    assert await waiting == 10
+    async with asyncio.timeout(10):
+        await engine.server.stop(60)  # no stream is left for which it would wait
+    with pytest.raises(PeerUnavailable):
+        await load(client, "b")
+
+
+async def test_a_stream_that_broke_fails_its_loads_and_the_next_opens_another(
+    engine, client, tmp_path
+) -> None:
+    waiting = [load(client, name) for name in "ab"]
+    dropped = [await engine.flight(name) for name in "ab"]
+    await engine.server.stop(0)
+    for one in waiting:
+        with pytest.raises(PeerUnavailable):
+            await one
+    assert all(flight.cancelled() for flight in dropped)
+    async with Engine(tmp_path) as again, asyncio.timeout(30):
+        while True:  # until the channel has found it
+            asked = load(client, "c")
+            served = asyncio.create_task(again.flight("c"))
+            await asyncio.wait((asked, served), return_when=asyncio.FIRST_COMPLETED)
+            if served.done():
+                break
+            assert isinstance(asked.exception(), PeerUnavailable)
+            served.cancel()
+        (await served).set_result(LoadedAdapter(slot=1, nbytes=30))
+        assert await asked == 30
+
+
+async def test_closing_the_client_fails_what_waits(engine, client) -> None:
+    waiting = load(client, "a")
+    await engine.flight("a")
+    await client.aclose()
+    with pytest.raises(PeerUnavailable, match="the connection was closed"):
+        await waiting
+    with pytest.raises(PeerUnavailable, match="the connection was closed"):
+        await load(client, "b")
+
+
+async def test_a_killed_engine_fails_the_load(tmp_path: Path) -> None:
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CHILD, str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    client = EngineClient("tiny", f"unix:{tmp_path}/engine", Keepalive())
+    try:
+        while not (tmp_path / "engine").exists():
+            await asyncio.sleep(0.02)
+        waiting = load(client, "a")
+        assert child.stdout is not None
+        assert await child.stdout.readline() == b"begun\n"
+        child.send_signal(signal.SIGKILL)
+        with pytest.raises(PeerUnavailable):
+            async with asyncio.timeout(10):
+                await waiting
+    finally:
+        await child.wait()
+        await client.aclose()
+
+
+def _end_of(flight: Future[LoadedAdapter]) -> Future[None]:
+    """Done when the flight is, however it ends."""
+    ended: Future[None] = Future()
+    flight.add_done_callback(lambda _: ended.set_result(None))
+    return ended
