@@ -1,7 +1,8 @@
 """Goals 8 and 21: what allocating, pinning and evicting pages costs the process that owns them.
 
 Each figure is the median of many batches, taken in turns with a list append under a lock, the
-least that an allocator shared by threads would pay. The vLLM figures of goal 8 are cited, not run.
+least that an allocator shared by threads would pay; `at_reference` is the figure over how much
+slower than the reference machine this one was meanwhile. The vLLM figures of goal 8 are cited.
 
     .venv/bin/python -m benchmarks.page_arena
 """
@@ -16,7 +17,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.report import emit, interleaved, median, percentile
+from benchmarks.report import (
+    at_reference,
+    emit,
+    interleaved,
+    machine_factor,
+    median,
+    percentile,
+)
 from kakeya.memory.arena import PageArena
 from kakeya.memory.content import ContentType, Fit, PageConfig
 from kakeya.memory.pages import PagePool
@@ -207,10 +215,12 @@ def main() -> None:
                     "open_hold": open_hold(),
                     "evict": evict_one(worst),
                     "prepare_commit_free": on_memory,
+                    "machine_x": machine_factor,
                 },
                 repeats=REPEATS,
             )
     ns = {name: median(values) for name, values in taken.items()}
+    machine_x = ns.pop("machine_x")
     goals = {"alloc": 100.0, "hundred": 1_000.0, "pin": 50.0, "unpin": 50.0, "evict": 10_000.0}
     for name, goal in goals.items():
         emit(
@@ -221,6 +231,7 @@ def main() -> None:
             goal=f"< {goal:.0f} ns",
             met=ns[name] < goal,
             times_locked_append=round(ns[name] / ns["lock"], 2),
+            **at_reference(ns[name], machine_x),
         )
     emit(
         "page pool against vLLM's BlockPool (cited): alloc 1; 100 and free, ns",

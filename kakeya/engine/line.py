@@ -75,6 +75,7 @@ class Line:
         """
         job = ticket.job
         self.room.check_fits(job)
+        self._fitting_bytes = max(self._fitting_bytes, self.room.budget_bytes)
         self._arrivals += 1
         row = Row(
             ticket=ticket,
@@ -114,7 +115,7 @@ class Line:
                 left[row] = None
         for row in self._orders.expired(now_s):
             left.setdefault(row, DeadlineExceeded(_waited_in_vain(row, now_s)))
-        if self._fitting_bytes != self.room.budget_bytes:
+        if self._fitting_bytes > self.room.budget_bytes:
             self._fitting_bytes = self.room.budget_bytes
             for row in self.waiting.values():
                 try:

@@ -35,7 +35,8 @@ _SPARE = 256
 class _Class:
     """The accounts of one priority. `level` is what the one that waited and used least had used
     when the last one began. `equals` are the resting ones, by what they used; `uses` is a heap of
-    that, `far` of those that are not near, and `near` one of first claims."""
+    that, whose first entry is never a stale one, `far` of those that are not near, and `near` one
+    of first claims."""
 
     accounts: dict[str, Account] = field(default_factory=dict)
     level: int = 0
@@ -70,12 +71,7 @@ class FairShares(Generic[ClaimT]):
         if account is None:
             account = peers.accounts[client] = Account(client, priority)
         if not account.waiting:
-            used = max(account.used, peers.level)
-            least = self._least_resting(peers)
-            for one in peers.busy:
-                if one is not account and (least is None or one.used < least):
-                    least = one.used
-            account.used = used if least is None or least < used else least
+            account.used = self._lifted(peers, account)
             if not account.running:
                 self._rest(peers, account)
         account.waiting += 1
@@ -84,15 +80,12 @@ class FairShares(Generic[ClaimT]):
     def begin(self, account: Account) -> None:
         """A waiting generation runs from now on, chosen by the shares."""
         peers = self._classes[account.priority]
-        least = account.used
-        resting = self._least_resting(peers)
-        if resting is not None and resting < least:
-            least = resting
-        for one in peers.busy:
-            if one.used < least and one.waiting:
-                least = one.used
+        least = min(account.used, peers.uses[0]) if peers.uses else account.used
         if least > peers.level:
-            peers.level = least
+            for one in peers.busy:
+                if one.used < least and one.waiting:
+                    least = one.used
+            peers.level = max(least, peers.level)
         account.waiting -= 1
         if not account.running:
             self._wake(peers, account)
@@ -126,6 +119,18 @@ class FairShares(Generic[ClaimT]):
                 if one.waiting or one.running or one.used > peers.level
             }
             peers.kept_limit = max(_KEPT_CLIENTS, 2 * len(peers.accounts))
+
+    def _lifted(self, peers: _Class, account: Account) -> int:
+        """What one that comes back counts as having used: no less than who used least of those that
+        are there."""
+        used = max(account.used, peers.level)
+        least = peers.uses[0] if peers.uses else None
+        if least is not None and least <= used:
+            return used
+        for one in peers.busy:
+            if one is not account and (least is None or one.used < least):
+                least = one.used
+        return used if least is None or least < used else least
 
     def _stop(self, account: Account) -> None:
         account.running -= 1
@@ -179,7 +184,7 @@ class FairShares(Generic[ClaimT]):
         return None
 
     def _first_of(self, peers: _Class) -> ClaimT:
-        least = self._least_resting(peers)
+        least = peers.uses[0] if peers.uses else None
         busy = [one for one in peers.busy if one.waiting]
         for account in busy:
             if least is None or account.used < least:
@@ -221,7 +226,10 @@ class FairShares(Generic[ClaimT]):
             raise InvariantBroken("shares", f"{account.client} waits, and did not rest")
         same.accounts -= 1
         if not same.accounts:
-            del peers.equals[same.used]
+            equals, uses = peers.equals, peers.uses
+            del equals[same.used]
+            while uses and uses[0] not in equals:
+                heappop(uses)
 
     def _lead(self, peers: _Class, same: Equals, turn: Turn) -> None:
         """It is the first of an account that rests among these."""
@@ -246,18 +254,9 @@ class FairShares(Generic[ClaimT]):
         peers.far = [used for used in peers.uses if not peers.equals[used].is_near]
         peers.near = sorted((one.heads[0], one.used) for one in equals if one.is_near and one.heads)
 
-    def _least_resting(self, peers: _Class) -> int | None:
-        """What the resting account used that used least."""
-        uses, equals = peers.uses, peers.equals
-        while uses:
-            if uses[0] in equals:
-                return uses[0]
-            heappop(uses)
-        return None
-
     def _first_resting(self, peers: _Class, most: int) -> Turn | None:
         """The first claim of the resting accounts that used at most so much."""
-        far, near, equals = peers.far, peers.near, peers.equals
+        far, near, equals, waiting = peers.far, peers.near, peers.equals, self.waiting
         while far and far[0] <= most:
             same = equals.get(heappop(far))
             if same is not None and not same.is_near:
@@ -276,12 +275,20 @@ class FairShares(Generic[ClaimT]):
                 heappush(far, used)
             else:
                 heads = same.heads
-                while heads and not self._leads(heads[0], same):
+                while heads:
+                    head = heads[0]
+                    claim = waiting.get(head[1])
+                    if (
+                        claim is not None
+                        and claim.account.equals is same
+                        and claim.alone_s == head[0]
+                    ):
+                        break
                     heappop(heads)
                 if not heads:
                     heappop(near)
-                elif heads[0] == turn:
+                elif head == turn:
                     return turn
                 else:
-                    heapreplace(near, (heads[0], used))
+                    heapreplace(near, (head, used))
         return None

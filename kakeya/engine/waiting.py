@@ -46,7 +46,7 @@ class Waiting(Generic[ClaimT]):
         # What is filed only when somebody asks for it, up to a number: the others have none yet.
         self._work = tuple(_Work() for _ in range(CLASSES))
         self._worked = 0
-        self._by_need: tuple[dict[int, _Alike], ...] = tuple({} for _ in range(CLASSES))
+        self._by_need = tuple(_Needs() for _ in range(CLASSES))
         self._needed = 0
         self._needs = 0
 
@@ -108,12 +108,11 @@ class Waiting(Generic[ClaimT]):
             break  # the usual case was looked at
         self._file_needs()
         best = inf
-        for groups, (of_these, of_others) in zip(self._by_need, rooms, strict=True):
-            for need, alike in groups.items():
-                firsts = alike.firsts
-                if need <= of_others and firsts and firsts[0][0] < best:
+        for needs, (of_these, of_others) in zip(self._by_need, rooms, strict=True):
+            for need, number in needs.firsts.items():
+                if number < best and need <= of_others:
                     skipped = running if need > of_these else ()
-                    best = min(best, alike.oldest(self._by_age, skipped))
+                    best = min(best, needs.oldest(need, self._by_age, skipped))
         return None if best == inf else self._by_age[int(best)]
 
     def ahead_of(self, claim: Claim) -> Ahead:
@@ -139,16 +138,37 @@ class Waiting(Generic[ClaimT]):
 
     def _file_needs(self) -> None:
         if self._needs > 2 * len(self._by_age) + _FEW:
-            self._by_need = tuple({} for _ in range(CLASSES))
+            self._by_need = tuple(_Needs() for _ in range(CLASSES))
             self._needed = self._needs = 0
         for claim in self._since(self._needed):
-            groups = self._by_need[claim.account.priority]
-            alike = groups.get(claim.need_bytes)
-            if alike is None:
-                alike = groups[claim.need_bytes] = _Alike()
-            alike.add(claim.number, claim.account)
+            self._by_need[claim.account.priority].add(claim)
             self._needed = claim.number
             self._needs += 1
+
+
+@dataclass(slots=True, eq=False)
+class _Needs:
+    """Claims of one class by the room that they need. `firsts` are numbers that the oldest one of
+    each need has at least."""
+
+    alike: dict[int, _Alike] = field(default_factory=dict)
+    firsts: dict[int, float] = field(default_factory=dict)
+
+    def add(self, claim: Claim) -> None:
+        need = claim.need_bytes
+        alike = self.alike.get(need)
+        if alike is None:
+            alike = self.alike[need] = _Alike()
+        if not alike.firsts:
+            self.firsts[need] = claim.number
+        alike.add(claim.number, claim.account)
+
+    def oldest(self, need: int, waiting: Container[int], without: Collection[str]) -> float:
+        """See `_Alike.oldest`, of those that need so much."""
+        alike = self.alike[need]
+        found = alike.oldest(waiting, without)
+        self.firsts[need] = alike.firsts[0][0] if alike.firsts else inf
+        return found
 
 
 @dataclass(slots=True, eq=False)

@@ -233,6 +233,16 @@ def test_so_it_does_behind_very_many() -> None:
     assert len(both.sides[0].waiting()) > 200
 
 
+def test_who_came_while_there_was_more_room_is_refused_when_it_is_gone_again() -> None:
+    """Even when nobody looked at the line in between."""
+    side = Side("line", Pace(FACTS), 2048)
+    assert side.look(0.0) == []
+    side.slots.set_budget(8192)
+    side.arrive(DecodeJob(token_ids=range(4000), max_tokens=96), 0.0)
+    side.slots.set_budget(2048)
+    assert side.look(0.0) == [("gone", 1, "MemoryRefused")]
+
+
 def test_who_was_promised_the_next_place_gets_it_before_those_that_go_first() -> None:
     """Those that made place for it wait too, and would take it back."""
     side = Side("line", Pace(FACTS), 4096)
