@@ -36,6 +36,9 @@ class Encoder:
         self, tokenizer: Tokenizer, spec: Mapping[str, Any], kept_chars: int = KEPT_CHARS
     ) -> None:
         self._tokenizer = tokenizer
+        self._special = frozenset(
+            token["content"] for token in spec["added_tokens"] if token["special"]
+        )
         self._cuts = _cuts(spec["added_tokens"])
         self._left_chars = 0 if spec["model"].get("dropout") else kept_chars
         self._most_chars = self._left_chars // 4
@@ -56,7 +59,7 @@ class Encoder:
         start = 0
         if self._cuts is not None:
             for found in self._cuts.finditer(text):
-                if found.lastindex and found.start() > start:
+                if found.start() > start and found[0] in self._special:
                     yield text[start : found.start()]
                     start = found.start()
         if start < len(text):
@@ -88,8 +91,8 @@ class Encoder:
 
 
 def _cuts(added: Sequence[Mapping[str, Any]]) -> re.Pattern[str] | None:
-    """Finds added tokens as the tokenizer does, the first one, of several there the longest; those
-    that are special are in a group. None where a text is not to be cut."""
+    """Finds added tokens as the tokenizer does, the first one, of several there the longest. None
+    where a text is not to be cut."""
     # Others are looked for later, in what is left between these.
     found = sorted(
         (token for token in added if not token["normalized"]),
@@ -101,9 +104,5 @@ def _cuts(added: Sequence[Mapping[str, Any]]) -> re.Pattern[str] | None:
     )
     if is_strange or len(found) > _MOST_ADDED or not any(token["special"] for token in found):
         return None
-    return re.compile(
-        "|".join(
-            f"({re.escape(token['content'])})" if token["special"] else re.escape(token["content"])
-            for token in found
-        )
-    )
+    # No groups: what all begin with is then looked for at once, ten times as fast.
+    return re.compile("|".join(re.escape(token["content"]) for token in found))
