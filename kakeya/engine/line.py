@@ -59,7 +59,7 @@ class Line:
         self.waiting = self._orders.claims
         self.parked = self._orders.parked
         self._given_up: deque[int] = deque()
-        self._fitting_bytes = room.budget_bytes
+        self._most_bytes = 0  # nobody that waits takes more as a whole
         self._arrivals = 0
         self._entries = 0
         self._look_s: float | None = None
@@ -75,7 +75,7 @@ class Line:
         """
         job = ticket.job
         self.room.check_fits(job)
-        self._fitting_bytes = max(self._fitting_bytes, self.room.budget_bytes)
+        self._most_bytes = max(self._most_bytes, self.room.budget_bytes)
         self._arrivals += 1
         row = Row(
             ticket=ticket,
@@ -115,8 +115,8 @@ class Line:
                 left[row] = None
         for row in self._orders.expired(now_s):
             left.setdefault(row, DeadlineExceeded(_waited_in_vain(row, now_s)))
-        if self._fitting_bytes > self.room.budget_bytes:
-            self._fitting_bytes = self.room.budget_bytes
+        if self._most_bytes > self.room.budget_bytes:
+            self._most_bytes = self.room.budget_bytes
             for row in self.waiting.values():
                 try:
                     self.room.check_fits(row.ticket.job)
@@ -187,6 +187,8 @@ class Line:
         # What it holds itself is not in its way.
         row.need_bytes = self.room.need_bytes(row.ticket.job, row.length)
         row.need_bytes -= self.room.held_bytes(row)
+        # It may have begun while there was more room.
+        self._most_bytes = max(self._most_bytes, self.room.whole_bytes(row.ticket.job))
         self._shares.set_aside(row.account)
         self._orders.add(row, is_parked=True)
 

@@ -83,7 +83,7 @@ class KvRoom:
     def check_fits(self, job: DecodeJob) -> None:
         """Raise MemoryRefused when there never will be room for `job`."""
         prompt, budget = len(job.token_ids), self._slots.budget_bytes
-        whole = self.kv_bytes(prompt + job.max_tokens)
+        whole = self.whole_bytes(job)
         if whole > budget:
             raise MemoryRefused(
                 f"the KV of a prompt of {prompt} and {job.max_tokens} more tokens takes "
@@ -150,6 +150,10 @@ class KvRoom:
         """What the KV of a sequence of this length takes."""
         blocks = -(-min(tokens, self._context_tokens) // KV_BLOCK_TOKENS)
         return blocks * KV_BLOCK_TOKENS * self._token_bytes
+
+    def whole_bytes(self, job: DecodeJob) -> int:
+        """What the KV of `job` takes at its longest."""
+        return self.kv_bytes(len(job.token_ids) + job.max_tokens)
 
     def need_bytes(self, job: DecodeJob, length: int = 0) -> int:
         """What is set aside for `job`, which has come to `length`, when it enters."""

@@ -243,6 +243,17 @@ def test_who_came_while_there_was_more_room_is_refused_when_it_is_gone_again() -
     assert side.look(0.0) == [("gone", 1, "MemoryRefused")]
 
 
+def test_who_began_while_there_was_more_room_is_refused_when_it_is_parked_without() -> None:
+    """It would go before others for ever, and never fit."""
+    side = Side("line", Pace(FACTS), 4096)
+    side.arrive(DecodeJob(token_ids=range(10), max_tokens=2000), 0.0)
+    assert side.look(0.0) == [(1, [], [])]
+    side.slots.set_budget(1024)
+    assert side.look(0.0) == []
+    side.park(side.running[0])
+    assert side.look(0.0) == [("gone", 1, "MemoryRefused")]
+
+
 def test_who_was_promised_the_next_place_gets_it_before_those_that_go_first() -> None:
     """Those that made place for it wait too, and would take it back."""
     side = Side("line", Pace(FACTS), 4096)
