@@ -289,7 +289,7 @@ class Agent:
             hosts=host_names() | addresses,
             collect=overview.metrics,
             proposers=self._engines.proposers,
-            unready=self._health.reason,
+            unready=lambda: self._health.reason() or self._pages.unready(),
             precache=self._precache,
             texts=self._precache.texts,
         )

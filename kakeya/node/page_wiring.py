@@ -126,6 +126,10 @@ class NodePages:
         """Whether blocks of KV are exchanged with peers."""
         return self.prefixes.is_on and self._precache_config.peers
 
+    def unready(self) -> str:
+        """Why the node puts off that it is ready; "" = it does not."""
+        return self._start.unready()
+
     def metrics(self) -> Iterator[Metric]:
         """Of the pages, and of what lies in them."""
         yield from self.arena.metrics()

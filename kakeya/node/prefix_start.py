@@ -2,7 +2,8 @@
 
 Its KV gets its name, and what is on disk of it is found. What was used last comes back into pages,
 as far as they are free and the ledger has memory that nobody needs. A node that has nothing stored
-takes none before it is asked.
+takes none before it is asked. Until then, and for a moment at most, the node says that it is not
+ready yet: who waits for that begins with what is there, and who does not is served all the same.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from kakeya.runtime.generation import ModelFacts
 
 RECALLED_BYTES = 256 * MIB
 """A few tenths of a second of an SSD and a processor; at most half of the free pages."""
+UNREADY_S = 0.5
+"""How long a node puts off that it is ready for this: less than anybody notices of a start."""
 
 
 class PrefixStart:
@@ -29,10 +32,12 @@ class PrefixStart:
 
     def __init__(self, prefixes: NodePrefixes, *, clock: Clock) -> None:
         self._prefixes = prefixes
+        self._clock = clock
         self._tasks = Supervisor(clock)
         self._begun: dict[str, int] = {}
         self._due: dict[str, tuple[ModelFacts, int]] = {}
         self._is_due = asyncio.Event()
+        self._unready_until_mono = 0.0
         self.at_rest = asyncio.Event()
         """Nothing is left to do."""
         self.at_rest.set()
@@ -56,9 +61,16 @@ class PrefixStart:
         if self._begun.get(seat.model_id) == seat.pid:
             return
         self._begun[seat.model_id] = seat.pid
+        self._unready_until_mono = self._clock.mono() + UNREADY_S
         self._due[seat.model_id] = seat.facts, seat.pid
         self.at_rest.clear()
         self._is_due.set()
+
+    def unready(self) -> str:
+        """Why the node puts off that it is ready; "" = it does not."""
+        if self.at_rest.is_set() or self._clock.mono() >= self._unready_until_mono:
+            return ""
+        return "what was used last is brought back from disk"
 
     def health(self) -> tuple[TaskHealth, ...]:
         """Its background task."""

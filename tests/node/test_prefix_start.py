@@ -8,8 +8,9 @@ from pathlib import Path
 from kakeya.core.clock import SystemClock
 from kakeya.node.arena import PAGE_BYTES
 from kakeya.node.prefix_counts import Source
-from kakeya.node.prefix_start import PrefixStart
+from kakeya.node.prefix_start import UNREADY_S, PrefixStart
 from kakeya.precache.block_node import BlockClass
+from tests.fakes import FakeClock
 from tests.node.test_prefixes import World, world, written
 
 FIRST, SECOND, THIRD = ([start + place for place in range(10)] for start in (100, 200, 300))
@@ -30,6 +31,27 @@ async def started(here: World) -> None:
         start.ready(here.engine)
         await start.at_rest.wait()
         assert [(one.failures, one.running) for one in start.health()] == [(0, True)]
+
+
+async def test_a_node_puts_off_that_it_is_ready_until_all_is_back_and_for_a_moment_at_most(
+    tmp_path: Path,
+) -> None:
+    await stored(tmp_path)
+    clock = FakeClock()
+    async with world(tmp_path, disk=True) as here:
+        async with PrefixStart(here.prefixes, clock=clock) as start:
+            assert start.unready() == ""  # there is no engine
+            start.ready(here.engine)
+            assert "from disk" in start.unready()
+            await start.at_rest.wait()
+            assert start.unready() == ""
+            start.ready(here.engine)  # said again
+            assert start.unready() == ""
+        async with PrefixStart(here.prefixes, clock=clock) as start:
+            start.ready(here.engine)
+            clock.advance(UNREADY_S)
+            assert start.unready() == ""
+            assert not start.at_rest.is_set()
 
 
 async def sources(here: World, prompt: list[int]) -> tuple[int, int]:
