@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,9 +58,10 @@ class Precision(StrEnum):
     EXACT = "exact"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedTensor:
+class PackedTensor(NamedTuple):
     """What an adapter adds to one linear module. Arrays are read-only views of the packed bytes.
+
+    A tuple: each load makes one for each module, and frozen dataclasses take longer to make.
 
     Shapes: a [in, rank], b [rank, out], and for int8 a_scales [rank], b_scales [out], float32.
     """

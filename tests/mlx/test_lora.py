@@ -30,7 +30,7 @@ def logits(model: LoadedModel, slot: int) -> mx.array:
 
 def with_tensor(**changes: object) -> PackedAdapter:
     adapter = random_adapter(1)
-    first = replace(adapter.tensors[0], **changes)  # type: ignore[arg-type]
+    first = adapter.tensors[0]._replace(**changes)  # type: ignore[arg-type]
     return replace(adapter, tensors=(first, *adapter.tensors[1:]))
 
 
@@ -141,8 +141,7 @@ def test_int8_values_are_used_with_their_scales(model: LoadedModel) -> None:
 def as_int8(tensor: PackedTensor) -> PackedTensor:
     a, b = tensor.floats()
     a_scales, b_scales = (np.abs(part).max(axis=0) / 127 for part in (a, b))
-    return replace(
-        tensor,
+    return tensor._replace(
         a=np.rint(a / a_scales).astype(np.int8),
         b=np.rint(b / b_scales).astype(np.int8),
         a_scales=a_scales,
