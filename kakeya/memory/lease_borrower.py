@@ -143,7 +143,8 @@ class Borrower:
                     beat_mono, mine = now, await self.beat(mine or lease)
                 broken_mono = now
             except (errors.StoreFailed, errors.PeerUnavailable) as problem:
-                if now - broken_mono >= _PATIENCE_S:
+                now = self._clock.mono()
+                if now >= min(until_mono, broken_mono + _PATIENCE_S):
                     raise
                 text = problem.message
             else:

@@ -1,6 +1,6 @@
 """The book of leases in one SQLite file: the default, for one machine's processes.
 
-Write-ahead log, so readers never wait; one writer at a time, the others wait up to `BUSY_S`. A
+Write-ahead log, so readers never wait; one writer at a time, the others wait `BUSY_S` at most. A
 process that is killed in the middle of a change leaves the book as it was. Commits are not forced
 to the disk one by one: after a power cut every lease is void anyway, and the file stays whole.
 
@@ -48,10 +48,12 @@ class _Damaged(Exception):
 
 
 class SqliteLeaseStore:
-    """See `lease_store.LeaseStore`. `path` is the file; its folder must exist."""
+    """See `lease_store.LeaseStore`. `path` is the file; its folder must exist. A read or a change
+    waits `busy_s` for other processes."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, busy_s: float = BUSY_S) -> None:
         self._path = path
+        self.busy_s = busy_s
         self._db: sqlite3.Connection | None = None
         self._file: tuple[int, int] | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -147,8 +149,8 @@ class SqliteLeaseStore:
         if self._db is not None and self._file == _identity(self._path):
             return self._db
         self._close()
-        with _locked(self._path):
-            self._db = _connect(self._path)
+        with _locked(self._path, self.busy_s):
+            self._db = _connect(self._path, self.busy_s)
             self._file = _identity(self._path)
         return self._db
 
@@ -161,8 +163,8 @@ class SqliteLeaseStore:
     def _set_aside(self, problem: _Damaged) -> None:
         """Move the file away, unless another process did so already."""
         self._close()
-        with _locked(self._path):
-            if _is_whole(self._path):
+        with _locked(self._path, self.busy_s):
+            if _is_whole(self._path, self.busy_s):
                 return
             aside = self._path.with_name(self._path.name + ".corrupt")
             for suffix in ("", "-wal", "-shm"):
@@ -178,9 +180,9 @@ class SqliteLeaseStore:
         )
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _connect(path: Path, busy_s: float) -> sqlite3.Connection:
     is_new = not path.exists()
-    db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+    db = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
         if is_new:
             path.chmod(0o600)
@@ -217,7 +219,7 @@ def _transaction(db: sqlite3.Connection, begin: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, busy_s: float) -> Iterator[None]:
     try:
         lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as problem:
@@ -226,15 +228,15 @@ def _locked(path: Path) -> Iterator[None]:
             "writable folder with --data-dir"
         ) from problem
     try:
-        _lock(lock, path)
+        _lock(lock, path, busy_s)
         yield
     finally:
         os.close(lock)
 
 
-def _lock(lock: int, path: Path) -> None:
+def _lock(lock: int, path: Path, busy_s: float) -> None:
     """Lock, or give up in time: who has the lock may be stopped, and nobody may hang with it."""
-    until_mono = time.monotonic() + BUSY_S
+    until_mono = time.monotonic() + busy_s
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -242,19 +244,19 @@ def _lock(lock: int, path: Path) -> None:
             if time.monotonic() >= until_mono:
                 raise errors.StoreFailed(
                     f"the lease store {path} cannot be used: another process has locked "
-                    f"{path.name}.lock for {BUSY_S:.0f} s; end it, and try again"
+                    f"{path.name}.lock for {busy_s:.0f} s; end it, and try again"
                 ) from None
             time.sleep(_LOCK_PAUSE_S)
         else:
             return
 
 
-def _is_whole(path: Path) -> bool:
+def _is_whole(path: Path, busy_s: float) -> bool:
     """Whether a fresh look finds nothing wrong; also when there is nothing."""
     if not path.exists():
         return True
     try:
-        with contextlib.closing(sqlite3.connect(path, timeout=BUSY_S)) as db:
+        with contextlib.closing(sqlite3.connect(path, timeout=busy_s)) as db:
             if db.execute("PRAGMA quick_check").fetchone() != ("ok",):
                 return False
             head = db.execute("SELECT data FROM head").fetchone()

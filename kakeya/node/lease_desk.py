@@ -63,10 +63,10 @@ class Seen:
 class Desk:
     """A store of leases that is open between `async with`."""
 
-    def __init__(self, folder: Path, url: str) -> None:
+    def __init__(self, folder: Path, url: str, *, wait_s: float = float("inf")) -> None:
         self.folder = folder
         self.url = url
-        self._store: LeaseStore = open_lease_store(folder, url)
+        self._store: LeaseStore = open_lease_store(folder, url, wait_s=wait_s)
         self._clock = SystemClock()
 
     async def __aenter__(self) -> Self:
@@ -159,12 +159,13 @@ class Desk:
                 lease = await self._borrower.beat(lease)
 
 
-def open_desk(folder: Path, environ: Mapping[str, str]) -> Desk:
-    """The desk of a data directory, whose store the environment or the last node named.
+def open_desk(folder: Path, environ: Mapping[str, str], *, wait_s: float = float("inf")) -> Desk:
+    """The desk of a data directory, whose store the environment or the last node named. `wait_s`
+    is what its leases will be waited for at most.
 
     Raises ConfigError.
     """
-    return Desk(folder, chosen_url(folder, environ))
+    return Desk(folder, chosen_url(folder, environ), wait_s=wait_s)
 
 
 def _machine_budget() -> int:

@@ -21,18 +21,24 @@ if TYPE_CHECKING:
 
 VARIABLE = "KAKEYA_LEASE_STORE"
 URL_FILE = "leases.url"
+_LEAST_BUSY_S = 1.0
+"""However little the caller would wait for room: a change by another process takes milliseconds."""
 
 
-def open_lease_store(folder: Path, url: str = "") -> LeaseStore:
-    """The store of a data directory: SQLite in it, or what a URL names. Raises ConfigError."""
+def open_lease_store(folder: Path, url: str = "", *, wait_s: float = float("inf")) -> LeaseStore:
+    """The store of a data directory: SQLite in it, or what a URL names. Raises ConfigError.
+
+    Who waits `wait_s` for a lease waits half of it for other processes that write to a file: once
+    to ask, and once more to take that back.
+    """
     if url:
         from kakeya.memory.lease_redis import RedisLeaseStore
         from kakeya.memory.processes import system_table
 
         return RedisLeaseStore(url, machine=lambda: system_table().machine())
-    from kakeya.memory.lease_sqlite import FILE, SqliteLeaseStore
+    from kakeya.memory.lease_sqlite import BUSY_S, FILE, SqliteLeaseStore
 
-    return SqliteLeaseStore(folder / FILE)
+    return SqliteLeaseStore(folder / FILE, busy_s=min(BUSY_S, max(_LEAST_BUSY_S, wait_s / 2)))
 
 
 def chosen_url(folder: Path, environ: Mapping[str, str]) -> str:

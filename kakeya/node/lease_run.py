@@ -40,7 +40,7 @@ def run(folder: Path, options: argparse.Namespace) -> int:
     if shutil.which(command[0]) is None:
         return _cannot_run(command[0])
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    desk = open_desk(folder, os.environ)
+    desk = open_desk(folder, os.environ, wait_s=wait_s)
     try:
         lease = asyncio.run(_acquire(desk, wish, wait_s))
     except _Stopped as stopped:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
+import math
 import signal
 import sqlite3
 import subprocess
@@ -17,7 +19,6 @@ from hypothesis import strategies as st
 
 from kakeya.core import errors
 from kakeya.memory import lease_rules as rules
-from kakeya.memory import lease_sqlite
 from kakeya.memory.lease import (
     MAX_BYTES,
     Book,
@@ -36,6 +37,7 @@ from kakeya.memory.lease_sqlite import SqliteLeaseStore
 from kakeya.memory.lease_store import LeaseStore
 from kakeya.memory.processes import Census
 from kakeya.memory.resident import RequestPriority
+from kakeya.node.lease_place import open_lease_store
 from tests.memory.lease_worlds import (
     NO_REDIS,
     REDIS,
@@ -400,17 +402,44 @@ async def test_a_store_follows_when_another_process_sets_the_file_aside(tmp_path
             assert set((await other.read()).leases) == {"b"}
 
 
-async def test_a_stopped_process_that_has_the_lock_hangs_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lease_sqlite, "BUSY_S", 0.1)
+async def test_a_stopped_process_that_has_the_lock_hangs_nobody(tmp_path: Path) -> None:
     with (tmp_path / "leases.db.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        async with SqliteLeaseStore(tmp_path / "leases.db") as store:
+        async with SqliteLeaseStore(tmp_path / "leases.db", busy_s=0.1) as store:
             with pytest.raises(errors.StoreFailed, match=r"leases\.db\.lock"):
                 await store.read()
             fcntl.flock(lock, fcntl.LOCK_UN)
             assert await store.read() == Book()
+
+
+async def test_who_waits_for_a_lease_does_not_wait_longer_for_the_store(tmp_path: Path) -> None:
+    """A process that writes, and is stopped meanwhile, keeps all others out."""
+    path = tmp_path / "leases.db"
+    async with SqliteLeaseStore(path, busy_s=0.1) as store:
+        asking = borrower(store, await asyncio.to_thread(Census), budget=10 << 20)
+        await asking.acquire(wish("all", 10), "all")
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            async with asyncio.timeout(5):
+                with pytest.raises(errors.StoreFailed, match="locked"):
+                    await asking.acquire(wish("b", 10), "b", wait_s=0.1)
+            other.execute("ROLLBACK")
+            waiting = asyncio.create_task(asking.acquire(wish("c", 10), "c", wait_s=0.5))
+            while "c" not in (await store.read()).leases:
+                await asyncio.sleep(0.01)
+            path.rename(tmp_path / "gone.db")
+            path.mkdir()
+            async with asyncio.timeout(5):
+                with pytest.raises(errors.StoreFailed):
+                    await waiting
+
+
+def test_half_of_a_short_wait_is_for_other_processes_that_write(tmp_path: Path) -> None:
+    """It is waited twice: to ask, and to take that back."""
+    for wait_s, busy_s in ((math.inf, 10.0), (60.0, 10.0), (3.0, 1.5), (0.0, 1.0)):
+        store = open_lease_store(tmp_path, wait_s=wait_s)
+        assert isinstance(store, SqliteLeaseStore)
+        assert store.busy_s == busy_s
 
 
 async def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
