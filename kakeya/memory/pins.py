@@ -95,16 +95,18 @@ class Hold:
 
     def pin(self) -> None:
         """Keep the block until as many `unpin`. Raises PageFreed."""
-        if self.pins < 0:
+        pins = self.pins
+        if pins < 0:
             raise self._gone()
-        self.pins += 1
+        self.pins = pins + 1
         self.used_s = self._now.s
 
     def unpin(self) -> None:
         """Take one pin back. Raises InvariantBroken when there is none, PageFreed."""
-        if self.pins < 1:
+        pins = self.pins
+        if pins < 1:
             raise self._no_pin()
-        self.pins -= 1
+        self.pins = pins - 1
         self.used_s = self._now.s
 
     def renew(self) -> None:
