@@ -34,7 +34,7 @@ RemoteBook: TypeAlias = "RemoteDraftBook[PendingDraft | StreamedDraft]"
 NGRAM_SOURCE = "ngram"
 KEPT_PEERS = 16
 """Peers' models whose channels stay open between generations; a placement names one or two."""
-_NOTHING = Draft(source="none")
+NOTHING = Draft(source="none")
 
 
 @dataclass(slots=True)
@@ -129,6 +129,11 @@ class Drafting:
         self._unasked = set(self._books)
         self._shadows = ShadowScorer(self)
 
+    @property
+    def has_sources(self) -> bool:
+        """Whether anything can draft for it."""
+        return bool(self._tallies)
+
     def _open(self, noise: SamplingNoise | None) -> dict[str, RemoteBook]:
         """A book for each peer; one that cannot be asked costs its drafts, not the generation."""
         opened = {}
@@ -164,6 +169,8 @@ class Drafting:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Tokens joined the history."""
+        if not self._tallies:
+            return
         if self._index is not None:
             self._index.extend(tokens)
         for book in self._books.values():
@@ -174,9 +181,9 @@ class Drafting:
 
     def choose(self, history: list[int], room: int) -> tuple[Draft, int]:
         """The draft that is worth most now and how many of its tokens to verify; 0 = none."""
-        if room < 1 or not self._tallies:
-            return _NOTHING, 0
-        best, best_rows = _NOTHING, 0
+        if room < 1:
+            return NOTHING, 0
+        best, best_rows = NOTHING, 0
         if self._index is not None:
             tokens, match_length = self._index.draft(room)
             best = Draft(source=NGRAM_SOURCE, tokens=tuple(tokens), match_length=match_length)

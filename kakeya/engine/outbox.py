@@ -71,11 +71,12 @@ class Outbox:
 
     async def __aiter__(self) -> AsyncIterator[pb.DecodeResponse]:
         """Yield responses until the last frame."""
+        await self._filled.wait()
         while True:
-            await self._filled.wait()
+            # Nobody need call while this drains and pauses: it looks again by itself.
+            self._is_called = True
             self._filled.clear()
             self._is_urgent.clear()
-            self._is_called = False  # before the frames are taken: what comes now calls again
             for response in self._drain():
                 yield response
                 if response.HasField("done"):
@@ -83,6 +84,11 @@ class Outbox:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._frame_s):
                     await self._is_urgent.wait()
+            # Before the look: a frame that is put behind it calls.
+            self._is_called = False
+            while not self._frames:
+                await self._filled.wait()
+                self._filled.clear()
 
     def _drain(self) -> list[pb.DecodeResponse]:
         """Take all frames; committed tokens that follow each other become one response."""

@@ -213,7 +213,7 @@ class Scheduler:
         self._line.park(row)
 
     def _turn(self) -> None:
-        """One unit of work: the step of a row, and what all share after the last, or a chunk."""
+        """One unit of work: the block of a row, what all share after the last, or a chunk."""
         self._units += 1
         if self._units % _TIDY_EVERY_UNITS == 0:
             self._model.tidy()
@@ -227,27 +227,31 @@ class Scheduler:
             self._end_weakest()
 
     def _step(self) -> None:
-        """The turn of a row that decodes; the last one of a round launches what all share.
-
-        A plain step that is due waits for the end of the round.
-        """
+        """Turns of rows that decode, up to one that computes something; the last one of a round
+        launches what all share. A plain step that is due waits for that, and costs nothing."""
         if not self._turns:
             self._turns.extend(row for row in self._running if not row.is_prefilling)
             self._forwards.share(len(self._turns))
             self._chunks_in_round, self._prefill_s = 0, 0.0
-        row = self._turns.popleft()
-        if row.launch is None:
-            # A plain step that has company is not measured anyway.
-            is_measured = row.has_drafts or len(self._running) == 1
-            if is_measured and row is not self._latest and row.run is not None:
-                row.run.resumed(self._tools.timer() if self._is_device_idle else None)
-                self._latest = row
-            self._advance(row)
-            if row.launch is None:
-                self._forwards.worked_apart()
-                self._is_device_idle = True
+        while self._turns and self._only_waits(self._turns.popleft()):
+            pass
         if not self._turns:
             self._launch([row for row in self._running if row.launch is not None])
+
+    def _only_waits(self, row: Row) -> bool:
+        """The turn of one row; whether it wants no more than its plain step launched."""
+        if row.launch is not None:
+            return True
+        # A plain step that has company is not measured anyway.
+        is_measured = row.has_drafts or len(self._running) == 1
+        if is_measured and row is not self._latest and row.run is not None:
+            row.run.resumed(self._tools.timer() if self._is_device_idle else None)
+            self._latest = row
+        self._advance(row)
+        if row.launch is None:
+            self._forwards.worked_apart()
+            self._is_device_idle = True
+        return row.launch is not None
 
     def _due_row(self) -> Row | None:
         """Whose chunk of a prompt comes before the next round; None = nobody's."""
@@ -262,9 +266,9 @@ class Scheduler:
         is_mute = self._held_back < _HELD_BACK_ROUNDS and any(
             not one.has_spoken and not one.is_prefilling for one in self._running
         )
-        chunks, spent_s, next_s = self._chunks_in_round, self._prefill_s, self._line.chunk_s(row)
-        is_due = is_chunk_due(chunks, spent_s, next_s, somebody_is_mute=is_mute)
-        self._held_back = 0 if is_due or self._chunks_in_round else self._held_back + 1
+        chunks, next_s = self._chunks_in_round, self._line.chunk_s(row)
+        is_due = is_chunk_due(chunks, self._prefill_s, next_s, somebody_is_mute=is_mute)
+        self._held_back = 0 if is_due or chunks else self._held_back + 1
         return row if is_due else None
 
     def _prefill(self, row: Row) -> None:
@@ -340,10 +344,8 @@ class Scheduler:
             self._end(row)
             rows.remove(row)
         has_company = len(self._running) > 1
-        if rows:
-            self._is_device_idle = False
-        if has_company:
-            self._latest = None
+        self._is_device_idle &= not rows
+        self._latest = None if has_company else self._latest
         for row, failure in self._forwards.launch(rows, has_company=has_company):
             self._abandon(row, as_kakeya_error(failure))
         for row in rows:
@@ -373,10 +375,8 @@ class Scheduler:
     def _end(self, row: Row) -> None:
         self._leave(row)
         try:
-            if row.is_stowed and row.run is not None:
-                row.run.abandon()
-            elif row.run is not None:
-                row.run.finish()
+            if row.run is not None:
+                row.run.abandon() if row.is_stowed else row.run.finish()
         except Exception as failure:  # noqa: BLE001 - KV that cannot be kept is only speed
             event(_log, "kv dropped", level=logging.WARNING, error=repr(failure))
 

@@ -31,7 +31,7 @@ from kakeya.decoding.controller import DraftController
 from kakeya.decoding.decoder import Decoding, FinishReason
 from kakeya.decoding.proposer import Draft
 from kakeya.engine.adapters import AdapterUse, EngineAdapters
-from kakeya.engine.drafting import Drafting, RemoteBooks
+from kakeya.engine.drafting import NOTHING, Drafting, RemoteBooks
 from kakeya.engine.job import (
     DecodeJob,
     DoneFrame,
@@ -276,6 +276,8 @@ class SequenceRun:
 
     def _choose(self) -> tuple[Draft, int]:
         """The best draft of this moment, and how many of its tokens deserve a row."""
+        if not self._drafting.has_sources:
+            return NOTHING, 0  # what could be verified is not worth finding out at every token
         room = min(self._decoding.room(), self._tools.max_draft_rows)
         if self.state.in_flight() == 0:
             room = min(room, self.state.verifiable_rows() - 1)

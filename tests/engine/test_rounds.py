@@ -33,6 +33,24 @@ def test_streams_go_on_while_a_long_prompt_comes_in() -> None:
     assert long.at_s[0] - 1.0 <= 4000 * TOKEN_S * (1 + STEP_S / CHUNK_S) * 1.1
 
 
+def test_rows_that_only_wait_for_the_step_they_share_are_no_units_of_their_own() -> None:
+    rig = VirtualRig(places=8)
+    looks = 0
+    holds = rig.scheduler.limits.holds
+
+    def look() -> bool:
+        nonlocal looks
+        looks += 1
+        return holds()
+
+    rig.scheduler.limits.holds = look  # type: ignore[method-assign]
+    streams = [rig.submit(token_ids=prompt(5, at), max_tokens=100) for at in range(8)]
+    rig.run()
+    assert all(stream.tokens == expected(stream.job.token_ids, 100) for stream in streams)
+    # A unit for each prompt and each end, and one for each step of all.
+    assert looks <= 100 + 3 * len(streams)
+
+
 def test_what_nobody_waits_for_hardly_slows_who_decodes_or_comes() -> None:
     """A prefix that is warmed ahead gives way within a chunk, and goes on once they are done."""
 
