@@ -197,13 +197,18 @@ def test_rows_that_are_parked_again_and_again_get_what_each_gets_alone(
     left = list(zip(urgent, answers[2:], strict=True))
     most = []
 
-    def come(count: int) -> None:
+    def see(_count: int) -> None:
         most.append(scheduler.limits.room.parked_bytes)
+
+    def come(count: int) -> None:
+        see(count)
         while left and count >= after:
             ending.submit(*left.pop())
             if len(left) % 2:
                 return
 
+    for answer in answers:
+        answer.after = see  # who is urgent speaks while another is set aside for it
     answers[1].after = come
     answers[0].after = come
     ending.submit(other, answers[1])
