@@ -2,7 +2,8 @@
 
 The bound is on the process as the system counts it. What is not the model framework's (the
 interpreter, libraries) cannot shrink, so the framework gets the rest: its share is the bound less
-what else was resident when it was set.
+what else was resident when it was set. That grows with use, by a heap that keeps what was freed and
+by what Python holds; so the share is found anew whenever memory is asked back.
 
 What mlx 0.32 does at its limit: on the CPU nothing. The number is stored, allocations go on
 beyond it, and one that the system refuses ends the process. On Metal its documentation calls the
@@ -30,6 +31,8 @@ from kakeya.engine.slots import KvSlots
 
 _LEAST_KV_TOKENS = 2048
 """Slots of adapters leave KV for so much, or for the whole bound where that is less."""
+_NOTED_BYTES = 1 << 20
+"""By less the share does not change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +130,7 @@ class Limits:
         # What was dropped lies among the spare buffers now; and the C library keeps pages too.
         self._model.tidy()
         self._trim()
+        self._fit_share()
         return self.footprint()
 
     def holds(self) -> bool:
@@ -196,7 +200,7 @@ class Limits:
     def _share(self, memory_bytes: int) -> int:
         """What of a bound is the framework's."""
         now = self.footprint()
-        other = max(0, now.resident_bytes - now.active_bytes - now.cache_bytes)
+        other = self._other_bytes(now)
         fixed = now.active_bytes - now.idle_kv_bytes - self.room.lent_bytes
         if memory_bytes - other < fixed:
             raise MemoryRefused(
@@ -204,6 +208,21 @@ class Limits:
                 f"which is {format_bytes(other + fixed)}"
             )
         return memory_bytes - other
+
+    def _fit_share(self) -> None:
+        """The bound less what else is resident now; at least the model and KV to work with."""
+        if self._share_bytes is None:
+            return
+        least = self._model_bytes + self._slot_bytes() + self._least_kv_bytes()
+        share = max(self._limit_bytes - self._other_bytes(self.footprint()), least)
+        if abs(share - self._share_bytes) >= _NOTED_BYTES:
+            self._share_bytes = share
+            self._model.limit(share, None)
+            self.fit_kv()
+
+    def _other_bytes(self, now: Footprint) -> int:
+        """What is resident and not the framework's."""
+        return max(0, now.resident_bytes - now.active_bytes - now.cache_bytes)
 
     def _slot_bytes(self) -> int:
         return self._model.adapters.nbytes if self._model.adapters is not None else 0

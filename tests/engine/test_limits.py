@@ -258,6 +258,35 @@ def test_spare_buffers_are_bounded_by_what_arrays_leave(model: MlxModel) -> None
     model.limit(1 << 40, 256 * MIB)
 
 
+def test_what_else_grows_comes_out_of_the_share_when_memory_is_asked_back(model: MlxModel) -> None:
+    """Else the engine would go back to what it was asked for, and be ended for it."""
+    other = [50 * MIB]
+
+    def resident() -> int:
+        memory = model.memory()
+        return memory.active_bytes + memory.cache_bytes + other[0]
+
+    limits = Limits(model, tools().slots, resident=resident)
+    limits.shrink(1 << 40)
+    limits.set(resident() + 40 * MIB, 0, 0)
+    room = limits.room_bytes()
+    assert room is not None
+    for grown, left in ((30, room - 30 * MIB), (10, room - 10 * MIB), (0, room)):
+        other[0] = (50 + grown) * MIB
+        limits.shrink(1)
+        assert limits.room_bytes() == left
+        block = mx.ones((20 * MIB // 4,))
+        mx.eval(block)
+        assert limits.holds() == (grown < 30)
+        del block
+    other[0] = 1000 * MIB
+    limits.shrink(1)
+    least = limits.room_bytes()
+    assert least is not None
+    assert least >= 2048 * TOKEN_BYTES  # a model that can do nothing is no use to anybody
+    model.limit(1 << 40, 256 * MIB)
+
+
 def slotted(folder: Path) -> MlxModel:
     """The model with a long context and slots, none of them allocated yet."""
     loaded = load(str(folder), "llama", adapter_slots=8, adapter_rank=16)
