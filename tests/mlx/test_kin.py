@@ -9,11 +9,13 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.base import create_causal_mask, scaled_dot_product_attention
 
-from kakeya.mlx.batch import launch_together, why_by_turns
-from kakeya.mlx.kin import LEAST_TOKENS, STEP_TOKENS, Kin, attend, runs
+from kakeya.mlx.batch import forward_together, launch_together, why_by_turns
+from kakeya.mlx.kin import LEAST_TOKENS, STEP_TOKENS, Kin, Run, attend, runs
 from kakeya.mlx.kin_probe import SHARES_FROM, shares_from
 from kakeya.mlx.loader import LoadedModel, load
+from kakeya.mlx.rows import Stretch
 from kakeya.mlx.seating import Seating
 from kakeya.mlx.slabs import LayerSlab, Seat
 from kakeya.mlx.verifier import Verifier
@@ -212,6 +214,50 @@ def test_kin_select_what_they_would_alone(model: LoadedModel) -> None:
         seats = [row.seat for row in rows if row.seat]
         assert [run.shared for run in runs(seats, shares_from=least)] == [len(STEM) if least else 0]
     assert taken[:20] == taken[20:]
+
+
+def test_families_beside_each_other_attend_each_to_their_own(model: LoadedModel) -> None:
+    def states() -> list[Verifier]:
+        stems = (STEM, STEM, None, [3, *STEM[1:]], [3, *STEM[1:]])
+        tails = ([1], [1, 2, 3], [5] * 300, [2] * 90, [4] * 60)
+        both = zip(stems, tails, strict=True)
+        return [sequence(model, *([stem] if stem else []), tail) for stem, tail in both]
+
+    together = states()
+    seats = seated(*together)
+    found = runs(seats, shares_from=1)
+    assert [(run.start, run.end, run.shared) for run in found] == [
+        (0, 2, len(STEM)),
+        (2, 3, 0),
+        (3, 5, len(STEM)),
+    ]
+    row = mx.array([7, 8, 9, 10, 11], dtype=mx.int32)
+    logits = forward_together(model, together, row)
+    for at, state in enumerate(states()):
+        assert mx.allclose(logits[at], state.step(row[at : at + 1])[0], atol=1e-4).item()
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 8, 9, 100])
+@pytest.mark.parametrize("shared", [0, 5])
+def test_each_row_sees_its_window(window: int | None, shared: int) -> None:
+    """Also kin: behind a window what they share is seen by nobody."""
+    lengths = [5, 8, 7]
+    mx.random.seed(1)
+    keys, values = (mx.random.normal((4, 2, 16, 8)) for _ in range(2))
+    for row in (2, 3):
+        keys[row, :, :shared] = keys[1, :, :shared]
+        values[row, :, :shared] = values[1, :, :shared]
+    queries = mx.random.normal((3, 4, 1, 8))
+    stretch = Stretch(1, Run(0, 3, shared), lengths, mx.array(lengths))
+    slab = LayerSlab(keys, values)
+    found = stretch.attend(scaled_dot_product_attention, queries, slab, 0.3, window, None)
+    for row, length in enumerate(lengths):
+        held = (part[row + 1 : row + 2, :, : length + 1] for part in (keys, values))
+        mask = create_causal_mask(1, length, window_size=window)
+        alone = mx.fast.scaled_dot_product_attention(
+            queries[row : row + 1], *held, scale=0.3, mask=mask
+        )
+        assert mx.allclose(found[row : row + 1], alone, atol=1e-5).item()
 
 
 def test_the_probe_allows_it_where_it_gives_the_same(model: LoadedModel) -> None:
