@@ -1,6 +1,6 @@
 """Adapter loads of one engine over one stream, which is opened by the first and stays open.
 
-A round trip on an open stream costs half of a call. Whoever loads sees what a call of their own
+A message on an open stream costs less than a call. Whoever loads sees what a call of their own
 would show: its own error, its own deadline, and a cancellation that concerns nobody else. A stream
 that breaks fails the loads that are under way; the next load opens another one.
 """
