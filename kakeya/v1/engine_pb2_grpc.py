@@ -148,7 +148,7 @@ class EngineServiceServicer:
 
     def LoadAdapters(self, request_iterator, context):
         """Takes adapters from pages into slots; generations may name them from then on. One stream for
-        all loads, which an agent keeps open: a message on it costs half of a call. Each load has its
+        all loads, which an agent keeps open: a message on it costs less than a call. Each load has its
         own answer, in the order in which they end, and one that fails ends nothing else.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

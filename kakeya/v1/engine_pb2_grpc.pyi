@@ -53,7 +53,7 @@ class EngineServiceStub:
     """Gives memory back: spare buffers first, then KV that no generation uses, oldest first."""
     LoadAdapters: _grpc.StreamStreamMultiCallable[_engine_pb2.LoadAdaptersRequest, _engine_pb2.LoadAdaptersResponse]
     """Takes adapters from pages into slots; generations may name them from then on. One stream for
-    all loads, which an agent keeps open: a message on it costs half of a call. Each load has its
+    all loads, which an agent keeps open: a message on it costs less than a call. Each load has its
     own answer, in the order in which they end, and one that fails ends nothing else.
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_engine_pb2.UnloadAdapterRequest, _engine_pb2.UnloadAdapterResponse]
@@ -82,7 +82,7 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Gives memory back: spare buffers first, then KV that no generation uses, oldest first."""
     LoadAdapters: _aio.StreamStreamMultiCallable[_engine_pb2.LoadAdaptersRequest, _engine_pb2.LoadAdaptersResponse]  # type: ignore[assignment]
     """Takes adapters from pages into slots; generations may name them from then on. One stream for
-    all loads, which an agent keeps open: a message on it costs half of a call. Each load has its
+    all loads, which an agent keeps open: a message on it costs less than a call. Each load has its
     own answer, in the order in which they end, and one that fails ends nothing else.
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_engine_pb2.UnloadAdapterRequest, _engine_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
@@ -162,7 +162,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.LoadAdaptersResponse], _abc.AsyncIterator[_engine_pb2.LoadAdaptersResponse]]:
         """Takes adapters from pages into slots; generations may name them from then on. One stream for
-        all loads, which an agent keeps open: a message on it costs half of a call. Each load has its
+        all loads, which an agent keeps open: a message on it costs less than a call. Each load has its
         own answer, in the order in which they end, and one that fails ends nothing else.
         """
 
