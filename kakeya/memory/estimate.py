@@ -1,6 +1,6 @@
 """How much memory a model will take, before it is loaded. The first of these that is known counts:
 
-    history   what it took after earlier loads
+    history   what it took after earlier loads, and room to compute in
     headers   its tensors as they come into memory, plus an engine's own needs
     files     1.3 times its weight files, where their headers are damaged; 1.1 times a GGUF file
     name      the parameters and bits that its name speaks of, where nothing is on disk yet
@@ -58,7 +58,7 @@ class Estimate:
     """What a load will take. Units: bytes."""
 
     base_bytes: int
-    """Right after the load, before any request: weights, process, room to compute in."""
+    """Before any request: weights, process, room to compute in."""
     weights_bytes: int
     kv_bytes: int
     """Keys and values of the tokens that were asked about."""
@@ -69,6 +69,8 @@ class Estimate:
     """Names the model in the history; "" = not on disk."""
     problem: str = ""
     """What is wrong with its files, by name; "" = nothing that shows."""
+    work_bytes: int = 0
+    """Of the base, room to compute in: not used yet right after the load."""
 
     @property
     def bytes(self) -> int:
@@ -101,16 +103,17 @@ def estimate_model(
             weights = max(weights, _loaded_bytes(headers, config, widens))
     else:
         weights, source = _loaded_bytes(headers, config, widens), _HEADERS
-    base = weights + PROCESS_BYTES + _work_bytes(config)
+    work = _work_bytes(config)
     known = history.peak_bytes(headers.digest, kind) if history else None
     return Estimate(
-        base_bytes=base if known is None else known,
+        base_bytes=(weights + PROCESS_BYTES if known is None else known) + work,
         weights_bytes=weights,
         kv_bytes=kv_bytes(layers, kv_tokens, number_bytes),
         kv_bytes_per_token=kv_bytes_per_token(layers, number_bytes),
         source=source if known is None else _HISTORY,
         digest=headers.digest,
         problem=f"{folder}: {'; '.join(headers.problems)}" if headers.problems else "",
+        work_bytes=work,
     )
 
 

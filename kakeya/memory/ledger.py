@@ -39,7 +39,7 @@ class Ledger:
     _given: dict[str, int] = field(default_factory=dict)
     """What they hold less by since: they give slab by slab, and are asked meanwhile."""
     _stubborn: dict[str, int] = field(default_factory=dict)
-    """What tenants held after they gave up less than they had offered: while they hold as much,
+    """What tenants had after they gave up less than they had offered: while they have as much,
     their offers count as nothing, else they would be asked again and again."""
     _growing: dict[str, int] = field(default_factory=dict)
     """What is reserved for tenants that grow, less what they grew by since."""
@@ -144,9 +144,11 @@ class Ledger:
 
     def shrunk(self, shrink: Shrink, tenant: Tenant) -> None:
         """Replace a promise by what the tenant says after it."""
-        dropped = max(0, self._tenants[shrink.name].held_bytes - tenant.held_bytes)
+        before = self._tenants[shrink.name]
+        dropped = max(0, before.held_bytes - tenant.held_bytes)
+        dropped += max(0, before.lent_bytes - tenant.lent_bytes)
         if self._given.pop(tenant.name, 0) + dropped < shrink.bytes:
-            self._stubborn[tenant.name] = tenant.held_bytes
+            self._stubborn[tenant.name] = tenant.held_bytes + tenant.lent_bytes
         left = self._promised.get(shrink.name, 0) - shrink.bytes
         self._promised[shrink.name] = max(0, left)
         self._tenants[tenant.name] = tenant
@@ -217,14 +219,16 @@ class Ledger:
 
     def _after(self, tenant: Tenant) -> Tenant:
         if self._is_stubborn(tenant):
-            return replace(tenant, expired_bytes=0, spare_bytes=0)
+            return replace(tenant, expired_bytes=0, spare_bytes=0, lent_bytes=0)
         promised = self._owed(tenant)
+        more = self._outstanding(tenant.name) - promised
         expired = min(promised, tenant.expired_bytes)
         return replace(
             tenant,
             held_bytes=tenant.held_bytes - promised,
             expired_bytes=tenant.expired_bytes - expired,
             spare_bytes=tenant.spare_bytes - (promised - expired),
+            lent_bytes=max(0, tenant.lent_bytes - more),
         )
 
     def _owed(self, tenant: Tenant) -> int:
@@ -236,7 +240,7 @@ class Ledger:
         return max(0, self._promised.get(name, 0) - self._given.get(name, 0))
 
     def _is_stubborn(self, tenant: Tenant) -> bool:
-        return self._stubborn.get(tenant.name) == tenant.held_bytes
+        return self._stubborn.get(tenant.name) == tenant.held_bytes + tenant.lent_bytes
 
     def _add_available(self, size: int) -> None:
         if self.available_bytes is not None:

@@ -54,6 +54,9 @@ class Tenant:
     """What a holder of many small things says of itself: a cache, the page arena, the sessions.
 
     It gives up expired bytes before spare ones. The rest of what it holds is in use.
+
+    `lent_bytes` are not among what it holds: it has them in room that stays lent to somebody else.
+    Given up, they help a machine that is short, and make room for nobody.
     """
 
     name: str
@@ -61,10 +64,11 @@ class Tenant:
     held_bytes: int
     expired_bytes: int = 0
     spare_bytes: int = 0
+    lent_bytes: int = 0
 
     def __post_init__(self) -> None:
         parts = (self.expired_bytes, self.spare_bytes)
-        if min(parts) < 0 or sum(parts) > self.held_bytes:
+        if min(*parts, self.lent_bytes) < 0 or sum(parts) > self.held_bytes:
             raise errors.InvalidArgument(
                 f"tenant {self.name!r} holds {self.held_bytes} bytes and would give up "
                 f"{self.expired_bytes} + {self.spare_bytes}; at most what it holds is possible"
@@ -254,6 +258,7 @@ def relieve(
         (r for r in residents if r.is_idle and r.role.yields and not r.warmth.is_pinned),
         key=lambda resident: pressure_key(resident, now),
     )
+    tenants = [_with_lent(tenant) for tenant in tenants]
     match level:
         case Level.NOMINAL:
             return Relief()
@@ -279,6 +284,17 @@ def relieve(
             step = max(first.spare_bytes // 2, min(first.spare_bytes, rules.low_step_bytes))
             given[first.name] += min(step, wanted)
             return _relief(given, (), wanted_bytes)
+
+
+def _with_lent(tenant: Tenant) -> Tenant:
+    """With what it could give up for the machine's sake among what it could give up."""
+    lent = tenant.lent_bytes
+    return replace(
+        tenant,
+        held_bytes=tenant.held_bytes + lent,
+        spare_bytes=tenant.spare_bytes + lent,
+        lent_bytes=0,
+    )
 
 
 def _relief(

@@ -2,8 +2,10 @@
 
 Each engine is looked at every POLL_S: its resident size by the system's own account, which it
 cannot withhold, and its idle KV by what it says itself. Both go to the ledger. The engine counts
-with its lease, or with what it occupies where that is more, less its idle KV, which is a tenant of
-its own: so it is counted once, and can be asked back before any model has to leave.
+with its lease, or with what it occupies where that is more, less what of its idle KV the lease can
+do without, which is a tenant of its own: so it is counted once, and can be asked back before any
+model has to leave. Idle KV that the lease cannot do without is only asked for by pressure: room for
+others it would not make.
 
 Idle KV given up for another model makes the engine's KV bound and its lease smaller, down to one
 whole context; both grow again when nobody waits and the room is free.
@@ -35,7 +37,7 @@ from kakeya.memory.escalation import (
     Sight,
     Step,
 )
-from kakeya.memory.events import EngineDrained, EngineKilled, EngineShrunk, Event, MemoryPressure
+from kakeya.memory.events import EngineDrained, EngineKilled, EngineShrunk
 from kakeya.memory.memory_arbiter import MemoryArbiter
 from kakeya.memory.policy import Level, Rung, Tenant
 from kakeya.memory.resident import ResidentKey
@@ -67,25 +69,27 @@ class _Watched:
     def idle_kv_bytes(self) -> int:
         return self.footprint.idle_kv_bytes if self.footprint else 0
 
+    @property
+    def spare_kv_bytes(self) -> int:
+        """What of it the lease can do without."""
+        return min(self.idle_kv_bytes, self.lease.spare_kv_bytes)
+
 
 class EngineKvTenant:
     """The idle KV of one engine, as the ladder sees it."""
 
-    def __init__(self, watched: _Watched, level: Callable[[], Level]) -> None:
+    def __init__(self, watched: _Watched) -> None:
         self._watched = watched
-        self._level = level
 
     def usage(self) -> Tenant:
-        """What was seen last. Under pressure all of it is to be had; else what the lease can do
-        without."""
-        idle, spare = self._watched.idle_kv_bytes, self._watched.lease.spare_kv_bytes
-        if self._level() is not Level.NOMINAL:
-            spare = idle
+        """What was seen last."""
+        spare = self._watched.spare_kv_bytes
         return Tenant(
             name=tenant_name(self._watched.key.model_key),
             rung=Rung.SESSIONS,
-            held_bytes=idle,
-            spare_bytes=min(idle, spare),
+            held_bytes=spare,
+            spare_bytes=spare,
+            lent_bytes=self._watched.idle_kv_bytes - spare,
         )
 
     async def shrink(self, size: int) -> None:
@@ -124,12 +128,9 @@ class EngineWatch:
         self._poll_s = poll_s
         self._resident = resident
         self._watched: dict[str, _Watched] = {}
-        self._level = Level.NOMINAL
         self._tasks = Supervisor(clock)
-        self._leave: Callable[[], None] = lambda: None
 
     async def __aenter__(self) -> Self:
-        self._leave = self._arbiter.on_event(self._hear)
         self._tasks.start("engine watch", self._run)
         return self
 
@@ -139,7 +140,6 @@ class EngineWatch:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._leave()
         await self._tasks.aclose()
         for model_id in tuple(self._watched):
             self.detach(model_id)
@@ -158,7 +158,7 @@ class EngineWatch:
             way=Escalation(self._rules),
         )
         self._watched[model_id] = watched
-        self._arbiter.add_tenant(EngineKvTenant(watched, lambda: self._level))
+        self._arbiter.add_tenant(EngineKvTenant(watched))
 
     def detach(self, model_id: str) -> None:
         """Watch it no longer; one that is not watched is fine."""
@@ -304,7 +304,7 @@ class EngineWatch:
     def _measure(self, watched: _Watched) -> None:
         """Tell the ledger. An engine that is loading or leaving is none of its residents."""
         lease, occupied = watched.lease.bytes, watched.resident_bytes
-        counted = max(lease, occupied) - watched.idle_kv_bytes
+        counted = max(lease, occupied) - watched.spare_kv_bytes
         key = watched.key
         with contextlib.suppress(NotFound):
             self._arbiter.measure(
@@ -327,7 +327,3 @@ class EngineWatch:
 
     def _is_watched(self, watched: _Watched) -> bool:
         return self._watched.get(watched.key.model_key) is watched
-
-    def _hear(self, happened: Event) -> None:
-        if isinstance(happened, MemoryPressure):
-            self._level = happened.level

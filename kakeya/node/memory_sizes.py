@@ -68,7 +68,7 @@ class LeaseSize:
 
         Where it is more than was estimated, and more than is free, sessions get less room.
         """
-        base = max(self.estimate.base_bytes, footprint_bytes or 0)
+        base = max(self.estimate.base_bytes, (footprint_bytes or 0) + self.estimate.work_bytes)
         over = max(0, base - self.estimate.base_bytes - max(0, free_bytes))
         kv_bytes = max(self.least_kv_bytes, self.kv_bytes - over)
         lent = base + kv_bytes

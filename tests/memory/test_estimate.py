@@ -423,9 +423,12 @@ def test_what_was_measured_goes_before_headers(tmp_path: Path) -> None:
     history.note(plain.digest, "text", 250 * MIB)
     history.note(plain.digest, "draft", 900 * MIB)
     after = estimated(folder, 10, history=history)
-    assert (after.source, after.base_bytes) == ("history", 260 * MIB)
+    # It was measured before any request: what those need to compute in comes on top.
+    assert 16 * MIB < after.work_bytes == plain.work_bytes < 32 * MIB
+    assert (after.source, after.base_bytes) == ("history", 260 * MIB + after.work_bytes)
     assert after.kv_bytes == plain.kv_bytes
-    assert estimated(folder, 10, history=history, kind="draft").base_bytes == 900 * MIB
+    as_draft = estimated(folder, 10, history=history, kind="draft")
+    assert as_draft.base_bytes == 900 * MIB + after.work_bytes
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 97}))
     assert estimated(folder, 10, history=history).source == "headers"  # Another model by now.
 

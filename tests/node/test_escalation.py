@@ -295,9 +295,14 @@ async def test_the_ledger_counts_an_engine_with_its_lease_and_its_idle_kv_once(m
         assert here.resident().bytes == lease
         await collect(here.backend, request(token_ids=PROMPT * 6, max_tokens=2, kv_key="a"))
         await here.watch.look()
-        idle = here.tenant().held_bytes
-        assert idle > MIB // 2
-        assert here.resident().bytes + idle == lease
+        assert here.tenant().lent_bytes > MIB // 2
+        assert here.resident().bytes == here.arbiter.status().committed_bytes == lease
+        # With room for more than one context, the lease can do without some of it.
+        await here.backend.set_limits(memory_bytes=lease, kv_bytes=33 * BLOCK_BYTES)
+        await here.watch.look()
+        spare = here.tenant().held_bytes
+        assert spare == BLOCK_BYTES
+        assert here.resident().bytes + spare == lease
         assert here.arbiter.status().committed_bytes == lease
         here.watch.detach("toy")
         assert here.resident().bytes == lease
@@ -317,6 +322,27 @@ async def test_under_pressure_idle_kv_goes_before_any_model(model: Path) -> None
             while (await here.backend.stats()).kv_live_bytes:
                 await asyncio.sleep(0.01)
         assert here.backend.state is ModelState.READY
+
+
+async def test_what_pressure_takes_of_a_lease_makes_no_room_for_others(model: Path) -> None:
+    """Else somebody is let in for it, and both are above the budget when the lease fills again."""
+    async with world(model, poll_s=3600.0) as here:
+        lease = await size_of(here.backend) + 300 * MIB
+        here.watch.attach("toy", here.backend, lease)
+        await collect(here.backend, request(token_ids=PROMPT * 6, max_tokens=2, kv_key="a"))
+        await here.watch.look()
+        here.arbiter.set_budget(lease)
+        here.arbiter.observe(Reading(level=Level.LOW, source="test", available_bytes=1 << 40))
+        free = [here.arbiter.status().free_bytes]
+        async with asyncio.timeout(120):
+            while (await here.backend.stats()).kv_live_bytes:
+                free.append(here.arbiter.status().free_bytes)
+                await here.watch.look()
+                here.arbiter.observe(
+                    Reading(level=Level.LOW, source="test", available_bytes=1 << 40)
+                )
+        assert max(free) <= 0
+        assert here.arbiter.status().committed_bytes == lease
 
 
 @pytest.mark.slow
