@@ -290,9 +290,10 @@ class PrefixDisk:
     def _commit(
         self, loading: _Loading, path: Sequence[BlockId], node: Node[Lying], filling: Filling
     ) -> bool:
-        """Let all use a block that was read; whether it is here now."""
+        """Let all use a block that was read, or give its pages back; whether it is here now."""
         shelf = loading.shelf
         if not node.stored:  # it was wiped meanwhile
+            self._pages.give_back(filling)
             return False
         facts = replace(
             node.facts,

@@ -23,6 +23,7 @@ from kakeya.node.prefix_counts import Source
 from kakeya.node.prefix_exchange import PrefixExchange
 from kakeya.node.prefix_source import NodeSources
 from kakeya.node.prefixes import NodePrefixes
+from kakeya.precache.blocks import BlockId
 from kakeya.precache.disk import FOLDER
 from kakeya.precache.retention import Retention
 from kakeya.runtime.generation import (
@@ -463,6 +464,31 @@ async def test_what_lay_only_on_disk_is_read_back_and_only_once(tmp_path: Path) 
         assert here.prefixes.store.stats().counts.hits == 8
         assert here.prefixes.counts.tokens[Source.DISK] == 29
         assert here.prefixes.counts.tokens[Source.PAGES] == 3 * 29
+        here.check()
+
+
+async def test_what_is_wiped_from_disk_while_it_is_read_leaves_no_pages_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(tmp_path, disk=True) as here:
+        prompt = list(range(50, 80))
+        await here.ask(prompt)
+        await written(here)
+        await here.arena.shrink(8)
+        await asyncio.sleep(0)
+        store, (shelf,) = here.prefixes.store, here.prefixes.pages.shelves()
+        read_into = store.read_into
+
+        async def read_and_lose(block_id: BlockId, view: memoryview) -> bool:
+            node = shelf.tree.node(block_id)
+            found = await read_into(block_id, view)
+            if node is not None and node.index == 2:
+                here.prefixes.pages.unstored(shelf, block_id)
+            return found
+
+        monkeypatch.setattr(store, "read_into", read_and_lose)
+        assert await here.ask(prompt) == 2 * BLOCK
+        await written(here)
         here.check()
 
 
