@@ -33,6 +33,8 @@ _LEAST_KV_TOKENS = 2048
 """Slots of adapters leave KV for so much, or for the whole bound where that is less."""
 _NOTED_BYTES = 1 << 20
 """By less the share does not change."""
+_WORK_BYTES = 16 << 20
+"""A chunk of prefill takes so much beside its KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,7 @@ class Limits:
         self._trim = trim
         self._limit_bytes = 0
         self._share_bytes: int | None = None
+        self._first_share_bytes = 0
         self._cache_bytes = self._cut_bytes = KEPT_BUFFER_BYTES
         self._kv_bytes = slots.budget_bytes
         """What was asked for; what is allowed is less where slots of adapters need it."""
@@ -84,7 +87,8 @@ class Limits:
             self.room.check_bound(kv_bytes)
         share = self._share(memory_bytes) if memory_bytes else None
         if share is not None:
-            self._limit_bytes, self._share_bytes = memory_bytes, share
+            self._limit_bytes = memory_bytes
+            self._share_bytes = self._first_share_bytes = share
         if cache_bytes:
             self._cache_bytes = self._cut_bytes = cache_bytes
         if share is not None or cache_bytes:
@@ -210,15 +214,16 @@ class Limits:
         return memory_bytes - other
 
     def _fit_share(self) -> None:
-        """The bound less what else is resident now; at least the model and KV to work with."""
+        """The bound less what else is resident now; KV that is promised can be filled all the
+        same, so that it costs spare buffers only."""
         if self._share_bytes is None:
             return
-        least = self._model_bytes + self._slot_bytes() + self._least_kv_bytes()
-        share = max(self._limit_bytes - self._other_bytes(self.footprint()), least)
+        promised = self._model_bytes + self._slot_bytes() + self._slots.budget_bytes + _WORK_BYTES
+        left = self._limit_bytes - self._other_bytes(self.footprint())
+        share = min(max(left, promised), self._first_share_bytes)
         if abs(share - self._share_bytes) >= _NOTED_BYTES:
             self._share_bytes = share
             self._model.limit(share, None)
-            self.fit_kv()
 
     def _other_bytes(self, now: Footprint) -> int:
         """What is resident and not the framework's."""
