@@ -75,9 +75,8 @@ def test_a_peer_that_was_slow_is_asked_by_every_generation_and_judged_by_its_lat
             history = [1, 2]
             drafting.begin(history)
             deadline = time.monotonic() + 10
-            began = time.monotonic()
-            drafting.choose(history, 8)
-            assert time.monotonic() - began < 0.09, "it is asked, not waited for"
+            draft, _ = drafting.choose(history, 8)
+            assert not draft.tokens, "it is asked, not waited for"
             while not drafting.tallies()[0].shadow_hits and time.monotonic() < deadline:
                 history.append((history[-1] + 1) % 100)
                 drafting.extend(history[-1:])
