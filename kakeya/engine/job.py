@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kakeya.core.errors import InvalidArgument
 from kakeya.decoding.decoder import FinishReason
 from kakeya.decoding.sampling import SamplingParams
 from kakeya.precache.kv_pages import KvPages
@@ -59,6 +60,21 @@ class DecodeJob:
     client: str = ""
     priority: int = NORMAL_PRIORITY
     deadline_s: float | None = None
+
+    def check(self, vocab_size: int, context_tokens: int) -> None:
+        """Refuse what a model of these bounds cannot take; raises InvalidArgument."""
+        if not self.token_ids:
+            raise InvalidArgument("the history is empty; give at least one token")
+        if self.max_tokens < 0:
+            raise InvalidArgument(f"max_tokens is {self.max_tokens}; 0 = only prefill")
+        if len(self.token_ids) >= context_tokens:
+            raise InvalidArgument(
+                f"the history has {len(self.token_ids)} tokens, the model's context is "
+                f"{context_tokens}; leave room for at least one new token"
+            )
+        largest = max(self.token_ids)
+        if largest >= vocab_size or min(self.token_ids) < 0:
+            raise InvalidArgument(f"token id {largest} is outside the vocabulary of {vocab_size}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,6 @@ those that run outgrow the KV bound, or the memory limit, the weakest ends (see 
 from __future__ import annotations
 
 import logging
-import queue
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -28,13 +27,15 @@ from typing import TypeVar
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.engine.faults import as_kakeya_error
+from kakeya.engine.inbox import Inbox
 from kakeya.engine.job import DoneFrame, EngineFrame, ExportedFrame, ImportedFrame, TokensFrame
 from kakeya.engine.limits import Limits
 from kakeya.engine.line import Line
 from kakeya.engine.model import Model
 from kakeya.engine.pace import Pace
 from kakeya.engine.parking import Parking
-from kakeya.engine.policy import OUTPUT_WEIGHT, ROUND_S, SPECULATIVE, is_chunk_due, weakest
+from kakeya.engine.policy import OUTPUT_WEIGHT, ROUND_S, weakest
+from kakeya.engine.prefilling import Prefilling
 from kakeya.engine.rows import Load, Row, Ticket
 from kakeya.engine.sequence import Launch, SequenceRun, SequenceTools
 from kakeya.engine.shared_forwards import SharedForwards
@@ -45,8 +46,6 @@ _Answer = TypeVar("_Answer")
 _TIDY_EVERY_UNITS = 512
 _ASIDES = (ImportedFrame, ExportedFrame)
 """Frames between which nothing is computed that counts as a turn."""
-_HELD_BACK_ROUNDS = 2
-"""A sequence says its first word two rounds after its prompt was done."""
 
 
 class Scheduler:
@@ -64,45 +63,31 @@ class Scheduler:
         self._room = self.limits.room
         self._model = model
         self._tools = tools
-        self._inbox: queue.SimpleQueue[Ticket | Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox = Inbox(tools.timer)
         self._pace = Pace(model.facts)
         self._line = Line(self._room, tools.slots, model.facts, self._pace, places=max_running)
         self._parking = Parking(self._line, model.facts, lost=self._lose)
         self.limits.drop_parked = self._parking.drop_until
         self.lend = self._parking.lend
         self._running: list[Row] = []
-        self._prefilling: list[Row] = []
+        self._prefilling = Prefilling(self._line, self._pace, tools.timer)
         self._turns: deque[Row] = deque()
         self._forwards = SharedForwards(model, tools.controller, tools.timer)
         self._latest: Row | None = None
         self._is_device_idle = True
-        self._units = self._chunks = self._chunks_in_round = self._held_back = 0
-        self._prefill_s = 0.0
-        self._chunk_ended_s: float | None = None
-        self._began_s: float | None = None
+        self._units = 0
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a generation; thread-safe."""
-        self._inbox.put(ticket)
+        self._inbox.submit(ticket)
 
     def call(self, work: Callable[[], _Answer]) -> Future[_Answer]:
         """Run `work` on the model thread between two steps; thread-safe."""
-        answer: Future[_Answer] = Future()
-
-        def perform() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
-            try:
-                answer.set_result(work())
-            except Exception as failure:  # noqa: BLE001 - handed to the caller
-                answer.set_exception(failure)
-
-        self._inbox.put(perform)
-        return answer
+        return self._inbox.call(work)
 
     def stop(self) -> None:
         """Make `run` return after the current step; thread-safe."""
-        self._inbox.put(None)
+        self._inbox.stop()
 
     def load(self) -> Load:
         """How many sequences run and wait; read on the model thread."""
@@ -114,8 +99,7 @@ class Scheduler:
 
     def silent_s(self) -> float:
         """How long the thread has been at one piece of work; 0 while it has none. Thread-safe."""
-        began_s = self._began_s
-        return 0.0 if began_s is None else max(0.0, self._tools.timer() - began_s)
+        return self._inbox.silent_s()
 
     def run(self) -> None:
         """Work until `stop`."""
@@ -134,25 +118,22 @@ class Scheduler:
 
         Returns the time, None once it is to stop.
         """
-        idle = not self._running and not self._line.waiting
-        now_s = self._tools.timer()
-        while True:
-            self._began_s = None if idle else now_s
-            if not idle and self._inbox.empty():
-                return now_s
-            item = self._inbox.get()
-            self._began_s = now_s = self._tools.timer()
-            idle = False
+        is_idle = not self._running and not self._line.waiting
+        for item in self._inbox.items(is_idle=is_idle):
             if item is None:
                 return None
             if isinstance(item, Ticket):
-                self._arrive(item, now_s)
+                self._arrive(item, self._inbox.read_s)
             else:
-                item()
-                # It may have changed the bounds.
-                self._line.stir()
-                while self._running and not self._room.holds:
-                    self._end_weakest()
+                self._do(item)
+        return self._inbox.read_s
+
+    def _do(self, work: Callable[[], None]) -> None:
+        work()
+        # It may have changed the bounds.
+        self._line.stir()
+        while self._running and not self._room.holds:
+            self._end_weakest()
 
     def _arrive(self, ticket: Ticket, now_s: float) -> None:
         try:
@@ -163,7 +144,10 @@ class Scheduler:
     def _admit(self, now_s: float) -> None:
         """Let in who can enter, and out of the line who has to go."""
         for row, failure in self._line.gone(now_s):
-            self._end(row) if failure is None else self._abandon(row, failure)
+            if failure is None:
+                self._end(row)
+            else:
+                self._abandon(row, failure)
         while (entry := self._line.next_entry(self._running, now_s)) is not None:
             for row in entry.parks:
                 self._park(row)
@@ -172,7 +156,9 @@ class Scheduler:
             for row in entry.drops:
                 self._parking.drop(row)
             self._place(entry.row, now_s)
-            if self._prefill_s > ROUND_S and len(self._running) > len(self._prefilling):
+            if self._prefilling.round_s > ROUND_S and len(self._running) > len(
+                self._prefilling.rows
+            ):
                 # KV from pages is taken while a sequence begins: others wait for that too.
                 return
 
@@ -180,7 +166,7 @@ class Scheduler:
         """Begin a sequence, or go on with a parked one."""
         began_s = self._tools.timer()
         self._line.enter(row)
-        row.placed_s, row.headroom, row.served = now_s, 0, self._chunks
+        row.placed_s, row.headroom, row.served = now_s, 0, self._prefilling.chunks
         self._running.append(row)
         ticket, job = row.ticket, row.ticket.job
         if row.run is not None and not self._parking.resume(row):
@@ -201,10 +187,8 @@ class Scheduler:
         row.run.resumed(None)
         self._room.enter(row, job, row.length)
         self._line.charge(row)
-        row.is_prefilling = row.prompt_left > 0 or job.max_tokens == 0
-        if row.is_prefilling:
-            self._prefilling.append(row)
-        self._prefill_s += self._tools.timer() - began_s
+        self._prefilling.enter(row)
+        self._prefilling.round_s += self._tools.timer() - began_s
 
     def _park(self, row: Row) -> None:
         """Take the place of a running sequence, between two of its steps."""
@@ -217,7 +201,7 @@ class Scheduler:
         self._units += 1
         if self._units % _TIDY_EVERY_UNITS == 0:
             self._model.tidy()
-        row = self._due_row() if self._prefilling and not self._turns else None
+        row = self._due_prompt() if self._prefilling.rows and not self._turns else None
         if row is not None:
             self._prefill(row)
         elif self._running:
@@ -232,7 +216,7 @@ class Scheduler:
         if not self._turns:
             self._turns.extend(row for row in self._running if not row.is_prefilling)
             self._forwards.share(len(self._turns))
-            self._chunks_in_round, self._prefill_s = 0, 0.0
+            self._prefilling.begin_round()
         while self._turns and self._only_waits(self._turns.popleft()):
             pass
         if not self._turns:
@@ -253,49 +237,19 @@ class Scheduler:
             self._is_device_idle = True
         return row.launch is not None
 
-    def _due_row(self) -> Row | None:
+    def _due_prompt(self) -> Row | None:
         """Whose chunk of a prompt comes before the next round; None = nobody's."""
-        for one in [one for one in self._prefilling if one.ticket.cancelled]:
+        for one in [one for one in self._prefilling.rows if one.ticket.cancelled]:
             self._end(one)
-        is_beside = len(self._prefilling) < len(self._running)
-        row = self._line.next_chunk(
-            self._prefilling, self._chunks, self._tools.timer(), somebody_decodes=is_beside
-        )
-        if row is None or not is_beside:
-            return row
-        is_mute = self._held_back < _HELD_BACK_ROUNDS and any(
-            not one.has_spoken and not one.is_prefilling for one in self._running
-        )
-        chunks, next_s = self._chunks_in_round, self._line.chunk_s(row)
-        is_due = is_chunk_due(chunks, self._prefill_s, next_s, somebody_is_mute=is_mute)
-        self._held_back = 0 if is_due or chunks else self._held_back + 1
-        return row if is_due else None
+        return self._prefilling.due(self._running)
 
     def _prefill(self, row: Row) -> None:
         """A chunk of the prompt whose turn it is."""
-        began_s = self._tools.timer()
-        self._chunks += 1
-        self._chunks_in_round += 1
+        self._prefilling.begin_chunk(row)
         self._forwards.worked_apart()
         self._latest, self._is_device_idle = row, True
-        row.served = self._chunks
-        first = row.length
         self._advance(row)
-        now_s = self._tools.timer()
-        took_s = now_s - began_s
-        self._prefill_s += took_s
-        if self._chunk_ended_s is not None and row.priority != SPECULATIVE:
-            self._pace.interleaved(took_s, began_s - self._chunk_ended_s)
-        self._chunk_ended_s, row.chunk_ended_s = None, now_s
-        if row.is_over:
-            return
-        self._pace.computed(first, row.length, took_s)
-        row.work_s = self._line.prompt_s(row)
-        if not row.prompt_left and row.ticket.job.max_tokens:
-            row.is_prefilling = False
-            self._prefilling.remove(row)
-        if self._prefilling and row.priority != SPECULATIVE:
-            self._chunk_ended_s = now_s
+        self._prefilling.end_chunk(row)
 
     def _advance(self, row: Row) -> None:
         """Go on with a row up to its next tokens, chunk, or plain step that it wants launched."""
@@ -344,8 +298,10 @@ class Scheduler:
             self._end(row)
             rows.remove(row)
         has_company = len(self._running) > 1
-        self._is_device_idle &= not rows
-        self._latest = None if has_company else self._latest
+        if rows:
+            self._is_device_idle = False
+        if has_company:
+            self._latest = None
         for row, failure in self._forwards.launch(rows, has_company=has_company):
             self._abandon(row, as_kakeya_error(failure))
         for row in rows:
@@ -376,7 +332,10 @@ class Scheduler:
         self._leave(row)
         try:
             if row.run is not None:
-                row.run.abandon() if row.is_stowed else row.run.finish()
+                if row.is_stowed:
+                    row.run.abandon()
+                else:
+                    row.run.finish()
         except Exception as failure:  # noqa: BLE001 - KV that cannot be kept is only speed
             event(_log, "kv dropped", level=logging.WARNING, error=repr(failure))
 
@@ -393,8 +352,8 @@ class Scheduler:
         """It has no place any more."""
         self._line.refund(row)
         self._running.remove(row)
-        for rows in (self._prefilling, self._turns):
-            if row in rows:
-                rows.remove(row)
+        self._prefilling.leave(row)
+        if row in self._turns:
+            self._turns.remove(row)
         if row is self._latest:
             self._latest = None

@@ -25,8 +25,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kakeya.core.errors import InvalidArgument, InvariantBroken, NotFound
-from kakeya.decoding.acceptance import agreeing
+from kakeya.core.errors import InvariantBroken, NotFound
 from kakeya.decoding.controller import DraftController
 from kakeya.decoding.decoder import Decoding, FinishReason
 from kakeya.decoding.proposer import Draft
@@ -36,14 +35,11 @@ from kakeya.engine.job import (
     DecodeJob,
     DoneFrame,
     EngineFrame,
-    ExportedFrame,
     ImportedFrame,
-    PrefillFrame,
     TokensFrame,
 )
-from kakeya.engine.kv import KvExports, plan_take, take
 from kakeya.engine.model import Model, SequenceState
-from kakeya.engine.pieces import Pieces
+from kakeya.engine.prompt import Prompt
 from kakeya.engine.slots import KvSlots
 
 
@@ -92,10 +88,9 @@ class SequenceRun:
 
     def __init__(self, model: Model, tools: SequenceTools, job: DecodeJob) -> None:
         facts = model.facts
-        _validate(job, facts.vocab_size, facts.context_tokens)
+        job.check(facts.vocab_size, facts.context_tokens)
         self._tools = tools
         self._job = job
-        self._facts = facts
         self._decoding = Decoding(
             job.token_ids,
             max_tokens=max(1, job.max_tokens),
@@ -104,11 +99,10 @@ class SequenceRun:
         )
         self._adapter = _enter(tools, job.adapter_id)
         self._lender = tools.adapters
-        self._pieces = Pieces(facts, len(job.token_ids) - 1, job.cuts)
-        self._imported_tokens = 0
-        self._exports = KvExports(job.kv_exports, facts, self._pieces)
         try:
-            self.state, self._cached_tokens = self._reopen(model)
+            content = self._adapter.content if self._adapter else ""
+            self._prompt = Prompt(model, tools.slots, job, self._decoding.history, content)
+            self.state = self._prompt.state
             self.state.select_with(job.sampling)
             self.state.adapt(self._adapter.slot if self._adapter else 0)
             # Last: what it opens is closed by `finish` and `abandon`, which need the rest.
@@ -147,9 +141,9 @@ class SequenceRun:
         timer = self._tools.timer
         started = timer()
         if self._job.kv_blocks:
-            yield ImportedFrame(tokens=self._imported_tokens)
+            yield ImportedFrame(tokens=self._prompt.imported_tokens)
         self._drafting.prepare(self._decoding.history)
-        yield from self._prefill()
+        yield from self._prompt.computed()
         self._prefill_s = timer() - started
         if self._job.max_tokens:
             yield from self._first_step()
@@ -187,11 +181,7 @@ class SequenceRun:
                 self.state.collect()
         finally:
             self._leave_adapter()
-        if self._job.kv_key:
-            tokens = self._decoding.history[: self.state.length]
-            self._tools.slots.keep(
-                self._job.kv_key, tokens, self.state, self._content(), self._pieces.cuts
-            )
+        self._prompt.keep()
 
     def abandon(self) -> None:
         """Drop the KV: after a fault nobody knows what it holds."""
@@ -204,46 +194,6 @@ class SequenceRun:
         if self._lender is not None and self._adapter is not None:
             self._lender.leave(self._adapter)
             self._lender = None
-
-    def _content(self) -> str:
-        return self._adapter.content if self._adapter else ""
-
-    def _reopen(self, model: Model) -> tuple[SequenceState, int]:
-        """Continue the kept KV as far as it agrees with the history, or from blocks that reach
-        further, else start empty."""
-        kept = self._tools.slots.take(self._job.kv_key) if self._job.kv_key else None
-        shared = 0
-        if kept is not None and kept.content == self._content():
-            shared = min(agreeing(kept.tokens, self._decoding.history), self._pieces.total)
-        plan = plan_take(self._job.kv_blocks, self._facts, self._pieces)
-        if plan.tokens > shared:
-            state = model.open()
-            if take(state, plan, self._facts):
-                self._imported_tokens = plan.tokens
-                return state, plan.tokens
-        if kept is not None and shared > 0 and kept.state.trim(kept.state.length - shared):
-            computed = min(kept.state.grid_tokens, shared)
-            kept.state.grid_tokens = self._pieces.agreed(kept.cuts, computed)
-            return kept.state, shared
-        return model.open(), 0
-
-    def _prefill(self) -> Iterator[PrefillFrame | ExportedFrame]:
-        """Compute what of the prompt is missing, and export what of it was computed in pieces."""
-        history, state, pieces = self._decoding.history, self.state, self._pieces
-        yield from self._exported(state.grid_tokens)
-        while state.length < pieces.total:
-            first = state.length
-            end = pieces.end(first)
-            state.prefill(history[first:end])
-            if first == state.grid_tokens:
-                if pieces.floor(end) == end:
-                    state.grid_tokens = end
-                yield from self._exported(end)
-            yield PrefillFrame(computed_tokens=state.length, total_tokens=pieces.total)
-
-    def _exported(self, until: int) -> Iterator[ExportedFrame]:
-        for pages in self._exports.computed(self.state, until):
-            yield ExportedFrame(index=pages.index, tokens=pages.tokens)
 
     def _first_step(self) -> Generator[Step, None, None]:
         """Commit the first token and tell of it.
@@ -366,7 +316,7 @@ class SequenceRun:
             reason=finish,
             prefill_s=self._prefill_s,
             total_s=total_s,
-            cached_tokens=self._cached_tokens,
+            cached_tokens=self._prompt.cached_tokens,
             forwards=self._forwards,
             drafted=self._drafted,
             verified=self._verified,
@@ -382,19 +332,3 @@ def _enter(tools: SequenceTools, adapter_id: str) -> AdapterUse | None:
     if tools.adapters is None:
         raise NotFound(f"adapter {adapter_id!r} is not loaded: this engine takes no adapters")
     return tools.adapters.enter(adapter_id)
-
-
-def _validate(job: DecodeJob, vocab_size: int, context_tokens: int) -> None:
-    """Refuse what the model cannot take, before anything is computed."""
-    if not job.token_ids:
-        raise InvalidArgument("the history is empty; give at least one token")
-    if job.max_tokens < 0:
-        raise InvalidArgument(f"max_tokens is {job.max_tokens}; 0 = only prefill")
-    if len(job.token_ids) >= context_tokens:
-        raise InvalidArgument(
-            f"the history has {len(job.token_ids)} tokens, the model's context is "
-            f"{context_tokens}; leave room for at least one new token"
-        )
-    largest = max(job.token_ids)
-    if largest >= vocab_size or min(job.token_ids) < 0:
-        raise InvalidArgument(f"token id {largest} is outside the vocabulary of {vocab_size}")

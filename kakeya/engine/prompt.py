@@ -1,0 +1,91 @@
+"""The prompt of one generation: the KV of it that is there already, and what is left to compute.
+
+What was kept under the job's key is gone on from, as far as it agrees with the history; or blocks
+of KV, where these reach further. The rest is computed in `Pieces`, and exported on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kakeya.decoding.acceptance import agreeing
+from kakeya.engine.job import DecodeJob, ExportedFrame, PrefillFrame
+from kakeya.engine.kv import KvExports, plan_take, take
+from kakeya.engine.model import Model, SequenceState
+from kakeya.engine.pieces import Pieces
+from kakeya.engine.slots import KvSlots
+
+
+class Prompt:
+    """`history` is the job's, `state` its KV, of which `cached_tokens` were not computed here;
+    `imported_tokens` of these came from blocks. `content` names the adapter whose KV it is."""
+
+    __slots__ = (
+        "_content",
+        "_exports",
+        "_facts",
+        "_history",
+        "_job",
+        "_pieces",
+        "_slots",
+        "cached_tokens",
+        "imported_tokens",
+        "state",
+    )
+
+    def __init__(
+        self, model: Model, slots: KvSlots, job: DecodeJob, history: list[int], content: str
+    ) -> None:
+        self._facts = model.facts
+        self._slots = slots
+        self._job = job
+        self._history = history
+        self._content = content
+        self._pieces = Pieces(model.facts, len(job.token_ids) - 1, job.cuts)
+        self._exports = KvExports(job.kv_exports, model.facts, self._pieces)
+        self.imported_tokens = 0
+        self.state, self.cached_tokens = self._reopen(model)
+
+    def computed(self) -> Iterator[PrefillFrame | ExportedFrame]:
+        """Compute what is missing, but for the last token, and export what is whole of it."""
+        history, state, pieces = self._history, self.state, self._pieces
+        yield from self._exported(state.grid_tokens)
+        while state.length < pieces.total:
+            first = state.length
+            end = pieces.end(first)
+            state.prefill(history[first:end])
+            if first == state.grid_tokens:
+                if pieces.floor(end) == end:
+                    state.grid_tokens = end
+                yield from self._exported(end)
+            yield PrefillFrame(computed_tokens=state.length, total_tokens=pieces.total)
+
+    def keep(self) -> None:
+        """Keep the KV under the job's key, if it has one."""
+        if self._job.kv_key:
+            tokens = self._history[: self.state.length]
+            self._slots.keep(self._job.kv_key, tokens, self.state, self._content, self._pieces.cuts)
+
+    def _exported(self, until: int) -> Iterator[ExportedFrame]:
+        for pages in self._exports.computed(self.state, until):
+            yield ExportedFrame(index=pages.index, tokens=pages.tokens)
+
+    def _reopen(self, model: Model) -> tuple[SequenceState, int]:
+        """Continue the kept KV as far as it agrees with the history, or from blocks that reach
+        further, else start empty."""
+        job, facts = self._job, self._facts
+        kept = self._slots.take(job.kv_key) if job.kv_key else None
+        shared = 0
+        if kept is not None and kept.content == self._content:
+            shared = min(agreeing(kept.tokens, self._history), self._pieces.total)
+        plan = plan_take(job.kv_blocks, facts, self._pieces)
+        if plan.tokens > shared:
+            state = model.open()
+            if take(state, plan, facts):
+                self.imported_tokens = plan.tokens
+                return state, plan.tokens
+        if kept is not None and shared > 0 and kept.state.trim(kept.state.length - shared):
+            computed = min(kept.state.grid_tokens, shared)
+            kept.state.grid_tokens = self._pieces.agreed(kept.cuts, computed)
+            return kept.state, shared
+        return model.open(), 0
