@@ -256,7 +256,7 @@ class FairShares(Generic[ClaimT]):
 
     def _first_resting(self, peers: _Class, most: int) -> Turn | None:
         """The first claim of the resting accounts that used at most so much."""
-        far, near, equals, waiting = peers.far, peers.near, peers.equals, self.waiting
+        far, near, equals = peers.far, peers.near, peers.equals
         while far and far[0] <= most:
             same = equals.get(heappop(far))
             if same is not None and not same.is_near:
@@ -275,20 +275,12 @@ class FairShares(Generic[ClaimT]):
                 heappush(far, used)
             else:
                 heads = same.heads
-                while heads:
-                    head = heads[0]
-                    claim = waiting.get(head[1])
-                    if (
-                        claim is not None
-                        and claim.account.equals is same
-                        and claim.alone_s == head[0]
-                    ):
-                        break
+                while heads and not self._leads(heads[0], same):
                     heappop(heads)
                 if not heads:
                     heappop(near)
-                elif head == turn:
+                elif heads[0] == turn:
                     return turn
                 else:
-                    heapreplace(near, (head, used))
+                    heapreplace(near, (heads[0], used))
         return None
