@@ -454,12 +454,7 @@ async def test_an_offer_for_an_engine_that_is_gone_is_empty(tmp_path: Path) -> N
 
 async def test_what_lay_only_on_disk_is_read_back_and_only_once(tmp_path: Path) -> None:
     async with world(tmp_path, disk=True) as here:
-        prompt = list(range(50, 80))
-        await here.ask(prompt)
-        await written(here)
-        await here.arena.shrink(8)
-        await asyncio.sleep(0)
-        assert here.arena.snapshot().pool.blocks == 0
+        prompt = await only_on_disk(here)
         assert await asyncio.gather(*(here.ask(prompt) for _ in range(4))) == [29] * 4
         assert here.prefixes.store.stats().counts.hits == 8
         assert here.prefixes.counts.tokens[Source.DISK] == 29
@@ -471,11 +466,7 @@ async def test_what_is_wiped_from_disk_while_it_is_read_leaves_no_pages_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with world(tmp_path, disk=True) as here:
-        prompt = list(range(50, 80))
-        await here.ask(prompt)
-        await written(here)
-        await here.arena.shrink(8)
-        await asyncio.sleep(0)
+        prompt = await only_on_disk(here)
         store, (shelf,) = here.prefixes.store, here.prefixes.pages.shelves()
         read_into = store.read_into
 
@@ -665,6 +656,17 @@ async def written(here: World) -> None:
             await asyncio.sleep(0.01)
         await here.prefixes.store.flush()
         await asyncio.sleep(0.01)
+
+
+async def only_on_disk(here: World) -> list[int]:
+    """A prompt whose blocks lie in no page."""
+    prompt = list(range(50, 80))
+    await here.ask(prompt)
+    await written(here)
+    await here.arena.shrink(8)
+    await asyncio.sleep(0)
+    assert here.arena.snapshot().pool.blocks == 0
+    return prompt
 
 
 @settings(
