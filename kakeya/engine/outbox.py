@@ -4,6 +4,7 @@ The first frame leaves at once, and so do the first tokens, the end, and what as
 between at most every FRAME_S: a fast model commits several tokens in that time, and one message for
 all of them leaves the processor to the model. Slow models, whose steps take longer, are never held
 up. What was imported travels with the next frame: nobody waits for it, and the first token would.
+Frames that leave together are one message: each costs both ends as much as a small step.
 """
 
 from __future__ import annotations
@@ -77,9 +78,12 @@ class Outbox:
             self._is_called = True
             self._filled.clear()
             self._is_urgent.clear()
-            for response in self._drain():
-                yield response
-                if response.HasField("done"):
+            responses = self._drain()
+            if responses:
+                is_over = responses[-1].HasField("done")
+                responses[0].following.extend(responses[1:])
+                yield responses[0]
+                if is_over:
                     return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._frame_s):

@@ -387,6 +387,7 @@ class DecodeResponse(_message.Message):
     IMPORTED_FIELD_NUMBER: _builtins.int
     EXPORTED_FIELD_NUMBER: _builtins.int
     PARK_FIELD_NUMBER: _builtins.int
+    FOLLOWING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def progress(self) -> Global___PrefillProgress: ...
     @_builtins.property
@@ -403,6 +404,10 @@ class DecodeResponse(_message.Message):
     def exported(self) -> Global___KvExported: ...
     @_builtins.property
     def park(self) -> Global___KvPark: ...
+    @_builtins.property
+    def following(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeResponse]:
+        """Frames right behind this one, in order, that were there when it left; they have none of their own."""
+
     def __init__(
         self,
         *,
@@ -412,10 +417,11 @@ class DecodeResponse(_message.Message):
         imported: Global___KvImported | None = ...,
         exported: Global___KvExported | None = ...,
         park: Global___KvPark | None = ...,
+        following: _abc.Iterable[Global___DecodeResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "frame", b"frame", "imported", b"imported", "park", b"park", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "frame", b"frame", "imported", b"imported", "park", b"park", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "following", b"following", "frame", b"frame", "imported", b"imported", "park", b"park", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["progress", "tokens", "done", "imported", "exported", "park"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015

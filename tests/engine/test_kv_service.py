@@ -15,7 +15,7 @@ import pytest
 from kakeya.memory.page_ref import PageReader
 from kakeya.precache.kv_pages import KvPages
 from kakeya.runtime.generation import DecodeRequest, KvOffer, ModelFacts
-from kakeya.serving.backends.convert import decode_to_wire, facts_from_wire
+from kakeya.serving.backends.convert import decode_to_wire, facts_from_wire, frames_of
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from tests.engine.kv_rig import Prefixes
@@ -79,6 +79,11 @@ class Answer:
         return [(one.index, one.tokens) for one in told]
 
 
+async def decode(stub: EngineServiceAsyncStub, request: pb.DecodeRequest) -> Answer:
+    messages = [message async for message in stub.Decode(request, timeout=30)]
+    return Answer([frame for message in messages for frame in frames_of(message)])
+
+
 async def ask(
     stub: EngineServiceAsyncStub,
     prefixes: Prefixes,
@@ -95,7 +100,7 @@ async def ask(
         DecodeRequest(token_ids=history, max_tokens=max_tokens, cuts=cuts),
         KvOffer(blocks=offer.kv_blocks, exports=offer.kv_exports),
     )
-    answer = Answer([frame async for frame in stub.Decode(request, timeout=30)])
+    answer = await decode(stub, request)
     prefixes.commit(offer, answer.filled)
     return answer
 
@@ -109,13 +114,8 @@ async def test_an_engine_continues_from_pages_as_if_it_had_computed_them(
     stub: EngineServiceAsyncStub, facts: ModelFacts, prefixes: Prefixes
 ) -> None:
     history = text(300)
-    plain = [
-        token
-        async for frame in stub.Decode(
-            decode_to_wire(DecodeRequest(token_ids=history, max_tokens=ANSWER)), timeout=30
-        )
-        for token in frame.tokens.token_ids
-    ]
+    request = decode_to_wire(DecodeRequest(token_ids=history, max_tokens=ANSWER))
+    plain = (await decode(stub, request)).tokens
     cold = await ask(stub, prefixes, facts, history)
     assert facts.kv_block_tokens == 64
     assert cold.exported == [0, 1, 2, 3, 4]
@@ -154,7 +154,7 @@ async def test_pages_that_went_only_cost_time(
     request = decode_to_wire(
         DecodeRequest(token_ids=history, max_tokens=ANSWER), KvOffer(blocks=offer.kv_blocks)
     )
-    lost = Answer([frame async for frame in stub.Decode(request, timeout=30)])
+    lost = await decode(stub, request)
     assert lost.frames[0].WhichOneof("frame") == "imported"
     assert lost.frames[0].imported.tokens == 0
     assert lost.tokens == cold.tokens

@@ -21,6 +21,7 @@ from kakeya.engine.job import (
     TokensFrame,
 )
 from kakeya.engine.outbox import Outbox
+from kakeya.serving.backends.convert import frames_of
 from kakeya.v1 import engine_pb2 as pb
 
 DONE = DoneFrame(
@@ -57,9 +58,8 @@ async def sent(outbox: Outbox) -> list[str | None]:
             coming.cancel()
             await asyncio.gather(coming, return_exceptions=True)
             return kinds
-        response = coming.result()
-        kinds.append(response.WhichOneof("frame"))
-        if response.HasField("done"):
+        kinds += [frame.WhichOneof("frame") for frame in frames_of(coming.result())]
+        if kinds[-1] == "done":
             return kinds
 
 
@@ -138,8 +138,23 @@ async def test_nobody_wakes_the_loop_while_it_holds_tokens_back() -> None:
             outbox.put(tokens(token))
         assert loop.calls == woken
         outbox.put(DONE)
-        assert (await coming).tokens.token_ids == list(range(1, 50))
-        assert (await anext(responses)).HasField("done")
+        held_back, end = frames_of(await coming)
+        assert held_back.tokens.token_ids == list(range(1, 50))
+        assert end.HasField("done")
+
+
+async def test_what_is_there_when_a_message_leaves_goes_with_it() -> None:
+    outbox = outbox_of_this_loop()
+    for frame in (ImportedFrame(tokens=8), ExportedFrame(index=1), tokens(1), tokens(2), DONE):
+        outbox.put(frame)
+    async with asyncio.timeout(5):
+        (message,) = [message async for message in outbox]
+    imported, exported, said, done = frames_of(message)
+    assert imported.imported.tokens == 8
+    assert exported.exported.index == 1
+    assert said.tokens.token_ids == [1, 2]
+    assert done.HasField("done")
+    assert not any(frame.following for frame in message.following)
 
 
 @given(
@@ -167,8 +182,9 @@ def test_every_token_arrives_however_pauses_and_frames_meet(
         got: list[int] = []
         try:
             async with asyncio.timeout(10):
-                async for response in outbox:
-                    got += response.tokens.token_ids
+                async for message in outbox:
+                    for frame in frames_of(message):
+                        got += frame.tokens.token_ids
                     if len(got) == len(pauses_s):
                         landed.set()
         finally:

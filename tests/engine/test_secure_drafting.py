@@ -25,6 +25,7 @@ from kakeya.engine.job import SourceSpec
 from kakeya.node.engines import engine_command
 from kakeya.node.listeners import Listeners
 from kakeya.node.models import parse_model
+from kakeya.serving.backends.convert import frames_of
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import add_ProposerServiceServicer_to_server
 from kakeya.v1.drafts_pb2_grpc import add_DraftStreamServiceServicer_to_server
@@ -113,8 +114,9 @@ async def decode(engine: str, *sources: pb.DraftSource) -> tuple[list[int], pb.D
     )
     tokens: list[int] = []
     async with grpc.aio.insecure_channel(engine) as channel:
-        async for frame in EngineServiceStub(channel).Decode(request, timeout=60):
-            tokens += frame.tokens.token_ids
+        async for message in EngineServiceStub(channel).Decode(request, timeout=60):
+            for frame in frames_of(message):
+                tokens += frame.tokens.token_ids
     return tokens, frame.done
 
 

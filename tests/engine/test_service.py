@@ -18,6 +18,7 @@ import grpc.aio
 import pytest
 
 from kakeya.core.units import pack_ids
+from kakeya.serving.backends.convert import frames_of
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from tests.mlx.random_models import EOS, VOCAB, write_model
@@ -81,7 +82,9 @@ def request(**changes: object) -> pb.DecodeRequest:
 async def decode(
     stub: EngineServiceAsyncStub, wanted: pb.DecodeRequest
 ) -> tuple[list[int], pb.DecodeDone]:
-    frames = [frame async for frame in stub.Decode(wanted, timeout=30)]
+    frames = [
+        frame async for message in stub.Decode(wanted, timeout=30) for frame in frames_of(message)
+    ]
     assert [frame.WhichOneof("frame") for frame in frames].count("done") == 1
     tokens = [t for frame in frames for t in frame.tokens.token_ids]
     return tokens, frames[-1].done

@@ -83,6 +83,11 @@ def _source_to_wire(source: DraftSource) -> pb.DraftSource:
     )
 
 
+def frames_of(message: pb.DecodeResponse) -> tuple[pb.DecodeResponse, ...]:
+    """The frames of one message of a decode, in order."""
+    return (message, *message.following)
+
+
 def frame_from_wire(response: pb.DecodeResponse, kv: KvExchange | None = None) -> Frame | None:
     """A frame; None for one without content, and for what only `kv` is told.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
+from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import InvariantBroken, KakeyaError, PeerProtocol, PeerUnavailable
 from kakeya.core.units import pack_ids
 from kakeya.decoding.proposer import Draft
@@ -31,6 +32,7 @@ from kakeya.serving.backends.convert import (
     facts_from_wire,
     footprint_from_wire,
     frame_from_wire,
+    frames_of,
     page_ref_to_wire,
     stats_from_wire,
 )
@@ -84,12 +86,14 @@ _NOTHING = KvOffer()
 class EngineClient:
     """Calls one engine. A new child gets a new socket and a new client."""
 
-    def __init__(self, name: str, address: str, keepalive: Keepalive) -> None:
+    def __init__(
+        self, name: str, address: str, keepalive: Keepalive, clock: Clock | None = None
+    ) -> None:
         self._name = name
         self._channel = grpc.aio.insecure_channel(address, options=_options(keepalive))
         self._stub = EngineServiceStub(self._channel)
         self._park_ids = itertools.count(1)
-        self._loads = AdapterStream(name, self._stub, self._failure_of)
+        self._loads = AdapterStream(name, self._stub, self._failure_of, clock or SystemClock())
 
     async def describe(self, timeout_s: float) -> ModelFacts:
         """Ask for the model's facts; waits for the socket, but not for a model that loads.
@@ -119,17 +123,18 @@ class EngineClient:
         except grpc.aio.UsageError:  # how a channel answers that was closed during the offer
             raise PeerUnavailable(f"{self._name}: the connection was closed") from None
         try:
-            async for response in call:
-                frame = frame_from_wire(response, request.kv)
-                if response.HasField("park") and request.kv is not None:
-                    lending = self._lend(park_id, response.park, request.kv)
-                    parking.add(task := asyncio.create_task(lending))
-                    task.add_done_callback(parking.discard)
-                if frame is None:
-                    continue
-                yield frame
-                if isinstance(frame, Done):
-                    return
+            async for message in call:
+                for response in frames_of(message):
+                    frame = frame_from_wire(response, request.kv)
+                    if response.HasField("park") and request.kv is not None:
+                        lending = self._lend(park_id, response.park, request.kv)
+                        parking.add(task := asyncio.create_task(lending))
+                        task.add_done_callback(parking.discard)
+                    if frame is None:
+                        continue
+                    yield frame
+                    if isinstance(frame, Done):
+                        return
             raise PeerProtocol(f"{self._name}: the decode stream ended without a done frame")
         except grpc.aio.AioRpcError as error:
             raise self._failure(error) from None
