@@ -69,11 +69,16 @@ class Member:
     tokens: int
 
 
+def is_due(seat: Place, tokens: int) -> bool:
+    """Whether a sequence that holds so many tokens is still to be compared with who is there."""
+    return not seat.is_compared and tokens >= LEAST_TOKENS
+
+
 def relate(members: Sequence[Member], layers: Mapping[int, Held]) -> None:
     """Find the kin of those that nobody has compared yet. Waits for what is in flight."""
     for member in members:
         seat = member.seat
-        if seat.is_compared or member.tokens < LEAST_TOKENS:
+        if not is_due(seat, member.tokens):
             continue
         others = [one.seat for one in members if one.seat is not seat and one.seat.kin is not None]
         family = [one for one in others if one.kin is seat.kin]

@@ -25,7 +25,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 
 from kakeya.core.units import KV_BLOCK_TOKENS
-from kakeya.mlx.kin import Kin, Member, relate
+from kakeya.mlx.kin import Kin, Member, is_due, relate
 
 _LONGEST_TOKENS = 1 << 24
 _SPARE_PLACES = 4
@@ -211,9 +211,12 @@ class Slab:
 
     def relate(self) -> None:
         """Find the kin of who came since the last time."""
+        # Before every forward: almost always everybody is compared, and a look has to do.
+        if self.shares_from is None or not self._has_due():
+            return
         seats = [(tenant, tenant.seat) for tenant in self.tenants()]
         members = [Member(seat, tenant.length) for tenant, seat in seats if seat is not None]
-        if self.shares_from is not None and len(members) > 1:
+        if len(members) > 1:
             relate(members, self.layers)
 
     def free(self, place: int) -> None:
@@ -241,6 +244,16 @@ class Slab:
         for index, slab in self.layers.items():
             tenant.cache[index] = PlacedKV(slab, place, tenant.cache[index].offset)
         self.adopt(tenant, place)
+
+    def _has_due(self) -> bool:
+        """Whether anybody here is still to be compared with the others."""
+        for reference in self._tenants:
+            tenant = None if reference is None else reference()
+            if tenant is None or (seat := tenant.seat) is None or seat.is_compared:
+                continue
+            if seat.slab is self and is_due(seat, tenant.length):
+                return True
+        return False
 
 
 def build(
