@@ -8,17 +8,20 @@ gains more.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 
 import mlx.core as mx
 
+from kakeya.core.errors import KakeyaError
+from kakeya.core.log import event
 from kakeya.mlx.batch import forward_together
-from kakeya.mlx.kin import STEP_TOKENS
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.seating import Seating
 from kakeya.mlx.verifier import Verifier
 
+_log = logging.getLogger(__name__)
 SHARES_FROM = 512
 """Tokens that need not be read again; of two rows, what they share."""
 _ROWS = 2
@@ -27,30 +30,39 @@ _TOLERANCE = 0.02
 """Of the time: what two equal ones may differ by. Of the largest logit: rounding stays below."""
 
 
-def shares_from(model: LoadedModel, seating: Seating) -> int | None:
+def shares_from(model: LoadedModel) -> int | None:
     """How many tokens must be saved for kin to share; None = it is not worth it, or not the same.
 
-    The context is made up, not computed: its content changes no time.
+    None too, with a reason in the log, where it fails. The context is made up, not computed: its
+    content changes no time.
     """
     if model.context_tokens < 2 * SHARES_FROM:
         return None
-    seating.shares_from = SHARES_FROM
     try:
-        return SHARES_FROM if _is_worth_it(model, seating) else None
-    except Exception:  # noqa: BLE001 - whatever it is, rows can attend by themselves
+        return SHARES_FROM if _is_worth_it(model) else None
+    except Exception as problem:  # noqa: BLE001 - whatever it is, rows can attend by themselves
+        event(
+            _log,
+            "what its kin share is read for each",
+            level=logging.WARNING,
+            model=model.model_id,
+            reason=problem.message if isinstance(problem, KakeyaError) else repr(problem),
+        )
         return None
 
 
-def _is_worth_it(model: LoadedModel, seating: Seating) -> bool:
+def _is_worth_it(model: LoadedModel) -> bool:
     states = [Verifier(model) for _ in range(_ROWS)]
     for number, state in enumerate(states):
         state.prefill([number])
         if not state.pretend(SHARES_FROM):
             return False
         state.prefill([number + 1, number + 2])
+    seating = Seating()
+    seating.shares_from = SHARES_FROM
     seating.arrange(states)
     seats = [state.seat for state in states]
-    if any(seat is None or seat.alike // STEP_TOKENS * STEP_TOKENS < SHARES_FROM for seat in seats):
+    if any(seat is None or seat.alike < SHARES_FROM for seat in seats):
         return False
     slab = next(seat.slab for seat in seats if seat is not None)
     row = mx.array(list(range(_ROWS)), dtype=mx.int32)

@@ -200,7 +200,7 @@ def _sharing(loaded: LoadedModel) -> tuple[int, Seating | None]:
         reason = why_by_turns(loaded, seating)
         if not reason:
             if seating is not None:
-                seating.shares_from = shares_from(loaded, seating)
+                seating.shares_from = shares_from(loaded)
             return BATCH_ROWS, seating
     event(
         _log,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -12,7 +16,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.base import create_causal_mask, scaled_dot_product_attention
 
 from kakeya.mlx.batch import forward_together, launch_together, why_by_turns
-from kakeya.mlx.kin import LEAST_TOKENS, STEP_TOKENS, Kin, Run, attend, runs
+from kakeya.mlx.kin import LEAST_TOKENS, STEP_TOKENS, Kin, Run, attend, relate, runs
 from kakeya.mlx.kin_probe import SHARES_FROM, shares_from
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.rows import Stretch
@@ -26,7 +30,10 @@ STEM = [(7 * at) % 50 for at in range(LEAST_TOKENS)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    loaded = load(str(write_model(tmp_path_factory.mktemp("model") / "llama", "llama")), "llama")
+    """A tiny one whose context is long enough for the probe."""
+    folder = tmp_path_factory.mktemp("model") / "llama"
+    write_model(folder, "llama", changes={"max_position_embeddings": 8192})
+    loaded = load(str(folder), "llama")
     assert not why_by_turns(loaded)
     return loaded
 
@@ -260,7 +267,119 @@ def test_each_row_sees_its_window(window: int | None, shared: int) -> None:
         assert mx.allclose(found[row : row + 1], alone, atol=1e-5).item()
 
 
-def test_the_probe_allows_it_where_it_gives_the_same(model: LoadedModel) -> None:
-    assert shares_from(model, Seating()) == (
-        SHARES_FROM if model.context_tokens >= 2 * SHARES_FROM else None
-    )
+class Comparisons:
+    """How often a slab went to compare, counted where it calls for it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        patch.setattr("kakeya.mlx.slabs.relate", self._relate)
+
+    def _relate(self, *given: Any) -> None:
+        self.count += 1
+        relate(*given)
+
+
+def test_who_is_compared_costs_no_further_look(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparisons = Comparisons(monkeypatch)
+    seating = Seating()
+    seating.shares_from = 1
+    states = [sequence(model, STEM, [at]) for at in range(3)]
+    for _ in range(3):
+        seating.arrange(states[:2])
+    assert comparisons.count == 1
+    seating.arrange(states)
+    seats = [state.seat for state in states if state.seat]
+    assert comparisons.count == 2
+    assert len({seat.kin for seat in seats}) == 1
+    assert all(seat.is_compared for seat in seats)
+
+
+def test_who_is_too_short_is_compared_once_it_is_not(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparisons = Comparisons(monkeypatch)
+    seating = Seating((400,))
+    seating.shares_from = 1
+    states = [sequence(model, STEM[:-2]) for _ in range(2)]
+    for token in STEM[-2:]:
+        launch_together(model, states, [token] * 2, seating)
+        for state in states:
+            state.collect()
+        assert not comparisons.count
+    one, two = states
+    seating.arrange(states)
+    assert comparisons.count == 1
+    assert one.seat
+    assert two.seat
+    assert one.seat.kin is two.seat.kin is not None
+
+
+def test_where_none_may_share_none_is_compared(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparisons = Comparisons(monkeypatch)
+    states = [sequence(model, STEM) for _ in range(2)]
+    Seating().arrange(states)
+    assert all(state.seat and not state.seat.is_compared for state in states)
+    assert not comparisons.count
+
+
+def attending(patch: pytest.MonkeyPatch, change: Callable[[mx.array], mx.array]) -> list[int]:
+    """What kin share is read as it is, and then changed; returns how much that is, call by call."""
+    shares: list[int] = []
+
+    def changed(*given: Any, shared: int, **named: Any) -> mx.array:
+        shares.append(shared)
+        return change(attend(*given, shared=shared, **named))
+
+    patch.setattr("kakeya.mlx.rows.attend_alike", changed)
+    return shares
+
+
+def test_the_probe_allows_it_where_it_gives_the_same(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shares = attending(monkeypatch, lambda found: found)
+    with mx.stream(mx.cpu):  # elsewhere time decides too
+        assert shares_from(model) == SHARES_FROM
+    assert set(shares) == {SHARES_FROM}
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "change", [lambda found: found + 1, lambda found: -found, lambda found: found * mx.nan]
+)
+def test_the_probe_forbids_it_where_it_gives_anything_else(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, change: Callable[[mx.array], mx.array]
+) -> None:
+    shares = attending(monkeypatch, change)
+    assert shares_from(model) is None
+    assert shares
+
+
+def test_the_probe_forbids_it_where_it_fails_and_says_why(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(found: mx.array) -> mx.array:
+        raise ValueError(f"no kernel for {found.ndim} axes")
+
+    attending(monkeypatch, fail)
+    assert shares_from(model) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert vars(record)["kakeya_fields"] == {
+        "model": "llama",
+        "reason": "ValueError('no kernel for 4 axes')",
+    }
+
+
+def test_a_context_too_short_to_share_in_is_not_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = load(str(write_model(tmp_path / "llama", "llama")), "llama")
+    assert small.context_tokens < 2 * SHARES_FROM
+    shares = attending(monkeypatch, lambda found: found)
+    assert shares_from(small) is None
+    assert not shares
