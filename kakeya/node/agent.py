@@ -26,7 +26,6 @@ from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards import Offer
 from kakeya.fleet.exchange import Round
 from kakeya.fleet.identity import Identity
-from kakeya.fleet.merging import LATENCY_S
 from kakeya.fleet.ring import probe_ring_environment
 from kakeya.node.card import Place, make_offer
 from kakeya.node.config import NodeConfig
@@ -36,7 +35,7 @@ from kakeya.node.directory import Models, failed_addresses
 from kakeya.node.engines import EngineCommand, sockets_folder
 from kakeya.node.health import NodeHealth
 from kakeya.node.keeper import StateKeeper
-from kakeya.node.life import become_member, begin, tell_command_line
+from kakeya.node.life import become_member, begin, tell_command_line, to_remember
 from kakeya.node.listeners import Listeners
 from kakeya.node.machine import (
     host_names,
@@ -56,9 +55,8 @@ from kakeya.node.prefix_peers import read_fleet_key
 from kakeya.node.reach import Reach
 from kakeya.node.services import Services
 from kakeya.node.settings import split_address
-from kakeya.node.state import NodeState
 from kakeya.node.table import HTTP
-from kakeya.node.taken import answers_as
+from kakeya.node.taken import Namesake
 from kakeya.node.watchdog import LoopWatchdog
 from kakeya.runtime.generation import Usage
 from kakeya.serving.backends.engine_backend import EngineOptions
@@ -69,11 +67,8 @@ _log = logging.getLogger(__name__)
 GRACE_S = 5.0
 """How long calls that run may go on after a stop signal."""
 _FAREWELL_S = 1.0
-_STUCK, _TAKEN = "loop", "conflict"
-"""Causes for which the whole node does not serve."""
-_SEEN_S = 1800.0
-_NEWCOMER_ROUNDS = 3
-"""A node that meets its own id in the time of its first rounds came second."""
+_STUCK = "loop"
+"""A cause for which the whole node does not serve."""
 
 
 class Agent:
@@ -159,7 +154,6 @@ class Agent:
         self._is_authority = identity is not None and identity.is_authority
         self._ring_address = probe_ring_environment().address()
         self._incarnation = 0
-        self._confirming: asyncio.Task[None] | None = None
         await self._listen(stack, identity)
         self._pages = await stack.enter_async_context(
             NodePages(
@@ -242,10 +236,22 @@ class Agent:
             on_round=self._round_done,
         )
         stack.push_async_callback(self._plane.aclose)
+        self._namesake = Namesake(
+            self._plane.registry,
+            trust,
+            self._health,
+            clock=self._clock,
+            started_mono=self._started_mono,
+            interval_s=config.fleet.interval_s,
+            why_not_dial=self._plane.why_not_dial,
+        )
         if trust is not None:
             trust.subscribe(lambda _: self._drop_revoked())
         self._keeper = StateKeeper(
-            self._remembered, self._home.save_state, saved=None, clock=self._clock
+            lambda: to_remember(self._plane.registry, self.node_id, self._clock),
+            self._home.save_state,
+            saved=None,
+            clock=self._clock,
         )
         # Before the first card of this life is heard of anywhere.
         await self._keeper.flush()
@@ -337,52 +343,20 @@ class Agent:
         event(_log, "the fleet took nodes out", level=logging.WARNING, connections_closed=closed)
 
     def _round_done(self, done: Round) -> None:
-        registry = self._plane.registry
-        if done.changed or registry.incarnation != self._incarnation:
-            self._incarnation = registry.incarnation
+        incarnation = self._plane.registry.incarnation
+        if done.changed or incarnation != self._incarnation:
+            self._incarnation = incarnation
             self._keeper.poke()
         if self._reach.settle_round_trips():
             self._changed.set()
-        taken = [c for c in registry.conflicts(self._clock.wall()) if c.is_own]
-        if not taken:
-            self._health.release(_TAKEN)
-        elif self._is_newcomer() and self._confirming is None:
-            self._confirming = asyncio.create_task(self._give_way(taken[0].address))
-
-    def _is_newcomer(self) -> bool:
-        # By time: pokes make rounds come early, and an earlier life is told from another process
-        # only by a beat from well after the start.
-        window_s = _NEWCOMER_ROUNDS * self._config.fleet.interval_s + LATENCY_S
-        return self._clock.mono() - self._started_mono <= window_s
-
-    async def _give_way(self, address: str) -> None:
-        """Serve nothing if the node that has our id is really there: it came first."""
-        plane = self._plane
-        if plane.why_not_dial(address):
-            return
-        if await answers_as(plane.registry.own, address, plane.trust):
-            self._health.hold(
-                _TAKEN,
-                f"the node at {address} had the id {self.node_id} before this one; stop one of "
-                "them and give it an id and a data directory of its own",
-            )
-
-    def _remembered(self) -> NodeState:
-        memory = self._plane.registry.memory(now=self._clock.wall(), mono=self._clock.mono())
-        # When a peer was last seen matters to the hour; to the second it would wear the disk.
-        peers = tuple(
-            peer._replace(last_seen_at=peer.last_seen_at // _SEEN_S * _SEEN_S)
-            for peer in memory.peers
-        )
-        return NodeState(node_id=self._state.node_id, memory=replace(memory, peers=peers))
+        self._namesake.look()
 
     # Stop
 
     async def _drain(self) -> None:
         """Say farewell, refuse what is new, let what runs go on for the grace."""
         await self._tasks.aclose()
-        if self._confirming is not None:
-            self._confirming.cancel()
+        self._namesake.cancel()
         self._services.drain("it is stopping")
         # The listeners close first: who hears NOT_SERVING and comes anew is refused cleanly.
         closing = asyncio.ensure_future(self._listeners.stop(GRACE_S))

@@ -1,15 +1,19 @@
-"""Who a node is in this start: a member of a fleet, or a name of its own; and its last life."""
+"""Who a node is in this start: a member of a fleet, or a name of its own; its last life and the
+next one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
+from dataclasses import replace
 
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
 from kakeya.fleet.certificates import is_key_id
 from kakeya.fleet.identity import FOLDER, Identity, load_identity
+from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.node.config import NodeConfig
 from kakeya.node.datadir import DataDir, RunInfo
 from kakeya.node.joining import join
@@ -17,6 +21,7 @@ from kakeya.node.machine import draw_node_id, host_label
 from kakeya.node.state import NodeState, next_state
 
 _log = logging.getLogger(__name__)
+_SEEN_S = 1800.0
 
 
 async def become_member(config: NodeConfig, clock: Clock) -> Identity | None:
@@ -70,6 +75,16 @@ async def begin(
         drawn_id=draw_node_id(rng),
         now=clock.wall(),
     )
+
+
+def to_remember(registry: CapabilityRegistry, node_id: str, clock: Clock) -> NodeState:
+    """Return what the next start goes on from."""
+    memory = registry.memory(now=clock.wall(), mono=clock.mono())
+    # When a peer was last seen matters to the hour; to the second it would wear the disk.
+    peers = tuple(
+        peer._replace(last_seen_at=peer.last_seen_at // _SEEN_S * _SEEN_S) for peer in memory.peers
+    )
+    return NodeState(node_id=node_id, memory=replace(memory, peers=peers))
 
 
 def tell_command_line(home: DataDir, run: RunInfo) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from kakeya.fleet.authority import create_fleet
+from kakeya.fleet.cards import Offer
 from kakeya.fleet.certificates import is_key_id
 from kakeya.fleet.identity import FOLDER, Identity, load_identity
+from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.node import config
 from kakeya.node.datadir import DataDir
-from kakeya.node.life import begin
+from kakeya.node.life import begin, to_remember
 from kakeya.node.state import NodeState
 from tests.fakes import FakeClock
 
@@ -47,3 +49,23 @@ async def test_a_member_whose_identity_is_gone_says_so_and_goes_by_another_name(
     assert not caplog.records
     shutil.move(tmp_path / "away", tmp_path / FOLDER)
     assert (await started(tmp_path, identity)).node_id == identity.node_id
+
+
+def test_peers_that_live_on_change_the_saved_state_twice_an_hour_at_the_most() -> None:
+    """Each change is written to disk."""
+    clock = FakeClock(wall=1_700_000_000.0)
+    own, peer = (
+        CapabilityRegistry(name, Offer(grpc_address=at), now=clock.wall(), mono=clock.mono())
+        for name, at in (("mini-1", "10.0.0.1:1"), ("mini-2", "10.0.0.2:1"))
+    )
+    saved = []
+    for _ in range(60):
+        now, mono = clock.wall(), clock.mono()
+        own.merge([peer.restamp(now=now, mono=mono).wire], now=now, mono=mono)
+        saved.append(to_remember(own, "mini-1", clock))
+        clock.advance(60)
+    seen = [one.memory.peers for one in saved]
+    assert {(at.node_id, at.address) for (at,) in seen} == {("mini-2", "10.0.0.2:1")}
+    assert len(set(seen)) == 3  # the first of them began within a half hour
+    assert all(0 <= 1_700_000_000 + 60 * i - at.last_seen_at < 1800 for i, (at,) in enumerate(seen))
+    assert {one.node_id for one in saved} == {"mini-1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,8 +17,10 @@ from kakeya.fleet.cards import Card, Offer
 from kakeya.fleet.registry import CapabilityRegistry
 from kakeya.fleet.service import CapabilityService, register
 from kakeya.fleet.sync import Sync
-from kakeya.node.taken import answers_as
+from kakeya.node.health import NodeHealth
+from kakeya.node.taken import Namesake, answers_as
 from kakeya.wire.tls import server_credentials
+from tests.fakes import FakeClock
 
 CLOCK = SystemClock()
 FOUNDER = new_fleet("mini-1", CLOCK.wall())
@@ -88,6 +91,70 @@ async def test_without_identities_the_word_of_the_other_counts() -> None:
     own, other = registry_of(None).own, registry_of(None).own
     async with answering(other, None) as address:
         assert await answers_as(own, address, None)
+
+
+class Newcomer:
+    """A node that begins to look for others with its id; rounds of 10 s, so 30 s and a little."""
+
+    def __init__(self, why_not_dial: str = "") -> None:
+        self.clock = FakeClock(wall=CLOCK.wall())
+        self.registry = registry_of(None)
+        self.health = NodeHealth()
+        self.namesake = Namesake(
+            self.registry,
+            None,
+            self.health,
+            clock=self.clock,
+            started_mono=self.clock.mono(),
+            interval_s=10.0,
+            why_not_dial=lambda _: why_not_dial,
+        )
+
+    async def met(self, address: str) -> str:
+        """A round told of its id at this address. Why it serves nothing then, "" if it serves."""
+        own = self.registry.own.node_id
+        self.registry.peers.conflicts.note(own, address, is_own=True, now=self.clock.wall())
+        before = asyncio.all_tasks()
+        self.namesake.look()
+        await asyncio.gather(*(asyncio.all_tasks() - before))
+        return self.health.reason()
+
+
+async def test_who_came_second_serves_nothing_until_the_other_was_not_seen_for_long() -> None:
+    node = Newcomer()
+    async with answering(registry_of(None).own, None) as address:
+        said = await node.met(address)
+        assert f"the node at {address} had the id plain before this one" in said
+    node.clock.advance(599)
+    node.namesake.look()
+    assert node.health.reason() == said
+    node.clock.advance(2)
+    node.namesake.look()
+    assert node.health.reason() == ""
+
+
+async def test_who_was_first_serves_on() -> None:
+    first, forbidden, alone = Newcomer(), Newcomer("its network is not ours"), Newcomer()
+    first.clock.advance(36)
+    async with answering(registry_of(None).own, None) as address:
+        assert await first.met(address) == ""
+        assert await forbidden.met(address) == ""
+    assert await alone.met("127.0.0.1:1") == ""
+
+
+async def test_a_node_that_stops_asks_nobody_any_more() -> None:
+    node = Newcomer()
+    node.namesake.cancel()
+    async with answering(registry_of(None).own, None) as address:
+        own = node.registry.own.node_id
+        node.registry.peers.conflicts.note(own, address, is_own=True, now=node.clock.wall())
+        before = asyncio.all_tasks()
+        node.namesake.look()
+        (asking,) = asyncio.all_tasks() - before
+        node.namesake.cancel()
+        await asyncio.wait([asking])
+        assert asking.cancelled()
+    assert node.health.reason() == ""
 
 
 def _never(address: str) -> bool:
