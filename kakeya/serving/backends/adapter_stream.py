@@ -2,7 +2,8 @@
 
 A message on an open stream costs less than a call. Whoever loads sees what a call of their own
 would show: its own error, its own deadline, and a cancellation that concerns nobody else. A stream
-that breaks fails the loads that are under way; the next load opens another one.
+that breaks, at either end or in the middle of our own work, fails the loads that are under way;
+the next load opens another one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
+from kakeya.core.clock import Clock
 from kakeya.core.errors import DeadlineExceeded, KakeyaError, PeerProtocol, PeerUnavailable
+from kakeya.core.tasks import Supervisor
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.wire.status import STATUS_BY_NUMBER, rpc_status
 
@@ -30,10 +33,13 @@ Failure = Callable[[grpc.StatusCode | None, str, Mapping[str, str]], KakeyaError
 class AdapterStream:
     """See the module."""
 
-    def __init__(self, name: str, stub: EngineServiceAsyncStub, failure: Failure) -> None:
+    def __init__(
+        self, name: str, stub: EngineServiceAsyncStub, failure: Failure, clock: Clock
+    ) -> None:
         self._name = name
         self._stub = stub
         self._failure = failure
+        self._clock = clock
         self._open: _Open | None = None
 
     async def load(self, load: pb.AdapterLoad, timeout_s: float) -> pb.AdapterLoaded:
@@ -69,7 +75,7 @@ class AdapterStream:
                 call = self._stub.LoadAdapters()
             except grpc.aio.UsageError:  # how a channel answers that was closed
                 raise self._closed() from None
-            self._open = _Open(call, self._problem)
+            self._open = _Open(self._name, call, self._problem, self._clock)
         return self._open
 
     def _problem(self, error: grpc.aio.AioRpcError | None) -> KakeyaError:
@@ -82,11 +88,16 @@ class AdapterStream:
 class _Open:
     """A stream that was opened, until it breaks.
 
-    Writes have a task of their own: one that is cancelled cancels the whole call.
+    Writes have a task of their own: one that is cancelled cancels the whole call. A fault in either
+    direction is logged and ends the call, and with it what waits for an answer.
     """
 
     def __init__(
-        self, call: _Call, problem: Callable[[grpc.aio.AioRpcError | None], KakeyaError]
+        self,
+        name: str,
+        call: _Call,
+        problem: Callable[[grpc.aio.AioRpcError | None], KakeyaError],
+        clock: Clock,
     ) -> None:
         self._call = call
         self._problem = problem
@@ -94,11 +105,8 @@ class _Open:
         self._waiting: dict[int, asyncio.Future[pb.LoadAdaptersResponse]] = {}
         self._outgoing: asyncio.Queue[pb.LoadAdaptersRequest] = asyncio.Queue()
         self.is_over = False
-        loop = asyncio.get_running_loop()
-        self._tasks = (
-            loop.create_task(self._read(), name="adapter answers"),
-            loop.create_task(self._write(), name="adapter loads"),
-        )
+        self._tasks = Supervisor(clock)
+        self._tasks.start(f"adapter loads of {name}", self._run)
 
     async def ask(self, load: pb.AdapterLoad) -> pb.LoadAdaptersResponse:
         """Send a load and wait for its answer; one that is given up is withdrawn."""
@@ -113,34 +121,44 @@ class _Open:
                 self._outgoing.put_nowait(pb.LoadAdaptersRequest(number=number))
 
     async def aclose(self) -> None:
+        """Fail what is under way, and end the call."""
         self._end(None)
-        for task in self._tasks:
-            task.cancel()
-        self._call.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.aclose()
 
-    async def _read(self) -> None:
+    async def _run(self) -> None:
+        if self.is_over:
+            return  # started again after a fault
         error: grpc.aio.AioRpcError | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                writer = tasks.create_task(self._write(), name="adapter loads")
+                error = await self._read()
+                writer.cancel()
+        finally:
+            self._end(error)
+
+    async def _read(self) -> grpc.aio.AioRpcError | None:
+        """Hand answers out until the call ends; how it broke, None = in order."""
         try:
             async for answer in self._call:
                 waiting = self._waiting.pop(answer.number, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
         except grpc.aio.AioRpcError as broken:
-            error = broken
-        finally:
-            self._end(error)
-            self._tasks[1].cancel()
+            return broken
+        return None
 
     async def _write(self) -> None:
         try:
             while True:
-                await self._call.write(await self._outgoing.get())
+                request = await self._outgoing.get()
+                await self._call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the call ended; the reader knows how
 
     def _end(self, error: grpc.aio.AioRpcError | None) -> None:
         self.is_over = True
+        self._call.cancel()
         waiting = tuple(self._waiting.values())
         self._waiting.clear()
         for one in waiting:

@@ -193,7 +193,7 @@ class EngineLife:
         process = await EngineProcess.start(
             self._model_id, self._spec.command, socket, self._spec.env
         )
-        client = EngineClient(self._model_id, process.address, self._options.keepalive)
+        client = EngineClient(self._model_id, process.address, self._options.keepalive, self._clock)
         self.pid = process.pid
         self._process = process
         self._is_asked_to_end = False

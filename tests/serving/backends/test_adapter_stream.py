@@ -25,6 +25,7 @@ from kakeya.engine.adapter_loads import AdapterLoads
 from kakeya.engine.adapters import LoadedAdapter
 from kakeya.memory.page_ref import PageRef
 from kakeya.serving.backends.engine_client import EngineClient
+from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1 import engine_pb2_grpc
 from kakeya.wire.channels import Keepalive
 
@@ -192,6 +193,58 @@ async def test_a_stream_that_broke_fails_its_loads_and_the_next_opens_another(
         assert await asked == 30
 
 
+async def test_a_writer_that_dies_fails_at_once_what_waits_and_the_next_opens_another(
+    engine, client, caplog, monkeypatch
+) -> None:
+    first = load(client, "a")
+    dropped = await engine.flight("a")
+
+    async def broken(_: pb.LoadAdaptersRequest) -> None:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(client._loads._open._call, "write", broken)
+    second = load(client, "b")
+    async with asyncio.timeout(10):
+        for one in (first, second):
+            with pytest.raises(PeerUnavailable) as seen:
+                await one
+            assert seen.value.retryable
+        await asyncio.wrap_future(_end_of(dropped))
+    assert faults(caplog) == ["adapter loads of tiny"]
+    again = load(client, "b")
+    (await engine.flight("b")).set_result(LoadedAdapter(slot=1, nbytes=10))
+    assert await again == 10
+    assert engine.streams == 2
+
+
+class Unreadable(Engine):
+    """Answers in a way that nobody can parse."""
+
+    async def __aenter__(self):
+        handler = grpc.stream_stream_rpc_method_handler(self.babble)
+        name = "kakeya.v1.EngineService"
+        self.server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(name, {"LoadAdapters": handler})]
+        )
+        self.server.add_insecure_port(self.address)
+        await self.server.start()
+        return self
+
+    async def babble(self, requests, context):
+        async for _ in requests:
+            await context.write(b"\xff")
+
+
+async def test_an_answer_that_cannot_be_read_fails_at_once_what_waits(tmp_path, caplog) -> None:
+    async with Unreadable(tmp_path) as engine:
+        client = EngineClient("tiny", engine.address, Keepalive())
+        async with asyncio.timeout(10):
+            with pytest.raises(PeerUnavailable):
+                await load(client, "a")
+        assert faults(caplog) == ["adapter loads of tiny"]
+        await client.aclose()
+
+
 async def test_closing_the_client_fails_what_waits(engine, client) -> None:
     waiting = load(client, "a")
     await engine.flight("a")
@@ -220,6 +273,12 @@ async def test_a_killed_engine_fails_the_load(tmp_path: Path) -> None:
     finally:
         await child.wait()
         await client.aclose()
+
+
+def faults(caplog: pytest.LogCaptureFixture) -> list[object]:
+    """The supervised tasks that failed."""
+    said = [one for one in caplog.records if one.getMessage() == "background task failed"]
+    return [vars(one)["kakeya_fields"]["task"] for one in said]
 
 
 def _end_of(flight: Future[LoadedAdapter]) -> Future[None]:
