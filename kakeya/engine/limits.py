@@ -28,13 +28,12 @@ from kakeya.core.units import format_bytes
 from kakeya.engine.model import KEPT_BUFFER_BYTES, Model
 from kakeya.engine.room import RETRY_S, KvRoom
 from kakeya.engine.slots import KvSlots
+from kakeya.memory.estimate import STEP_BYTES
 
 _LEAST_KV_TOKENS = 2048
 """Slots of adapters leave KV for so much, or for the whole bound where that is less."""
 _NOTED_BYTES = 1 << 20
 """By less the share does not change."""
-_WORK_BYTES = 16 << 20
-"""A chunk of prefill takes so much beside its KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +95,9 @@ class Limits:
         if kv_bytes:
             self._kv_bytes = kv_bytes
         self.fit_kv()
-        over = self.footprint().resident_bytes - self._limit_bytes if self._limit_bytes else 0
-        return self.shrink(over) if over > 0 else self.footprint()
+        now = self.footprint()
+        over = now.resident_bytes - self._limit_bytes if self._limit_bytes else 0
+        return self.shrink(over) if over > 0 else now
 
     def fit_kv(self) -> None:
         """Bound KV by what was asked for, and by what slots of adapters leave of the share."""
@@ -134,8 +134,9 @@ class Limits:
         # What was dropped lies among the spare buffers now; and the C library keeps pages too.
         self._model.tidy()
         self._trim()
-        self._fit_share()
-        return self.footprint()
+        now = self.footprint()
+        self._fit_share(now)
+        return now
 
     def holds(self) -> bool:
         """Whether the model keeps to its share, after what idles was dropped where needed."""
@@ -213,13 +214,13 @@ class Limits:
             )
         return memory_bytes - other
 
-    def _fit_share(self) -> None:
+    def _fit_share(self, now: Footprint) -> None:
         """The bound less what else is resident now; KV that is promised can be filled all the
         same, so that it costs spare buffers only."""
         if self._share_bytes is None:
             return
-        promised = self._model_bytes + self._slot_bytes() + self._slots.budget_bytes + _WORK_BYTES
-        left = self._limit_bytes - self._other_bytes(self.footprint())
+        promised = self._model_bytes + self._slot_bytes() + self._slots.budget_bytes + STEP_BYTES
+        left = self._limit_bytes - self._other_bytes(now)
         share = min(max(left, promised), self._first_share_bytes)
         if abs(share - self._share_bytes) >= _NOTED_BYTES:
             self._share_bytes = share

@@ -44,7 +44,11 @@ _CHUNK_ROWS = 256
 """The most tokens that an engine prefills at once."""
 _BLOCK_ROWS = 32
 """More rows than an engine verifies at once; only such rows have logits."""
-_FIXED_WORK_BYTES = 16 * MIB
+STEP_BYTES = 16 * MIB
+"""Beside its KV, a step of any model takes so much, before what its own sizes add."""
+GROWTH_BYTES = 8 * MIB
+"""By so much Python and libraries grow in use: some 5 MiB under load, and room to spare."""
+_FIXED_WORK_BYTES = STEP_BYTES + GROWTH_BYTES
 _GROUP = 64
 """Weights that share a scale and a bias of 16 bits, in the usual quantization."""
 
@@ -70,7 +74,7 @@ class Estimate:
     problem: str = ""
     """What is wrong with its files, by name; "" = nothing that shows."""
     work_bytes: int = 0
-    """Of the base, room to compute in: not used yet right after the load."""
+    """Of the base, room to compute in and to grow in use: not taken yet right after the load."""
 
     @property
     def bytes(self) -> int:
@@ -161,14 +165,7 @@ def estimate_name(name: str, *, widens: bool) -> Estimate:
     parameters = _parameters(text)
     bits = _bits(text)
     stored = bits + 32 / _GROUP if bits < 16 else (32.0 if widens else bits)
-    weights = int(parameters * stored / 8 * NAME_FACTOR)
-    return Estimate(
-        base_bytes=weights + PROCESS_BYTES,
-        weights_bytes=weights,
-        kv_bytes=0,
-        kv_bytes_per_token=0,
-        source="name",
-    )
+    return _of_unknown_layers(int(parameters * stored / 8 * NAME_FACTOR), "name")
 
 
 _HISTORY: Source = "history"
@@ -210,13 +207,26 @@ def _number_bytes(tensors: Mapping[str, Entry]) -> int:
 
 
 def _work_bytes(config: Mapping[str, Any]) -> int:
-    """Room for one chunk of prefill and the logits of one block."""
+    """Room for one chunk of prefill, the logits of one block, and what grows in use."""
     hidden, inner, vocabulary = (
         value if isinstance(value := config.get(name), int) else 0
         for name in ("hidden_size", "intermediate_size", "vocab_size")
     )
     rows = _CHUNK_ROWS * (8 * hidden + 3 * inner)
     return _FIXED_WORK_BYTES + 4 * (rows + _BLOCK_ROWS * vocabulary)
+
+
+def _of_unknown_layers(weights: int, source: Source, problem: str = "") -> Estimate:
+    """By the weights alone: what layers add to the room to compute in is left out, and their KV."""
+    return Estimate(
+        base_bytes=weights + PROCESS_BYTES + _FIXED_WORK_BYTES,
+        weights_bytes=weights,
+        kv_bytes=0,
+        kv_bytes_per_token=0,
+        source=source,
+        problem=problem,
+        work_bytes=_FIXED_WORK_BYTES,
+    )
 
 
 def _from_other_files(folder: Path) -> Estimate:
@@ -227,14 +237,8 @@ def _from_other_files(folder: Path) -> Estimate:
         if sizes:
             weights = int(sum(sizes) * factor)
             lost = len(found) - len(sizes)
-            return Estimate(
-                base_bytes=weights + PROCESS_BYTES,
-                weights_bytes=weights,
-                kv_bytes=0,
-                kv_bytes_per_token=0,
-                source=_FILES,
-                problem=f"{lost} files of {folder} cannot be read" if lost else "",
-            )
+            problem = f"{lost} files of {folder} cannot be read" if lost else ""
+            return _of_unknown_layers(weights, _FILES, problem)
     raise errors.ConfigError(
         f"model folder {folder} holds no weights; *.safetensors or *.gguf files are needed"
     )

@@ -12,6 +12,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kakeya.core.errors import MemoryRefused
 from kakeya.core.process import resident_bytes
@@ -22,6 +24,7 @@ from kakeya.engine.model import MemoryUse
 from kakeya.engine.scheduler import Scheduler
 from kakeya.memory.adapter_base import read_base
 from kakeya.memory.adapter_format import Precision, pack
+from kakeya.memory.estimate import GROWTH_BYTES, STEP_BYTES
 from kakeya.mlx.loader import load
 from kakeya.mlx.model import MlxModel
 from tests.engine.adapter_rig import Answer, Ending
@@ -285,6 +288,60 @@ def test_what_else_grows_comes_out_of_the_share_when_memory_is_asked_back(model:
     assert left is not None
     assert 4 * MIB < left < room - 30 * MIB  # what was promised can be filled
     model.limit(1 << 40, 256 * MIB)
+
+
+class Spared(ToyModel):
+    """Weights, and spare buffers up to the bound of them."""
+
+    def __init__(self, weights_bytes: int) -> None:
+        super().__init__("", Path())
+        self._weights_bytes = weights_bytes
+        self._share_bytes = self._cache_bytes = 0
+
+    def limit(self, memory_bytes: int | None, cache_bytes: int | None) -> None:
+        self._share_bytes = memory_bytes or self._share_bytes
+
+    def tidy(self) -> None:
+        self._cache_bytes = 0
+
+    def fill(self) -> None:
+        self._cache_bytes = self._share_bytes - self._weights_bytes
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(
+            active_bytes=self._weights_bytes,
+            peak_bytes=self._weights_bytes,
+            cache_bytes=self._cache_bytes,
+        )
+
+
+@given(
+    grown=st.lists(st.integers(0, GROWTH_BYTES), min_size=1, max_size=5),
+    weights_bytes=st.integers(1, 1000 * MIB),
+    kv_bytes=st.integers(1, 1000 * MIB),
+)
+def test_an_engine_that_grew_as_its_lease_foresees_goes_back_into_it_and_stays(
+    grown: list[int], weights_bytes: int, kv_bytes: int
+) -> None:
+    other, looks = [90 * MIB], [0]
+    model, mine = Spared(weights_bytes), tools(kv_bytes=kv_bytes)
+
+    def resident() -> int:
+        looks[0] += 1
+        return other[0] + model.memory().active_bytes + model.memory().cache_bytes
+
+    limits = Limits(model, mine.slots, resident=resident, trim=lambda: False)
+    lease = resident() + STEP_BYTES + GROWTH_BYTES + kv_bytes
+    limits.set(lease, 0, 0)
+    for growth in sorted(grown):
+        other[0] = 90 * MIB + growth
+        model.fill()
+        looks[0] = 0
+        limits.shrink(max(1, resident() - lease))
+        assert looks[0] == 2, "ours, and one of its own"
+        model.fill()
+        # What changes by less than a mebibyte is let be.
+        assert resident() < lease + MIB
 
 
 def slotted(folder: Path) -> MlxModel:

@@ -20,7 +20,9 @@ from kakeya.core.units import GIB, MIB
 from kakeya.memory.estimate import (
     FILES_FACTOR,
     GGUF_FACTOR,
+    GROWTH_BYTES,
     PROCESS_BYTES,
+    STEP_BYTES,
     Estimate,
     estimate_model,
     estimate_name,
@@ -316,7 +318,8 @@ def test_an_id_that_is_not_here_yet_goes_by_its_name(tmp_path: Path) -> None:
 def test_what_names_promise(name: str, low_gib: float, high_gib: float) -> None:
     estimate = estimate_name(name, widens=False)
     assert low_gib < estimate.weights_bytes / GIB < high_gib
-    assert estimate.base_bytes == estimate.weights_bytes + PROCESS_BYTES
+    assert estimate.work_bytes == STEP_BYTES + GROWTH_BYTES
+    assert estimate.base_bytes == estimate.weights_bytes + PROCESS_BYTES + estimate.work_bytes
 
 
 def test_gguf_goes_by_its_files(tmp_path: Path) -> None:
@@ -325,6 +328,8 @@ def test_gguf_goes_by_its_files(tmp_path: Path) -> None:
     assert estimated(tmp_path).weights_bytes == expected
     assert estimated(tmp_path).source == "files"
     assert estimated(tmp_path / "model-q4_0.gguf").weights_bytes == expected
+    assert estimated(tmp_path).work_bytes == STEP_BYTES + GROWTH_BYTES
+    assert estimated(tmp_path).base_bytes == expected + PROCESS_BYTES + STEP_BYTES + GROWTH_BYTES
 
 
 def test_a_folder_without_weights_is_refused_by_name(tmp_path: Path) -> None:
@@ -424,7 +429,8 @@ def test_what_was_measured_goes_before_headers(tmp_path: Path) -> None:
     history.note(plain.digest, "draft", 900 * MIB)
     after = estimated(folder, 10, history=history)
     # It was measured before any request: what those need to compute in comes on top.
-    assert 16 * MIB < after.work_bytes == plain.work_bytes < 32 * MIB
+    least = STEP_BYTES + GROWTH_BYTES
+    assert least < after.work_bytes == plain.work_bytes < least + 16 * MIB
     assert (after.source, after.base_bytes) == ("history", 260 * MIB + after.work_bytes)
     assert after.kv_bytes == plain.kv_bytes
     as_draft = estimated(folder, 10, history=history, kind="draft")
