@@ -244,7 +244,7 @@ def _lock(lock: int, path: Path, busy_s: float) -> None:
             if time.monotonic() >= until_mono:
                 raise errors.StoreFailed(
                     f"the lease store {path} cannot be used: another process has locked "
-                    f"{path.name}.lock for {busy_s:.0f} s; end it, and try again"
+                    f"{path.name}.lock for {busy_s:g} s; end it, and try again"
                 ) from None
             time.sleep(_LOCK_PAUSE_S)
         else:

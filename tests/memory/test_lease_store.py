@@ -406,7 +406,7 @@ async def test_a_stopped_process_that_has_the_lock_hangs_nobody(tmp_path: Path) 
     with (tmp_path / "leases.db.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         async with SqliteLeaseStore(tmp_path / "leases.db", busy_s=0.1) as store:
-            with pytest.raises(errors.StoreFailed, match=r"leases\.db\.lock"):
+            with pytest.raises(errors.StoreFailed, match=r"leases\.db\.lock for 0\.1 s"):
                 await store.read()
             fcntl.flock(lock, fcntl.LOCK_UN)
             assert await store.read() == Book()
