@@ -47,7 +47,7 @@ _BLOCK_ROWS = 32
 STEP_BYTES = 16 * MIB
 """Beside its KV, a step of any model takes so much, before what its own sizes add."""
 GROWTH_BYTES = 8 * MIB
-"""By so much Python and libraries grow in use: some 5 MiB under load, and room to spare."""
+"""By so much Python and libraries may grow in use before spare buffers pay for it."""
 _FIXED_WORK_BYTES = STEP_BYTES + GROWTH_BYTES
 _GROUP = 64
 """Weights that share a scale and a bias of 16 bits, in the usual quantization."""
