@@ -110,6 +110,11 @@ class NGramIndex:
         self._keys = [hash(self._tail[-n:]) for n in self._lengths if n <= len(self._tail)]
         self._match = 0
 
+    def next_token(self) -> tuple[int | None, int]:
+        """What a draft would begin with, and how long an n-gram matched; None and 0 = nothing."""
+        at, length = self._latest()
+        return (self.tokens[at], length) if length else (None, 0)
+
     def draft(self, size: int) -> tuple[list[int], int]:
         """What may follow, `size` tokens or none, and how many tokens of suffix matched."""
         at, length = self._latest()

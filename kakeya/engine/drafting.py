@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kakeya.core.errors import ConfigError
+from kakeya.core.ids import NGRAM
 from kakeya.core.log import event
 from kakeya.decoding.acceptance import agreeing
 from kakeya.decoding.controller import DraftController
 from kakeya.decoding.draft_book import RemoteDraftBook
-from kakeya.decoding.ngram import NGramIndex
+from kakeya.decoding.ngram_source import NGramSource
 from kakeya.decoding.proposer import Draft, SamplingNoise
 from kakeya.decoding.remote import RemoteProposer
 from kakeya.decoding.sampling import SamplingParams
@@ -31,7 +32,6 @@ from kakeya.wire.security import TlsMaterial
 
 _log = logging.getLogger(__name__)
 RemoteBook: TypeAlias = "RemoteDraftBook[PendingDraft | StreamedDraft]"
-NGRAM_SOURCE = "ngram"
 KEPT_PEERS = 16
 """Peers' models whose channels stay open between generations; a placement names one or two."""
 NOTHING = Draft(source="none")
@@ -121,18 +121,13 @@ class Drafting:
         self._vocab_size = vocab_size
         self._timer = timer
         self._history: list[int] = []
-        self._index = NGramIndex() if any(spec.kind == NGRAM_SOURCE for spec in specs) else None
+        self._own = NGramSource() if any(spec.kind == "ngram" for spec in specs) else None
         self._shared_books = books
         self._remote = {spec.name: spec for spec in specs if spec.kind == "remote"}
         self._tallies = {spec.name: SourceTally(source=spec.name) for spec in specs}
         self._books = self._open(_noise(sampling))
         self._unasked = set(self._books)
         self._shadows = ShadowScorer(self)
-
-    @property
-    def has_sources(self) -> bool:
-        """Whether anything can draft for it."""
-        return bool(self._tallies)
 
     def _open(self, noise: SamplingNoise | None) -> dict[str, RemoteBook]:
         """A book for each peer; one that cannot be asked costs its drafts, not the generation."""
@@ -157,38 +152,46 @@ class Drafting:
 
         Not where n-grams draft too: peers may then not be needed, nor told.
         """
-        if self._index is None:
+        if self._own is None:
             for book in self._books.values():
                 book.prepare(history)
 
     def begin(self, history: list[int]) -> None:
         """Take the history, which the caller goes on extending."""
         self._history = history
-        if self._index is not None:
-            self._index.extend(history)
+        if self._own is not None:
+            self._own.extend(history)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Tokens joined the history."""
         if not self._tallies:
             return
-        if self._index is not None:
-            self._index.extend(tokens)
+        if self._own is not None:
+            self._own.extend(tokens)
         for book in self._books.values():
             book.follow(self._history)
             for base, late in book.take_late():
                 self._shadows.hold(late, base)
         self._shadows.settle(self._history)
 
+    def has_offer(self) -> bool:
+        """Whether a draft may be had now; asked at each token, and nearly free where not."""
+        if self._books:
+            return True
+        if self._own is None:
+            return False
+        if self._own.has_offer:
+            return True
+        self._tallies[NGRAM].abstained += 1
+        return False
+
     def choose(self, history: list[int], room: int) -> tuple[Draft, int]:
         """The draft that is worth most now and how many of its tokens to verify; 0 = none."""
+        best, best_rows = NOTHING, 0
+        if self._own is not None:
+            best, best_rows = self._look_up(self._own, room)
         if room < 1:
             return NOTHING, 0
-        best, best_rows = NOTHING, 0
-        if self._index is not None:
-            tokens, match_length = self._index.draft(room)
-            best = Draft(source=NGRAM_SOURCE, tokens=tuple(tokens), match_length=match_length)
-            self._count(best)
-            best_rows = self._controller.rows(best) if tokens else 0
         for name, book in self._books.items():
             patience_s = None if best_rows > 0 else self._patience_s(name)
             if patience_s is None:
@@ -237,6 +240,15 @@ class Drafting:
         while self._remote:
             name, spec = self._remote.popitem()
             self._shared_books.close(spec, self._books[name])
+
+    def _look_up(self, own: NGramSource, room: int) -> tuple[Draft, int]:
+        """What the text itself offers, and how many of its tokens to verify."""
+        draft = own.draft(room) or Draft(source=NGRAM)
+        self._count(draft)
+        rows = self._controller.rows(draft)
+        if rows == 0:
+            own.pass_over()
+        return draft, rows
 
     def _patience_s(self, name: str) -> float | None:
         """How long to wait for a peer now; None = do not ask it.

@@ -226,7 +226,7 @@ class SequenceRun:
 
     def _choose(self) -> tuple[Draft, int]:
         """The best draft of this moment, and how many of its tokens deserve a row."""
-        if not self._drafting.has_sources:
+        if not self._drafting.has_offer():
             return NOTHING, 0  # what could be verified is not worth finding out at every token
         room = min(self._decoding.room(), self._tools.max_draft_rows)
         if self.state.in_flight() == 0:

@@ -127,6 +127,10 @@ class Scripted:
     def extend(self, tokens: list[int]) -> None:
         self.length += len(tokens)
 
+    def next_token(self) -> tuple[int | None, int]:
+        tokens, match = self.draft(1)
+        return (tokens[0], match) if tokens else (None, 0)
+
     def draft(self, size: int) -> tuple[list[int], int]:
         at = self.length - self.prompt
         right = self.truth[at : at + size]
@@ -144,7 +148,7 @@ class Scripted:
 def test_whatever_is_drafted_the_tokens_stay(rig: Rig, kind: str, sampling: SamplingParams) -> None:
     plain, plain_done = rig.run(job(sampling=sampling))
     run = SequenceRun(rig.model, rig.tools, job(sampling=sampling, sources=NGRAM))
-    run._drafting._index = Scripted(plain, len(CYCLE), kind)  # type: ignore[assignment]
+    run._drafting._own._index = Scripted(plain, len(CYCLE), kind)  # type: ignore[assignment]
     tokens, done = collect(run)
     assert tokens == plain
     if kind == "oracle" and done.verified:
@@ -155,6 +159,28 @@ def test_whatever_is_drafted_the_tokens_stay(rig: Rig, kind: str, sampling: Samp
         # Blocks of 8 drafts and their bonus token: 9 tokens a forward.
         assert plain_done.forwards == len(plain)
         assert done.forwards <= len(plain) // 9 + 3
+
+
+@pytest.mark.parametrize("kind", ["wrong", "empty"])
+def test_a_text_that_nothing_matches_is_decoded_as_without_drafts(
+    rigs: dict[str, Rig], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No draft, no price and no question of what could be verified at each token."""
+    rig = Rig(rigs["llama"].model, tools())
+    plain, _ = rig.run(job())
+    controller = rig.tools.controller
+    monkeypatch.setattr(controller, "rows", lambda draft: 0)
+    run = SequenceRun(rig.model, rig.tools, job(sources=NGRAM))
+    run._drafting._own._index = Scripted(plain, len(CYCLE), kind)  # type: ignore[assignment]
+    asked: list[int] = []
+    verifiable_rows = run.state.verifiable_rows
+    monkeypatch.setattr(Verifier, "verifiable_rows", lambda _: asked.append(1) or verifiable_rows())
+    tokens, done = collect(run)
+    assert tokens == plain
+    (tally,) = done.sources
+    # A match of one length that is wrong is looked at once.
+    assert tally.drafts == len(asked) == (1 if kind == "wrong" else 0)
+    assert tally.shadow_hits == 0
 
 
 class ForeignBook:
@@ -182,7 +208,7 @@ def test_ids_outside_the_vocabulary_are_never_verified(rigs: dict[str, Rig]) -> 
     rig = Rig(rigs["llama"].model, tools())
     plain, _ = rig.run(job())
     run = SequenceRun(rig.model, rig.tools, job(sources=NGRAM))
-    run._drafting._index = None
+    run._drafting._own = None
     run._drafting._books["ngram"] = ForeignBook()  # type: ignore[assignment]
     tokens, done = collect(run)
     assert tokens == plain
@@ -210,7 +236,7 @@ def test_a_stop_token_inside_a_block_ends_it_there(rigs: dict[str, Rig]) -> None
     run = SequenceRun(
         rig.model, rig.tools, job(sources=NGRAM, stop_token_ids=frozenset({stop}), kv_key="s")
     )
-    run._drafting._index = Scripted(plain, len(CYCLE), "oracle")  # type: ignore[assignment]
+    run._drafting._own._index = Scripted(plain, len(CYCLE), "oracle")  # type: ignore[assignment]
     tokens, done = collect(run)
     assert tokens == plain[: first + 1]
     assert done.reason is FinishReason.STOP_TOKEN
@@ -380,7 +406,7 @@ def test_drafts_that_hold_are_found_out_and_used(rigs: dict[str, Rig]) -> None:
     rig = Rig(rigs["llama"].model, replace(tools(), controller=PricedController()))
     plain, _ = rig.run(job(max_tokens=200))
     run = SequenceRun(rig.model, rig.tools, job(max_tokens=200, sources=NGRAM))
-    run._drafting._index = Scripted(plain, len(CYCLE), "oracle")  # type: ignore[assignment]
+    run._drafting._own._index = Scripted(plain, len(CYCLE), "oracle")  # type: ignore[assignment]
     tokens, done = collect(run)
     assert tokens == plain
     assert done.forwards < 60

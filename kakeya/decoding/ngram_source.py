@@ -1,0 +1,58 @@
+"""Drafts for one text out of the text itself, as long as they may be of use.
+
+Text that does not repeat still has its short matches, by chance: nearly each token occurred before,
+once a text is long. To copy, price and judge a draft for each costs more than the step can lose. So
+once a draft was not worth a row, matches as long as that or shorter are passed over, until what one
+of them would have drafted first comes true. A draft whose first token is wrong yields nothing:
+where that never happens, nothing is missed; and where it does, the next match is looked at.
+
+    match      longer than the one in vain    as long or shorter
+    last came true       offered                   offered
+    last did not         offered                   passed over
+
+A token of a text that is passed over costs its place in the index and one comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kakeya.core.ids import NGRAM
+from kakeya.decoding.ngram import NGramIndex
+from kakeya.decoding.proposer import Draft
+
+
+class NGramSource:
+    """Of one growing text. Not thread-safe."""
+
+    __slots__ = ("_expected", "_index", "_match", "_vain")
+
+    def __init__(self) -> None:
+        self._index = NGramIndex()
+        self._expected: int | None = None  # what the match of now would draft first
+        self._match = 0  # length of that match, 0 = there is none
+        self._vain = 0  # matches up to this length are passed over
+
+    @property
+    def has_offer(self) -> bool:
+        """Whether it would draft now."""
+        return self._match > self._vain
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append to the text."""
+        if tokens and tokens[0] == self._expected:
+            self._vain = 0
+        index = self._index
+        index.extend(tokens)
+        self._expected, self._match = index.next_token()
+
+    def draft(self, size: int) -> Draft | None:
+        """At most `size` tokens that may follow; None where it has nothing to offer."""
+        if size < 1 or self._match <= self._vain:
+            return None
+        tokens, match_length = self._index.draft(size)
+        return Draft(source=NGRAM, tokens=tuple(tokens), match_length=match_length)
+
+    def pass_over(self) -> None:
+        """What it offers now was not worth a row: no more of that until a match comes true."""
+        self._vain = max(self._vain, self._match)
