@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
@@ -101,7 +101,7 @@ class PrefixExchange:
         )
         self._given: Given | None = None
         self._rendezvous: Rendezvous | None = None
-        self._has_more = asyncio.Event()
+        self._has_more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_answering = False
         self._from_peers: dict[BlockId, Source] = {}
         is_speculative = request.priority is Priority.SPECULATIVE
@@ -133,7 +133,7 @@ class PrefixExchange:
             until_mono = clock.mono() + self._request.deadline_s
         with self:
             while True:
-                self._has_more.clear()
+                self._has_more = asyncio.get_running_loop().create_future()
                 await self._approach(until_mono)
                 asked = replace(self._request, kv=self)
                 if until_mono is not None:
@@ -157,21 +157,11 @@ class PrefixExchange:
             request = self._request
             await self._turn.stand(naming, request.token_ids, request.cuts, until_mono)
 
-    async def _wait_to_return(self) -> None:
-        """Until somebody more urgent took over, or a peer brought the rest."""
-        waits = [asyncio.ensure_future(self._has_more.wait())]
-        if self._can_yield:
-            waits.append(asyncio.ensure_future(self._turn.superseded.wait()))
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-
     def _joined(self, came: list[BlockId]) -> None:
         """A peer brought all that the engine has not computed yet."""
         self._from_peers.update(dict.fromkeys(came, Source.PEER))
-        self._has_more.set()
+        if not self._has_more.done():
+            self._has_more.set_result(None)
 
     def _meet_nobody(self) -> None:
         if self._rendezvous is not None:
@@ -179,19 +169,26 @@ class PrefixExchange:
             self._rendezvous = None
 
     async def _next(self, frames: AsyncGenerator[Frame, None]) -> Frame | None:
+        """The next frame, None behind the last. Raises Superseded once somebody more urgent took
+        over, or a peer brought the rest."""
         if not self._can_yield and self._is_answering:
             return await anext(frames, None)
         coming = asyncio.ensure_future(anext(frames, None))
-        returns = asyncio.ensure_future(self._wait_to_return())
+        waits: list[asyncio.Future[Any]] = [coming]
+        if self._can_yield:
+            waits.append(asyncio.ensure_future(self._turn.superseded.wait()))
+        has_come = False
         try:
-            await asyncio.wait((coming, returns), return_when=asyncio.FIRST_COMPLETED)
-            if coming.done():
-                return coming.result()
-            raise Superseded
+            await asyncio.wait((*waits, self._has_more), return_when=asyncio.FIRST_COMPLETED)
+            has_come = coming.done()
         finally:
-            for task in (coming, returns):
-                task.cancel()
-            await asyncio.gather(coming, returns, return_exceptions=True)
+            if not has_come or len(waits) > 1:
+                for wait in waits:
+                    wait.cancel()
+                await asyncio.gather(*waits, return_exceptions=True)
+        if not has_come:
+            raise Superseded
+        return coming.result()
 
     def _saw(self, frame: Frame) -> None:
         match frame:
