@@ -1,8 +1,8 @@
 """Prompt lookup: what followed the last occurrence of the current suffix probably follows again.
 
 `NGramIndex` maps the hash of every n-gram of a growing text, for a few lengths n, to the position
-after its most recent occurrence. Appending a token writes one entry per n; drafting reads at most
-one per n, longest first: both O(1), whatever the length of the text.
+after its most recent occurrence. Appending a token writes one entry per n; drafting reads one each,
+shortest first, as far as they occurred: both O(1), whatever the length of the text.
 
     text       ... x y z A B C D E ... x y z |
     suffix                             x y z      longest n-gram seen before
@@ -61,7 +61,7 @@ class NGramIndex:
                 f"n-gram lengths {min_n}..{max_n}: min_n must be at least 1 and at most max_n"
             )
         between = {n for n in LENGTHS if min_n <= n <= max_n}
-        self._lengths = tuple(sorted(between | {min_n, max_n}, reverse=True))
+        self._lengths = tuple(sorted(between | {min_n, max_n}))
         self._widest = max_n
         self.tokens: list[int] = []
         self._tail: tuple[int, ...] = ()
@@ -127,12 +127,14 @@ class NGramIndex:
 
     def _latest(self) -> tuple[int, int]:
         """Where the longest known suffix was continued last, and its length; 0 = nowhere."""
-        keys, seen = self._keys, self._seen
-        for key, length in zip(keys, self._lengths[-len(keys) :], strict=False):
-            at = seen.get(key)
-            if at is not None:
-                return at, length
-        return 0, 0
+        seen = self._seen
+        at = length = 0
+        for key, n in zip(self._keys, self._lengths, strict=False):
+            found = seen.get(key)
+            if found is None:
+                break  # what is longer ends with it, and did not occur either
+            at, length = found, n
+        return at, length
 
     def _matched(self, at: int, length: int) -> int:
         """How long the match at `at` is known to be: it grows while drafts copy the same span."""

@@ -23,20 +23,16 @@ from kakeya.decoding.proposer import Draft
 
 
 class NGramSource:
-    """Of one growing text. Not thread-safe."""
+    """Of one growing text; `has_offer` tells whether it would draft now. Not thread-safe."""
 
-    __slots__ = ("_expected", "_index", "_match", "_vain")
+    __slots__ = ("_expected", "_index", "_match", "_vain", "has_offer")
 
     def __init__(self) -> None:
+        self.has_offer = False
         self._index = NGramIndex()
         self._expected: int | None = None  # what the match of now would draft first
         self._match = 0  # length of that match, 0 = there is none
         self._vain = 0  # matches up to this length are passed over
-
-    @property
-    def has_offer(self) -> bool:
-        """Whether it would draft now."""
-        return self._match > self._vain
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append to the text."""
@@ -45,10 +41,11 @@ class NGramSource:
         index = self._index
         index.extend(tokens)
         self._expected, self._match = index.next_token()
+        self.has_offer = self._match > self._vain
 
     def draft(self, size: int) -> Draft | None:
         """At most `size` tokens that may follow; None where it has nothing to offer."""
-        if size < 1 or self._match <= self._vain:
+        if size < 1 or not self.has_offer:
             return None
         tokens, match_length = self._index.draft(size)
         return Draft(source=NGRAM, tokens=tuple(tokens), match_length=match_length)
@@ -56,3 +53,4 @@ class NGramSource:
     def pass_over(self) -> None:
         """What it offers now was not worth a row: no more of that until a match comes true."""
         self._vain = max(self._vain, self._match)
+        self.has_offer = False

@@ -125,6 +125,7 @@ class Drafting:
         self._shared_books = books
         self._remote = {spec.name: spec for spec in specs if spec.kind == "remote"}
         self._tallies = {spec.name: SourceTally(source=spec.name) for spec in specs}
+        self._own_tally = self._tallies.get(NGRAM) or SourceTally(source=NGRAM)
         self._books = self._open(_noise(sampling))
         self._unasked = set(self._books)
         self._shadows = ShadowScorer(self)
@@ -178,11 +179,10 @@ class Drafting:
         """Whether a draft may be had now; asked at each token, and nearly free where not."""
         if self._books:
             return True
-        if self._own is None:
-            return False
-        if self._own.has_offer:
-            return True
-        self._tallies[NGRAM].abstained += 1
+        own = self._own
+        if own is None or own.has_offer:
+            return own is not None
+        self._own_tally.abstained += 1
         return False
 
     def choose(self, history: list[int], room: int) -> tuple[Draft, int]:
