@@ -1,4 +1,4 @@
-"""What a process occupies now, and keeping its heap from holding what was freed.
+"""What a process occupies now, and what it asks of its heap and of the system's scheduler.
 
     Linux   VmRSS of /proc/PID/status without its shared memory, which whoever made it counts
     macOS   the physical footprint of `proc_pid_rusage`: what the system holds against a process
@@ -72,6 +72,21 @@ def bound_heap() -> bool:
             mallopt(_M_ARENA_MAX, _HEAPS),
         ]
     )
+
+
+def compute_in_bulk() -> bool:
+    """Have this thread, and those it starts, take no processor from whoever runs when they wake;
+    False where the system has no such class, or does not let us.
+
+    A thread that computes and one that hands it work wake each other hundreds of times in a step.
+    Linux takes that for being interactive, and each time puts one in the other's place, or in that
+    of who answers clients.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def trim_heap() -> bool:

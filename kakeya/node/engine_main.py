@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import configure, event
-from kakeya.core.process import bound_heap
+from kakeya.core.process import bound_heap, compute_in_bulk
 
 if TYPE_CHECKING:
     from kakeya.engine.model import Model
@@ -117,6 +117,7 @@ def _model_thread(
     options: Namespace, load: Callable[[Namespace], Model], engine: Future[_Engine]
 ) -> None:
     """Load on the thread that computes later: mlx keeps streams per thread."""
+    compute_in_bulk()
     try:
         event(_log, "loading", model=options.model_id, source=options.model)
         made = _Engine(load(options), options)

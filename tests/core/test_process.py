@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from kakeya.core.process import parse_rusage, parse_status, resident_bytes, trim_heap
+from kakeya.core.process import (
+    compute_in_bulk,
+    parse_rusage,
+    parse_status,
+    resident_bytes,
+    trim_heap,
+)
 
 MIB = 1 << 20
 # /proc/PID/status of a Python on Linux 6.18, shortened; its shared memory is made up.
@@ -104,3 +112,24 @@ def test_what_is_freed_of_large_blocks_is_not_resident_any_more() -> None:
 
     assert left_mib("as it is") > 100  # or the switch is for nothing
     assert left_mib("bounded") < 16
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a class of Linux")
+def test_a_thread_that_computes_in_bulk_leaves_the_others_as_they_are() -> None:
+    classes: dict[str, int] = {}
+
+    def started() -> None:
+        classes["started"] = os.sched_getscheduler(0)
+
+    def compute() -> None:
+        assert compute_in_bulk()
+        classes["own"] = os.sched_getscheduler(0)
+        within = threading.Thread(target=started)
+        within.start()
+        within.join()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert classes == {"own": os.SCHED_BATCH, "started": os.SCHED_BATCH}
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
