@@ -23,7 +23,7 @@ from kakeya.node.arena import NodeArena, page_config
 from kakeya.node.config import AdapterConfig, PrecacheConfig
 from kakeya.node.memory import NodeMemory
 from kakeya.node.models import Role
-from kakeya.node.prefix_start import PrefixStart
+from kakeya.node.prefix_start import PrefixStart, Recalled
 from kakeya.node.prefixes import NodePrefixes
 from kakeya.node.resident_model import ResidentModel
 from kakeya.node.sizes import hub_folder
@@ -125,6 +125,10 @@ class NodePages:
     def shares_prefixes(self) -> bool:
         """Whether blocks of KV are exchanged with peers."""
         return self.prefixes.is_on and self._precache_config.peers
+
+    def tell_recalled(self, recalled: Recalled | None) -> None:
+        """Have somebody told of each history that comes back for a fresh engine; None = nobody."""
+        self._start.recalled = recalled
 
     def unready(self) -> str:
         """Why the node puts off that it is ready; "" = it does not."""

@@ -170,6 +170,14 @@ class NodePrecache:
             self.texts.renew(model.facts.model_path)
         self.warm_declared(model.model_id)
 
+    async def recalled(self, facts: ModelFacts, histories: Sequence[Sequence[int]]) -> None:
+        """KV of these came back: who sends their text again shall not wait for its tokens either.
+
+        Raises Unsupported for a model without a tokenizer.
+        """
+        text = await self.texts.get(facts.model_path)
+        await asyncio.to_thread(text.learn, histories)
+
     def warm_declared(self, model_id: str) -> None:
         """Warm the prompts of a model, and of its adapters."""
         for index, prompt in enumerate(self._config.prompts):

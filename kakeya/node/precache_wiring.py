@@ -46,7 +46,9 @@ async def node_precache(
     async with precache:
         memory.engines.follow(precache.engine_changed)
         stop_listening = arbiter.on_event(precache.happened)
+        pages.tell_recalled(precache.recalled)
         try:
             yield precache
         finally:
+            pages.tell_recalled(None)
             stop_listening()

@@ -15,6 +15,7 @@ from functools import partial
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import PageFreed
+from kakeya.core.units import unpack_ids
 from kakeya.memory.arena import Filling
 from kakeya.memory.pins import Hold
 from kakeya.node.prefix_counts import PrefixCounts
@@ -188,8 +189,9 @@ class PrefixDisk:
             if not self._asking:
                 self._is_asked_for_nothing.set()
 
-    async def recall(self, shelf: Shelf, naming: Naming, nbytes: int) -> int:
-        """Bring what was used last into pages before anybody asks; how many blocks came.
+    async def recall(self, shelf: Shelf, naming: Naming, nbytes: int) -> list[list[int]]:
+        """Bring what was used last into pages before anybody asks; the histories that came, as
+        token ids, what was used last in front.
 
         Whole histories, as far as they fit so many bytes and nobody has to leave for them; none is
         begun while a request waits for the disk.
@@ -197,7 +199,7 @@ class PrefixDisk:
         ours = (entry for entry in self.store.entries() if entry.block.fingerprint == shelf.seed)
         newest = heapq.nlargest(_RECALLED, ours, key=lambda entry: entry.used_mono)
         loading = _Loading(shelf, naming, BlockClass.SPECULATIVE, landed=lambda _: None)
-        count = 0
+        histories: list[list[int]] = []
         for entry in newest:
             await self._is_asked_for_nothing.wait()
             path = _path(shelf.tree.node(entry.block.id))
@@ -206,12 +208,12 @@ class PrefixDisk:
                 continue
             if left > min(nbytes, self._pages.free_bytes):
                 break
-            came = await self._load(loading, path)
-            count += len(came)
+            await self._load(loading, path)
             nbytes -= left
             if not path[-1].in_ram:
                 break  # the ledger has no room, or the disk is in trouble
-        return count
+            histories.append([one for node in path for one in unpack_ids(node.facts.token_ids)])
+        return histories
 
     def _is_worth(self, naming: Naming, node: Node[Lying], tokens: int) -> bool:
         """Whether a block is likely to be read before so many tokens of it were computed."""

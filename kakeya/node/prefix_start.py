@@ -1,15 +1,17 @@
 """What the first requests of a fresh engine would wait for, done as soon as the engine is ready.
 
 Its KV gets its name, and what is on disk of it is found. What was used last comes back into pages,
-as far as they are free and the ledger has memory that nobody needs. A node that has nothing stored
-takes none before it is asked. Until then, and for a moment at most, the node says that it is not
-ready yet: who waits for that begins with what is there, and who does not is served all the same.
+as far as they are free and the ledger has memory that nobody needs, and whoever turns text into
+tokens hears of it (`recalled`). A node that has nothing stored takes none before it is asked. Until
+then, and for a moment at most, the node says that it is not ready yet: who waits for that begins
+with what is there, and who does not is served all the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -27,6 +29,10 @@ UNREADY_S = 0.5
 """How long a node puts off that it is ready for this: less than anybody notices of a start."""
 
 
+Recalled = Callable[[ModelFacts, Sequence[Sequence[int]]], Awaitable[None]]
+"""Told which histories of a model came back, as token ids, what was used last in front."""
+
+
 class PrefixStart:
     """An `async with`, left before the prefixes are. Lives on the event loop."""
 
@@ -38,6 +44,7 @@ class PrefixStart:
         self._due: dict[str, tuple[ModelFacts, int]] = {}
         self._is_due = asyncio.Event()
         self._unready_until_mono = 0.0
+        self.recalled: Recalled | None = None
         self.at_rest = asyncio.Event()
         """Nothing is left to do."""
         self.at_rest.set()
@@ -94,4 +101,6 @@ class PrefixStart:
             return
         if prefixes.store is not None:
             await prefixes.store.ready()
-        await prefixes.recall(naming, min(RECALLED_BYTES, prefixes.free_bytes() // 2))
+        came = await prefixes.recall(naming, min(RECALLED_BYTES, prefixes.free_bytes() // 2))
+        if came and self.recalled is not None:
+            await self.recalled(facts, came)

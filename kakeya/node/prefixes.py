@@ -217,10 +217,10 @@ class NodePrefixes:
         files = await self.store.wipe() if self.store is not None else 0
         return Wiped(blocks=blocks, files=files, has_disk=self.store is not None)
 
-    async def recall(self, naming: Naming, nbytes: int) -> int:
+    async def recall(self, naming: Naming, nbytes: int) -> list[list[int]]:
         """See `PrefixDisk.recall`."""
         if self._disk is None:
-            return 0
+            return []
         return await self._disk.recall(self.pages.shelf(naming), naming, nbytes)
 
     def free_bytes(self) -> int:

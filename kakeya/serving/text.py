@@ -48,6 +48,8 @@ _TEXT_FILES = (
 )
 _Stamps = tuple[tuple[str, int, int], ...]
 """(name, time of the last change in ns, bytes) of each file that is there."""
+LEARNED_TOKENS = 32 * 1024
+"""Most that is encoded ahead of requests, for one engine that is ready."""
 _WINDOW_TOKENS = 64
 """Most tokens that a decoder without a byte table holds back while its text is not settled."""
 
@@ -114,6 +116,18 @@ class TextModel:
     ) -> tuple[int, ...]:
         """Where others are likely to part from a conversation that `encode_chat` encoded."""
         return await self._cuts.find(token_ids, messages, at_most=at_most, tools=tools)
+
+    def learn(self, histories: Iterable[Sequence[int]]) -> None:
+        """Encode the texts of histories that are likely to come again, so that who sends one waits
+        for what is new in it only. Blocks: some 20 ms, and for one very long history as long as
+        that takes."""
+        left = LEARNED_TOKENS
+        for token_ids in histories:
+            if left <= 0:
+                return
+            left -= len(token_ids)
+            text = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+            self._encode((text,), add_special_tokens=False)
 
     def detokenizer(self) -> Detokenizer:
         """Start a new output text."""

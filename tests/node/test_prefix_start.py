@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 from kakeya.core.clock import SystemClock
+from kakeya.core.errors import Unsupported
 from kakeya.node.arena import PAGE_BYTES
 from kakeya.node.prefix_counts import Source
 from kakeya.node.prefix_start import UNREADY_S, PrefixStart
 from kakeya.precache.block_node import BlockClass
+from kakeya.runtime.generation import ModelFacts
 from tests.fakes import FakeClock
 from tests.node.test_prefixes import World, world, written
 
@@ -72,6 +75,23 @@ async def test_what_was_used_last_is_in_pages_before_it_is_asked_for(tmp_path: P
         here.check()
 
 
+async def test_who_turns_text_into_tokens_hears_of_what_came_back(tmp_path: Path) -> None:
+    await stored(tmp_path)
+    told: list[tuple[str, list[list[int]]]] = []
+
+    async def recalled(facts: ModelFacts, histories: Sequence[Sequence[int]]) -> None:
+        told.append((facts.model_id, [list(history) for history in histories]))
+        raise Unsupported("a model without a tokenizer")  # which is nobody's fault
+
+    async with world(tmp_path, disk=True) as here:
+        async with PrefixStart(here.prefixes, clock=SystemClock()) as start:
+            start.recalled = recalled
+            start.ready(here.engine)
+            await start.at_rest.wait()
+            assert [(one.failures, one.running) for one in start.health()] == [(0, True)]
+    assert told == [("toy", [THIRD[:-1], SECOND[:-1], FIRST[:-1]])]
+
+
 async def test_as_much_comes_as_fits_half_of_the_free_pages_the_last_used_whole(
     tmp_path: Path,
 ) -> None:
@@ -118,7 +138,7 @@ async def test_none_is_brought_back_while_a_request_waits_for_the_disk(tmp_path:
             assert here.prefixes.pages._filling_bytes <= 3 * PAGE_BYTES  # those of the request
             await asyncio.sleep(0)
         assert await asked == 9
-        assert await recalled == 6
+        assert await recalled == [THIRD[:-1], SECOND[:-1]]
 
 
 async def test_a_node_with_nothing_stored_takes_no_memory(tmp_path: Path) -> None:
