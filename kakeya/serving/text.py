@@ -119,8 +119,7 @@ class TextModel:
 
     def learn(self, histories: Iterable[Sequence[int]]) -> None:
         """Encode the texts of histories that are likely to come again, so that who sends one waits
-        for what is new in it only. Blocks: some 20 ms, and for one very long history as long as
-        that takes."""
+        for what is new in it only. Blocks for as long as that takes."""
         left = LEARNED_TOKENS
         for token_ids in histories:
             if left <= 0:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,22 +18,11 @@ from tokenizers.pre_tokenizers import Metaspace, Whitespace
 from tokenizers.processors import TemplateProcessing
 
 from kakeya.serving.encoder import Encoder
+from tests.serving.toy import CountingTokenizer
 
 TINY = Path(__file__).parents[2] / "kakeya" / "models" / "kakeya-tiny"
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<s>", "s><|im")
 """The last one overlaps the others."""
-
-
-class Counting:
-    """A tokenizer that says how many texts it encoded."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.texts: list[str] = []
-
-    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]:
-        self.texts += texts
-        return list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens))
 
 
 def with_added(tokenizer: Tokenizer) -> Tokenizer:
@@ -109,9 +97,9 @@ def test_the_ids_are_those_of_the_whole_text(
         assert encoder.encode(text, add_special_tokens=add_special_tokens) == whole
 
 
-def counting(**options: int) -> tuple[Counting, Encoder]:
+def counting(**options: int) -> tuple[CountingTokenizer, Encoder]:
     tokenizer = byte_level()
-    counted = Counting(tokenizer)
+    counted = CountingTokenizer(tokenizer)
     return counted, Encoder(counted, json.loads(tokenizer.to_str()), **options)  # type: ignore[arg-type]
 
 
@@ -150,7 +138,7 @@ def test_a_text_that_would_put_out_all_others_is_not_kept() -> None:
 def test_nothing_is_cut_where_an_added_token_looks_around_itself(flag: str) -> None:
     tokenizer = Tokenizer.from_str(byte_level().to_str())
     tokenizer.add_tokens([AddedToken("<x>", normalized=False, **{flag: True})])
-    counted = Counting(tokenizer)
+    counted = CountingTokenizer(tokenizer)
     encoder = Encoder(counted, json.loads(tokenizer.to_str()))  # type: ignore[arg-type]
     text = "a <x> <|im_start|> b"
     whole = tokenizer.encode(text, add_special_tokens=False).ids
@@ -162,7 +150,7 @@ def test_nothing_is_kept_where_the_same_text_is_encoded_in_many_ways() -> None:
     tokenizer = byte_level()
     spec = json.loads(tokenizer.to_str())
     spec["model"]["dropout"] = 0.1
-    counted = Counting(tokenizer)
+    counted = CountingTokenizer(tokenizer)
     encoder = Encoder(counted, spec)  # type: ignore[arg-type]
     for _ in range(2):
         encoder.encode("text", add_special_tokens=False)

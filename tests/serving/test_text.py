@@ -8,7 +8,6 @@ import json
 import tempfile
 import unicodedata
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,7 +27,7 @@ from kakeya.serving.text import (
     Texts,
     WindowDetokenizer,
 )
-from tests.serving.toy import make_folder, make_tokenizer
+from tests.serving.toy import CountingTokenizer, make_folder, make_tokenizer
 
 NOW = 1_700_000_000.0
 MANY = 1 << 20
@@ -355,18 +354,6 @@ async def test_what_cannot_be_loaded_ahead_is_refused_when_it_is_asked_for(tmp_p
     assert (await texts.get(str(tmp_path))).stop_token_ids == {0, 2}
 
 
-class Counting:
-    """A tokenizer that says which texts it encoded."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.texts: list[str] = []
-
-    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]:
-        self.texts += texts
-        return list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens))
-
-
 async def test_a_history_that_was_learned_from_its_tokens_is_not_encoded_again() -> None:
     said = [
         {"role": "system", "content": "Answer in one word, please: é 😀 <b>"},
@@ -376,7 +363,7 @@ async def test_a_history_that_was_learned_from_its_tokens_is_not_encoded_again()
     token_ids = await before.encode_chat(said, at_most=MANY)
     model = await asyncio.to_thread(TextModel, TINY, lambda: NOW)
     await asyncio.to_thread(model.learn, [token_ids[:-1]])  # as its KV is kept: all but the last
-    counting = model._encoder._tokenizer = Counting(model.tokenizer)
+    counting = model._encoder._tokenizer = CountingTokenizer(model.tokenizer)
     assert await model.encode_chat(said, at_most=MANY) == token_ids
     assert not any("capital" in text or "one word" in text for text in counting.texts)
 
@@ -384,7 +371,7 @@ async def test_a_history_that_was_learned_from_its_tokens_is_not_encoded_again()
 async def test_what_is_learned_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_module, "LEARNED_TOKENS", 5)
     model = await asyncio.to_thread(TextModel, TINY, lambda: NOW)
-    counting = model._encoder._tokenizer = Counting(model.tokenizer)
+    counting = model._encoder._tokenizer = CountingTokenizer(model.tokenizer)
     words = [model.tokenizer.encode(word).ids for word in ("first word", "second word", "third")]
     model.learn([words[0] * 2, words[1], words[2]])
     assert counting.texts == ["first wordfirst word"]

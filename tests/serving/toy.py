@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 from openai import AsyncOpenAI
@@ -282,3 +283,15 @@ async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+class CountingTokenizer:
+    """A tokenizer that says which texts it encoded."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.texts: list[str] = []
+
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]:
+        self.texts += texts
+        return list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens))
