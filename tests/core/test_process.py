@@ -62,7 +62,10 @@ def test_it_follows_what_is_taken_and_given_back() -> None:
 
 
 def test_a_child_is_measured_and_one_that_went_is_not() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # until then it may not be a Python yet
         assert (resident_bytes(child.pid) or 0) > 100_000
         child.communicate(b"\n")
     assert resident_bytes(child.pid) is None
