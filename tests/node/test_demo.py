@@ -25,10 +25,13 @@ def check(ended: subprocess.CompletedProcess[str]) -> None:
     assert report["identical"] is True
     ways = {(row["text"], row["way"]) for row in report["rows"]}
     assert len(ways) == len(report["rows"]) == 8
+    drafted = {row["way"]: 0 for row in report["rows"]}
     for row in report["rows"]:
-        # Whether drafting pays is a matter of this minute's speed; that drafts came is not.
-        assert bool(row["drafted"] + row["shadowed"]) == (row["way"] != "plain greedy"), row
+        drafted[row["way"]] += row["drafted"] + row["shadowed"]
         assert row["verified"] == 0 or row["way"] != "plain greedy"
+    # Whether drafting pays, or a peer's drafts come in time for one text, is a matter of this
+    # minute's speed; that some came each way is not.
+    assert {way for way, tokens in drafted.items() if not tokens} == {"plain greedy"}
 
 
 def test_the_demo_shows_identical_output_in_every_mode() -> None:
