@@ -78,7 +78,7 @@ def compute_in_bulk() -> bool:
     """Have this thread, and those it starts, take no processor from whoever runs when they wake;
     False where the system has no such class, or does not let us.
 
-    A thread that computes and one that hands it work wake each other hundreds of times in a step.
+    A thread that computes and one that hands it work wake each other many times in a step.
     Linux takes that for being interactive, and each time puts one in the other's place, or in that
     of who answers clients.
     """

@@ -125,7 +125,6 @@ class Drafting:
         self._shared_books = books
         self._remote = {spec.name: spec for spec in specs if spec.kind == "remote"}
         self._tallies = {spec.name: SourceTally(source=spec.name) for spec in specs}
-        self._own_tally = self._tallies.get(NGRAM) or SourceTally(source=NGRAM)
         self._books = self._open(_noise(sampling))
         self._unasked = set(self._books)
         self._shadows = ShadowScorer(self)
@@ -179,16 +178,17 @@ class Drafting:
         """Whether a draft may be had now; asked at each token, and nearly free where not."""
         if self._books:
             return True
-        own = self._own
-        if own is None or own.has_offer:
-            return own is not None
-        self._own_tally.abstained += 1
-        return False
+        if self._own is None:
+            return False
+        if not self._own.has_offer:
+            self._tallies[NGRAM].abstained += 1
+        return self._own.has_offer
 
     def choose(self, history: list[int], room: int) -> tuple[Draft, int]:
         """The draft that is worth most now and how many of its tokens to verify; 0 = none."""
         best, best_rows = NOTHING, 0
         if self._own is not None:
+            # Also without room, which does not come back: it is silent from then on.
             best, best_rows = self._look_up(self._own, room)
         if room < 1:
             return NOTHING, 0
