@@ -25,19 +25,29 @@ def check(ended: subprocess.CompletedProcess[str]) -> None:
     assert report["identical"] is True
     ways = {(row["text"], row["way"]) for row in report["rows"]}
     assert len(ways) == len(report["rows"]) == 8
-    drafted = {row["way"]: 0 for row in report["rows"]}
     for row in report["rows"]:
-        drafted[row["way"]] += row["drafted"] + row["shadowed"]
+        # Whether drafting pays is a matter of this minute's speed; that drafts came is not.
+        assert bool(row["drafted"] + row["shadowed"]) == (row["way"] != "plain greedy"), row
         assert row["verified"] == 0 or row["way"] != "plain greedy"
-    # Whether drafting pays, or a peer's drafts come in time for one text, is a matter of this
-    # minute's speed; that some came each way is not.
-    assert {way for way, tokens in drafted.items() if not tokens} == {"plain greedy"}
+
+
+def is_without_drafts(ended: subprocess.CompletedProcess[str]) -> bool:
+    """Whether a peer's drafts were all too late for a text, as in a moment without a processor."""
+    rows = json.loads(ended.stdout)["rows"] if ended.returncode == 0 else []
+    return any(
+        row["way"].startswith("remote") and not row["drafted"] + row["shadowed"] for row in rows
+    )
 
 
 def test_the_demo_shows_identical_output_in_every_mode() -> None:
     """Two real nodes and every row of the table, each from one short run."""
     command = [sys.executable, "-c", SHORT]
-    check(subprocess.run(command, capture_output=True, text=True, timeout=150, check=False))
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+
+    ended = run()
+    check(run() if is_without_drafts(ended) else ended)
 
 
 @pytest.mark.slow
