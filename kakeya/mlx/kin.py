@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
+import numpy as np
+
+from kakeya.mlx.bits import bits, kind_of
 
 STEP_TOKENS = 64
 """What is alike is counted in these."""
@@ -170,17 +173,13 @@ def _relate(
 
 
 def _is_alike(one: int, other: int, tokens: int, layers: Mapping[int, Held]) -> bool:
-    same = [
-        mx.array_equal(_bits(part[one, :, :tokens]), _bits(part[other, :, :tokens]))
-        for layer in layers.values()
-        for part in (layer.keys, layer.values)
-    ]
-    return bool(mx.all(mx.stack(same)).item())
+    held = bits([part for layer in layers.values() for part in (layer.keys, layer.values)])
+    return all(np.array_equal(part[one, :, :tokens], part[other, :, :tokens]) for part in held)
 
 
 def _bits(part: mx.array) -> mx.array:
     """As whole numbers: of floats, no number equals itself, and 0 equals -0."""
-    return part.view(mx.uint32 if part.itemsize == 4 else mx.uint16)
+    return part.view(kind_of(part.dtype))
 
 
 def _follows(one: Place, other: Place) -> bool:

@@ -18,30 +18,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.engine.model import LEAST_CHUNK_TOKENS, KvView
 from kakeya.mlx import kv_layers
+from kakeya.mlx.bits import Bits, bits, kind_of
 from kakeya.mlx.kv_layers import Fixed, Range, Rows
 from kakeya.mlx.loader import LoadedModel
 
 _FORMAT = 1
-_RAW = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 _CONTEXT_BLOCKS = 8
 """A context has at least so many blocks: most texts that share a beginning share a whole one."""
 _TRIED = (16, 8)
 """Tokens in front of and behind the place at which taking KV over is tried."""
 _TOLERANCE = 0.02
 """Of the largest logit, as in `batch`: beyond it, something else than rounding differs."""
-
-_Bits = NDArray[Any]
 
 
 class KvBlocks:
@@ -96,19 +93,19 @@ class KvBlocks:
         at = first % self.block_tokens
         self._check(into, at + tokens, with_state=with_state)
         places = [kv_layers.place(layer, first, first + tokens) for layer in layers]
-        bits = iter(_bits([part for layer in layers for part in kv_layers.arrays(layer)]))
+        held = bits([part for layer in layers for part in kv_layers.arrays(layer)])
         offset, state_at = 0, into.tokens * self.row_bytes
         for place, rows, state in zip(places, self._rows, self._state, strict=True):
             if place is None:
                 return False
             for part in rows:
                 target = _view(into, offset, (part.heads, into.tokens, part.width), part.dtype)
-                target[:, at : at + tokens] = next(bits)[0, :, slice(*place)]
+                target[:, at : at + tokens] = next(held)[0, :, slice(*place)]
                 offset += into.tokens * part.nbytes
             for fixed in state:
-                held = next(bits)
+                whole = next(held)
                 if with_state:
-                    _view(into, state_at, fixed.shape, fixed.dtype)[...] = held
+                    _view(into, state_at, fixed.shape, fixed.dtype)[...] = whole
                     state_at += fixed.nbytes
         return True
 
@@ -125,7 +122,10 @@ class KvBlocks:
             self._check(block, needed, with_state=False)
         layers = kv_layers.layers_of(caches)
         made = [
-            [mx.zeros(part.shape(kv_layers.places(layer, tokens)), _raw(part)) for part in rows]
+            [
+                mx.zeros(part.shape(kv_layers.places(layer, tokens)), kind_of(part.dtype))
+                for part in rows
+            ]
             for layer, rows in zip(layers, self._rows, strict=True)
         ]
         mx.eval(made)
@@ -144,7 +144,7 @@ class KvBlocks:
 
     def _gather(
         self,
-        target: _Bits,
+        target: Bits,
         blocks: Sequence[KvView],
         part: Rows,
         offset: int,
@@ -227,21 +227,10 @@ def _forward(model: LoadedModel, caches: list[Any], first: int, tokens: int) -> 
     return logits
 
 
-def _bits(held: Sequence[mx.array]) -> Iterator[_Bits]:
-    """View arrays as unsigned integers of their size, without a copy."""
-    raws = [part.view(_RAW[part.dtype.size]) for part in held]
-    mx.eval(raws)
-    return (np.array(raw, copy=False) for raw in raws)
-
-
-def _view(block: KvView, offset: int, shape: tuple[int, ...], dtype: mx.Dtype) -> _Bits:
+def _view(block: KvView, offset: int, shape: tuple[int, ...], dtype: mx.Dtype) -> Bits:
     """View a part of a block as unsigned integers, without a copy."""
     kind = np.dtype(f"<u{dtype.size}")
     return np.frombuffer(block.data, kind, math.prod(shape), offset).reshape(shape)
-
-
-def _raw(part: Rows) -> mx.Dtype:
-    return _RAW[part.dtype.size]
 
 
 def _rows(held: mx.array, index: int) -> Rows:

@@ -25,6 +25,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 
 from kakeya.core.units import KV_BLOCK_TOKENS
+from kakeya.mlx.bits import copied, put
 from kakeya.mlx.kin import Kin, Member, is_due, relate
 
 _LONGEST_TOKENS = 1 << 24
@@ -95,7 +96,8 @@ class PlacedKV:
         self.offset += keys.shape[2]
         if self.offset > self.capacity:
             # Of a sequence that a failure left between two slabs: one of its own.
-            held = (_copied(part, capacity_of(self.offset)) for part in self.keys_and_values(first))
+            length = capacity_of(self.offset)
+            held = (copied([part], length) for part in self.keys_and_values(first))
             self._slab, self.place = LayerSlab(*held), 0
         slab, place = self._slab, self.place
         slab.keys[place : place + 1, :, first : self.offset] = keys
@@ -111,7 +113,7 @@ class PlacedKV:
     @property
     def state(self) -> tuple[mx.array, mx.array, int]:
         """Copies of what is held, and the offset."""
-        keys, values = (_copied(part, self.offset) for part in self.keys_and_values())
+        keys, values = (copied([part], self.offset) for part in self.keys_and_values())
         return keys, values, self.offset
 
     @property
@@ -232,14 +234,12 @@ class Slab:
 
     def enter(self, tenant: Tenant, place: int) -> None:
         """Copy a sequence into a free place, from where it was; also from another place here."""
-        mx.synchronize()  # what is in flight reads the slab: a change would then copy all of it
+        mx.synchronize()  # what is in flight reads the slab, and writes into it
         for index, slab in self.layers.items():
-            keys, values = (_copied(p, self.capacity) for p in _held(tenant.cache[index]))
-            mx.eval(keys, values)
             # All of the place is written: what was left there may be no numbers.
-            slab.keys[place : place + 1] = keys
-            slab.values[place : place + 1] = values
-            mx.eval(slab.keys, slab.values)
+            keys, values = _held(tenant.cache[index])
+            put(slab.keys, place, keys)
+            put(slab.values, place, values)
         # Only now: where a copy failed, it is still where it was.
         for index, slab in self.layers.items():
             tenant.cache[index] = PlacedKV(slab, place, tenant.cache[index].offset)
@@ -270,10 +270,9 @@ def build(
         tenant.seat = None
     for index in layers:
         held = [_held(tenant.cache[index]) for tenant in tenants]
-        keys = _stacked([keys for keys, _ in held], capacity)
-        values = _stacked([values for _, values in held], capacity)
+        keys = copied([keys for keys, _ in held], capacity)
+        values = copied([values for _, values in held], capacity)
         del held
-        mx.eval(keys, values)
         slab.layers[index] = layer = LayerSlab(keys, values)
         del keys, values
         for place, tenant in enumerate(tenants):
@@ -295,9 +294,8 @@ def leave(tenant: Tenant) -> None:
             continue
         own = KVCache()
         capacity = (cache.offset // own.step + 1) * own.step
-        own.keys, own.values = (_copied(part, capacity) for part in _held(cache))
+        own.keys, own.values = (copied([part], capacity) for part in _held(cache))
         own.offset = cache.offset
-        mx.eval(own.keys, own.values)
         tenant.cache[index] = own
         if seat is not None and is_last:
             del seat.slab.layers[index]
@@ -312,17 +310,3 @@ def _sits(tenant: Tenant, slab: Slab) -> bool:
 def _held(cache: Any) -> tuple[mx.array, mx.array]:  # noqa: ANN401 - KVCache and its likes
     keys, values = cache.keys_and_values()
     return keys, values
-
-
-def _copied(part: mx.array, capacity: int) -> mx.array:
-    """A copy in a buffer of its own. Shapes: [1, H, tokens, D] -> [1, H, capacity, D]."""
-    return _stacked([part], capacity)
-
-
-def _stacked(parts: Sequence[mx.array], capacity: int) -> mx.array:
-    """Copies, each from position 0 on. Shapes: [1, H, tokens, D] each -> [B, H, capacity, D]."""
-    heads, width = parts[0].shape[1], parts[0].shape[3]
-    made = mx.zeros((len(parts), heads, capacity, width), parts[0].dtype)
-    for place, part in enumerate(parts):
-        made[place : place + 1, :, : part.shape[2]] = part
-    return made
