@@ -5,8 +5,8 @@
     grows      out of its slab, and then joins as above; who is about to comes along
     leaves     when it did not share the slab's last forwards, when it works alone in a slab that
                is mostly free, or does what takes a cache of its own (a prompt, a longer block)
-    is gone    when nobody keeps it; who sits last takes the place, and a slab of which more than a
-               quarter is free is made anew
+    is gone    when nobody keeps it; who sits last takes the place if nobody else has after a few
+               forwards, and a slab of which more than a quarter is free is made anew
 
 So a sequence is copied a few times for each block of tokens that it grows by, and slabs hold at
 most WASTE times what caches of their own would.
@@ -40,6 +40,9 @@ _MARGIN = 16
 """Of the bound so much stays free: slabs that had to go do not come again at once."""
 _AWAY_FORWARDS = 16
 """Forwards of its slab that a sequence may miss: blocks of drafts come and go."""
+_GAP_FORWARDS = 4
+"""So many a free place may stand between others: that splits their attention in two, which costs
+less than a copy, and an agent's next turn comes soon."""
 _ALONG_TOKENS = 32
 """Who has no more room than this moves with who has none."""
 
@@ -154,13 +157,22 @@ class Seating:
         if not free:
             return
         if not slab.is_sparse():
-            while free and seated and free[0] < _seat(seated[-1]).place:
-                slab.enter(seated.pop(), free.pop(0))
+            _close(slab, free, seated)
         elif len(seated) > 1:
             self._build(seated, slab.capacity, (slab,))
         else:
             for tenant in seated:
                 leave(tenant)
+
+
+def _close(slab: Slab, free: list[int], seated: list[Tenant]) -> None:
+    """Fill free places between others from the end, if nobody has come for a few forwards."""
+    if slab.gap_since is None:
+        slab.gap_since = slab.forwards
+    if slab.forwards - slab.gap_since < _GAP_FORWARDS:
+        return
+    while free and seated and free[0] < _seat(seated[-1]).place:
+        slab.enter(seated.pop(), free.pop(0))
 
 
 def _movers(tenants: Sequence[Tenant]) -> list[Tenant]:

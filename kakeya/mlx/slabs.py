@@ -184,6 +184,8 @@ class Slab:
         self.forwards = 0
         self.shares_from: int | None = None
         """See `kin.runs`."""
+        self.gap_since: int | None = None
+        """The forward from which on places were free and nobody came; None = not looked at."""
         self._tenants: list[weakref.ref[Tenant] | None] = [None] * places
 
     @property
@@ -229,6 +231,7 @@ class Slab:
         """From now on all its KV lies in this place; its former one is free."""
         former, tenant.seat = tenant.seat, Seat(self, place, tenant.seat)
         self._tenants[place] = weakref.ref(tenant)
+        self.gap_since = None
         if former is not None:
             former.slab.free(former.place)
 

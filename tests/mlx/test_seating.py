@@ -39,6 +39,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
     return {name: load(str(write_model(root / name, name)), name) for name in ("llama", "gemma3")}
 
 
+def places(states: Sequence[Verifier]) -> list[int]:
+    return [state.seat.place for state in states if state.seat]
+
+
 def is_placed(state: Verifier) -> bool:
     return any(type(cache) is PlacedKV for cache in state.cache)
 
@@ -221,11 +225,26 @@ def test_who_ends_leaves_a_place_to_the_next(models: dict[str, LoadedModel]) -> 
     seating.arrange(states)
     assert {state.seat.slab for state in states if state.seat} == {slab}
     del states[3]
+    for _ in range(4):  # for a while it may be the next one's
+        seating.arrange(states)
+        assert places(states) == [0, 1, 2, 4, 5, 6, 7]
     seating.arrange(states)
     # The last one took the place.
-    assert sorted(state.seat.place for state in states if state.seat) == list(range(7))
-    assert states[-1].seat is not None
-    assert states[-1].seat.place == 3
+    assert places(states) == [0, 1, 2, 4, 5, 6, 3]
+
+
+def test_one_that_comes_takes_the_place_before_others_are_moved(
+    models: dict[str, LoadedModel],
+) -> None:
+    seating, states = Seating(), [long(models["llama"], 300) for _ in range(8)]
+    seating.arrange(states)
+    for _ in range(3):  # turns of agents: one ends, and comes again soon
+        del states[3]
+        for _ in range(3):
+            seating.arrange(states)
+        states.insert(3, long(models["llama"], 320))
+        seating.arrange(states)
+        assert places(states) == list(range(8))
 
 
 def test_an_append_to_a_slab_copies_nothing_of_it(models: dict[str, LoadedModel]) -> None:
