@@ -29,6 +29,7 @@ from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from kakeya.decoding.sampling import SamplingParams
+from kakeya.mlx.attention import attend_far, is_far
 from kakeya.mlx.grid import sums_alike
 from kakeya.mlx.kin import runs
 from kakeya.mlx.loader import LoadedModel
@@ -93,7 +94,7 @@ def why_by_turns(model: LoadedModel, seating: Seating | None = None) -> str:
     if unknown := sorted(kind.__name__ for kind in kinds.difference(_KINDS)):
         known = ", ".join(kind.__name__ for kind in _KINDS)
         return f"it has layers with {', '.join(unknown)}; rows can be kept apart in {known}"
-    _hand_over(model.network)
+    hand_over(model.network)
     try:
         return _differs(model, seating)
     except Exception as problem:  # noqa: BLE001 - whatever a model does that cannot be batched
@@ -219,8 +220,9 @@ def _restore(caches: Sequence[Any], length: int) -> None:
             cache.trim(surplus)
 
 
-def _hand_over(network: nn.Module) -> None:
-    """Make the attention of the network's own modules ask a RowCaches, where it is given one."""
+def hand_over(network: nn.Module) -> None:
+    """Make the attention of the network's own modules ours: it asks a RowCaches, where it is given
+    one. Before anything is computed whose bits matter."""
     for name in {type(module).__module__ for module in network.modules()}:
         module = sys.modules[name]
         if vars(module).get(_ATTENTION) is base.scaled_dot_product_attention:
@@ -236,8 +238,10 @@ def _attention(
     mask: Any,  # noqa: ANN401
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """mlx-lm's attention, by rows for a RowCaches."""
+    """mlx-lm's attention, by rows for a RowCaches, and in two parts behind a long context."""
     attend: Attend = base.scaled_dot_product_attention
     if isinstance(cache, RowCaches):
         return cache.attend(attend, queries, (keys, values), scale, mask, sinks)
+    if is_far(queries, keys, mask, sinks):
+        return attend_far(queries, keys, values, scale)
     return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)

@@ -20,6 +20,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -56,6 +57,8 @@ _ACTIVE_KEYS = (
 _LOOKED_UP = (nn.Embedding, nn.QuantizedEmbedding)
 _EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 _WORD_BITS = 32
+FAR_TOKENS = 1280
+"""Behind so many, pieces may attend otherwise (`attention`); a block begins there."""
 
 
 def is_row_exact(model: LoadedModel, blocks: KvBlocks) -> bool:
@@ -74,6 +77,15 @@ def is_row_exact(model: LoadedModel, blocks: KvBlocks) -> bool:
 def sums_alike() -> bool:
     """Whether products and attention sum a row in the same order, however many rows there are."""
     return _is_cpu() and sys.platform == "linux" and not blas_name()
+
+
+@cache
+def is_split_far() -> bool:
+    """Whether several tokens behind FAR_TOKENS attend in two parts.
+
+    On the CPU; not where bits do not depend on the number of rows: a single row attends otherwise.
+    """
+    return _is_cpu() and not sums_alike()
 
 
 def nominal_grid(model: LoadedModel, blocks: KvBlocks) -> Grid:
@@ -134,6 +146,7 @@ def exactness(model: LoadedModel, grid: Grid) -> str:
         "blas": blas_name(),
         "dtype": model.dtype,
         "grid": [list(piece) for piece in grid] or "any",
+        "split_from": FAR_TOKENS if is_split_far() else "never",
     }
     if sys.platform == "darwin":
         # Accelerate and the compiler of Metal's kernels come with the system.

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol, cast
 import mlx.core as mx
 import numpy as np
 
+from kakeya.mlx.attention import score_scale, weigh
 from kakeya.mlx.bits import bits, kind_of
 
 STEP_TOKENS = 64
@@ -132,20 +133,16 @@ def attend(
     keys, values = held.keys, held.values
     groups = keys.shape[1]
     first = places.start
-    asked = (queries * scale).reshape(rows, groups, heads // groups, width).transpose(1, 0, 2, 3)
-    flat = asked.reshape(groups, -1, width)
-    common = flat @ keys[first, :, :shared].swapaxes(-1, -2)
+    asked = queries * score_scale(scale)
+    asked = asked.reshape(rows, groups, heads // groups, width).transpose(1, 0, 2, 3)
+    common = asked.reshape(groups, -1, width) @ keys[first, :, :shared].swapaxes(-1, -2)
     own = asked @ keys[places, :, shared:longest].transpose(1, 0, 3, 2)
     if mask is not None:
         own = mx.where(mask.swapaxes(0, 1), own, -mx.inf)
-    shape = own.shape
-    scores = mx.concatenate([common, own.reshape(groups, -1, shape[-1])], axis=-1)
-    weights = mx.softmax(scores, axis=-1, precise=True)
-    rest = weights[..., shared:].reshape(shape) @ values[places, :, shared:longest].swapaxes(0, 1)
-    found = weights[..., :shared] @ values[first, :, :shared] + rest.reshape(*flat.shape[:2], -1)
-    return (
-        found.reshape(groups, rows, heads // groups, -1).swapaxes(0, 1).reshape(rows, heads, 1, -1)
-    )
+    common, own, total = weigh(common, own)
+    rest = own.astype(values.dtype) @ values[places, :, shared:longest].swapaxes(0, 1)
+    found = (common.astype(values.dtype) @ values[first, :, :shared]).reshape(rest.shape) + rest
+    return (found / total).astype(values.dtype).swapaxes(0, 1).reshape(rows, heads, 1, -1)
 
 
 def _relate(

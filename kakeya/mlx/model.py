@@ -26,7 +26,7 @@ from kakeya.engine.model import (
     ModelDraft,
     SequenceState,
 )
-from kakeya.mlx.batch import BATCH_ROWS, launch_together, uses_slabs, why_by_turns
+from kakeya.mlx.batch import BATCH_ROWS, hand_over, launch_together, uses_slabs, why_by_turns
 from kakeya.mlx.drafts import Drafter
 from kakeya.mlx.grid import Grid, exactness, is_row_exact, nominal_grid
 from kakeya.mlx.kin_probe import shares_from
@@ -54,6 +54,7 @@ class MlxModel:
     def __init__(self, loaded: LoadedModel, load_s: float, blas_accelerated: bool) -> None:
         self._loaded = loaded
         mx.set_cache_limit(KEPT_BUFFER_BYTES)
+        hand_over(loaded.network)
         probe = _Probe(loaded)
         self._blocks = blocks = _blocks(loaded)
         grid: Grid = ()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.base import create_causal_mask, scaled_dot_product_attention
 
+from kakeya.mlx import attention
 from kakeya.mlx.batch import forward_together, launch_together, why_by_turns
 from kakeya.mlx.kin import LEAST_TOKENS, STEP_TOKENS, Kin, Run, attend, relate, runs
 from kakeya.mlx.kin_probe import SHARES_FROM, shares_from
@@ -105,10 +107,18 @@ def test_rows_share_only_what_is_alike_in_all_and_where_it_pays(
     shared=st.integers(1, 40),
     more=st.lists(st.integers(0, 9), min_size=5, max_size=5),
     kind=st.sampled_from((mx.float32, mx.float16)),
+    in_powers=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_attention_of_kin_is_that_of_each_row(
-    rows: int, groups: int, each: int, shared: int, more: list[int], kind: mx.Dtype, seed: int
+    rows: int,
+    groups: int,
+    each: int,
+    shared: int,
+    more: list[int],
+    kind: mx.Dtype,
+    in_powers: bool,
+    seed: int,
 ) -> None:
     mx.random.seed(seed)
     first, capacity, width = 2, 64, 8
@@ -131,15 +141,16 @@ def test_attention_of_kin_is_that_of_each_row(
         scale=0.3,
         mask=seen[:, None, None],
     )
-    found = attend(
-        queries,
-        LayerSlab(keys, values),
-        places,
-        shared=shared,
-        longest=longest,
-        scale=0.3,
-        mask=None if len(set(lengths)) == 1 else seen[:, None, None, shared:],
-    )
+    with patch.object(attention, "is_cpu", return_value=in_powers):
+        found = attend(
+            queries,
+            LayerSlab(keys, values),
+            places,
+            shared=shared,
+            longest=longest,
+            scale=0.3,
+            mask=None if len(set(lengths)) == 1 else seen[:, None, None, shared:],
+        )
     assert found.shape == expected.shape
     assert found.dtype == kind
     assert mx.allclose(found, expected, atol=1e-5 if kind == mx.float32 else 5e-3).item()

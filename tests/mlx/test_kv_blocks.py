@@ -23,7 +23,8 @@ from mlx_lm.models.cache import (
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.engine.model import KvView
-from kakeya.mlx import kv_layers
+from kakeya.mlx import attention, kv_layers
+from kakeya.mlx.batch import hand_over
 from kakeya.mlx.grid import is_row_exact
 from kakeya.mlx.kv_blocks import KvBlocks, block_tokens_of, plan_blocks
 from kakeya.mlx.loader import LoadedModel, load
@@ -121,11 +122,16 @@ def bits(state: Verifier, token: int) -> bytes:
     return np.array(logits.astype(mx.float32)).tobytes()
 
 
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("name", NAMES)
 def test_behind_blocks_everything_has_the_bits_of_a_cold_prefill(
-    models: dict[str, LoadedModel], name: str
+    models: dict[str, LoadedModel], name: str, is_split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where attention changes at a block."""
+    monkeypatch.setattr(attention, "is_split_far", lambda: is_split)
+    monkeypatch.setattr(attention, "FAR_TOKENS", 2 * B)
     model, tokens = models[name], text(150)
+    hand_over(model.network)
     blocks = plan(model)
     views = exported(model, blocks, tokens)
     for taken in (B, 3 * B, 150):
