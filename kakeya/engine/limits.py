@@ -3,7 +3,8 @@
 The bound is on the process as the system counts it. What is not the model framework's (the
 interpreter, libraries) cannot shrink, so the framework gets the rest: its share is the bound less
 what else was resident when it was set. That grows with use, by a heap that keeps what was freed and
-by what Python holds; so the share is found anew whenever memory is asked back.
+by what Python holds; so the share is found anew whenever memory is asked back. Meanwhile spare
+buffers make place for it, and an engine that finds itself beyond its bound gives back what idles.
 
 What mlx 0.32 does at its limit: on the CPU nothing. The number is stored, allocations go on
 beyond it, and one that the system refuses ends the process. On Metal its documentation calls the
@@ -34,6 +35,8 @@ _LEAST_KV_TOKENS = 2048
 """Slots of adapters leave KV for so much, or for the whole bound where that is less."""
 _NOTED_BYTES = 1 << 20
 """By less the share does not change."""
+_LOOK_EVERY_UNITS = 8
+"""Units of work between two looks at what is resident: 30 us each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,7 @@ class Limits:
         self._limit_bytes = 0
         self._share_bytes: int | None = None
         self._first_share_bytes = 0
+        self._rest_bytes = self._units = 0
         self._cache_bytes = self._cut_bytes = KEPT_BUFFER_BYTES
         self._kv_bytes = slots.budget_bytes
         """What was asked for; what is allowed is less where slots of adapters need it."""
@@ -142,9 +146,14 @@ class Limits:
         """Whether the model keeps to its share, after what idles was dropped where needed."""
         if self._share_bytes is None:
             return True
+        if self._units % _LOOK_EVERY_UNITS == 0:
+            self._look()
+        self._units += 1
         memory = self._model.memory()
         left = self._share_bytes - memory.active_bytes
-        self._fit_cache(memory.cache_bytes, max(0, left))
+        # Spare buffers make place for whatever else is resident, and not only for its share.
+        spare = self._limit_bytes - self._rest_bytes - memory.active_bytes
+        self._fit_cache(memory.cache_bytes, max(0, min(left, spare)))
         if left >= 0:
             return True
         self.shrink(memory.cache_bytes - left)
@@ -201,6 +210,14 @@ class Limits:
         else:
             return
         self._model.limit(None, self._cut_bytes)
+
+    def _look(self) -> None:
+        """Notice what else is resident; give back what idles before somebody has to ask for it."""
+        now = self.footprint()
+        over = now.resident_bytes - self._limit_bytes
+        if over > 0:
+            now = self.shrink(over)
+        self._rest_bytes = self._other_bytes(now)
 
     def _share(self, memory_bytes: int) -> int:
         """What of a bound is the framework's."""

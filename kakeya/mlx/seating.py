@@ -133,20 +133,27 @@ class Seating:
                 leave(tenant)
 
     def _build(self, group: Sequence[Tenant], capacity: int, dissolved: Sequence[Slab]) -> None:
-        slab = build(group, self._layers or (), capacity, dissolved)
+        is_tight = not self._fits(self._more_bytes(group, capacity) + int(mx.get_cache_memory()))
+        slab = build(group, self._layers or (), capacity, dissolved, is_tight=is_tight)
         slab.shares_from = self.shares_from
         self._slabs.add(slab)
 
     def _has_room(self, group: Sequence[Tenant], capacity: int) -> bool:
-        """Whether the bound leaves what a slab takes beyond what goes, a layer at a time."""
-        if self.limit_bytes is None:
-            return True
+        """Whether the bound leaves what a slab takes beyond what goes."""
+        return self._fits(self._more_bytes(group, capacity))
+
+    def _more_bytes(self, group: Sequence[Tenant], capacity: int) -> int:
+        """What a slab takes at most while it is built a layer at a time, beyond what goes."""
         layers = len(self._layers or ()) or 1
         held = sum(cache.nbytes for tenant in group for cache in _placeable(tenant))
         each = max(_bytes_per_token(tenant) for tenant in group)
         whole = len(group) * capacity * each
-        more = max(0, whole - held) + 2 * whole // layers + self.limit_bytes // _MARGIN
-        return int(mx.get_active_memory()) + more <= self.limit_bytes
+        return max(0, whole - held) + 2 * whole // layers
+
+    def _fits(self, size: int) -> bool:
+        """Whether the bound leaves so much beyond the arrays that there are, and a margin."""
+        bound = self.limit_bytes
+        return bound is None or int(mx.get_active_memory()) + size + bound // _MARGIN <= bound
 
     def _settle(self, slab: Slab) -> None:
         """Let go who is not here any more, and close the gaps that are left."""

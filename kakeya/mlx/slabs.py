@@ -24,6 +24,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 
+from kakeya.core.process import trim_heap
 from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.mlx.bits import copied, put
 from kakeya.mlx.kin import Kin, Member, is_due, relate
@@ -260,11 +261,17 @@ class Slab:
 
 
 def build(
-    tenants: Sequence[Tenant], layers: Sequence[int], capacity: int, dissolved: Sequence[Slab] = ()
+    tenants: Sequence[Tenant],
+    layers: Sequence[int],
+    capacity: int,
+    dissolved: Sequence[Slab] = (),
+    *,
+    is_tight: bool = False,
 ) -> Slab:
     """Put sequences into a slab of their own, in this order, for these layers.
 
-    Of the dissolved slabs everybody moves. Where a copy fails, sequences lie partly here and
+    Of the dissolved slabs everybody moves. Where it is tight, spare buffers go first, and so does
+    what each layer leaves. Where a copy fails, sequences lie partly here and
     partly where they were, and can go on by themselves.
     """
     slab = Slab(len(tenants), capacity)
@@ -272,6 +279,9 @@ def build(
     for tenant in tenants:
         tenant.seat = None
     for index in layers:
+        if is_tight:
+            mx.clear_cache()
+            trim_heap()
         held = [_held(tenant.cache[index]) for tenant in tenants]
         keys = copied([keys for keys, _ in held], capacity)
         values = copied([values for _, values in held], capacity)

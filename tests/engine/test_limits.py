@@ -290,6 +290,34 @@ def test_what_else_grows_comes_out_of_the_share_when_memory_is_asked_back(model:
     model.limit(1 << 40, 256 * MIB)
 
 
+def test_spare_buffers_make_place_for_whatever_else_is_resident(model: MlxModel) -> None:
+    """Before anybody asks for it: at a look of the engine's own, now and then."""
+    other, looks = [50 * MIB], [0]
+
+    def resident() -> int:
+        looks[0] += 1
+        memory = model.memory()
+        return memory.active_bytes + memory.cache_bytes + other[0]
+
+    limits = Limits(model, tools().slots, resident=resident)
+    limits.shrink(1 << 40)
+    limits.set(resident() + 80 * MIB, 0, 4 * MIB)
+    bound = limits.footprint().limit_bytes
+    for grown in (0, 40, 70):
+        other[0] = (50 + grown) * MIB
+        for _ in range(20):
+            spare = mx.ones((60 * MIB // 4,))
+            mx.eval(spare)
+            del spare
+            looks[0] = 0
+            assert limits.holds()
+        assert looks[0] == 0, "not at each step"
+        assert resident() <= bound
+        assert grown or model.memory().cache_bytes >= 60 * MIB
+    limits.shrink(1 << 40)
+    model.limit(1 << 40, 256 * MIB)
+
+
 class Spared(ToyModel):
     """Weights, and spare buffers up to the bound of them."""
 

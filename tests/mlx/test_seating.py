@@ -295,6 +295,30 @@ def test_moving_together_takes_a_layer_at_a_time(models: dict[str, LoadedModel])
     assert mx.get_peak_memory() - before <= 1.3 * layer + (capacity_of(9001) / 9000 - 1) * 2 * layer
 
 
+@pytest.mark.parametrize("room", [4.0, 1.0], ids=["ample", "tight"])
+def test_spare_buffers_go_before_a_slab_takes_their_room(
+    models: dict[str, LoadedModel], room: float
+) -> None:
+    model, seating = models["llama"], Seating()
+    states = [long(model, 9000 + at) for at in range(6)]
+    mx.eval([cache.state[:2] for state in states for cache in state.cache])
+    size = sum(state.nbytes for state in states)
+    mx.clear_cache()
+    usual = mx.set_cache_limit(1 << 40)
+    spare = mx.ones((4 * size // 4,))
+    mx.eval(spare)
+    del spare
+    held = mx.get_active_memory()
+    seating.limit_bytes = int((held + 2 * size * room) * 16 / 15)
+    seating.arrange(states)
+    kept = mx.get_cache_memory()  # in any case what the last layer left
+    mx.set_cache_limit(usual)
+    mx.clear_cache()
+    assert all(map(is_placed, states))
+    assert (kept >= 4 * size) == (room == 4.0)
+    assert mx.get_active_memory() + kept <= seating.limit_bytes
+
+
 def test_who_is_away_for_long_gets_a_cache_of_its_own(models: dict[str, LoadedModel]) -> None:
     seating, states = Seating(), [long(models["llama"], 300) for _ in range(4)]
     seating.arrange(states)
