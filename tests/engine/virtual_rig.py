@@ -33,6 +33,8 @@ STEP_S = 0.005
 TOKEN_S = 0.001
 """Of a prompt; a chunk has 32 tokens."""
 CHUNK_S = 32 * TOKEN_S
+_IDLE_S = 0.05
+"""So long nothing happens at a time."""
 
 
 def _sum(tokens: Iterable[int], before: int = 0) -> int:
@@ -209,9 +211,11 @@ class VirtualRig:
         self._act()
 
     def _skip(self) -> None:
-        """Nobody computes: what is due next comes at once."""
-        if self._due and not self.scheduler._running and self.scheduler._line.waiting:
-            self.pass_time(max(0.0, min(at_s for at_s, _ in self._due) - self.now_s))
+        """Nobody computes: what is due next comes at once; else time passes all the same, for those
+        that wait for pages only so long."""
+        if not self.scheduler._running and self.scheduler._line.waiting:
+            next_s = min((at_s for at_s, _ in self._due), default=self.now_s + _IDLE_S)
+            self.pass_time(max(0.0, next_s - self.now_s))
 
     def _act(self) -> None:
         for at_s, act in [one for one in self._due if one[0] <= self.now_s]:
