@@ -4,7 +4,7 @@ The bound is on the process as the system counts it. What is not the model frame
 interpreter, libraries) cannot shrink, so the framework gets the rest: its share is the bound less
 what else was resident when it was set. That grows with use, by a heap that keeps what was freed and
 by what Python holds; so the share is found anew whenever memory is asked back. Meanwhile spare
-buffers make place for it, and an engine that finds itself beyond its bound gives back what idles.
+buffers make place for it, and an engine that finds itself beyond its bound gives them all back.
 
 What mlx 0.32 does at its limit: on the CPU nothing. The number is stored, allocations go on
 beyond it, and one that the system refuses ends the process. On Metal its documentation calls the
@@ -135,12 +135,8 @@ class Limits:
             missing -= idle - self._model.idle_bytes()
         if missing > 0:
             self.drop_parked(missing)
-        # What was dropped lies among the spare buffers now; and the C library keeps pages too.
-        self._model.tidy()
-        self._trim()
-        now = self.footprint()
-        self._fit_share(now)
-        return now
+        # What was dropped lies among the spare buffers now.
+        return self._tidied()
 
     def holds(self) -> bool:
         """Whether the model keeps to its share, after what idles was dropped where needed."""
@@ -212,12 +208,22 @@ class Limits:
         self._model.limit(None, self._cut_bytes)
 
     def _look(self) -> None:
-        """Notice what else is resident; give back what idles before somebody has to ask for it."""
+        """Notice what else is resident; beyond the bound, spare buffers and free heap go at once.
+
+        What somebody may still want goes when the agent asks for it.
+        """
         now = self.footprint()
-        over = now.resident_bytes - self._limit_bytes
-        if over > 0:
-            now = self.shrink(over)
+        if now.resident_bytes > self._limit_bytes:
+            now = self._tidied()
         self._rest_bytes = self._other_bytes(now)
+
+    def _tidied(self) -> Footprint:
+        """Give back what nothing refers to, to the system: the C library keeps pages too."""
+        self._model.tidy()
+        self._trim()
+        now = self.footprint()
+        self._fit_share(now)
+        return now
 
     def _share(self, memory_bytes: int) -> int:
         """What of a bound is the framework's."""

@@ -16,12 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kakeya.mlx.grid import FAR_TOKENS, is_split_far
-
-
-def is_cpu() -> bool:
-    """Whether scores are to be exponents of two."""
-    return bool(mx.default_device() == mx.cpu)
+from kakeya.mlx.grid import FAR_TOKENS, is_cpu, is_split_far
 
 
 def score_scale(scale: float) -> float:

@@ -76,7 +76,7 @@ def is_row_exact(model: LoadedModel, blocks: KvBlocks) -> bool:
 
 def sums_alike() -> bool:
     """Whether products and attention sum a row in the same order, however many rows there are."""
-    return _is_cpu() and sys.platform == "linux" and not blas_name()
+    return is_cpu() and sys.platform == "linux" and not blas_name()
 
 
 @cache
@@ -85,19 +85,19 @@ def is_split_far() -> bool:
 
     On the CPU; not where bits do not depend on the number of rows: a single row attends otherwise.
     """
-    return _is_cpu() and not sums_alike()
+    return is_cpu() and not sums_alike()
 
 
 def nominal_grid(model: LoadedModel, blocks: KvBlocks) -> Grid:
     """The grid of a model on a machine of this kind; equal on every start."""
-    is_cpu, rate = _is_cpu(), _operations_per_s()
+    rate = _operations_per_s()
     config = text_config(model.config)
     heads = config.get("num_attention_heads")
     return plan_grid(
         2 * _weights_of_a_token(model.network, config) / rate,
         2 * blocks.full_widths * (heads if isinstance(heads, int) else 1) / rate,
         limit_s=CHUNK_LIMIT_S,
-        least=LEAST_CHUNK_TOKENS if is_cpu else min(blocks.block_tokens, _LEAST_ON_GPU),
+        least=LEAST_CHUNK_TOKENS if is_cpu() else min(blocks.block_tokens, _LEAST_ON_GPU),
         block_tokens=blocks.block_tokens,
         context_tokens=model.context_tokens,
     )
@@ -141,7 +141,7 @@ def exactness(model: LoadedModel, grid: Grid) -> str:
         "mlx_lm": version("mlx-lm"),
         "system": platform.system(),
         "machine": platform.machine(),
-        "device": "cpu" if _is_cpu() else "gpu",
+        "device": "cpu" if is_cpu() else "gpu",
         "architecture": str(mx.device_info().get("architecture", "")),
         "blas": blas_name(),
         "dtype": model.dtype,
@@ -154,13 +154,14 @@ def exactness(model: LoadedModel, grid: Grid) -> str:
     return json.dumps(said, sort_keys=True, separators=(",", ":"))
 
 
-def _is_cpu() -> bool:
+def is_cpu() -> bool:
+    """Whether mlx computes on the CPU."""
     return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
 def _operations_per_s() -> float:
     """Of the nominal machine."""
-    if _is_cpu():
+    if is_cpu():
         return _CPU_OPERATIONS_PER_S * (1 if blas_name() else _NO_BLAS_FACTOR)
     if sys.platform != "darwin":
         return _CUDA_OPERATIONS_PER_S
