@@ -90,6 +90,10 @@ class Fit(StrEnum):
     FIRST = "first_fit"  # the lowest address that suffices
 
 
+HEADROOM = 0.1
+"""Of what was asked for, evicted beside it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageConfig:
     """The shape and the thresholds of an arena. Raises ConfigError."""
@@ -100,7 +104,7 @@ class PageConfig:
     alignment_bytes: int = 256  # of every range; Metal's and every SIMD unit's
     fit: Fit = Fit.BEST
     ready_blocks: int = 16  # freed single pages kept at hand before ranges are merged
-    headroom: float = 0.1  # evict this share more than was asked, so the next one need not
+    headroom: float = HEADROOM  # evict this share more than was asked, so the next one need not
     high_watermark: float = 0.90  # pinned and dirty pages: writing back starts here
     low_watermark: float = 0.80  # and ends here
     wait_limit_s: float = 0.1  # how long a caller waits in line for pages

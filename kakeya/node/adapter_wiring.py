@@ -52,6 +52,7 @@ class NodeAdapters:
                     most_rank=self._config.rank,
                     clock=self._clock,
                     rng=self._rng,
+                    rules=self._config.rules,
                 )
             )
             self._stack = stack.pop_all()

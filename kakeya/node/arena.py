@@ -24,7 +24,14 @@ from kakeya.core.errors import KakeyaError, OutOfPages
 from kakeya.core.log import event
 from kakeya.core.units import format_bytes
 from kakeya.memory.arena import ArenaSnapshot, Filling, PageArena
-from kakeya.memory.content import PAGE_SIZES, ContentPriority, ContentType, Fit, PageConfig
+from kakeya.memory.content import (
+    HEADROOM,
+    PAGE_SIZES,
+    ContentPriority,
+    ContentType,
+    Fit,
+    PageConfig,
+)
 from kakeya.memory.page_line import PageLine
 from kakeya.memory.page_metrics import page_metrics
 from kakeya.memory.page_ref import PageRef
@@ -56,7 +63,12 @@ def paged_bytes(length: int, page_bytes: int) -> int:
 
 
 def page_config(
-    slab_bytes: int, most_bytes: int, *, page_bytes: int = PAGE_BYTES, fit: Fit = Fit.BEST
+    slab_bytes: int,
+    most_bytes: int,
+    *,
+    page_bytes: int = PAGE_BYTES,
+    fit: Fit = Fit.BEST,
+    headroom: float = HEADROOM,
 ) -> PageConfig:
     """Slabs of about `slab_bytes`, which is the largest block, and no more than `most_bytes`; of
     one page at the least."""
@@ -66,6 +78,7 @@ def page_config(
         slab_pages=slab_pages,
         total_pages=max(slab_pages, most_bytes // page_bytes),
         fit=fit,
+        headroom=headroom,
     )
 
 

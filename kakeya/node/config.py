@@ -17,16 +17,20 @@ from typing import Literal, NoReturn, cast
 from kakeya.core.errors import ConfigError
 from kakeya.core.units import KIB, MIB
 from kakeya.fleet.cards import MAX_ID_BYTES, is_valid_node_id
+from kakeya.memory.adapters import TierRules
 from kakeya.memory.content import Fit
 from kakeya.node.datadir import default_folder
 from kakeya.node.declared_prompts import DeclaredPrompt
 from kakeya.node.models import ModelSpec, parse_model, parse_proposer
 from kakeya.node.settings import Sources, is_loopback, nearest
 from kakeya.node.table import (
+    ADAPTER_HOT_USES,
     ADAPTER_RANK,
     ADAPTER_SLAB,
     ADAPTER_SLOTS,
     ADAPTER_WARM,
+    ADAPTER_WARM_PLACES,
+    ADAPTER_WINDOW,
     ADVERTISE,
     BIND,
     DATA_DIR,
@@ -48,6 +52,7 @@ from kakeya.node.table import (
     NO_MDNS,
     NODE_ID,
     PAGE_FIT,
+    PAGE_HEADROOM,
     PAGE_SIZE,
     PEERS,
     PRECACHE_DISK,
@@ -134,11 +139,12 @@ class MemoryConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
     """LoRA adapters: how many an engine holds at the same time (0 = none are served), their
-    largest rank, how much memory those beside the engines may take, and how much of it is taken at
-    once, which is the largest that one adapter may be.
+    largest rank, how much memory those beside the engines may take, how much of it is taken at
+    once, which is the largest that one adapter may be, and what brings one nearer to its engine.
 
-    The pages that they lie in, which prefixes share: how large one is, and which free range is
-    taken."""
+    The pages that they lie in, which prefixes share: how large one is, which free range is taken,
+    and what share more than is asked for goes where some have to.
+    """
 
     slots: int
     rank: int
@@ -146,6 +152,8 @@ class AdapterConfig:
     slab_bytes: int
     page_bytes: int
     fit: Fit
+    headroom: float
+    rules: TierRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +307,12 @@ def _build(sources: Sources) -> NodeConfig:
             slab_bytes=sources.value(ADAPTER_SLAB) * MIB,
             page_bytes=sources.value(PAGE_SIZE) * KIB,
             fit=Fit(sources.value(PAGE_FIT)),
+            headroom=sources.value(PAGE_HEADROOM),
+            rules=TierRules(
+                window_s=sources.value(ADAPTER_WINDOW),
+                hot_uses=sources.value(ADAPTER_HOT_USES),
+                warm_places=sources.value(ADAPTER_WARM_PLACES),
+            ),
         ),
         precache=PrecacheConfig(
             memory_bytes=_kv_bytes(sources),

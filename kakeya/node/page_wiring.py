@@ -159,7 +159,13 @@ class NodePages:
             slab_bytes = max(slab_bytes, min(block_bytes, precache.memory_bytes))
         return NodeArena(
             self._data_dir / ARENA_FOLDER,
-            page_config(slab_bytes, most_bytes, page_bytes=adapters.page_bytes, fit=adapters.fit),
+            page_config(
+                slab_bytes,
+                most_bytes,
+                page_bytes=adapters.page_bytes,
+                fit=adapters.fit,
+                headroom=adapters.headroom,
+            ),
             ledger=self._memory.arbiter,
             clock=self._clock,
             rng=self._rng,

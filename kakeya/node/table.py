@@ -7,7 +7,8 @@ from pathlib import Path
 from kakeya.core.units import KIB, MIB
 from kakeya.fleet.cards import DEFAULT_INTERVAL_S, DEFAULT_TTL_S, MAX_TTL_S, MIN_TTL_S
 from kakeya.fleet.targets import DEFAULT_FANOUT
-from kakeya.memory.content import PAGE_SIZES, Fit
+from kakeya.memory.adapters import TierRules
+from kakeya.memory.content import HEADROOM, PAGE_SIZES, Fit
 from kakeya.memory.policy import RESERVE_BYTES
 from kakeya.memory.resident import TEXT_TARGET
 from kakeya.node import settings as s
@@ -238,6 +239,7 @@ LEASE_STORE = Setting(
     parse=_lease_store,
     default="",
 )
+_TIERS = TierRules()
 ADAPTER_SLOTS = Setting(
     key="adapters.slots",
     variable="KAKEYA_ADAPTERS_SLOTS",
@@ -262,6 +264,24 @@ ADAPTER_SLAB = Setting(
     parse=s.whole(1, 4096, "MB"),
     default=16,
 )
+ADAPTER_WINDOW = Setting(
+    key="adapters.window_s",
+    variable="KAKEYA_ADAPTERS_WINDOW_S",
+    parse=s.number(1, 86400, "seconds"),
+    default=_TIERS.window_s,
+)
+ADAPTER_HOT_USES = Setting(
+    key="adapters.hot_uses",
+    variable="KAKEYA_ADAPTERS_HOT_USES",
+    parse=s.whole(1, 100_000, "uses"),
+    default=_TIERS.hot_uses,
+)
+ADAPTER_WARM_PLACES = Setting(
+    key="adapters.warm_places",
+    variable="KAKEYA_ADAPTERS_WARM_PLACES",
+    parse=s.whole(0, 100_000, "adapters"),
+    default=_TIERS.warm_places,
+)
 PAGE_SIZE = Setting(
     key="pages.page_kb",
     variable="KAKEYA_PAGES_PAGE_KB",
@@ -273,6 +293,12 @@ PAGE_FIT = Setting(
     variable="KAKEYA_PAGES_FIT",
     parse=s.one_of(*(fit.value for fit in Fit)),
     default=Fit.BEST.value,
+)
+PAGE_HEADROOM = Setting(
+    key="pages.headroom",
+    variable="KAKEYA_PAGES_HEADROOM",
+    parse=s.number(0, 1, "of what is asked for"),
+    default=HEADROOM,
 )
 PRECACHE_MEMORY = Setting(
     key="precache.memory_mb",
@@ -358,8 +384,12 @@ SETTINGS: tuple[Setting[object], ...] = (
     ADAPTER_RANK,
     ADAPTER_WARM,
     ADAPTER_SLAB,
+    ADAPTER_WINDOW,
+    ADAPTER_HOT_USES,
+    ADAPTER_WARM_PLACES,
     PAGE_SIZE,
     PAGE_FIT,
+    PAGE_HEADROOM,
     PRECACHE_MEMORY,
     PRECACHE_DISK,
     PRECACHE_PARALLEL,

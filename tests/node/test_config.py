@@ -8,7 +8,8 @@ import pytest
 
 from kakeya.core.errors import ConfigError
 from kakeya.fleet.targets import DEFAULT_FANOUT
-from kakeya.memory.content import Fit
+from kakeya.memory.adapters import TierRules
+from kakeya.memory.content import Fit, PageConfig
 from kakeya.node.config import load
 from kakeya.node.models import Role
 from kakeya.node.settings import is_loopback, split_address
@@ -151,6 +152,32 @@ def test_pages_have_one_of_four_sizes(page_kb: int, tmp_path: Path) -> None:
     assert (adapters.page_bytes, adapters.fit) == (page_kb << 10, Fit.FIRST)
     assert load([], {"KAKEYA_PAGES_PAGE_KB": str(page_kb)}).adapters.page_bytes == page_kb << 10
     assert (load([], {}).adapters.page_bytes, load([], {}).adapters.fit) == (512 << 10, Fit.BEST)
+
+
+def test_what_brings_adapters_nearer_to_their_engine_can_be_set(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text(
+        "[adapters]\nwindow_s = 600\nhot_uses = 3\nwarm_places = 0\n[pages]\nheadroom = 0.5\n"
+    )
+    usual, given = load([], {}).adapters, load(["--config", str(file)], {}).adapters
+    assert usual.rules == TierRules()
+    assert usual.headroom == PageConfig().headroom
+    assert given.rules == TierRules(window_s=600.0, hot_uses=3, warm_places=0)
+    assert given.headroom == 0.5
+
+
+@pytest.mark.parametrize(
+    ("variable", "wrong"),
+    [
+        ("KAKEYA_ADAPTERS_WINDOW_S", "0"),
+        ("KAKEYA_ADAPTERS_HOT_USES", "0"),
+        ("KAKEYA_ADAPTERS_WARM_PLACES", "-1"),
+        ("KAKEYA_PAGES_HEADROOM", "1.5"),
+    ],
+)
+def test_what_cannot_be_is_refused(variable: str, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=f"{variable}: {wrong} is out of range"):
+        load([], {variable: wrong})
 
 
 @pytest.mark.parametrize("wrong", ["3000", "0", "-512", "2 MB", '"2MB"', "true", "2048.5", "[512]"])
