@@ -4,9 +4,8 @@ mlx's exponential takes most of the time of a softmax on the CPU, and behind a l
 a whole piece of a prompt. Powers of two take a third of it, so there scores are made exponents of
 two; the sum of the weights is taken out of the result, not out of each weight.
 
-A sequence's new tokens behind many others attend so on the CPU. In front of FAR_TOKENS, prompts
-have the bits that mlx-lm gives them: for all but the smallest models the exponentials are the
-lesser part there.
+A sequence's new tokens behind many others attend so on the CPU. In front of FAR_TOKENS prompts
+keep the bits that mlx-lm gives them, though they would gain as well.
 """
 
 from __future__ import annotations
@@ -18,28 +17,29 @@ import mlx.core as mx
 
 from kakeya.mlx.grid import FAR_TOKENS, is_cpu, is_split_far
 
+_LOG2_E = math.log2(math.e)
+
 
 def score_scale(scale: float) -> float:
-    """What queries are multiplied with, for the scores that `weigh` is given."""
-    return scale * math.log2(math.e) if is_cpu() else scale
+    """What kin's queries are multiplied with, for the scores that `weigh` is given."""
+    return scale * _LOG2_E if is_cpu() else scale
 
 
-def weigh(common: mx.array, own: mx.array) -> tuple[mx.array, mx.array, mx.array | float]:
-    """The weights of scores, and what their products with values are to be divided by.
+def weigh(common: mx.array, own: mx.array) -> tuple[mx.array, mx.array, mx.array | None]:
+    """The weights of scores, and what their products with values are to be divided by, if at all.
 
     Shapes: [groups, a * b, T], [groups, a, b, S] -> the same, [groups, a, b, 1]. Sums in float32.
     """
-    return _powers(common, own) if is_cpu() else _softmax(common, own)
-
-
-def _softmax(common: mx.array, own: mx.array) -> tuple[mx.array, mx.array, float]:
+    if is_cpu():
+        return _powers(common, own)
     groups, _, shared = common.shape
     scores = mx.concatenate([common, own.reshape(groups, -1, own.shape[-1])], axis=-1)
     weights = mx.softmax(scores, axis=-1, precise=True)
-    return weights[..., :shared], weights[..., shared:].reshape(own.shape), 1.0
+    return weights[..., :shared], weights[..., shared:].reshape(own.shape), None
 
 
 def _powers(common: mx.array, own: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """`weigh`, where scores are exponents of two."""
     common, own = common.astype(mx.float32), own.astype(mx.float32)
     shape = (*own.shape[:3], 1)
     top = mx.maximum(common.max(axis=-1).reshape(shape), own.max(axis=-1, keepdims=True))
@@ -49,17 +49,17 @@ def _powers(common: mx.array, own: mx.array) -> tuple[mx.array, mx.array, mx.arr
 
 
 def attend_far(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-    """Causal attention of the newest tokens of a sequence.
+    """Causal attention of the newest tokens of a sequence, for the CPU.
 
     Shapes: [1, H, L, D], [1, groups, T, D], [1, groups, T, W] -> [1, H, L, W].
     """
     _, heads, count, width = queries.shape
     groups, past = keys.shape[1], keys.shape[2] - count
-    asked = (queries * score_scale(scale)).reshape(groups, -1, width)
+    asked = (queries * (scale * _LOG2_E)).reshape(groups, -1, width)
     at = mx.arange(count)
     own = (asked @ keys[0, :, past:].swapaxes(-1, -2)).reshape(groups, -1, count, count)
     own = mx.where(at <= at[:, None], own, -mx.inf)
-    common, own, total = weigh(asked @ keys[0, :, :past].swapaxes(-1, -2), own)
+    common, own, total = _powers(asked @ keys[0, :, :past].swapaxes(-1, -2), own)
     found = common.astype(values.dtype) @ values[0, :, :past]
     found = found.reshape(*own.shape[:3], -1) + own.astype(values.dtype) @ values[0, :, None, past:]
     return (found / total).astype(queries.dtype).reshape(1, heads, count, -1)

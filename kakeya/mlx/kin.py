@@ -142,7 +142,9 @@ def attend(
     common, own, total = weigh(common, own)
     rest = own.astype(values.dtype) @ values[places, :, shared:longest].swapaxes(0, 1)
     found = (common.astype(values.dtype) @ values[first, :, :shared]).reshape(rest.shape) + rest
-    return (found / total).astype(values.dtype).swapaxes(0, 1).reshape(rows, heads, 1, -1)
+    if total is not None:
+        found = (found / total).astype(values.dtype)
+    return found.swapaxes(0, 1).reshape(rows, heads, 1, -1)
 
 
 def _relate(

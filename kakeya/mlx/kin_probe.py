@@ -17,6 +17,7 @@ import mlx.core as mx
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.mlx.batch import forward_together
+from kakeya.mlx.grid import is_cpu
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.seating import Seating
 from kakeya.mlx.verifier import Verifier
@@ -81,4 +82,4 @@ def _is_worth_it(model: LoadedModel) -> bool:
     share = mx.abs(logits[SHARES_FROM] - logits[None]).max() / mx.abs(logits[None]).max()
     is_same = bool((share <= _TOLERANCE).item())  # not where it is no number
     is_sooner = best[SHARES_FROM] <= best[None] * (1 + _TOLERANCE)
-    return is_same and (is_sooner or mx.default_device() == mx.cpu)
+    return is_same and (is_sooner or is_cpu())
