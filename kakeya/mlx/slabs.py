@@ -271,17 +271,17 @@ def build(
     """Put sequences into a slab of their own, in this order, for these layers.
 
     Of the dissolved slabs everybody moves. Where it is tight, spare buffers go first, and so does
-    what each layer leaves. Where a copy fails, sequences lie partly here and
-    partly where they were, and can go on by themselves.
+    what each layer leaves. Where a copy fails, sequences lie partly here and partly where they
+    were, and can go on by themselves.
     """
     slab = Slab(len(tenants), capacity)
     formers = [tenant.seat for tenant in tenants]
     for tenant in tenants:
         tenant.seat = None
+    if is_tight:
+        mx.clear_cache()
+        trim_heap()
     for index in layers:
-        if is_tight:
-            mx.clear_cache()
-            trim_heap()
         held = [_held(tenant.cache[index]) for tenant in tenants]
         keys = copied([keys for keys, _ in held], capacity)
         values = copied([values for _, values in held], capacity)
@@ -292,6 +292,8 @@ def build(
             tenant.cache[index] = PlacedKV(layer, place, tenant.cache[index].offset)
         for other in dissolved:
             del other.layers[index]
+        if is_tight:
+            mx.clear_cache()
     for place, (tenant, former) in enumerate(zip(tenants, formers, strict=True)):
         tenant.seat = former
         slab.adopt(tenant, place)

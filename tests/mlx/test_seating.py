@@ -311,7 +311,7 @@ def test_spare_buffers_go_before_a_slab_takes_their_room(
     held = mx.get_active_memory()
     seating.limit_bytes = int((held + 2 * size * room) * 16 / 15)
     seating.arrange(states)
-    kept = mx.get_cache_memory()  # in any case what the last layer left
+    kept = mx.get_cache_memory()
     mx.set_cache_limit(usual)
     mx.clear_cache()
     assert all(map(is_placed, states))
