@@ -1,36 +1,27 @@
 """The configuration of a node: flags, environment and one TOML file become frozen dataclasses.
 
-Each subsystem gets its own section, never the whole. `table.py` says what can be set; a flag or a
-key outside it is an error that names the nearest known one.
+Each subsystem gets its own section, never the whole. `table.py` says what can be set.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn, cast
+from typing import Literal, cast
 
 from kakeya.core.errors import ConfigError
 from kakeya.core.units import KIB, MIB
 from kakeya.fleet.cards import MAX_ID_BYTES, is_valid_node_id
 from kakeya.memory.adapters import TierRules
 from kakeya.memory.content import Fit
+from kakeya.node.config_sources import CONFIG_FLAG, CONFIG_VARIABLE, parse_flags, read_file
 from kakeya.node.datadir import default_folder
 from kakeya.node.declared_prompts import DeclaredPrompt
 from kakeya.node.models import ModelSpec, parse_model, parse_proposer
 from kakeya.node.settings import Sources, is_loopback, nearest
 from kakeya.node.table import (
-    ADAPTER_HOT_USES,
-    ADAPTER_RANK,
-    ADAPTER_SLAB,
-    ADAPTER_SLOTS,
-    ADAPTER_WARM,
-    ADAPTER_WARM_PLACES,
-    ADAPTER_WINDOW,
     ADVERTISE,
     BIND,
     DATA_DIR,
@@ -51,10 +42,24 @@ from kakeya.node.table import (
     NETWORKS,
     NO_MDNS,
     NODE_ID,
+    PEERS,
+    PROPOSERS,
+    SESSION_CAPACITY,
+    SESSION_IDLE,
+    SETTINGS,
+    TTL,
+)
+from kakeya.node.table_pages import (
+    ADAPTER_HOT_USES,
+    ADAPTER_RANK,
+    ADAPTER_SLAB,
+    ADAPTER_SLOTS,
+    ADAPTER_WARM,
+    ADAPTER_WARM_PLACES,
+    ADAPTER_WINDOW,
     PAGE_FIT,
     PAGE_HEADROOM,
     PAGE_SIZE,
-    PEERS,
     PRECACHE_DISK,
     PRECACHE_KEEP_ALIVE,
     PRECACHE_KEY_FILE,
@@ -64,17 +69,10 @@ from kakeya.node.table import (
     PRECACHE_PROMPTS,
     PRECACHE_SWEEP,
     PRECACHE_TENANT,
-    PROPOSERS,
-    SESSION_CAPACITY,
-    SESSION_IDLE,
-    SETTINGS,
-    TTL,
 )
 
-_FLAGGED = tuple(setting for setting in SETTINGS if setting.flag)
 KEEP_ALIVE_LEAST_S, SWEEP_LEAST_S = 30.0, 60.0
 """Shorter periods would only cost: a value below is raised to these."""
-CONFIG_FLAG, CONFIG_VARIABLE = "--config", "KAKEYA_CONFIG"
 _OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "KAKEYA_PYTHON", "KAKEYA_LEASE_ID"})
 
 
@@ -198,11 +196,6 @@ class NodeConfig:
     warnings: tuple[str, ...] = ()
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> NodeConfig:
     """Read flags, environment and file. Raises ConfigError; `--help` exits."""
     flags = parse_flags(argv)
@@ -210,59 +203,6 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> NodeConfig:
     file = read_file(Path(str(file_name)).expanduser()) if file_name else {}
     sources = Sources(flags=flags, environ=environ, file=file, file_name=str(file_name))
     return _build(sources)
-
-
-def parse_flags(argv: Sequence[str]) -> dict[str, object]:
-    """Return only the flags that were given, by flag name. Raises ConfigError."""
-    parser = _Parser(
-        prog="kakeya-node",
-        description="One node of a Kakeya fleet; without flags: the embedded model on loopback.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    for setting in _FLAGGED:
-        if setting.switch:
-            parser.add_argument(
-                setting.flag, dest=setting.flag, action="store_true", help=setting.help
-            )
-        else:
-            parser.add_argument(
-                setting.flag,
-                dest=setting.flag,
-                metavar=setting.metavar,
-                help=setting.help,
-                action="append" if setting.repeatable else "store",
-            )
-    parser.add_argument(
-        CONFIG_FLAG, dest=CONFIG_FLAG, metavar="FILE.toml", help="read settings from a file"
-    )
-    given, unknown = parser.parse_known_args(list(argv))
-    if unknown:
-        known = [setting.flag for setting in _FLAGGED] + [CONFIG_FLAG]
-        flag = unknown[0].partition("=")[0]
-        raise ConfigError(f"unknown argument {unknown[0]}{nearest(flag, known)}")
-    return dict(vars(given))
-
-
-def read_file(path: Path) -> dict[str, object]:
-    """Read a TOML file into `section.key` -> value. Raises ConfigError."""
-    try:
-        tree = tomllib.loads(path.read_text("utf-8"))
-    except OSError as problem:
-        reason = problem.strerror or problem
-        raise ConfigError(f"{path}: the configuration cannot be read: {reason}") from problem
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"{path}: not a TOML file: {problem}") from problem
-    known = [setting.key for setting in SETTINGS]
-    flat: dict[str, object] = {}
-    for section, content in tree.items():
-        if not isinstance(content, dict):
-            raise ConfigError(f"{path}: unknown key {section}{nearest(section, known)}")
-        flat |= {f"{section}.{key}": value for key, value in content.items()}
-    for key in flat:
-        if key not in known:
-            raise ConfigError(f"{path}: unknown key {key}{nearest(key, known)}")
-    return flat
 
 
 def _build(sources: Sources) -> NodeConfig:

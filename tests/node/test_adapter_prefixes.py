@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from kakeya.core.clock import SystemClock
+from kakeya.memory.adapters import TierRules
 from kakeya.node.adapted_model import AdaptedModel
 from kakeya.precache.retention import Retention
 from kakeya.runtime.generation import DecodeRequest
@@ -150,6 +151,19 @@ async def test_pages_of_the_size_that_was_set_are_what_is_counted(
     assert kept.used_bytes == len(kept._places) * (2 << 20) > 0
     assert kept.free_bytes == kept.budget_bytes - kept.used_bytes
     assert {block.pages for block in arena._arena.pool.blocks()} == {1}
+
+
+async def test_what_is_set_of_tiers_and_pages_is_what_they_go_by(tmp_path: Path) -> None:
+    environ = {
+        "KAKEYA_ADAPTERS_WINDOW_S": "600",
+        "KAKEYA_ADAPTERS_HOT_USES": "3",
+        "KAKEYA_ADAPTERS_WARM_PLACES": "5",
+        "KAKEYA_PAGES_HEADROOM": "0.5",
+    }
+    async with node(tmp_path, environ=environ) as here:
+        rules = here.pages.adapters.manager._table.rules
+        assert rules == TierRules(window_s=600.0, hot_uses=3, warm_places=5)
+        assert here.pages.arena._arena.config.headroom == 0.5
 
 
 @pytest.mark.slow
