@@ -21,6 +21,7 @@ import numpy as np  # noqa: E402
 from mlx_lm.generate import BatchGenerator  # noqa: E402
 
 from benchmarks.models import EMBEDDED, random_model  # noqa: E402
+from benchmarks.plain import plain_network  # noqa: E402
 from benchmarks.report import emit, interleaved, median  # noqa: E402
 from kakeya.decoding.controller import DraftController  # noqa: E402
 from kakeya.engine.adapters import AdapterUse  # noqa: E402
@@ -64,6 +65,7 @@ class Bench:
     """One model with eight adapters, and the loops that are compared on it."""
 
     def __init__(self, folder: str) -> None:
+        self.plain = plain_network(folder)
         self.loaded = load(folder, "bench", adapter_slots=ROWS, adapter_rank=RANK)
         self.model = MlxModel(self.loaded, 0.0, True)
         self.turns = MlxModel(self.loaded, 0.0, True)
@@ -105,7 +107,7 @@ class Bench:
     def theirs(self) -> float:
         """Tokens per second of mlx-lm's batch generator on the same prompts."""
         started = time.perf_counter()
-        generator = BatchGenerator(self.loaded.network)
+        generator = BatchGenerator(self.plain)
         generator.insert(self.prompts, [TOKENS] * ROWS)
         while generator.next_generated():
             pass

@@ -1,7 +1,7 @@
 """A cold prompt up to its first token: cut on the engine's grid, and as mlx-lm cuts it by default.
 
-One model, one process, in turns; mlx-lm's `generate_step` takes 2048 tokens at once, and has its
-own attention back meanwhile.
+One process, in turns; mlx-lm's `generate_step` takes 2048 tokens at once, on a network as mlx-lm
+loads it, and with its own attention.
 
     .venv/bin/python -m benchmarks.prefill
 """
@@ -20,6 +20,7 @@ from mlx_lm.generate import generate_step  # noqa: E402
 from mlx_lm.models import base, qwen3  # noqa: E402
 
 from benchmarks.models import random_model  # noqa: E402
+from benchmarks.plain import plain_network  # noqa: E402
 from benchmarks.report import emit, interleaved, median  # noqa: E402
 from kakeya.mlx.loader import load  # noqa: E402
 from kakeya.mlx.model import MlxModel  # noqa: E402
@@ -30,11 +31,11 @@ ATTENTION = "scaled_dot_product_attention"
 
 
 class Bench:
-    """One model, and both ways to its first token."""
+    """One model, loaded for both ways to its first token."""
 
     def __init__(self, folder: str) -> None:
-        self._loaded = load(folder, "bench")
-        self._model = MlxModel(self._loaded, 0.0, IS_FAST)
+        self._plain = plain_network(folder)
+        self._model = MlxModel(load(folder, "bench"), 0.0, IS_FAST)
         self.facts = self._model.facts
 
     def ours(self, ids: list[int]) -> float:
@@ -52,7 +53,7 @@ class Bench:
         """Seconds as mlx-lm does it."""
         with patch.object(qwen3, ATTENTION, getattr(base, ATTENTION)):
             started = time.perf_counter()
-            steps = generate_step(mx.array(ids), self._loaded.network, max_tokens=1)
+            steps = generate_step(mx.array(ids), self._plain, max_tokens=1)
             next(iter(steps))
             return time.perf_counter() - started
 

@@ -1,4 +1,4 @@
-"""N-gram speculation against mlx-lm's generate_step, in one process on one model.
+"""N-gram speculation against mlx-lm's generate_step, in one process, of one model.
 
 Three texts: the cyclic text of a random model (the ceiling), source code that the embedded model
 continues after seeing it (self-repetitive, real), and high-temperature text in which nothing
@@ -21,6 +21,7 @@ from mlx_lm.generate import generate_step  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
 from benchmarks.models import EMBEDDED, random_model  # noqa: E402
+from benchmarks.plain import plain_network  # noqa: E402
 from benchmarks.report import emit, interleaved, median  # noqa: E402
 from kakeya.decoding.controller import DraftController  # noqa: E402
 from kakeya.decoding.sampling import SamplingParams  # noqa: E402
@@ -49,8 +50,8 @@ class Bench:
     """One model, the tools of an engine, and the loops that are compared on it."""
 
     def __init__(self, folder: str) -> None:
-        self.loaded = load(folder, "bench")
-        self.model = MlxModel(self.loaded, 0.0, True)
+        self.plain = plain_network(folder)
+        self.model = MlxModel(load(folder, "bench"), 0.0, True)
         controller = DraftController()
         controller.seed_costs(self.model.facts.forward_costs_s)
         self.tools = SequenceTools(
@@ -74,9 +75,7 @@ class Bench:
 
     def theirs(self, prompt: list[int], sampler: Callable[[mx.array], mx.array] | None) -> None:
         """Run generate_step to the end."""
-        steps = generate_step(
-            mx.array(prompt), self.loaded.network, max_tokens=TOKENS, sampler=sampler
-        )
+        steps = generate_step(mx.array(prompt), self.plain, max_tokens=TOKENS, sampler=sampler)
         for _ in steps:
             pass
 

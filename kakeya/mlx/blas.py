@@ -54,3 +54,8 @@ def blas_name() -> str:
         return ""
     describe.restype = ctypes.c_char_p
     return f"{describe().decode(errors='replace').strip()}, {threads} threads"
+
+
+def is_openblas() -> bool:
+    """Whether mlx's products on the CPU are OpenBLAS's."""
+    return sys.platform != "darwin" and bool(blas_name())

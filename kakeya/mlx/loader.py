@@ -1,7 +1,8 @@
 """Loading a model: a local folder or a Hugging Face id becomes a `LoadedModel`.
 
 mlx-lm's model classes, caches and weight formats are used as they are; its generate loops are
-not. On the CPU backend dense weights become float32, the only dtype that is fast there.
+not. On the CPU backend dense weights become float32, the only dtype that is fast there, and where
+OpenBLAS is below it they are laid out for that (see `openblas`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,9 @@ from mlx_lm.utils import load_model
 from kakeya.core.errors import ConfigError, InvalidArgument
 from kakeya.core.log import event
 from kakeya.memory.adapter_base import read_base
+from kakeya.mlx.blas import is_openblas
 from kakeya.mlx.lora import AdapterSlots
+from kakeya.mlx.openblas import Angles, suit
 from kakeya.precache.weights import weights_state
 
 _log = logging.getLogger(__name__)
@@ -58,6 +62,8 @@ class LoadedModel:
     adapters: AdapterSlots | None = None
     weights_state: str = ""
     """Of the files that the weights were read from; "" = they changed meanwhile."""
+    angles: Angles | None = None
+    """Where the network was made to suit OpenBLAS: what its rotations share."""
 
     def make_cache(self) -> list[Any]:
         """One cache object a layer, of the class that the architecture asks for."""
@@ -71,9 +77,11 @@ class LoadedModel:
 
         `slots` [B] names the rows' adapters; None = no row has one.
         """
-        if slots is None or self.adapters is None:
-            return self.network(tokens, cache=cache)
-        with self.adapters.rows(slots):
+        with ExitStack() as building:
+            if self.angles is not None:
+                building.enter_context(self.angles.forward())
+            if slots is not None and self.adapters is not None:
+                building.enter_context(self.adapters.rows(slots))
             return self.network(tokens, cache=cache)
 
 
@@ -121,9 +129,13 @@ def load(
             "it must hold config.json and weights of an architecture that mlx-lm knows"
         ) from failure
     quantization = _quantization(config)
-    if mx.default_device().type == mx.DeviceType.cpu:
+    angles = None
+    is_cpu = mx.default_device().type == mx.DeviceType.cpu
+    if is_cpu:
         _to_float32(network)
     try:
+        if is_cpu and is_openblas():
+            angles = suit(network)
         mx.eval(network.parameters())
     except RuntimeError as failure:
         raise ConfigError(f"weights in {str(folder)!r} are damaged: {failure}") from failure
@@ -142,6 +154,7 @@ def load(
         weight_bytes=sum(p.nbytes for p in parameters),
         vocabulary_digest=vocabulary_digest(folder),
         weights_state=state if weights_state(folder) == state else "",
+        angles=angles,
         adapters=AdapterSlots(
             network, count=adapter_slots, max_rank=adapter_rank, base=_fingerprint(folder)
         )
