@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.mlx import loader
+from kakeya.mlx import loader, openblas
 from kakeya.mlx.grid import exactness
 from kakeya.mlx.openblas import Angles, Rotation, suit
 from kakeya.mlx.verifier import Verifier
@@ -115,6 +115,18 @@ def test_a_network_that_was_made_to_suit_computes_the_same(
     assert weights
     assert all(map(is_by_input, weights))
     assert ours.weight_bytes == theirs.weight_bytes
+
+
+def test_a_forward_makes_angles_once_for_all_layers(tmp_path: Path) -> None:
+    folder = str(write_model(tmp_path / "llama", "llama"))
+    with patch.object(loader, "is_openblas", return_value=True):
+        model = loader.load(folder, "a")
+    state = Verifier(model)
+    with patch.object(openblas, "_angles", wraps=openblas._angles) as made:
+        state.prefill(TEXT)
+        assert made.call_count == 1
+        state.step(mx.array([3]))
+        assert made.call_count == 2
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
