@@ -190,7 +190,7 @@ class SequenceState(Protocol):
         """Copy all KV into these blocks, the last one with what is left and with state, and hold
         none of it; `length` and what is in flight stay. `restore` before anything else.
 
-        False, and nothing changed, where that would not give the very same KV back.
+        False, and nothing changed, where the model's KV has no blocks.
         """
         ...
 

@@ -6,7 +6,7 @@
     restored it was copied back, bit for bit: nothing is computed again
 
 KV of an answer has other bits than a prefill of it gives, so nobody else may begin from it: that is
-why it lies in no prefix. Where there are no pages in time, or a layer cannot be taken, the sequence
+why it lies in no prefix. Where there are no pages in time, or the KV has no blocks, the sequence
 ends with an error that says it can go on, and what it had is computed again.
 """
 

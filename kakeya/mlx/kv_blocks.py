@@ -29,9 +29,11 @@ from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.engine.model import LEAST_CHUNK_TOKENS, KvView
 from kakeya.mlx import kv_layers
 from kakeya.mlx.bits import Bits, bits, kind_of
-from kakeya.mlx.kv_layers import Fixed, Range, Rows
+from kakeya.mlx.kv_layers import Fixed, Range, Ring, Rows
 from kakeya.mlx.loader import LoadedModel
 
+Rings = Sequence[Ring | None]
+"""How the rows of each layer lay, where not by their positions."""
 _FORMAT = 1
 _CONTEXT_BLOCKS = 8
 """A context has at least so many blocks: most texts that share a beginning share a whole one."""
@@ -89,31 +91,70 @@ class KvBlocks:
         `into` is the block that `first` lies in; with state, which is that of now, behind its
         rows. False where a window has lost a row. Raises InvalidArgument when it is too short.
         """
-        layers = kv_layers.layers_of(caches)
         at = first % self.block_tokens
         self._check(into, at + tokens, with_state=with_state)
-        places = [kv_layers.place(layer, first, first + tokens) for layer in layers]
+        places = []
+        for layer in kv_layers.layers_of(caches):
+            if (place := kv_layers.place(layer, first, first + tokens)) is None:
+                return False
+            places.append(place)
+        self._copy(caches, places, at, into, with_state=with_state)
+        return True
+
+    def _copy(
+        self,
+        caches: Sequence[Any],
+        places: Sequence[Range],
+        at: int,
+        into: KvView,
+        *,
+        with_state: bool,
+    ) -> None:
+        """Copy what lies at places of the layers' arrays to the rows of a block from `at` on."""
+        layers = kv_layers.layers_of(caches)
         held = bits([part for layer in layers for part in kv_layers.arrays(layer)])
         offset, state_at = 0, into.tokens * self.row_bytes
-        for place, rows, state in zip(places, self._rows, self._state, strict=True):
-            if place is None:
-                return False
+        for (start, end), rows, state in zip(places, self._rows, self._state, strict=True):
             for part in rows:
                 target = _view(into, offset, (part.heads, into.tokens, part.width), part.dtype)
-                target[:, at : at + tokens] = next(held)[0, :, slice(*place)]
+                target[:, at : at + end - start] = next(held)[0, :, start:end]
                 offset += into.tokens * part.nbytes
             for fixed in state:
                 whole = next(held)
                 if with_state:
                     _view(into, state_at, fixed.shape, fixed.dtype)[...] = whole
                     state_at += fixed.nbytes
-        return True
 
-    def read(self, caches: Sequence[Any], blocks: Sequence[KvView], tokens: int) -> None:
+    def stow(self, caches: Sequence[Any], blocks: Sequence[KvView], tokens: int) -> Rings:
+        """Copy all that caches hold of so many tokens into blocks, from which only `read` with what
+        is returned makes it again: a window's rows lie there as they lay in its ring.
+
+        Raises InvalidArgument when the blocks are too short.
+        """
+        size = self.block_tokens
+        rings = [kv_layers.ring(layer) for layer in kv_layers.layers_of(caches)]
+        # Recurrent state has no rows: any places are right.
+        held = [tokens if ring is None else ring.rows for ring in rings]
+        for index, block in enumerate(blocks):
+            first, last = index * size, min((index + 1) * size, tokens)
+            with_state = self.state_bytes > 0 and index == len(blocks) - 1
+            self._check(block, last - first, with_state=with_state)
+            places = [(min(first, rows), min(last, rows)) for rows in held]
+            self._copy(caches, places, 0, block, with_state=with_state)
+        return rings
+
+    def read(
+        self,
+        caches: Sequence[Any],
+        blocks: Sequence[KvView],
+        tokens: int,
+        rings: Rings | None = None,
+    ) -> None:
         """Make empty caches hold the first `tokens` positions of a text that these blocks cover.
 
         Of the last block a part may be meant; where the model has state, it is that behind the
-        last. Raises InvalidArgument, and leaves the caches empty, when they do not hold that.
+        last. With rings: what was stowed. Raises InvalidArgument, and leaves the caches empty, when
+        the blocks do not hold that.
         """
         if not 0 <= len(blocks) * self.block_tokens - tokens < self.block_tokens and self.row_bytes:
             raise InvalidArgument(f"{tokens} tokens are not in {len(blocks)} blocks")
@@ -121,26 +162,25 @@ class KvBlocks:
             needed = min(self.block_tokens, tokens - index * self.block_tokens)
             self._check(block, needed, with_state=False)
         layers = kv_layers.layers_of(caches)
-        made = [
-            [
-                mx.zeros(part.shape(kv_layers.places(layer, tokens)), kind_of(part.dtype))
-                for part in rows
-            ]
-            for layer, rows in zip(layers, self._rows, strict=True)
-        ]
+        lie = rings if rings is not None else [None] * len(layers)
+        made = []
+        for layer, rows, ring in zip(layers, self._rows, lie, strict=True):
+            places = kv_layers.places(layer, tokens) if ring is None else ring.places
+            made.append([mx.zeros(part.shape(places), kind_of(part.dtype)) for part in rows])
         mx.eval(made)
         offset = 0  # bytes of each position that lie in front
-        for layer, rows, raws in zip(layers, self._rows, made, strict=True):
+        for layer, rows, raws, ring in zip(layers, self._rows, made, lie, strict=True):
+            wanted = kv_layers.wanted(layer, tokens) if ring is None else ((0, ring.rows),)
             for index, part in enumerate(rows):
                 target = np.array(raws[index], copy=False)[0]
-                self._gather(target, blocks, part, offset, kv_layers.wanted(layer, tokens))
+                self._gather(target, blocks, part, offset, wanted)
                 raws[index] = raws[index].view(part.dtype)
                 offset += part.nbytes
         if self.state_bytes:
             self._read_state(made, blocks[-1])
         # What is still to be done, views of what lies there, is done with the first forward.
-        for layer, parts in zip(layers, made, strict=True):
-            kv_layers.restore(layer, parts, tokens)
+        for layer, parts, ring in zip(layers, made, lie, strict=True):
+            kv_layers.restore(layer, parts, tokens, ring)
 
     def _gather(
         self,

@@ -72,6 +72,18 @@ class Fixed:
         return [_name(self.dtype), list(self.shape)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """How a window's rows lie, which go round in it where they are appended one by one.
+
+    The first `rows` of `places` on axis 2 hold something; the next row goes to `following`.
+    """
+
+    rows: int
+    places: int
+    following: int
+
+
 def layers_of(cache: Sequence[Any]) -> list[Any]:
     """The caches, with the members of a CacheList in its place."""
     found: list[Any] = []
@@ -137,19 +149,35 @@ def wanted(layer: Any, tokens: int) -> tuple[Range, ...]:  # noqa: ANN401
     return ((0, keep), newest) if keep else (newest,)
 
 
+def ring(layer: Any) -> Ring | None:  # noqa: ANN401
+    """How its rows lie now; None where they lie by their positions, or it has none."""
+    if type(layer) is not RotatingKVCache or layer.keys is None:
+        return None
+    places = int(layer.keys.shape[2])
+    following = int(layer._idx)  # noqa: SLF001
+    return Ring(rows=min(int(layer.offset), places), places=places, following=following)
+
+
 def places(layer: Any, tokens: int) -> int:  # noqa: ANN401
     """How long axis 2 is to be for `restore`.
 
     A cache that grows allocates in steps; the next token is sure to come, so there is a place.
     """
+    if is_state(layer):
+        return 0
     if type(layer) is RotatingKVCache:
         return min(tokens, int(layer.max_size))
     step = int(layer.step)
     return (tokens // step + 1) * step
 
 
-def restore(layer: Any, held: Sequence[mx.array], tokens: int) -> None:  # noqa: ANN401
-    """Make an empty cache hold this, as after a prefill of so many tokens.
+def restore(
+    layer: Any,  # noqa: ANN401
+    held: Sequence[mx.array],
+    tokens: int,
+    ring: Ring | None = None,
+) -> None:
+    """Make an empty cache hold this: as after a prefill of so many tokens, or as a ring lay.
 
     Behind a prefill that went beyond its window, a RotatingKVCache has more rows than `max_size`;
     whatever is appended next, it drops them first.
@@ -164,7 +192,7 @@ def restore(layer: Any, held: Sequence[mx.array], tokens: int) -> None:  # noqa:
         layer.keys, layer.values = held
     layer.offset = tokens
     if type(layer) is RotatingKVCache:
-        layer._idx = places(layer, tokens)  # noqa: SLF001
+        layer._idx = places(layer, tokens) if ring is None else ring.following  # noqa: SLF001
 
 
 def straighten(layer: Any) -> None:  # noqa: ANN401

@@ -30,7 +30,7 @@ from kakeya.core.errors import InvariantBroken
 from kakeya.decoding.sampling import SamplingParams, noise_key
 from kakeya.engine.model import KvView
 from kakeya.mlx import kv_layers
-from kakeya.mlx.kv_blocks import KvBlocks
+from kakeya.mlx.kv_blocks import KvBlocks, Rings
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import row_slots
 from kakeya.mlx.slabs import PlacedKV, Seat, leave
@@ -79,6 +79,7 @@ class Verifier:
         self._model = model
         self._blocks = blocks
         self._cache = model.make_cache()
+        self._rings: Rings | None = None
         self.grid_tokens = 0
         self.seat: Seat | None = None
         """Where in a slab its KV lies; None = in caches of its own."""
@@ -219,25 +220,13 @@ class Verifier:
         self._length = tokens
 
     def stow(self, blocks: Sequence[KvView]) -> bool:
-        """Copy all KV into these blocks and hold none of it; see the protocol.
-
-        A window is not taken: what was appended a row at a time lies in another order than what is
-        read back, and attention would sum in another order.
-        """
+        """Copy all KV into these blocks and hold none of it; see the protocol."""
         leave(self)
-        layers = kv_layers.layers_of(self._cache)
-        if self._blocks is None or not all(
-            kv_layers.grows(layer) or kv_layers.is_state(layer) for layer in layers
-        ):
+        if self._blocks is None:
             return False
         for landing in self._flight:
             landing.token()  # computed before what it reads is dropped
-        size = self._blocks.block_tokens
-        for index, block in enumerate(blocks):
-            tokens = min(size, self._length - index * size)
-            is_last = block.has_state and index == len(blocks) - 1
-            if not self.export_block(index * size, tokens, block, with_state=is_last):
-                return False
+        self._rings = self._blocks.stow(self._cache, blocks, self._length)
         self._cache = self._model.make_cache()
         return True
 
@@ -245,7 +234,8 @@ class Verifier:
         """Hold the KV again that was stowed in these blocks."""
         if self._blocks is None:
             raise InvariantBroken("restore", "a model without blocks stowed something")
-        self._blocks.read(self._cache, blocks, self._length)
+        self._blocks.read(self._cache, blocks, self._length, self._rings)
+        self._rings = None
 
     def pretend(self, length: int) -> bool:
         """Make the layers that grow with the text hold `length` made-up tokens, not only one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -224,6 +224,61 @@ def test_any_number_of_blocks_of_any_text_is_as_good_as_computing_it(
     if warm.export_block(first, views[-1].tokens, again, with_state=False):
         rows = views[-1].tokens * blocks.row_bytes
         assert again.data[:rows] == views[-1].data[:rows]
+
+
+STEPS = st.lists(st.integers(1, 40), max_size=5)
+"""Rows that are appended at once: one alone goes round a window."""
+
+
+def append(state: Verifier, rows: Sequence[int]) -> None:
+    for count in rows:
+        tokens = text(count, seed=state.length)
+        if count == 1:
+            state.step(mx.array(tokens))
+        else:
+            state.prefill(tokens)
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data(), before=STEPS, singles=st.integers(0, 30), trimmed=st.integers(0, 3))
+def test_what_is_stowed_at_any_point_goes_on_bit_for_bit(
+    models: dict[str, LoadedModel],
+    data: st.DataObject,
+    before: list[int],
+    singles: int,
+    trimmed: int,
+) -> None:
+    model = models[data.draw(st.sampled_from([n for n in NAMES if n not in SLOW]))]
+    after = data.draw(st.one_of(STEPS, st.just([1] * 30)))
+    blocks = plan(model)
+    stayed, went = Verifier(model, blocks), Verifier(model, blocks)
+    for state in (stayed, went):
+        append(state, [*before, 1, *[1] * singles])
+        state.trim(min(trimmed, state.length - 1))
+    views = [view(blocks, min(B, went.length - at)) for at in range(0, went.length, B)]
+    assert went.stow(views)
+    assert not any(map(kv_layers.arrays, kv_layers.layers_of(went.cache)))
+    went.restore(views)
+    for each in views:
+        each.data[:] = bytes(len(each.data))
+    for state in (stayed, went):
+        append(state, after)
+    assert bits(stayed, 5) == bits(went, 5)
+
+
+def test_what_does_not_fit_is_not_stowed(models: dict[str, LoadedModel]) -> None:
+    model = models["gemma3"]
+    blocks = plan(model)
+    state = Verifier(model, blocks)
+    append(state, [B, 9])
+    held = state.nbytes
+    with pytest.raises(InvalidArgument, match="8 tokens, 9 are meant"):
+        state.stow([view(blocks, B), view(blocks, 8)])
+    assert state.nbytes == held
 
 
 def test_what_is_exported_and_taken_is_detached(models: dict[str, LoadedModel]) -> None:
