@@ -18,8 +18,6 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-import uvloop
-
 from kakeya.core import log
 from kakeya.core.errors import ConfigError, KakeyaError
 from kakeya.core.garbage import spare_what_is_there, undisturbed
@@ -42,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         log.configure(settings.log_format)
         # Before all that takes its time to import: a second node is refused at once.
         with DataDir(settings.data_dir) as home:
-            status = uvloop.run(_run(settings, home))
+            status = asyncio.run(_run(settings, home))
     except ConfigError as wrong:
         status = _refuse(2, wrong.message)
     except KakeyaError as fault:

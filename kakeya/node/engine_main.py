@@ -23,8 +23,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import uvloop
-
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import configure, event
 from kakeya.core.process import bound_heap, compute_in_bulk
@@ -57,7 +55,7 @@ def main(argv: list[str] | None = None, load: Callable[[Namespace], Model] | Non
     except Exception as failure:  # noqa: BLE001 - the last word of this process
         _log.exception("the model could not be started")
         _leave(1, f"kakeya engine: {failure!r}")
-    uvloop.run(_serve(options.socket, made, thread))
+    asyncio.run(_serve(options.socket, made, thread))
     _leave(0, "")
 
 
