@@ -50,6 +50,8 @@ class Sight:
     samples: list[Sample] = field(default_factory=list)
     events: dict[tuple[str, str, str, int], dict[str, Any]] = field(default_factory=dict)
     unreadable: int = 0
+    told_over: list[dict[str, Any]] = field(default_factory=list)
+    """All that the node said of its memory whenever that was more than the budget."""
 
     async def watch(self) -> None:
         """Look for ever."""
@@ -78,6 +80,8 @@ class Sight:
                 memory["level"],
             )
         )
+        if memory["committed_bytes"] > memory["budget_bytes"]:
+            self.told_over.append(memory)
         for one in memory["last_events"]:
             # The age is rounded: the same event may seem to be at one of two times.
             at = round((now - one["age_s"]) / 2)

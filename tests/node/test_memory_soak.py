@@ -363,7 +363,7 @@ def tell(soak: Soak, sight: Sight, told: Path) -> None:
 def hold(soak: Soak, sight: Sight, told: Path) -> None:
     """The promises."""
     assert sight.unreadable <= 2
-    assert not sight.over_budget()
+    assert not sight.over_budget(), json.dumps(sight.told_over)
     assert not soak.too_large
     lost = [one for one in soak.outcomes if not one.is_served]
     assert not lost, [(one.what, one.refusals[-2:]) for one in lost[:5]]
