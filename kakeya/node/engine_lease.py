@@ -51,17 +51,24 @@ class EngineLease:
         context = blocks * KV_BLOCK_TOKENS * facts.kv_bytes_per_token
         return max(0, bound - self.short_bytes - context)
 
-    async def lower(self, size: int) -> None:
-        """Give up to `size` bytes of the lease up, as far as they are spare."""
+    async def lower(self, size: int) -> int:
+        """Give up to `size` bytes of the lease up, as far as they are spare; how many it were."""
         part = min(size, self.spare_kv_bytes)
-        if part > 0 and await self._bound(-part):
-            self.lowered_bytes += part
+        if part <= 0 or not await self._bound(-part):
+            return 0
+        self.lowered_bytes += part
+        return part
 
-    async def restore(self) -> None:
-        """Take back what was given up."""
-        part = self.lowered_bytes  # more may be given up meanwhile
-        if await self._bound(part):
-            self.lowered_bytes -= part
+    def regain(self) -> int:
+        """Count what was given up as the engine's again, so that nobody else is given it, and say
+        how much that is: `restore` it then."""
+        part, self.lowered_bytes = self.lowered_bytes, 0
+        return part
+
+    async def restore(self, part: int) -> None:
+        """Let the engine have this again; where it refuses, it stays given up."""
+        if not await self._bound(part):
+            self.lowered_bytes += part
 
     async def lent(self, change: int) -> None:
         """Let the engine know that so much more or less is lent for slots; what it says of its

@@ -61,6 +61,9 @@ class _Watched:
     footprint: Footprint | None = None
     last_reason: str = ""
     is_attended: bool = False
+    parted_bytes: int = 0
+    """What of its idle KV counts as a tenant's and not as the engine's. Both are counted together:
+    what the lease can do without may change in between."""
     steps: dict[str, int] = field(
         default_factory=lambda: {"shrink": 0, "drain": 0, "end": 0, "kill": 0}
     )
@@ -82,14 +85,14 @@ class EngineKvTenant:
         self._watched = watched
 
     def usage(self) -> Tenant:
-        """What was seen last."""
-        spare = self._watched.spare_kv_bytes
+        """What was counted last."""
+        spare = self._watched.parted_bytes
         return Tenant(
             name=tenant_name(self._watched.key.model_key),
             rung=Rung.SESSIONS,
             held_bytes=spare,
             spare_bytes=spare,
-            lent_bytes=self._watched.idle_kv_bytes - spare,
+            lent_bytes=max(0, self._watched.idle_kv_bytes - spare),
         )
 
     async def shrink(self, size: int) -> None:
@@ -102,7 +105,8 @@ class EngineKvTenant:
         backend = watched.lease.backend
         watched.footprint = await backend.shrink(before.mlx_cache_bytes + size)
         freed = max(0, before.idle_kv_bytes - watched.idle_kv_bytes)
-        await watched.lease.lower(freed)
+        lowered = await watched.lease.lower(freed)
+        watched.parted_bytes = max(0, watched.parted_bytes - lowered)
 
 
 def tenant_name(model_id: str) -> str:
@@ -261,9 +265,18 @@ class EngineWatch:
         if step is not None:
             self._do(watched, step)
         elif watched.lease.is_lowered and self._has_room_for(watched.lease.lowered_bytes):
-            await watched.lease.restore()
+            await self._restore(watched)
         elif watched.lease.short_bytes and self._has_room_for(watched.lease.short_bytes):
             await self.lend_slots(watched.key.model_key, watched.lease.slot_bytes)
+
+    async def _restore(self, watched: _Watched) -> None:
+        """Give back what an engine gave up for others. It counts before the engine has it: else the
+        room is promised to somebody else meanwhile, and both are above the budget."""
+        part = watched.lease.regain()
+        self._measure(watched)
+        await watched.lease.restore(part)
+        if self._is_watched(watched):
+            self._measure(watched)
 
     def _do(self, watched: _Watched, step: Step) -> None:
         backend, key = watched.lease.backend, watched.key
@@ -304,7 +317,8 @@ class EngineWatch:
     def _measure(self, watched: _Watched) -> None:
         """Tell the ledger. An engine that is loading or leaving is none of its residents."""
         lease, occupied = watched.lease.bytes, watched.resident_bytes
-        counted = max(lease, occupied) - watched.spare_kv_bytes
+        watched.parted_bytes = watched.spare_kv_bytes
+        counted = max(lease, occupied) - watched.parted_bytes
         key = watched.key
         with contextlib.suppress(NotFound):
             self._arbiter.measure(

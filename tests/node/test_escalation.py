@@ -374,6 +374,36 @@ async def test_kv_that_is_given_up_for_others_makes_the_lease_smaller_until_ther
         assert here.backend.limits.kv_bytes == kv
 
 
+async def test_what_was_given_up_counts_before_the_engine_has_it_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else others are let in for it meanwhile, and the next look finds both above the budget."""
+    async with world(model, poll_s=3600.0) as here:
+        lease = await size_of(here.backend) + 300 * MIB
+        await here.backend.set_limits(memory_bytes=lease, kv_bytes=33 * BLOCK_BYTES)
+        here.watch.attach("toy", here.backend, lease)
+        await collect(here.backend, request(token_ids=PROMPT * 6, max_tokens=2, kv_key="a"))
+        await here.watch.look()
+        assert here.tenant().spare_bytes == BLOCK_BYTES
+        here.arbiter.set_budget(lease - BLOCK_BYTES)
+        await until(lambda: here.watch.status()["toy"]["lease_bytes"] < lease)
+        await here.watch.look()
+        assert here.arbiter.status().committed_bytes == lease - BLOCK_BYTES
+        here.arbiter.set_budget(lease)
+        set_limits, counted = here.backend.set_limits, []
+
+        async def watched(**limits: int) -> None:
+            counted.append(here.arbiter.status().committed_bytes)
+            await set_limits(**limits)
+            counted.append(here.arbiter.status().committed_bytes)
+
+        monkeypatch.setattr(here.backend, "set_limits", watched)
+        await here.watch.look()
+        assert counted == [lease, lease]
+        assert here.arbiter.status().committed_bytes == lease
+        assert here.watch.status()["toy"]["lease_bytes"] == lease
+
+
 @pytest.mark.slow
 async def test_what_was_given_up_is_taken_back_once_while_the_engine_is_gone(
     tmp_path: Path,
@@ -384,7 +414,7 @@ async def test_what_was_given_up_is_taken_back_once_while_the_engine_is_gone(
     lease = EngineLease(backend, GIB)
     lease.lowered_bytes = 3 * MIB
     for _ in range(2):
-        await lease.restore()
+        await lease.restore(lease.regain())
         assert lease.bytes == backend.limits.memory_bytes == GIB
         assert backend.limits.kv_bytes == 8 * MIB
 
