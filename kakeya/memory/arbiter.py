@@ -10,6 +10,7 @@ What was DRAINING for a request that no longer waits is READY again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -205,11 +206,11 @@ class Arbiter:
 
     def begin_load(self, plan: Plan, now: float) -> tuple[bool, Outcome]:
         """All that had to go has gone. False = do not load: it is room for a tenant, which has it
-        now; or nobody waits for it any more, pressure came up, or less was given up than was
-        promised, and the requests wait for a better plan."""
-        if plan.load is None:
+        now; or nobody waits for it any more, pressure came up, or more is committed than the budget
+        holds, and the requests wait for a better plan."""
+        resident = self._planner.begin(plan)
+        if resident is None:
             return False, self.settle(now)
-        resident = self._ledger.get(plan.load)
         is_refused = self._level is Level.CRITICAL and resident.role.yields
         is_robbed = self._ledger.committed_bytes > self._ledger.budget_bytes
         is_wanted = plan.is_preload or bool(self._waiting(resident.key))
@@ -271,6 +272,8 @@ class Arbiter:
             budget_bytes=ledger.budget_bytes,
             committed_bytes=ledger.committed_bytes,
             free_bytes=ledger.free_bytes,
+            spare_bytes=ledger.spare_bytes,
+            promised_bytes=ledger.promised_bytes,
             available_bytes=ledger.available_bytes,
             level=self._level,
             residents=ledger.residents,
@@ -298,9 +301,27 @@ class Arbiter:
         return self._settle(Answer(), now)
 
     def _settle(self, answer: Answer, now: float) -> Outcome:
+        self._fit_planned(now)
         self._walk(answer, now)
         self._taking.take(answer, now)
         return answer.done()
+
+    def _fit_planned(self, now: float) -> None:
+        """Take back loads that have not begun while more is committed than the budget holds: less
+        was given up than was promised, or something grew. Those that are waited for least go first,
+        and who waits for them is in the line again."""
+        ledger = self._ledger
+        if ledger.committed_bytes <= ledger.budget_bytes or not self._planner.planned:
+            return
+
+        def urgency(key: ResidentKey) -> tuple[float, float]:
+            ranks = [(one.rank(now, self._rules), one.lease) for one in self._waiting(key)]
+            return min(ranks, default=(math.inf, math.inf))
+
+        for key in sorted(self._planner.planned, key=urgency, reverse=True):
+            if ledger.committed_bytes <= ledger.budget_bytes:
+                return
+            self._planner.take_back(key)
 
     def _walk(self, answer: Answer, now: float) -> None:
         ahead = line.Ahead()

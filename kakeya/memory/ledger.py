@@ -5,7 +5,8 @@
     free        the less of budget - committed and what the machine has available, where known,
                 less loads that are under way, less what is lent and not used yet, and plus
                 what leaves
-    spare       free, of which so much is left that the machine stays calm: for what nobody needs
+    spare       free, without what is only promised, of which so much is left that the machine stays
+                calm: for what nobody needs
 
 The machine's figure is of its last reading; loads and evictions since then are added to it.
 """
@@ -193,8 +194,9 @@ class Ledger:
 
     @property
     def spare_bytes(self) -> int:
-        """What may still be taken by who can do without it."""
-        return self._free_beyond(self._margin_bytes)
+        """What may still be taken by who can do without it: nothing that is only promised, which
+        may not be given after all."""
+        return self._free_beyond(self._margin_bytes) - self.promised_bytes
 
     def _free_beyond(self, margin: int) -> int:
         free = self.budget_bytes - self.committed_bytes
@@ -208,8 +210,10 @@ class Ledger:
 
     @property
     def unfilled_bytes(self) -> int:
-        """What is lent and not used yet, so that the machine still shows it."""
-        residents = sum(r.unfilled_bytes for r in self._residents.values() if not r.is_leaving)
+        """What is lent and not used yet, so that the machine still shows it. A load under way
+        counts as a whole elsewhere."""
+        there = (r for r in self._residents.values() if not r.is_leaving)
+        residents = sum(r.unfilled_bytes for r in there if r.state is not State.LOADING)
         return residents + sum(self._foreign_unfilled.values())
 
     @property

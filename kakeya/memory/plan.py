@@ -133,3 +133,7 @@ class Snapshot:
     waiting: tuple[ResidentKey, ...]
     unfilled_bytes: int = 0
     """What of the committed bytes is lent and not used yet."""
+    spare_bytes: int = 0
+    """What of the free bytes may be had by who can do without."""
+    promised_bytes: int = 0
+    """What of the free bytes tenants are still going to give up, or not."""

@@ -8,7 +8,7 @@ from kakeya.memory.ledger import Ledger
 from kakeya.memory.line import Load
 from kakeya.memory.plan import Ask, Eviction, Exhausted, Grant, Outcome, Plan, Reason, Refusal
 from kakeya.memory.policy import Relief, Shrink
-from kakeya.memory.resident import Resident, State
+from kakeya.memory.resident import Resident, ResidentKey, State
 
 
 @dataclass(slots=True)
@@ -36,6 +36,7 @@ class Planner:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._numbers = 0
+        self._planned: dict[ResidentKey, int] = {}
 
     def number(self) -> int:
         """A number that nothing else has: of plans and of leases."""
@@ -55,13 +56,31 @@ class Planner:
             last_used_mono=now,
         )
         self._ledger.put(absent.moved(State.LOADING))
+        self._planned[ask.key] = plan_id = self.number()
         return Plan(
-            plan_id=self.number(),
+            plan_id=plan_id,
             evict=load.evict,
             shrink=load.shrink,
             load=ask.key,
             asked_bytes=load.asked_bytes,
         )
+
+    @property
+    def planned(self) -> tuple[ResidentKey, ...]:
+        """Whose loads have not begun: nothing of them is in memory, all of it is reserved."""
+        return tuple(self._planned)
+
+    def begin(self, plan: Plan) -> Resident | None:
+        """Whose load begins now, or never; None = the plan was taken back."""
+        if plan.load is None or self._planned.get(plan.load) != plan.plan_id:
+            return None
+        del self._planned[plan.load]
+        return self._ledger.get(plan.load)
+
+    def take_back(self, key: ResidentKey) -> None:
+        """Give up what is reserved for a load that has not begun. What goes for it, goes."""
+        del self._planned[key]
+        self._ledger.put(self._ledger.get(key).moved(State.ABSENT))
 
     def eviction(self, victims: tuple[Resident, ...], reason: Reason) -> Plan:
         """Plan the end of residents."""

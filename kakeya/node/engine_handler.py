@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from kakeya.core.errors import InvalidArgument, InvariantBroken, KakeyaError, PeerUnavailable
 from kakeya.core.log import event
@@ -16,6 +16,7 @@ from kakeya.core.process import resident_bytes
 from kakeya.core.units import MIB
 from kakeya.memory.capability import Loaded
 from kakeya.memory.estimate_history import SizeHistory
+from kakeya.memory.memory_arbiter import MemoryArbiter
 from kakeya.node.engines import Engines
 from kakeya.node.escalation import EngineWatch
 from kakeya.node.memory_sizes import LeaseSize, Lent
@@ -28,8 +29,7 @@ CACHE_BYTES = 256 * MIB
 
 
 class EngineHandler:
-    """See the module; `sizes` by model id are what each is lent, `free_bytes` what the ledger could
-    lend beside that."""
+    """See the module; `sizes` by model id are what each is lent."""
 
     def __init__(
         self,
@@ -38,14 +38,13 @@ class EngineHandler:
         history: SizeHistory,
         watch: EngineWatch,
         options: EngineOptions,
-        *,
-        free_bytes: Callable[[], int],
+        arbiter: MemoryArbiter,
     ) -> None:
         self._engines = engines
         self._sizes = sizes
         self._history = history
         self._watch = watch
-        self._free_bytes = free_bytes
+        self._arbiter = arbiter
         self._start_timeout_s = options.start_timeout_s
 
     async def load(self, model_key: str) -> Loaded:
@@ -56,7 +55,7 @@ class EngineHandler:
         try:
             await backend.start()
             await backend.ready(self._start_timeout_s)
-            lent = await self._measured(model_key, backend, model.capability)
+            lent = await self._lend(model_key, backend, model.capability)
             await self._bound(model_key, backend, lent)
             facts = await backend.ready(self._start_timeout_s)
         except BaseException as problem:
@@ -89,13 +88,17 @@ class EngineHandler:
         frames: list[Frame] = [frame async for frame in _engine(backend).decode(payload)]
         return tuple(frames)
 
-    async def _measured(self, model_id: str, backend: EngineBackend, kind: str) -> Lent:
+    async def _lend(self, model_id: str, backend: EngineBackend, kind: str) -> Lent:
         pid = backend.pid
         footprint = None if pid is None else await asyncio.to_thread(resident_bytes, pid)
         size = self._sizes[model_id]
         if footprint:
             self._history.note(size.estimate.digest, kind, footprint)
-        return size.lent(footprint, self._free_bytes())
+        ledger = self._arbiter.status()
+        lent = size.lent(footprint, ledger.free_bytes - ledger.promised_bytes)
+        # It counts before the engine is told of it: nobody else is given the same room meanwhile.
+        self._arbiter.measure(kind, model_id, lent.bytes, unfilled_bytes=lent.bytes)
+        return lent
 
     async def _bound(self, model_id: str, backend: EngineBackend, lent: Lent) -> None:
         cache_bytes = min(CACHE_BYTES, lent.bytes // 4)

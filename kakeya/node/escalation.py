@@ -190,8 +190,8 @@ class EngineWatch:
         if change > 0 and not self._arbiter.may_grow(name, change):
             change = 0
         lease.lent_slot_bytes += change
+        self._arbiter.grown(name)  # first: what is counted twice looks like too much
         self._measure(watched)
-        self._arbiter.grown(name)
         await lease.lent(change)
         self._measure(watched)
         return not lease.short_bytes
@@ -337,7 +337,7 @@ class EngineWatch:
     def _has_room_for(self, size: int) -> bool:
         ledger = self._arbiter.status()
         is_calm = ledger.level is Level.NOMINAL and not ledger.waiting
-        return is_calm and ledger.free_bytes >= size
+        return is_calm and ledger.spare_bytes >= size
 
     def _is_watched(self, watched: _Watched) -> bool:
         return self._watched.get(watched.key.model_key) is watched

@@ -255,7 +255,7 @@ class NodeMemory:
             self._history,
             self._watch,
             options,
-            free_bytes=lambda: self.arbiter.status().free_bytes,
+            self.arbiter,
         )
         for name, role in ((TEXT, TEXT_TARGET), (DRAFT, DRAFTER)):
             self.arbiter.register(

@@ -10,6 +10,7 @@ import pytest
 
 from kakeya.core import errors
 from kakeya.memory.lease_rules import JOB
+from kakeya.memory.plan import Outcome
 from kakeya.memory.policy import Level, Rung, Tenant
 from kakeya.memory.resident import RequestPriority, State, Warmth
 from tests.memory.worlds import MANY, World, ask, key
@@ -720,6 +721,74 @@ def test_a_tenant_that_gives_less_than_it_offers_is_not_asked_for_ever() -> None
     assert (goes_on, outcome.plans) == (False, ())
     world.wait(11)
     assert isinstance(world.refusals[lease], errors.MemoryRefused)
+
+
+def test_room_that_is_not_given_after_all_is_not_reserved_any_longer() -> None:
+    """A load waits for another model to leave, and for a tenant that gives nothing. Until that
+    model has left, nobody sees more committed than the budget holds."""
+    world = World.of(300)
+    pages = Tenant(name="pages", rung=Rung.PAGES, held_bytes=20, spare_bytes=20)
+    world.arbiter.report(pages)
+    world.use(ask("idle", MANY, 100))
+    lease, outcome = world.arbiter.ask(ask("job", MANY, 300), 0)
+    (plan,) = outcome.plans
+    assert [one.key.capability for one in plan.evict] == ["idle"]
+    (shrink,) = plan.shrink
+    assert world.arbiter.shrunk(shrink, pages, 0).plans == ()
+    seen = world.arbiter.snapshot()
+    assert (seen.committed_bytes, seen.waiting) == (20, (key("job"),))
+    world.take(world.arbiter.unloaded(key("idle"), 0))
+    goes_on, outcome = world.arbiter.begin_load(plan, 0)
+    assert (goes_on, outcome.plans) == (False, ())
+    world.wait(11)
+    assert isinstance(world.refusals[lease], errors.MemoryRefused)
+
+
+def test_who_is_least_urgent_gives_room_back_that_is_not_given() -> None:
+    world = World.of(300)
+    pages = Tenant(name="pages", rung=Rung.PAGES, held_bytes=300, spare_bytes=300)
+    world.arbiter.report(pages)
+    urgent = ask("urgent", MANY, 100, priority=RequestPriority.URGENT)
+    plans = [
+        *world.arbiter.ask(ask("early", MANY, 100), 0)[1].plans,
+        *world.arbiter.ask(urgent, 0)[1].plans,
+        *world.arbiter.ask(ask("late", MANY, 100), 0)[1].plans,
+    ]
+    for given, plan in zip((100, 100, 20), plans, strict=True):
+        (shrink,) = plan.shrink
+        left = pages.held_bytes - given
+        pages = Tenant(name="pages", rung=Rung.PAGES, held_bytes=left, spare_bytes=left)
+        world.arbiter.shrunk(shrink, pages, 0)
+    assert [world.arbiter.begin_load(plan, 0)[0] for plan in plans] == [True, True, False]
+    assert world.arbiter.snapshot().waiting == (key("early"), key("urgent"), key("late"))
+
+
+def test_a_plan_that_was_taken_back_does_not_begin_in_place_of_the_next_one() -> None:
+    """Of one model: the first plan's room was not given, the second one's is still being made."""
+    world = World.of(100)
+    pages = Tenant(name="pages", rung=Rung.PAGES, held_bytes=50, spare_bytes=50)
+    world.arbiter.report(pages)
+    (first,) = world.arbiter.ask(ask("see", size=100), 0)[1].plans
+    world.arbiter.shrunk(first.shrink[0], pages, 0)
+    pages = Tenant(name="pages", rung=Rung.PAGES, held_bytes=40, spare_bytes=40)
+    world.arbiter.report(pages)  # it could give after all
+    (second,) = world.arbiter.settle(0).plans
+    assert world.arbiter.begin_load(first, 0) == (False, Outcome())
+    world.arbiter.shrunk(second.shrink[0], Tenant(name="pages", rung=Rung.PAGES, held_bytes=0), 0)
+    assert world.arbiter.begin_load(second, 0)[0]
+
+
+def test_what_is_only_promised_is_nobodys_to_grow_into() -> None:
+    world = World.of(100)
+    world.arbiter.report(Tenant(name="pages", rung=Rung.PAGES, held_bytes=90, spare_bytes=90))
+    lease, outcome = world.arbiter.ask(ask("see", size=40), 0)
+    assert [one.bytes for plan in outcome.plans for one in plan.shrink] == [30]
+    world.arbiter.withdraw(lease, 0)
+    assert world.arbiter.begin_load(outcome.plans[0], 0) == (False, Outcome())
+    seen = world.arbiter.snapshot()
+    assert (seen.free_bytes, seen.promised_bytes, seen.spare_bytes) == (40, 30, 10)
+    assert not world.arbiter.may_grow("pages", 11)
+    assert world.arbiter.may_grow("pages", 10)
 
 
 # Preload, idle eviction, unloading, the end.

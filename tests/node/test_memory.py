@@ -21,16 +21,18 @@ from kakeya.core.clock import SystemClock
 from kakeya.core.process import resident_bytes
 from kakeya.core.tasks import Supervisor
 from kakeya.core.units import MIB
+from kakeya.memory.estimate import estimate_model
 from kakeya.memory.events import CapabilityRun, Event, MemoryPressure
 from kakeya.memory.policy import Level
-from kakeya.node import config
+from kakeya.memory.resident import State
+from kakeya.node import config, engine_handler
 from kakeya.node.child import NodeProcess
 from kakeya.node.engines import engine_command
 from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.memory_sizes import KV_TOKENS
 from kakeya.node.models import EMBEDDED_FOLDER, ModelSpec, Role
-from kakeya.runtime.generation import DecodeRequest, Done, ModelState
-from kakeya.serving.backends.engine_backend import EngineOptions
+from kakeya.runtime.generation import DecodeRequest, Done, Footprint, ModelState
+from kakeya.serving.backends.engine_backend import EngineBackend, EngineOptions
 from kakeya.serving.backends.restart import RestartPolicy
 from tests.memory.example_plugin import Question
 from tests.memory.test_panics import panic
@@ -457,5 +459,32 @@ async def test_what_a_load_took_is_remembered_for_the_next_start(tmp_path: Path)
         assert (tmp_path / "sizes.json").exists()
         again = memory.engines.get(DRAFTER).resident
         assert again is not None
+        work_bytes = estimate_model(EMBEDDED_FOLDER / DRAFTER, kv_tokens=0, widens=True).work_bytes
         kv_bytes = KV_TOKENS * 1024
-        assert again.estimate_bytes == used + kv_bytes
+        assert again.estimate_bytes == used + work_bytes + kv_bytes
+
+
+@pytest.mark.slow
+async def test_what_an_engine_is_lent_counts_before_the_engine_hears_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be more than was estimated, and the same room be given to somebody else meanwhile."""
+    counted: list[tuple[int, int]] = []
+    bound = EngineBackend.set_limits
+
+    async def looked_at(backend: EngineBackend, *limits: int) -> Footprint:
+        (resident,) = memory.arbiter.status().residents
+        assert resident.state is State.LOADING
+        counted.append((resident.bytes, limits[0]))
+        return await bound(backend, *limits)
+
+    monkeypatch.setattr(EngineBackend, "set_limits", looked_at)
+    monkeypatch.setattr(engine_handler, "resident_bytes", lambda pid: 400 * MIB)
+    async with in_process(tmp_path, [DRAFT_MODEL], ShiftedClock()) as memory:
+        model = memory.engines.get(DRAFTER)
+        await until("it is ready", lambda: model.state is ModelState.READY)
+        ((ledger_bytes, lent_bytes),) = counted
+        assert ledger_bytes == lent_bytes
+        assert model.resident is not None
+        assert model.resident.estimate_bytes < 400 * MIB < lent_bytes
+        assert model.resident.measured_bytes == lent_bytes
