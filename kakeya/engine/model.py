@@ -146,8 +146,17 @@ class SequenceState(Protocol):
         """Append tokens and wait until their KV is computed."""
         ...
 
-    def launch(self, token: int | None) -> None:
-        """Start a plain step on `token`; None = on what the step before it will select."""
+    def launch(self, token: int | None, ending: bytes = b"") -> None:
+        """Start a plain step on `token`; None = on what the step before it will select.
+
+        `ending` names the prompt whose last token it is: what the step gives may be kept for when
+        the same prompt is asked again; b"" = it is none, or not one that a name stands for.
+        """
+        ...
+
+    def foretold(self, ending: bytes) -> int | None:
+        """What the step of this prompt's last token would select, with the state at that token;
+        nothing is computed but the choice. None = it is not known."""
         ...
 
     def collect(self) -> int:
@@ -274,9 +283,9 @@ class Model(Protocol):
         ...
 
     def idle_bytes(self) -> int:
-        """KV of drafts for others, a part of what is active: it can be computed again."""
+        """KV of drafts for others, and other parts of what is active that can be computed again."""
         ...
 
     def shed(self, size: int) -> None:
-        """Drop such KV, oldest first, until `size` bytes of it are gone or none is left."""
+        """Drop of that, oldest first, until `size` bytes are gone or nothing is left."""
         ...

@@ -4,7 +4,8 @@
               on a fixed grid that is finer behind a long context and at the request's cuts, all
               but the last token; a frame each, so a cancellation is noticed in between; blocks are
               exported on the way
-    first     a plain step alone, told at once: nothing else is launched or drafted before
+    first     a plain step alone, told at once: nothing else is launched or drafted before; where
+              the same prompt was answered before, what it selects is told even before it is done
     flight    plain steps in a pipeline: the next row is launched before this one is read
     quiet     nothing in flight; the last committed token is pending
 
@@ -74,10 +75,12 @@ class Launch:
     state: SequenceState
     token: int | None
     is_shared: bool = False
+    ending: bytes = b""
+    """The name of the prompt whose last token it is of; see `SequenceState.launch`."""
 
     def alone(self) -> None:
         """Launch it in a forward of its own."""
-        self.state.launch(self.token)
+        self.state.launch(self.token, self.ending)
 
 
 Step: TypeAlias = EngineFrame | Launch
@@ -122,11 +125,6 @@ class SequenceRun:
     def length(self) -> int:
         """Tokens whose KV it holds."""
         return self.state.length
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether its prompt is computed."""
-        return self.state.length + 1 >= len(self._decoding.history)
 
     def frames(self) -> Iterator[EngineFrame]:
         """Do one step per `next`, alone on the model; the last frame is a DoneFrame."""
@@ -199,14 +197,25 @@ class SequenceRun:
         """Commit the first token and tell of it.
 
         It waits for nothing else: to index a long prompt for drafts takes as long as a forward, and
-        so does it to launch another step on devices that make the caller wait for that.
+        so does it to launch another step on devices that make the caller wait for that. Nor does it
+        wait for its own step where what that gives is known; its KV is needed then only if another
+        token is to follow.
         """
-        yield Launch(self.state, self._decoding.history[-1])
+        last, name = self._decoding.history[-1], self._prompt.name()
+        known = self.state.foretold(name)
+        if known is not None:
+            self._decoding.commit((), (known,))
+            yield TokensFrame(token_ids=(known,))
+            if self._decoding.finish is not None:
+                return
+        yield Launch(self.state, last, ending=name if self._prompt.is_exact else b"")
         self._forwards += 1
         token = self.state.collect()
-        self._decoding.commit((), (token,))
+        if known is None:
+            self._decoding.commit((), (token,))
         self._check_length()
-        yield TokensFrame(token_ids=(token,))
+        if known is None:
+            yield TokensFrame(token_ids=(token,))
 
     def _step(self) -> Generator[Launch, None, tuple[tuple[int, ...], int]]:
         """Commit at least one token.

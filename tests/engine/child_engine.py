@@ -57,7 +57,10 @@ class ToyState:
             time.sleep(CHUNK_S)
         self.tokens += tokens
 
-    def launch(self, token: int | None) -> None:
+    def foretold(self, ending: bytes) -> int | None:
+        return None
+
+    def launch(self, token: int | None, ending: bytes = b"") -> None:
         self.tokens.append(self.flight[-1] if token is None else token)
         self.flight.append((self.tokens[-1] + 1) % 100)
 

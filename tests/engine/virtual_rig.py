@@ -63,9 +63,14 @@ class HashState(ToyState):
         for token in tokens:
             self.append(token)
 
-    def launch(self, token: int | None) -> None:
+    def launch(self, token: int | None, ending: bytes = b"") -> None:
         self.model.work(STEP_S)
         self.step(token)
+        if ending:
+            self.model.endings[ending] = self.flight[-1]
+
+    def foretold(self, ending: bytes) -> int | None:
+        return self.model.endings.get(ending)
 
     def step(self, token: int | None) -> None:
         self.append(self.flight[-1] if token is None else token)
@@ -100,6 +105,7 @@ class HashModel(ToyModel):
         values = {"prefill_tokens_per_second": 1 / TOKEN_S, "forward_costs_s": {1: STEP_S}}
         self.facts = replace(self.facts, batch_rows=8, **{**values, **facts})  # type: ignore[arg-type]
         self.opened = self.prefilled = 0
+        self.endings: dict[bytes, int] = {}
         self._rig = rig
 
     def open(self) -> HashState:
