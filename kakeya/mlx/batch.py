@@ -11,13 +11,15 @@ Attention is done in one of two ways (see `rows`):
 The first is for where bits do not depend on the number of rows, and for caches of other kinds than
 KVCache; the second for everything else. A row may verify a block alone in between.
 
-The function of attention of the model's own module hands a `RowCaches` over to it. A model whose
-attention does anything else with its cache is found out by `why_by_turns`, which compares rows
-with each alone when the engine starts; its sequences then take turns.
+The function of attention of the model's own module hands a `RowCaches` over to it, and has each
+layer begun while Python makes the graph of those behind it. A model whose attention does anything
+else with its cache is found out by `why_by_turns`, which compares rows with each alone when the
+engine starts; its sequences then take turns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -30,7 +32,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from kakeya.decoding.sampling import SamplingParams
 from kakeya.mlx.attention import attend_far, is_far
-from kakeya.mlx.grid import sums_alike
+from kakeya.mlx.grid import is_cpu, sums_alike
 from kakeya.mlx.kin import runs
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import row_slots
@@ -43,6 +45,8 @@ BATCH_ROWS = 64
 """The most rows of one forward; the scheduler's own bound is usually lower."""
 _KINDS = (KVCache, QuantizedKVCache, RotatingKVCache)
 _ATTENTION = "scaled_dot_product_attention"
+_STEP_ROWS = 32
+"""The most rows of one sequence that are a step, or a block of drafts."""
 _LONG_TOKENS = 200
 """Of one of the rows that are tried: the others see a small part of what it does."""
 _TOLERANCE = 0.02
@@ -240,8 +244,26 @@ def _attention(
 ) -> mx.array:
     """mlx-lm's attention, by rows for a RowCaches, and in two parts behind a long context."""
     attend: Attend = base.scaled_dot_product_attention
+    is_step = queries.shape[2] <= _STEP_ROWS
+    # A longer piece is part of a prompt: of its last layer nothing but keys and values is needed.
+    _begin(queries if is_step else None, keys, values)
     if isinstance(cache, RowCaches):
-        return cache.attend(attend, queries, (keys, values), scale, mask, sinks)
-    if is_far(queries, keys, mask, sinks):
-        return attend_far(queries, keys, values, scale)
-    return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+        found = cache.attend(attend, queries, (keys, values), scale, mask, sinks)
+    elif is_far(queries, keys, mask, sinks):
+        found = attend_far(queries, keys, values, scale)
+    else:
+        found = attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    if is_step:
+        _begin(found)
+    return found
+
+
+def _begin(*arrays: Any) -> None:  # noqa: ANN401 - of quantized keys there are several
+    """Have these computed while Python goes on to the operations behind them, on the CPU.
+
+    There a step of few rows is hundreds of small operations, and to make its graph and to walk
+    through it takes as long as several layers do; without this none of them begins before.
+    """
+    if is_cpu():
+        with contextlib.suppress(ValueError):  # nothing can be computed while a function is traced
+            mx.async_eval(arrays)  # type: ignore[no-untyped-call]

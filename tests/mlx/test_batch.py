@@ -239,3 +239,46 @@ def crossed(
 
 
 honest_fetch = row_caches.RowCaches.update_and_fetch
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_what_is_begun_early_has_the_bits_that_it_has_at_the_end(
+    models: dict[str, LoadedModel], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    begin = batch._begin
+
+    def counted(*arrays: object) -> None:
+        begun.append(len(arrays))
+        begin(*arrays)
+
+    def all_of_it() -> list[bytes]:
+        states = [Verifier(models[name]) for _ in range(3)]
+        for length, state in zip((5, 40, 61), states, strict=True):
+            state.prefill([(7 * at) % VOCAB for at in range(length)])
+        said = [states[0].verify([1, 2, 3])]
+        for _ in range(3):
+            launch_together(models[name], states, [4, 5, 6])
+            said.append([state.collect() for state in states])
+        states[1].launch(7)
+        said.append([states[1].collect()])
+        held = [part for state in states for layer in state.cache for part in layer.state[:2]]
+        flat = [
+            array for part in held for array in ([part] if isinstance(part, mx.array) else part)
+        ]
+        return [repr(said).encode(), *(bytes(memoryview(array)) for array in flat)]
+
+    monkeypatch.setattr(batch, "_begin", counted)
+    found = all_of_it()
+    assert {1, 3} <= set(begun), "of steps also what attention gives"
+    monkeypatch.setattr(batch, "_begin", lambda *arrays: None)
+    assert found == all_of_it()
+
+
+def test_nothing_is_begun_while_a_function_is_traced() -> None:
+    def doubled(array: mx.array) -> mx.array:
+        batch._begin(array)
+        return array * 2
+
+    assert mx.compile(doubled)(mx.ones(3)).tolist() == [2, 2, 2]
+    assert mx.grad(lambda array: doubled(array).sum())(mx.ones(3)).tolist() == [2, 2, 2]
