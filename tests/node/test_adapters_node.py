@@ -107,7 +107,10 @@ async def test_eight_adapters_at_once_say_what_each_says_alone(tmp_path: Path) -
         assert parents == {VERIFIER: None} | {f"{VERIFIER}:{name}": VERIFIER for name in NAMES}
         status = node.api.get("/api/v1/status")
         assert len(status["adapters"]["models"][VERIFIER]["hot"]) == 8
-        assert status["adapters"]["pages"]["evictable"] == 8, "an adapter each, none read now"
+        pages, prompts = status["adapters"]["pages"], status["prefixes"]["pages"]
+        assert prompts["blocks"] == 9, "of the base and of each adapter"
+        prompt_pages = prompts["bytes"] // pages["page_bytes"]
+        assert pages["evictable"] == 8 + prompt_pages, "an adapter each, none read now"
         engine = status["memory"]["engines"][VERIFIER]
         assert 0 < engine["slot_bytes"] == engine["lent_slot_bytes"] < engine["lease_bytes"]
 
