@@ -32,6 +32,13 @@ class TaskHealth:
     last_error: str = ""
 
 
+def is_cancelled() -> bool:
+    """Whether the current task is to end. What it awaits may raise CancelledError without that: a
+    gRPC call whose channel is closed, a task of somebody else's that was cancelled."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
 class Supervisor:
     """Owns named background tasks; an `async with` that cancels them on the way out."""
 
@@ -71,7 +78,9 @@ class Supervisor:
         while True:
             try:
                 await work()
-            except Exception as failure:  # noqa: BLE001 - the one place where a task's fault ends
+            except (Exception, asyncio.CancelledError) as failure:
+                if isinstance(failure, asyncio.CancelledError) and is_cancelled():
+                    raise
                 backoff = RESTART_BACKOFF_S[min(health.failures, len(RESTART_BACKOFF_S) - 1)]
                 health.failures += 1
                 health.last_error = repr(failure)

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from kakeya.core import errors
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
-from kakeya.core.tasks import sleep_or_wake
+from kakeya.core.tasks import is_cancelled, sleep_or_wake
 from kakeya.memory.arbiter import Arbiter
 from kakeya.memory.capability import Loaded
 from kakeya.memory.events import (
@@ -257,7 +257,9 @@ class Keeper:
                 return  # it left meanwhile, and its promise with it
             try:
                 await source.shrink(shrink.bytes)
-            except Exception as fault:  # noqa: BLE001 - a tenant's fault must not stop the others
+            except (Exception, asyncio.CancelledError) as fault:
+                if isinstance(fault, asyncio.CancelledError) and is_cancelled():
+                    raise
                 _warn("tenant failed to shrink", tenant=shrink.name, error=repr(fault))
             if self._tenants.get(shrink.name) is source:
                 self.take(self._arbiter.shrunk(shrink, source.usage(), self._clock.mono()))
@@ -301,8 +303,10 @@ class Keeper:
         try:
             loaded = await self._models.load(key)
         except asyncio.CancelledError:
-            self._failed(key, errors.Refused(f"the node stops while {key} loads"))
-            raise
+            if is_cancelled():
+                self._failed(key, errors.Refused(f"the node stops while {key} loads"))
+                raise
+            self._failed(key, errors.LoadFailed(f"the load of {key} was cancelled from within"))
         except errors.KakeyaError as error:
             self._failed(key, error)
         except Exception as fault:  # noqa: BLE001 - a handler's fault is its callers' answer

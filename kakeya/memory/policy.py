@@ -221,8 +221,8 @@ def fit(
 ) -> Relief:
     """Who goes so that `need_bytes` become free: caches, then idle models, then those in use.
 
-    `candidates` may all go. What later choices make superfluous stays. `short_bytes` is what is
-    missing when everybody went.
+    `candidates` may all go. What later choices make superfluous stays, models before caches and
+    pages. `short_bytes` is what is missing when everybody went.
     """
     shrinks = shrink_by(need_bytes, tenants)
     left = need_bytes - sum(shrink.bytes for shrink in shrinks)
@@ -236,7 +236,19 @@ def fit(
         if left + resident.bytes <= 0:
             victims.remove(resident)
             left += resident.bytes
+    shrinks = _without(max(0, -left), shrinks)
     return Relief(shrinks=shrinks, victims=tuple(victims), short_bytes=max(0, left))
+
+
+def _without(surplus_bytes: int, shrinks: Sequence[Shrink]) -> tuple[Shrink, ...]:
+    """Shrinks less what is too much of them: what is highest on the ladder stays."""
+    kept = []
+    for shrink in reversed(shrinks):
+        spared = min(surplus_bytes, shrink.bytes)
+        surplus_bytes -= spared
+        if spared < shrink.bytes:
+            kept.append(Shrink(shrink.name, shrink.bytes - spared))
+    return tuple(reversed(kept))
 
 
 def relieve(

@@ -28,6 +28,7 @@ from kakeya.core.errors import (
     Refused,
 )
 from kakeya.core.log import event
+from kakeya.core.tasks import is_cancelled
 from kakeya.decoding.breaker import BreakerState, CircuitBreaker
 from kakeya.precache.peer_answers import Lie, checked, due_part, read_hit, tail_after
 from kakeya.precache.peer_auth import FleetKey, Metadata
@@ -176,7 +177,7 @@ class PrefixPeer:
         except grpc.aio.UsageError as failure:
             raise _closed(holder) from failure
         except asyncio.CancelledError as failure:
-            if _is_cancelled():
+            if is_cancelled():
                 raise
             raise _closed(holder) from failure
         return answer
@@ -219,7 +220,7 @@ class PrefixPeer:
         except grpc.RpcError as failure:
             raise error_from_rpc(failure, holder.address) from failure
         except asyncio.CancelledError as failure:
-            if _is_cancelled():
+            if is_cancelled():
                 raise
             raise _closed(holder) from failure
         if not isinstance(chunk, pb.FetchBlocksResponse):
@@ -260,12 +261,6 @@ def _add(assembly: Assembly, chunk: pb.FetchBlocksResponse, layout: str) -> byte
             f"block {assembly.index} has numbers that are not finite, so it is nobody's KV",
         )
     return payload
-
-
-def _is_cancelled() -> bool:
-    """Whether this task is to end; gRPC raises CancelledError for a closed channel too."""
-    task = asyncio.current_task()
-    return task is None or bool(task.cancelling())
 
 
 def _closed(holder: Holder) -> PeerUnavailable:

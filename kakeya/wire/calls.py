@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 
 from kakeya.core.errors import DeadlineExceeded, PeerUnavailable
+from kakeya.core.tasks import is_cancelled
 from kakeya.wire.status import error_from_rpc
 
 _GRACE_S = 0.5
@@ -33,9 +34,7 @@ async def call_bytes(
     except grpc.aio.UsageError as failure:
         raise PeerUnavailable(f"{address}: the channel was closed before the call") from failure
     except asyncio.CancelledError as failure:
-        # gRPC raises it for a closed channel too; only a cancelled task may end by it.
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if is_cancelled():
             raise
         raise PeerUnavailable(f"{address}: the channel was closed during the call") from failure
     return answer

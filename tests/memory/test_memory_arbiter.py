@@ -538,7 +538,7 @@ async def test_a_model_in_use_is_not_unloaded_by_hand(shelf: Shelf) -> None:
 class Pages:
     held: int = 300
     spare: int = 200
-    fails: bool = False
+    fault: BaseException | None = None
     asked: list[int] = field(default_factory=list)
 
     def usage(self) -> Tenant:
@@ -546,8 +546,8 @@ class Pages:
 
     async def shrink(self, size: int) -> None:
         self.asked.append(size)
-        if self.fails:
-            raise RuntimeError("arena is broken")
+        if self.fault is not None:
+            raise self.fault
         self.held -= size
         self.spare -= size
 
@@ -647,8 +647,46 @@ async def test_a_tenant_gives_room_before_a_model_goes(shelf: Shelf) -> None:
     assert shelf.resident() == {"hear:m", "see:m"}
 
 
-async def test_a_tenant_that_fails_to_shrink_is_survived(shelf: Shelf) -> None:
-    pages = Pages(fails=True)
+FAULTS = (RuntimeError("arena is broken"), asyncio.CancelledError())
+"""The second is what gRPC raises when somebody closes the channel of a call."""
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=repr)
+async def test_what_else_was_to_go_goes_although_a_tenant_failed(
+    shelf: Shelf, fault: BaseException
+) -> None:
+    pages = Pages(held=100, spare=100, fault=fault)
+    shelf.arbiter.add_tenant(pages)
+    shelf.arbiter.set_budget(200)
+    await shelf.arbiter.request("hear", "m", 1, Terms(warmth=Warmth()))
+    waiting = asyncio.ensure_future(
+        shelf.arbiter.request("hear", "larger", 1, Terms(warmth=Warmth()))
+    )
+    shelf.arbiter.observe(Reading(level=Level.CRITICAL, source="test", spare_bytes=-50))
+    shelf.press(Level.NOMINAL)
+    assert await waiting == "larger did 1"
+    assert shelf.hear.unloads == ["m"]
+    shelf.arbiter.set_budget(100)
+    await until(lambda: shelf.hear.unloads == ["m", "larger"])
+    assert pages.asked
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=repr)
+async def test_a_load_that_is_cancelled_from_within_is_a_failed_one(
+    shelf: Shelf, fault: BaseException
+) -> None:
+    shelf.see.load_error = fault
+    with pytest.raises(errors.LoadFailed):
+        await shelf.arbiter.request("see", "m", 1)
+    shelf.see.load_error = None
+    assert await shelf.arbiter.request("see", "m", 2) == "m did 2"
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=repr)
+async def test_a_tenant_that_fails_to_shrink_is_survived(
+    shelf: Shelf, fault: BaseException
+) -> None:
+    pages = Pages(fault=fault)
     shelf.arbiter.add_tenant(pages)
     shelf.arbiter.set_budget(450)
     await shelf.arbiter.request("hear", "m", 1, Terms(warmth=Warmth()))

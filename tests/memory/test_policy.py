@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kakeya.core import errors
 from kakeya.core.units import MIB
 from kakeya.memory import policy
-from kakeya.memory.policy import Level, Rules, Rung, Tenant
+from kakeya.memory.policy import Level, Rules, Rung, Shrink, Tenant
 from kakeya.memory.resident import (
     ROLES,
     LeaseId,
@@ -145,9 +145,31 @@ def test_what_is_freed_and_what_is_short_reach_what_is_asked(
     assert taken.short_bytes == max(0, need - freed)
     for victim in taken.victims:
         assert freed - victim.bytes < need, "none is superfluous"
+    assert not taken.shrinks or freed <= need, "nor is a byte of pages"
+    offered = policy.shrink_by(need, tenants)
+    assert {one.name for one in taken.shrinks} <= {one.name for one in offered}
     if any(victim.leases for victim in taken.victims):
         idle = sum(one.bytes for one in residents if not one.leases)
-        assert idle + sum(one.bytes for one in taken.shrinks) < need, "idle ones first"
+        assert idle + sum(one.bytes for one in offered) < need, "idle ones first"
+
+
+def test_pages_stay_where_the_model_that_goes_makes_room_enough() -> None:
+    """Two models swap, and what was computed of their prompts stays; caches go before pages."""
+    tenants = [
+        Tenant(name="cache", rung=Rung.CACHE, held_bytes=10, expired_bytes=10),
+        Tenant(name="pages", rung=Rung.PAGES, held_bytes=40, spare_bytes=40),
+    ]
+
+    def taken(need: int) -> tuple[list[str], tuple[Shrink, ...]]:
+        found = policy.fit(
+            need, [resident("a", size=100)], tenants, lambda one: policy.fit_key(one, 200.0)
+        )
+        return [one.key.capability for one in found.victims], found.shrinks
+
+    assert taken(50) == ([], (Shrink("cache", 10), Shrink("pages", 40)))
+    assert taken(90) == (["a"], ())
+    assert taken(107) == (["a"], (Shrink("cache", 7),))
+    assert taken(130) == (["a"], (Shrink("cache", 10), Shrink("pages", 20)))
 
 
 @given(residents_st, tenants_st, st.sampled_from(list(Level)), st.none() | st.integers(0, 300))

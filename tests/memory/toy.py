@@ -25,7 +25,7 @@ class Toy:
     load_gate: asyncio.Event = field(default_factory=asyncio.Event)
     run_gate: asyncio.Event = field(default_factory=asyncio.Event)
     unload_gate: asyncio.Event = field(default_factory=asyncio.Event)
-    load_error: Exception | None = None
+    load_error: BaseException | None = None
     run_error: Exception | None = None
     unload_error: Exception | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -13,6 +13,7 @@ import grpc.aio
 
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import InvariantBroken, KakeyaError, PeerProtocol, PeerUnavailable
+from kakeya.core.tasks import is_cancelled
 from kakeya.core.units import pack_ids
 from kakeya.decoding.proposer import Draft
 from kakeya.memory.page_ref import PageRef
@@ -100,12 +101,10 @@ class EngineClient:
 
         Raises DeadlineExceeded while there is no socket, PeerUnavailable while it loads.
         """
-        try:
+        with self._told():
             reply = await self._stub.Describe(
                 pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=True
             )
-        except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from None
         return facts_from_wire(reply)
 
     async def decode(
@@ -118,31 +117,23 @@ class EngineClient:
         """
         park_id = next(self._park_ids) if request.kv is not None else 0
         parking: set[asyncio.Task[None]] = set()
-        try:
+        with self._told():  # it may have been closed during the offer
             call = self._stub.Decode(decode_to_wire(request, offer, park_id), timeout=timeout_s)
-        except grpc.aio.UsageError:  # how a channel answers that was closed during the offer
-            raise PeerUnavailable(f"{self._name}: the connection was closed") from None
         try:
-            async for message in call:
-                for response in frames_of(message):
-                    frame = frame_from_wire(response, request.kv)
-                    if response.HasField("park") and request.kv is not None:
-                        lending = self._lend(park_id, response.park, request.kv)
-                        parking.add(task := asyncio.create_task(lending))
-                        task.add_done_callback(parking.discard)
-                    if frame is None:
-                        continue
-                    yield frame
-                    if isinstance(frame, Done):
-                        return
+            with self._told():
+                async for message in call:
+                    for response in frames_of(message):
+                        frame = frame_from_wire(response, request.kv)
+                        if response.HasField("park") and request.kv is not None:
+                            lending = self._lend(park_id, response.park, request.kv)
+                            parking.add(task := asyncio.create_task(lending))
+                            task.add_done_callback(parking.discard)
+                        if frame is None:
+                            continue
+                        yield frame
+                        if isinstance(frame, Done):
+                            return
             raise PeerProtocol(f"{self._name}: the decode stream ended without a done frame")
-        except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from None
-        except asyncio.CancelledError:
-            # Closing the channel cancels its calls; that is no cancellation of our caller.
-            if _caller_is_cancelled():
-                raise
-            raise PeerUnavailable(f"{self._name}: the connection was closed") from None
         finally:
             call.cancel()
             for task in parking:
@@ -157,7 +148,7 @@ class EngineClient:
             park_id=park_id, pages=map(page_ref_to_wire, pages), number=asked.number
         )
         # Where it does not come through, the engine goes on without pages.
-        with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
+        with contextlib.suppress(KakeyaError), self._told():
             await self._stub.LendPages(request, timeout=LEND_S)
 
     async def draft(
@@ -173,10 +164,8 @@ class EngineClient:
         request = pb.DraftRequest(
             token_ids_le32=pack_ids(prefix), size=size, seed=seed, temperature=temperature
         )
-        try:
+        with self._told():
             reply = await self._stub.Draft(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from None
         return Draft(
             source=self._name,
             tokens=tuple(reply.token_ids),
@@ -188,17 +177,13 @@ class EngineClient:
 
     async def release(self, kv_key: str, timeout_s: float) -> None:
         """Forget the KV of one key."""
-        try:
+        with self._told():
             await self._stub.Release(pb.ReleaseRequest(kv_key=kv_key), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from None
 
     async def stats(self, timeout_s: float) -> EngineStats:
         """Live numbers."""
-        try:
+        with self._told():
             reply = await self._stub.Stats(pb.StatsRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from None
         return stats_from_wire(reply)
 
     async def set_limits(self, limits: Limits, timeout_s: float) -> Footprint:
@@ -212,17 +197,13 @@ class EngineClient:
             cache_bytes=limits.cache_bytes,
             kv_bytes=limits.kv_bytes,
         )
-        try:
+        with self._told():
             return footprint_from_wire(await self._stub.SetLimits(request, timeout=timeout_s))
-        except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from None
 
     async def shrink(self, size: int, timeout_s: float) -> Footprint:
         """Have the engine give `size` bytes back, as far as nobody uses them."""
-        try:
+        with self._told():
             reply = await self._stub.Shrink(pb.ShrinkRequest(bytes=size), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from None
         return footprint_from_wire(reply)
 
     async def load_adapter(
@@ -243,10 +224,8 @@ class EngineClient:
     async def unload_adapter(self, adapter_id: str, timeout_s: float) -> bool:
         """Free an adapter's slot; False where it had none. Raises Conflict for one in use."""
         request = pb.UnloadAdapterRequest(adapter_id=adapter_id)
-        try:
+        with self._told():
             return (await self._stub.UnloadAdapter(request, timeout=timeout_s)).was_loaded
-        except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from None
 
     async def answers(self, timeout_s: float) -> bool:
         """Whether the engine's event loop answers within `timeout_s`; its model may be busy."""
@@ -255,8 +234,9 @@ class EngineClient:
     async def silent_s(self, timeout_s: float) -> float | None:
         """How long its model thread has been at one piece of work; None without an answer."""
         try:
-            reply = await self._stub.Describe(pb.DescribeRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError:
+            with self._told():
+                reply = await self._stub.Describe(pb.DescribeRequest(), timeout=timeout_s)
+        except KakeyaError:
             return None
         return reply.model_thread_silent_seconds
 
@@ -265,8 +245,20 @@ class EngineClient:
         await self._loads.aclose()  # it does not end by itself
         await self._channel.close(grace=CLOSE_GRACE_S)
 
-    def _failure(self, error: grpc.aio.AioRpcError) -> KakeyaError:
-        return self._failure_of(*rpc_status(error))
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Tell in our own errors how a call failed. Closing the channel cancels its calls: to their
+        callers the engine is lost, and they themselves are not cancelled."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise self._failure_of(*rpc_status(error)) from None
+        except grpc.aio.UsageError:
+            raise PeerUnavailable(f"{self._name}: the connection was closed") from None
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            raise PeerUnavailable(f"{self._name}: the connection was closed") from None
 
     def _failure_of(
         self, code: grpc.StatusCode | None, details: str, said: Mapping[str, str]
@@ -280,8 +272,3 @@ class EngineClient:
                 return InvariantBroken(kind, detail)
             case _:
                 return error_from_status(code, details, said, self._name)
-
-
-def _caller_is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -1,0 +1,48 @@
+"""Background work ends only when it returns or its group closes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kakeya.core.tasks import Supervisor, is_cancelled
+from tests.fakes import FakeClock
+
+
+@pytest.mark.parametrize("fault", [OSError("gone"), asyncio.CancelledError()], ids=repr)
+async def test_work_that_ends_in_a_fault_is_started_again(fault: BaseException) -> None:
+    """Also where what it awaited was cancelled, which nobody did to the work itself."""
+    begun, is_there = 0, asyncio.Event()
+
+    async def work() -> None:
+        nonlocal begun
+        begun += 1
+        if begun < 3:
+            raise fault
+        is_there.set()
+        await asyncio.Event().wait()
+
+    async with Supervisor(FakeClock()) as tasks:
+        tasks.start("work", work)
+        await asyncio.wait_for(is_there.wait(), 30)
+        (health,) = tasks.health()
+        assert (health.failures, health.last_error, health.running) == (2, repr(fault), True)
+    assert begun == 3
+    assert not tasks.health()[0].running
+
+
+async def test_a_task_knows_whether_it_is_the_one_that_is_to_end() -> None:
+    async def told(work: asyncio.Future[None]) -> bool:
+        try:
+            await work
+        except asyncio.CancelledError:
+            return is_cancelled()
+        raise AssertionError("nothing was cancelled")
+
+    for is_own in (False, True):
+        inner: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        outer = asyncio.ensure_future(told(inner))
+        await asyncio.sleep(0)
+        (outer if is_own else inner).cancel()
+        assert await outer is is_own
