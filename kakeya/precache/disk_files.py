@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kakeya.precache.blocks import BlockId
-from kakeya.precache.disk_index import SUFFIX, name_of, parse_name
+from kakeya.precache.disk_index import SUFFIX, name_of, names_of, parse_name
 from kakeya.precache.kvb import (
     DamagedBlock,
     Facts,
@@ -128,7 +128,7 @@ class BlockFolder:
             keep, lose = _better(found, other)
             files[found.block.id] = keep
             if lose is not None and is_owner:
-                self.remove_all((lose.name,))
+                self.remove_all((lose.name,), keep=keep.name)
         return Contents(files=tuple(files.values()), damage=tuple(damage))
 
     def write(
@@ -165,9 +165,22 @@ class BlockFolder:
     ) -> StoredBlock | None:
         """Read a block into what `into` gives for it; None = it gave nothing, or is not wanted.
 
-        Raises DamagedBlock, and then it was set aside; OSError.
+        Under another name too, which another thread may have given it since. Raises DamagedBlock,
+        and then it was set aside; OSError.
         """
-        path = self._path(name)
+        *others, last = names_of(name)
+        for other in others:
+            with contextlib.suppress(FileNotFoundError):
+                return self._read(self._path(other), block_id, into, is_wanted)
+        return self._read(self._path(last), block_id, into, is_wanted)
+
+    def _read(
+        self,
+        path: Path,
+        block_id: BlockId,
+        into: Callable[[StoredBlock], memoryview | None],
+        is_wanted: Callable[[], bool],
+    ) -> StoredBlock | None:
         try:
             with _opened(path) as file:
                 head = _head(file, os.fstat(file.fileno()), block_id)
@@ -193,12 +206,18 @@ class BlockFolder:
             path.replace(self._path(wanted))
         return wanted
 
-    def remove_all(self, names: Iterable[str]) -> Mapping[str, OSError]:
-        """Delete files, or find them gone; the names of those that cannot be, and why."""
+    def remove_all(self, names: Iterable[str], keep: str = "") -> Mapping[str, OSError]:
+        """Delete files, or find them gone; the names of those that cannot be, and why.
+
+        Under whatever names they have by now, but for `keep`: `tell` may have named them anew since
+        it was decided that they go, and what nobody knows of would never go.
+        """
         kept: dict[str, OSError] = {}
         for name in names:
             try:
-                self._path(name).unlink(missing_ok=True)
+                for other in names_of(name):
+                    if other != keep:
+                        self._path(other).unlink(missing_ok=True)
             except OSError as problem:
                 kept[name] = problem
         return kept

@@ -40,6 +40,15 @@ def parse_name(name: str) -> tuple[BlockId, Retention] | None:
     return bytes.fromhex(found[1]), _RETENTIONS.get(found[2], Retention.LONG)
 
 
+def names_of(name: str) -> tuple[str, ...]:
+    """A file's name, and those that it may have been given since: of other retentions."""
+    parsed = parse_name(name)
+    if parsed is None:
+        return (name,)
+    others = (name_of(parsed[0], retention) for retention in Retention if retention.is_on_disk)
+    return (name, *(other for other in others if other != name))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One file: its block, its name, and when it was last used."""

@@ -144,12 +144,11 @@ class BlockWriter:
         self._outage.ended()
         self._counts.writes += 1
         self._counts.written_bytes += size_bytes
-        others = {name} if known is None else {name, known.name}
         if not item.is_wanted:
-            self._threads.write_later(partial(self._folder.remove_all, others))
+            self._threads.write_later(partial(self._folder.remove_all, (name,)))
             return
-        if known is not None and known.name != name:
-            self._threads.write_later(partial(self._folder.remove_all, {known.name}))
+        if known is not None:
+            self._threads.write_later(partial(self._folder.remove_all, (name,), keep=name))
         self._index.add(
             Entry(
                 block=block,

@@ -10,6 +10,7 @@ import resource
 import stat
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -364,6 +365,39 @@ async def test_a_longer_retention_is_taken_over_and_kept(tmp_path: Path) -> None
         await store.ready()
         assert store.entries()[0].retention is Retention.EXTENDED
         assert store.stats().by_retention == {"extended": 1}
+
+
+@pytest.mark.parametrize("what", ["forgotten", "evicted", "written anew", "read"])
+async def test_a_file_that_is_named_anew_meanwhile_is_not_lost_from_sight(
+    tmp_path: Path, what: str
+) -> None:
+    """Its new name is on disk a moment before the store knows of it; a file that nobody knows of
+    would stay above the cap for good."""
+    block, payload = block_of(retention=Retention.SHORT)
+    whole = replace(block, has_state=True, payload_bytes=1200, retention=Retention.LONG)
+    async with opened(tmp_path, config_of(cap_bytes=4000)) as store:
+        await store.put(block, payload)
+        await store.flush()
+        store.touch((block.id,), Retention.EXTENDED)
+        (entry,) = store.entries()
+        tell = partial(store._folder.tell, entry.name, block.id, Retention.EXTENDED, 0.0)
+        assert (await store._threads.write(tell)).endswith(".extended.kvb")
+        assert store.entries() == (entry,), "it has not heard of that"
+        match what:
+            case "forgotten":
+                store.forget((block.id,))
+            case "evicted":
+                other, content = block_of(1, size=3000)
+                await store.put(other, content)
+            case "written anew":
+                await store.put(whole, bytes(1200))
+            case _:
+                assert await store.get(block.id) == (block, payload)
+        await store.flush()
+        await store._threads.write(lambda: None)
+        known = {entry.block.id.hex() for entry in store.entries()}
+        assert sorted(name.split(".")[0] for name in names(tmp_path)) == sorted(known)
+        assert (block.id.hex() in known) == (what in ("written anew", "read"))
 
 
 async def test_a_retention_that_grows_while_a_block_waits_is_written(tmp_path: Path) -> None:
