@@ -17,6 +17,7 @@ from kakeya.memory.pressure import (
     Footprint,
     PressureMonitor,
 )
+from kakeya.memory.resident import State
 
 LEVELS = tuple(level.name.lower() for level in Level)
 
@@ -33,8 +34,12 @@ def read_level(word: str) -> Level:
 
 def footprint(ledger: Snapshot) -> tuple[int, int]:
     """What a node really occupies and what it may, in bytes: what is lent and not used yet counts
-    for nothing, what an engine occupies above its lease does."""
-    return ledger.committed_bytes - ledger.unfilled_bytes, ledger.budget_bytes
+    for nothing, what an engine occupies above its lease does.
+
+    Nor does a load under way: the ledger takes it off what there is to spare, as a whole.
+    """
+    loading = sum(one.bytes for one in ledger.residents if one.state is State.LOADING)
+    return ledger.committed_bytes - ledger.unfilled_bytes - loading, ledger.budget_bytes
 
 
 def pressure_monitor(

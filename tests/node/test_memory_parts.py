@@ -13,6 +13,7 @@ from rich.console import Console
 
 from kakeya.core import errors
 from kakeya.core.units import GIB, MIB
+from kakeya.memory.arbiter import Arbiter
 from kakeya.memory.estimate import Estimate
 from kakeya.memory.estimate_history import SizeHistory
 from kakeya.memory.events import (
@@ -25,7 +26,7 @@ from kakeya.memory.events import (
 )
 from kakeya.memory.panics import NORMAL, Profile
 from kakeya.memory.plan import Reason, Snapshot
-from kakeya.memory.policy import Level
+from kakeya.memory.policy import Level, Rung, Tenant
 from kakeya.memory.pressure import Footprint
 from kakeya.memory.resident import ResidentKey
 from kakeya.node.config import MemoryConfig, load
@@ -43,6 +44,7 @@ from kakeya.node.memory_sizes import (
     node_budget,
 )
 from kakeya.node.models import EMBEDDED_FOLDER
+from tests.memory.worlds import MANY, ask
 
 KEY = ResidentKey("draft", "small")
 BIG = 1 << 40
@@ -323,3 +325,33 @@ async def test_a_node_presses_when_it_occupies_more_than_its_budget_not_by_one_l
         assert reading is not None
         seen.append((reading.level.name, reading.spare_bytes))
     assert seen == [("NOMINAL", 350), ("LOW", -80), ("CRITICAL", -250)]
+
+
+@pytest.mark.parametrize("at", ["before", "planned", "loading", "bounded", "after"])
+async def test_what_there_is_to_spare_after_a_load_does_not_depend_on_when_it_was_read(
+    at: str,
+) -> None:
+    """A load counts once, as what is lent or as what is occupied, never as both."""
+    arbiter = Arbiter(1000)
+    arbiter.report(Tenant(name="pages", rung=Rung.PAGES, held_bytes=0))
+    source = Footprint(lambda: footprint(arbiter.snapshot()))
+
+    async def read(now: str) -> None:
+        if now == at:
+            reading = await source.read()
+            assert reading is not None
+            spare = reading.spare_bytes
+            arbiter.observe(reading.level, 10**6, 0, spare_bytes=spare)
+
+    await read("before")
+    wish = ask("text", MANY, 600)
+    (plan,) = arbiter.ask(wish, 0)[1].plans
+    await read("planned")
+    assert arbiter.begin_load(plan, 0)[0]
+    await read("loading")
+    arbiter.measure(wish.key, 620, 0, unfilled_bytes=620)
+    await read("bounded")
+    arbiter.loaded(wish.key, 620, 0, unfilled_bytes=400)
+    await read("after")
+    assert not arbiter.may_grow("pages", 950 - 620 + 1)
+    assert arbiter.may_grow("pages", 950 - 620)
