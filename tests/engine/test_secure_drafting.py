@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import tempfile
@@ -135,9 +136,10 @@ async def test_a_peer_is_asked_as_the_node_that_the_engine_belongs_to(
 ) -> None:
     address, own_id = engine
     plain, _ = await decode(address)
-    async with proposing(fleet) as (drafter, peer, node_id):
-        drafted, done = await decode(address, remote(peer, node_id))
-    assert drafted == plain
+    async with proposing(fleet) as (drafter, peer, node_id), asyncio.timeout(60):
+        while not drafter.callers:  # a generation waits for no peer that is not connected yet
+            drafted, done = await decode(address, remote(peer, node_id))
+            assert drafted == plain
     assert {(caller.node_id, caller.role) for caller in drafter.callers} == {
         (own_id, CertRole.MEMBER)
     }
