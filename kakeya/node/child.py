@@ -21,6 +21,7 @@ from kakeya.node.local import NodeApi
 
 _READY = re.compile(r"kakeya-node ready node_id=(\S+) grpc=(\S+) http=(\S+)\n")
 _TAIL_CHARS = 2000
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 
 
 class NodeProcess:
@@ -43,12 +44,14 @@ class NodeProcess:
         self._start_s = start_s
         self._stop_s = stop_s
         self._process: asyncio.subprocess.Process | None = None
+        self._is_told = False
         self.node_id = ""
         self.grpc = ""
         self.http = ""
 
     async def __aenter__(self) -> Self:
         log = await asyncio.to_thread(self._open_log)
+        self._is_told = False
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, stdout=asyncio.subprocess.PIPE, stderr=log
@@ -88,6 +91,7 @@ class NodeProcess:
     def send(self, number: signal.Signals) -> None:
         """Send a signal, unless it is gone."""
         if self._process is not None and self._process.returncode is None:
+            self._is_told |= number in _ENDING
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
@@ -96,8 +100,12 @@ class NodeProcess:
         return -1 if self._process is None else await self._process.wait()
 
     async def stop(self) -> int:
-        """Stop it and return its exit status."""
-        self.send(signal.SIGTERM)
+        """Stop it and return its exit status.
+
+        What was told to end gets no second signal: by that a node leaves at once, with 1.
+        """
+        if not self._is_told:
+            self.send(signal.SIGTERM)
         try:
             async with asyncio.timeout(self._stop_s):
                 return await self.wait()

@@ -120,6 +120,16 @@ async def test_sigint_stops_it_too(tmp_path: Path) -> None:
         assert await node.wait() == 0
 
 
+async def test_a_node_that_was_told_to_end_is_not_told_again_by_stop(tmp_path: Path) -> None:
+    async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
+        node.send(signal.SIGTERM)
+        await eventually("it is stopping", lambda: "stopping" in node.log_file.read_text())
+        assert await node.stop() == 0
+        assert "second signal" not in node.log_file.read_text()
+    async with node:
+        assert await node.stop() == 0, "started again, it is told again"
+
+
 @pytest.mark.alone
 async def test_a_second_node_is_refused_within_a_second(tmp_path: Path) -> None:
     """Row 14: one data directory, one port, one node; the best of a few on a shared machine."""
