@@ -9,6 +9,7 @@ from typing import Literal
 from kakeya.core.errors import InvalidArgument
 from kakeya.decoding.decoder import FinishReason
 from kakeya.decoding.sampling import SamplingParams
+from kakeya.precache.endings import LOGIT_BYTES
 from kakeya.precache.kv_pages import KvPages
 
 NORMAL_PRIORITY = 1
@@ -43,7 +44,8 @@ class DecodeJob:
     pinned until the first frame; `kv_exports` are to be filled with what is computed. `cuts` are
     places at which pieces of prefill end beside the grid. `park_id` names it to who may lend pages
     for its KV while it is set aside, 0 = nobody does. `client` is who asks, for fair shares; a
-    smaller `priority` is more urgent.
+    smaller `priority` is more urgent. `logits` are those behind the history as a LogitsFrame gave
+    them, b"" = not known; `wants_logits`: such a frame is wanted.
     """
 
     token_ids: Sequence[int]
@@ -60,6 +62,8 @@ class DecodeJob:
     client: str = ""
     priority: int = NORMAL_PRIORITY
     deadline_s: float | None = None
+    logits: bytes = b""
+    wants_logits: bool = False
 
     def check(self, vocab_size: int, context_tokens: int) -> None:
         """Refuse what a model of these bounds cannot take; raises InvalidArgument."""
@@ -75,6 +79,11 @@ class DecodeJob:
         largest = max(self.token_ids)
         if largest >= vocab_size or min(self.token_ids) < 0:
             raise InvalidArgument(f"token id {largest} is outside the vocabulary of {vocab_size}")
+        if len(self.logits) not in (0, LOGIT_BYTES * vocab_size):
+            raise InvalidArgument(
+                f"the logits have {len(self.logits)} bytes, those of a vocabulary of {vocab_size} "
+                f"have {LOGIT_BYTES * vocab_size}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +126,13 @@ class TokensFrame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsFrame:
+    """The logits behind the history, the same each time: float32, little-endian. Shape: [V]."""
+
+    logits: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DoneFrame:
     """The end of a generation; counts are tokens unless said.
 
@@ -151,4 +167,6 @@ class SourceTally:
     wait_s: float = 0.0
 
 
-EngineFrame = ImportedFrame | ExportedFrame | ParkFrame | PrefillFrame | TokensFrame | DoneFrame
+EngineFrame = (
+    ImportedFrame | ExportedFrame | ParkFrame | PrefillFrame | TokensFrame | LogitsFrame | DoneFrame
+)

@@ -146,17 +146,22 @@ class SequenceState(Protocol):
         """Append tokens and wait until their KV is computed."""
         ...
 
-    def launch(self, token: int | None, ending: bytes = b"") -> None:
+    def launch(self, token: int | None, *, keeps_logits: bool = False) -> None:
         """Start a plain step on `token`; None = on what the step before it will select.
 
-        `ending` names the prompt whose last token it is: what the step gives may be kept for when
-        the same prompt is asked again; b"" = it is none, or not one that a name stands for.
+        `keeps_logits`: `take_logits` is going to ask for those of this step.
         """
         ...
 
-    def foretold(self, ending: bytes) -> int | None:
-        """What the step of this prompt's last token would select, with the state at that token;
-        nothing is computed but the choice. None = it is not known."""
+    def take_logits(self) -> bytes:
+        """The logits of the step that was launched to keep them and is collected, once: float32,
+        little-endian; b"" = there are none. Shape: [V]."""
+        ...
+
+    def selected_from(self, logits: bytes) -> int:
+        """What a step selects that gives these logits, as `take_logits` gave them, on the token
+        that would be appended next; nothing is computed but the choice.
+        """
         ...
 
     def collect(self) -> int:

@@ -3,7 +3,8 @@
 The first frame leaves at once, and so do the first tokens, the end, and what asks for pages; those
 between at most every FRAME_S: a fast model commits several tokens in that time, and one message for
 all of them leaves the processor to the model. Slow models, whose steps take longer, are never held
-up. What was imported travels with the next frame: nobody waits for it, and the first token would.
+up. What was imported, and the logits behind a prompt, travel with the next frame: nobody waits for
+these, and the first token would.
 Frames that leave together are one message: each costs both ends as much as a small step.
 """
 
@@ -21,6 +22,7 @@ from kakeya.engine.job import (
     EngineFrame,
     ExportedFrame,
     ImportedFrame,
+    LogitsFrame,
     ParkFrame,
     PrefillFrame,
     TokensFrame,
@@ -57,7 +59,7 @@ class Outbox:
             self._has_spoken = True
             self._loop.call_soon_threadsafe(self._hurry)
         # One call is enough for all that is appended before the loop looks.
-        elif not self._is_called and not isinstance(frame, ImportedFrame):
+        elif not self._is_called and not isinstance(frame, ImportedFrame | LogitsFrame):
             self._is_called = True
             self._loop.call_soon_threadsafe(self._filled.set)
 
@@ -124,7 +126,7 @@ def _tokens_to_wire(tokens: list[int]) -> pb.DecodeResponse:
 
 
 def _to_wire(
-    frame: ImportedFrame | ExportedFrame | ParkFrame | PrefillFrame | DoneFrame,
+    frame: ImportedFrame | ExportedFrame | ParkFrame | PrefillFrame | LogitsFrame | DoneFrame,
 ) -> pb.DecodeResponse:
     if isinstance(frame, ParkFrame):
         return pb.DecodeResponse(park=pb.KvPark(lengths=frame.lengths, number=frame.number))
@@ -132,6 +134,8 @@ def _to_wire(
         return pb.DecodeResponse(imported=pb.KvImported(tokens=frame.tokens))
     if isinstance(frame, ExportedFrame):
         return pb.DecodeResponse(exported=pb.KvExported(index=frame.index, tokens=frame.tokens))
+    if isinstance(frame, LogitsFrame):
+        return pb.DecodeResponse(logits=pb.HistoryLogits(le_f32=frame.logits))
     if isinstance(frame, PrefillFrame):
         return pb.DecodeResponse(
             progress=pb.PrefillProgress(

@@ -6,8 +6,6 @@ of KV, where these reach further. The rest is computed in `Pieces`, and exported
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Iterator
 
 from kakeya.decoding.acceptance import agreeing
@@ -16,8 +14,6 @@ from kakeya.engine.kv import KvExports, plan_take, take
 from kakeya.engine.model import Model, SequenceState
 from kakeya.engine.pieces import Pieces
 from kakeya.engine.slots import KvSlots
-
-_NAME_BYTES = 16
 
 
 class Prompt:
@@ -52,14 +48,6 @@ class Prompt:
         self.state, self.cached_tokens = self._reopen(model)
         self.is_exact = self.state.grid_tokens == self._pieces.total
         """Whether its KV has the bits that it has where nothing of it was there before."""
-
-    def name(self) -> bytes:
-        """The same for the same tokens, computed in the same pieces with the same adapter."""
-        total, cuts = len(self._job.token_ids), self._pieces.cuts
-        numbers = array("Q", (total, len(cuts), *cuts, *self._history[:total]))
-        return hashlib.blake2b(
-            numbers.tobytes() + self._content.encode(), digest_size=_NAME_BYTES
-        ).digest()
 
     def computed(self) -> Iterator[PrefillFrame | ExportedFrame]:
         """Compute what is missing, but for the last token, and export what is whole of it."""

@@ -5,7 +5,7 @@
               but the last token; a frame each, so a cancellation is noticed in between; blocks are
               exported on the way
     first     a plain step alone, told at once: nothing else is launched or drafted before; where
-              the same prompt was answered before, what it selects is told even before it is done
+              the logits that it gives are known, what it selects is told even before it is done
     flight    plain steps in a pipeline: the next row is launched before this one is read
     quiet     nothing in flight; the last committed token is pending
 
@@ -37,6 +37,7 @@ from kakeya.engine.job import (
     DoneFrame,
     EngineFrame,
     ImportedFrame,
+    LogitsFrame,
     TokensFrame,
 )
 from kakeya.engine.model import Model, SequenceState
@@ -69,18 +70,18 @@ class SequenceTools:
 class Launch:
     """A plain step that is due: of `token`, or of what the step before it will select.
 
-    `is_shared` says afterwards that other sequences were in the same forward.
+    `is_shared` says afterwards that other sequences were in the same forward; `keeps_logits`: what
+    it gives is wanted, see `SequenceState.launch`.
     """
 
     state: SequenceState
     token: int | None
     is_shared: bool = False
-    ending: bytes = b""
-    """The name of the prompt whose last token it is of; see `SequenceState.launch`."""
+    keeps_logits: bool = False
 
     def alone(self) -> None:
         """Launch it in a forward of its own."""
-        self.state.launch(self.token, self.ending)
+        self.state.launch(self.token, keeps_logits=self.keeps_logits)
 
 
 Step: TypeAlias = EngineFrame | Launch
@@ -201,21 +202,25 @@ class SequenceRun:
         wait for its own step where what that gives is known; its KV is needed then only if another
         token is to follow.
         """
-        last, name = self._decoding.history[-1], self._prompt.name()
-        known = self.state.foretold(name)
-        if known is not None:
+        last, is_known = self._decoding.history[-1], bool(self._job.logits)
+        if is_known:
+            known = self.state.selected_from(self._job.logits)
             self._decoding.commit((), (known,))
             yield TokensFrame(token_ids=(known,))
             if self._decoding.finish is not None:
                 return
-        yield Launch(self.state, last, ending=name if self._prompt.is_exact else b"")
+        keeps_logits = self._job.wants_logits and self._prompt.is_exact and not is_known
+        yield Launch(self.state, last, keeps_logits=keeps_logits)
         self._forwards += 1
         token = self.state.collect()
-        if known is None:
+        if not is_known:
             self._decoding.commit((), (token,))
         self._check_length()
-        if known is None:
-            yield TokensFrame(token_ids=(token,))
+        if is_known:
+            return
+        yield TokensFrame(token_ids=(token,))
+        if keeps_logits and (logits := self.state.take_logits()):
+            yield LogitsFrame(logits=logits)
 
     def _step(self) -> Generator[Launch, None, tuple[tuple[int, ...], int]]:
         """Commit at least one token.

@@ -288,6 +288,8 @@ def _job_from_wire(request: pb.DecodeRequest) -> DecodeJob:
         client=request.client,
         priority=request.priority,
         deadline_s=request.deadline_seconds or None,
+        logits=request.logits_le_f32,
+        wants_logits=request.wants_logits,
     )
 
 

@@ -28,7 +28,6 @@ from kakeya.engine.model import (
 )
 from kakeya.mlx.batch import BATCH_ROWS, hand_over, launch_together, uses_slabs, why_by_turns
 from kakeya.mlx.drafts import Drafter
-from kakeya.mlx.endings import Endings
 from kakeya.mlx.grid import Grid, exactness, is_row_exact, nominal_grid
 from kakeya.mlx.kin_probe import shares_from
 from kakeya.mlx.kv_blocks import KvBlocks, plan_blocks
@@ -102,7 +101,6 @@ class MlxModel:
         mx.clear_cache()
         trim_heap()
         self._drafter = Drafter(loaded, chunk_tokens)
-        self._endings = Endings()
         event(
             _log,
             "model probed",
@@ -127,7 +125,7 @@ class MlxModel:
 
     def open(self) -> Verifier:
         """A new, empty sequence."""
-        return Verifier(self._loaded, self._blocks, self._endings)
+        return Verifier(self._loaded, self._blocks)
 
     def launch_together(
         self, states: Sequence[SequenceState], tokens: Sequence[int | None]
@@ -166,20 +164,16 @@ class MlxModel:
             mx.set_cache_limit(cache_bytes)
 
     def idle_bytes(self) -> int:
-        """KV of the prefixes that others had drafts for, the logits behind whole prompts, and what
-        of slabs can be missed."""
+        """KV of the prefixes that others had drafts for, and what of slabs can be missed."""
         spare = self._seating.spare_bytes() if self._seating is not None else 0
-        return spare + self._drafter.held_bytes + self._endings.held_bytes
+        return spare + self._drafter.held_bytes
 
     def shed(self, size: int) -> None:
-        """Give slabs up, then such prefixes and logits, oldest first, until `size` bytes are
-        gone."""
+        """Give slabs up, then such prefixes, oldest first, until `size` bytes are gone."""
         if self._seating is not None:
             size -= self._seating.spare_bytes()
             self._seating.dissolve()
-        before = self._drafter.held_bytes
         self._drafter.shed(size)
-        self._endings.shed(size - (before - self._drafter.held_bytes))
 
 
 def _blocks(loaded: LoadedModel) -> KvBlocks | None:

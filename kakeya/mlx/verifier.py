@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import (
     CacheList,
     ConcatenateKVCache,
@@ -30,7 +31,6 @@ from kakeya.core.errors import InvariantBroken
 from kakeya.decoding.sampling import SamplingParams, noise_key
 from kakeya.engine.model import KvView
 from kakeya.mlx import kv_layers
-from kakeya.mlx.endings import Endings
 from kakeya.mlx.kv_blocks import KvBlocks, Rings
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import row_slots
@@ -76,15 +76,9 @@ class Landing(NamedTuple):
 class Verifier:
     """Implements `engine.model.SequenceState` on mlx-lm's caches."""
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        blocks: KvBlocks | None = None,
-        endings: Endings | None = None,
-    ) -> None:
+    def __init__(self, model: LoadedModel, blocks: KvBlocks | None = None) -> None:
         self._model = model
         self._blocks = blocks
-        self._endings = endings
         self._cache = model.make_cache()
         self._rings: Rings | None = None
         self.grid_tokens = 0
@@ -92,7 +86,7 @@ class Verifier:
         """Where in a slab its KV lies; None = in caches of its own."""
         self._length = 0
         self._flight: deque[Landing] = deque()
-        self._ending: tuple[bytes, mx.array] | None = None
+        self._logits: mx.array | None = None
         self._sampling = SamplingParams()
         self._slot = 0
         self._slots: mx.array | None = None
@@ -144,7 +138,7 @@ class Verifier:
         mx.eval([layer.state for layer in self._cache])
         self._length += len(tokens)
 
-    def launch(self, token: int | None, ending: bytes = b"") -> None:
+    def launch(self, token: int | None, *, keeps_logits: bool = False) -> None:
         """Start a plain step on `token`, or on what the newest launched step will select."""
         self._stay_or_leave(1)
         row = self.next_row() if token is None else mx.array([token], dtype=mx.int32)
@@ -152,15 +146,20 @@ class Verifier:
         selected = self._select(logits, first_position=self._length)
         mx.async_eval(selected)  # type: ignore[no-untyped-call]
         self._flight.append(Landing(Flight(selected), 0))
-        if ending:
-            self._ending = ending, logits
+        if keeps_logits:
+            self._logits = logits
 
-    def foretold(self, ending: bytes) -> int | None:
-        """What the step of a prompt's last token selects, where it was computed before."""
-        logits = self._endings.find(ending) if self._endings is not None else None
+    def take_logits(self) -> bytes:
+        """The logits of the step that was launched to keep them, once; b"" = none."""
+        logits, self._logits = self._logits, None
         if logits is None:
-            return None
-        return cast("int", self._select(logits, first_position=self._length + 1).item())
+            return b""
+        return np.array(logits.astype(mx.float32)).astype("<f4", copy=False).tobytes()
+
+    def selected_from(self, logits: bytes) -> int:
+        """What a step selects that gives these logits, on the token that would be next."""
+        row = mx.array(np.frombuffer(logits, "<f4"))[None]
+        return cast("int", self._select(row, first_position=self._length + 1).item())
 
     def next_row(self) -> mx.array:
         """What the newest launched step selects, unread. Shape: [1] int32."""
@@ -187,13 +186,7 @@ class Verifier:
 
     def collect(self) -> int:
         """Wait for the oldest launched step; return the token that it selected."""
-        token = self._flight.popleft().token()
-        if self._ending is not None:
-            # Not before it is computed: what failed would fail each time.
-            ending, self._ending = self._ending, None
-            if self._endings is not None:
-                self._endings.keep(*ending)
-        return token
+        return self._flight.popleft().token()
 
     def in_flight(self) -> int:
         """Steps launched and not collected."""

@@ -31,6 +31,7 @@ class PrefixCounts:
     written: int = 0
     waits: int = 0
     waited_s: float = 0.0
+    logits_reused: int = 0
 
     @property
     def hit_tokens(self) -> int:
@@ -61,4 +62,9 @@ class PrefixCounts:
         )
         yield CounterMetricFamily(
             "kakeya_prefix_wait_seconds", "How long they waited together", value=self.waited_s
+        )
+        yield CounterMetricFamily(
+            "kakeya_prefix_logits_reused",
+            "Prompts whose first token was chosen from logits that were kept",
+            value=self.logits_reused,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -64,7 +64,7 @@ class PrefixDisk:
         self._clock = clock
         self._counts = counts
         self._holder = pages.arena.holder("prefixes on their way to disk")
-        self._to_write: deque[tuple[Shelf, BlockId]] = deque(maxlen=_MAX_TO_WRITE)
+        self._to_write: deque[Callable[[], Awaitable[object]]] = deque(maxlen=_MAX_TO_WRITE)
         self._wake = asyncio.Event()
         self._rate = FIRST_RATE
         self._asking = 0
@@ -107,7 +107,12 @@ class PrefixDisk:
 
     def keep(self, shelf: Shelf, block_id: BlockId) -> None:
         """Have a block written when its turn comes; of too many, the oldest stay in memory only."""
-        self._to_write.append((shelf, block_id))
+        self._to_write.append(partial(self._put, shelf, block_id))
+        self._wake.set()
+
+    def keep_payload(self, block: StoredBlock, payload: bytes) -> None:
+        """Have something else written that has a name among the blocks, and lies in no pages."""
+        self._to_write.append(partial(self.store.put, block, payload))
         self._wake.set()
 
     def forget(self) -> None:
@@ -120,7 +125,7 @@ class PrefixDisk:
             await self._wake.wait()
             self._wake.clear()
             while self._to_write:
-                await self._put(*self._to_write.popleft())
+                await self._to_write.popleft()()
 
     async def _put(self, shelf: Shelf, block_id: BlockId) -> None:
         node = shelf.tree.node(block_id)

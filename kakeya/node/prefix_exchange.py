@@ -4,7 +4,7 @@
                computes it
     offer      for each engine process that is asked: wait as before, bring blocks from disk and
                peers, pin what is here, prepare pages for what will be computed
-    imported, exported, ended                          as the engine tells
+    imported, exported, history_logits, ended          as the engine tells
     run        what the caller sees of it, which tells too
 
 An engine may still write to pages, or read from them, for a moment after its call was cut off. So
@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,13 +26,13 @@ from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.memory.arena import Filling
 from kakeya.memory.page_ref import PageRef
-from kakeya.node.prefix_counts import PrefixCounts, Source
+from kakeya.node.prefix_counts import Source
+from kakeya.node.prefix_endings import RequestEnding
 from kakeya.node.prefix_given import EngineSeat, Fill, Given
 from kakeya.node.prefix_meeting import Rendezvous
-from kakeya.node.prefix_names import Naming, PrefixNames
-from kakeya.node.prefix_pages import PrefixPages, Shelf
 from kakeya.node.prefix_reach import carries_state, reach_of
-from kakeya.node.prefix_turns import Turn, Turns
+from kakeya.node.prefix_tools import PrefixTools
+from kakeya.node.prefix_turns import Turn
 from kakeya.precache.block_node import BlockFacts
 from kakeya.precache.blocks import BlockId
 from kakeya.precache.cuts import is_cut
@@ -52,37 +52,12 @@ from kakeya.runtime.generation import (
 _log = logging.getLogger(__name__)
 MAX_WAITING = 256
 """Requests that wait for others' blocks before they have a place; each looks at each block."""
-Bring = Callable[[Shelf, Naming, Sequence[Piece], BlockClass], Awaitable[Mapping[BlockId, Source]]]
-"""Brings pieces of a history into pages from where they lie else; says where each lay."""
-Meet = Callable[
-    [Shelf, Naming, Sequence[Piece], BlockClass, Callable[[list[BlockId]], None]],
-    Awaitable[Rendezvous | None],
-]
-"""Has the hindmost blocks come from a peer meanwhile; tells which are in pages once they meet."""
 Decode = Callable[[DecodeRequest], AsyncGenerator[Frame, None]]
 
 
 class Superseded(Exception):
     """A more urgent request computes what this one was about to, and it comes back to wait; or a
     peer brought the rest of the prompt, and it comes back with that."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixTools:
-    """What all exchanges of a node share.
-
-    `landed` is told of each computed block that is in pages, `let_go` takes back what an engine was
-    given once that certainly uses it no more.
-    """
-
-    names: PrefixNames
-    pages: PrefixPages
-    turns: Turns
-    counts: PrefixCounts
-    bring: Bring
-    meet: Meet
-    landed: Callable[[Shelf, BlockId], None]
-    let_go: Callable[[Given, EngineSeat], None]
 
 
 class PrefixExchange:
@@ -100,6 +75,7 @@ class PrefixExchange:
             can_yield=self._can_yield,
         )
         self._given: Given | None = None
+        self._ending = RequestEnding(tools.endings, tools.counts, request)
         self._rendezvous: Rendezvous | None = None
         self._has_more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_answering = False
@@ -197,6 +173,7 @@ class PrefixExchange:
                 self._pass(frame.computed_tokens)
             case Tokens():
                 self._is_answering = True
+                self._ending.answered()
                 self._meet_nobody()
                 self._over()
             case Done():
@@ -252,6 +229,10 @@ class PrefixExchange:
         if self._rendezvous is not None and not piece.is_tail:
             self._rendezvous.computed(index + 1)
 
+    def history_logits(self, logits: bytes) -> None:
+        """The engine says what the prompt ends in."""
+        self._ending.told(logits)
+
     async def park(self, lengths: Sequence[int]) -> tuple[PageRef, ...]:
         """Pages for KV of this generation, which is set aside; see the protocol."""
         given, pages = self._given, self._tools.pages
@@ -282,6 +263,7 @@ class PrefixExchange:
     def ended(self) -> None:
         """No more comes from this engine process."""
         self._meet_nobody()
+        self._ending.ended()
         given, self._given = self._given, None
         if given is not None:
             self._turn.give_up()
@@ -314,7 +296,7 @@ class PrefixExchange:
         naming = None
         if facts is not None:
             naming = await tools.names.find(facts, pid, self._request.adapter_id)
-        if naming is None:
+        if facts is None or naming is None:
             turn.leave()
             return KvOffer()
         shelf = tools.pages.shelf(naming)
@@ -334,8 +316,11 @@ class PrefixExchange:
             self._rendezvous = await tools.meet(
                 shelf, naming, turn.pieces, self._block_class, self._joined
             )
+        logits = self._ending.offered(naming, turn.pieces, token_ids, facts.vocab_size)
         turn.asked()
-        return KvOffer(blocks=blocks, exports=exports)
+        return KvOffer(
+            blocks=blocks, exports=exports, logits=logits, wants_logits=self._ending.is_wanted
+        )
 
     def _blocks(self, given: Given, origins: Mapping[BlockId, Source]) -> tuple[KvPages, ...]:
         """Pin what is here of the history."""

@@ -20,6 +20,7 @@ from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
 from kakeya.core.files import write_atomically
 from kakeya.core.log import event
 from kakeya.precache.blocks import BlockChain
+from kakeya.precache.endings import Ending, ending_of, seed_of
 from kakeya.precache.fingerprint import KvFingerprint, fingerprint_of
 from kakeya.precache.pieces import Piece, pieces_of
 from kakeya.precache.weights import weights_digest
@@ -76,6 +77,15 @@ class Naming:
         inner = [cut for cut in cuts if 0 < cut < len(token_ids) - 1]
         ends = {inner[0], inner[-1]} if inner and self.state_bytes else inner[:1]
         return pieces_of(self.chain, token_ids, inner, ends)
+
+    def ending(self, pieces: Sequence[Piece], token_ids: Sequence[int]) -> Ending | None:
+        """Name what a history of these pieces ends in; None for one of a single token."""
+        return ending_of(self.chain, pieces, token_ids)
+
+    @property
+    def ending_seed(self) -> bytes:
+        """What tells its endings' names from all others."""
+        return seed_of(self.chain)
 
     def grain(self, index: int) -> int:
         """Tokens of the pieces in which prefill computes a block; 1 = any number."""
@@ -151,7 +161,8 @@ class PrefixNames:
         """What blocks of these models and their adapters begin with; None = not known of all."""
         if any((model_id, "") not in self._made for model_id in model_ids):
             return None
-        return frozenset(made[2].seed for made in self._made.values() if made[2] is not None)
+        namings = [made[2] for made in self._made.values() if made[2] is not None]
+        return frozenset(seed for one in namings for seed in (one.seed, one.ending_seed))
 
     def _make(self, facts: ModelFacts, adapter_id: str, weights: str, rope: str) -> Naming | None:
         try:

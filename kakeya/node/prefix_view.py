@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from kakeya.node.prefix_counts import PrefixCounts, Source
+from kakeya.node.prefix_endings import PrefixEndings
 from kakeya.node.prefix_pages import PrefixPages
 from kakeya.node.prefix_turns import Turns
 from kakeya.precache.disk import BlockStore
@@ -15,7 +16,11 @@ Json = dict[str, object]
 
 
 def prefix_status(
-    pages: PrefixPages, turns: Turns, counts: PrefixCounts, store: BlockStore | None
+    pages: PrefixPages,
+    turns: Turns,
+    counts: PrefixCounts,
+    store: BlockStore | None,
+    endings: PrefixEndings,
 ) -> Json:
     """Blocks by where they lie, and tokens by where they came from, as JSON."""
     trees = [(shelf.fingerprint.model_id, shelf.tree.stats()) for shelf in pages.shelves()]
@@ -36,6 +41,11 @@ def prefix_status(
         }
         if disk is not None
         else {},
+        "logits": {
+            "prompts": endings.count,
+            "bytes": endings.held_bytes,
+            "reused": counts.logits_reused,
+        },
         "models": [
             {"model_id": model_id, "blocks": stats.ram_blocks, "on_disk": stats.disk_blocks}
             for model_id, stats in trees
@@ -55,7 +65,11 @@ def prefix_status(
 
 
 def prefix_metrics(
-    pages: PrefixPages, turns: Turns, counts: PrefixCounts, store: BlockStore | None
+    pages: PrefixPages,
+    turns: Turns,
+    counts: PrefixCounts,
+    store: BlockStore | None,
+    endings: PrefixEndings,
 ) -> Iterator[Metric]:
     """The same for Prometheus."""
     blocks = GaugeMetricFamily(
@@ -70,6 +84,11 @@ def prefix_metrics(
         blocks.add_metric(["disk"], disk.blocks)
         size.add_metric(["disk"], disk.used_bytes)
     yield from (blocks, size)
+    yield GaugeMetricFamily(
+        "kakeya_prefix_logits_bytes",
+        "Logits behind whole prompts, in the agent's memory",
+        value=endings.held_bytes,
+    )
     yield GaugeMetricFamily(
         "kakeya_prefix_waiting",
         "Requests that wait for what another one computes",

@@ -5,6 +5,7 @@
     disk        every block, written through                prefix_disk.py
     peers       asked for what is not here               elsewhere.py
     turns       who computes what several want              prefix_turns.py
+    endings     the logits behind whole prompts             prefix_endings.py
 
 Nothing here fails a request: without blocks a prompt is computed.
 """
@@ -29,13 +30,15 @@ from kakeya.node.arena import NodeArena
 from kakeya.node.elsewhere import Elsewhere
 from kakeya.node.prefix_counts import PrefixCounts, Source
 from kakeya.node.prefix_disk import PrefixDisk
-from kakeya.node.prefix_exchange import PrefixExchange, PrefixTools
+from kakeya.node.prefix_endings import PrefixEndings
+from kakeya.node.prefix_exchange import PrefixExchange
 from kakeya.node.prefix_given import EngineSeat, Given
 from kakeya.node.prefix_meeting import Rendezvous
 from kakeya.node.prefix_names import Naming, PrefixNames, paged_kv_bytes
 from kakeya.node.prefix_pages import PrefixPages, Shelf
 from kakeya.node.prefix_pins import PrefixPins
 from kakeya.node.prefix_reach import reach_of
+from kakeya.node.prefix_tools import PrefixTools
 from kakeya.node.prefix_turns import Turns
 from kakeya.node.prefix_view import prefix_metrics, prefix_status
 from kakeya.precache.blocks import BlockId
@@ -108,12 +111,14 @@ class NodePrefixes:
                 lost=self._lost,
             )
             self._disk = PrefixDisk(self.store, self.pages, clock=clock, counts=self.counts)
+        self.endings = PrefixEndings(self._disk, clock=clock)
         self.elsewhere: Elsewhere | None = None
         self._tools = PrefixTools(
             names=self.names,
             pages=self.pages,
             turns=self.turns,
             counts=self.counts,
+            endings=self.endings,
             bring=self._bring,
             meet=self._meet,
             landed=self._landed,
@@ -214,14 +219,17 @@ class NodePrefixes:
         if self._disk is not None:
             self._disk.forget()
         blocks = self.pages.clear()
+        self.endings.clear()
         files = await self.store.wipe() if self.store is not None else 0
         return Wiped(blocks=blocks, files=files, has_disk=self.store is not None)
 
     async def recall(self, naming: Naming, nbytes: int) -> list[list[int]]:
-        """See `PrefixDisk.recall`."""
+        """See `PrefixDisk.recall`; the endings of prompts come back with them."""
         if self._disk is None:
             return []
-        return await self._disk.recall(self.pages.shelf(naming), naming, nbytes)
+        came = await self._disk.recall(self.pages.shelf(naming), naming, nbytes)
+        await self.endings.recall()
+        return came
 
     def free_bytes(self) -> int:
         """What KV that nobody asked for may take: nobody has to leave for it."""
@@ -235,11 +243,11 @@ class NodePrefixes:
 
     def status(self) -> dict[str, object]:
         """As JSON."""
-        return prefix_status(self.pages, self.turns, self.counts, self.store)
+        return prefix_status(self.pages, self.turns, self.counts, self.store, self.endings)
 
     def metrics(self) -> Iterator[Metric]:
         """For Prometheus."""
-        yield from prefix_metrics(self.pages, self.turns, self.counts, self.store)
+        yield from prefix_metrics(self.pages, self.turns, self.counts, self.store, self.endings)
 
     def health(self) -> tuple[TaskHealth, ...]:
         """Its background tasks."""

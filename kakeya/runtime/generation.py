@@ -69,17 +69,23 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvOffer:
-    """What one engine process begins from, and the pages that it may fill."""
+    """What one engine process begins from, and the pages that it may fill.
+
+    `logits` are those behind the history, float32, little-endian, b"" = not known;
+    `wants_logits`: the exchange is to be told of them.
+    """
 
     blocks: tuple[KvPages, ...] = ()
     exports: tuple[KvPages, ...] = ()
+    logits: bytes = b""
+    wants_logits: bool = False
 
 
 class KvExchange(Protocol):
     """KV blocks of one generation, between the node's pages and its engines.
 
-    For each engine process that is asked: `offer`, then `imported` and `exported` as it tells,
-    then `ended`, whatever happened. Never raises: without blocks a prompt is computed.
+    For each engine process that is asked: `offer`, then `imported`, `exported` and `history_logits`
+    as it tells, then `ended`, whatever happened. Never raises: without blocks a prompt is computed.
     """
 
     async def offer(self, token_ids: Sequence[int], pid: int) -> KvOffer:
@@ -92,6 +98,10 @@ class KvExchange(Protocol):
 
     def exported(self, index: int, tokens: int) -> None:
         """The engine filled the pages of a block, or of a tail with so many tokens; 0 = a block."""
+        ...
+
+    def history_logits(self, logits: bytes) -> None:
+        """The logits behind the history, as an offer is to have them. Shape: [V]."""
         ...
 
     async def park(self, lengths: Sequence[int]) -> tuple[PageRef, ...]:

@@ -261,6 +261,8 @@ class DecodeRequest(_message.Message):
     FRAME_MS_FIELD_NUMBER: _builtins.int
     CUTS_FIELD_NUMBER: _builtins.int
     PARK_ID_FIELD_NUMBER: _builtins.int
+    LOGITS_LE_F32_FIELD_NUMBER: _builtins.int
+    WANTS_LOGITS_FIELD_NUMBER: _builtins.int
     token_ids_le32: _builtins.bytes
     """The whole history, little-endian uint32 each."""
     max_tokens: _builtins.int
@@ -285,6 +287,12 @@ class DecodeRequest(_message.Message):
     """
     park_id: _builtins.int
     """Names the generation for LendPages; 0 = its KV is never to be taken to pages."""
+    logits_le_f32: _builtins.bytes
+    """The logits behind the history as a logits frame gave them; empty = they are not known. The first
+    token is chosen from them, without a step.
+    """
+    wants_logits: _builtins.bool
+    """A logits frame is wanted."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -329,10 +337,12 @@ class DecodeRequest(_message.Message):
         frame_ms: _builtins.int = ...,
         cuts: _abc.Iterable[_builtins.int] | None = ...,
         park_id: _builtins.int = ...,
+        logits_le_f32: _builtins.bytes = ...,
+        wants_logits: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "client", b"client", "cuts", b"cuts", "deadline_seconds", b"deadline_seconds", "draft_sources", b"draft_sources", "frame_ms", b"frame_ms", "kv_blocks", b"kv_blocks", "kv_exports", b"kv_exports", "kv_key", b"kv_key", "max_tokens", b"max_tokens", "park_id", b"park_id", "priority", b"priority", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "client", b"client", "cuts", b"cuts", "deadline_seconds", b"deadline_seconds", "draft_sources", b"draft_sources", "frame_ms", b"frame_ms", "kv_blocks", b"kv_blocks", "kv_exports", b"kv_exports", "kv_key", b"kv_key", "logits_le_f32", b"logits_le_f32", "max_tokens", b"max_tokens", "park_id", b"park_id", "priority", b"priority", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p", "wants_logits", b"wants_logits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -387,6 +397,7 @@ class DecodeResponse(_message.Message):
     IMPORTED_FIELD_NUMBER: _builtins.int
     EXPORTED_FIELD_NUMBER: _builtins.int
     PARK_FIELD_NUMBER: _builtins.int
+    LOGITS_FIELD_NUMBER: _builtins.int
     FOLLOWING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def progress(self) -> Global___PrefillProgress: ...
@@ -405,6 +416,12 @@ class DecodeResponse(_message.Message):
     @_builtins.property
     def park(self) -> Global___KvPark: ...
     @_builtins.property
+    def logits(self) -> Global___HistoryLogits:
+        """At most once, behind the first token, where all KV of the history has the bits that it has
+        where nothing of it was there before: only then they are the same each time.
+        """
+
+    @_builtins.property
     def following(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeResponse]:
         """Frames right behind this one, in order, that were there when it left; they have none of their own."""
 
@@ -417,17 +434,40 @@ class DecodeResponse(_message.Message):
         imported: Global___KvImported | None = ...,
         exported: Global___KvExported | None = ...,
         park: Global___KvPark | None = ...,
+        logits: Global___HistoryLogits | None = ...,
         following: _abc.Iterable[Global___DecodeResponse] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "frame", b"frame", "imported", b"imported", "park", b"park", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "frame", b"frame", "imported", b"imported", "logits", b"logits", "park", b"park", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "following", b"following", "frame", b"frame", "imported", b"imported", "park", b"park", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "following", b"following", "frame", b"frame", "imported", b"imported", "logits", b"logits", "park", b"park", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["progress", "tokens", "done", "imported", "exported", "park"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["progress", "tokens", "done", "imported", "exported", "park", "logits"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
 Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
+
+@_typing.final
+class HistoryLogits(_message.Message):
+    """The logits behind the history: those of the step that the first token was chosen from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LE_F32_FIELD_NUMBER: _builtins.int
+    le_f32: _builtins.bytes
+    """One for each token of the vocabulary, little-endian binary32."""
+    def __init__(
+        self,
+        *,
+        le_f32: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["le_f32", b"le_f32"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HistoryLogits: _TypeAlias = HistoryLogits  # noqa: Y015
 
 @_typing.final
 class KvPark(_message.Message):

@@ -57,10 +57,13 @@ class ToyState:
             time.sleep(CHUNK_S)
         self.tokens += tokens
 
-    def foretold(self, ending: bytes) -> int | None:
-        return None
+    def take_logits(self) -> bytes:
+        return b""
 
-    def launch(self, token: int | None, ending: bytes = b"") -> None:
+    def selected_from(self, logits: bytes) -> int:
+        raise AssertionError("no logits of this model were ever told")
+
+    def launch(self, token: int | None, *, keeps_logits: bool = False) -> None:
         self.tokens.append(self.flight[-1] if token is None else token)
         self.flight.append((self.tokens[-1] + 1) % 100)
 

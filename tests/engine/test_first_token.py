@@ -1,17 +1,27 @@
 """The first token of an answer is told before anything is done for those behind it, and of a prompt
-that was answered before even before its own step."""
+whose logits are known even before its own step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
+from kakeya.core.errors import InvalidArgument
 from kakeya.decoding.sampling import SamplingParams
-from kakeya.engine.job import DecodeJob, DoneFrame, SourceSpec, TokensFrame
+from kakeya.engine.job import (
+    DecodeJob,
+    DoneFrame,
+    LogitsFrame,
+    SourceSpec,
+    TokensFrame,
+)
 from kakeya.engine.sequence import Launch, SequenceRun
-from kakeya.mlx.verifier import Verifier
+from kakeya.precache.endings import LOGIT_BYTES
 from tests.engine.rig import Rig, load_rig, tools
 from tests.engine.virtual_rig import Told, VirtualRig, expected
 
@@ -38,11 +48,14 @@ def rig(folder: Path) -> Rig:
     return load_rig(folder / "llama", "llama")
 
 
-def steps_of(
-    rig: Rig, max_tokens: int, prompt: list[int] = PROMPT
-) -> tuple[SequenceRun, list[str]]:
+def steps_of(rig: Rig, max_tokens: int, **more: object) -> tuple[SequenceRun, list[str]]:
     """A run, and what it does up to its first tokens."""
-    job = DecodeJob(token_ids=prompt, max_tokens=max_tokens, sources=(SourceSpec(kind="ngram"),))
+    job = DecodeJob(
+        token_ids=PROMPT,
+        max_tokens=max_tokens,
+        sources=(SourceSpec(kind="ngram"),),
+        **more,  # type: ignore[arg-type]
+    )
     run = SequenceRun(rig.model, tools(), job)
     seen: list[str] = []
     for step in run.steps():
@@ -55,6 +68,13 @@ def steps_of(
     return run, seen
 
 
+def told(rig: Rig, **job: object) -> list[bytes]:
+    """The logits that a generation tells of."""
+    values: dict[str, object] = {"token_ids": PROMPT, "max_tokens": 1, "wants_logits": True, **job}
+    run = SequenceRun(rig.model, rig.tools, DecodeJob(**values))  # type: ignore[arg-type]
+    return [frame.logits for frame in run.frames() if isinstance(frame, LogitsFrame)]
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 60])
 def test_one_plain_step_makes_the_first_token(rig: Rig, max_tokens: int) -> None:
     run, seen = steps_of(rig, max_tokens)
@@ -65,20 +85,16 @@ def test_one_plain_step_makes_the_first_token(rig: Rig, max_tokens: int) -> None
 
 
 def test_where_only_a_prompt_is_computed_no_token_is(rig: Rig) -> None:
-    run, seen = steps_of(rig, 0)
+    run, seen = steps_of(rig, 0, wants_logits=True)
     assert seen == ["PrefillFrame", "DoneFrame"]
     run.finish()
 
 
-def test_the_first_token_of_a_prompt_that_was_answered_waits_for_no_step(rig: Rig) -> None:
-    steps_of(rig, 3)[0].finish()
-    run, seen = steps_of(rig, 3)
+def test_the_first_token_of_a_prompt_whose_logits_are_known_waits_for_no_step(rig: Rig) -> None:
+    (logits,) = told(rig)
+    run, seen = steps_of(rig, 3, logits=logits)
     assert seen == ["PrefillFrame", "TokensFrame"]
     run.finish()
-    for other in (PROMPT[:-1], [*PROMPT[:-1], 8], [6, *PROMPT[1:]]):
-        run, seen = steps_of(rig, 3, other)
-        assert seen[-2:] == ["Launch", "TokensFrame"]
-        run.finish()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
@@ -88,73 +104,73 @@ def test_in_whatever_way_it_is_asked_again_the_answer_is_that_of_a_fresh_engine(
     def fresh() -> Rig:
         return load_rig(folder / architecture, architecture)
 
-    used = fresh()
-    used.run(DecodeJob(token_ids=PROMPT, max_tokens=2))
+    rig = fresh()
+    (logits,) = told(rig, max_tokens=2, sampling=SAMPLINGS["sampled"])
+    assert told(fresh()) == [logits], "however its own first token was chosen"
     for name, sampling in SAMPLINGS.items():
         for count, stops in ((1, ()), (40, ()), (40, (5, 9, 13, 30, 60))):
             job = DecodeJob(
                 token_ids=PROMPT, max_tokens=count, sampling=sampling, stop_token_ids=stops
             )
-            (expected, cold), (found, warm) = fresh().run(job), used.run(job)
+            expected, cold = fresh().run(job)
+            found, warm = rig.run(replace(job, logits=logits, wants_logits=True))
             assert (found, warm.reason) == (expected, cold.reason), name
             assert cold.forwards - warm.forwards == (1 if len(expected) == 1 else 0)
+
+
+def test_logits_are_those_of_the_model_as_float32(folder: Path) -> None:
+    rig = load_rig(folder / "half", "llama", dtype=mx.bfloat16, quantize_bits=4)
+    (logits,) = told(rig)
+    row = np.frombuffer(logits, "<f4")
+    assert row.shape == (rig.model.facts.vocab_size,)
+    (token,), _ = rig.run(DecodeJob(token_ids=PROMPT, max_tokens=1))
+    assert int(row.argmax()) == token
+
+
+def test_logits_of_another_vocabulary_are_refused(rig: Rig) -> None:
+    for size in (1, 4, 4 * rig.model.facts.vocab_size - 1, 4 * rig.model.facts.vocab_size + 4):
+        with pytest.raises(InvalidArgument, match=f"the logits have {size} bytes, those of a voc"):
+            steps_of(rig, 1, logits=bytes(size))
 
 
 def test_an_answer_goes_on_from_kv_that_an_engine_without_the_first_token_has(rig: Rig) -> None:
     """What is kept under a key after each of two equal runs is gone on from alike."""
     kept = []
-    for key in ("first", "second"):
-        said, _ = rig.run(DecodeJob(token_ids=PROMPT, max_tokens=6, kv_key=key))
+    for key, logits in (("first", b""), ("second", told(rig)[0])):
+        said, _ = rig.run(DecodeJob(token_ids=PROMPT, max_tokens=6, kv_key=key, logits=logits))
         turn = [*PROMPT, *said, 3, 4]
         answer, done = rig.run(DecodeJob(token_ids=turn, max_tokens=12, kv_key=key))
         kept.append((said, answer, done.cached_tokens))
     assert kept[0] == kept[1]
 
 
-def test_only_what_has_the_bits_of_a_prefill_is_kept(rig: Rig) -> None:
+def test_only_logits_behind_what_has_the_bits_of_a_prefill_are_told(rig: Rig) -> None:
     """KV that was decoded may have others, where it matters how many rows are computed at once."""
     said, _ = rig.run(DecodeJob(token_ids=PROMPT, max_tokens=9, kv_key="k"))
     turn = [*PROMPT, *said, 3, 4]
+    assert told(rig, token_ids=turn, kv_key="k") == []
+    assert len(told(rig, token_ids=turn)) == 1
+
+
+def test_they_are_told_to_who_wants_them_and_does_not_know_them(rig: Rig) -> None:
+    (logits,) = told(rig)
+    assert told(rig, wants_logits=False) == []
+    assert told(rig, max_tokens=3, logits=logits) == []
     held = rig.model.idle_bytes()
-    _, done = rig.run(DecodeJob(token_ids=turn, max_tokens=1, kv_key="k"))
-    assert done.cached_tokens > len(PROMPT)
-    assert rig.model.idle_bytes() == held
-    rig.run(DecodeJob(token_ids=turn, max_tokens=1))
-    assert rig.model.idle_bytes() > held
-    rig.model.shed(1 << 30)
-    assert rig.model.idle_bytes() == 0
-    assert rig.run(DecodeJob(token_ids=turn, max_tokens=1))[1].forwards == 1
+    assert held == 0, "an engine keeps none of it"
 
 
-def test_a_prompt_with_other_cuts_is_another_one(rig: Rig) -> None:
-    rig.run(DecodeJob(token_ids=PROMPT, max_tokens=1))
-    job = DecodeJob(token_ids=PROMPT, max_tokens=1, cuts=(7,))
-    assert [rig.run(job)[1].forwards for _ in range(2)] == [1, 0]
-
-
-def test_a_step_that_failed_is_not_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(state: Verifier) -> int:
-        raise RuntimeError("the device is gone")
-
-    job = DecodeJob(token_ids=PROMPT, max_tokens=1)
-    with monkeypatch.context() as broken:
-        broken.setattr(Verifier, "collect", fails)
-        with pytest.raises(RuntimeError, match="is gone"):
-            rig.run(job)
-    assert [rig.run(job)[1].forwards for _ in range(2)] == [1, 0]
-
-
-def test_of_steps_that_several_share_nothing_is_kept(rig: Rig) -> None:
+def test_of_steps_that_several_share_nothing_is_told(rig: Rig) -> None:
     """Their bits may depend on who is beside them."""
-    runs = [SequenceRun(rig.model, tools(), DecodeJob(token_ids=PROMPT, max_tokens=1))]
-    runs.append(SequenceRun(rig.model, tools(), DecodeJob(token_ids=PROMPT[:-2], max_tokens=1)))
-    due = []
-    for run in runs:
-        due.append(next(step for step in run.steps() if isinstance(step, Launch)))
+    wanted = DecodeJob(token_ids=PROMPT, max_tokens=1, wants_logits=True)
+    runs = [SequenceRun(rig.model, tools(), wanted)]
+    runs.append(SequenceRun(rig.model, tools(), replace(wanted, token_ids=PROMPT[:-2])))
+    steps = [run.steps() for run in runs]
+    due = [next(step for step in one if isinstance(step, Launch)) for one in steps]
+    assert all(launch.keeps_logits for launch in due)
     rig.model.launch_together([step.state for step in due], [step.token for step in due])
-    for step in due:
-        step.state.collect()
-    assert rig.model.idle_bytes() == 0
+    for one in steps:
+        assert not [step for step in one if isinstance(step, LogitsFrame)]
 
 
 class Bell(list[float]):
@@ -172,10 +188,12 @@ class Bell(list[float]):
 
 def test_who_makes_place_between_its_first_token_and_its_step_says_the_same() -> None:
     line = VirtualRig(places=1)
-    line.submit(max_tokens=1)
-    line.run()
+    first, vocabulary = expected([1, 2, 3], 1)[0], line.model.facts.vocab_size
+    logits = b"".join(
+        int(one == first).to_bytes(LOGIT_BYTES, "little") for one in range(vocabulary)
+    )
     urgent: list[Told] = []
-    slow = line.submit(max_tokens=9, priority=2, client="slow")
+    slow = line.submit(max_tokens=9, priority=2, client="slow", logits=logits)
     held: list[int] = []
 
     def make_place() -> None:

@@ -17,6 +17,7 @@ from kakeya.engine.job import (
     EngineFrame,
     ExportedFrame,
     ImportedFrame,
+    LogitsFrame,
     PrefillFrame,
     TokensFrame,
 )
@@ -83,6 +84,18 @@ async def test_what_was_imported_waits_for_the_next_frame() -> None:
     assert await sent(await put(ImportedFrame(tokens=8))) == []
     whole = await put(ImportedFrame(tokens=8), PrefillFrame(computed_tokens=9, total_tokens=9))
     assert await sent(whole) == ["imported", "progress"]
+
+
+async def test_the_logits_behind_a_prompt_wait_for_the_next_frame() -> None:
+    logits = LogitsFrame(logits=bytes(8))
+    assert await sent(await put(tokens(1), logits)) == ["tokens"]
+    assert await sent(await put(tokens(1), logits, DONE)) == ["tokens", "logits", "done"]
+    assert await sent(await put(tokens(1), logits, tokens(2), DONE)) == [
+        "tokens",
+        "logits",
+        "tokens",
+        "done",
+    ]
 
 
 async def test_the_first_tokens_leave_at_once_also_behind_other_frames() -> None:

@@ -27,6 +27,7 @@ from kakeya.engine.model import KvView
 from kakeya.engine.scheduler import Scheduler, Ticket
 from kakeya.engine.sequence import SequenceTools, Violations
 from kakeya.engine.slots import KvSlots
+from kakeya.precache.endings import LOGIT_BYTES
 from tests.engine.child_engine import ToyModel, ToyState
 
 STEP_S = 0.005
@@ -63,14 +64,12 @@ class HashState(ToyState):
         for token in tokens:
             self.append(token)
 
-    def launch(self, token: int | None, ending: bytes = b"") -> None:
+    def launch(self, token: int | None, *, keeps_logits: bool = False) -> None:
         self.model.work(STEP_S)
         self.step(token)
-        if ending:
-            self.model.endings[ending] = self.flight[-1]
 
-    def foretold(self, ending: bytes) -> int | None:
-        return self.model.endings.get(ending)
+    def selected_from(self, logits: bytes) -> int:
+        return logits.index(1) // LOGIT_BYTES
 
     def step(self, token: int | None) -> None:
         self.append(self.flight[-1] if token is None else token)
@@ -105,7 +104,6 @@ class HashModel(ToyModel):
         values = {"prefill_tokens_per_second": 1 / TOKEN_S, "forward_costs_s": {1: STEP_S}}
         self.facts = replace(self.facts, batch_rows=8, **{**values, **facts})  # type: ignore[arg-type]
         self.opened = self.prefilled = 0
-        self.endings: dict[bytes, int] = {}
         self._rig = rig
 
     def open(self) -> HashState:

@@ -69,13 +69,15 @@ class Miser(Plenty):
 
 @dataclass(eq=False)
 class Engine:
-    """The KV of a token is the token."""
+    """The KV of a token is the token, and the logits behind a text are the text."""
 
     pid: int | None = 1
     facts: ModelFacts | None = FACTS
     model_id: str = "toy"
     is_busy: bool = False
     computed: list[tuple[int, ...]] = field(default_factory=list)
+    says_logits: bool = False
+    known: list[bool] = field(default_factory=list)
 
     async def is_past(self, pid: int) -> bool:
         return pid == self.pid and not self.is_busy
@@ -99,6 +101,12 @@ class Engine:
                 filled[: len(packed)] = packed
                 filled.release()
             kv.exported(pages.index, pages.tokens)
+        if self.says_logits:
+            assert offer.logits in (b"", pack_ids(prompt))
+            self.known.append(bool(offer.logits))
+            if offer.wants_logits:
+                assert not offer.logits
+                kv.history_logits(pack_ids(prompt))
         return have
 
 
@@ -695,6 +703,7 @@ async def live(folder: Path, rng: random.Random) -> None:
         disk=rng.random() < 0.5,
         ledger=Miser(rng.randrange(1, 5)),
     ) as here:
+        here.engine.says_logits = True
         asks: list[asyncio.Task[int]] = []
         for _ in range(30):
             prompt = rng.choice(stems) + [rng.randrange(1, 4) for _ in range(rng.randrange(1, 8))]

@@ -60,6 +60,8 @@ def decode_to_wire(
         kv_exports=[_kv_pages_to_wire(block) for block in offer.exports],
         cuts=request.cuts,
         park_id=park_id,
+        logits_le_f32=offer.logits,
+        wants_logits=offer.wants_logits,
     )
 
 
@@ -102,6 +104,10 @@ def frame_from_wire(response: pb.DecodeResponse, kv: KvExchange | None = None) -
         case "exported":
             if kv is not None:
                 kv.exported(response.exported.index, response.exported.tokens)
+            return None
+        case "logits":
+            if kv is not None:
+                kv.history_logits(response.logits.le_f32)
             return None
         case "park":
             return None  # who has the call answers it by another
