@@ -10,19 +10,20 @@ What was DRAINING for a request that no longer waits is READY again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 from kakeya.core import errors
 from kakeya.memory import line
 from kakeya.memory.ledger import Ledger
 from kakeya.memory.plan import Ask, Grant, Outcome, Plan, Reason, Refusal, Snapshot
 from kakeya.memory.planning import Answer, Planner
-from kakeya.memory.policy import Level, Rules, Shrink, Tenant, periods
+from kakeya.memory.policy import Level, Rules, Shrink, Tenant
 from kakeya.memory.resident import LeaseId, RequestPriority, Resident, ResidentKey, State
 from kakeya.memory.taking import Taking
+from kakeya.memory.tickets import Tickets
 
 
 class Arbiter:
@@ -33,7 +34,7 @@ class Arbiter:
         self._rules = rules or Rules()
         self._planner = Planner(self._ledger)
         self._taking = Taking(self._ledger, self._planner, self._rules)
-        self._tickets: dict[LeaseId, line.Ticket] = {}
+        self._tickets = Tickets()
         self._holders: dict[LeaseId, ResidentKey] = {}
         self._measured: dict[ResidentKey, int] = {}
         self._is_stopping = False
@@ -208,13 +209,13 @@ class Arbiter:
         """All that had to go has gone. False = do not load: it is room for a tenant, which has it
         now; or nobody waits for it any more, pressure came up, or more is committed than the budget
         holds, and the requests wait for a better plan."""
+        self._fit_planned(now)
         resident = self._planner.begin(plan)
         if resident is None:
             return False, self.settle(now)
         is_refused = self._level is Level.CRITICAL and resident.role.yields
-        is_robbed = self._ledger.committed_bytes > self._ledger.budget_bytes
-        is_wanted = plan.is_preload or bool(self._waiting(resident.key))
-        if is_wanted and not is_refused and not is_robbed and not self._is_stopping:
+        is_wanted = plan.is_preload or bool(self._tickets.of(resident.key))
+        if is_wanted and not is_refused and not self._is_stopping:
             if resident.role.is_room:
                 return False, self._room_made(resident, now)
             return True, self.settle(now)
@@ -235,7 +236,7 @@ class Arbiter:
             self._ledger.measured(self._ledger.get(key), size, unfilled_bytes)
             self._measured[key] = size
         if self._level is Level.CRITICAL and resident.role.yields:
-            for ticket in self._waiting(key):
+            for ticket in self._tickets.of(key):
                 self._refuse(ticket, line.critical(ticket.ask, self._rules), answer)
         return self._settle(answer, now)
 
@@ -245,7 +246,7 @@ class Arbiter:
         """A load failed: all who wait for it are refused. The next request tries again."""
         self._ledger.put(self._ledger.get(key).moved(State.ABSENT))
         answer = Answer()
-        for ticket in self._waiting(key):
+        for ticket in self._tickets.of(key):
             self._refuse(ticket, error(), answer)
         return self._settle(answer, now)
 
@@ -285,13 +286,7 @@ class Arbiter:
 
     def next_wake_mono(self, now: float) -> float | None:
         """When time alone changes a decision; None = only an event does."""
-        rules, due = self._rules, []
-        for ticket in self._tickets.values():
-            steps = periods(now - ticket.asked_mono, rules.age_s) + 1
-            due += [ticket.ask.deadline_mono, ticket.asked_mono + steps * rules.age_s]
-            limit_mono = ticket.limit_mono(rules)
-            due += [] if limit_mono is None else [limit_mono]
-        due += self._taking.due()
+        due = (*self._tickets.due(now, self._rules), *self._taking.due())
         return min((at for at in due if at > now), default=None)
 
     # How it is decided.
@@ -314,10 +309,7 @@ class Arbiter:
         if ledger.committed_bytes <= ledger.budget_bytes or not self._planner.planned:
             return
 
-        def urgency(key: ResidentKey) -> tuple[float, float]:
-            ranks = [(one.rank(now, self._rules), one.lease) for one in self._waiting(key)]
-            return min(ranks, default=(math.inf, math.inf))
-
+        urgency = partial(self._tickets.urgency, now=now, rules=self._rules)
         for key in sorted(self._planner.planned, key=urgency, reverse=True):
             if ledger.committed_bytes <= ledger.budget_bytes:
                 return
@@ -325,10 +317,7 @@ class Arbiter:
 
     def _walk(self, answer: Answer, now: float) -> None:
         ahead = line.Ahead()
-        tickets = sorted(
-            self._tickets.values(), key=lambda one: (one.rank(now, self._rules), one.lease)
-        )
-        for ticket in tickets:
+        for ticket in self._tickets.in_order(now, self._rules):
             verdict = self._consider(ticket, ahead, now)
             match verdict:
                 case line.Lend():
@@ -382,7 +371,7 @@ class Arbiter:
     def _room_made(self, resident: Resident, now: float) -> Outcome:
         """Reserve what is free now for the tenant; who asked first has it, without a lease."""
         key, answer = resident.key, Answer()
-        ticket = self._waiting(key)[0]
+        ticket = self._tickets.of(key)[0]
         self._ledger.put(resident.moved(State.ABSENT))
         try:
             self._ledger.grow(key.model_key, resident.bytes)
@@ -399,9 +388,6 @@ class Arbiter:
 
     def _learnt(self, ask: Ask) -> Ask:
         return replace(ask, estimate_bytes=self._measured.get(ask.key, ask.estimate_bytes))
-
-    def _waiting(self, key: ResidentKey) -> tuple[line.Ticket, ...]:
-        return tuple(one for one in self._tickets.values() if one.ask.key == key)
 
     def _holder(self, lease: LeaseId) -> ResidentKey:
         key = self._holders.get(lease)

@@ -45,6 +45,7 @@ from kakeya.memory.resident import (
     State,
     Warmth,
 )
+from kakeya.memory.tickets import Tickets
 from tests.memory.worlds import MANY, ROLE_OF, World, ask
 
 BUDGET = 100
@@ -551,9 +552,9 @@ class Unfair(Arbiter):
 
     def _walk(self, answer: Any, now: float) -> None:
         tickets = self._tickets
-        self._tickets = {
-            key: replace(tickets[key], asked_mono=now - 5 * key) for key in reversed(tickets)
-        }
+        self._tickets = Tickets(
+            {key: replace(tickets[key], asked_mono=now - 5 * key) for key in reversed(tickets)}
+        )
         super()._walk(answer, now)
 
 
