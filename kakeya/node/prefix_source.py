@@ -42,8 +42,10 @@ class NodeSources:
         """Of every shelf, the last used first, then of what was on disk before this start."""
         shelves = sorted(self._pages.shelves(), key=lambda shelf: -shelf.used_mono)
         known = {shelf.seed: shelf.fingerprint for shelf in shelves}
+        tried = set(known)
         for entry in self._store.entries() if self._store is not None else ():
-            if entry.block.fingerprint not in known:
+            if entry.block.fingerprint not in tried:
+                tried.add(entry.block.fingerprint)
                 found = _fingerprint_of(entry.block)
                 if found is not None:
                     known[entry.block.fingerprint] = found
