@@ -39,6 +39,10 @@ _HANGS_S = 2.0
 """Beyond what computing would take, a disk that gives nothing for so long is waited for no more."""
 _FORGIVING = 1.1
 _MAX_TO_WRITE = 4096
+_LATER_S = 0.1
+"""So long nothing must have been added before what waits is written: proofs and flushes take a
+processor, and whoever asks for a prompt again, or goes on from it, mostly does so at once."""
+_LATEST_S = 0.5
 _RECALLED = 1024
 """Blocks that are looked at when what was used last is brought back."""
 
@@ -66,6 +70,7 @@ class PrefixDisk:
         self._holder = pages.arena.holder("prefixes on their way to disk")
         self._to_write: deque[Callable[[], Awaitable[object]]] = deque(maxlen=_MAX_TO_WRITE)
         self._wake = asyncio.Event()
+        self._added_mono = clock.mono()
         self._rate = FIRST_RATE
         self._asking = 0
         """Requests that wait for blocks."""
@@ -107,25 +112,36 @@ class PrefixDisk:
 
     def keep(self, shelf: Shelf, block_id: BlockId) -> None:
         """Have a block written when its turn comes; of too many, the oldest stay in memory only."""
-        self._to_write.append(partial(self._put, shelf, block_id))
-        self._wake.set()
+        self._later(partial(self._put, shelf, block_id))
 
     def keep_payload(self, block: StoredBlock, payload: bytes) -> None:
         """Have something else written that has a name among the blocks, and lies in no pages."""
-        self._to_write.append(partial(self.store.put, block, payload))
-        self._wake.set()
+        self._later(partial(self.store.put, block, payload))
 
     def forget(self) -> None:
         """Write nothing of what waits."""
         self._to_write.clear()
 
     async def write(self) -> None:
-        """Hand blocks to the store, for ever."""
+        """Hand blocks to the store, a moment after they came, for ever."""
+        mono = self._clock.mono
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self._to_write:
-                await self._to_write.popleft()()
+            latest_mono = mono() + _LATEST_S
+            while (left_s := min(self._added_mono + _LATER_S, latest_mono) - mono()) > 0:
+                await self._clock.sleep(left_s)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Hand the store what waits, now."""
+        while self._to_write:
+            await self._to_write.popleft()()
+
+    def _later(self, write: Callable[[], Awaitable[object]]) -> None:
+        self._to_write.append(write)
+        self._added_mono = self._clock.mono()
+        self._wake.set()
 
     async def _put(self, shelf: Shelf, block_id: BlockId) -> None:
         node = shelf.tree.node(block_id)

@@ -141,6 +141,7 @@ class NodePrefixes:
             stack.push_async_callback(self.names.aclose)
             if self._disk is not None:
                 self._tasks.start("prefixes to disk", self._disk.write)
+                stack.push_async_callback(self._disk.flush)
             if self.is_on:
                 self._tasks.start("prefixes", self._tend)
             self._stack = stack.pop_all()

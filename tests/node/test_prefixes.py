@@ -36,7 +36,7 @@ from kakeya.runtime.generation import (
     Tokens,
     Usage,
 )
-from tests.fakes import FakeClock
+from tests.fakes import FakeClock, SettableClock
 from tests.node.adapter_world import Plenty
 
 BLOCK = 4
@@ -786,3 +786,44 @@ async def test_of_eight_who_share_up_to_a_cut_one_computes_it(tmp_path: Path) ->
         asked = [here.ask([*shared, n, n, n], cuts=(10,)) for n in range(8)]
         assert sorted(await asyncio.gather(*asked)) == [0, *[10] * 7]
         here.check()
+
+
+class StillClock(SettableClock):
+    """Moved on by hand alone."""
+
+    def mono(self) -> float:
+        return 1000.0 + self._ahead_s
+
+
+async def test_blocks_are_written_once_no_more_come_for_a_moment_and_soon_in_any_case(
+    tmp_path: Path,
+) -> None:
+    clock = StillClock()
+    async with world(tmp_path, disk=True, clock=clock) as here:
+        store = here.prefixes.store
+        for number in range(4):
+            await here.ask([*range(100 * number, 100 * number + 9)])
+            await passing(clock, 0.09)
+            assert not store.ids(), "another one follows within a tenth of a second"
+        await passing(clock, 0.02)
+        await written(here)
+        assert len(store.ids()) == 8
+        for number in range(4, 10):
+            await here.ask([*range(100 * number, 100 * number + 9)])
+            await passing(clock, 0.09)
+        await store.flush()
+        assert len(store.ids()) > 8, "half a second is over"
+
+
+async def test_what_waits_to_be_written_is_written_when_a_node_ends(tmp_path: Path) -> None:
+    async with world(tmp_path, disk=True) as here:
+        await here.ask(SEED_TEXT)
+        assert len(here.prefixes._disk._to_write) == 3
+    async with world(tmp_path, disk=True) as here:
+        assert await here.ask(SEED_TEXT) == 9
+
+
+async def passing(clock: StillClock, seconds: float) -> None:
+    """Let time pass for those that sleep."""
+    clock.advance(seconds)
+    await asyncio.sleep(0.05)
