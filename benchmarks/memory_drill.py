@@ -34,6 +34,7 @@ from kakeya.core.units import MIB
 from kakeya.memory.estimate import estimate_model
 from kakeya.node.child import NodeProcess
 from kakeya.node.memory_sizes import lease_size
+from kakeya.serving.backends.restart import RestartPolicy
 
 WEIGHTS_MB = (40, 60, 80)
 SLACK_BYTES = 16 * MIB
@@ -264,7 +265,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kills", type=int, default=5)
+    # One more, and the node gives the model up, as it does with any that keeps dying.
+    parser.add_argument("--kills", type=int, default=RestartPolicy().max_deaths - 1)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if options.requests:
