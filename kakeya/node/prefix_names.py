@@ -20,7 +20,7 @@ from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
 from kakeya.core.files import write_atomically
 from kakeya.core.log import event
 from kakeya.precache.blocks import BlockChain
-from kakeya.precache.endings import Ending, ending_of, seed_of
+from kakeya.precache.endings import Ending, ending_chain, ending_of
 from kakeya.precache.fingerprint import KvFingerprint, fingerprint_of
 from kakeya.precache.pieces import Piece, pieces_of
 from kakeya.precache.weights import weights_digest
@@ -85,7 +85,7 @@ class Naming:
     @property
     def ending_seed(self) -> bytes:
         """What tells its endings' names from all others."""
-        return seed_of(self.chain)
+        return ending_chain(self.chain).seed
 
     def grain(self, index: int) -> int:
         """Tokens of the pieces in which prefill computes a block; 1 = any number."""

@@ -13,6 +13,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from kakeya.core.units import MIB
 from kakeya.precache.blocks import BlockChain, BlockId, packed_ids
@@ -31,9 +32,10 @@ class Ending:
     token_id: int
 
 
-def seed_of(chain: BlockChain) -> bytes:
-    """What the names of logits of a model begin with; its own tells the names of its KV."""
-    return hashlib.sha256(b"logits" + chain.seed).digest()
+@lru_cache(maxsize=256)  # each request asks, and a node has few
+def ending_chain(chain: BlockChain) -> BlockChain:
+    """How the logits of a model are named whose KV is named by `chain`."""
+    return replace(chain, seed=hashlib.sha256(b"logits" + chain.seed).digest())
 
 
 def ending_of(
@@ -49,7 +51,7 @@ def ending_of(
     if last is None:
         return None
     token_id = token_ids[-1]
-    name = replace(chain, seed=seed_of(chain)).name(last.id, packed_ids((token_id,)))
+    name = ending_chain(chain).name(last.id, packed_ids((token_id,)))
     return Ending(id=name, token_id=token_id)
 
 

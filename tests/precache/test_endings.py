@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.precache.blocks import BlockChain
-from kakeya.precache.endings import Endings, ending_of, seed_of
+from kakeya.precache.endings import Endings, ending_chain, ending_of
 from kakeya.precache.pieces import pieces_of
 
 BLOCK = 4
@@ -49,7 +49,7 @@ def test_no_name_is_that_of_a_block_or_of_another_model_or_owner(text: list[int]
     others = [BlockChain(bytes(32), BLOCK), BlockChain(SEED, BLOCK, b"key")]
     names |= {name(text, chain=chain) for chain in others}
     assert name(text) not in names
-    assert len({seed_of(chain) for chain in (CHAIN, others[0])} - {SEED}) == 2
+    assert len({ending_chain(chain).seed for chain in (CHAIN, others[0])} - {SEED}) == 2
 
 
 def test_a_single_token_has_no_prompt_in_front() -> None:
