@@ -31,7 +31,7 @@ from kakeya.precache.disk_stats import Counts, DiskConfig, DiskStats, uses_of
 from kakeya.precache.disk_threads import DiskThreads, Outage, Stop
 from kakeya.precache.disk_upkeep import DiskParts, Upkeep
 from kakeya.precache.disk_writer import BlockWriter, is_as_good
-from kakeya.precache.kvb import DamagedBlock, Payload, StoredBlock
+from kakeya.precache.kvb import DamagedBlock, Payload, Proof, StoredBlock
 from kakeya.precache.retention import Retention
 
 _log = logging.getLogger(__name__)
@@ -187,25 +187,30 @@ class BlockStore:
     # Reading.
 
     async def get(self, block_id: BlockId) -> tuple[StoredBlock, bytearray] | None:
-        """Read a block; None = it is not there, or no longer what was written."""
+        """Read a block for others; None = it is not there, or no longer what was written.
+
+        The proof is SHA-256.
+        """
         room: list[bytearray] = []
 
         def into(block: StoredBlock) -> memoryview:
             room.append(bytearray(block.payload_bytes))
             return memoryview(room[-1])
 
-        block = await self._read(block_id, into)
+        block = await self._read(block_id, into, Proof.SHA256)
         return None if block is None else (block, room[-1])
 
     async def read_into(self, block_id: BlockId, view: memoryview) -> bool:
-        """Read a payload straight into a view of exactly its size, and prove it.
+        """Read a payload straight into a view of exactly its size, and prove it by its parts.
 
         False = the block is not there, damaged, or of another size, and the view holds anything.
         When this is cancelled, nothing writes to the view any more once it has ended.
         """
         flat = view.cast("B")
         block = await self._read(
-            block_id, lambda block: flat if block.payload_bytes == len(flat) else None
+            block_id,
+            lambda block: flat if block.payload_bytes == len(flat) else None,
+            Proof.PARTS,
         )
         return block is not None
 
@@ -311,14 +316,14 @@ class BlockStore:
 
     # Reading, behind the scenes.
 
-    async def _read(self, block_id: BlockId, into: Into) -> StoredBlock | None:
+    async def _read(self, block_id: BlockId, into: Into, proof: Proof) -> StoredBlock | None:
         waiting = self._writer.on_its_way(block_id)
         if not self._is_open:
             block = None
         elif waiting is not None:
             block = await self._copy(waiting, into)
         else:
-            block = await self._read_file(block_id, into)
+            block = await self._read_file(block_id, into, proof)
         if block is None:
             self._counts.misses += 1
             return None
@@ -336,14 +341,21 @@ class BlockStore:
             await self._threads.read(partial(view.__setitem__, slice(None), whole))
         return waiting.block
 
-    async def _read_file(self, block_id: BlockId, into: Into) -> StoredBlock | None:
+    async def _read_file(self, block_id: BlockId, into: Into, proof: Proof) -> StoredBlock | None:
         entry = self._index.get(block_id)
         while entry is not None:
             stop = Stop()
             try:
-                block = await self._threads.read(
-                    partial(self._folder.read, entry.name, block_id, into, stop.is_unset), stop
+                read = partial(
+                    self._folder.read,
+                    entry.name,
+                    block_id,
+                    into,
+                    stop.is_unset,
+                    known=entry.head,
+                    proof=proof,
                 )
+                block = await self._threads.read(read, stop)
             except FileNotFoundError:
                 self._lose(entry)  # unless it has another name now
                 entry = self._index.get(block_id)
@@ -390,9 +402,8 @@ def _look_through(
 
 def _entry(file: FoundFile, used_mono: float) -> Entry:
     return Entry(
-        block=file.block,
+        head=file.head,
         name=file.name,
-        size_bytes=file.size_bytes,
         retention=file.retention,
         used_mono=used_mono,
         told_mono=used_mono,

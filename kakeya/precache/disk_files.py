@@ -20,6 +20,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kakeya.precache.blocks import BlockId
@@ -29,7 +30,10 @@ from kakeya.precache.kvb import (
     Facts,
     Head,
     Payload,
+    Proof,
     StoredBlock,
+    file_bytes,
+    is_headed,
     read_head,
     read_payload,
     write_block,
@@ -46,11 +50,20 @@ _BROKEN = frozenset({errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO})
 class FoundFile:
     """A whole header in the folder; the payload behind it was not read."""
 
-    block: StoredBlock
+    head: Head
     name: str
     retention: Retention
-    size_bytes: int
     used_at: float  # wall seconds
+
+    @property
+    def block(self) -> StoredBlock:
+        """What it is the file of."""
+        return self.head.block
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes of the disk."""
+        return file_bytes(self.head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +146,8 @@ class BlockFolder:
 
     def write(
         self, block: StoredBlock, payload: Payload, retention: Retention, used_at: float
-    ) -> tuple[str, int]:
-        """Write a block under its name, or leave what is there; its name and size.
+    ) -> tuple[str, Head]:
+        """Write a block under its name, or leave what is there; its name, and how it begins.
 
         Raises InvalidArgument, OSError.
         """
@@ -146,7 +159,7 @@ class BlockFolder:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             with io.FileIO(os.open(aside, flags, 0o600), "w") as file:
-                size_bytes = write_block(file, block, payload)
+                head = write_block(file, block, payload)
                 os.fsync(file.fileno())
                 os.utime(file.fileno(), (used_at, used_at))
             aside.replace(path)
@@ -154,7 +167,7 @@ class BlockFolder:
             with contextlib.suppress(OSError):
                 aside.unlink(missing_ok=True)
             raise
-        return name, size_bytes
+        return name, head
 
     def read(
         self,
@@ -162,30 +175,39 @@ class BlockFolder:
         block_id: BlockId,
         into: Callable[[StoredBlock], memoryview | None],
         is_wanted: Callable[[], bool],
+        *,
+        known: Head | None = None,
+        proof: Proof = Proof.SHA256,
     ) -> StoredBlock | None:
         """Read a block into what `into` gives for it; None = it gave nothing, or is not wanted.
 
-        Under another name too, which another thread may have given it since. Raises DamagedBlock,
-        and then it was set aside; OSError.
+        Under another name too, which another thread may have given it since. `known`: how the file
+        began when it was last looked at. Raises DamagedBlock, and then it was set aside; OSError.
         """
+        read = partial(
+            self._read, block_id=block_id, into=into, is_wanted=is_wanted, known=known, proof=proof
+        )
         *others, last = names_of(name)
         for other in others:
             with contextlib.suppress(FileNotFoundError):
-                return self._read(self._path(other), block_id, into, is_wanted)
-        return self._read(self._path(last), block_id, into, is_wanted)
+                return read(self._path(other))
+        return read(self._path(last))
 
     def _read(
         self,
         path: Path,
+        *,
         block_id: BlockId,
         into: Callable[[StoredBlock], memoryview | None],
         is_wanted: Callable[[], bool],
+        known: Head | None,
+        proof: Proof,
     ) -> StoredBlock | None:
         try:
             with _opened(path) as file:
-                head = _head(file, os.fstat(file.fileno()), block_id)
+                head = _head(file, os.fstat(file.fileno()), block_id, known=known)
                 view = into(head.block)
-                if view is None or not read_payload(file, head, view, is_wanted):
+                if view is None or not read_payload(file, head, view, is_wanted, proof):
                     return None
                 return head.block
         except DamagedBlock:
@@ -334,14 +356,8 @@ def _look_at(entry: os.DirEntry[str], shared: dict[bytes, Facts]) -> FoundFile:
         raise DamagedBlock("its name is no block's")
     with _opened(entry.path) as file:
         found = os.fstat(file.fileno())
-        block = _head(file, found, parsed[0], shared).block
-    return FoundFile(
-        block=block,
-        name=entry.name,
-        retention=parsed[1],
-        size_bytes=found.st_size,
-        used_at=found.st_mtime,
-    )
+        head = _head(file, found, parsed[0], shared)
+    return FoundFile(head=head, name=entry.name, retention=parsed[1], used_at=found.st_mtime)
 
 
 def _head(
@@ -349,9 +365,14 @@ def _head(
     found: os.stat_result,
     block_id: BlockId,
     shared: dict[bytes, Facts] | None = None,
+    known: Head | None = None,
 ) -> Head:
     if not stat.S_ISREG(found.st_mode):
         raise DamagedBlock("it is no file")
+    if known is not None:
+        if is_headed(file, found.st_size, known):
+            return known
+        file.seek(0)
     head = read_head(file, found.st_size, shared)
     if head.block.id != block_id:
         raise DamagedBlock(f"it holds block {head.block.id.hex()}")

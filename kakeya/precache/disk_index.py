@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kakeya.precache.blocks import BlockId
-from kakeya.precache.kvb import Facts, StoredBlock
+from kakeya.precache.kvb import Facts, Head, StoredBlock, file_bytes
 from kakeya.precache.retention import Retention
 
 SUFFIX = ".kvb"
@@ -51,14 +51,23 @@ def names_of(name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One file: its block, its name, and when it was last used."""
+    """One file: how it begins, its name, and when it was last used."""
 
-    block: StoredBlock
+    head: Head
     name: str
-    size_bytes: int
     retention: Retention  # from now on; the block's own may be shorter
     used_mono: float
     told_mono: float  # the last use that the file itself shows
+
+    @property
+    def block(self) -> StoredBlock:
+        """What it is the file of."""
+        return self.head.block
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes of the disk."""
+        return file_bytes(self.head)
 
     def spent(self, now_mono: float) -> float:
         """How much of its life has passed since its last use; above 1 = expired."""

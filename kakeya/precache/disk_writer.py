@@ -18,7 +18,7 @@ from kakeya.precache.disk_index import Entry
 from kakeya.precache.disk_queue import Waiting, WriteQueue
 from kakeya.precache.disk_threads import Outage
 from kakeya.precache.disk_upkeep import DiskParts, Upkeep
-from kakeya.precache.kvb import StoredBlock, written_bytes
+from kakeya.precache.kvb import StoredBlock, file_bytes, written_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -140,10 +140,10 @@ class BlockWriter:
             return
         retention, mono, wall = item.retention, self._clock.mono(), self._clock.wall()
         write = partial(self._folder.write, block, item.payload, retention, wall)
-        name, size_bytes = await self._threads.write(write)
+        name, head = await self._threads.write(write)
         self._outage.ended()
         self._counts.writes += 1
-        self._counts.written_bytes += size_bytes
+        self._counts.written_bytes += file_bytes(head)
         if not item.is_wanted:
             self._threads.write_later(partial(self._folder.remove_all, (name,)))
             return
@@ -151,9 +151,8 @@ class BlockWriter:
             self._threads.write_later(partial(self._folder.remove_all, (name,), keep=name))
         self._index.add(
             Entry(
-                block=block,
+                head=head,
                 name=name,
-                size_bytes=size_bytes,
                 retention=max(retention, item.retention),
                 used_mono=mono,
                 told_mono=mono,

@@ -5,9 +5,12 @@
 
 The header is canonical JSON (keys sorted, no spaces) with a bounded length and a checksum of its
 own, so an index is built from headers alone. The payload is the engine's bytes as they lie in
-pages, from a multiple of 64 on. SHA-256 is the proof: a payload is only as good as the trailer
-says; where it is not, a crc32 of each part in the header says where damage lies. Numbers are
+pages, from a multiple of 64 on. The header has a crc32 of each part of it. Numbers are
 little-endian.
+
+A payload is proven in one of two ways. By its parts: what a disk does by itself, any run of up to
+32 wrong bits for certain, anything else but for one in 2^32. By SHA-256, which takes twice as long:
+whatever was done to the file.
 
 Every length is checked against the file's size before anything is allocated or read. Everything
 here blocks; nothing here knows names or folders.
@@ -16,6 +19,7 @@ here blocks; nothing here knows names or folders.
 from __future__ import annotations
 
 import base64
+import enum
 import hashlib
 import io
 import json
@@ -93,13 +97,28 @@ class StoredBlock:
         return tuple(unpack_ids(self.packed_ids))
 
 
+class Proof(enum.Enum):
+    """How it is made sure that a payload is what was written."""
+
+    PARTS = enum.auto()
+    SHA256 = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seal:
+    """What of a header is enough to know it again, and to prove the payload behind it."""
+
+    prologue: bytes
+    payload_at: int
+    part_crcs: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
     """What stands in front of a payload: the block, and what proves its bytes."""
 
     block: StoredBlock
-    raw: bytes  # everything before the payload
-    part_crcs: tuple[int, ...]
+    seal: Seal
 
 
 def written_bytes(block: StoredBlock) -> int:
@@ -107,8 +126,13 @@ def written_bytes(block: StoredBlock) -> int:
     return _file_bytes(block, len(_encode_head(block, [0] * len(_parts(block.payload_bytes)))))
 
 
-def write_block(file: io.RawIOBase, block: StoredBlock, payload: Payload) -> int:
-    """Write a block to an empty file; the bytes it took.
+def file_bytes(head: Head) -> int:
+    """Tell the size of the file that begins so."""
+    return _file_bytes(head.block, head.seal.payload_at)
+
+
+def write_block(file: io.RawIOBase, block: StoredBlock, payload: Payload) -> Head:
+    """Write a block to an empty file; what stands in front of its payload now.
 
     Raises InvalidArgument when the payload has another size or the header would be too long,
     OSError.
@@ -120,20 +144,21 @@ def write_block(file: io.RawIOBase, block: StoredBlock, payload: Payload) -> int
             f"{block.payload_bytes} were announced"
         )
     parts = _parts(len(view))
-    head = _encode_head(block, [zlib.crc32(view[first:last]) for first, last in parts])
+    crcs = [zlib.crc32(view[first:last]) for first, last in parts]
+    head = _encode_head(block, crcs)
     sha256 = hashlib.sha256(head)
     _write_all(file, head)
     for first, last in parts:
         sha256.update(view[first:last])
         _write_all(file, view[first:last])
     _write_all(file, sha256.digest())
-    return _file_bytes(block, len(head))
+    return Head(block=block, seal=_seal(head, crcs))
 
 
 def read_head(
     file: io.RawIOBase, size: int, shared: MutableMapping[bytes, Facts] | None = None
 ) -> Head:
-    """Read what stands in front of the payload of a file of `size` bytes.
+    """Read what stands in front of the payload of a file of `size` bytes, up to there.
 
     Blocks of one fingerprint share the facts in `shared`, of which thousands have few. Raises
     DamagedBlock, OSError.
@@ -160,40 +185,61 @@ def read_head(
         raise DamagedBlock(
             f"it has {size} bytes; with its payload it must have {_file_bytes(block, payload_at)}"
         )
-    return Head(block=block, raw=raw, part_crcs=part_crcs)
+    file.seek(payload_at)
+    return Head(block=block, seal=_seal(raw, part_crcs))
+
+
+def is_headed(file: io.RawIOBase, size: int, head: Head) -> bool:
+    """Read what stands in front of the payload, and tell whether it is still this.
+
+    Faster than `read_head`, which is to be asked from the beginning where it is not. Raises
+    OSError.
+    """
+    seal = head.seal
+    if size != file_bytes(head):
+        return False
+    raw = _read_up_to(file, seal.payload_at)
+    _, length, crc = _PROLOGUE.unpack(seal.prologue)
+    text = raw[_PROLOGUE.size : _PROLOGUE.size + length]
+    return raw.startswith(seal.prologue) and zlib.crc32(text) == crc
 
 
 def read_payload(
-    file: io.FileIO, head: Head, into: memoryview, is_wanted: Callable[[], bool] = lambda: True
+    file: io.FileIO,
+    head: Head,
+    into: memoryview,
+    is_wanted: Callable[[], bool] = lambda: True,
+    proof: Proof = Proof.SHA256,
 ) -> bool:
     """Read the payload straight into `into`, which has its size, and prove it.
 
-    Returns False when it was no longer wanted, asked before each part; `into` then holds anything.
-    Raises DamagedBlock, and OSError.
+    The head was read just before. Returns False when the payload was no longer wanted, asked before
+    each part; `into` then holds anything. Raises DamagedBlock, and OSError.
     """
     if into.nbytes != head.block.payload_bytes:
         raise InvalidArgument(
             f"{into.nbytes} bytes were given for a payload of {head.block.payload_bytes}"
         )
-    file.seek(len(head.raw))
-    sha256 = hashlib.sha256(head.raw)
-    for first, last in _parts(into.nbytes):
+    sha256 = None
+    if proof is Proof.SHA256:
+        file.seek(0)
+        sha256 = hashlib.sha256(_read_up_to(file, head.seal.payload_at))
+    crcs = head.seal.part_crcs
+    for number, (first, last) in enumerate(_parts(into.nbytes)):
         if not is_wanted():
             return False
-        _read_exactly(file, into[first:last])
-        sha256.update(into[first:last])
-    trailer = bytearray(_DIGEST_BYTES)
-    _read_exactly(file, memoryview(trailer))
-    if trailer != sha256.digest():
-        raise DamagedBlock(_where(head, into))
+        part = into[first:last]
+        _read_exactly(file, part)
+        if zlib.crc32(part) != crcs[number]:
+            raise DamagedBlock(f"part {number + 1} of {len(crcs)} is damaged")
+        if sha256 is not None:
+            sha256.update(part)
+    if sha256 is not None:
+        trailer = bytearray(_DIGEST_BYTES)
+        _read_exactly(file, memoryview(trailer))
+        if trailer != sha256.digest():
+            raise DamagedBlock("its SHA-256 is another one than its trailer says")
     return True
-
-
-def _where(head: Head, payload: memoryview) -> str:
-    for number, (first, last) in enumerate(_parts(payload.nbytes)):
-        if zlib.crc32(payload[first:last]) != head.part_crcs[number]:
-            return f"part {number + 1} of {len(head.part_crcs)} is damaged"
-    return "its SHA-256 is another one than its trailer says"
 
 
 # The header.
@@ -255,6 +301,12 @@ def _decode_header(
     if len(crcs) != 4 * parts:
         raise DamagedBlock(f"its header has {len(crcs)} bytes of checksums for {parts} parts")
     return block, struct.unpack(f">{parts}I", crcs)
+
+
+def _seal(raw: bytes, part_crcs: Sequence[int]) -> Seal:
+    return Seal(
+        prologue=bytes(raw[: _PROLOGUE.size]), payload_at=len(raw), part_crcs=tuple(part_crcs)
+    )
 
 
 def _facts(tree: object) -> Facts:

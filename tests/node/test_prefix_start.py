@@ -154,7 +154,9 @@ async def test_a_damaged_block_ends_it_and_costs_its_own_prompt_alone(tmp_path: 
     await stored(tmp_path)
     files = sorted((tmp_path / "precache").rglob("*.kvb"), key=lambda path: path.stat().st_mtime)
     for path in files[-1:]:
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        data = bytearray(path.read_bytes())
+        data[-33] ^= 1  # the last byte of the payload, in front of its SHA-256
+        path.write_bytes(data)
     async with world(tmp_path, disk=True) as here:
         await started(here)
         assert [await here.ask(prompt) for prompt in (FIRST, SECOND)] == [9, 9]

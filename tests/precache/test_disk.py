@@ -265,6 +265,42 @@ async def test_a_damaged_file_is_a_miss_and_can_be_written_again(tmp_path: Path,
         assert await store.get(block.id) == (block, payload)
 
 
+@pytest.mark.parametrize("at", [0, 5, 40, -500, -33])
+async def test_pages_are_filled_with_nothing_that_is_damaged(tmp_path: Path, at: int) -> None:
+    block, payload = block_of()
+    lost: list[BlockId] = []
+    async with opened(tmp_path, lost=lost.extend) as store:
+        await put_all(store, [(block, payload)])
+        flip(file_of(tmp_path, block.id), at)
+        assert not await store.read_into(block.id, memoryview(bytearray(1000)))
+        assert (lost, store.stats().counts.damaged) == ([block.id], 1)
+        assert len(list((tmp_path / "kv" / QUARANTINE).iterdir())) == 1
+
+
+async def test_what_is_read_for_others_is_proven_by_more_than_checksums(tmp_path: Path) -> None:
+    block, payload = block_of()
+    async with opened(tmp_path) as store:
+        await put_all(store, [(block, payload)])
+        flip(file_of(tmp_path, block.id), -1)  # of the SHA-256 itself
+        room = bytearray(1000)
+        assert await store.read_into(block.id, memoryview(room))
+        assert bytes(room) == payload
+        assert await store.get(block.id) is None
+
+
+async def test_a_file_that_somebody_replaced_is_read_as_it_is_now(tmp_path: Path) -> None:
+    block, payload = block_of()
+    newer = (replace(block, created_at=1_800_000_000.0), payload[::-1])
+    async with opened(tmp_path) as store, opened(tmp_path / "other") as other:
+        await put_all(store, [(block, payload)])
+        await put_all(other, [newer])
+        file_of(tmp_path / "other", block.id).replace(file_of(tmp_path, block.id))
+        room = bytearray(1000)
+        assert await store.read_into(block.id, memoryview(room))
+        assert bytes(room) == newer[1]
+        assert await store.get(block.id) == newer
+
+
 async def test_a_damaged_folder_costs_only_what_is_damaged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

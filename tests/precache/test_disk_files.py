@@ -15,7 +15,7 @@ import pytest
 
 from kakeya.precache.disk_files import QUARANTINE, BlockFolder
 from kakeya.precache.disk_index import name_of
-from kakeya.precache.kvb import DamagedBlock, StoredBlock
+from kakeya.precache.kvb import DamagedBlock, StoredBlock, file_bytes
 from kakeya.precache.retention import Retention
 from tests.precache.disk_world import Made, block_of
 
@@ -29,9 +29,9 @@ def folder(tmp_path: Path) -> BlockFolder:
 
 
 def write(folder: BlockFolder, made: Made, retention: Retention = Retention.LONG) -> Path:
-    name, size = folder.write(*made, retention, AT)
+    name, head = folder.write(*made, retention, AT)
     path = folder.folder / name[:2] / name
-    assert path.stat().st_size == size
+    assert path.stat().st_size == file_bytes(head)
     return path
 
 

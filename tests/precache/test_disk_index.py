@@ -23,6 +23,7 @@ from kakeya.precache.disk_index import (
     untold,
     victims,
 )
+from kakeya.precache.kvb import Head, Seal
 from kakeya.precache.retention import Retention
 from tests.precache.disk_world import FINGERPRINT, block_of
 
@@ -37,14 +38,16 @@ def entry_of(
     index: int = 0,
     used_mono: float = NOW,
     retention: Retention = Retention.LONG,
-    size_bytes: int = 1000,
+    payload_bytes: int = 1000,
     fingerprint: bytes = FINGERPRINT,
 ) -> Entry:
-    block, _ = block_of(seed, parent=parent, index=index, fingerprint=fingerprint)
+    block, _ = block_of(
+        seed, parent=parent, index=index, fingerprint=fingerprint, size=payload_bytes
+    )
+    seal = Seal(prologue=b"", payload_at=64, part_crcs=())
     return Entry(
-        block=block,
+        head=Head(block=block, seal=seal),
         name=name_of(block.id, retention),
-        size_bytes=size_bytes,
         retention=retention,
         used_mono=used_mono,
         told_mono=used_mono,
@@ -67,7 +70,7 @@ def view_of(seed: int) -> IndexView:
                 index=index,
                 used_mono=NOW - rng.randrange(rng.choice([400, 4000, 90_000])),
                 retention=rng.choice(list(Retention)),
-                size_bytes=rng.randint(1, 5000),
+                payload_bytes=rng.randint(1, 5000),
                 fingerprint=above.block.fingerprint if above else rng.choice([FINGERPRINT, OTHER]),
             )
         )
@@ -230,7 +233,7 @@ class Index(RuleBasedStateMachine):
     @rule(seed=seeds, kind=kinds, size=st.integers(1, 99), ours=st.booleans())
     def add(self, seed: int, kind: Retention, size: int, ours: bool) -> None:
         fingerprint = FINGERPRINT if ours else OTHER
-        entry = entry_of(seed, retention=kind, size_bytes=size, fingerprint=fingerprint)
+        entry = entry_of(seed, retention=kind, payload_bytes=size, fingerprint=fingerprint)
         self.index.add(entry)
         self.model[entry.block.id] = entry
 

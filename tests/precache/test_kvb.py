@@ -18,7 +18,10 @@ from kakeya.precache.kvb import (
     MAGIC,
     PART_BYTES,
     DamagedBlock,
+    Proof,
     StoredBlock,
+    file_bytes,
+    is_headed,
     pack_tokens,
     read_head,
     read_payload,
@@ -46,16 +49,18 @@ blocks = st.builds(
 
 def written(made: Made) -> bytes:
     file = io.BytesIO()
-    size = write_block(file, *made)
-    assert size == len(file.getvalue()) == written_bytes(made[0])
-    return file.getvalue()
+    head = write_block(file, *made)
+    data = file.getvalue()
+    assert file_bytes(head) == len(data) == written_bytes(made[0])
+    assert head == read_head(io.BytesIO(data), len(data))
+    return data
 
 
-def read(data: bytes) -> Made:
+def read(data: bytes, proof: Proof = Proof.SHA256) -> Made:
     file = io.BytesIO(data)
     head = read_head(file, len(data))
     room = bytearray(head.block.payload_bytes)
-    assert read_payload(file, head, memoryview(room))
+    assert read_payload(file, head, memoryview(room), proof=proof)
     return head.block, bytes(room)
 
 
@@ -70,13 +75,15 @@ def forged(tree: object, payload: bytes = b"", *, length: int | None = None) -> 
 @settings(max_examples=60, deadline=None)
 def test_a_block_comes_back_as_it_was_written(block: StoredBlock, data: st.DataObject) -> None:
     payload = data.draw(st.binary(min_size=block.payload_bytes, max_size=block.payload_bytes))
-    assert read(written((block, payload))) == (block, payload)
+    for proof in Proof:
+        assert read(written((block, payload)), proof) == (block, payload)
 
 
 @pytest.mark.parametrize("size", [PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES])
 def test_a_payload_of_any_number_of_parts_comes_back(size: int) -> None:
     made = block_of(size=size)
-    assert read(written(made)) == made
+    for proof in Proof:
+        assert read(written(made), proof) == made
 
 
 def test_a_payload_lies_aligned_behind_its_header() -> None:
@@ -105,6 +112,36 @@ def test_a_flip_of_every_single_bit_is_found() -> None:
             read(bytes(data))
 
 
+def test_the_parts_prove_every_byte_of_a_payload() -> None:
+    good = written(block_of(size=40))
+    at = len(good) - 32 - 40
+    for bit in range(8 * at, 8 * (at + 40)):
+        data = bytearray(good)
+        data[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DamagedBlock, match="part 1 of 1 is damaged"):
+            read(bytes(data), Proof.PARTS)
+
+
+def test_a_header_that_is_known_is_known_again_and_no_other_one_is() -> None:
+    made = block_of(size=40)
+    good = written(made)
+    head = read_head(io.BytesIO(good), len(good))
+    file = io.BytesIO(good)
+    room = bytearray(40)
+    assert is_headed(file, len(good), head)
+    assert read_payload(file, head, memoryview(room), proof=Proof.PARTS)  # goes on from there
+    assert bytes(room) == made[1]
+    other = written((replace(made[0], retention=Retention.EXTENDED), made[1]))
+    longer = written(block_of(size=41))
+    for data in (b"", good[:60], other, longer, good[:-1]):
+        assert not is_headed(io.BytesIO(data), len(data), head)
+    length = struct.unpack_from("<I", good, 4)[0]
+    for at in range(12 + length):
+        flipped = bytearray(good)
+        flipped[at] ^= 1
+        assert not is_headed(io.BytesIO(flipped), len(flipped), head)
+
+
 def test_damage_to_a_header_is_found_without_reading_the_payload() -> None:
     good = written(block_of(size=40))
     length = struct.unpack_from("<I", good, 4)[0]
@@ -127,8 +164,9 @@ def test_a_file_that_is_cut_off_anywhere_is_found() -> None:
 def test_damage_is_said_with_its_part() -> None:
     data = bytearray(written(block_of(size=3 * PART_BYTES)))
     data[-32 - PART_BYTES - 5] ^= 1
-    with pytest.raises(DamagedBlock, match="part 2 of 3 is damaged"):
-        read(bytes(data))
+    for proof in Proof:
+        with pytest.raises(DamagedBlock, match="part 2 of 3 is damaged"):
+            read(bytes(data), proof)
 
 
 def test_parts_in_another_order_are_found() -> None:
