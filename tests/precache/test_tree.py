@@ -247,6 +247,19 @@ def test_a_pinned_tail_stays_though_it_is_needless(shelf: Shelf) -> None:
     assert shelf.put([*LONG, 50, 51])[-1].dropped == ()
 
 
+def test_a_pin_keeps_no_needless_tail_that_was_lost_to_disk(shelf: Shelf) -> None:
+    shelf.put([*LONG, 50])
+    shelf.store([*LONG, 50])
+    ids = shelf.ids([*LONG, 50])
+    pin = shelf.tree.pin(ids)
+    assert pin is not None
+    shelf.tree.lose(ids[-1])
+    done = shelf.put([*LONG, 50, 51])[-1]
+    assert [(one.id, one.payload, one.stored) for one in done.dropped] == [(ids[-1], None, True)]
+    pin.unpin()
+    assert shelf.tree.node(ids[-1]) is None
+
+
 def test_the_oldest_of_too_many_tails_goes(shelf: Shelf) -> None:
     for number in range(MAX_TAILS):
         shelf.put([*LONG, 50 + number], now=number)
