@@ -14,7 +14,7 @@ from kakeya.mlx.blas import preload_blas
 preload_blas(threads=1)
 
 from benchmarks.models import random_model  # noqa: E402
-from benchmarks.report import emit, interleaved, median  # noqa: E402
+from benchmarks.report import emit, median  # noqa: E402
 from kakeya.decoding.controller import DraftController  # noqa: E402
 from kakeya.decoding.sampling import SamplingParams  # noqa: E402
 from kakeya.engine.drafting import RemoteBooks  # noqa: E402
@@ -27,6 +27,10 @@ from kakeya.mlx.model import MlxModel  # noqa: E402
 
 ROWS = 8
 TOKENS = 128
+GOAL = 1.0
+"""Goal 11: drafting and batching together."""
+GOAL_WITHOUT_MATCHES = 0.97
+"""Goal 24: text in which there is nothing to draft, so that nothing can be won."""
 NGRAM = (SourceSpec(kind="ngram"),)
 
 
@@ -82,14 +86,18 @@ def fail(problem: Exception) -> None:
     raise problem
 
 
-def compare(name: str, bench: Bench, repeats: int = 11) -> None:
+def compare(name: str, bench: Bench, goal: float, repeats: int = 12) -> None:
+    """In turns, of which every second one begins with the other: what ran before has its effect."""
     measures: dict[str, Callable[[], float]] = {
         "off": lambda: bench.run(()),
         "on": lambda: bench.run(NGRAM),
     }
     for measure in measures.values():
         measure()
-    taken = interleaved(measures, repeats=repeats)
+    taken: dict[str, list[float]] = {name: [] for name in measures}
+    for turn in range(repeats):
+        for which in ("off", "on") if turn % 2 else ("on", "off"):
+            taken[which].append(measures[which]())
     thread_s = {drafts: sum(taken_s[1:]) for drafts, taken_s in bench.thread_s.items()}
     ratio = median([on / off for on, off in zip(taken["on"], taken["off"], strict=True)])
     emit(
@@ -97,8 +105,8 @@ def compare(name: str, bench: Bench, repeats: int = 11) -> None:
         ours=median(taken["on"]),
         baseline=median(taken["off"]),
         ratio=ratio,
-        goal=">= 1 of drafts off",
-        met=ratio >= 1,
+        goal=f">= {goal:g} of drafts off",
+        met=ratio >= goal,
         thread_ratio=round(thread_s[False] / thread_s[True], 3),
         accepted=bench.accepted,
         forwards=bench.blocks,
@@ -107,8 +115,8 @@ def compare(name: str, bench: Bench, repeats: int = 11) -> None:
 
 def main() -> None:
     model = MlxModel(load(str(random_model("3m")), "3m"), 0.0, True)
-    compare("3m, cyclic text", Bench(model, 0.0))
-    compare("3m, random text", Bench(model, 1.0))
+    compare("3m, cyclic text", Bench(model, 0.0), GOAL)
+    compare("3m, random text", Bench(model, 1.0), GOAL_WITHOUT_MATCHES, repeats=24)
 
 
 if __name__ == "__main__":

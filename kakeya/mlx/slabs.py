@@ -185,6 +185,8 @@ class Slab:
         self.forwards = 0
         self.shares_from: int | None = None
         """See `kin.runs`."""
+        self.apart = 0
+        """Forwards in which others of this capacity stood beside it."""
         self.gap_since: int | None = None
         """The forward from which on places were free and nobody came; None = not looked at."""
         self._tenants: list[weakref.ref[Tenant] | None] = [None] * places

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.decoding.ngram import LENGTHS, NGramIndex
-from kakeya.decoding.ngram_source import NGramSource
+from kakeya.decoding.ngram_source import LOOK_TOKENS, NGramSource
 
 texts = st.lists(st.integers(0, 3), max_size=60)
 
@@ -17,18 +17,29 @@ texts = st.lists(st.integers(0, 3), max_size=60)
 def test_a_match_is_passed_over_only_after_one_as_long_was_vain_and_none_came_true(
     text: list[int], passed: list[bool]
 ) -> None:
-    """Against the rule as it is said, on an index that is asked at every token."""
+    """Against the rule as it is said, on an index that is asked at every token, and where nothing
+    was offered for 16 tokens at every eighth."""
     source, index = NGramSource(), NGramIndex()
-    vain = 0
+    vain = quiet = 0
+    waiting: list[int] = []
     for token, passes in zip(text, passed, strict=False):
-        expected, _ = index.next_token()
-        if token == expected:
-            vain = 0
         source.extend((token,))
-        index.extend((token,))
+        waiting.append(token)
+        if quiet >= 16 and len(waiting) < LOOK_TOKENS:
+            assert not source.has_offer
+            assert source.draft(4) is None
+            continue
+        expected, _ = index.next_token()
+        if waiting[0] == expected:
+            vain = quiet = 0
+        index.extend(waiting)
+        quiet += len(waiting)
+        waiting.clear()
         followed, match = index.next_token()
         assert (followed is None) == (match == 0)
         assert source.has_offer == (match > vain)
+        if source.has_offer:
+            quiet = 0
         draft = source.draft(4)
         assert (draft is not None) == source.has_offer
         if draft is not None:
@@ -69,16 +80,21 @@ def test_text_by_chance_gets_a_look_for_each_length_and_match_that_came_true(
 def test_a_copied_span_is_drafted_from_its_second_token_on(
     before: list[int], span: list[int]
 ) -> None:
-    """However vain everything was before it: the first token that comes true opens it."""
+    """However vain everything was before it: the first token that comes true opens it. Behind a
+    text that offered nothing for long, with the second look at the latest."""
     source = NGramSource()
     for token in [*span, *before]:
         source.extend((token,))
         source.pass_over()
+    looks_at_each = len(span) + len(before) < 16
+    is_open = False
     for at, token in enumerate(span[:-1]):
         source.extend((token,))
         draft = source.draft(4)
-        if at:
-            assert draft is not None
+        assert not is_open or draft is not None, "it stays open"
+        is_open = draft is not None
+        assert is_open or at < (1 if looks_at_each else 2 * LOOK_TOKENS)
+        if at and draft is not None:
             assert draft.tokens[0] == span[at + 1]
 
 

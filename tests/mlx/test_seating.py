@@ -217,6 +217,50 @@ def test_who_joins_one_by_one_comes_to_lie_with_the_others(models: dict[str, Loa
     assert stretches == [1, 1, 2, 1, 2, 2, 1]
 
 
+def parts(states: Sequence[Verifier]) -> int:
+    return sum(state.seat is None for state in states) + len(
+        {id(state.seat.slab) for state in states if state.seat}
+    )
+
+
+def forwards_apart(seating: Seating, states: Sequence[Verifier]) -> int:
+    for forward in range(200):
+        seating.arrange(states)
+        if parts(states) == 1:
+            return forward
+    raise AssertionError(f"{parts(states)} parts have stayed apart")
+
+
+def test_who_stands_apart_for_long_comes_to_lie_with_the_others(
+    models: dict[str, LoadedModel],
+) -> None:
+    seating, states = Seating(), [long(models["llama"], 300) for _ in range(4)]
+    seating.arrange(states)
+    states.append(long(models["llama"], 300))  # alone beside four
+    assert forwards_apart(seating, states) == 3
+    states += [long(models["llama"], 300) for _ in range(2)]  # a slab of two beside one of five
+    assert forwards_apart(seating, states) == 3
+    assert places(states) == list(range(7))
+    states.append(long(models["llama"], 700))  # of another capacity
+    for _ in range(50):
+        seating.arrange(states)
+    assert parts(states) == 2
+
+
+def test_the_more_there_is_to_copy_the_longer_they_stand_apart(
+    models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, taken = models["llama"], []
+    each = long(model, 300).nbytes_per_token() // len(model.make_cache())
+    monkeypatch.setattr("kakeya.mlx.seating._APART_BYTES", 100 * each)
+    for tokens in (300, 700, 1200):
+        seating, states = Seating(), [long(model, tokens) for _ in range(4)]
+        seating.arrange(states)
+        states.append(long(model, tokens))
+        taken.append(1 + forwards_apart(seating, states))
+    assert taken == [-(-5 * capacity_of(tokens + 1) // 100) for tokens in (300, 700, 1200)]
+
+
 def test_who_ends_leaves_a_place_to_the_next(models: dict[str, LoadedModel]) -> None:
     seating, states = Seating(), [long(models["llama"], 300) for _ in range(8)]
     seating.arrange(states)
