@@ -1,8 +1,11 @@
 """Goals 8 and 21: what allocating, pinning and evicting pages costs the process that owns them.
 
 Each figure is the median of many batches, taken in turns with a list append under a lock, the
-least that an allocator shared by threads would pay; `at_reference` is the figure over how much
-slower than the reference machine this one was meanwhile. The vLLM figures of goal 8 are cited.
+least that an allocator shared by threads would pay; what the batch itself takes, the same loop
+around nothing, is taken off. `times_increment` is the figure over adding one to a slot of an object
+in a method of its own, the least that a count costs in Python; `at_reference` is the figure over
+how much slower than the reference machine this one was meanwhile. The vLLM figures of goal 8 are
+cited.
 
     .venv/bin/python -m benchmarks.page_arena
 """
@@ -71,11 +74,15 @@ def allocate_one(*, reused: bool) -> Callable[[], float]:
 
     def measure() -> float:
         taken: list[Block] = []
+        nothing: list[None] = []
         spent = 0
         for _ in range(CALLS // batch):
             started = time.perf_counter_ns()
+            nothing += [None for _ in range(batch)]
+            between = time.perf_counter_ns()
             taken += [page() for _ in range(batch)]
-            spent += time.perf_counter_ns() - started
+            spent += time.perf_counter_ns() - between - (between - started)
+            nothing.clear()
             for block in taken:
                 pool.free(block)
             taken.clear()
@@ -118,6 +125,10 @@ def pins(*, unpin: bool) -> Callable[[], float]:
     """A pin, or an unpin, of each of many held blocks in turn."""
     holds = held(CALLS)
 
+    def nothing() -> None:
+        for _hold in holds:
+            pass
+
     def pin_all() -> None:
         for hold in holds:
             hold.pin()
@@ -127,9 +138,42 @@ def pins(*, unpin: bool) -> Callable[[], float]:
             hold.unpin()
 
     def measure() -> float:
+        loop = ns_each(nothing, CALLS)
         first = ns_each(pin_all, CALLS)
         second = ns_each(unpin_all, CALLS)
-        return second if unpin else first
+        return (second if unpin else first) - loop
+
+    return measure
+
+
+class Counter:
+    """The least that a count costs."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        """One more."""
+        self.count += 1
+
+
+def increment() -> Callable[[], float]:
+    """One more for each of many counters in turn."""
+    counters = [Counter() for _ in range(CALLS)]
+
+    def nothing() -> None:
+        for _counter in counters:
+            pass
+
+    def add_all() -> None:
+        for counter in counters:
+            counter.add()
+
+    def measure() -> float:
+        loop = ns_each(nothing, CALLS)
+        return ns_each(add_all, CALLS) - loop
 
     return measure
 
@@ -205,6 +249,7 @@ def main() -> None:
             taken = interleaved(
                 {
                     "lock": locked_append(),
+                    "increment": increment(),
                     "alloc": allocate_one(reused=True),
                     "alloc_bulk": allocate_one(reused=False),
                     "hundred": allocate_hundred(pair=False, merged=False),
@@ -231,6 +276,7 @@ def main() -> None:
             goal=f"< {goal:.0f} ns",
             met=ns[name] < goal,
             times_locked_append=round(ns[name] / ns["lock"], 2),
+            times_increment=round(ns[name] / ns["increment"], 2),
             **at_reference(ns[name], machine_x),
         )
     emit(

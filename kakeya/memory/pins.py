@@ -22,8 +22,6 @@ from kakeya.memory.content import PIN_RULES, ContentType, Unpinning
 if TYPE_CHECKING:
     from kakeya.memory.pages import Tenant
 
-_GONE = -1  # the pins of a hold that has ended
-
 
 class Now:
     """The time that all parts of one pool share, in monotonic seconds; the pool moves it."""
@@ -95,19 +93,17 @@ class Hold:
 
     def pin(self) -> None:
         """Keep the block until as many `unpin`. Raises PageFreed."""
-        pins = self.pins
-        if pins < 0:
-            raise self._gone()
-        self.pins = pins + 1
+        self.pins += 1
         self.used_s = self._now.s
 
     def unpin(self) -> None:
         """Take one pin back. Raises InvariantBroken when there is none, PageFreed."""
         pins = self.pins
-        if pins < 1:
-            raise self._no_pin()
-        self.pins = pins - 1
-        self.used_s = self._now.s
+        if pins:
+            self.pins = pins - 1
+            self.used_s = self._now.s
+            return
+        raise self._no_pin()
 
     def renew(self) -> None:
         """Say that the pinned work still goes on."""
@@ -130,15 +126,22 @@ class Hold:
         if self.pins > 0:  # not when the holder died meanwhile
             self.unpin()
 
-    def _gone(self) -> PageFreed:
+    def _no_pin(self) -> PageFreed | InvariantBroken:
+        return InvariantBroken("unpin", f"{self.holder.name} has no pin on {self.block}")
+
+
+class _EndedHold(Hold):
+    """What a hold becomes: of another class, so that those that live need not ask each time."""
+
+    __slots__ = ()
+
+    def pin(self) -> None:
+        raise self._no_pin()
+
+    def _no_pin(self) -> PageFreed:
         return PageFreed(
             f"{self.holder.name} holds {self.block} no longer: it was freed, or the holder ended"
         )
-
-    def _no_pin(self) -> PageFreed | InvariantBroken:
-        if self.pins < 0:
-            return self._gone()
-        return InvariantBroken("unpin", f"{self.holder.name} has no pin on {self.block}")
 
 
 class Holder:
@@ -173,7 +176,8 @@ class Holder:
         if hold is not None:
             last_s = self._now.s if hold.pins > 0 else hold.used_s
             block.used_s = max(block.used_s, last_s)  # what it knew of its use stays known
-            hold.pins = _GONE
+            hold.pins = 0
+            hold.__class__ = _EndedHold
             block.holds = tuple(other for other in block.holds if other is not hold)
 
     def holds(self) -> tuple[Hold, ...]:

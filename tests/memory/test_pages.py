@@ -87,10 +87,24 @@ def test_a_pin_of_freed_pages_is_refused() -> None:
     block = kv(pool).page()
     hold = engine.hold(block)
     pool.free(block)
-    with pytest.raises(PageFreed):
+    with pytest.raises(PageFreed, match="engine holds .* no longer"):
         hold.pin()
+    with pytest.raises(PageFreed, match="engine holds .* no longer"):
+        hold.unpin()
+    with pytest.raises(PageFreed), hold:
+        raise AssertionError("it was entered")
+    assert (hold.pins, block.pins) == (0, 0)
     with pytest.raises(PageFreed):
         engine.hold(block)
+
+
+def test_a_pin_whose_holder_ends_meanwhile_ends_in_peace() -> None:
+    pool = pool_of()
+    engine = pool.holder("engine")
+    block = kv(pool).page()
+    with engine.hold(block):
+        assert pool.close(engine).pins == 1
+    assert not block.is_pinned
 
 
 def test_more_unpins_than_pins_are_refused_and_change_nothing() -> None:
