@@ -87,9 +87,9 @@ def test_a_pin_of_freed_pages_is_refused() -> None:
     block = kv(pool).page()
     hold = engine.hold(block)
     pool.free(block)
-    with pytest.raises(PageFreed, match="engine holds .* no longer"):
+    with pytest.raises(PageFreed, match=r"engine holds .* no longer"):
         hold.pin()
-    with pytest.raises(PageFreed, match="engine holds .* no longer"):
+    with pytest.raises(PageFreed, match=r"engine holds .* no longer"):
         hold.unpin()
     with pytest.raises(PageFreed), hold:
         raise AssertionError("it was entered")
