@@ -55,6 +55,20 @@ class _Loading:
     naming: Naming
     block_class: BlockClass
     landed: Callable[[BlockId], None]
+    is_asked: bool = True  # somebody waits, and would rather compute than wait for longer
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """The histories that came back, as token ids, what was used last in front.
+
+    `left_bytes` were allowed and not used. `is_cut`: one did not come, for want of pages or for
+    what the disk did; another try may help.
+    """
+
+    histories: list[list[int]]
+    left_bytes: int = 0
+    is_cut: bool = False
 
 
 class PrefixDisk:
@@ -210,16 +224,17 @@ class PrefixDisk:
             if not self._asking:
                 self._is_asked_for_nothing.set()
 
-    async def recall(self, shelf: Shelf, naming: Naming, nbytes: int) -> list[list[int]]:
-        """Bring what was used last into pages before anybody asks; the histories that came, as
-        token ids, what was used last in front.
+    async def recall(self, shelf: Shelf, naming: Naming, nbytes: int) -> Recall:
+        """Bring what was used last into pages before anybody asks.
 
         Whole histories, as far as they fit so many bytes and nobody has to leave for them; none is
         begun while a request waits for the disk.
         """
         ours = (entry for entry in self.store.entries() if entry.block.fingerprint == shelf.seed)
         newest = heapq.nlargest(_RECALLED, ours, key=lambda entry: entry.used_mono)
-        loading = _Loading(shelf, naming, BlockClass.SPECULATIVE, landed=lambda _: None)
+        loading = _Loading(
+            shelf, naming, BlockClass.SPECULATIVE, landed=lambda _: None, is_asked=False
+        )
         histories: list[list[int]] = []
         for entry in newest:
             await self._is_asked_for_nothing.wait()
@@ -232,9 +247,9 @@ class PrefixDisk:
             await self._load(loading, path)
             nbytes -= left
             if not path[-1].in_ram:
-                break  # the ledger has no room, or the disk is in trouble
+                return Recall(histories, nbytes, is_cut=True)
             histories.append([one for node in path for one in unpack_ids(node.facts.token_ids)])
-        return histories
+        return Recall(histories, nbytes)
 
     def _is_worth(self, naming: Naming, node: Node[Lying], tokens: int) -> bool:
         """Whether a block is likely to be read before so many tokens of it were computed."""
@@ -248,7 +263,8 @@ class PrefixDisk:
     async def _load(self, loading: _Loading, nodes: Sequence[Node[Lying]]) -> list[BlockId]:
         """Bring what is on disk alone of a path from its beginning.
 
-        Ends early where there are no pages, a file is bad, or computing would be sooner.
+        Ends early where there are no pages, a file is bad, or computing would be sooner for who
+        asks.
         """
         naming, path = loading.naming, [node.id for node in nodes]
         wanted = [node for node in nodes if node.stored and not node.in_ram]
@@ -256,13 +272,14 @@ class PrefixDisk:
         came: list[BlockId] = []
         for start in range(0, len(wanted), _AT_ONCE):
             group = wanted[start : start + _AT_ONCE]
-            if not self._is_worth(naming, group[0], group[0].tokens):
+            if loading.is_asked and not self._is_worth(naming, group[0], group[0].tokens):
                 break
             done = await self._load_group(loading, path, group)
             came += [node.id for node in group[:done]]
             spent_s = self._clock.mono() - began_mono
             due_s = naming.compute_s(sum(node.tokens for node in wanted[: len(came)])) + _SLACK_S
-            if done < len(group) or (naming.compute_s(1) and spent_s > due_s):
+            is_late = loading.is_asked and naming.compute_s(1) > 0 and spent_s > due_s
+            if done < len(group) or is_late:
                 break
         return came
 

@@ -132,8 +132,13 @@ class PrefixNames:
         found = self._made.get((model_id, adapter_id))
         return found[2] if found else None
 
-    async def find(self, facts: ModelFacts, pid: int, adapter_id: str) -> Naming | None:
-        """Name the KV of an engine process; None = it has no blocks, or its weights no name."""
+    async def find(
+        self, facts: ModelFacts, pid: int, adapter_id: str, *, patience_s: float | None = DIGEST_S
+    ) -> Naming | None:
+        """Name the KV of an engine process; None = it has no blocks, or its weights no name.
+
+        Also where these need longer than `patience_s` for their digest; None = however long.
+        """
         key = (facts.model_id, adapter_id)
         if facts.kv_block_tokens < 1 or facts.kv_block_bytes < 1:
             self._made[key] = (pid, facts, None)
@@ -142,7 +147,7 @@ class PrefixNames:
         if made is not None and made[0] == pid and made[1] == facts:
             return made[2]
         try:
-            weights, rope = await self._files(facts)
+            weights, rope = await self._files(facts, patience_s)
         except InvalidArgument as problem:
             self._refuse(facts.model_id, problem.message)
             return None
@@ -194,7 +199,7 @@ class PrefixNames:
             grid=facts.prefill_grid,
         )
 
-    async def _files(self, facts: ModelFacts) -> tuple[str, str]:
+    async def _files(self, facts: ModelFacts, patience_s: float | None) -> tuple[str, str]:
         """The names of the weights, and of their RoPE; "" for weights that have none yet.
 
         Raises InvalidArgument where they were replaced since they were loaded.
@@ -212,7 +217,7 @@ class PrefixNames:
         if making is None:
             making = asyncio.ensure_future(self._digest(folder, facts.weights_state))
             self._digests[facts.weights_state] = making
-        done, _ = await asyncio.wait((making,), timeout=DIGEST_S)
+        done, _ = await asyncio.wait((making,), timeout=patience_s)
         return (making.result() if done else ""), rope
 
     async def _digest(self, folder: Path, state: str) -> str:

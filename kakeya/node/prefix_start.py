@@ -2,9 +2,10 @@
 
 Its KV gets its name, and what is on disk of it is found. What was used last comes back into pages,
 as far as they are free and the ledger has memory that nobody needs, and whoever turns text into
-tokens hears of it (`recalled`). A node that has nothing stored takes none before it is asked. Until
-then, and for a moment at most, the node says that it is not ready yet: who waits for that begins
-with what is there, and who does not is served all the same.
+tokens hears of it (`recalled`). Where some of it did not come, as a file was damaged or memory was
+being moved in that moment, it is tried again a few times. A node that has nothing stored takes none
+before it is asked. Until then, and for a moment at most, the node says that it is not ready yet:
+who waits for that begins with what is there, and who does not is served all the same.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from kakeya.runtime.generation import ModelFacts
 
 RECALLED_BYTES = 256 * MIB
 """A few tenths of a second of an SSD and a processor; at most half of the free pages."""
+_AGAIN_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+"""When the rest is tried again."""
 UNREADY_S = 0.5
 """How long a node puts off that it is ready for this: less than anybody notices of a start."""
 
@@ -96,11 +99,18 @@ class PrefixStart:
 
     async def _prepare(self, facts: ModelFacts, pid: int) -> None:
         prefixes = self._prefixes
-        naming = await prefixes.names.find(facts, pid, "")
+        naming = await prefixes.names.find(facts, pid, "", patience_s=None)
         if naming is None:
             return
         if prefixes.store is not None:
             await prefixes.store.ready()
-        came = await prefixes.recall(naming, min(RECALLED_BYTES, prefixes.free_bytes() // 2))
-        if came and self.recalled is not None:
-            await self.recalled(facts, came)
+        left_bytes = min(RECALLED_BYTES, prefixes.free_bytes() // 2)
+        for wait_s in (*_AGAIN_S, None):
+            came = await prefixes.recall(naming, left_bytes)
+            left_bytes = came.left_bytes
+            if came.histories and self.recalled is not None:
+                with contextlib.suppress(KakeyaError):  # a request finds the same, and says so
+                    await self.recalled(facts, came.histories)
+            if not came.is_cut or wait_s is None or self._due:
+                return
+            await self._clock.sleep(wait_s)

@@ -29,7 +29,7 @@ from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.node.arena import NodeArena
 from kakeya.node.elsewhere import Elsewhere
 from kakeya.node.prefix_counts import PrefixCounts, Source
-from kakeya.node.prefix_disk import PrefixDisk
+from kakeya.node.prefix_disk import PrefixDisk, Recall
 from kakeya.node.prefix_endings import PrefixEndings
 from kakeya.node.prefix_exchange import PrefixExchange
 from kakeya.node.prefix_given import EngineSeat, Given
@@ -224,10 +224,10 @@ class NodePrefixes:
         files = await self.store.wipe() if self.store is not None else 0
         return Wiped(blocks=blocks, files=files, has_disk=self.store is not None)
 
-    async def recall(self, naming: Naming, nbytes: int) -> list[list[int]]:
+    async def recall(self, naming: Naming, nbytes: int) -> Recall:
         """See `PrefixDisk.recall`; the endings of prompts come back with them."""
         if self._disk is None:
-            return []
+            return Recall([])
         came = await self._disk.recall(self.pages.shelf(naming), naming, nbytes)
         await self.endings.recall()
         return came

@@ -80,12 +80,10 @@ async def test_digests_are_kept_over_a_restart_and_damaged_ones_made_anew(
 
 
 async def test_a_request_does_not_wait_for_a_long_digest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     names = PrefixNames(no_adapter)
     folder = model(tmp_path / "m")
-    monkeypatch.setattr(prefix_names, "DIGEST_S", 0.0)
-    assert await names.find(await facts_of(folder), 1, "") is None
-    monkeypatch.setattr(prefix_names, "DIGEST_S", 20.0)
-    assert await names.find(await facts_of(folder), 1, "") is not None
+    assert await names.find(await facts_of(folder), 1, "", patience_s=0.0) is None
+    assert await names.find(await facts_of(folder), 1, "", patience_s=None) is not None
     await names.aclose()

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import Unsupported
+from kakeya.memory.arena import Filling
+from kakeya.memory.pins import Holder
 from kakeya.node.arena import PAGE_BYTES
 from kakeya.node.prefix_counts import Source
+from kakeya.node.prefix_names import Naming
 from kakeya.node.prefix_start import UNREADY_S, PrefixStart
 from kakeya.precache.block_node import BlockClass
 from kakeya.runtime.generation import ModelFacts
@@ -138,7 +144,7 @@ async def test_none_is_brought_back_while_a_request_waits_for_the_disk(tmp_path:
             assert here.prefixes.pages._filling_bytes <= 3 * PAGE_BYTES  # those of the request
             await asyncio.sleep(0)
         assert await asked == 9
-        assert await recalled == [THIRD[:-1], SECOND[:-1]]
+        assert (await recalled).histories == [THIRD[:-1], SECOND[:-1]]
 
 
 async def test_a_node_with_nothing_stored_takes_no_memory(tmp_path: Path) -> None:
@@ -159,7 +165,39 @@ async def test_a_damaged_block_ends_it_and_costs_its_own_prompt_alone(tmp_path: 
         path.write_bytes(data)
     async with world(tmp_path, disk=True) as here:
         await started(here)
-        assert [await here.ask(prompt) for prompt in (FIRST, SECOND)] == [9, 9]
+        assert [await sources(here, prompt) for prompt in (FIRST, SECOND)] == [(9, 0)] * 2
         assert await here.ask(THIRD) < 9
         await written(here)
+        here.check()
+
+
+async def test_what_did_not_come_in_a_bad_moment_comes_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stored(tmp_path)
+    async with world(tmp_path, disk=True) as here:
+        pages, refused = here.prefixes.pages, iter([True, True])
+        prepare = pages.prepare
+
+        async def prepare_later(naming: Naming, length: int, holder: Holder) -> Filling | None:
+            return None if next(refused, False) else await prepare(naming, length, holder)
+
+        monkeypatch.setattr(pages, "prepare", prepare_later)
+        await started(here)
+        assert [await sources(here, one) for one in (FIRST, SECOND, THIRD)] == [(9, 0)] * 3
+        here.check()
+
+
+async def test_a_slow_disk_is_waited_for_where_nobody_waits(tmp_path: Path) -> None:
+    await stored(tmp_path)
+    async with world(tmp_path, disk=True) as here:
+        facts = here.engine.facts
+        assert facts is not None
+        here.engine.facts = replace(facts, prefill_tokens_per_second=1e6)
+        here.prefixes._disk._rate = 1.0  # as measured: computing is sooner by far
+        await started(here)
+        naming = here.prefixes.names.known("toy", "")
+        assert naming is not None
+        assert naming.compute_s(9) > 0
+        assert [await sources(here, one) for one in (FIRST, SECOND, THIRD)] == [(9, 0)] * 3
         here.check()
