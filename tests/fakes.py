@@ -8,7 +8,6 @@ import heapq
 import time
 from itertools import count
 
-
 _GRACES = 3
 
 
