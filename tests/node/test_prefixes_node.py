@@ -138,7 +138,7 @@ async def test_an_engine_killed_in_the_middle_goes_on_from_what_is_in_pages(worl
     committed = counts.committed
     tasks = [asyncio.create_task(ask(world, prompt, cuts=(1500,))) for prompt in prompts]
     while counts.committed < committed + 2:
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)  # at once: on a busy machine the leader is done a moment later
     os.kill(world.model.pid, signal.SIGKILL)
     answers = await asyncio.gather(*tasks)
     leader, *followers = sorted(answers, key=lambda answer: answer.cached)
