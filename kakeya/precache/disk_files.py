@@ -33,9 +33,9 @@ from kakeya.precache.kvb import (
     Proof,
     StoredBlock,
     file_bytes,
-    is_headed,
     read_head,
     read_payload,
+    read_sealed,
     write_block,
 )
 from kakeya.precache.retention import Retention
@@ -205,7 +205,16 @@ class BlockFolder:
     ) -> StoredBlock | None:
         try:
             with _opened(path) as file:
-                head = _head(file, os.fstat(file.fileno()), block_id, known=known)
+                found = os.fstat(file.fileno())
+                if known is not None and proof is Proof.PARTS and stat.S_ISREG(found.st_mode):
+                    view = into(known.block)
+                    if view is None:
+                        return None
+                    with contextlib.suppress(DamagedBlock):  # it may begin otherwise now
+                        is_read = read_sealed(file, known.seal, view, is_wanted)
+                        return known.block if is_read else None
+                    file.seek(0)
+                head = _head(file, found, block_id)
                 view = into(head.block)
                 if view is None or not read_payload(file, head, view, is_wanted, proof):
                     return None
@@ -365,14 +374,9 @@ def _head(
     found: os.stat_result,
     block_id: BlockId,
     shared: dict[bytes, Facts] | None = None,
-    known: Head | None = None,
 ) -> Head:
     if not stat.S_ISREG(found.st_mode):
         raise DamagedBlock("it is no file")
-    if known is not None:
-        if is_headed(file, found.st_size, known):
-            return known
-        file.seek(0)
     head = read_head(file, found.st_size, shared)
     if head.block.id != block_id:
         raise DamagedBlock(f"it holds block {head.block.id.hex()}")

@@ -106,9 +106,8 @@ class Proof(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seal:
-    """What of a header is enough to know it again, and to prove the payload behind it."""
+    """What of a header is enough to find the payload behind it, and to prove that."""
 
-    prologue: bytes
     payload_at: int
     part_crcs: tuple[int, ...]
 
@@ -158,7 +157,7 @@ def write_block(file: io.RawIOBase, block: StoredBlock, payload: Payload) -> Hea
 def read_head(
     file: io.RawIOBase, size: int, shared: MutableMapping[bytes, Facts] | None = None
 ) -> Head:
-    """Read what stands in front of the payload of a file of `size` bytes, up to there.
+    """Read what stands in front of the payload of a file of `size` bytes.
 
     Blocks of one fingerprint share the facts in `shared`, of which thousands have few. Raises
     DamagedBlock, OSError.
@@ -185,23 +184,19 @@ def read_head(
         raise DamagedBlock(
             f"it has {size} bytes; with its payload it must have {_file_bytes(block, payload_at)}"
         )
-    file.seek(payload_at)
     return Head(block=block, seal=_seal(raw, part_crcs))
 
 
-def is_headed(file: io.RawIOBase, size: int, head: Head) -> bool:
-    """Read what stands in front of the payload, and tell whether it is still this.
+def read_sealed(
+    file: io.FileIO, seal: Seal, into: memoryview, is_wanted: Callable[[], bool] = lambda: True
+) -> bool:
+    """Read the payload of a file whose head was read some time ago, and prove it by its parts.
 
-    Faster than `read_head`, which is to be asked from the beginning where it is not. Raises
-    OSError.
+    As `read_payload`, but nothing else of the file is looked at. Raises DamagedBlock where that is
+    not the payload which that head told of, though the file may be whole and begin otherwise now.
     """
-    seal = head.seal
-    if size != file_bytes(head):
-        return False
-    raw = _read_up_to(file, seal.payload_at)
-    _, length, crc = _PROLOGUE.unpack(seal.prologue)
-    text = raw[_PROLOGUE.size : _PROLOGUE.size + length]
-    return raw.startswith(seal.prologue) and zlib.crc32(text) == crc
+    file.seek(seal.payload_at)
+    return _read_parts(file, seal, into, is_wanted, lambda _part: None)
 
 
 def read_payload(
@@ -213,18 +208,34 @@ def read_payload(
 ) -> bool:
     """Read the payload straight into `into`, which has its size, and prove it.
 
-    The head was read just before. Returns False when the payload was no longer wanted, asked before
-    each part; `into` then holds anything. Raises DamagedBlock, and OSError.
+    Returns False when it was no longer wanted, asked before each part; `into` then holds anything.
+    Raises DamagedBlock, and OSError.
     """
     if into.nbytes != head.block.payload_bytes:
         raise InvalidArgument(
             f"{into.nbytes} bytes were given for a payload of {head.block.payload_bytes}"
         )
-    sha256 = None
-    if proof is Proof.SHA256:
-        file.seek(0)
-        sha256 = hashlib.sha256(_read_up_to(file, head.seal.payload_at))
-    crcs = head.seal.part_crcs
+    if proof is Proof.PARTS:
+        return read_sealed(file, head.seal, into, is_wanted)
+    file.seek(0)
+    sha256 = hashlib.sha256(_read_up_to(file, head.seal.payload_at))
+    if not _read_parts(file, head.seal, into, is_wanted, sha256.update):
+        return False
+    trailer = bytearray(_DIGEST_BYTES)
+    _read_exactly(file, memoryview(trailer))
+    if trailer != sha256.digest():
+        raise DamagedBlock("its SHA-256 is another one than its trailer says")
+    return True
+
+
+def _read_parts(
+    file: io.FileIO,
+    seal: Seal,
+    into: memoryview,
+    is_wanted: Callable[[], bool],
+    seen: Callable[[memoryview], None],
+) -> bool:
+    crcs = seal.part_crcs
     for number, (first, last) in enumerate(_parts(into.nbytes)):
         if not is_wanted():
             return False
@@ -232,13 +243,7 @@ def read_payload(
         _read_exactly(file, part)
         if zlib.crc32(part) != crcs[number]:
             raise DamagedBlock(f"part {number + 1} of {len(crcs)} is damaged")
-        if sha256 is not None:
-            sha256.update(part)
-    if sha256 is not None:
-        trailer = bytearray(_DIGEST_BYTES)
-        _read_exactly(file, memoryview(trailer))
-        if trailer != sha256.digest():
-            raise DamagedBlock("its SHA-256 is another one than its trailer says")
+        seen(part)
     return True
 
 
@@ -304,9 +309,7 @@ def _decode_header(
 
 
 def _seal(raw: bytes, part_crcs: Sequence[int]) -> Seal:
-    return Seal(
-        prologue=bytes(raw[: _PROLOGUE.size]), payload_at=len(raw), part_crcs=tuple(part_crcs)
-    )
+    return Seal(payload_at=len(raw), part_crcs=tuple(part_crcs))
 
 
 def _facts(tree: object) -> Facts:

@@ -265,7 +265,7 @@ async def test_a_damaged_file_is_a_miss_and_can_be_written_again(tmp_path: Path,
         assert await store.get(block.id) == (block, payload)
 
 
-@pytest.mark.parametrize("at", [0, 5, 40, -500, -33])
+@pytest.mark.parametrize("at", [-1032, -500, -33])
 async def test_pages_are_filled_with_nothing_that_is_damaged(tmp_path: Path, at: int) -> None:
     block, payload = block_of()
     lost: list[BlockId] = []

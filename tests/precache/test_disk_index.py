@@ -44,7 +44,7 @@ def entry_of(
     block, _ = block_of(
         seed, parent=parent, index=index, fingerprint=fingerprint, size=payload_bytes
     )
-    seal = Seal(prologue=b"", payload_at=64, part_crcs=())
+    seal = Seal(payload_at=64, part_crcs=())
     return Entry(
         head=Head(block=block, seal=seal),
         name=name_of(block.id, retention),

@@ -21,10 +21,10 @@ from kakeya.precache.kvb import (
     Proof,
     StoredBlock,
     file_bytes,
-    is_headed,
     pack_tokens,
     read_head,
     read_payload,
+    read_sealed,
     write_block,
     written_bytes,
 )
@@ -122,24 +122,23 @@ def test_the_parts_prove_every_byte_of_a_payload() -> None:
             read(bytes(data), Proof.PARTS)
 
 
-def test_a_header_that_is_known_is_known_again_and_no_other_one_is() -> None:
-    made = block_of(size=40)
+def test_what_a_head_told_of_is_read_without_it_and_nothing_else_is() -> None:
+    made = block_of(size=3 * PART_BYTES)
     good = written(made)
-    head = read_head(io.BytesIO(good), len(good))
-    file = io.BytesIO(good)
-    room = bytearray(40)
-    assert is_headed(file, len(good), head)
-    assert read_payload(file, head, memoryview(room), proof=Proof.PARTS)  # goes on from there
+    seal = read_head(io.BytesIO(good), len(good)).seal
+    file, room = io.BytesIO(good), bytearray(len(made[1]))
+    assert read_sealed(file, seal, memoryview(room))  # type: ignore[arg-type]
     assert bytes(room) == made[1]
-    other = written((replace(made[0], retention=Retention.EXTENDED), made[1]))
-    longer = written(block_of(size=41))
-    for data in (b"", good[:60], other, longer, good[:-1]):
-        assert not is_headed(io.BytesIO(data), len(data), head)
-    length = struct.unpack_from("<I", good, 4)[0]
-    for at in range(12 + length):
-        flipped = bytearray(good)
-        flipped[at] ^= 1
-        assert not is_headed(io.BytesIO(flipped), len(flipped), head)
+    others = (
+        b"",
+        good[: seal.payload_at],
+        good[:-33],
+        written(block_of(1, size=3 * PART_BYTES)),
+        written((replace(made[0], facts={"model_id": "x" * 200}), made[1])),
+    )
+    for data in others:
+        with pytest.raises(DamagedBlock):
+            read_sealed(io.BytesIO(data), seal, memoryview(room))  # type: ignore[arg-type]
 
 
 def test_damage_to_a_header_is_found_without_reading_the_payload() -> None:
