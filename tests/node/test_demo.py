@@ -39,6 +39,7 @@ def is_without_drafts(ended: subprocess.CompletedProcess[str]) -> bool:
     )
 
 
+@pytest.mark.alone
 def test_the_demo_shows_identical_output_in_every_mode() -> None:
     """Two real nodes and every row of the table, each from one short run."""
     command = [sys.executable, "-c", SHORT]
