@@ -24,14 +24,14 @@ from kakeya.core.errors import InvalidArgument
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor
 from kakeya.precache.blocks import BlockId
-from kakeya.precache.disk_files import BlockFolder, Damage, FoundFile, Verified
+from kakeya.precache.disk_files import BlockFolder, Damage, Verified
 from kakeya.precache.disk_index import DiskIndex, Entry
 from kakeya.precache.disk_queue import Waiting
 from kakeya.precache.disk_stats import Counts, DiskConfig, DiskStats, uses_of
 from kakeya.precache.disk_threads import DiskThreads, Outage, Stop
-from kakeya.precache.disk_upkeep import DiskParts, Upkeep
+from kakeya.precache.disk_upkeep import DiskParts, Upkeep, look_through
 from kakeya.precache.disk_writer import BlockWriter, is_as_good
-from kakeya.precache.kvb import DamagedBlock, Payload, Proof, StoredBlock
+from kakeya.precache.kvb import DamagedBlock, Payload, StoredBlock
 from kakeya.precache.retention import Retention
 
 _log = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class BlockStore:
             room.append(bytearray(block.payload_bytes))
             return memoryview(room[-1])
 
-        block = await self._read(block_id, into, Proof.SHA256)
+        block = await self._read(block_id, into, is_lent=True)
         return None if block is None else (block, room[-1])
 
     async def read_into(self, block_id: BlockId, view: memoryview) -> bool:
@@ -210,7 +210,7 @@ class BlockStore:
         block = await self._read(
             block_id,
             lambda block: flat if block.payload_bytes == len(flat) else None,
-            Proof.PARTS,
+            is_lent=False,
         )
         return block is not None
 
@@ -298,7 +298,7 @@ class BlockStore:
         wall, mono = self._clock.wall(), self._clock.mono()
         try:
             entries, damage = await self._threads.write(
-                partial(_look_through, self._folder, wall, mono, stop), stop
+                partial(look_through, self._folder, wall, mono, stop), stop
             )
         except OSError as problem:
             self._reads.began(str(problem), self._clock.mono())
@@ -316,14 +316,14 @@ class BlockStore:
 
     # Reading, behind the scenes.
 
-    async def _read(self, block_id: BlockId, into: Into, proof: Proof) -> StoredBlock | None:
+    async def _read(self, block_id: BlockId, into: Into, *, is_lent: bool) -> StoredBlock | None:
         waiting = self._writer.on_its_way(block_id)
         if not self._is_open:
             block = None
         elif waiting is not None:
             block = await self._copy(waiting, into)
         else:
-            block = await self._read_file(block_id, into, proof)
+            block = await self._read_file(block_id, into, is_lent=is_lent)
         if block is None:
             self._counts.misses += 1
             return None
@@ -341,19 +341,16 @@ class BlockStore:
             await self._threads.read(partial(view.__setitem__, slice(None), whole))
         return waiting.block
 
-    async def _read_file(self, block_id: BlockId, into: Into, proof: Proof) -> StoredBlock | None:
+    async def _read_file(
+        self, block_id: BlockId, into: Into, *, is_lent: bool
+    ) -> StoredBlock | None:
         entry = self._index.get(block_id)
         while entry is not None:
             stop = Stop()
             try:
+                known = None if is_lent else entry.head
                 read = partial(
-                    self._folder.read,
-                    entry.name,
-                    block_id,
-                    into,
-                    stop.is_unset,
-                    known=entry.head,
-                    proof=proof,
+                    self._folder.read, entry.name, block_id, into, stop.is_unset, known=known
                 )
                 block = await self._threads.read(read, stop)
             except FileNotFoundError:
@@ -389,22 +386,3 @@ class BlockStore:
                 first=damage[0].name,
                 problem=damage[0].problem,
             )
-
-
-def _look_through(
-    folder: BlockFolder, wall: float, mono: float, stop: Stop
-) -> tuple[list[Entry], Sequence[Damage]]:
-    """Read the headers, parents first; what was used in the future was used now."""
-    contents = folder.scan(is_wanted=stop.is_unset)
-    files = sorted(contents.files, key=lambda file: file.block.index)
-    return [_entry(file, mono - max(0.0, wall - file.used_at)) for file in files], contents.damage
-
-
-def _entry(file: FoundFile, used_mono: float) -> Entry:
-    return Entry(
-        head=file.head,
-        name=file.name,
-        retention=file.retention,
-        used_mono=used_mono,
-        told_mono=used_mono,
-    )

@@ -24,15 +24,13 @@ from functools import partial
 from pathlib import Path
 
 from kakeya.precache.blocks import BlockId
-from kakeya.precache.disk_index import SUFFIX, name_of, names_of, parse_name
+from kakeya.precache.disk_index import SUFFIX, BlockFile, name_of, names_of, parse_name
 from kakeya.precache.kvb import (
     DamagedBlock,
     Facts,
     Head,
     Payload,
-    Proof,
     StoredBlock,
-    file_bytes,
     read_head,
     read_payload,
     read_sealed,
@@ -47,23 +45,10 @@ _BROKEN = frozenset({errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundFile:
+class FoundFile(BlockFile):
     """A whole header in the folder; the payload behind it was not read."""
 
-    head: Head
-    name: str
-    retention: Retention
     used_at: float  # wall seconds
-
-    @property
-    def block(self) -> StoredBlock:
-        """What it is the file of."""
-        return self.head.block
-
-    @property
-    def size_bytes(self) -> int:
-        """What it takes of the disk."""
-        return file_bytes(self.head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,16 +162,14 @@ class BlockFolder:
         is_wanted: Callable[[], bool],
         *,
         known: Head | None = None,
-        proof: Proof = Proof.SHA256,
     ) -> StoredBlock | None:
         """Read a block into what `into` gives for it; None = it gave nothing, or is not wanted.
 
-        Under another name too, which another thread may have given it since. `known`: how the file
-        began when it was last looked at. Raises DamagedBlock, and then it was set aside; OSError.
+        Under another name too, which another thread may have given it since. The proof is SHA-256;
+        with `known`, how the file began when it was last looked at, that of its parts. Raises
+        DamagedBlock, and then it was set aside; OSError.
         """
-        read = partial(
-            self._read, block_id=block_id, into=into, is_wanted=is_wanted, known=known, proof=proof
-        )
+        read = partial(self._read, block_id=block_id, into=into, is_wanted=is_wanted, known=known)
         *others, last = names_of(name)
         for other in others:
             with contextlib.suppress(FileNotFoundError):
@@ -201,12 +184,11 @@ class BlockFolder:
         into: Callable[[StoredBlock], memoryview | None],
         is_wanted: Callable[[], bool],
         known: Head | None,
-        proof: Proof,
     ) -> StoredBlock | None:
         try:
             with _opened(path) as file:
                 found = os.fstat(file.fileno())
-                if known is not None and proof is Proof.PARTS and stat.S_ISREG(found.st_mode):
+                if known is not None and stat.S_ISREG(found.st_mode):
                     view = into(known.block)
                     if view is None:
                         return None
@@ -216,7 +198,7 @@ class BlockFolder:
                     file.seek(0)
                 head = _head(file, found, block_id)
                 view = into(head.block)
-                if view is None or not read_payload(file, head, view, is_wanted, proof):
+                if view is None or not read_payload(file, head, view, is_wanted):
                     return None
                 return head.block
         except DamagedBlock:

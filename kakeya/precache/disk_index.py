@@ -50,14 +50,12 @@ def names_of(name: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One file: how it begins, its name, and when it was last used."""
+class BlockFile:
+    """How one file begins, its name, and the retention that counts."""
 
     head: Head
     name: str
     retention: Retention  # from now on; the block's own may be shorter
-    used_mono: float
-    told_mono: float  # the last use that the file itself shows
 
     @property
     def block(self) -> StoredBlock:
@@ -68,6 +66,14 @@ class Entry:
     def size_bytes(self) -> int:
         """What it takes of the disk."""
         return file_bytes(self.head)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry(BlockFile):
+    """One file, and when it was last used."""
+
+    used_mono: float
+    told_mono: float  # the last use that the file itself shows
 
     def spent(self, now_mono: float) -> float:
         """How much of its life has passed since its last use; above 1 = expired."""

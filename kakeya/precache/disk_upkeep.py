@@ -13,10 +13,10 @@ from functools import partial
 from kakeya.core.clock import Clock
 from kakeya.core.units import format_bytes
 from kakeya.precache.blocks import BlockId
-from kakeya.precache.disk_files import BlockFolder
+from kakeya.precache.disk_files import BlockFolder, Damage, FoundFile
 from kakeya.precache.disk_index import DiskIndex, Entry, IndexView, expired, untold, victims
 from kakeya.precache.disk_stats import Counts, DiskConfig
-from kakeya.precache.disk_threads import DiskThreads
+from kakeya.precache.disk_threads import DiskThreads, Stop
 
 _LOOKS = 3
 """What was to go may have been used while it was chosen; then others are chosen."""
@@ -143,3 +143,22 @@ class Upkeep:
     def _has_name(self, seen: Entry) -> bool:
         entry = self._index.get(seen.block.id)
         return entry is not None and entry.name == seen.name
+
+
+def look_through(
+    folder: BlockFolder, wall: float, mono: float, stop: Stop
+) -> tuple[list[Entry], Sequence[Damage]]:
+    """Read the headers, parents first; what was used in the future was used now."""
+    contents = folder.scan(is_wanted=stop.is_unset)
+    files = sorted(contents.files, key=lambda file: file.block.index)
+    return [_entry(file, mono - max(0.0, wall - file.used_at)) for file in files], contents.damage
+
+
+def _entry(file: FoundFile, used_mono: float) -> Entry:
+    return Entry(
+        head=file.head,
+        name=file.name,
+        retention=file.retention,
+        used_mono=used_mono,
+        told_mono=used_mono,
+    )

@@ -8,9 +8,9 @@ own, so an index is built from headers alone. The payload is the engine's bytes 
 pages, from a multiple of 64 on. The header has a crc32 of each part of it. Numbers are
 little-endian.
 
-A payload is proven in one of two ways. By its parts: what a disk does by itself, any run of up to
-32 wrong bits for certain, anything else but for one in 2^32. By SHA-256, which takes twice as long:
-whatever was done to the file.
+A payload is proven in one of two ways. By its parts, which finds what a failing disk does: any run
+of up to 32 wrong bits, and all but one in 2^32 of the rest. By SHA-256, which takes twice as long:
+whatever befell the file.
 
 Every length is checked against the file's size before anything is allocated or read. Everything
 here blocks; nothing here knows names or folders.
@@ -19,7 +19,6 @@ here blocks; nothing here knows names or folders.
 from __future__ import annotations
 
 import base64
-import enum
 import hashlib
 import io
 import json
@@ -95,13 +94,6 @@ class StoredBlock:
     def token_ids(self) -> tuple[int, ...]:
         """Its tokens."""
         return tuple(unpack_ids(self.packed_ids))
-
-
-class Proof(enum.Enum):
-    """How it is made sure that a payload is what was written."""
-
-    PARTS = enum.auto()
-    SHA256 = enum.auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,13 +192,9 @@ def read_sealed(
 
 
 def read_payload(
-    file: io.FileIO,
-    head: Head,
-    into: memoryview,
-    is_wanted: Callable[[], bool] = lambda: True,
-    proof: Proof = Proof.SHA256,
+    file: io.FileIO, head: Head, into: memoryview, is_wanted: Callable[[], bool] = lambda: True
 ) -> bool:
-    """Read the payload straight into `into`, which has its size, and prove it.
+    """Read the payload straight into `into`, which has its size, and prove it by SHA-256.
 
     Returns False when it was no longer wanted, asked before each part; `into` then holds anything.
     Raises DamagedBlock, and OSError.
@@ -215,8 +203,6 @@ def read_payload(
         raise InvalidArgument(
             f"{into.nbytes} bytes were given for a payload of {head.block.payload_bytes}"
         )
-    if proof is Proof.PARTS:
-        return read_sealed(file, head.seal, into, is_wanted)
     file.seek(0)
     sha256 = hashlib.sha256(_read_up_to(file, head.seal.payload_at))
     if not _read_parts(file, head.seal, into, is_wanted, sha256.update):
