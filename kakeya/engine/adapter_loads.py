@@ -4,6 +4,8 @@
     writer     answers leave in the order in which loads end
 
 A load that fails is an answer like another. When the agent leaves, what has not begun is dropped.
+A generation may be meant to come behind a load that was asked for just before: it waits here until
+that has gone to the model thread, which does one after the other.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ _log = logging.getLogger(__name__)
 Load = Callable[[pb.AdapterLoad], Future[LoadedAdapter]]
 """Begins a load on the model thread. Raises KakeyaError."""
 _Context = grpc.aio.ServicerContext[Any, Any]
+_BEHIND_S = 1.0
+"""A load that was sent before is here by then, or its stream broke."""
 
 
 class AdapterLoads:
@@ -35,10 +39,12 @@ class AdapterLoads:
         self._load = load
         self._streams: set[_Stream] = set()
         self._is_ending = False
+        self._latest = 0
+        self._behind: dict[asyncio.Future[None], int] = {}
 
     async def serve(self, context: _Context) -> None:
         """Answer loads until the agent leaves or `end` is called."""
-        stream = _Stream(self._load, context)
+        stream = _Stream(self._load, self._came, context)
         self._streams.add(stream)
         if self._is_ending:
             stream.end()
@@ -46,6 +52,27 @@ class AdapterLoads:
             await stream.run()
         finally:
             self._streams.discard(stream)
+
+    async def behind(self, number: int) -> None:
+        """Return once a load came and went to the model thread, if it was not refused; or when it
+        is not to be expected any more, as its stream broke."""
+        if number <= self._latest:
+            return
+        coming = asyncio.get_running_loop().create_future()
+        self._behind[coming] = number
+        try:
+            async with asyncio.timeout(_BEHIND_S):
+                await coming
+        except TimeoutError:
+            return
+        finally:
+            del self._behind[coming]
+
+    def _came(self, number: int) -> None:
+        self._latest = max(self._latest, number)
+        for coming, wanted in self._behind.items():
+            if wanted <= self._latest and not coming.done():
+                coming.set_result(None)
 
     def end(self) -> None:
         """Take no more loads; streams end when what is under way was answered."""
@@ -55,8 +82,9 @@ class AdapterLoads:
 
 
 class _Stream:
-    def __init__(self, load: Load, context: _Context) -> None:
+    def __init__(self, load: Load, came: Callable[[int], None], context: _Context) -> None:
         self._load = load
+        self._came = came
         self._context = context
         self._loop = asyncio.get_running_loop()
         self._flights: dict[int, Future[LoadedAdapter]] = {}
@@ -84,6 +112,7 @@ class _Stream:
                 if asked is grpc.aio.EOF:
                     break
                 self._take(asked)
+                self._came(asked.number)
         finally:
             self.end()
 

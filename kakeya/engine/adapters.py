@@ -2,11 +2,13 @@
 
 A slot that a running sequence uses is never written. An adapter that is loaded again with another
 content gets another slot: sequences that began with the old one end with it, new ones use the new
-one, and the old slot is free when its last sequence has ended. Belongs to the model thread.
+one, and the old slot is free when its last sequence has ended. Belongs to the model thread, but
+for what reads adapters: that need not wait for a step to end.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,6 +44,44 @@ class LoadedAdapter:
     nbytes: int
 
 
+class ReadAdapter:
+    """A packed adapter that was read; it views what it was read from until `close`."""
+
+    def __init__(self, packed: bytes | memoryview) -> None:
+        """`packed` was checked where it was laid. Raises InvalidArgument for what is no adapter."""
+        self.content = digest(packed)
+        self.adapter: PackedAdapter | None = unpack(packed, is_trusted=True)
+
+    def close(self) -> None:
+        """When nobody loads it any more, whoever still knows of it."""
+        self.adapter = None
+
+
+class AdapterPages:
+    """Reads adapters from pages. Lives on the event loop.
+
+    To map a slab and to unmap it takes as long as to read an adapter, and adapters come one after
+    the other: it stays mapped for a moment. Not for longer, as one that its owner took away goes
+    on taking memory.
+    """
+
+    def __init__(self, keep_s: float = 1.0) -> None:
+        self._keep_s = keep_s
+        self._reader = PageReader()
+        self._closing: asyncio.TimerHandle | None = None
+
+    def read(self, ref: PageRef) -> ReadAdapter:
+        """Read one from pages that stay pinned until `close`. Raises PageFreed, InvalidArgument."""
+        if self._closing is not None:
+            self._closing.cancel()
+        self._closing = asyncio.get_running_loop().call_later(self._keep_s, self._reader.close)
+        try:
+            return ReadAdapter(self._reader.view(ref))
+        except KakeyaError as refusal:
+            # Whoever has the error would hold views of the pages with its frames.
+            raise refusal.with_traceback(None) from None
+
+
 class EngineAdapters:
     """Fills slots, and lends adapters to sequences."""
 
@@ -59,51 +99,23 @@ class EngineAdapters:
         self._loaded: dict[str, AdapterUse] = {}
         self._free = list(range(bank.count, 0, -1))
 
-    def load(self, adapter_id: str, ref: PageRef, instead_of: str = "") -> LoadedAdapter:
-        """Take an adapter from pages that stay pinned meanwhile; a no-op for one that is there.
+    def load(self, adapter_id: str, read: ReadAdapter, instead_of: str = "") -> LoadedAdapter:
+        """Take an adapter into a slot; a no-op for one that is there.
 
         `instead_of` is idle and leaves its slot. Raises MemoryRefused without a free slot or room
         for it, InvalidArgument when it does not fit the model, Conflict when `instead_of` is in
-        use, PageFreed; nothing is changed then.
+        use or `read` was closed before; nothing is changed then.
         """
         if not adapter_id:
             raise InvalidArgument("an adapter needs a name", param="adapter_id")
-        # Mapped no longer than this: a slab that its owner took away would go on taking memory.
+        adapter = read.adapter
+        if adapter is None:
+            raise Conflict(f"adapter {adapter_id!r} was to be loaded when its pages were let go")
         try:
-            with PageReader() as pages:
-                return self.load_packed(adapter_id, pages.view(ref), instead_of)
+            return self._load(adapter_id, adapter, read.content, instead_of)
         except KakeyaError as refusal:
-            # Nor as long as somebody has the error, whose frames hold views.
+            # Whoever has the error would hold views of the pages with its frames.
             raise refusal.with_traceback(None) from None
-
-    def load_packed(
-        self, adapter_id: str, packed: bytes | memoryview, instead_of: str = ""
-    ) -> LoadedAdapter:
-        """Take an adapter from its packed form, which the caller has checked."""
-        held = self._loaded.get(adapter_id)
-        if instead_of == adapter_id:
-            instead_of = ""
-        self._check_idle(instead_of)
-        content = digest(packed)
-        if held is not None and held.content == content:
-            self.unload(instead_of)
-        else:
-            adapter = unpack(packed, is_trusted=True)
-            self._check_room(adapter)
-            self.unload(instead_of)
-            slot = self._slot_for(adapter_id, held)
-            before = self._bank.nbytes
-            try:
-                self._bank.load(slot, adapter)
-            except BaseException:
-                self._free.append(slot)
-                if held is not None and held.slot == slot:
-                    del self._loaded[adapter_id]
-                raise
-            held = self._loaded[adapter_id] = AdapterUse(adapter_id, slot, content)
-            if self._bank.nbytes != before:
-                self._grown()
-        return LoadedAdapter(slot=held.slot, nbytes=self._bank.slot_bytes())
 
     def unload(self, adapter_id: str) -> bool:
         """Free a slot; False where it held none. Raises Conflict for one in use."""
@@ -131,6 +143,32 @@ class EngineAdapters:
         use.users -= 1
         if not use.users and self._loaded.get(use.adapter_id) is not use:
             self._free.append(use.slot)
+
+    def _load(
+        self, adapter_id: str, adapter: PackedAdapter, content: str, instead_of: str
+    ) -> LoadedAdapter:
+        held = self._loaded.get(adapter_id)
+        if instead_of == adapter_id:
+            instead_of = ""
+        self._check_idle(instead_of)
+        if held is not None and held.content == content:
+            self.unload(instead_of)
+        else:
+            self._check_room(adapter)
+            self.unload(instead_of)
+            slot = self._slot_for(adapter_id, held)
+            before = self._bank.nbytes
+            try:
+                self._bank.load(slot, adapter)
+            except BaseException:
+                self._free.append(slot)
+                if held is not None and held.slot == slot:
+                    del self._loaded[adapter_id]
+                raise
+            held = self._loaded[adapter_id] = AdapterUse(adapter_id, slot, content)
+            if self._bank.nbytes != before:
+                self._grown()
+        return LoadedAdapter(slot=held.slot, nbytes=self._bank.slot_bytes())
 
     def _check_idle(self, adapter_id: str) -> None:
         held = self._loaded.get(adapter_id)

@@ -19,7 +19,7 @@ from kakeya.core.errors import InvalidArgument, KakeyaError, UnknownMethod
 from kakeya.core.units import unpack_ids
 from kakeya.decoding.sampling import SamplingParams
 from kakeya.engine.adapter_loads import AdapterLoads
-from kakeya.engine.adapters import EngineAdapters, LoadedAdapter
+from kakeya.engine.adapters import AdapterPages, EngineAdapters, LoadedAdapter
 from kakeya.engine.job import DecodeJob, SourceSpec
 from kakeya.engine.limits import Footprint
 from kakeya.engine.model import Model, ModelDraft
@@ -45,6 +45,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._tools = tools
         self._limits = scheduler.limits
         self._adapters = tools.adapters
+        self._pages = AdapterPages()
         self._loads = AdapterLoads(self._load_adapter)
 
     def end_streams(self) -> None:
@@ -99,6 +100,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         try:
             frame_s = max(FRAME_S, request.frame_ms / 1000)
             outbox = Outbox(asyncio.get_running_loop(), frame_s)
+            await self._loads.behind(request.after_load)
             ticket = Ticket(_job_from_wire(request), outbox.put, outbox.fail)
             self._scheduler.submit(ticket)
             try:
@@ -188,8 +190,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         return pb.UnloadAdapterResponse(was_loaded=was_loaded)
 
     def _load_adapter(self, load: pb.AdapterLoad) -> Future[LoadedAdapter]:
-        adapters, ref = self._taken(), _page_ref(load.pages)
-        return self._scheduler.call(lambda: adapters.load(load.adapter_id, ref, load.instead_of))
+        """Read here, and leave to the model thread only what it alone may do."""
+        adapters, read = self._taken(), self._pages.read(_page_ref(load.pages))
+        flight = self._scheduler.call(lambda: adapters.load(load.adapter_id, read, load.instead_of))
+        flight.add_done_callback(lambda _: read.close())
+        return flight
 
     def _taken(self) -> EngineAdapters:
         if self._adapters is None:

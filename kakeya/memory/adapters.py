@@ -62,8 +62,8 @@ class Adapter:
     """One adapter in the table, which alone changes it."""
 
     __slots__ = (
-        "adapter_id", "base", "is_hot", "is_moving", "is_retired", "is_warm", "is_yielding",
-        "leases", "rating", "row", "used_s",
+        "adapter_id", "base", "is_doubtful", "is_hot", "is_moving", "is_retired", "is_warm",
+        "is_yielding", "leases", "rating", "row", "used_s",
     )  # fmt: skip
 
     def __init__(self, adapter_id: str, base: str, row: int) -> None:
@@ -71,6 +71,7 @@ class Adapter:
         self.base = base
         self.row = row
         self.rating = Tier.COLD
+        self.is_doubtful = False  # could not be brought into a slot the last time
         self.is_hot = False
         self.is_warm = False
         self.is_moving = False  # somebody carries out a move with it
@@ -162,7 +163,7 @@ class AdapterTable:
 
     def entered_slot(self, adapter: Adapter) -> None:
         """Note that it is in a slot of its engine."""
-        adapter.is_hot = True
+        adapter.is_hot, adapter.is_doubtful = True, False
         self._hot.setdefault(adapter.base, {})[adapter.adapter_id] = adapter
 
     def left_slot(self, adapter: Adapter) -> None:

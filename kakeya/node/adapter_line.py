@@ -38,10 +38,11 @@ _TRIES = 3
 
 
 class _Waiter:
-    __slots__ = ("adapter", "granted", "since", "tries")
+    __slots__ = ("adapter", "granted", "is_following", "since", "tries")
 
-    def __init__(self, adapter: Adapter, now: float) -> None:
+    def __init__(self, adapter: Adapter, now: float, *, is_following: bool) -> None:
         self.adapter = adapter
+        self.is_following = is_following
         self.since = now
         self.tries = 0
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -85,9 +86,13 @@ class AdapterLine:
             return True
         return False
 
-    async def wait(self, adapter: Adapter, patience_s: float) -> None:
+    async def wait(
+        self, adapter: Adapter, patience_s: float, *, is_following: bool = False
+    ) -> None:
         """Return once the adapter is in a slot and leased.
 
+        Who `is_following` only asks the engine for what comes behind the load: for them it is
+        enough that it was sent. Where it fails, the engine will say that it knows no such adapter.
         Raises QueueFull, CapacityExhausted when the time is up, and what the way to the slot
         raises.
         """
@@ -97,7 +102,7 @@ class AdapterLine:
                 "limit",
                 retry_after_s=1.0,
             )
-        waiter = _Waiter(adapter, self._clock.mono())
+        waiter = _Waiter(adapter, self._clock.mono(), is_following=is_following)
         self._former.add(adapter.adapter_id, waiter, waiter.since)
         self._wake.set()
         try:
@@ -195,12 +200,15 @@ class AdapterLine:
         self, adapter: Adapter, waiters: list[_Waiter], engine: AdapterEngine, out: Adapter | None
     ) -> bool:
         """Bring one adapter in, for all who wait for it; False when they wait on."""
+        following = [waiter for waiter in waiters if waiter.is_following]
         try:
             with self._places.wanted(adapter) if waiters else nullcontext():
-                await self._places.heat(adapter, engine, out)
+                await self._places.heat(adapter, engine, out, lambda: self._grant(following))
         except (PeerUnavailable, Conflict) as problem:
+            adapter.is_doubtful = True
             return self._try_again(waiters, problem)
         except KakeyaError as problem:
+            adapter.is_doubtful = True
             self._fail(waiters, _removed(adapter) if adapter.is_retired else problem)
             self._on_failure(adapter, problem)
             return True

@@ -50,6 +50,10 @@ async def none_lent(_base: str, _size: int) -> bool:
     return False
 
 
+def _ignored() -> None:
+    """For who has nothing to do when a load was sent."""
+
+
 class AdapterEngine(Protocol):
     """What of an engine is needed here; `EngineBackend` has it."""
 
@@ -68,9 +72,15 @@ class AdapterEngine(Protocol):
         ...
 
     async def load_adapter(
-        self, adapter_id: str, ref: PageRef, timeout_s: float, instead_of: str = ""
+        self,
+        adapter_id: str,
+        ref: PageRef,
+        timeout_s: float,
+        instead_of: str = "",
+        sent: Callable[[], None] = _ignored,
     ) -> int:
-        """Take an adapter from pages into a slot, or into that of another one."""
+        """Take an adapter from pages into a slot, or into that of another one; what is asked of
+        the engine from `sent` on comes behind it."""
         ...
 
     async def unload_adapter(self, adapter_id: str) -> bool:
@@ -161,9 +171,17 @@ class AdapterPlaces:
             flight.add_done_callback(lambda done: self._landed(adapter, done))
         await asyncio.shield(flight)
 
-    async def heat(self, adapter: Adapter, engine: AdapterEngine, out: Adapter | None) -> None:
+    async def heat(
+        self,
+        adapter: Adapter,
+        engine: AdapterEngine,
+        out: Adapter | None,
+        sent: Callable[[], None],
+    ) -> None:
         """Bring an adapter into a slot, from which `out` goes; one call of the engine does both.
 
+        `sent` is called when the engine was asked for it and nothing speaks against it: it has made
+        slots before, and this adapter did not fail the last time.
         Raises BaseReplaced, what `warm` raises, PeerUnavailable when the engine ends, Conflict
         when `out` is still in use there, and what the engine finds wrong.
         """
@@ -176,9 +194,10 @@ class AdapterPlaces:
         )
         if problem:
             raise BaseReplaced(problem)
+        is_certain = adapter.base in self._slot_bytes and not adapter.is_doubtful
         with self._leaving(out):
             try:
-                size = await self._load(adapter, engine, pid, out)
+                size = await self._load(adapter, engine, pid, out, sent if is_certain else _ignored)
             except MemoryRefused:
                 if await self._reconcile(adapter.base, engine):
                     size = await self._load(adapter, engine, pid, out)
@@ -250,7 +269,12 @@ class AdapterPlaces:
             flight.exception()  # whoever waits has it; nobody may
 
     async def _load(
-        self, adapter: Adapter, engine: AdapterEngine, pid: int, out: Adapter | None
+        self,
+        adapter: Adapter,
+        engine: AdapterEngine,
+        pid: int,
+        out: Adapter | None,
+        sent: Callable[[], None] = _ignored,
     ) -> int:
         """Have the engine read the pages; what one slot takes there now."""
         instead_of = out.adapter_id if out is not None else ""
@@ -267,7 +291,7 @@ class AdapterPlaces:
             with hold:
                 ref = self._arena.ref(block, length)
                 return await engine.load_adapter(
-                    adapter.adapter_id, ref, _LOAD_TIMEOUT_S, instead_of
+                    adapter.adapter_id, ref, _LOAD_TIMEOUT_S, instead_of, sent
                 )
         raise OutOfPages(
             f"the pages of adapter {adapter.adapter_id} were taken {_TRIES} times before its "

@@ -214,13 +214,15 @@ class AdapterManager:
                 if self._registry.get(model_id) == record:
                     raise
 
-    async def _acquire(self, record: AdapterRecord, patience_s: float) -> AdapterLease:
+    async def _acquire(
+        self, record: AdapterRecord, patience_s: float, *, is_following: bool = False
+    ) -> AdapterLease:
         began_mono = self._clock.mono()
         adapter = self._table.get(record.version)
         tier = adapter.tier
         line = self._line(record.base)
         if not line.take(adapter):
-            await line.wait(adapter, patience_s)
+            await line.wait(adapter, patience_s, is_following=is_following)
         self.times[tier].add(self._clock.mono() - began_mono)
         return AdapterLease(self.released, adapter, record)
 
@@ -232,13 +234,17 @@ class AdapterManager:
             self._tick.set()
 
     async def acquire_again(self, record: AdapterRecord, patience_s: float) -> AdapterLease:
-        """Lease the very version that a request began with. Raises Conflict when it was removed
-        or replaced meanwhile, and what `acquire` raises."""
+        """Lease the very version that a request began with, for decodes that come behind its load:
+        the engine may read it yet. Where it cannot, a decode ends with NotFound; then call `lost`,
+        and this again, which tells why.
+
+        Raises Conflict when it was removed or replaced meanwhile, and what `acquire` raises.
+        """
         if record.version not in self._table or self._table.get(record.version).is_retired:
             raise Conflict(
                 f"adapter {record.model_id} was replaced or removed under a request; send it again"
             )
-        return await self._acquire(record, patience_s)
+        return await self._acquire(record, patience_s, is_following=True)
 
     def cool(self, model_id: str) -> None:
         """Take an adapter out of the pages now, unless an engine reads it. Raises NotFound."""

@@ -263,6 +263,7 @@ class DecodeRequest(_message.Message):
     PARK_ID_FIELD_NUMBER: _builtins.int
     LOGITS_LE_F32_FIELD_NUMBER: _builtins.int
     WANTS_LOGITS_FIELD_NUMBER: _builtins.int
+    AFTER_LOAD_FIELD_NUMBER: _builtins.int
     token_ids_le32: _builtins.bytes
     """The whole history, little-endian uint32 each."""
     max_tokens: _builtins.int
@@ -293,6 +294,10 @@ class DecodeRequest(_message.Message):
     """
     wants_logits: _builtins.bool
     """A logits frame is wanted."""
+    after_load: _builtins.int
+    """The load of adapter_id that was asked for just before, by its number, and may be under way: the
+    generation begins behind it. 0 = none.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -339,10 +344,11 @@ class DecodeRequest(_message.Message):
         park_id: _builtins.int = ...,
         logits_le_f32: _builtins.bytes = ...,
         wants_logits: _builtins.bool = ...,
+        after_load: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "client", b"client", "cuts", b"cuts", "deadline_seconds", b"deadline_seconds", "draft_sources", b"draft_sources", "frame_ms", b"frame_ms", "kv_blocks", b"kv_blocks", "kv_exports", b"kv_exports", "kv_key", b"kv_key", "logits_le_f32", b"logits_le_f32", "max_tokens", b"max_tokens", "park_id", b"park_id", "priority", b"priority", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p", "wants_logits", b"wants_logits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "after_load", b"after_load", "client", b"client", "cuts", b"cuts", "deadline_seconds", b"deadline_seconds", "draft_sources", b"draft_sources", "frame_ms", b"frame_ms", "kv_blocks", b"kv_blocks", "kv_exports", b"kv_exports", "kv_key", b"kv_key", "logits_le_f32", b"logits_le_f32", "max_tokens", b"max_tokens", "park_id", b"park_id", "priority", b"priority", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p", "wants_logits", b"wants_logits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1072,7 +1078,9 @@ class LoadAdaptersRequest(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """Names the load on this stream, for its answer."""
+    """Names the load, for its answer and for generations behind it; they rise, over all streams of
+    an agent.
+    """
     @_builtins.property
     def load(self) -> Global___AdapterLoad:
         """None = nobody waits for that load any more: it is dropped where it has not begun."""

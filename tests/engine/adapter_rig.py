@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kakeya.core.errors import KakeyaError
-from kakeya.engine.adapters import EngineAdapters
+from kakeya.engine.adapters import EngineAdapters, LoadedAdapter, ReadAdapter
 from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, TokensFrame
 from kakeya.engine.scheduler import Scheduler, Ticket
 from kakeya.engine.sequence import SequenceTools
@@ -92,6 +92,13 @@ def adapter_rig(model: MlxModel) -> AdapterRig:
     adapters = EngineAdapters(model.adapters)
     made = tools(eager=False)
     return AdapterRig(model, SequenceTools(**{**_fields(made), "adapters": adapters}), adapters)
+
+
+def take(
+    adapters: EngineAdapters, adapter_id: str, packed: bytes, instead_of: str = ""
+) -> LoadedAdapter:
+    """Load an adapter that lies in our own memory."""
+    return adapters.load(adapter_id, ReadAdapter(packed), instead_of)
 
 
 def tiny(*, slots: int = 9, rank: int = 8) -> MlxModel:

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kakeya.core.errors import Conflict, MemoryRefused, NotFound
 from kakeya.engine.adapters import AdapterUse, EngineAdapters
 from kakeya.memory.adapter_format import PackedAdapter, Precision, digest, pack, unpack
-from tests.engine.adapter_rig import FOLDERS
+from tests.engine.adapter_rig import FOLDERS, take
 
 SLOTS = 3
 PACKED = [pack(folder, Precision.INT8) for folder in FOLDERS[:4]]
@@ -63,7 +63,7 @@ class Uses(RuleBasedStateMachine):
         packed = PACKED[at]
         taken = {use.slot for use, _ in self.uses} | set(self.slots.values())
         try:
-            loaded = self.adapters.load_packed(name, packed, out)
+            loaded = take(self.adapters, name, packed, out)
         except MemoryRefused:
             assert len(taken) == SLOTS
             assert out == name or out not in self.loaded

@@ -14,12 +14,13 @@ from tokenizers import Tokenizer
 
 from kakeya.core.errors import Conflict, InvalidArgument, MemoryRefused, NotFound
 from kakeya.decoding.sampling import SamplingParams
-from kakeya.engine.adapters import EngineAdapters
+from kakeya.engine.adapters import EngineAdapters, ReadAdapter
 from kakeya.engine.job import DecodeJob, SourceSpec
 from kakeya.engine.scheduler import Scheduler
 from kakeya.memory.adapter_format import Precision, pack
 from kakeya.memory.arena import PageArena
 from kakeya.memory.content import ContentType, PageConfig
+from kakeya.memory.page_ref import PageReader
 from kakeya.mlx.model import MlxModel
 from tests.engine.adapter_rig import (
     FOLDERS,
@@ -29,6 +30,7 @@ from tests.engine.adapter_rig import (
     Answer,
     Ending,
     adapter_rig,
+    take,
     tiny,
 )
 
@@ -64,7 +66,7 @@ def job(prompt: list[int], adapter_id: str = "", tokens: int = 16, **more: objec
 
 def load_all(rig: AdapterRig) -> None:
     for name in NAMES:
-        rig.adapters.load_packed(name, PACKED[name])
+        take(rig.adapters, name, PACKED[name])
 
 
 def mlx_lms(folder: Path | None, prompt: list[int], count: int) -> list[int]:
@@ -132,13 +134,13 @@ def test_an_adapter_that_comes_while_others_decode_changes_nothing_for_them(
     for name in NAMES:
         rig.adapters.unload(name)
     for name in ("record", "letter"):
-        rig.adapters.load_packed(name, PACKED[name])
+        take(rig.adapters, name, PACKED[name])
     ending = Ending(make_scheduler(rig), 3)
     late = Answer()
 
     def add(count: int) -> None:
         if count == 7:
-            rig.adapters.load_packed("query", PACKED["query"])
+            take(rig.adapters, "query", PACKED["query"])
             ending.submit(job(prompt, "query", 24), late)
 
     record, letter = Answer(after=add), Answer()
@@ -153,17 +155,17 @@ def test_an_adapter_that_comes_while_others_decode_changes_nothing_for_them(
 def test_an_adapter_that_is_replaced_serves_who_began_with_it_to_the_end(
     rig: AdapterRig, prompt: list[int]
 ) -> None:
-    rig.adapters.load_packed("a", PACKED["record"])
+    take(rig.adapters, "a", PACKED["record"])
     record = rig.alone(job(prompt, "a", 24))
-    rig.adapters.load_packed("a", PACKED["letter"])
+    take(rig.adapters, "a", PACKED["letter"])
     letter = rig.alone(job(prompt, "a", 24))
-    rig.adapters.load_packed("a", PACKED["record"])
+    take(rig.adapters, "a", PACKED["record"])
     ending = Ending(make_scheduler(rig), 2)
     new = Answer()
 
     def swap(count: int) -> None:
         if count == 7:
-            rig.adapters.load_packed("a", PACKED["letter"])
+            take(rig.adapters, "a", PACKED["letter"])
             ending.submit(job(prompt, "a", 24), new)
 
     old = Answer(after=swap)
@@ -176,7 +178,7 @@ def test_an_adapter_that_is_replaced_serves_who_began_with_it_to_the_end(
 
 def test_a_slot_in_use_is_neither_freed_nor_written(rig: AdapterRig, prompt: list[int]) -> None:
     load_all(rig)
-    rig.adapters.load_packed("ninth", PACKED["march"])
+    take(rig.adapters, "ninth", PACKED["march"])
     seen: list[type[Exception]] = []
 
     def try_it(count: int) -> None:
@@ -184,8 +186,8 @@ def test_a_slot_in_use_is_neither_freed_nor_written(rig: AdapterRig, prompt: lis
             return
         for attempt in (
             lambda: rig.adapters.unload("shout"),
-            lambda: rig.adapters.load_packed("shout", PACKED["table"]),
-            lambda: rig.adapters.load_packed("tenth", PACKED["table"]),
+            lambda: take(rig.adapters, "shout", PACKED["table"]),
+            lambda: take(rig.adapters, "tenth", PACKED["table"]),
         ):
             with pytest.raises((Conflict, MemoryRefused)) as refusal:
                 attempt()
@@ -196,28 +198,28 @@ def test_a_slot_in_use_is_neither_freed_nor_written(rig: AdapterRig, prompt: lis
     assert seen == [Conflict, MemoryRefused, MemoryRefused]
     assert rig.adapters.unload("shout")
     assert not rig.adapters.unload("shout")
-    rig.adapters.load_packed("tenth", PACKED["table"])
+    take(rig.adapters, "tenth", PACKED["table"])
     assert "tenth" in rig.adapters.ids()
 
 
 def test_slots_return_when_the_last_user_of_a_replaced_adapter_ends(rig: AdapterRig) -> None:
-    first = rig.adapters.load_packed("a", PACKED["table"])
+    first = take(rig.adapters, "a", PACKED["table"])
     one, two = rig.adapters.enter("a"), rig.adapters.enter("a")
-    second = rig.adapters.load_packed("a", PACKED["query"])
+    second = take(rig.adapters, "a", PACKED["query"])
     assert second.slot != first.slot
     rig.adapters.leave(one)
-    taken = {rig.adapters.load_packed(name, PACKED[name]).slot for name in NAMES[:7]}
+    taken = {take(rig.adapters, name, PACKED[name]).slot for name in NAMES[:7]}
     assert first.slot not in taken
     with pytest.raises(MemoryRefused):
-        rig.adapters.load_packed("more", PACKED["table"])
+        take(rig.adapters, "more", PACKED["table"])
     rig.adapters.leave(two)
-    assert rig.adapters.load_packed("more", PACKED["table"]).slot == first.slot
+    assert take(rig.adapters, "more", PACKED["table"]).slot == first.slot
 
 
 def test_the_same_bytes_again_are_no_work(rig: AdapterRig) -> None:
-    first = rig.adapters.load_packed("a", PACKED["table"])
+    first = take(rig.adapters, "a", PACKED["table"])
     use = rig.adapters.enter("a")
-    assert rig.adapters.load_packed("a", PACKED["table"]) == first
+    assert take(rig.adapters, "a", PACKED["table"]) == first
     assert rig.adapters.enter("a") is use
 
 
@@ -231,8 +233,8 @@ def test_an_adapter_that_is_not_loaded_is_not_found(rig: AdapterRig, prompt: lis
 def test_kept_kv_is_continued_only_with_the_same_content(
     rig: AdapterRig, prompt: list[int]
 ) -> None:
-    rig.adapters.load_packed("a", PACKED["record"])
-    rig.adapters.load_packed("b", PACKED["letter"])
+    take(rig.adapters, "a", PACKED["record"])
+    take(rig.adapters, "b", PACKED["letter"])
 
     def cached(adapter_id: str) -> int:
         answer = Answer()
@@ -246,10 +248,10 @@ def test_kept_kv_is_continued_only_with_the_same_content(
     assert cached("") == 0
     assert cached("") == len(prompt) - 1
     assert cached("a") == 0
-    rig.adapters.load_packed("a", PACKED["table"])
+    take(rig.adapters, "a", PACKED["table"])
     assert cached("a") == 0
     rig.adapters.unload("a")
-    rig.adapters.load_packed("a", PACKED["table"])
+    take(rig.adapters, "a", PACKED["table"])
     assert cached("a") == len(prompt) - 1
 
 
@@ -275,7 +277,7 @@ def test_an_adapter_comes_from_pages_and_does_not_need_them_afterwards(
     rig: AdapterRig, prompt: list[int], tmp_path: Path
 ) -> None:
     packed = PACKED["letter"]
-    rig.adapters.load_packed("a", packed)
+    take(rig.adapters, "a", packed)
     expected = rig.alone(job(prompt, "a"))
     with PageArena(CONFIG, folder=tmp_path, rng=random.Random(str(tmp_path))) as arena:
         arena.grow()
@@ -286,7 +288,8 @@ def test_an_adapter_comes_from_pages_and_does_not_need_them_afterwards(
             ref = filling.commit()
         assert rig.model.adapters is not None
         adapters = EngineAdapters(rig.model.adapters)
-        loaded = adapters.load("b", ref)
+        with PageReader() as pages:
+            loaded = adapters.load("b", ReadAdapter(pages.view(ref)))
         arena.close_holder(agent)
     paged = AdapterRig(rig.model, replace(rig.tools, adapters=adapters), adapters)
     assert paged.alone(job(prompt, "b")) == expected
@@ -298,15 +301,15 @@ def test_what_does_not_fit_the_engines_limit_is_refused() -> None:
     assert fresh.adapters is not None
     adapters = EngineAdapters(fresh.adapters, lambda: 1000)
     with pytest.raises(MemoryRefused, match="slots for this adapter"):
-        adapters.load_packed("a", PACKED["table"])
+        take(adapters, "a", PACKED["table"])
     assert adapters.ids() == ()
     assert fresh.adapters.nbytes == 0
 
 
 def test_damaged_bytes_change_nothing(rig: AdapterRig, prompt: list[int]) -> None:
-    rig.adapters.load_packed("a", PACKED["table"])
+    take(rig.adapters, "a", PACKED["table"])
     expected = rig.alone(job(prompt, "a"))
     for damaged in (b"", PACKED["letter"][:-256], b"x" * 4096):
         with pytest.raises(InvalidArgument):
-            rig.adapters.load_packed("a", damaged)
+            take(rig.adapters, "a", damaged)
     assert rig.alone(job(prompt, "a")) == expected

@@ -27,7 +27,7 @@ from kakeya.memory.adapter_format import Precision, pack
 from kakeya.memory.estimate import GROWTH_BYTES, STEP_BYTES
 from kakeya.mlx.loader import load
 from kakeya.mlx.model import MlxModel
-from tests.engine.adapter_rig import Answer, Ending
+from tests.engine.adapter_rig import Answer, Ending, take
 from tests.engine.child_engine import ToyModel, ToyState
 from tests.engine.rig import tools
 from tests.engine.test_scheduler import WAIT_S, submit
@@ -409,7 +409,7 @@ def test_slots_of_adapters_lower_the_kv_bound_so_that_a_promised_context_can_be_
         bound = now.resident_bytes + kv
         scheduler.call(lambda: limits.set(bound, 0, kv)).result(WAIT_S)
         assert limits.room.context_tokens == 24 * 256
-        scheduler.call(lambda: adapters.load_packed("a", packed)).result(WAIT_S)
+        scheduler.call(lambda: take(adapters, "a", packed)).result(WAIT_S)
         assert model.adapters is not None
         slots = model.adapters.nbytes
         assert slots > 2 * BLOCK_BYTES
@@ -436,7 +436,7 @@ def test_slots_are_refused_while_what_runs_or_the_least_kv_needs_their_room(
     try:
         limits.set(now.resident_bytes + kv, 0, kv)
         with pytest.raises(MemoryRefused) as refused:
-            adapters.load_packed("a", packed)
+            take(adapters, "a", packed)
         assert refused.value.retry_after_s is not None
         assert limits.room.context_tokens == 8 * 256
         assert model.adapters is not None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kakeya.core.clock import Clock, SystemClock
-from kakeya.core.errors import Conflict, MemoryRefused, PeerUnavailable
+from kakeya.core.errors import Conflict, KakeyaError, MemoryRefused, PeerUnavailable
 from kakeya.memory.adapter_format import unpack
 from kakeya.memory.adapters import TierRules
 from kakeya.memory.page_ref import PageReader, PageRef
@@ -35,6 +35,9 @@ class ToyEngine:
     loads: list[str] = field(default_factory=list)
     pause: Callable[[], float] = lambda: 0.0
     before_load: Callable[[], None] = lambda: None
+    loading: set[str] = field(default_factory=set)
+    until: asyncio.Event | None = None
+    refusal: KakeyaError | None = None
     most: int = 0
     fingerprint: str = ""
 
@@ -55,13 +58,30 @@ class ToyEngine:
         return self.facts
 
     async def load_adapter(
-        self, adapter_id: str, ref: PageRef, timeout_s: float, instead_of: str = ""
+        self,
+        adapter_id: str,
+        ref: PageRef,
+        timeout_s: float,
+        instead_of: str = "",
+        sent: Callable[[], None] = lambda: None,
     ) -> int:
         pid = self.pid
         self.before_load()
+        self.loading.add(adapter_id)
+        try:
+            sent()
+            return await self._load(adapter_id, ref, instead_of, pid)
+        finally:
+            self.loading.discard(adapter_id)
+
+    async def _load(self, adapter_id: str, ref: PageRef, instead_of: str, pid: int | None) -> int:
         with PageReader() as reader:
             view = reader.view(ref)
             await asyncio.sleep(self.pause())
+            if self.until is not None:
+                await self.until.wait()
+            if self.refusal is not None:
+                raise self.refusal
             if self.pid != pid or pid is None:
                 raise PeerUnavailable("the toy engine died")
             if instead_of in self.in_use:
@@ -168,3 +188,9 @@ async def world(
             yield World(adapters, arena, engine, folder / "adapters", folder / "sources")
     finally:
         await asyncio.to_thread(arena.__exit__, None, None, None)
+
+
+async def settled(test, timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not test():
+            await asyncio.sleep(0.005)

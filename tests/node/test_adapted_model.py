@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kakeya.core.clock import SystemClock
-from kakeya.core.errors import Conflict, NotFound, PeerUnavailable
+from kakeya.core.errors import Conflict, InvalidArgument, NotFound, PeerUnavailable
 from kakeya.node.adapted_model import AdaptedModel
 from kakeya.runtime.generation import (
     DecodeRequest,
@@ -21,7 +21,7 @@ from kakeya.runtime.generation import (
     StopReason,
     Tokens,
 )
-from tests.node.adapter_world import TINY, World, world
+from tests.node.adapter_world import TINY, World, settled, world
 
 REQUEST = DecodeRequest(token_ids=[1, 2], max_tokens=6)
 
@@ -49,6 +49,8 @@ class Base:
         self.asked.append(request)
         last = request.token_ids[-1]
         for _ in range(request.max_tokens):
+            while request.adapter_id in self.node.engine.loading:
+                await asyncio.sleep(0)  # it comes behind that
             if self.is_forgetful or request.adapter_id not in self.node.engine.held:
                 raise NotFound(f"adapter {request.adapter_id!r} is not loaded in this engine")
             last += 1
@@ -91,6 +93,70 @@ async def test_an_engine_that_forgot_is_given_the_adapter_again_and_goes_on(
         assert (list(second.token_ids), second.max_tokens) == ([1, 2, 3, 4, 5], 3)
         assert len(node.engine.loads) == 2
         assert node.adapters.describe(node.adapters.records()[0]).leases == 0
+
+
+async def test_it_asks_the_engine_as_soon_as_the_load_was_sent(tmp_path: Path) -> None:
+    async with world(tmp_path, slots=1) as node:
+        base, first = Base(node), await node.add(1)
+        second = await node.add(2)
+        assert await said(adapted(node, base, first)) == [3, 4, 5, 6, 7, 8]
+        loaded = asyncio.Event()
+        node.engine.until = loaded
+        answer = asyncio.create_task(said(adapted(node, base, second)))
+        other = asyncio.create_task(node.adapters.acquire(second))
+        await settled(lambda: len(base.asked) == 2)
+        assert node.engine.loading == {base.asked[1].adapter_id}
+        assert not other.done(), "who does not come behind the load waits for its end"
+        loaded.set()
+        assert await answer == [3, 4, 5, 6, 7, 8]
+        (await other).release()
+        assert len(node.engine.loads) == 2
+
+
+async def test_the_first_load_of_an_engine_is_waited_for(tmp_path: Path) -> None:
+    """It makes the slots, and may find no room for them."""
+    async with world(tmp_path) as node:
+        base, model_id = Base(node), await node.add(1)
+        loaded = node.engine.until = asyncio.Event()
+        answer = asyncio.create_task(said(adapted(node, base, model_id)))
+        await settled(lambda: bool(node.engine.loading))
+        await asyncio.sleep(0.02)
+        assert not base.asked
+        loaded.set()
+        assert await answer == [3, 4, 5, 6, 7, 8]
+
+
+async def test_a_load_that_fails_behind_a_request_is_told_as_it_is(tmp_path: Path) -> None:
+    async with world(tmp_path, slots=1) as node:
+        base, first = Base(node), await node.add(1)
+        second = await node.add(2)
+        await said(adapted(node, base, first))
+        node.engine.refusal = InvalidArgument("it does not fit the model")
+        with pytest.raises(InvalidArgument, match="does not fit"):
+            await said(adapted(node, base, second))
+        assert len(base.asked) == 2, "the second time it waited for the load"
+        assert await said(adapted(node, base, first)) == [3, 4, 5, 6, 7, 8]
+        node.engine.refusal = None
+        assert await said(adapted(node, base, second)) == [3, 4, 5, 6, 7, 8]
+        for record in node.adapters.records():
+            assert node.adapters.describe(record).leases == 0
+
+
+async def test_an_engine_that_dies_in_a_load_with_a_request_behind_it_serves_it_in_the_next(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, slots=1) as node:
+        base, first = Base(node), await node.add(1)
+        second = await node.add(2)
+        await said(adapted(node, base, first))
+        loaded = node.engine.until = asyncio.Event()
+        answer = asyncio.create_task(said(adapted(node, base, second)))
+        await settled(lambda: len(base.asked) == 2)
+        node.engine.restart(node.adapters)
+        node.engine.until = None
+        loaded.set()
+        assert await answer == [3, 4, 5, 6, 7, 8]
+        assert node.arena.snapshot().pool.pinned_pages == 0
 
 
 async def test_one_that_always_forgets_is_given_up_with_a_sentence(tmp_path: Path) -> None:

@@ -26,13 +26,7 @@ from kakeya.memory.adapters import Tier, TierRules
 from kakeya.node.adapter_store import AdapterDamaged, AdapterRecord, AdapterStore, BaseReplaced
 from kakeya.node.models import EMBEDDED_FOLDER
 from tests.memory.adapter_folders import tiny_adapter, tiny_arrays, write_adapter
-from tests.node.adapter_world import TINY, World, world
-
-
-async def settled(test, timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not test():
-            await asyncio.sleep(0.005)
+from tests.node.adapter_world import TINY, World, settled, world
 
 
 def only_file(node: World) -> Path:
@@ -172,10 +166,10 @@ async def test_an_engine_that_dies_during_a_load_costs_a_try_and_no_pin(tmp_path
         # It dies after the pages are pinned for it, and before it answers.
         real = node.engine.load_adapter
 
-        async def dying(adapter_id: str, ref, timeout_s: float, instead_of: str = "") -> int:
+        async def dying(adapter_id: str, ref, timeout_s: float, instead_of: str, sent) -> int:
             assert node.arena.snapshot().pool.pinned_pages == 1
             pid = node.engine.pid
-            size = await real(adapter_id, ref, timeout_s, instead_of)
+            size = await real(adapter_id, ref, timeout_s, instead_of, sent)
             if node.engine.pid != pid:
                 node.engine.held.clear()
             return size

@@ -4,6 +4,9 @@ A message on an open stream costs less than a call. Whoever loads sees what a ca
 would show: its own error, its own deadline, and a cancellation that concerns nobody else. A stream
 that breaks, at either end or in the middle of our own work, fails the loads that are under way;
 the next load opens another one.
+
+Nothing says which of two calls on one connection the engine sees first: a decode that is to come
+behind a load that is under way names its number.
 """
 
 from __future__ import annotations
@@ -41,19 +44,33 @@ class AdapterStream:
         self._failure = failure
         self._clock = clock
         self._open: _Open | None = None
+        self._numbers = count(1)
+        self._under_way: dict[str, int] = {}
 
-    async def load(self, load: pb.AdapterLoad, timeout_s: float) -> pb.AdapterLoaded:
+    async def load(
+        self, load: pb.AdapterLoad, timeout_s: float, sent: Callable[[], None]
+    ) -> pb.AdapterLoaded:
         """Have an adapter loaded. Raises what the engine found wrong, PeerUnavailable when it is
-        lost, DeadlineExceeded."""
-        stream = self._stream()
+        lost, DeadlineExceeded.
+
+        `sent` is called as soon as it is `under_way`.
+        """
+        stream, number = self._stream(), next(self._numbers)
+        answering = stream.ask(number, load)
+        self._under_way[load.adapter_id] = number
         try:
+            sent()
             async with asyncio.timeout(timeout_s):
-                answer = await stream.ask(load)
+                answer = await answering
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{self._name}: no answer within {timeout_s:g} s to the load of adapter "
                 f"{load.adapter_id}"
             ) from None
+        finally:
+            stream.end(number)
+            if self._under_way.get(load.adapter_id) == number:
+                del self._under_way[load.adapter_id]
         match answer.WhichOneof("outcome"):
             case "loaded":
                 return answer.loaded
@@ -63,6 +80,10 @@ class AdapterStream:
                 raise self._failure(code, said.details, said.metadata)
             case _:
                 raise PeerProtocol(f"{self._name}: an adapter load was answered with nothing")
+
+    def under_way(self, adapter_id: str) -> int:
+        """The number of the load of an adapter that was asked for and has no answer; 0 = none."""
+        return self._under_way.get(adapter_id, 0)
 
     async def aclose(self) -> None:
         """End the stream, and what is under way on it."""
@@ -101,24 +122,23 @@ class _Open:
     ) -> None:
         self._call = call
         self._problem = problem
-        self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[pb.LoadAdaptersResponse]] = {}
         self._outgoing: asyncio.Queue[pb.LoadAdaptersRequest] = asyncio.Queue()
         self.is_over = False
         self._tasks = Supervisor(clock)
         self._tasks.start(f"adapter loads of {name}", self._run)
 
-    async def ask(self, load: pb.AdapterLoad) -> pb.LoadAdaptersResponse:
-        """Send a load and wait for its answer; one that is given up is withdrawn."""
-        number = next(self._numbers)
+    def ask(self, number: int, load: pb.AdapterLoad) -> asyncio.Future[pb.LoadAdaptersResponse]:
+        """Send a load; its answer. To be followed by `end`."""
         answer: asyncio.Future[pb.LoadAdaptersResponse]
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._outgoing.put_nowait(pb.LoadAdaptersRequest(number=number, load=load))
-        try:
-            return await answer
-        finally:
-            if self._waiting.pop(number, None) is not None:
-                self._outgoing.put_nowait(pb.LoadAdaptersRequest(number=number))
+        return answer
+
+    def end(self, number: int) -> None:
+        """Withdraw a load that has no answer; harmless for others."""
+        if self._waiting.pop(number, None) is not None:
+            self._outgoing.put_nowait(pb.LoadAdaptersRequest(number=number))
 
     async def aclose(self) -> None:
         """Fail what is under way, and end the call."""

@@ -38,9 +38,10 @@ _DRAFT_KINDS = {"ngram": pb.DraftSource.KIND_NGRAM, "remote": pb.DraftSource.KIN
 
 
 def decode_to_wire(
-    request: DecodeRequest, offer: KvOffer = _NOTHING, park_id: int = 0
+    request: DecodeRequest, offer: KvOffer = _NOTHING, park_id: int = 0, after_load: int = 0
 ) -> pb.DecodeRequest:
-    """The request of one generation, with what its engine may begin from, and its name there."""
+    """The request of one generation, with what its engine may begin from, its name there, and the
+    number of the load that it comes behind."""
     return pb.DecodeRequest(
         token_ids_le32=pack_ids(request.token_ids),
         max_tokens=request.max_tokens,
@@ -62,6 +63,7 @@ def decode_to_wire(
         park_id=park_id,
         logits_le_f32=offer.logits,
         wants_logits=offer.wants_logits,
+        after_load=after_load,
     )
 
 

@@ -254,10 +254,16 @@ class EngineBackend:
     # Adapters
 
     async def load_adapter(
-        self, adapter_id: str, ref: PageRef, timeout_s: float, instead_of: str = ""
+        self,
+        adapter_id: str,
+        ref: PageRef,
+        timeout_s: float,
+        instead_of: str = "",
+        sent: Callable[[], None] = lambda: None,
     ) -> int:
         """Have the engine take an adapter from pages that stay pinned, into the slot of another
-        one that is idle; the bytes it takes there.
+        one that is idle; the bytes it takes there. `sent` is called when it was asked for: a decode
+        with that adapter from then on comes behind it, and ends with NotFound where the load fails.
 
         Raises MemoryRefused without a slot or room, InvalidArgument when it does not fit the
         model, Conflict when the other one is in use or the pages were freed, UnknownMethod when
@@ -265,7 +271,7 @@ class EngineBackend:
         engine holds none.
         """
         client = self._serving_now().client
-        return await client.load_adapter(adapter_id, ref, timeout_s, instead_of)
+        return await client.load_adapter(adapter_id, ref, timeout_s, instead_of, sent)
 
     async def unload_adapter(self, adapter_id: str) -> bool:
         """Free an adapter's slot; False where it had none. Raises Conflict for one in use."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -116,9 +116,11 @@ class EngineClient:
         PeerProtocol for a stream without an end.
         """
         park_id = next(self._park_ids) if request.kv is not None else 0
+        after_load = self._loads.under_way(request.adapter_id)
         parking: set[asyncio.Task[None]] = set()
         with self._told():  # it may have been closed during the offer
-            call = self._stub.Decode(decode_to_wire(request, offer, park_id), timeout=timeout_s)
+            asked = decode_to_wire(request, offer, park_id, after_load)
+            call = self._stub.Decode(asked, timeout=timeout_s)
         try:
             with self._told():
                 async for message in call:
@@ -207,10 +209,16 @@ class EngineClient:
         return footprint_from_wire(reply)
 
     async def load_adapter(
-        self, adapter_id: str, ref: PageRef, timeout_s: float, instead_of: str = ""
+        self,
+        adapter_id: str,
+        ref: PageRef,
+        timeout_s: float,
+        instead_of: str = "",
+        sent: Callable[[], None] = lambda: None,
     ) -> int:
         """Have the engine take an adapter from pages, into the slot of another one that is idle;
-        returns the bytes that it takes there.
+        returns the bytes that it takes there. `sent` is called when it was asked for: a decode with
+        that adapter from then on comes behind it, and ends with NotFound where the load fails.
 
         Raises MemoryRefused without a slot or room, InvalidArgument when it does not fit the
         model, Conflict when the other one is in use, UnknownMethod when the engine takes no
@@ -219,7 +227,7 @@ class EngineClient:
         load = pb.AdapterLoad(
             adapter_id=adapter_id, pages=page_ref_to_wire(ref), instead_of=instead_of
         )
-        return (await self._loads.load(load, timeout_s)).bytes
+        return (await self._loads.load(load, timeout_s, sent)).bytes
 
     async def unload_adapter(self, adapter_id: str, timeout_s: float) -> bool:
         """Free an adapter's slot; False where it had none. Raises Conflict for one in use."""

@@ -21,6 +21,7 @@ from kakeya.core.errors import (
     PeerUnavailable,
     UnknownMethod,
 )
+from kakeya.engine import adapter_loads
 from kakeya.engine.adapter_loads import AdapterLoads
 from kakeya.engine.adapters import LoadedAdapter
 from kakeya.memory.page_ref import PageRef
@@ -129,6 +130,51 @@ async def test_a_load_that_fails_says_why_and_ends_no_stream(
     (await engine.flight("b")).set_result(LoadedAdapter(slot=1, nbytes=10))
     assert await other == 10
     assert engine.streams == 1
+
+
+async def test_a_load_is_under_way_from_when_it_is_sent_until_its_answer(engine, client) -> None:
+    seen: list[int] = []
+    sent = lambda: seen.append(client._loads.under_way("a"))  # noqa: E731
+    asked = asyncio.create_task(client.load_adapter("a", REF, 30.0, "", sent))
+    flight = await engine.flight("a")
+    assert seen == [client._loads.under_way("a")] != [0]
+    assert client._loads.under_way("b") == 0
+    flight.set_exception(MemoryRefused("no slot"))
+    with pytest.raises(MemoryRefused):
+        await asked
+    assert client._loads.under_way("a") == 0
+
+
+async def test_what_comes_behind_a_load_waits_until_that_is_there(engine, client) -> None:
+    behind = asyncio.create_task(engine.loads.behind(1))
+    await asyncio.sleep(0.02)
+    assert not behind.done()
+    asked = load(client, "a")
+    flight = await engine.flight("a")
+    await behind
+    assert not asked.done(), "the load itself is not waited for"
+    await engine.loads.behind(1)
+    await engine.loads.behind(0)
+    flight.set_result(LoadedAdapter(slot=1, nbytes=10))
+    await asked
+
+
+async def test_numbers_rise_over_streams_and_a_refused_load_came_too(engine, client) -> None:
+    engine.refusal = UnknownMethod("the engine takes no adapters")
+    for number in (1, 2):
+        with pytest.raises(UnknownMethod):
+            await load(client, "a")
+        await engine.loads.behind(number)
+        await client._loads.aclose()
+    assert engine.streams == 2
+
+
+async def test_what_comes_behind_a_load_that_never_comes_goes_on_by_itself(
+    engine, client, monkeypatch
+) -> None:
+    monkeypatch.setattr(adapter_loads, "_BEHIND_S", 0.01)
+    await engine.loads.behind(7)
+    assert not engine.loads._behind
 
 
 async def test_an_engine_without_adapters_says_so(engine, client) -> None:

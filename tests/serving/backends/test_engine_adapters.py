@@ -95,6 +95,52 @@ async def test_it_decodes_with_each_adapter_that_was_loaded_and_with_none(
     assert await decode(engine, NAMES[1]) == answers[1]
 
 
+async def test_what_is_asked_behind_a_load_computes_with_what_it_brings(
+    engine: EngineBackend, pages: Pages
+) -> None:
+    """Asked for the moment that the load was sent, each time in the slot of the one before; with
+    loads that come later than what was asked behind them, too."""
+    refs = {name: pages.lay(name)[0] for name in NAMES[:3]}
+    expected, out = {}, ""
+    for name, ref in refs.items():
+        await engine.load_adapter(name, ref, 30.0, out)
+        expected[name], out = await decode(engine, name), name
+    call = engine._serving_now().client._loads._open._call
+    write = call.write
+
+    async def late(message: object) -> None:
+        await asyncio.sleep(0.03)
+        await write(message)
+
+    for turn in range(12):
+        call.write = write if turn < 6 else late
+        name = NAMES[turn % 3]
+        behind: list[asyncio.Task[list[int]]] = []
+
+        def follow(name: str = name, behind: list[asyncio.Task[list[int]]] = behind) -> None:
+            behind.append(asyncio.create_task(decode(engine, name)))
+
+        await engine.load_adapter(name, refs[name], 30.0, out, follow)
+        assert await behind[0] == expected[name]
+        out = name
+
+
+async def test_what_is_asked_behind_a_load_that_fails_is_told_that_it_is_not_there(
+    engine: EngineBackend, pages: Pages
+) -> None:
+    ref, block = pages.lay(NAMES[0])
+    pages.arena.pool.free(block)
+    behind: list[asyncio.Task[list[int]]] = []
+
+    def follow() -> None:
+        behind.append(asyncio.create_task(decode(engine, NAMES[0])))
+
+    with pytest.raises(Conflict, match="the block was freed"):
+        await engine.load_adapter(NAMES[0], ref, 30.0, "", follow)
+    with pytest.raises(NotFound, match="not loaded in this engine"):
+        await behind[0]
+
+
 async def test_one_call_takes_the_slot_of_another_and_only_where_that_is_idle(
     engine: EngineBackend, pages: Pages
 ) -> None:
@@ -119,7 +165,7 @@ async def test_one_call_takes_the_slot_of_another_and_only_where_that_is_idle(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc for what is mapped")
-async def test_it_maps_no_slab_any_longer_than_a_load_takes(
+async def test_it_maps_no_slab_for_longer_than_a_moment(
     engine: EngineBackend, pages: Pages
 ) -> None:
     """Memory that the owner of the slabs gives back would stay taken."""
