@@ -1,9 +1,15 @@
 """How long an adapter takes to be had: in a slot, in pages, on disk; 10,000 are registered.
 
 The engine is a real child process with `kakeya-tiny`, the pages are shared memory. The measured
-adapters have rank 8 on every linear layer; the 10,000 beside them are small. The baseline is the
-goal's own figure for each tier: hot 100 us, warm 1 ms, cold 10 ms. `at_reference` is our figure
-divided by `machine_x`, which says how slow the machine was meanwhile; `met` goes by the figure.
+adapters have rank 8 on every linear layer; the 10,000 beside them are small. For each tier:
+
+    acquire    until the adapter is in a slot and leased
+    behind     how much later the first token of a request comes than that of the same request a
+               moment afterwards, which finds the adapter in a slot: what a user waits for it
+
+The baseline of both is the goal's own figure for the tier: hot 100 us, warm 1 ms, cold 10 ms.
+`at_reference` is our figure divided by `machine_x`, which says how slow the machine was meanwhile;
+`met` goes by the figure.
 
     .venv/bin/python -m benchmarks.adapter_acquire [--registered 10000]
 """
@@ -16,24 +22,29 @@ import logging
 import random
 import tempfile
 import time
-from contextlib import AsyncExitStack
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.report import at_reference, emit, machine_factor, median, percentile
-from kakeya.core.clock import SystemClock
+from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.tasks import Supervisor
 from kakeya.memory.adapter_format import digest, pack, unpack
 from kakeya.memory.adapters import Tier
 from kakeya.node import config
+from kakeya.node.adapted_model import AdaptedModel
 from kakeya.node.adapter_store import AdapterRecord, AdapterStore
-from kakeya.node.adapter_wiring import ADAPTER_FOLDER, NodeAdapters
+from kakeya.node.adapter_wiring import ADAPTER_FOLDER
+from kakeya.node.adapters import AdapterManager
 from kakeya.node.engines import engine_command
 from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.models import ModelSpec, Role
 from kakeya.node.page_wiring import NodePages
+from kakeya.runtime.generation import DecodeRequest, ServedModel, Tokens
 from kakeya.serving.backends.engine_backend import EngineOptions
 from tests.memory.adapter_folders import write_adapter
 
@@ -42,6 +53,7 @@ GOALS_S = {Tier.HOT: 100e-6, Tier.WARM: 1e-3, Tier.COLD: 10e-3}
 MEASURED = 24
 """Adapters of rank 8; more than there are slots, so that each is displaced before its next turn."""
 ROUNDS = 8
+PROMPT = tuple(range(1, 17))
 SHAPES = {
     "self_attn.q_proj": (256, 256),
     "self_attn.k_proj": (256, 128),
@@ -151,15 +163,18 @@ async def measure(folder: Path, registered: int) -> None:
         facts["start_ms"] = (time.perf_counter() - began) * 1e3
         tasks = await stack.enter_async_context(Supervisor(clock))
         await memory.start(tasks, "bench")
-        async with memory.engines.get(TINY).lend(300):
+        engine = memory.engines.get(TINY)
+        async with engine.lend(300):
             pass
-        taken, machine_x = await times(adapters)
-        found = len(adapters.manager.records())
-    for tier, values in taken.items():
+        manager = adapters.manager
+        timings = Timings(manager, engine, clock)
+        machine_x = await times(timings, manager.cool)
+        found = len(manager.records())
+    for (what, tier), values in sorted(timings.taken.items()):
         goal_s = GOALS_S[tier]
         ours = median(values)
         emit(
-            f"adapter acquire, {tier.name.lower()}, us",
+            f"adapter {what}, {tier.name.lower()}, us",
             ours=ours * 1e6,
             baseline=goal_s * 1e6,
             ratio=ours / goal_s,
@@ -172,39 +187,69 @@ async def measure(folder: Path, registered: int) -> None:
         )
 
 
-async def times(adapters: NodeAdapters) -> tuple[dict[Tier, list[float]], float]:
-    """Acquire in every tier, in turns, and how slow the machine was in the median of the rounds.
+class Timings:
+    """Seconds by what was timed, and by where the adapter was before."""
+
+    def __init__(self, manager: AdapterManager, base: ServedModel, clock: Clock) -> None:
+        self._manager = manager
+        self._base = base
+        self._clock = clock
+        self.taken: dict[tuple[str, Tier], list[float]] = defaultdict(list)
+
+    async def acquire(self, name: str) -> None:
+        """Until it is in a slot and leased."""
+        tier = self._tier(name)
+        began = time.perf_counter()
+        lease = await self._manager.acquire(name)
+        self.taken["acquire", tier].append(time.perf_counter() - began)
+        lease.release()
+
+    async def behind(self, name: str) -> None:
+        """How much later a request has its first token than the same one a moment afterwards."""
+        tier = self._tier(name)
+        behind_s = await self.request(name) - await self.request(name)
+        if tier is not Tier.HOT:
+            self.taken["behind", tier].append(behind_s)
+
+    async def request(self, name: str) -> float:
+        """Until a request has its only token."""
+        model = AdaptedModel(
+            self._base, name, lambda: self._manager.find(name), self._manager, self._clock
+        )
+        took_s = 0.0
+        began = time.perf_counter()
+        async with aclosing(model.decode(DecodeRequest(token_ids=PROMPT, max_tokens=1))) as frames:
+            async for frame in frames:
+                if isinstance(frame, Tokens):
+                    took_s = time.perf_counter() - began
+        return took_s
+
+    def _tier(self, name: str) -> Tier:
+        return self._manager.describe(self._manager.find(name)).tier
+
+
+async def times(timings: Timings, cool: Callable[[str], None]) -> float:
+    """Acquire and request in every tier, in turns; how slow the machine was in the median of the
+    rounds.
 
     A garbage collection or a rebalance is part of it.
     """
-    manager = adapters.manager
     names = [f"{TINY}:big{number}" for number in range(MEASURED)]
-    taken: dict[Tier, list[float]] = {tier: [] for tier in Tier}
-
-    async def once(name: str, expected: Tier) -> None:
-        found = manager.describe(manager.find(name)).tier
-        began = time.perf_counter()
-        lease = await manager.acquire(name)
-        seconds = time.perf_counter() - began
-        lease.release()
-        if found is expected:
-            taken[expected].append(seconds)
-
     for name in names:  # the first of all makes the slots
-        await once(name, Tier.COLD)
-    taken = {tier: [] for tier in Tier}
+        await timings.request(name)
     factors = []
     for _ in range(ROUNDS):
         factors.append(machine_factor())
-        for name in names:
-            await once(name, Tier.WARM)
-        for _ in range(200):
-            await once(names[-1], Tier.HOT)
-        for name in names[:-8]:
-            manager.cool(name)
-        for name in names[:-8]:
-            await once(name, Tier.COLD)
-    return taken, median(factors)
+        for use in (timings.acquire, timings.behind):
+            for name in names:
+                await use(name)
+            for _ in range(20):
+                await use(names[-1])
+            for name in names[:-8]:
+                cool(name)
+            for name in names[:-8]:
+                await use(name)
+    return median(factors)
 
 
 if __name__ == "__main__":
