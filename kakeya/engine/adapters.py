@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kakeya.core.errors import (
     Conflict,
@@ -18,6 +19,7 @@ from kakeya.core.errors import (
     KakeyaError,
     MemoryRefused,
     NotFound,
+    PageFreed,
 )
 from kakeya.core.units import format_bytes
 from kakeya.engine.model import AdapterBank
@@ -47,10 +49,14 @@ class LoadedAdapter:
 class ReadAdapter:
     """A packed adapter that was read; it views what it was read from until `close`."""
 
-    def __init__(self, packed: bytes | memoryview) -> None:
-        """`packed` was checked where it was laid. Raises InvalidArgument for what is no adapter."""
+    def __init__(
+        self, packed: bytes | memoryview, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """`packed` was checked where it was laid; `check` raises when something else lies there
+        by now. Raises InvalidArgument for what is no adapter."""
         self.content = digest(packed)
         self.adapter: PackedAdapter | None = unpack(packed, is_trusted=True)
+        self.check = check
 
     def close(self) -> None:
         """When nobody loads it any more, whoever still knows of it."""
@@ -61,25 +67,42 @@ class AdapterPages:
     """Reads adapters from pages. Lives on the event loop.
 
     To map a slab and to unmap it takes as long as to read an adapter, and adapters come one after
-    the other: it stays mapped for a moment. Not for longer, as one that its owner took away goes
-    on taking memory.
+    the other: it stays mapped until the last one is closed, and for a moment. Not for longer, as
+    one that its owner took away goes on taking memory.
     """
 
     def __init__(self, keep_s: float = 1.0) -> None:
         self._keep_s = keep_s
         self._reader = PageReader()
+        self._reads: list[ReadAdapter] = []
         self._closing: asyncio.TimerHandle | None = None
 
     def read(self, ref: PageRef) -> ReadAdapter:
         """Read one from pages that stay pinned until `close`. Raises PageFreed, InvalidArgument."""
-        if self._closing is not None:
-            self._closing.cancel()
-        self._closing = asyncio.get_running_loop().call_later(self._keep_s, self._reader.close)
+        self._forget_closed()
+        self._close_later()
         try:
-            return ReadAdapter(self._reader.view(ref))
+            read = ReadAdapter(self._reader.view(ref), partial(self._reader.check, ref))
         except KakeyaError as refusal:
             # Whoever has the error would hold views of the pages with its frames.
             raise refusal.with_traceback(None) from None
+        self._reads.append(read)
+        return read
+
+    def _forget_closed(self) -> None:
+        self._reads = [read for read in self._reads if read.adapter is not None]
+
+    def _close_later(self) -> None:
+        if self._closing is not None:
+            self._closing.cancel()
+        self._closing = asyncio.get_running_loop().call_later(self._keep_s, self._close)
+
+    def _close(self) -> None:
+        self._forget_closed()
+        if self._reads:
+            self._close_later()
+        else:
+            self._reader.close()
 
 
 class EngineAdapters:
@@ -104,15 +127,15 @@ class EngineAdapters:
 
         `instead_of` is idle and leaves its slot. Raises MemoryRefused without a free slot or room
         for it, InvalidArgument when it does not fit the model, Conflict when `instead_of` is in
-        use or `read` was closed before; nothing is changed then.
+        use; nothing is changed then. PageFreed when `read` was closed, or its pages went meanwhile.
         """
         if not adapter_id:
             raise InvalidArgument("an adapter needs a name", param="adapter_id")
         adapter = read.adapter
         if adapter is None:
-            raise Conflict(f"adapter {adapter_id!r} was to be loaded when its pages were let go")
+            raise PageFreed(f"adapter {adapter_id!r} was to be loaded when its pages were let go")
         try:
-            return self._load(adapter_id, adapter, read.content, instead_of)
+            return self._load(adapter_id, adapter, read, instead_of)
         except KakeyaError as refusal:
             # Whoever has the error would hold views of the pages with its frames.
             raise refusal.with_traceback(None) from None
@@ -145,13 +168,13 @@ class EngineAdapters:
             self._free.append(use.slot)
 
     def _load(
-        self, adapter_id: str, adapter: PackedAdapter, content: str, instead_of: str
+        self, adapter_id: str, adapter: PackedAdapter, read: ReadAdapter, instead_of: str
     ) -> LoadedAdapter:
         held = self._loaded.get(adapter_id)
         if instead_of == adapter_id:
             instead_of = ""
         self._check_idle(instead_of)
-        if held is not None and held.content == content:
+        if held is not None and held.content == read.content:
             self.unload(instead_of)
         else:
             self._check_room(adapter)
@@ -160,12 +183,14 @@ class EngineAdapters:
             before = self._bank.nbytes
             try:
                 self._bank.load(slot, adapter)
+                # The agent may have given up to wait, and the pages with it.
+                read.check()
             except BaseException:
                 self._free.append(slot)
                 if held is not None and held.slot == slot:
                     del self._loaded[adapter_id]
                 raise
-            held = self._loaded[adapter_id] = AdapterUse(adapter_id, slot, content)
+            held = self._loaded[adapter_id] = AdapterUse(adapter_id, slot, read.content)
             if self._bank.nbytes != before:
                 self._grown()
         return LoadedAdapter(slot=held.slot, nbytes=self._bank.slot_bytes())

@@ -43,6 +43,12 @@ class PageReader:
         _check(slab, ref)
         return slab.bytes_of(ref.first, ref.length)
 
+    def check(self, ref: PageRef) -> None:
+        """Raise PageFreed when a block that was viewed went, or its pages hold another by now; on
+        any thread while it is mapped."""
+        order_memory()
+        _check(self._slab(ref, writable=False), ref)
+
     def read(self, ref: PageRef) -> bytes:
         """Copy a block, pinned or not. Raises PageFreed when it went, even while we copied."""
         slab = self._slab(ref, writable=False)

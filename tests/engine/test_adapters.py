@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from dataclasses import replace
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,15 +15,16 @@ import pytest
 from mlx_lm.generate import generate_step
 from tokenizers import Tokenizer
 
-from kakeya.core.errors import Conflict, InvalidArgument, MemoryRefused, NotFound
+from kakeya.core.errors import Conflict, InvalidArgument, MemoryRefused, NotFound, PageFreed
 from kakeya.decoding.sampling import SamplingParams
-from kakeya.engine.adapters import EngineAdapters, ReadAdapter
+from kakeya.engine.adapters import AdapterPages, EngineAdapters, ReadAdapter
 from kakeya.engine.job import DecodeJob, SourceSpec
 from kakeya.engine.scheduler import Scheduler
 from kakeya.memory.adapter_format import Precision, pack
 from kakeya.memory.arena import PageArena
 from kakeya.memory.content import ContentType, PageConfig
-from kakeya.memory.page_ref import PageReader
+from kakeya.memory.page_ref import PageReader, PageRef
+from kakeya.memory.pins import Block
 from kakeya.mlx.model import MlxModel
 from tests.engine.adapter_rig import (
     FOLDERS,
@@ -273,27 +277,100 @@ def test_a_cancelled_row_leaves_the_others_alone_and_its_slot_free(
     assert all(rig.adapters.unload(name) for name in names)
 
 
-def test_an_adapter_comes_from_pages_and_does_not_need_them_afterwards(
-    rig: AdapterRig, prompt: list[int], tmp_path: Path
-) -> None:
-    packed = PACKED["letter"]
-    take(rig.adapters, "a", packed)
-    expected = rig.alone(job(prompt, "a"))
-    with PageArena(CONFIG, folder=tmp_path, rng=random.Random(str(tmp_path))) as arena:
-        arena.grow()
-        agent = arena.pool.holder("agent")
-        tenant = arena.pool.tenant(ContentType.LORA_WEIGHT, "adapters")
-        with arena.prepare(tenant, len(packed), agent) as filling:
+@dataclass
+class Lying:
+    """Packed bytes in a real page arena."""
+
+    arena: PageArena
+
+    def lay(self, packed: bytes) -> tuple[PageRef, Block]:
+        holder = self.arena.pool.holder("agent")
+        tenant = self.arena.pool.tenant(ContentType.LORA_WEIGHT, "adapters")
+        with self.arena.prepare(tenant, len(packed), holder) as filling:
             filling.view[:] = packed
             ref = filling.commit()
-        assert rig.model.adapters is not None
-        adapters = EngineAdapters(rig.model.adapters)
-        with PageReader() as pages:
-            loaded = adapters.load("b", ReadAdapter(pages.view(ref)))
-        arena.close_holder(agent)
-    paged = AdapterRig(rig.model, replace(rig.tools, adapters=adapters), adapters)
-    assert paged.alone(job(prompt, "b")) == expected
+        self.arena.close_holder(holder)
+        return ref, filling.block
+
+
+@pytest.fixture
+def lying(tmp_path: Path) -> Iterator[Lying]:
+    with PageArena(CONFIG, folder=tmp_path, rng=random.Random(str(tmp_path))) as arena:
+        arena.grow()
+        yield Lying(arena)
+
+
+def fresh(rig: AdapterRig) -> EngineAdapters:
+    assert rig.model.adapters is not None
+    return EngineAdapters(rig.model.adapters)
+
+
+def alone(rig: AdapterRig, adapters: EngineAdapters, asked: DecodeJob) -> list[int]:
+    return AdapterRig(rig.model, replace(rig.tools, adapters=adapters), adapters).alone(asked)
+
+
+def test_an_adapter_comes_from_pages_and_does_not_need_them_afterwards(
+    rig: AdapterRig, prompt: list[int], lying: Lying
+) -> None:
+    take(rig.adapters, "a", PACKED["letter"])
+    expected = rig.alone(job(prompt, "a"))
+    ref, block = lying.lay(PACKED["letter"])
+    adapters = fresh(rig)
+    with PageReader() as pages:
+        loaded = adapters.load("b", ReadAdapter(pages.view(ref)))
+    lying.arena.pool.free(block)
+    assert alone(rig, adapters, job(prompt, "b")) == expected
     assert loaded.nbytes > 0
+
+
+async def test_pages_that_went_before_the_slot_was_filled_are_told_and_leave_nothing(
+    rig: AdapterRig, prompt: list[int], lying: Lying
+) -> None:
+    """As when the agent gives up to wait while the model thread is busy: other bytes lie there."""
+    take(rig.adapters, "a", PACKED["letter"])
+    expected = rig.alone(job(prompt, "a"))
+    ref, block = lying.lay(PACKED["table"])
+    adapters, pages = fresh(rig), AdapterPages(keep_s=0.01)
+    read, late = pages.read(ref), pages.read(ref)
+    await asyncio.sleep(0.05)  # they are mapped as long as somebody reads them
+    lying.arena.pool.free(block)
+    lying.lay(b"\x01" * len(PACKED["table"]))
+    with pytest.raises(PageFreed, match="the block was freed"):
+        adapters.load("b", read)
+    assert adapters.ids() == ()
+    late.close()
+    with pytest.raises(PageFreed, match="pages were let go"):
+        adapters.load("b", late)
+    with pytest.raises(PageFreed, match="the block was freed"):
+        pages.read(ref)
+    read.close()
+    assert take(adapters, "b", PACKED["letter"]).slot == 1
+    assert alone(rig, adapters, job(prompt, "b")) == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc for what is mapped")
+async def test_a_slab_is_mapped_until_the_last_adapter_in_it_is_closed_and_a_moment(
+    lying: Lying,
+) -> None:
+    ref, _ = lying.lay(PACKED["table"])
+
+    async def mapped() -> int:
+        maps = await asyncio.to_thread(Path("/proc/self/maps").read_text)
+        return maps.count(ref.slab)
+
+    owned, pages = await mapped(), AdapterPages(keep_s=0.02)
+    first, second = pages.read(ref), pages.read(ref)
+    assert await mapped() == owned + 1
+    first.close()
+    await asyncio.sleep(0.06)
+    assert await mapped() == owned + 1
+    second.close()
+    async with asyncio.timeout(10):
+        while await mapped() > owned:
+            await asyncio.sleep(0.01)
+    third = pages.read(ref)
+    assert third.content == first.content
+    third.close()
 
 
 def test_what_does_not_fit_the_engines_limit_is_refused() -> None:
