@@ -220,11 +220,25 @@ async def _connect(host: str, port: int) -> None:
             probe.setblocking(False)
             try:
                 await loop.sock_connect(probe, where)
+                _check_peer(probe)
             except OSError as failure:
                 failures.append(failure)
             else:
                 return
     raise failures[0]
+
+
+def _check_peer(probe: socket.socket) -> None:
+    """Raise what became of a connect that is said to be made and has no peer.
+
+    Linux may say that a socket is ready a moment before it says what is wrong with it, and who
+    looks between the two finds no error.
+    """
+    try:
+        probe.getpeername()
+    except OSError as failure:
+        number = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or failure.errno
+        raise OSError(number, os.strerror(number or 0)) from None
 
 
 def _dates(certificate: bytes) -> Shown | None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import select
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -169,6 +173,34 @@ async def test_a_member_sees_that_the_other_has_no_fleet(tmp_path: Path) -> None
         found = await dial(node.address, new_fleet("a", time.time()))
     assert found.outcome is Outcome.UNTRUSTED
     assert found.shown is None
+
+
+async def test_a_connection_without_a_peer_is_none_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the event loop reports some that failed: it looked for the error too early."""
+    loop = asyncio.get_running_loop()
+
+    async def too_early(probe: socket.socket, where: tuple[str, int]) -> None:
+        with contextlib.suppress(BlockingIOError):
+            probe.connect(where)
+        await asyncio.to_thread(select.select, [], [probe], [], 10.0)
+
+    monkeypatch.setattr(loop, "sock_connect", too_early)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        found = await Dialler(SystemClock()).connect(f"127.0.0.1:{closed.getsockname()[1]}")
+    assert (found.outcome, found.errno) == (Outcome.REFUSED, errno.ECONNREFUSED)
+
+
+async def test_a_connection_without_a_peer_or_a_reason_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def nothing(probe: socket.socket, where: tuple[str, int]) -> None: ...
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", nothing)
+    found = await Dialler(SystemClock()).connect("127.0.0.1:9")
+    assert (found.outcome, found.errno) == (Outcome.FAILED, errno.ENOTCONN)
 
 
 # --- real networks
