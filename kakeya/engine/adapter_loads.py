@@ -5,7 +5,8 @@
 
 A load that fails is an answer like another. When the agent leaves, what has not begun is dropped.
 A generation may be meant to come behind a load that was asked for just before: it waits here until
-that has gone to the model thread, which does one after the other.
+that has gone to the model thread, which does one after the other. The load's answer leaves behind
+the first one of that generation, which somebody waits for, or a moment later.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ _log = logging.getLogger(__name__)
 Load = Callable[[pb.AdapterLoad], Future[LoadedAdapter]]
 """Begins a load on the model thread. Raises KakeyaError."""
 _Context = grpc.aio.ServicerContext[Any, Any]
-_BEHIND_S = 1.0
-"""A load that was sent before is here by then, or its stream broke."""
 
 
 class AdapterLoads:
     """The streams of one engine; an agent has one of them open."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Load, *, patience_s: float = 1.0, hold_s: float = 0.002) -> None:
+        """A load that was sent before something is here `patience_s` after that, or its stream
+        broke. An answer waits `hold_s` at most."""
         self._load = load
+        self._patience_s = patience_s
+        self._hold_s = hold_s
         self._streams: set[_Stream] = set()
         self._is_ending = False
         self._latest = 0
@@ -44,7 +47,7 @@ class AdapterLoads:
 
     async def serve(self, context: _Context) -> None:
         """Answer loads until the agent leaves or `end` is called."""
-        stream = _Stream(self._load, self._came, context)
+        stream = _Stream(self._load, self._came, context, self._hold_s)
         self._streams.add(stream)
         if self._is_ending:
             stream.end()
@@ -61,12 +64,17 @@ class AdapterLoads:
         coming = asyncio.get_running_loop().create_future()
         self._behind[coming] = number
         try:
-            async with asyncio.timeout(_BEHIND_S):
+            async with asyncio.timeout(self._patience_s):
                 await coming
         except TimeoutError:
             return
         finally:
             del self._behind[coming]
+
+    def followed(self, number: int) -> None:
+        """Let the answer of a load go: what came behind it has answered."""
+        for stream in self._streams if number else ():
+            stream.followed(number)
 
     def _came(self, number: int) -> None:
         self._latest = max(self._latest, number)
@@ -82,12 +90,19 @@ class AdapterLoads:
 
 
 class _Stream:
-    def __init__(self, load: Load, came: Callable[[int], None], context: _Context) -> None:
+    def __init__(
+        self, load: Load, came: Callable[[int], None], context: _Context, hold_s: float
+    ) -> None:
         self._load = load
+        self._hold_s = hold_s
         self._came = came
         self._context = context
         self._loop = asyncio.get_running_loop()
         self._flights: dict[int, Future[LoadedAdapter]] = {}
+        self._followed: set[int] = set()
+        """Loads whose generation has not answered yet."""
+        self._held: dict[int, pb.LoadAdaptersResponse] = {}
+        """Their answers."""
         self._answers: asyncio.Queue[pb.LoadAdaptersResponse | None] = asyncio.Queue()
         self._is_ending = False
 
@@ -103,6 +118,14 @@ class _Stream:
 
     def end(self) -> None:
         self._is_ending = True
+        self._end_if_idle()
+
+    def followed(self, number: int) -> None:
+        """Let the answer of a load go."""
+        self._followed.discard(number)
+        answer = self._held.pop(number, None)
+        if answer is not None:
+            self._answers.put_nowait(answer)
         self._end_if_idle()
 
     async def _read(self) -> None:
@@ -128,6 +151,8 @@ class _Stream:
             self._answers.put_nowait(_failed(number, refusal))
             return
         self._flights[number] = flight
+        if asked.load.is_followed:
+            self._followed.add(number)
         flight.add_done_callback(
             lambda done: self._loop.call_soon_threadsafe(self._ended, number, done)
         )
@@ -135,11 +160,14 @@ class _Stream:
     def _ended(self, number: int, flight: Future[LoadedAdapter]) -> None:
         self._flights.pop(number, None)
         if not flight.cancelled():
-            self._answers.put_nowait(_answer(number, flight))
-        self._end_if_idle()
+            self._held[number] = _answer(number, flight)
+            if number in self._followed and flight.exception() is None:
+                self._loop.call_later(self._hold_s, self.followed, number)
+                return
+        self.followed(number)
 
     def _end_if_idle(self) -> None:
-        if self._is_ending and not self._flights:
+        if self._is_ending and not (self._flights or self._held):
             self._answers.put_nowait(None)
 
 

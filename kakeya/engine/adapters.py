@@ -2,16 +2,13 @@
 
 A slot that a running sequence uses is never written. An adapter that is loaded again with another
 content gets another slot: sequences that began with the old one end with it, new ones use the new
-one, and the old slot is free when its last sequence has ended. Belongs to the model thread, but
-for what reads adapters: that need not wait for a step to end.
+one, and the old slot is free when its last sequence has ended. Belongs to the model thread.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from kakeya.core.errors import (
     Conflict,
@@ -22,10 +19,10 @@ from kakeya.core.errors import (
     PageFreed,
 )
 from kakeya.core.units import format_bytes
+from kakeya.engine.adapter_pages import ReadAdapter
 from kakeya.engine.model import AdapterBank
 from kakeya.engine.room import RETRY_S
-from kakeya.memory.adapter_format import PackedAdapter, digest, unpack
-from kakeya.memory.page_ref import PageReader, PageRef
+from kakeya.memory.adapter_format import PackedAdapter
 
 
 @dataclass(slots=True, eq=False)
@@ -44,65 +41,6 @@ class LoadedAdapter:
 
     slot: int
     nbytes: int
-
-
-class ReadAdapter:
-    """A packed adapter that was read; it views what it was read from until `close`."""
-
-    def __init__(
-        self, packed: bytes | memoryview, check: Callable[[], None] = lambda: None
-    ) -> None:
-        """`packed` was checked where it was laid; `check` raises when something else lies there
-        by now. Raises InvalidArgument for what is no adapter."""
-        self.content = digest(packed)
-        self.adapter: PackedAdapter | None = unpack(packed, is_trusted=True)
-        self.check = check
-
-    def close(self) -> None:
-        """When nobody loads it any more, whoever still knows of it."""
-        self.adapter = None
-
-
-class AdapterPages:
-    """Reads adapters from pages. Lives on the event loop.
-
-    To map a slab and to unmap it takes as long as to read an adapter, and adapters come one after
-    the other: it stays mapped until the last one is closed, and for a moment. Not for longer, as
-    one that its owner took away goes on taking memory.
-    """
-
-    def __init__(self, keep_s: float = 1.0) -> None:
-        self._keep_s = keep_s
-        self._reader = PageReader()
-        self._reads: list[ReadAdapter] = []
-        self._closing: asyncio.TimerHandle | None = None
-
-    def read(self, ref: PageRef) -> ReadAdapter:
-        """Read one from pages that stay pinned until `close`. Raises PageFreed, InvalidArgument."""
-        self._forget_closed()
-        self._close_later()
-        try:
-            read = ReadAdapter(self._reader.view(ref), partial(self._reader.check, ref))
-        except KakeyaError as refusal:
-            # Whoever has the error would hold views of the pages with its frames.
-            raise refusal.with_traceback(None) from None
-        self._reads.append(read)
-        return read
-
-    def _forget_closed(self) -> None:
-        self._reads = [read for read in self._reads if read.adapter is not None]
-
-    def _close_later(self) -> None:
-        if self._closing is not None:
-            self._closing.cancel()
-        self._closing = asyncio.get_running_loop().call_later(self._keep_s, self._close)
-
-    def _close(self) -> None:
-        self._forget_closed()
-        if self._reads:
-            self._close_later()
-        else:
-            self._reader.close()
 
 
 class EngineAdapters:

@@ -19,7 +19,8 @@ from kakeya.core.errors import InvalidArgument, KakeyaError, UnknownMethod
 from kakeya.core.units import unpack_ids
 from kakeya.decoding.sampling import SamplingParams
 from kakeya.engine.adapter_loads import AdapterLoads
-from kakeya.engine.adapters import AdapterPages, EngineAdapters, LoadedAdapter
+from kakeya.engine.adapter_pages import AdapterPages
+from kakeya.engine.adapters import EngineAdapters, LoadedAdapter
 from kakeya.engine.job import DecodeJob, SourceSpec
 from kakeya.engine.limits import Footprint
 from kakeya.engine.model import Model, ModelDraft
@@ -106,6 +107,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             try:
                 async for response in outbox:
                     await context.write(response)
+                    self._loads.followed(request.after_load)
             finally:
                 ticket.cancel()
         except KakeyaError as failure:

@@ -234,8 +234,7 @@ def _check_scales(tensors: tuple[PackedTensor, ...]) -> None:
                 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Places:
+class _Places(NamedTuple):
     """Where the arrays of one module lie."""
 
     path: str
@@ -289,12 +288,13 @@ def _place(found: tuple[int, str, list[int]]) -> Place:
 
 
 def _tensor(payload: memoryview, places: _Places) -> PackedTensor:
+    path, a, b, a_scales, b_scales = places
     return PackedTensor(
-        path=places.path,
-        a=_array(payload, places.a),
-        b=_array(payload, places.b),
-        a_scales=_array(payload, places.a_scales) if places.a_scales else None,
-        b_scales=_array(payload, places.b_scales) if places.b_scales else None,
+        path,
+        _array(payload, a),
+        _array(payload, b),
+        _array(payload, a_scales) if a_scales else None,
+        _array(payload, b_scales) if b_scales else None,
     )
 
 

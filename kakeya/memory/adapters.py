@@ -62,8 +62,8 @@ class Adapter:
     """One adapter in the table, which alone changes it."""
 
     __slots__ = (
-        "adapter_id", "base", "is_doubtful", "is_hot", "is_moving", "is_retired", "is_warm",
-        "is_yielding", "leases", "rating", "row", "used_s",
+        "adapter_id", "base", "is_coming", "is_doubtful", "is_hot", "is_moving", "is_retired",
+        "is_warm", "is_yielding", "leases", "rating", "row", "used_s",
     )  # fmt: skip
 
     def __init__(self, adapter_id: str, base: str, row: int) -> None:
@@ -71,6 +71,7 @@ class Adapter:
         self.base = base
         self.row = row
         self.rating = Tier.COLD
+        self.is_coming = False  # an engine was asked for it: what is sent now is behind that
         self.is_doubtful = False  # could not be brought into a slot the last time
         self.is_hot = False
         self.is_warm = False
@@ -167,8 +168,8 @@ class AdapterTable:
         self._hot.setdefault(adapter.base, {})[adapter.adapter_id] = adapter
 
     def left_slot(self, adapter: Adapter) -> None:
-        """Note that it is in no slot; harmless when it was not."""
-        adapter.is_hot = adapter.is_yielding = False
+        """Note that it is in no slot, nor certain to come there; harmless when it was not."""
+        adapter.is_hot = adapter.is_coming = adapter.is_yielding = False
         self._hot.get(adapter.base, {}).pop(adapter.adapter_id, None)
 
     def emptied(self, base: str) -> tuple[Adapter, ...]:

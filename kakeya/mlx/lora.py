@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.memory.adapter_format import PackedAdapter, PackedTensor
+from kakeya.memory.adapter_format import PackedAdapter, PackedTensor, Values
 
 _SHAPES = 64
 """Shapes of adapters that are remembered."""
@@ -145,7 +145,7 @@ class AdapterSlots:
         self._fits: dict[_Shape, _Fit] = {}
         """Adapters trained alike have one shape: it is held against the network once."""
         self._filled: dict[int, frozenset[str]] = {}
-        self._checked: weakref.ref[PackedAdapter] | None = None
+        self._checked: tuple[weakref.ref[PackedAdapter], _Shape] | None = None
         """Weak: its values lie in pages that are another process's."""
         self._may_fly = False
         """Whether a forward with adapters was built since all was waited for."""
@@ -179,9 +179,9 @@ class AdapterSlots:
 
         Raises InvalidArgument, naming the tensor, where the adapter does not fit the network.
         """
-        is_known = self._check(adapter)
-        self._checked = weakref.ref(adapter)
-        if is_known:
+        shape = self._check(adapter)
+        self._checked = weakref.ref(adapter), shape
+        if shape in self._fits:
             return 0
         missing = 0
         for tensor in adapter.tensors:
@@ -197,10 +197,12 @@ class AdapterSlots:
         Raises InvalidArgument, naming the tensor, where the adapter does not fit the network;
         nothing is changed then.
         """
-        if self._checked is None or self._checked() is not adapter:
-            self._check(adapter)
-        self._checked = None
-        fit = self._fit(adapter)
+        checked, self._checked = self._checked, None
+        if checked is not None and checked[0]() is adapter:
+            shape = checked[1]
+        else:
+            shape = self._check(adapter)
+        fit = self._fit(adapter, shape)
         if self._may_fly:  # steps in flight read the stacks, which are written in place
             mx.synchronize()
             self._may_fly = False
@@ -221,9 +223,8 @@ class AdapterSlots:
         finally:
             self._rows.slots = None
 
-    def _fit(self, adapter: PackedAdapter) -> _Fit:
+    def _fit(self, adapter: PackedAdapter, shape: _Shape) -> _Fit:
         """Where a checked adapter belongs; layers that none named before are wrapped."""
-        shape = _shape(adapter)
         found = self._fits.get(shape)
         if found is None:
             for tensor in adapter.tensors:
@@ -236,17 +237,18 @@ class AdapterSlots:
             self._fits[shape] = found
         return found
 
-    def _check(self, adapter: PackedAdapter) -> bool:
-        """Raise InvalidArgument where it does not fit; whether one of its shape is known."""
-        is_known = _shape(adapter) in self._fits
-        if not is_known:
+    def _check(self, adapter: PackedAdapter) -> _Shape:
+        """Its shape. Raises InvalidArgument where it does not fit."""
+        shape = _shape(adapter)
+        if shape not in self._fits:
             self._check_shape(adapter)
         for tensor in adapter.tensors:
-            if not _is_finite(tensor):
+            # Scales were looked at when the packed bytes were.
+            if tensor.a_scales is None and not (_is_finite(tensor.a) and _is_finite(tensor.b)):
                 raise InvalidArgument(
                     f"the adapter's {tensor.path} holds values that are no numbers"
                 )
-        return is_known
+        return shape
 
     def _check_shape(self, adapter: PackedAdapter) -> None:
         if adapter.base and self._base and adapter.base != self._base:
@@ -292,9 +294,8 @@ def _shape(adapter: PackedAdapter) -> _Shape:
     return adapter.base, adapter.rank, tensors
 
 
-def _is_finite(tensor: PackedTensor) -> bool:
-    """Whether all values are numbers; scales were looked at when the packed bytes were."""
-    return all(np.isfinite(part).all() for part in (tensor.a, tensor.b) if part.dtype.kind == "f")
+def _is_finite(values: Values) -> bool:
+    return values.dtype.kind != "f" or bool(np.isfinite(values).all())
 
 
 def _find(network: nn.Module, path: str) -> nn.Module:

@@ -1,8 +1,8 @@
 """A model together with one of its adapters, as callers see it: `BASE:NAME` is a model like others.
 
-The adapter is leased while a request decodes. An engine that was started anew has empty slots and
-says that it does not know the adapter: it is brought in again, and the decode goes on from the
-tokens committed so far.
+The adapter is leased while a request decodes, which is sent behind its load. An engine that could
+not load it, or was started anew and has empty slots, says that it does not know the adapter: it is
+brought in again, and the decode goes on from the tokens committed so far.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The right to use an adapter that is in a slot of its engine."""
+"""The right to use an adapter that is in a slot of its engine, or on its way there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kakeya.node.adapter_store import AdapterRecord
 
 
 class AdapterLease:
-    """The right to an adapter that is in a slot; a `with` that gives it back, once."""
+    """The right to an adapter, which keeps its slot; a `with` that gives it back, once."""
 
     __slots__ = ("_adapter", "_on_end", "adapter_id", "record")
 

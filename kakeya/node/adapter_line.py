@@ -79,9 +79,13 @@ class AdapterLine:
         """How many wait."""
         return len(self._former)
 
-    def take(self, adapter: Adapter) -> bool:
-        """Lease an adapter that is in a slot now, and need not yield; False = wait in line."""
-        if adapter.is_hot and not (adapter.is_moving or adapter.is_yielding):
+    def take(self, adapter: Adapter, *, is_following: bool = False) -> bool:
+        """Lease an adapter that is in a slot now, and need not yield; False = wait in line.
+
+        For who `is_following`, it is enough that it is on its way there; see `wait`.
+        """
+        is_there = adapter.is_hot and not (adapter.is_moving or adapter.is_yielding)
+        if is_there or (is_following and adapter.is_coming):
             self._table.lease(adapter, self._clock.mono())
             return True
         return False
@@ -201,9 +205,14 @@ class AdapterLine:
     ) -> bool:
         """Bring one adapter in, for all who wait for it; False when they wait on."""
         following = [waiter for waiter in waiters if waiter.is_following]
+
+        def sent() -> None:
+            adapter.is_coming = True
+            self._grant(following)
+
         try:
             with self._places.wanted(adapter) if waiters else nullcontext():
-                await self._places.heat(adapter, engine, out, lambda: self._grant(following))
+                await self._places.heat(adapter, engine, out, sent if following else None)
         except (PeerUnavailable, Conflict) as problem:
             adapter.is_doubtful = True
             return self._try_again(waiters, problem)
@@ -213,7 +222,7 @@ class AdapterLine:
             self._on_failure(adapter, problem)
             return True
         finally:
-            adapter.is_moving = False
+            adapter.is_coming = adapter.is_moving = False
             if out is not None:
                 out.is_moving = False
         self._grant(waiters)

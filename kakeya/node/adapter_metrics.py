@@ -87,7 +87,9 @@ def adapter_metrics(
         "kakeya_adapter_acquires", "Adapters leased, by where they were", labels=["tier"]
     )
     latency = HistogramMetricFamily(
-        "kakeya_adapter_acquire_seconds", "Time until an adapter was had", labels=["tier"]
+        "kakeya_adapter_acquire_seconds",
+        "Time until a request could go on with its adapter",
+        labels=["tier"],
     )
     bounds = [*map(repr, BOUNDS_S), "+Inf"]
     for tier, taken in times.items():

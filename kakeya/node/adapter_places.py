@@ -50,10 +50,6 @@ async def none_lent(_base: str, _size: int) -> bool:
     return False
 
 
-def _ignored() -> None:
-    """For who has nothing to do when a load was sent."""
-
-
 class AdapterEngine(Protocol):
     """What of an engine is needed here; `EngineBackend` has it."""
 
@@ -77,10 +73,10 @@ class AdapterEngine(Protocol):
         ref: PageRef,
         timeout_s: float,
         instead_of: str = "",
-        sent: Callable[[], None] = _ignored,
+        sent: Callable[[], None] | None = None,
     ) -> int:
         """Take an adapter from pages into a slot, or into that of another one; what is asked of
-        the engine from `sent` on comes behind it."""
+        the engine from `sent` on comes behind it, and something will be."""
         ...
 
     async def unload_adapter(self, adapter_id: str) -> bool:
@@ -176,12 +172,13 @@ class AdapterPlaces:
         adapter: Adapter,
         engine: AdapterEngine,
         out: Adapter | None,
-        sent: Callable[[], None],
+        sent: Callable[[], None] | None,
     ) -> None:
         """Bring an adapter into a slot, from which `out` goes; one call of the engine does both.
 
-        `sent` is called when the engine was asked for it and nothing speaks against it: it has made
-        slots before, and this adapter did not fail the last time.
+        `sent`, for who will send something behind it, is called when the engine was asked for it
+        and nothing speaks against it: it has made slots before, and this adapter did not fail the
+        last time.
         Raises BaseReplaced, what `warm` raises, PeerUnavailable when the engine ends, Conflict
         when `out` is still in use there, and what the engine finds wrong.
         """
@@ -197,7 +194,7 @@ class AdapterPlaces:
         is_certain = adapter.base in self._slot_bytes and not adapter.is_doubtful
         with self._leaving(out):
             try:
-                size = await self._load(adapter, engine, pid, out, sent if is_certain else _ignored)
+                size = await self._load(adapter, engine, pid, out, sent if is_certain else None)
             except MemoryRefused:
                 if await self._reconcile(adapter.base, engine):
                     size = await self._load(adapter, engine, pid, out)
@@ -274,7 +271,7 @@ class AdapterPlaces:
         engine: AdapterEngine,
         pid: int,
         out: Adapter | None,
-        sent: Callable[[], None] = _ignored,
+        sent: Callable[[], None] | None = None,
     ) -> int:
         """Have the engine read the pages; what one slot takes there now."""
         instead_of = out.adapter_id if out is not None else ""

@@ -221,7 +221,7 @@ class AdapterManager:
         adapter = self._table.get(record.version)
         tier = adapter.tier
         line = self._line(record.base)
-        if not line.take(adapter):
+        if not line.take(adapter, is_following=is_following):
             await line.wait(adapter, patience_s, is_following=is_following)
         self.times[tier].add(self._clock.mono() - began_mono)
         return AdapterLease(self.released, adapter, record)

@@ -1186,11 +1186,14 @@ class AdapterLoad(_message.Message):
     ADAPTER_ID_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     INSTEAD_OF_FIELD_NUMBER: _builtins.int
+    IS_FOLLOWED_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.str
     instead_of: _builtins.str
     """An idle adapter whose slot it takes; unknown ones are fine, one in use is ABORTED. It stays
     where the call is refused. "" = a free slot.
     """
+    is_followed: _builtins.bool
+    """A generation is sent right behind it: the answer waits a moment for what that answers first."""
     @_builtins.property
     def pages(self) -> Global___PageRef:
         """The packed adapter. The caller keeps it pinned until the answer."""
@@ -1201,10 +1204,11 @@ class AdapterLoad(_message.Message):
         adapter_id: _builtins.str = ...,
         pages: Global___PageRef | None = ...,
         instead_of: _builtins.str = ...,
+        is_followed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "instead_of", b"instead_of", "pages", b"pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "instead_of", b"instead_of", "is_followed", b"is_followed", "pages", b"pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

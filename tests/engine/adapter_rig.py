@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kakeya.core.errors import KakeyaError
-from kakeya.engine.adapters import EngineAdapters, LoadedAdapter, ReadAdapter
+from kakeya.engine.adapter_pages import ReadAdapter
+from kakeya.engine.adapters import EngineAdapters, LoadedAdapter
 from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, TokensFrame
 from kakeya.engine.scheduler import Scheduler, Ticket
 from kakeya.engine.sequence import SequenceTools

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 
 from kakeya.core.errors import Conflict, InvalidArgument, MemoryRefused, NotFound, PageFreed
 from kakeya.decoding.sampling import SamplingParams
-from kakeya.engine.adapters import AdapterPages, EngineAdapters, ReadAdapter
+from kakeya.engine.adapter_pages import AdapterPages, ReadAdapter
+from kakeya.engine.adapters import EngineAdapters
 from kakeya.engine.job import DecodeJob, SourceSpec
 from kakeya.engine.scheduler import Scheduler
 from kakeya.memory.adapter_format import Precision, pack

@@ -63,13 +63,14 @@ class ToyEngine:
         ref: PageRef,
         timeout_s: float,
         instead_of: str = "",
-        sent: Callable[[], None] = lambda: None,
+        sent: Callable[[], None] | None = None,
     ) -> int:
         pid = self.pid
         self.before_load()
         self.loading.add(adapter_id)
         try:
-            sent()
+            if sent is not None:
+                sent()
             return await self._load(adapter_id, ref, instead_of, pid)
         finally:
             self.loading.discard(adapter_id)

@@ -113,6 +113,44 @@ async def test_it_asks_the_engine_as_soon_as_the_load_was_sent(tmp_path: Path) -
         assert len(node.engine.loads) == 2
 
 
+async def test_who_comes_while_an_adapter_is_on_its_way_goes_on_at_once_too(tmp_path: Path) -> None:
+    async with world(tmp_path, slots=1) as node:
+        base, first = Base(node), await node.add(1)
+        second = await node.add(2)
+        await said(adapted(node, base, first))
+        loaded = node.engine.until = asyncio.Event()
+        answers = [asyncio.create_task(said(adapted(node, base, second)))]
+        await settled(lambda: len(base.asked) == 2)
+        answers.append(asyncio.create_task(said(adapted(node, base, second))))
+        await settled(lambda: len(base.asked) == 3)
+        loaded.set()
+        assert await asyncio.gather(*answers) == [[3, 4, 5, 6, 7, 8]] * 2
+        assert len(node.engine.loads) == 2
+        assert all(node.adapters.describe(one).leases == 0 for one in node.adapters.records())
+
+
+async def test_who_is_told_of_a_failed_load_before_its_answer_waits_for_that(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, slots=1) as node:
+        base, first = Base(node), await node.add(1)
+        second = await node.add(2)
+        await said(adapted(node, base, first))
+        answered = node.engine.until = asyncio.Event()
+        node.engine.refusal = InvalidArgument("it does not fit the model")
+        base.is_forgetful = True
+        answer = asyncio.create_task(said(adapted(node, base, second)))
+        await settled(lambda: bool(node.engine.loading))
+        node.engine.loading.clear()  # the request is computed, the load's answer is on its way
+        await settled(lambda: len(base.asked) == 2)
+        await asyncio.sleep(0.02)
+        assert not answer.done()
+        answered.set()
+        with pytest.raises(InvalidArgument, match="does not fit"):
+            await answer
+        assert len(base.asked) == 2
+
+
 async def test_the_first_load_of_an_engine_is_waited_for(tmp_path: Path) -> None:
     """It makes the slots, and may find no room for them."""
     async with world(tmp_path) as node:

@@ -48,7 +48,7 @@ class AdapterStream:
         self._under_way: dict[str, int] = {}
 
     async def load(
-        self, load: pb.AdapterLoad, timeout_s: float, sent: Callable[[], None]
+        self, load: pb.AdapterLoad, timeout_s: float, sent: Callable[[], None] | None
     ) -> pb.AdapterLoaded:
         """Have an adapter loaded. Raises what the engine found wrong, PeerUnavailable when it is
         lost, DeadlineExceeded.
@@ -59,7 +59,8 @@ class AdapterStream:
         answering = stream.ask(number, load)
         self._under_way[load.adapter_id] = number
         try:
-            sent()
+            if sent is not None:
+                sent()
             async with asyncio.timeout(timeout_s):
                 answer = await answering
         except TimeoutError:

@@ -259,11 +259,12 @@ class EngineBackend:
         ref: PageRef,
         timeout_s: float,
         instead_of: str = "",
-        sent: Callable[[], None] = lambda: None,
+        sent: Callable[[], None] | None = None,
     ) -> int:
         """Have the engine take an adapter from pages that stay pinned, into the slot of another
         one that is idle; the bytes it takes there. `sent` is called when it was asked for: a decode
-        with that adapter from then on comes behind it, and ends with NotFound where the load fails.
+        with that adapter from then on comes behind it, and ends with NotFound where the load fails;
+        one should come.
 
         Raises MemoryRefused without a slot or room, InvalidArgument when it does not fit the
         model, Conflict when the other one is in use or the pages were freed, UnknownMethod when

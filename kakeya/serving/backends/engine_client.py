@@ -214,18 +214,22 @@ class EngineClient:
         ref: PageRef,
         timeout_s: float,
         instead_of: str = "",
-        sent: Callable[[], None] = lambda: None,
+        sent: Callable[[], None] | None = None,
     ) -> int:
         """Have the engine take an adapter from pages, into the slot of another one that is idle;
         returns the bytes that it takes there. `sent` is called when it was asked for: a decode with
-        that adapter from then on comes behind it, and ends with NotFound where the load fails.
+        that adapter from then on comes behind it, and ends with NotFound where the load fails. One
+        should come then, as the engine answers a little later for it.
 
         Raises MemoryRefused without a slot or room, InvalidArgument when it does not fit the
         model, Conflict when the other one is in use, UnknownMethod when the engine takes no
         adapters.
         """
         load = pb.AdapterLoad(
-            adapter_id=adapter_id, pages=page_ref_to_wire(ref), instead_of=instead_of
+            adapter_id=adapter_id,
+            pages=page_ref_to_wire(ref),
+            instead_of=instead_of,
+            is_followed=sent is not None,
         )
         return (await self._loads.load(load, timeout_s, sent)).bytes
 

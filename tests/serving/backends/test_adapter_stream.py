@@ -21,7 +21,6 @@ from kakeya.core.errors import (
     PeerUnavailable,
     UnknownMethod,
 )
-from kakeya.engine import adapter_loads
 from kakeya.engine.adapter_loads import AdapterLoads
 from kakeya.engine.adapters import LoadedAdapter
 from kakeya.memory.page_ref import PageRef
@@ -101,6 +100,10 @@ def load(client: EngineClient, name: str, timeout_s: float = 30.0) -> asyncio.Ta
     return asyncio.create_task(client.load_adapter(name, REF, timeout_s))
 
 
+def followed(client: EngineClient, name: str) -> asyncio.Task[int]:
+    return asyncio.create_task(client.load_adapter(name, REF, 30.0, "", lambda: None))
+
+
 async def test_loads_are_answered_as_they_end_on_one_stream(engine, client) -> None:
     first, second = load(client, "a"), load(client, "b")
     (await engine.flight("b")).set_result(LoadedAdapter(slot=2, nbytes=20))
@@ -169,12 +172,61 @@ async def test_numbers_rise_over_streams_and_a_refused_load_came_too(engine, cli
     assert engine.streams == 2
 
 
-async def test_what_comes_behind_a_load_that_never_comes_goes_on_by_itself(
-    engine, client, monkeypatch
-) -> None:
-    monkeypatch.setattr(adapter_loads, "_BEHIND_S", 0.01)
-    await engine.loads.behind(7)
-    assert not engine.loads._behind
+async def test_what_comes_behind_a_load_that_never_comes_goes_on_by_itself(engine) -> None:
+    async with asyncio.timeout(10):
+        await AdapterLoads(engine.load, patience_s=0.01).behind(7)
+
+
+async def test_the_answer_of_a_load_waits_for_what_answers_behind_it(engine, client) -> None:
+    engine.loads = AdapterLoads(engine.load, hold_s=60.0)
+    asked = followed(client, "a")
+    (await engine.flight("a")).set_result(LoadedAdapter(slot=1, nbytes=10))
+    await asyncio.sleep(0.02)
+    assert not asked.done()
+    other = load(client, "b")
+    (await engine.flight("b")).set_result(LoadedAdapter(slot=2, nbytes=20))
+    assert await other == 20, "one that nothing comes behind is answered at once"
+    engine.loads.followed(2)
+    await asyncio.sleep(0.02)
+    assert not asked.done()
+    engine.loads.followed(1)
+    assert await asked == 10
+
+
+async def test_the_answer_of_a_load_waits_no_longer_than_a_moment(engine, client) -> None:
+    asked = followed(client, "a")
+    (await engine.flight("a")).set_result(LoadedAdapter(slot=1, nbytes=10))
+    async with asyncio.timeout(30):
+        assert await asked == 10
+
+
+async def test_what_answered_before_the_load_had_ended_is_not_waited_for(engine, client) -> None:
+    engine.loads = AdapterLoads(engine.load, hold_s=60.0)
+    asked = followed(client, "a")
+    flight = await engine.flight("a")
+    engine.loads.followed(1)
+    flight.set_result(LoadedAdapter(slot=1, nbytes=10))
+    async with asyncio.timeout(30):
+        assert await asked == 10
+
+
+async def test_a_load_that_failed_is_answered_at_once(engine, client) -> None:
+    engine.loads = AdapterLoads(engine.load, hold_s=60.0)
+    asked = followed(client, "a")
+    (await engine.flight("a")).set_exception(MemoryRefused("no slot"))
+    async with asyncio.timeout(30):
+        with pytest.raises(MemoryRefused):
+            await asked
+
+
+async def test_an_engine_that_ends_gives_the_answers_that_wait(engine, client) -> None:
+    engine.loads = AdapterLoads(engine.load, hold_s=0.05)
+    asked = followed(client, "a")
+    (await engine.flight("a")).set_result(LoadedAdapter(slot=1, nbytes=10))
+    await asyncio.sleep(0.01)
+    engine.loads.end()
+    async with asyncio.timeout(30):
+        assert await asked == 10
 
 
 async def test_an_engine_without_adapters_says_so(engine, client) -> None:
