@@ -138,6 +138,8 @@ class BlockWriter:
             self._counts.skipped += 1
             self._outage.began(problem, self._clock.mono())
             return
+        if not item.is_wanted:
+            return  # who wiped the folder meanwhile may have been told that it is empty
         retention, mono, wall = item.retention, self._clock.mono(), self._clock.wall()
         write = partial(self._folder.write, block, item.payload, retention, wall)
         name, head = await self._threads.write(write)

@@ -8,6 +8,7 @@ import logging
 import random
 import resource
 import stat
+import threading
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
@@ -707,6 +708,24 @@ async def test_wiping_removes_what_is_there_and_what_is_on_its_way(tmp_path: Pat
         assert store.stats().counts.quarantined == 0
         assert set(lost) >= {block.id for block, _ in made[:3]}
     assert [path for path in (tmp_path / "kv").rglob("*") if path.is_file()] == []
+
+
+async def test_what_is_not_wanted_any_more_is_not_written_behind_a_wipe(tmp_path: Path) -> None:
+    """Room is being made for it when the wipe comes; after a kill it would be there again."""
+    gate = threading.Event()
+    async with opened(tmp_path) as store:
+        await put_all(store, [block_of(1)])
+        store._threads.write_later(gate.wait)
+        await store.put(*block_of())
+        while store._writer._writing is None:
+            await asyncio.sleep(0)
+        wiping = asyncio.create_task(store.wipe())
+        await asyncio.sleep(0)
+        gate.set()
+        assert await wiping == 1
+        assert store.stats().queued == 0
+        await store.flush()
+        assert store.stats().counts.writes == 1
 
 
 async def test_closing_writes_what_waits_and_then_takes_nothing(tmp_path: Path) -> None:
