@@ -55,6 +55,8 @@ from kakeya.serving.text import Texts
 _log = logging.getLogger(__name__)
 _Slot = tuple[str, str]
 """A model, and what its engine keeps the KV of the slot under."""
+_PIN = "pin:"
+"""Begins the keys of pins, and no other key."""
 
 
 class NodePrecache:
@@ -139,12 +141,19 @@ class NodePrecache:
             self._prewarmer.submit(self._prefix(claim, tokens), Kind.TURN)
 
     async def warm(self, claim: Claim, tokens: TokenSource, *, is_pinned: bool = False) -> Report:
-        """Have a prefix warm, and say what became of it."""
+        """Have a prefix warm, and say what became of it.
+
+        What is pinned has a key of its own, which turns of its conversation leave alone.
+        """
         if claim.use.keys.conversation_id:
             self.kv_key(claim)
         prefix = self._prefix(claim, tokens)
+        pin_key = f"{_PIN}{prefix.key}"
         if is_pinned:
-            prefix = replace(prefix, is_kept=True, is_pinned=True, block_class=BlockClass.SYSTEM)
+            prefix = replace(prefix, key=pin_key, is_kept=True, is_pinned=True)
+            prefix = replace(prefix, block_class=BlockClass.SYSTEM)
+        else:
+            self._prewarmer.forget(pin_key)
         return await self._prewarmer.ask(prefix)
 
     async def wipe(self) -> Wiped:

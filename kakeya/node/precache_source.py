@@ -41,13 +41,14 @@ class KeptPrefixes(Protocol):
         retention: Retention,
         *,
         block_class: BlockClass,
-        is_pinned: bool = False,
+        pin: str = "",
     ) -> int:
-        """Refresh what is there of a prefix; how many tokens from its beginning."""
+        """Refresh what is there of a prefix; how many tokens from its beginning. With a name for
+        a pin, it is pinned in place of what had that name."""
         ...
 
-    def release(self, model_id: str, adapter_id: str, token_ids: Sequence[int]) -> None:
-        """End the pin of a prefix."""
+    def release(self, pin: str) -> None:
+        """End a pin."""
         ...
 
     def free_bytes(self) -> int:
@@ -96,6 +97,13 @@ class ModelSource:
 
     async def keep(self, prefix: Prefix, tokens: Tokens) -> int:
         """Refresh what is there of a prefix."""
+        return self._keep(prefix, tokens, pin="")
+
+    def pin(self, prefix: Prefix, tokens: Tokens) -> None:
+        """Let nothing take the place of what is there."""
+        self._keep(prefix, tokens, pin=prefix.key)
+
+    def _keep(self, prefix: Prefix, tokens: Tokens, *, pin: str) -> int:
         base, adapter_id = self._names(prefix)
         return self._prefixes.keep(
             base,
@@ -103,7 +111,7 @@ class ModelSource:
             tokens,
             prefix.retention,
             block_class=prefix.block_class,
-            is_pinned=prefix.is_pinned,
+            pin=pin,
         )
 
     async def has_room(self, prefix: Prefix, tokens: int) -> bool:
@@ -137,9 +145,9 @@ class ModelSource:
                     return _GIVES_WAY
         raise InvariantBroken("stream", "a decode ended without its done frame")
 
-    def unpin(self, prefix: Prefix, tokens: Tokens) -> None:
-        """From now on something else may take its place."""
-        self._prefixes.release(*self._names(prefix), tokens)
+    def unpin(self, key: str) -> None:
+        """End the pin of a key."""
+        self._prefixes.release(key)
 
     def _names(self, prefix: Prefix) -> tuple[str, str]:
         """The base and the adapter of a model as its engine knows them."""

@@ -1,58 +1,41 @@
-"""Prefixes that somebody asked to keep in pages whatever comes: pins in the trees, by what they are
-of, so that they can be ended when their KV has other names."""
+"""Prefixes that somebody asked to keep in pages whatever comes: pins in the trees, by the names
+that those give who ask. So a pin can be ended when its KV has other names, and two who pin the same
+text have a pin each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kakeya.core.units import pack_ids
 from kakeya.node.prefix_pages import Lying, Shelf
 from kakeya.precache.blocks import BlockId
 from kakeya.precache.tree_answer import Pin
 
-_Name = tuple[str, str, bytes]
-
 
 class PrefixPins:
-    """One pin a prefix: model, adapter and tokens."""
+    """One pin a name, with the adapter that its KV is of."""
 
     def __init__(self) -> None:
-        self._pins: dict[_Name, Pin[Lying]] = {}
+        self._pins: dict[str, tuple[str, Pin[Lying]]] = {}
 
-    def pin(
-        self,
-        model_id: str,
-        adapter_id: str,
-        token_ids: Sequence[int],
-        shelf: Shelf,
-        ids: Sequence[BlockId],
-    ) -> None:
-        """Pin what is here of a prefix, in place of what was pinned of it before."""
-        name = _name(model_id, adapter_id, token_ids)
-        known = self._pins.pop(name, None)
+    def pin(self, name: str, adapter_id: str, shelf: Shelf, ids: Sequence[BlockId]) -> None:
+        """Pin what is here of a prefix, in place of what had this name before."""
         pin = shelf.tree.pin(ids)
-        if known is not None:
-            known.unpin()
+        self.release(name)
         if pin is not None:
-            self._pins[name] = pin
+            self._pins[name] = adapter_id, pin
 
-    def release(self, model_id: str, adapter_id: str, token_ids: Sequence[int]) -> None:
-        """End the pin of a prefix; harmless when there is none."""
-        pin = self._pins.pop(_name(model_id, adapter_id, token_ids), None)
-        if pin is not None:
-            pin.unpin()
+    def release(self, name: str) -> None:
+        """End a pin; harmless when there is none."""
+        known = self._pins.pop(name, None)
+        if known is not None:
+            known[1].unpin()
 
     def drop(self, adapter_id: str) -> None:
         """End those of an adapter that takes no more requests."""
-        for name in [name for name in self._pins if name[1] == adapter_id]:
-            self._pins.pop(name).unpin()
+        for name in [name for name, (of, _) in self._pins.items() if of == adapter_id]:
+            self.release(name)
 
     def clear(self) -> None:
         """End all."""
-        for pin in self._pins.values():
-            pin.unpin()
-        self._pins.clear()
-
-
-def _name(model_id: str, adapter_id: str, token_ids: Sequence[int]) -> _Name:
-    return model_id, adapter_id, pack_ids(token_ids)
+        for name in tuple(self._pins):
+            self.release(name)

@@ -185,11 +185,12 @@ class NodePrefixes:
         retention: Retention,
         *,
         block_class: BlockClass = BlockClass.SPECULATIVE,
-        is_pinned: bool = False,
+        pin: str = "",
     ) -> int:
         """Refresh what is in pages of a marked prefix, for at least this long; how many tokens.
 
-        Pinned, it makes room for nobody until `release`.
+        With a name for a pin, it makes room for nobody until `release`, or until another prefix
+        has that name.
         """
         naming = self.names.known(model_id, adapter_id)
         if naming is None:
@@ -199,13 +200,13 @@ class NodePrefixes:
         found = reach_of(shelf, pieces, naming, in_ram=True)
         ids = [node.id for node, _ in found]
         self.pages.touch(shelf, ids, block_class=block_class, retention=retention)
-        if is_pinned and pieces:
-            self._pins.pin(model_id, adapter_id, token_ids, shelf, ids)
+        if pin:
+            self._pins.pin(pin, adapter_id, shelf, ids)
         return sum(tokens for _, tokens in found)
 
-    def release(self, model_id: str, adapter_id: str, token_ids: Sequence[int]) -> None:
-        """End the pin of a prefix; harmless when there is none."""
-        self._pins.release(model_id, adapter_id, token_ids)
+    def release(self, pin: str) -> None:
+        """End a pin; harmless when there is none."""
+        self._pins.release(pin)
 
     def adapter_retired(self, adapter_id: str) -> None:
         """An adapter was replaced or removed: nobody's prefix needs to stay for it."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -55,6 +55,11 @@ class _Job:
     tokens: array[int] | None = None
     """What is known of it from before; None = it has to be rendered."""
 
+    @property
+    def is_unasked(self) -> bool:
+        """Whether nobody waits to be told of it."""
+        return all(waiter.done() for waiter in self.waiters)
+
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
@@ -69,7 +74,7 @@ class Prewarmer:
         self._source = source
         self._clock = clock
         self._deadlines = Deadlines(keep_alive_s)
-        self._queue: dict[Kind, OrderedDict[str, _Job]] = {kind: OrderedDict() for kind in Kind}
+        self._queue: dict[Kind, deque[_Job]] = {kind: deque() for kind in Kind}
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._faults: OrderedDict[str, None] = OrderedDict()
         self._level = Level.NOMINAL
@@ -96,7 +101,8 @@ class Prewarmer:
     # What others tell.
 
     def submit(self, prefix: Prefix, kind: Kind) -> None:
-        """Warm a prefix in its turn; one of the same key that still waits is no longer wanted."""
+        """Warm a prefix in its turn. What still waits under its key is no longer wanted, but by
+        those who asked for it."""
         self._enqueue(_Job(prefix, kind))
 
     async def ask(self, prefix: Prefix) -> Report:
@@ -117,7 +123,8 @@ class Prewarmer:
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._kept_tokens -= len(kept.tokens or ())
-            self._unpin(kept)
+            if kept.prefix.is_pinned:
+                self._source.unpin(key)
 
     def pressed(self, level: Level) -> None:
         """Memory presses as much as this now; what runs ends at once where it does."""
@@ -127,7 +134,7 @@ class Prewarmer:
 
     def wipe(self, spared: Callable[[str], bool]) -> None:
         """Forget all keys but those that are spared, which are looked after as they were."""
-        jobs = [job for jobs in self._queue.values() for job in jobs.values()]
+        jobs = [job for jobs in self._queue.values() for job in jobs]
         jobs += [self._running[0]] if self._running is not None else []
         for job in jobs:
             if not spared(job.prefix.key):
@@ -208,12 +215,11 @@ class Prewarmer:
             if isinstance(done, Report):
                 return done
             warmed = done
-        # What was pinned before may share blocks with this, so that is unpinned first.
-        if self._supersede(prefix, tokens) or there < due:
-            kept = await source.keep(prefix, tokens)
-            if kept <= there < due:
+            if await source.keep(prefix, tokens) <= there:
                 reason = "it was computed, and nothing of it could be kept"
                 return Report(outcome=Outcome.NO_ROOM, warmed=warmed, reason=reason)
+        if prefix.is_pinned:  # what fails before has no pin that somebody would have to end
+            source.pin(prefix, tokens)
         return Report(outcome=Outcome.WARM, warmed=warmed)
 
     def _account(self, job: _Job, report: Report) -> None:
@@ -226,6 +232,7 @@ class Prewarmer:
                 self._cached += report.warmed.cached
                 self._refreshed += job.kind is Kind.KEPT and report.warmed.computed == 0
                 self._keep(job, now)
+                report = replace(report, is_pinned=job.prefix.is_pinned)
             case Outcome.FAILED:
                 self._tell_once(job.prefix, report.reason)
                 self.forget(key)
@@ -257,24 +264,13 @@ class Prewarmer:
 
     # What is kept.
 
-    def _supersede(self, prefix: Prefix, tokens: array[int]) -> bool:
-        """Let go of what was pinned under this key; whether anything was."""
-        before = self._kept.get(prefix.key)
-        if before is None or (before.tokens == tokens and prefix.is_pinned):
-            return False
-        return self._unpin(before)
-
-    def _unpin(self, kept: _Kept) -> bool:
-        if not kept.prefix.is_pinned or kept.tokens is None:
-            return False
-        self._source.unpin(kept.prefix, kept.tokens)
-        return True
-
     def _keep(self, job: _Job, now: float) -> None:
         prefix = job.prefix
         before = self._kept.pop(prefix.key, None)
         if before is not None:
             self._kept_tokens -= len(before.tokens or ())
+            if before.prefix.is_pinned and not prefix.is_pinned:
+                self._source.unpin(prefix.key)
         if not prefix.is_kept:
             self._deadlines.forget(prefix.key)
             return
@@ -287,9 +283,11 @@ class Prewarmer:
             self.forget(next(iter(self._kept)))
 
     def _renew_due(self) -> None:
-        for key in self._deadlines.due(self._clock.mono()):
-            kept = self._kept[key]
-            if not any(key in jobs for jobs in self._queue.values()):
+        due = self._deadlines.due(self._clock.mono())
+        waiting = {job.prefix.key for jobs in self._queue.values() for job in jobs} if due else ()
+        for key in due:
+            if key not in waiting:
+                kept = self._kept[key]
                 self._put(_Job(kept.prefix, Kind.KEPT, tokens=kept.tokens))
 
     def _idle_s(self) -> float:
@@ -299,10 +297,9 @@ class Prewarmer:
     # What waits.
 
     def _enqueue(self, job: _Job) -> None:
-        for jobs in self._queue.values():
-            older = jobs.pop(job.prefix.key, None)
-            if older is not None:
-                job.waiters += older.waiters
+        for older in self._waiting(job.prefix.key):
+            if older.is_unasked:
+                self._queue[older.kind].remove(older)
                 job.kind = min(job.kind, older.kind)
         if self._queued() < MAX_QUEUED:
             self._put(job)
@@ -310,14 +307,17 @@ class Prewarmer:
             reason = f"{MAX_QUEUED} prefixes wait already"
             self._account(job, Report(outcome=Outcome.CROWDED, reason=reason))
 
+    def _waiting(self, key: str) -> list[_Job]:
+        return [job for jobs in self._queue.values() for job in jobs if job.prefix.key == key]
+
     def _put(self, job: _Job) -> None:
-        self._queue[job.kind][job.prefix.key] = job
+        self._queue[job.kind].append(job)
         self._wake.set()
 
     def _next(self) -> _Job | None:
         for jobs in self._queue.values():
             if jobs:
-                return jobs.popitem(last=False)[1]
+                return jobs.popleft()
         return None
 
     def _queued(self) -> int:

@@ -48,7 +48,7 @@ class Prefix:
     """A prefix to be warm. Its `block_class` weighs it against others where room is short.
 
     `is_kept`: it is looked after until it is forgotten; `is_pinned`: nothing may take its place
-    either. `client` is who asks, for adapters that belong to somebody.
+    either. Pins have keys of their own. `client` is who asks, for adapters that belong to somebody.
     """
 
     key: str
@@ -72,10 +72,12 @@ class Warmed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What became of a prefix, and why it was not done, in a sentence."""
+    """What became of a prefix, and why it was not done, in a sentence. `is_pinned`: nothing takes
+    its place from now on."""
 
     outcome: Outcome
     warmed: Warmed = Warmed()
+    is_pinned: bool = False
     reason: str = ""
 
 
@@ -90,6 +92,11 @@ class WarmSource(Protocol):
         """Refresh what is there of a prefix for its class: so many tokens from its beginning."""
         ...
 
+    def pin(self, prefix: Prefix, tokens: Tokens) -> None:
+        """Let nothing take the place of what is there until `unpin`; what was pinned under its key
+        before may go."""
+        ...
+
     async def has_room(self, prefix: Prefix, tokens: int) -> bool:
         """Whether so many more tokens fit without taking anybody's place."""
         ...
@@ -99,8 +106,8 @@ class WarmSource(Protocol):
         way. Raises KakeyaError."""
         ...
 
-    def unpin(self, prefix: Prefix, tokens: Tokens) -> None:
-        """From now on something else may take its place."""
+    def unpin(self, key: str) -> None:
+        """End the pin of a key; harmless where there is none."""
         ...
 
 

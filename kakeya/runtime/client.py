@@ -321,7 +321,7 @@ def _report(reply: precache_pb2.WarmResponse, address: str) -> Report:
         cached=reply.cached_token_count,
         computed=reply.computed_token_count,
     )
-    return Report(outcome=outcome, warmed=warmed, reason=reply.reason)
+    return Report(outcome=outcome, warmed=warmed, is_pinned=reply.pinned, reason=reply.reason)
 
 
 def _summary(done: pb.GenerateDone, dropped: int) -> GenerateSummary:

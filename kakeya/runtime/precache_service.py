@@ -48,6 +48,7 @@ class PrecacheService(PrecacheServiceServicer):
             token_count=report.warmed.tokens,
             cached_token_count=report.warmed.cached,
             computed_token_count=report.warmed.computed,
+            pinned=report.is_pinned,
         )
 
     async def Wipe(self, request: pb.WipeRequest, context: Context) -> pb.WipeResponse:

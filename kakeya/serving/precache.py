@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.precache.keys import CacheKeys, Segment, hash_stable_prefix, resolve_key
 from kakeya.precache.retention import Retention
-from kakeya.precache.warming import Outcome, Report
+from kakeya.precache.warming import Report
 from kakeya.runtime.generation import ModelFacts, ServedModel
 from kakeya.runtime.precache import CacheUse, Claim, Precache, facts_at_hand
 from kakeya.serving.body import flag, parse_json, refuse, shown, text
@@ -160,7 +160,7 @@ def _answer(asked: PrecacheRequest, model: ServedModel, report: Report) -> dict[
         "reason": report.reason,
         "key": resolve_key(_filed(asked).keys),
         "retention": kept_for.label,
-        "pinned": asked.is_pinned and report.outcome is Outcome.WARM,
+        "pinned": report.is_pinned,
         "usage": {
             "prompt_tokens": report.warmed.tokens,
             "prompt_tokens_details": {"cached_tokens": report.warmed.cached},

@@ -105,6 +105,7 @@ class WarmResponse(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     COMPUTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
     status: _builtins.str
     """warm, failed, skipped_pressure, skipped_room, skipped_away, skipped_late, skipped_queue."""
     reason: _builtins.str
@@ -113,6 +114,8 @@ class WarmResponse(_message.Message):
     """Of the prefix: all, those that were there, those that were computed now."""
     cached_token_count: _builtins.int
     computed_token_count: _builtins.int
+    pinned: _builtins.bool
+    """Whether nothing takes its place from now on."""
     def __init__(
         self,
         *,
@@ -121,10 +124,11 @@ class WarmResponse(_message.Message):
         token_count: _builtins.int = ...,
         cached_token_count: _builtins.int = ...,
         computed_token_count: _builtins.int = ...,
+        pinned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "computed_token_count", b"computed_token_count", "reason", b"reason", "status", b"status", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "computed_token_count", b"computed_token_count", "pinned", b"pinned", "reason", b"reason", "status", b"status", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -47,7 +47,7 @@ class Pages:
     is_on: bool = True
     room_tokens: int = 1 << 30
     kept: dict[tuple[str, str, tuple[int, ...]], Retention] = field(default_factory=dict)
-    pinned: set[tuple[str, str, tuple[int, ...]]] = field(default_factory=set)
+    pinned: dict[str, tuple[str, str, tuple[int, ...]]] = field(default_factory=dict)
     classes: list[BlockClass] = field(default_factory=list)
 
     def add(self, model_id: str, adapter_id: str, tokens: Sequence[int]) -> None:
@@ -63,19 +63,17 @@ class Pages:
             length += BLOCK
         return min(length, len(due))
 
-    def keep(
-        self, model_id, adapter_id, token_ids, retention, *, block_class, is_pinned=False
-    ) -> int:
+    def keep(self, model_id, adapter_id, token_ids, retention, *, block_class, pin="") -> int:
         found = self.find(model_id, adapter_id, token_ids)
         if found:
             self.kept[model_id, adapter_id, tuple(token_ids)[:found]] = retention
             self.classes.append(block_class)
-        if is_pinned:
-            self.pinned.add((model_id, adapter_id, tuple(token_ids)))
+        if pin:
+            self.pinned[pin] = model_id, adapter_id, tuple(token_ids)
         return found
 
-    def release(self, model_id, adapter_id, token_ids) -> None:
-        self.pinned.discard((model_id, adapter_id, tuple(token_ids)))
+    def release(self, pin) -> None:
+        self.pinned.pop(pin, None)
 
     def free_bytes(self) -> int:
         return self.room_tokens

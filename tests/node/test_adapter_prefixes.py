@@ -122,7 +122,7 @@ async def test_what_is_pinned_for_an_adapter_ends_with_it(
     async def pin(content: int) -> str:
         version = await put(world, "pinned", folders[content])
         await say(world, "pinned")
-        kept = prefixes.keep(TINY, version, PROMPT, Retention.LONG, is_pinned=True)
+        kept = prefixes.keep(TINY, version, PROMPT, Retention.LONG, pin="p")
         assert kept == LEFT
         assert pinned(world) > 0
         return version

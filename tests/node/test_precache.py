@@ -303,12 +303,46 @@ async def test_a_pinned_prefix_is_pinned_until_it_is_sent_without():
     async with precache_world(StillClock()) as w:
         claim = await w.claim("", use=CacheUse(keys=CacheKeys(prompt_cache_key="k")))
         prefix = prompt_of(300, 1)
-        await w.precache.warm(claim, source_of(prefix), is_pinned=True)
-        assert w.pages.pinned == {("toy", "", tuple(prefix))}
+        report = await w.precache.warm(claim, source_of(prefix), is_pinned=True)
+        assert report.is_pinned
+        assert set(w.pages.pinned.values()) == {("toy", "", tuple(prefix))}
         assert w.precache.status()["kept"] == 1
-        await w.precache.warm(claim, source_of(prefix))
-        assert w.pages.pinned == set()
+        report = await w.precache.warm(claim, source_of(prefix))
+        assert not report.is_pinned
+        assert w.pages.pinned == {}
         assert w.precache.status()["kept"] == 0
+
+
+async def test_a_turn_of_its_conversation_does_not_end_a_pin():
+    async with precache_world(StillClock()) as w:
+        prefix = prompt_of(300, 1)
+        claim = await w.claim("room")
+        await w.precache.warm(claim, source_of(prefix), is_pinned=True)
+        await w.turn(list(prefix), [1], "room")
+        await w.settle()
+        assert set(w.pages.pinned.values()) == {("toy", "", tuple(prefix))}
+        assert w.precache.status()["kept"] == 2  # the pin, and the conversation as it goes on
+        await w.precache.warm(claim, source_of(prefix))
+        assert w.pages.pinned == {}
+
+
+async def test_who_asks_for_a_pin_during_a_turn_hears_of_the_pin():
+    async with precache_world(StillClock()) as w:
+        w.model.gate = asyncio.Event()
+        claim, prefix = await w.claim("room"), prompt_of(300, 1)
+        w.precache.turn_ended(await w.claim("other"), source_of(prompt_of(100, 2)))
+        while not w.warmed:
+            await asyncio.sleep(0)
+        asking = asyncio.ensure_future(w.precache.warm(claim, source_of(prefix), is_pinned=True))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        w.precache.turn_ended(claim, source_of(prompt_of(50, 3)))
+        w.model.gate.set()
+        report = await asking
+        assert (report.warmed.tokens, report.is_pinned) == (300, True)
+        assert set(w.pages.pinned.values()) == {("toy", "", tuple(prefix))}
+        await w.settle()
+        assert len(w.warmed) == 3
 
 
 async def test_a_retention_without_a_conversation_is_given_to_what_was_computed():

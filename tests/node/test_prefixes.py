@@ -529,7 +529,7 @@ async def test_a_wipe_takes_everything_and_what_comes_is_kept_again(tmp_path: Pa
     async with world(tmp_path, disk=True) as here:
         for prompt in prompts:
             await here.ask(prompt)
-        here.prefixes.keep("toy", "", prompts[0], Retention.LONG, is_pinned=True)
+        here.prefixes.keep("toy", "", prompts[0], Retention.LONG, pin="p")
         wiped = await here.prefixes.wipe()
         assert wiped.blocks == 15
         assert wiped.has_disk
@@ -608,18 +608,31 @@ async def test_prompts_that_nobody_used_in_their_time_leave_the_pages(tmp_path: 
 async def test_a_pinned_prefix_makes_room_for_nobody_until_it_is_released(tmp_path: Path) -> None:
     async with world(tmp_path, budget=3) as here:
         stable = [1, 1, 1, 1, 2, 2, 2, 2, 0]
-        assert here.prefixes.keep("toy", "", stable, Retention.LONG, is_pinned=True) == 0
+        assert here.prefixes.keep("toy", "", stable, Retention.LONG, pin="p") == 0
         await here.ask(stable)
-        assert here.prefixes.keep("toy", "", stable, Retention.LONG, is_pinned=True) == 8
-        assert here.prefixes.keep("toy", "", stable, Retention.LONG, is_pinned=True) == 8
+        assert here.prefixes.keep("toy", "", stable, Retention.LONG, pin="p") == 8
+        assert here.prefixes.keep("toy", "", stable, Retention.LONG, pin="p") == 8
         assert here.prefixes.free_bytes() == PAGE_BYTES
         await here.ask([3, 3, 3, 3, 4, 4, 4, 4, 0])
         assert await here.ask(stable) == 8
-        here.prefixes.release("toy", "", stable)
-        here.prefixes.release("toy", "", stable)
+        here.prefixes.release("p")
+        here.prefixes.release("p")
         for number in range(10, 30):
             await here.ask([number] * 4 + [0])
         assert await here.ask(stable) < 8
+        here.check()
+
+
+async def test_who_pins_what_another_one_pinned_has_a_pin_of_its_own(tmp_path: Path) -> None:
+    async with world(tmp_path, budget=3) as here:
+        stable = [1, 1, 1, 1, 2, 2, 2, 2, 0]
+        await here.ask(stable)
+        for name in ("one", "other"):
+            here.prefixes.keep("toy", "", stable, Retention.LONG, pin=name)
+        here.prefixes.release("one")
+        for number in range(10, 30):
+            await here.ask([number] * 4 + [0])
+        assert await here.ask(stable) == 8
         here.check()
 
 
@@ -629,10 +642,10 @@ async def test_a_pin_can_be_ended_when_other_weights_have_the_name_of_its_model(
     async with world(tmp_path, budget=3) as here:
         stable = [1, 1, 1, 1, 2, 2, 2, 2, 0]
         await here.ask(stable)
-        assert here.prefixes.keep("toy", "", stable, Retention.LONG, is_pinned=True) == 8
+        assert here.prefixes.keep("toy", "", stable, Retention.LONG, pin="p") == 8
         here.engine.facts, here.engine.pid = replace(FACTS, base_fingerprint="others"), 4
         await here.ask([9, 9, 9, 9, 0])
-        here.prefixes.release("toy", "", stable)
+        here.prefixes.release("p")
         assert here.prefixes.free_bytes() == 0
         for number in range(10, 13):  # it makes place
             await here.ask([number] * 4 + [0])

@@ -30,7 +30,7 @@ class Source:
     clock: FakeClock
     kept: dict[tuple[int, ...], float] = field(default_factory=dict)
     warmed: list[str] = field(default_factory=list)
-    unpinned: list[tuple[str, int]] = field(default_factory=list)
+    pinned: dict[str, tuple[int, ...]] = field(default_factory=dict)
     refusal: Report | None = None
     has_free_room: bool = True
     keeps: bool = True
@@ -48,6 +48,9 @@ class Source:
             self.kept[whole[:n]] = self.clock.mono()
         return max(lengths, default=0)
 
+    def pin(self, prefix: Prefix, tokens: Tokens) -> None:
+        self.pinned[prefix.key] = tuple(tokens)
+
     async def has_room(self, prefix: Prefix, tokens: int) -> bool:
         return self.has_free_room
 
@@ -64,8 +67,8 @@ class Source:
             self.kept[tuple(tokens)[:-1]] = self.clock.mono()
         return Warmed(tokens=len(tokens), cached=there, computed=len(tokens) - 1 - there)
 
-    def unpin(self, prefix: Prefix, tokens: Tokens) -> None:
-        self.unpinned.append((prefix.key, len(tokens)))
+    def unpin(self, key: str) -> None:
+        self.pinned.pop(key, None)
 
 
 def prefix(key: str, tokens: Tokens = (1, 2, 3), **more: object) -> Prefix:
@@ -140,17 +143,36 @@ async def test_who_waits_comes_first_then_turns_then_what_is_only_kept():
         assert w.source.warmed == ["first", "asked", "turn", "turn2", "kept"]
 
 
-async def test_a_later_prompt_takes_the_place_of_one_that_waits_and_its_askers_get_it():
+async def test_a_later_prompt_takes_the_place_of_one_that_waits():
     async with world() as w:
         w.source.gate = asyncio.Event()
         w.prewarmer.submit(prefix("busy", (9, 9)), Kind.TURN)
         await w.settle()
-        asking = asyncio.ensure_future(w.prewarmer.ask(prefix("a", range(5))))
-        await w.settle()
-        w.prewarmer.submit(prefix("a", range(8)), Kind.KEPT)
+        w.prewarmer.submit(prefix("a", range(5)), Kind.TURN)
+        w.prewarmer.submit(prefix("a", range(8), is_kept=True), Kind.TURN)
         w.source.gate.set()
-        assert (await asking).warmed.tokens == 8
+        await w.settle()
         assert w.source.warmed == ["busy", "a"]
+        assert w.prewarmer.stats.kept_tokens == 8
+
+
+async def test_who_asks_is_told_of_what_it_asked_for_whatever_comes_under_its_key():
+    async with world() as w:
+        w.source.gate = asyncio.Event()
+        w.prewarmer.submit(prefix("busy", (9, 9)), Kind.TURN)
+        await w.settle()
+        asking = [
+            asyncio.ensure_future(w.prewarmer.ask(prefix("a", range(10 * n, 11 * n))))
+            for n in (5, 7)
+        ]
+        await w.settle()
+        w.prewarmer.submit(prefix("a", range(8), is_kept=True), Kind.TURN)
+        assert w.prewarmer.stats.queued == 3
+        w.source.gate.set()
+        assert [(await one).warmed.tokens for one in asking] == [5, 7]
+        await w.settle()
+        assert w.source.warmed == ["busy", "a", "a", "a"]
+        assert w.prewarmer.stats.kept_tokens == 8
 
 
 @pytest.mark.parametrize("level", [Level.LOW, Level.CRITICAL])
@@ -329,14 +351,40 @@ async def test_what_is_forgotten_is_not_looked_after():
 
 async def test_pins_end_with_their_prefix_and_with_the_next_one_under_their_key():
     async with world() as w:
-        await w.prewarmer.ask(prefix("a", range(5), is_kept=True, is_pinned=True))
-        await w.prewarmer.ask(prefix("a", range(5), is_kept=True, is_pinned=True))
-        assert w.source.unpinned == []
-        await w.prewarmer.ask(prefix("a", range(7), is_kept=True, is_pinned=True))
-        assert w.source.unpinned == [("a", 5)]
-        await w.prewarmer.ask(prefix("a", range(7)))
-        assert w.source.unpinned == [("a", 5), ("a", 7)]
+        for length in (5, 5, 7):
+            pin = prefix("a", range(length), is_kept=True, is_pinned=True)
+            assert (await w.prewarmer.ask(pin)).is_pinned
+            assert w.source.pinned == {"a": tuple(range(length))}
+        assert not (await w.prewarmer.ask(prefix("a", range(7)))).is_pinned
+        assert w.source.pinned == {}
         assert w.prewarmer.stats.kept == 0
+        await w.prewarmer.ask(prefix("a", range(7), is_kept=True, is_pinned=True))
+        w.prewarmer.forget("a")
+        assert w.source.pinned == {}
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_what_could_not_be_warmed_is_not_pinned_as_far_as_it_is_there(keeps):
+    async with world() as w:
+        await w.prewarmer.ask(prefix("a", range(5)))
+        w.source.has_free_room, w.source.keeps = not keeps, keeps
+        pin = prefix("b", range(9), is_kept=True, is_pinned=True)
+        report = await w.prewarmer.ask(pin)
+        assert (report.outcome, report.is_pinned) == (Outcome.NO_ROOM, False)
+        assert w.source.pinned == {}
+
+
+async def test_who_asks_and_leaves_again_and_again_fills_no_queue():
+    async with world() as w:
+        w.source.gate = asyncio.Event()
+        w.prewarmer.submit(prefix("busy", (9, 9)), Kind.TURN)
+        await w.settle()
+        for _ in range(5):
+            leaving = asyncio.ensure_future(w.prewarmer.ask(prefix("a")))
+            await w.settle()
+            leaving.cancel()
+            await w.settle()
+        assert w.prewarmer.stats.queued == 1
 
 
 async def test_of_too_many_kept_tokens_the_least_used_go(monkeypatch):

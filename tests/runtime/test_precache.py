@@ -56,7 +56,7 @@ class Recorded:
         ids = list(await tokens())
         self.warmed.append((claim, ids, is_pinned))
         done = Warmed(tokens=len(ids), cached=1, computed=len(ids) - 2)
-        return Report(outcome=Outcome.WARM, warmed=done)
+        return Report(outcome=Outcome.WARM, warmed=done, is_pinned=is_pinned)
 
 
 async def generate(node, prompt: Sequence[int], metadata=(), session="") -> str:
@@ -212,7 +212,11 @@ async def test_a_prefix_of_token_ids_is_warmed():
             )
         )
         assert answer == pb.WarmResponse(
-            status="warm", token_count=20, cached_token_count=1, computed_token_count=18
+            status="warm",
+            token_count=20,
+            cached_token_count=1,
+            computed_token_count=18,
+            pinned=True,
         )
         ((claim, ids, is_pinned),) = precache.warmed
         assert (ids, is_pinned) == (list(range(20)), True)
@@ -268,7 +272,9 @@ async def test_the_client_has_a_prefix_warmed():
                 range(10), conversation_id="room", retention=Retention.EXTENDED, pin=True
             )
             assert report == Report(
-                outcome=Outcome.WARM, warmed=Warmed(tokens=10, cached=1, computed=8)
+                outcome=Outcome.WARM,
+                warmed=Warmed(tokens=10, cached=1, computed=8),
+                is_pinned=True,
             )
             with pytest.raises(InvalidArgument, match="0 ids"):
                 await client.warm([])

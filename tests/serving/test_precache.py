@@ -51,7 +51,8 @@ class Recorded:
         self.warmed.append((claim, ids, is_pinned))
         reason = "" if self.outcome is Outcome.WARM else "not now"
         warmed = Warmed(tokens=len(ids), cached=3, computed=len(ids) - 4)
-        return Report(outcome=self.outcome, warmed=warmed, reason=reason)
+        is_held = is_pinned and self.outcome is Outcome.WARM
+        return Report(outcome=self.outcome, warmed=warmed, reason=reason, is_pinned=is_held)
 
 
 @pytest.fixture
