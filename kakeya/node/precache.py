@@ -236,9 +236,14 @@ class NodePrecache:
             model_id=claim.model_id,
             tokens=tokens,
             retention=claim.use.retention or Retention.SHORT,
-            is_kept=bool(claim.use.keys.conversation_id),
+            is_kept=self._is_open(claim),
             client=claim.client,
         )
+
+    def _is_open(self, claim: Claim) -> bool:
+        """Whether it is of a conversation, and that was not closed meanwhile; notes its use."""
+        name, now = _file_name(claim), self._clock.mono()
+        return self._registry.get(claim.facts.model_id, name, now) is not None
 
     def _parallels(self, facts: ModelFacts) -> tuple[int, int]:
         """How many slots a model has, and how many memory would hold."""

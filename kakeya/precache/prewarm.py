@@ -60,6 +60,10 @@ class _Job:
         """Whether nobody waits to be told of it."""
         return all(waiter.done() for waiter in self.waiters)
 
+    def let_go(self) -> None:
+        """Have it be neither kept nor pinned once it is done."""
+        self.prefix = replace(self.prefix, is_kept=False, is_pinned=False)
+
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
@@ -118,13 +122,14 @@ class Prewarmer:
             self._kept.move_to_end(key)
 
     def forget(self, key: str) -> None:
-        """Look after a key no more."""
-        self._deadlines.forget(key)
-        kept = self._kept.pop(key, None)
-        if kept is not None:
-            self._kept_tokens -= len(kept.tokens or ())
-            if kept.prefix.is_pinned:
-                self._source.unpin(key)
+        """Look after a key no more, nor after what waits or runs under it now."""
+        for job in self._waiting(key):
+            if job.is_unasked:
+                self._queue[job.kind].remove(job)
+            job.let_go()
+        if self._running is not None and self._running[0].prefix.key == key:
+            self._running[0].let_go()
+        self._let_go(key)
 
     def pressed(self, level: Level) -> None:
         """Memory presses as much as this now; what runs ends at once where it does."""
@@ -138,7 +143,7 @@ class Prewarmer:
         jobs += [self._running[0]] if self._running is not None else []
         for job in jobs:
             if not spared(job.prefix.key):
-                job.kind = min(job.kind, Kind.TURN)  # it is not to come back by itself
+                job.let_go()
         self._stop(_WIPED)
         while (waiting := self._next()) is not None:
             self._account(waiting, _WIPED)
@@ -218,7 +223,7 @@ class Prewarmer:
             if await source.keep(prefix, tokens) <= there:
                 reason = "it was computed, and nothing of it could be kept"
                 return Report(outcome=Outcome.NO_ROOM, warmed=warmed, reason=reason)
-        if prefix.is_pinned:  # what fails before has no pin that somebody would have to end
+        if job.prefix.is_pinned:  # what fails before has no pin that somebody would have to end
             source.pin(prefix, tokens)
         return Report(outcome=Outcome.WARM, warmed=warmed)
 
@@ -235,7 +240,7 @@ class Prewarmer:
                 report = replace(report, is_pinned=job.prefix.is_pinned)
             case Outcome.FAILED:
                 self._tell_once(job.prefix, report.reason)
-                self.forget(key)
+                self._let_go(key)
             case _:
                 # What was computed in vain is not computed sooner than what was kept.
                 is_vain = report.warmed.computed > 0
@@ -269,8 +274,8 @@ class Prewarmer:
         before = self._kept.pop(prefix.key, None)
         if before is not None:
             self._kept_tokens -= len(before.tokens or ())
-            if before.prefix.is_pinned and not prefix.is_pinned:
-                self._source.unpin(prefix.key)
+        if not prefix.is_pinned:
+            self._source.unpin(prefix.key)
         if not prefix.is_kept:
             self._deadlines.forget(prefix.key)
             return
@@ -280,7 +285,14 @@ class Prewarmer:
         self._kept_tokens += len(job.tokens or ())
         self._deadlines.touched(prefix.key, prefix.retention, now)
         while self._kept_tokens > MAX_KEPT_TOKENS and len(self._kept) > 1:
-            self.forget(next(iter(self._kept)))
+            self._let_go(next(iter(self._kept)))
+
+    def _let_go(self, key: str) -> None:
+        self._source.unpin(key)
+        self._deadlines.forget(key)
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._kept_tokens -= len(kept.tokens or ())
 
     def _renew_due(self) -> None:
         due = self._deadlines.due(self._clock.mono())

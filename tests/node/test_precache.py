@@ -166,6 +166,26 @@ async def test_idle_conversations_give_their_slot_back_and_come_back_to_their_bl
         assert w.precache.status()["conversations"] == 1
 
 
+async def test_a_conversation_that_was_closed_during_its_turn_is_looked_after_no_more():
+    clock = StillClock()
+    async with precache_world(clock) as w:
+        claim, history = await w.claim("room"), prompt_of(600, 1)
+        w.precache.kv_key(claim)
+        w.model.gate = asyncio.Event()
+        w.precache.turn_ended(claim, source_of(history))
+        while not w.warmed:
+            await asyncio.sleep(0)
+        clock.advance(3601)
+        await w.precache.sweep()
+        w.precache.turn_ended(claim, source_of(history))  # that turn took as long
+        w.model.gate.set()
+        await w.settle()
+        assert w.precache.status()["kept"] == 0
+        await w.turn(history, [1], "room")
+        await w.settle()
+        assert w.precache.status()["kept"] == 1
+
+
 async def test_many_cycles_of_conversations_leave_nothing_behind():
     clock = StillClock()
     async with precache_world(clock, parallel=4) as w:

@@ -349,6 +349,59 @@ async def test_what_is_forgotten_is_not_looked_after():
         assert (w.prewarmer.stats.kept, w.prewarmer.stats.kept_tokens) == (0, 0)
 
 
+@pytest.mark.parametrize("kind", [Kind.TURN, Kind.KEPT])
+async def test_what_is_forgotten_while_it_is_computed_is_not_looked_after_either(kind):
+    async with world() as w:
+        w.source.gate = asyncio.Event()
+        w.prewarmer.submit(prefix("a", range(5), is_kept=True, is_pinned=True), kind)
+        await w.settle()
+        w.prewarmer.forget("a")
+        w.source.gate.set()
+        await w.settle()
+        assert (w.prewarmer.stats.kept, w.source.pinned) == (0, {})
+        w.clock.advance(241)
+        await w.settle()
+        assert w.prewarmer.stats.refreshed == 0
+
+
+async def test_what_is_forgotten_while_it_waits_is_computed_only_for_those_who_asked():
+    async with world() as w:
+        w.source.gate = asyncio.Event()
+        w.prewarmer.submit(prefix("busy", (9, 9)), Kind.TURN)
+        await w.settle()
+        pin = prefix("a", range(5), is_kept=True, is_pinned=True)
+        asking = asyncio.ensure_future(w.prewarmer.ask(pin))
+        w.prewarmer.submit(prefix("b", range(5), is_kept=True), Kind.TURN)
+        await w.settle()
+        for key in "ab":
+            w.prewarmer.forget(key)
+        w.source.gate.set()
+        report = await asking
+        assert (report.outcome, report.is_pinned) == (Outcome.WARM, False)
+        await w.settle()
+        assert w.source.warmed == ["busy", "a"]
+        assert (w.prewarmer.stats.kept, w.source.pinned) == (0, {})
+
+
+async def test_a_fault_of_one_prompt_is_none_of_another_that_waits_under_its_key():
+    async with world() as w:
+        told = asyncio.Event()
+
+        async def broken() -> Tokens:
+            await told.wait()
+            raise PeerUnavailable("no template")
+
+        asking = asyncio.ensure_future(
+            w.prewarmer.ask(Prefix(key="a", model_id="m", tokens=broken))
+        )
+        await w.settle()
+        w.prewarmer.submit(prefix("a", range(7), is_kept=True), Kind.TURN)
+        told.set()
+        assert (await asking).outcome is Outcome.FAILED
+        await w.settle()
+        assert w.prewarmer.stats.kept_tokens == 7
+
+
 async def test_pins_end_with_their_prefix_and_with_the_next_one_under_their_key():
     async with world() as w:
         for length in (5, 5, 7):
@@ -460,6 +513,7 @@ async def test_requests_that_leave_no_time_are_no_fault(monkeypatch):
 actions = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), st.sampled_from("abcd"), st.sampled_from(list(Kind))),
+        st.tuples(st.just("pin"), st.sampled_from("abcd")),
         st.tuples(st.just("press"), st.sampled_from(list(Level))),
         st.tuples(st.just("forget"), st.sampled_from("abcd")),
         st.tuples(st.just("lose")),
@@ -473,7 +527,9 @@ actions = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(actions)
-def test_whatever_comes_one_runs_at_a_time_and_none_under_pressure(script):
+def test_whatever_comes_one_runs_at_a_time_none_under_pressure_and_only_what_is_wanted_is_kept(
+    script,
+):
     asyncio.run(_play(script))
 
 
@@ -495,20 +551,28 @@ async def _play(script):
                 at_once -= 1
 
         w.source.warm = warm
-        waiters = []
+        waiters, wanted = [], set()
         for name, *more in script:
             match name:
                 case "submit" if more[1] is Kind.ASKED:
                     waiters.append(
                         asyncio.ensure_future(w.prewarmer.ask(prefix(more[0], range(9))))
                     )
+                    await asyncio.sleep(0)
+                case "pin":
+                    wanted.add(more[0])
+                    pin = prefix(more[0], range(7), is_kept=True, is_pinned=True)
+                    waiters.append(asyncio.ensure_future(w.prewarmer.ask(pin)))
+                    await asyncio.sleep(0)
                 case "submit":
+                    wanted.add(more[0])
                     ids = range(ord(more[0]), ord(more[0]) + 9)
                     w.prewarmer.submit(prefix(more[0], ids, is_kept=True), more[1])
                 case "press":
                     level = more[0]
                     w.prewarmer.pressed(level)
                 case "forget":
+                    wanted.discard(more[0])
                     w.prewarmer.forget(more[0])
                 case "lose":
                     w.source.kept.clear()
@@ -528,4 +592,7 @@ async def _play(script):
         stats = w.prewarmer.stats
         assert (stats.queued, stats.running) == (0, "")
         assert stats.kept == len(w.prewarmer._deadlines)
+        kept = w.prewarmer._kept
+        assert kept.keys() <= wanted
+        assert w.source.pinned.keys() == {key for key in kept if kept[key].prefix.is_pinned}
         assert stats.kept_tokens == sum(len(k.tokens or ()) for k in w.prewarmer._kept.values())
