@@ -5,8 +5,8 @@ prompts, and that none of them is forgotten while it is of use.
     turn ended   what the next turn begins with is warmed
     model ready  the prompts that are declared for it are warmed, after each load anew
     sweep        conversations that idle too long give their slot back, with what the engine holds
-                 of them, and are looked after no more; declared prompts whose files say something
-                 else are warmed anew
+                 of them, and are looked after no more; declared prompts whose text is another by
+                 now, for their files or for the date that a template writes, are warmed anew
 
 A model's engine keeps one KV for each slot; what a slot does not have is found in pages by its
 content. An `async with`; `Precache` is what the doors see of it.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -30,9 +31,10 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth, every
+from kakeya.core.units import pack_ids
 from kakeya.memory.events import Event, MemoryPressure
 from kakeya.node.config import PrecacheConfig
-from kakeya.node.declared_prompts import DeclaredPrompt, PromptText
+from kakeya.node.declared_prompts import DeclaredPrompt
 from kakeya.node.precache_view import Json, describe_precache, precache_metrics
 from kakeya.node.resident_model import ResidentModel
 from kakeya.precache.keys import SYSTEM_PREFIX, derive_slot_id, resolve_key, sanitise
@@ -47,7 +49,7 @@ from kakeya.precache.slots import (
 )
 from kakeya.precache.warming import Kind, Prefix, Report, TokenSource, WarmSource
 from kakeya.runtime.generation import ModelDirectory, ModelFacts, ModelState
-from kakeya.runtime.precache import AT_HAND_S, Claim, Wiped
+from kakeya.runtime.precache import AT_HAND_S, Claim, Wiped, facts_at_hand
 from kakeya.serving.prefix_text import encode_ahead
 from kakeya.serving.prompt import most_prompt_tokens
 from kakeya.serving.text import Texts
@@ -91,7 +93,8 @@ class NodePrecache:
         self._warmed_pids: dict[str, int | None] = {}
         self._told_crowded: set[str] = set()
         self._used_by: dict[_Slot, str] = {}
-        self._said: dict[int, PromptText] = {}
+        self._rendered: dict[int, bytes] = {}
+        """Digests of what declared prompts were rendered to last; b"" = they could not be."""
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError for a declared prompt whose files or model cannot be used."""
@@ -265,8 +268,14 @@ class NodePrecache:
 
     async def _declared_tokens(self, index: int, prompt: DeclaredPrompt) -> Sequence[int]:
         """Render a declared prompt as it stands on disk now."""
+        self._rendered[index] = b""
         facts = await self._models.get(self._named(prompt)).ready(AT_HAND_S)
-        said = self._said[index] = await asyncio.to_thread(prompt.read)
+        tokens = await self._render(prompt, facts)
+        self._rendered[index] = _digest(tokens)
+        return tokens
+
+    async def _render(self, prompt: DeclaredPrompt, facts: ModelFacts) -> Sequence[int]:
+        said = await asyncio.to_thread(prompt.read)
         text = await self.texts.get(facts.model_path)
         messages = [{"role": role, "content": content} for role, content in said.messages]
         at_most = most_prompt_tokens(facts)
@@ -297,8 +306,8 @@ class NodePrecache:
         await every(self._config.sweep_s, self.sweep, clock=self._clock, rng=self._rng)
 
     async def sweep(self) -> None:
-        """Let go of conversations that idle for longer than they may, and look whether the files of
-        declared prompts say something else."""
+        """Let go of conversations that idle for longer than they may, and look whether declared
+        prompts say something else by now."""
         idle = self._registry.evict_idle(self._clock.mono())
         self._forget(idle)
         for one in idle:
@@ -307,10 +316,16 @@ class NodePrecache:
                 await self._release(slot)
         for index, prompt in enumerate(self._config.prompts):
             # One that cannot be read is perhaps being written; its next load tells.
-            with contextlib.suppress(ConfigError):
-                said = await asyncio.to_thread(prompt.read)
-                if self._said.get(index, said) != said:
+            with contextlib.suppress(KakeyaError):
+                if index in self._rendered and await self._is_another(index, prompt):
                     self._submit(index, prompt)
+
+    async def _is_another(self, index: int, prompt: DeclaredPrompt) -> bool:
+        """Whether a declared prompt is not what it was; of a model that is away its load tells."""
+        facts = await facts_at_hand(self._models.get(self._named(prompt)))
+        if isinstance(facts, Report):
+            return False
+        return _digest(await self._render(prompt, facts)) != self._rendered[index]
 
     async def _release(self, slot: _Slot) -> None:
         """Have an engine drop what it holds of a slot; what came of prompts is in blocks."""
@@ -322,6 +337,10 @@ class NodePrecache:
     def _forget(self, closed: Sequence[Conversation]) -> None:
         for conversation in closed:
             self._prewarmer.forget(conversation.conversation_id)
+
+
+def _digest(tokens: Sequence[int]) -> bytes:
+    return hashlib.sha256(pack_ids(tokens)).digest()
 
 
 def _file_name(claim: Claim) -> str:

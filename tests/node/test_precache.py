@@ -21,7 +21,7 @@ from kakeya.runtime.generation import ModelState, Priority
 from kakeya.runtime.precache import CacheUse
 from tests.fakes import FakeClock
 from tests.node.precache_world import BLOCK, Turn, precache_world, prompt_of
-from tests.serving.toy import make_folder
+from tests.serving.toy import TEMPLATE, make_folder
 
 
 class StillClock(FakeClock):
@@ -440,6 +440,30 @@ async def test_a_declared_prompt_whose_file_changes_is_warmed_by_the_next_sweep(
         text = await w.precache.texts.get(str(folder))
         assert len(w.warmed) == 2
         assert "You are strict." in text.tokenizer.decode(list(w.warmed[1].token_ids))
+        assert w.precache.status()["kept"] == 1
+
+
+async def test_a_declared_prompt_is_warm_on_the_day_that_its_template_writes(tmp_path):
+    dated = "{{ strftime_now('%d %b %Y') }} " + TEMPLATE
+    folder, clock = make_folder(tmp_path / "dated", template=dated), StillClock()
+    declared = DeclaredPrompt(system="You are kind. " * 40)
+    async with precache_world(clock, prompts=[declared], folder=str(folder)) as w:
+        text = await w.precache.texts.get(str(folder))
+        asked = [{"role": "system", "content": declared.system}, {"role": "user", "content": "hi"}]
+        w.precache.engine_changed(w.model)
+        while not w.warmed:
+            await asyncio.sleep(0.001)
+        await w.settle()
+        days = set()
+        for _ in range(30):
+            clock.advance(3600)
+            await w.precache.sweep()
+            while w.precache.status()["queued"] or w.precache.status()["running"]:
+                await asyncio.sleep(0.001)
+            prompt = await text.encode_chat(asked, at_most=1000)
+            assert w.pages.find("toy", "", prompt) >= len(prompt) // BLOCK * BLOCK - BLOCK
+            days.add(text.tokenizer.decode(prompt)[:11])
+        assert len(w.warmed) == len(days) > 1
         assert w.precache.status()["kept"] == 1
 
 
