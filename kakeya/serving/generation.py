@@ -243,9 +243,9 @@ class Generations:
     async def _continued(self, job: Job, text: TextModel, at_most: int) -> Sequence[int]:
         said = "".join(job.pieces)
         match job.asked:
-            case ChatRequest(messages=messages):
+            case ChatRequest(messages=messages, tools=tools):
                 turn = (*messages, {"role": "assistant", "content": said})
-                return await encode_ahead(text, turn, at_most=at_most)
+                return await encode_ahead(text, turn, at_most=at_most, tools=tools)
             case CompletionRequest(prompt=str() as prompt):
                 return await text.encode(prompt + said, at_most=at_most)
             case CompletionRequest():
@@ -344,7 +344,7 @@ def client_of(scope: Scope) -> str:
 
 async def _prompt_ids(asked: Request, text: TextModel, facts: ModelFacts) -> tuple[int, ...]:
     if isinstance(asked, ChatRequest):
-        return await chat_ids(asked.messages, text, facts)
+        return await chat_ids(asked.messages, asked.tools, text, facts)
     return await raw_ids(asked.prompt, text, facts)
 
 
@@ -355,7 +355,7 @@ async def _cuts(
     if not isinstance(asked, ChatRequest):
         return ()
     at_most = most_prompt_tokens(facts)
-    return await text.cuts_of(token_ids, asked.messages, at_most=at_most)
+    return await text.cuts_of(token_ids, asked.messages, at_most=at_most, tools=asked.tools)
 
 
 def _frame_s(params: GenerationParams) -> float:

@@ -2,7 +2,8 @@
 the parameter. Nothing is ignored in silence.
 
     honoured      model, messages | prompt, max_tokens, max_completion_tokens, temperature, top_p,
-                  seed, stop, stream, stream_options.include_usage
+                  seed, stop, stream, stream_options.include_usage; of chats tools with
+                  tool_choice "none": the model is shown them, and answers with a message
     extensions    top_k; draft_policy ("auto", "off", "ngram", "peer", MODEL@HOST:PORT);
                   deadline_s: how long the caller waits for the first token, loading included;
                   conversation_id, prompt_cache_key, prompt_cache_retention: see `cache_params`;
@@ -16,6 +17,7 @@ text parts. A prompt of /v1/completions is a text, token ids, or a list of one o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -25,7 +27,7 @@ from kakeya.runtime.precache import CacheUse
 from kakeya.serving.body import flag, integer, number, refuse, shown, text
 from kakeya.serving.cache_params import CACHE_PARAMS, read_cache_use
 from kakeya.serving.share_params import SHARE_PARAMS, read_priority, read_user
-from kakeya.serving.template import Message
+from kakeya.serving.template import Message, Tool
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
@@ -76,6 +78,8 @@ class ChatRequest:
 
     params: GenerationParams
     messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    """What the template shows the model; it cannot call them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +139,12 @@ _MESSAGE_NO_OPS: Mapping[str, Callable[[object], bool]] = {
 
 def parse_chat(body: Mapping[str, object]) -> ChatRequest:
     """Read a chat request. Raises InvalidArgument or Unsupported naming the parameter."""
-    _refuse_unknown(body, _SHARED | {"messages", "max_completion_tokens"})
+    tools = _shown_tools(body)
+    _refuse_unknown(body, _SHARED | {"messages", "max_completion_tokens", "tools"})
     return ChatRequest(
-        params=_params(body, default_max_tokens=None), messages=parse_messages(body.get("messages"))
+        params=_params(body, default_max_tokens=None),
+        messages=parse_messages(body.get("messages")),
+        tools=tools,
     )
 
 
@@ -155,6 +162,19 @@ def parse_messages(value: object) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         refuse("messages", value, "a list of at least one message")
     return tuple(_message(entry, f"messages[{i}]") for i, entry in enumerate(value))
+
+
+def parse_tools(value: object) -> tuple[Tool, ...]:
+    """Read what a chat template shows as tools, objects of any shape. Raises InvalidArgument."""
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        refuse("tools", value, "a list of objects")
+    for index, tool in enumerate(value):
+        if not isinstance(tool, dict):
+            refuse(f"tools[{index}]", tool, "an object")
+        text(json.dumps(tool, ensure_ascii=False), f"tools[{index}]")
+    return tuple(value)
 
 
 def parse_model(value: object) -> str:
@@ -197,6 +217,19 @@ def _params(body: Mapping[str, object], *, default_max_tokens: int | None) -> Ge
         priority=read_priority(body),
         user=read_user(body),
     )
+
+
+def _shown_tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
+    """Tools that the model may know of and not call: what it says is never read as a call."""
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    if tools and choice != "none":
+        given = "is missing" if choice is None else f"is {shown(choice)}"
+        raise Unsupported(
+            f'tool_choice {given}, and calls of tools are not supported; give "none", and the '
+            "model is shown the tools and answers with a message",
+            param="tool_choice",
+        )
+    return parse_tools(tools)
 
 
 def _refuse_unknown(body: Mapping[str, object], known: frozenset[str]) -> None:

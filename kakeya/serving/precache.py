@@ -27,12 +27,12 @@ from kakeya.precache.retention import Retention
 from kakeya.precache.warming import Report
 from kakeya.runtime.generation import ModelFacts, ServedModel
 from kakeya.runtime.precache import CacheUse, Claim, Precache, facts_at_hand
-from kakeya.serving.body import flag, parse_json, refuse, shown, text
+from kakeya.serving.body import flag, parse_json, shown
 from kakeya.serving.cache_params import read_keys, retention
 from kakeya.serving.edge import send_json
 from kakeya.serving.exchange import read_body
 from kakeya.serving.generation import Generations, client_of
-from kakeya.serving.openai import parse_messages, parse_model, parse_prompt
+from kakeya.serving.openai import parse_messages, parse_model, parse_prompt, parse_tools
 from kakeya.serving.prefix_text import encode_ahead
 from kakeya.serving.prompt import check_prompt, most_prompt_tokens, raw_ids, too_long
 from kakeya.serving.prompt_bound import TooManyTokens
@@ -69,7 +69,7 @@ def parse_precache(body: Mapping[str, object]) -> PrecacheRequest:
     if is_chat == (body.get("prompt") is not None):
         given = "both were given" if is_chat else "neither was given"
         raise InvalidArgument(f"give messages or a prompt, one of them: {given}", param="messages")
-    tools = _tools(body.get("tools"))
+    tools = parse_tools(body.get("tools"))
     if tools and not is_chat:
         raise InvalidArgument("tools need messages; a prompt carries its own", param="tools")
     return PrecacheRequest(
@@ -167,18 +167,6 @@ def _answer(asked: PrecacheRequest, model: ServedModel, report: Report) -> dict[
             "computed_tokens": report.warmed.computed,
         },
     }
-
-
-def _tools(value: object) -> tuple[Tool, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        refuse("tools", value, "a list of objects")
-    for index, tool in enumerate(value):
-        if not isinstance(tool, dict):
-            refuse(f"tools[{index}]", tool, "an object")
-        text(_json(tool), f"tools[{index}]")
-    return tuple(value)
 
 
 def _json(value: object) -> str:

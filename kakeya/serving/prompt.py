@@ -9,17 +9,21 @@ from kakeya.runtime.generation import ModelFacts
 from kakeya.runtime.session import MAX_PROMPT_TOKENS
 from kakeya.serving.openai import ContextLengthExceeded
 from kakeya.serving.prompt_bound import TooManyTokens
-from kakeya.serving.template import Message
+from kakeya.serving.template import Message, Tool
 from kakeya.serving.text import TextModel
 
 
 async def chat_ids(
-    messages: Sequence[Message], text: TextModel, facts: ModelFacts
+    messages: Sequence[Message], tools: Sequence[Tool], text: TextModel, facts: ModelFacts
 ) -> tuple[int, ...]:
-    """Render and encode a conversation. Raises ContextLengthExceeded, as far as its length alone
-    tells it, and what `TextModel.encode_chat` raises."""
+    """Render and encode a conversation, with the tools that it shows.
+
+    Raises ContextLengthExceeded, as far as its length alone tells it, and what
+    `TextModel.encode_chat` raises.
+    """
     try:
-        return tuple(await text.encode_chat(messages, at_most=most_prompt_tokens(facts)))
+        at_most = most_prompt_tokens(facts)
+        return tuple(await text.encode_chat(messages, at_most=at_most, tools=tools))
     except TooManyTokens as fault:
         raise too_long(f"at least {fault.least_tokens}", facts) from None
 

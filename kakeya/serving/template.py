@@ -90,8 +90,25 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         """Write the prompt that asks for the assistant's next message.
 
-        Raises InvalidArgument with the template's own words when it refuses the messages.
+        Raises InvalidArgument with the template's own words when it refuses the messages,
+        Unsupported for tools that it does not show.
         """
+        prompt = self._write(messages, tools)
+        if tools and self._is_without_tools(prompt, messages):
+            raise Unsupported(
+                "the model's chat template shows no tools, so it cannot know of them; leave tools "
+                "out",
+                param="tools",
+            )
+        return prompt
+
+    def _is_without_tools(self, prompt: str, messages: Sequence[Message]) -> bool:
+        try:
+            return self._write(messages, ()) == prompt
+        except InvalidArgument:  # it says something else where there are none
+            return False
+
+    def _write(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],

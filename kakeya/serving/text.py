@@ -99,8 +99,9 @@ class TextModel:
     ) -> list[int]:
         """Render and encode a conversation, with the tools that it may use.
 
-        Raises Unsupported without a template, InvalidArgument when the template refuses, and
-        TooManyTokens as `encode` does, for the rendered text: a template may leave messages out.
+        Raises Unsupported without a template or for tools that it does not show, InvalidArgument
+        when the template refuses, and TooManyTokens as `encode` does, for the rendered text: a
+        template may leave messages out.
         """
         if sum(len(message["content"]) for message in messages) <= OFFLOAD_CHARS and not tools:
             return self._encode_chat(messages, tools, at_most)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+import kakeya.models
 from kakeya.node.child import NodeProcess
 from kakeya.node.cli import main
 from kakeya.precache.warming import Outcome
@@ -118,6 +121,39 @@ async def test_a_node_warms_what_is_declared_said_and_sent(tmp_path: Path) -> No
         assert status["prewarms"]["failed"] == 0
         assert status["computed_tokens"] > 0
         await _wipe(node, tmp_path / "node" / "data")
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% if loop.first and tools %}\nTools: {{ tools | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "look", "description": SYSTEM[::-1]}}
+
+
+@pytest.mark.slow
+async def test_a_prompt_that_is_declared_with_tools_is_warm_for_chats_with_and_without_them(
+    tmp_path: Path,
+) -> None:
+    folder, tools, config = tmp_path / "tiny", tmp_path / "tools.json", tmp_path / "node.toml"
+    shutil.copytree(kakeya.models.__path__[0] + "/kakeya-tiny", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    tools.write_text(json.dumps([TOOL]))
+    config.write_text(f'{CONFIG}tools_file = "{tools}"\n')
+    flags = ("--model", str(folder), "--config", str(config))
+    async with NodeProcess(tmp_path / "node", *flags) as node:
+        await eventually("the prompt is warm", lambda: precache_of(node)["prewarms"]["warm"] == 1)
+        declared = precache_of(node)["kept_tokens"]
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "hello"}]
+        body = {"model": "tiny", "messages": messages, "max_tokens": 4}
+        answer = await ask(
+            node, "/v1/chat/completions", {**body, "tools": [TOOL], "tool_choice": "none"}
+        )
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= declared - 1 > 2 * BLOCK
+        usage = (await ask(node, "/v1/chat/completions", body))["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= whole_blocks(usage["prompt_tokens"]) >= BLOCK
 
 
 async def _wipe(node: NodeProcess, folder: Path) -> None:

@@ -317,6 +317,40 @@ async def test_tools_are_part_of_the_prefix_and_cannot_forge_its_roles(tools_fol
     assert ids.count(text.tokenizer.token_to_id("<|im_start|>")) == 2
 
 
+TOOL = {"type": "function", "function": {"name": "look"}}
+SHOWN = {"tools": [TOOL], "tool_choice": "none"}
+
+
+async def test_a_chat_shows_tools_as_what_is_warmed_for_it_did(tools_folder, text):
+    model, precache = ToyModel(tools_folder, script=SAID), Recorded()
+    async with serving(model, precache=precache) as served:
+        warmed = {"model": "toy", "messages": [SYSTEM], "tools": [TOOL]}
+        assert (await served.http.post("/v1/precache", json=warmed)).status_code == 200
+        await served.openai.chat.completions.create(
+            model="toy", messages=[SYSTEM, *HI], **SHOWN, extra_body={"conversation_id": "7"}
+        )
+    warmed_ids, cuts = unmarked(precache.warmed[0][1])
+    prefix = warmed_ids[:-1]
+    (asked,) = model.requests
+    shown = text.tokenizer.decode(prefix, skip_special_tokens=False)
+    assert shown.startswith('[{"type": "function", "function": {"name": "look"}}]<|im_start|>')
+    assert list(asked.token_ids[: len(prefix)]) == list(prefix)
+    assert [cut for cut in asked.cuts if cut <= len(prefix)] == [*cuts] == [len(prefix)]
+    ((_, tokens),) = precache.ended
+    *following, _ = await tokens()
+    assert list(unmarked(following)[0][: len(prefix)]) == list(prefix)
+
+
+@pytest.mark.parametrize("path", ["/v1/precache", "/v1/chat/completions"])
+async def test_tools_that_a_template_does_not_show_are_refused(folder, path):
+    async with serving(ToyModel(folder), precache=Recorded()) as served:
+        more = SHOWN if "chat" in path else {"tools": [TOOL]}
+        answer = await served.http.post(path, json={"model": "toy", "messages": HI} | more)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "tools")
+    assert "template shows no tools" in error["message"]
+
+
 async def test_a_prefix_that_could_not_be_warmed_is_no_error(folder):
     precache = Recorded(outcome=Outcome.PRESSURE)
     async with serving(ToyModel(folder), precache=precache) as served:
@@ -415,3 +449,10 @@ def test_a_template_sees_tools_only_where_there_are_any():
     template = ChatTemplate("{{ tools is none }}", {}, lambda: 0.0)
     assert template.render([]) == "True"
     assert template.render([], [{"name": "x"}]) == "False"
+
+
+def test_a_template_that_wants_tools_shows_them():
+    template = ChatTemplate("{{ raise_exception('none') if not tools else 'x' }}", {}, lambda: 0.0)
+    assert template.render([], [{"name": "x"}]) == "x"
+    with pytest.raises(InvalidArgument, match="none"):
+        template.render([])
