@@ -49,7 +49,7 @@ from kakeya.precache.slots import (
 )
 from kakeya.precache.warming import Kind, Prefix, Report, TokenSource, WarmSource
 from kakeya.runtime.generation import ModelDirectory, ModelFacts, ModelState
-from kakeya.runtime.precache import AT_HAND_S, Claim, Wiped, facts_at_hand
+from kakeya.runtime.precache import AT_HAND_S, Claim, Wiped, facts_at_hand, warmed_for
 from kakeya.serving.prefix_text import encode_ahead
 from kakeya.serving.prompt import most_prompt_tokens
 from kakeya.serving.text import Texts
@@ -153,8 +153,14 @@ class NodePrecache:
         prefix = self._prefix(claim, tokens)
         pin_key = f"{_PIN}{prefix.key}"
         if is_pinned:
-            prefix = replace(prefix, key=pin_key, is_kept=True, is_pinned=True)
-            prefix = replace(prefix, block_class=BlockClass.SYSTEM)
+            prefix = replace(
+                prefix,
+                key=pin_key,
+                retention=warmed_for(claim.use, is_pinned=True),
+                block_class=BlockClass.SYSTEM,
+                is_kept=True,
+                is_pinned=True,
+            )
         else:
             self._prewarmer.forget(pin_key)
         return await self._prewarmer.ask(prefix)
@@ -238,7 +244,7 @@ class NodePrecache:
             key=_file_name(claim),
             model_id=claim.model_id,
             tokens=tokens,
-            retention=claim.use.retention or Retention.SHORT,
+            retention=warmed_for(claim.use, is_pinned=False),
             is_kept=self._is_open(claim),
             client=claim.client,
         )

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from typing import Protocol
 
 from kakeya.core.errors import Denied, InvariantBroken, NotFound
+from kakeya.core.units import format_bytes
 from kakeya.node.adapter_store import AdapterRecord
 from kakeya.precache.cuts import unmarked
 from kakeya.precache.retention import BlockClass, Retention
@@ -45,6 +46,17 @@ class KeptPrefixes(Protocol):
     ) -> int:
         """Refresh what is there of a prefix; how many tokens from its beginning. With a name for
         a pin, it is pinned in place of what had that name."""
+        ...
+
+    @property
+    def most_pinned_bytes(self) -> int:
+        """What all pins may take together."""
+        ...
+
+    def pinned_bytes(
+        self, model_id: str, adapter_id: str, token_ids: Sequence[int], pin: str
+    ) -> int:
+        """What all pins take, with what is there of a prefix that is to have this one."""
         ...
 
     def release(self, pin: str) -> None:
@@ -98,6 +110,24 @@ class ModelSource:
     async def keep(self, prefix: Prefix, tokens: Tokens) -> int:
         """Refresh what is there of a prefix."""
         return self._keep(prefix, tokens, pin="")
+
+    async def refuse_pin(self, prefix: Prefix, tokens: Tokens, missing: int) -> Report | None:
+        """Why this cannot be pinned: all pins together may take a part of the pages."""
+        prefixes = self._prefixes
+        needed_bytes = prefixes.pinned_bytes(*self._names(prefix), tokens, prefix.key)
+        if missing > 0:
+            facts = await facts_at_hand(self._models.get(prefix.model_id, prefix.client))
+            if isinstance(facts, Report):
+                return facts
+            needed_bytes += prefixes.bytes_of(facts, missing)
+        if needed_bytes <= prefixes.most_pinned_bytes:
+            return None
+        reason = (
+            f"pins would take {format_bytes(needed_bytes)}, and may take "
+            f"{format_bytes(prefixes.most_pinned_bytes)} together, which is half of "
+            f"precache.memory_mb: send others without pin, or wait until they end"
+        )
+        return Report(outcome=Outcome.NO_ROOM, reason=reason)
 
     def pin(self, prefix: Prefix, tokens: Tokens) -> None:
         """Let nothing take the place of what is there."""

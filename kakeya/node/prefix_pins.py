@@ -4,9 +4,10 @@ text have a pin each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kakeya.node.prefix_pages import Lying, Shelf
+from kakeya.precache.block_node import Node
 from kakeya.precache.blocks import BlockId
 from kakeya.precache.tree_answer import Pin
 
@@ -23,6 +24,14 @@ class PrefixPins:
         self.release(name)
         if pin is not None:
             self._pins[name] = adapter_id, pin
+
+    def bytes_with(self, name: str, nodes: Iterable[Node[Lying]]) -> int:
+        """What all pins take, each block counted once, where these have this name."""
+        pinned = set(nodes)
+        for other, (_, pin) in self._pins.items():
+            if other != name:
+                pinned.update(pin.nodes)
+        return sum(node.nbytes for node in pinned if node.in_ram)
 
     def release(self, name: str) -> None:
         """End a pin; harmless when there is none."""

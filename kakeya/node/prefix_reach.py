@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from kakeya.node.prefix_names import Naming
 from kakeya.node.prefix_pages import Lying, Shelf
 from kakeya.precache.block_node import Node
+from kakeya.precache.cuts import unmarked
 from kakeya.precache.flights import Patience
 from kakeya.precache.pieces import Piece, longest_at
 
@@ -53,6 +54,13 @@ def reach_of(
         if found or not naming.state_bytes or nodes[index - 1][0].has_state:
             return [*nodes[:index], *found]
     return _behind(shelf, pieces, 0, naming, in_ram=in_ram)
+
+
+def in_pages(
+    shelf: Shelf, naming: Naming, token_ids: Sequence[int]
+) -> list[tuple[Node[Lying], int]]:
+    """`reach_of` a marked text, of what is in pages."""
+    return reach_of(shelf, naming.pieces(*unmarked(token_ids)), naming, in_ram=True)
 
 
 def best_share(

@@ -37,12 +37,11 @@ from kakeya.node.prefix_meeting import Rendezvous
 from kakeya.node.prefix_names import Naming, PrefixNames, paged_kv_bytes
 from kakeya.node.prefix_pages import PrefixPages, Shelf
 from kakeya.node.prefix_pins import PrefixPins
-from kakeya.node.prefix_reach import reach_of
+from kakeya.node.prefix_reach import in_pages
 from kakeya.node.prefix_tools import PrefixTools
 from kakeya.node.prefix_turns import Turns
 from kakeya.node.prefix_view import prefix_metrics, prefix_status
 from kakeya.precache.blocks import BlockId
-from kakeya.precache.cuts import unmarked
 from kakeya.precache.disk import FOLDER, BlockStore
 from kakeya.precache.disk_stats import DiskConfig
 from kakeya.precache.pieces import Piece
@@ -55,6 +54,8 @@ TEND_S = 5.0
 SWEEP_S = 60.0
 INDEX_S = 2.0
 """How long the first requests wait until the folder of blocks was looked through."""
+PINNED_SHARE = 0.5
+"""Of the pages for KV, what pins may take together: the rest makes room for what is asked."""
 AFTER_CALL_S = 0.25
 """How long after a call was cut off its engine is asked whether it has come round."""
 
@@ -196,13 +197,27 @@ class NodePrefixes:
         if naming is None:
             return 0
         shelf = self.pages.shelf(naming)
-        pieces = naming.pieces(*unmarked(token_ids))
-        found = reach_of(shelf, pieces, naming, in_ram=True)
+        found = in_pages(shelf, naming, token_ids)
         ids = [node.id for node, _ in found]
         self.pages.touch(shelf, ids, block_class=block_class, retention=retention)
         if pin:
             self._pins.pin(pin, adapter_id, shelf, ids)
         return sum(tokens for _, tokens in found)
+
+    @property
+    def most_pinned_bytes(self) -> int:
+        """What all pins may take together."""
+        return int(PINNED_SHARE * self._memory_bytes)
+
+    def pinned_bytes(
+        self, model_id: str, adapter_id: str, token_ids: Sequence[int], pin: str
+    ) -> int:
+        """What all pins take, with what is in pages of a prefix that is to have this one."""
+        naming = self.names.known(model_id, adapter_id)
+        if naming is None:
+            return self._pins.bytes_with(pin, ())
+        found = in_pages(self.pages.shelf(naming), naming, token_ids)
+        return self._pins.bytes_with(pin, [node for node, _ in found])
 
     def release(self, pin: str) -> None:
         """End a pin; harmless when there is none."""

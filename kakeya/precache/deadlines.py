@@ -12,6 +12,7 @@ a fifth of the window is left. Pure: `now` is monotonic seconds.
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 
 from kakeya.precache.retention import Retention
@@ -24,6 +25,7 @@ STALE_FRACTION = 0.8
 class _Entry:
     retention: Retention
     due_mono: float
+    end_mono: float
     order: int
 
 
@@ -47,21 +49,24 @@ class Deadlines:
         stale_s = STALE_FRACTION * retention.seconds
         return min(stale_s, self._keep_alive_s) if retention <= Retention.SHORT else stale_s
 
-    def touched(self, key: str, retention: Retention, now: float) -> None:
-        """A prefix was used or computed: its window begins anew."""
-        self._set(key, retention, now + self.pause_s(retention))
+    def touched(
+        self, key: str, retention: Retention, now: float, end_mono: float = math.inf
+    ) -> None:
+        """A prefix was used or computed: its window begins anew. It is due at `end_mono` at the
+        latest, since it is to be looked after no longer."""
+        self._set(key, retention, now + self.pause_s(retention), end_mono)
 
     def used(self, key: str, now: float) -> None:
         """As `touched`, for a key that is known; others are no matter of ours."""
         entry = self._entries.get(key)
         if entry is not None:
-            self.touched(key, entry.retention, now)
+            self.touched(key, entry.retention, now, entry.end_mono)
 
     def postpone(self, key: str, until_mono: float) -> None:
         """Look again at that time: it could not be looked after now."""
         entry = self._entries.get(key)
         if entry is not None:
-            self._set(key, entry.retention, until_mono)
+            self._set(key, entry.retention, until_mono, entry.end_mono)
 
     def forget(self, key: str) -> None:
         """Look after it no more."""
@@ -87,9 +92,10 @@ class Deadlines:
             heapq.heappop(self._heap)
         return None
 
-    def _set(self, key: str, retention: Retention, due_mono: float) -> None:
+    def _set(self, key: str, retention: Retention, due_mono: float, end_mono: float) -> None:
         self._order += 1
-        self._entries[key] = _Entry(retention, due_mono, self._order)
+        due_mono = min(due_mono, end_mono)
+        self._entries[key] = _Entry(retention, due_mono, end_mono, self._order)
         heapq.heappush(self._heap, (due_mono, self._order, key))
         self._tidy()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -40,7 +41,8 @@ PREWARM_S = 120.0
 """The longest that one prefix may take. Beside requests it only gets what they leave."""
 MAX_QUEUED = 1024
 MAX_KEPT_TOKENS = 1 << 22
-"""Of all prefixes that are kept warm: 16 MB of ids. Beyond it the one used least lately goes."""
+"""Of all prefixes that are kept warm: 16 MB of ids. Beyond it the one used least lately goes, of
+those that are not pinned."""
 MAX_FAULTS = 1024
 RETRY_S = 30.0
 """Until a kept prefix that found no room, or pressure, is looked after again."""
@@ -54,6 +56,8 @@ class _Job:
     waiters: list[asyncio.Future[Report]] = field(default_factory=list)
     tokens: array[int] | None = None
     """What is known of it from before; None = it has to be rendered."""
+    end_mono: float = math.inf
+    """When it is to be looked after no more."""
 
     @property
     def is_unasked(self) -> bool:
@@ -69,6 +73,7 @@ class _Job:
 class _Kept:
     prefix: Prefix
     tokens: array[int] | None
+    end_mono: float
 
 
 class Prewarmer:
@@ -107,12 +112,12 @@ class Prewarmer:
     def submit(self, prefix: Prefix, kind: Kind) -> None:
         """Warm a prefix in its turn. What still waits under its key is no longer wanted, but by
         those who asked for it."""
-        self._enqueue(_Job(prefix, kind))
+        self._enqueue(_Job(prefix, kind, end_mono=self._end_of(prefix)))
 
     async def ask(self, prefix: Prefix) -> Report:
         """Warm a prefix and say what became of it. Cancelling it leaves the work in its turn."""
         waiter: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
-        self._enqueue(_Job(prefix, Kind.ASKED, [waiter]))
+        self._enqueue(_Job(prefix, Kind.ASKED, [waiter], end_mono=self._end_of(prefix)))
         return await waiter
 
     def used(self, key: str) -> None:
@@ -210,12 +215,9 @@ class Prewarmer:
         due = max(0, len(tokens) - 1)  # the last one is computed by its request, for the logits
         there = min(await source.keep(prefix, tokens), due)
         warmed = Warmed(tokens=len(tokens), cached=there)
+        if (refusal := await self._refuse(prefix, tokens, due - there)) is not None:
+            return replace(refusal, warmed=warmed)
         if there < due:
-            if (refusal := await source.refuse(prefix)) is not None:
-                return refusal
-            if not await source.has_room(prefix, due - there):
-                reason = f"there is no free room for the KV of {due - there} tokens"
-                return Report(outcome=Outcome.NO_ROOM, warmed=warmed, reason=reason)
             done = await source.warm(prefix, tokens)
             if isinstance(done, Report):
                 return done
@@ -226,6 +228,17 @@ class Prewarmer:
         if job.prefix.is_pinned:  # what fails before has no pin that somebody would have to end
             source.pin(prefix, tokens)
         return Report(outcome=Outcome.WARM, warmed=warmed)
+
+    async def _refuse(self, prefix: Prefix, tokens: Tokens, missing: int) -> Report | None:
+        """Why it cannot be what it is to be: computed as far as it is missing, and pinned."""
+        source = self._source
+        if missing > 0:
+            if (refusal := await source.refuse(prefix)) is not None:
+                return refusal
+            if not await source.has_room(prefix, missing):
+                reason = f"there is no free room for the KV of {missing} tokens"
+                return Report(outcome=Outcome.NO_ROOM, reason=reason)
+        return await source.refuse_pin(prefix, tokens, missing) if prefix.is_pinned else None
 
     def _account(self, job: _Job, report: Report) -> None:
         key, now = job.prefix.key, self._clock.mono()
@@ -281,11 +294,18 @@ class Prewarmer:
             return
         if job.tokens is not None:  # whatever it was rendered from need not be held
             prefix = replace(prefix, tokens=_never)
-        self._kept[prefix.key] = _Kept(prefix, job.tokens)
+        self._kept[prefix.key] = _Kept(prefix, job.tokens, job.end_mono)
         self._kept_tokens += len(job.tokens or ())
-        self._deadlines.touched(prefix.key, prefix.retention, now)
-        while self._kept_tokens > MAX_KEPT_TOKENS and len(self._kept) > 1:
-            self._let_go(next(iter(self._kept)))
+        self._deadlines.touched(prefix.key, prefix.retention, now, job.end_mono)
+        if self._kept_tokens > MAX_KEPT_TOKENS:
+            self._let_go_of_excess()
+
+    def _let_go_of_excess(self) -> None:
+        """Of what is not pinned the least used goes first; what was kept just now stays."""
+        *others, _ = self._kept.items()
+        for key, kept in others:
+            if self._kept_tokens > MAX_KEPT_TOKENS and not kept.prefix.is_pinned:
+                self._let_go(key)
 
     def _let_go(self, key: str) -> None:
         self._source.unpin(key)
@@ -295,12 +315,22 @@ class Prewarmer:
             self._kept_tokens -= len(kept.tokens or ())
 
     def _renew_due(self) -> None:
-        due = self._deadlines.due(self._clock.mono())
+        now = self._clock.mono()
+        due = self._deadlines.due(now)
         waiting = {job.prefix.key for jobs in self._queue.values() for job in jobs} if due else ()
         for key in due:
-            if key not in waiting:
-                kept = self._kept[key]
-                self._put(_Job(kept.prefix, Kind.KEPT, tokens=kept.tokens))
+            if key in waiting:
+                continue
+            kept = self._kept[key]
+            if kept.end_mono <= now:
+                self._let_go(key)
+            else:
+                job = _Job(kept.prefix, Kind.KEPT, tokens=kept.tokens, end_mono=kept.end_mono)
+                self._put(job)
+
+    def _end_of(self, prefix: Prefix) -> float:
+        """A pin ends with its retention: nothing else would ever give its place back."""
+        return self._clock.mono() + prefix.retention.seconds if prefix.is_pinned else math.inf
 
     def _idle_s(self) -> float:
         due_mono = self._deadlines.next_due()

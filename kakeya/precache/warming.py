@@ -48,7 +48,8 @@ class Prefix:
     """A prefix to be warm. Its `block_class` weighs it against others where room is short.
 
     `is_kept`: it is looked after until it is forgotten; `is_pinned`: nothing may take its place
-    either. Pins have keys of their own. `client` is who asks, for adapters that belong to somebody.
+    either, until its retention is over. Pins have keys of their own. `client` is who asks, for
+    adapters that belong to somebody.
     """
 
     key: str
@@ -90,6 +91,10 @@ class WarmSource(Protocol):
 
     async def keep(self, prefix: Prefix, tokens: Tokens) -> int:
         """Refresh what is there of a prefix for its class: so many tokens from its beginning."""
+        ...
+
+    async def refuse_pin(self, prefix: Prefix, tokens: Tokens, missing: int) -> Report | None:
+        """Why this cannot be pinned once the `missing` tokens are there too; None = it can."""
         ...
 
     def pin(self, prefix: Prefix, tokens: Tokens) -> None:

@@ -60,6 +60,7 @@ _ENDS = {
     pb.GenerateDone.STOP_REASON_TRUNCATED: GenerateEnd.TRUNCATED,
 }
 _RETENTIONS = {
+    None: precache_pb2.PREFIX_RETENTION_UNSPECIFIED,
     Retention.SHORT: precache_pb2.PREFIX_RETENTION_SHORT,
     Retention.LONG: precache_pb2.PREFIX_RETENTION_LONG,
     Retention.IN_MEMORY: precache_pb2.PREFIX_RETENTION_IN_MEMORY,
@@ -168,12 +169,13 @@ class Client:
         *,
         model_id: str = "",
         conversation_id: str = "",
-        retention: Retention = Retention.SHORT,
+        retention: Retention | None = None,
         pin: bool = False,
         timeout_s: float = 150.0,
     ) -> Report:
         """Have a prefix warm before a session asks for it; what became of it.
 
+        Without `retention` it is of use for 5 minutes, and with `pin` for a day.
         One that could not be warmed is no error. Raises what `create_session` raises.
         """
         if self._security is not None:

@@ -117,6 +117,11 @@ async def facts_at_hand(model: ServedModel) -> ModelFacts | Report:
         return Report(outcome=Outcome.AWAY, reason=gone.message)
 
 
+def warmed_for(use: CacheUse, *, is_pinned: bool) -> Retention:
+    """For how long what is warmed ahead is of use: pinned for a day where nothing is said."""
+    return use.retention or (Retention.EXTENDED if is_pinned else Retention.SHORT)
+
+
 def read_retention(word: str, param: str) -> Retention:
     """Read in_memory, short, long or extended, or OpenAI's other words. Raises InvalidArgument."""
     try:

@@ -6,8 +6,9 @@
     tools               what a chat template shows the model beside the messages
     conversation_id, prompt_cache_key
                         whom it is for, as in the requests that will come
-    retention           "short" (default) | "long" | "extended": for how long it is of use
-    pin                 true: nothing takes its place until it is sent again without
+    retention           "short" (default) | "long" | "extended" (default with pin): for how long it
+                        is of use
+    pin                 true: nothing takes its place until then, or until it is sent again without
 
 The answer tells what became of it. A prefix that could not be warmed is no error: the requests that
 begin with it compute it. What cannot be meant is a 400 that names the field.
@@ -23,10 +24,9 @@ from starlette.types import Receive, Scope, Send
 
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.precache.keys import CacheKeys, Segment, hash_stable_prefix, resolve_key
-from kakeya.precache.retention import Retention
 from kakeya.precache.warming import Report
 from kakeya.runtime.generation import ModelFacts, ServedModel
-from kakeya.runtime.precache import CacheUse, Claim, Precache, facts_at_hand
+from kakeya.runtime.precache import CacheUse, Claim, Precache, facts_at_hand, warmed_for
 from kakeya.serving.body import flag, parse_json, shown
 from kakeya.serving.cache_params import read_keys, retention
 from kakeya.serving.edge import send_json
@@ -152,14 +152,13 @@ def _filed(asked: PrecacheRequest) -> CacheUse:
 
 
 def _answer(asked: PrecacheRequest, model: ServedModel, report: Report) -> dict[str, object]:
-    kept_for = asked.use.retention or Retention.SHORT
     return {
         "object": "precache",
         "model": model.model_id,
         "status": report.outcome.value,
         "reason": report.reason,
         "key": resolve_key(_filed(asked).keys),
-        "retention": kept_for.label,
+        "retention": warmed_for(asked.use, is_pinned=asked.is_pinned).label,
         "pinned": report.is_pinned,
         "usage": {
             "prompt_tokens": report.warmed.tokens,

@@ -26,7 +26,7 @@ class _PrefixRetention:
 class _PrefixRetentionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PrefixRetention.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PREFIX_RETENTION_UNSPECIFIED: _PrefixRetention.ValueType  # 0
-    """As SHORT."""
+    """As SHORT; for a pin as EXTENDED."""
     PREFIX_RETENTION_SHORT: _PrefixRetention.ValueType  # 1
     """For 5 minutes, an hour, a day after its last use."""
     PREFIX_RETENTION_LONG: _PrefixRetention.ValueType  # 2
@@ -37,7 +37,7 @@ class _PrefixRetentionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Prefi
 class PrefixRetention(_PrefixRetention, metaclass=_PrefixRetentionEnumTypeWrapper): ...
 
 PREFIX_RETENTION_UNSPECIFIED: PrefixRetention.ValueType  # 0
-"""As SHORT."""
+"""As SHORT; for a pin as EXTENDED."""
 PREFIX_RETENTION_SHORT: PrefixRetention.ValueType  # 1
 """For 5 minutes, an hour, a day after its last use."""
 PREFIX_RETENTION_LONG: PrefixRetention.ValueType  # 2
@@ -71,7 +71,9 @@ class WarmRequest(_message.Message):
     prompt_cache_key: _builtins.str
     retention: Global___PrefixRetention.ValueType
     pin: _builtins.bool
-    """Nothing takes its place until it is sent again without."""
+    """Nothing takes its place for its retention, or until it is sent again without. All pins together
+    may take half of the memory for KV.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """What requests will begin with. All of it may be continued; whole, it may be repeated."""

@@ -72,6 +72,14 @@ class Pages:
             self.pinned[pin] = model_id, adapter_id, tuple(token_ids)
         return found
 
+    @property
+    def most_pinned_bytes(self) -> int:
+        return self.room_tokens // 2
+
+    def pinned_bytes(self, model_id, adapter_id, token_ids, pin) -> int:
+        others = sum(len(ids) - 1 for name, (*_, ids) in self.pinned.items() if name != pin)
+        return others + self.find(model_id, adapter_id, token_ids)
+
     def release(self, pin) -> None:
         self.pinned.pop(pin, None)
 

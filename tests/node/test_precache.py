@@ -16,7 +16,7 @@ from kakeya.memory.policy import Level
 from kakeya.node.declared_prompts import DeclaredPrompt
 from kakeya.precache.keys import CacheKeys
 from kakeya.precache.retention import BlockClass, Retention
-from kakeya.precache.warming import Outcome
+from kakeya.precache.warming import Outcome, Report
 from kakeya.runtime.generation import ModelState, Priority
 from kakeya.runtime.precache import CacheUse
 from tests.fakes import FakeClock
@@ -331,6 +331,36 @@ async def test_a_pinned_prefix_is_pinned_until_it_is_sent_without():
         assert not report.is_pinned
         assert w.pages.pinned == {}
         assert w.precache.status()["kept"] == 0
+
+
+async def test_pins_take_half_of_the_pages_together_and_one_more_is_refused():
+    async with precache_world(StillClock()) as w:
+        w.pages.room_tokens = 1000
+
+        async def pin(key: str, tokens: int) -> Report:
+            use = CacheUse(keys=CacheKeys(prompt_cache_key=key))
+            claim = await w.claim("", use=use)
+            return await w.precache.warm(claim, source_of(prompt_of(tokens, 1)), is_pinned=True)
+
+        assert (await pin("one", 301)).is_pinned
+        refused = await pin("other", 202)
+        assert (refused.outcome, refused.is_pinned) == (Outcome.NO_ROOM, False)
+        assert "half of precache.memory_mb" in refused.reason
+        assert len(w.warmed) == 1
+        assert (await pin("other", 201)).is_pinned
+        assert (await pin("one", 301)).is_pinned  # as it was
+
+
+async def test_a_pin_ends_after_a_day_where_nobody_said_when():
+    clock = StillClock()
+    async with precache_world(clock) as w:
+        claim = await w.claim("", use=CacheUse(keys=CacheKeys(prompt_cache_key="k")))
+        await w.precache.warm(claim, source_of(prompt_of(300, 1)), is_pinned=True)
+        for hours, pins in ((0, 1), (23, 1), (2, 0)):
+            clock.advance(3600 * hours)
+            for _ in range(60):
+                await asyncio.sleep(0)
+            assert len(w.pages.pinned) == pins
 
 
 async def test_a_turn_of_its_conversation_does_not_end_a_pin():

@@ -623,6 +623,21 @@ async def test_a_pinned_prefix_makes_room_for_nobody_until_it_is_released(tmp_pa
         here.check()
 
 
+async def test_pinned_blocks_are_counted_once_and_with_what_a_pin_would_add(tmp_path: Path) -> None:
+    async with world(tmp_path, budget=8) as here:
+        prefixes, stable = here.prefixes, [1, 1, 1, 1, 2, 2, 2, 2, 0]
+        assert prefixes.pinned_bytes("toy", "", stable, "one") == 0
+        await here.ask(stable)
+        await here.ask([*stable[:4], 3, 3, 3, 3, 0])
+        for name in ("one", "other"):
+            prefixes.keep("toy", "", stable, Retention.LONG, pin=name)
+        assert prefixes.pinned_bytes("toy", "", stable, "one") == 2 * PAGE_BYTES
+        assert prefixes.pinned_bytes("toy", "", [*stable[:4], 3, 3, 3, 3, 0], "") == 3 * PAGE_BYTES
+        prefixes.release("other")
+        assert prefixes.pinned_bytes("toy", "", [9, 9, 9, 9, 0], "one") == 0
+        assert prefixes.most_pinned_bytes == 4 * PAGE_BYTES
+
+
 async def test_who_pins_what_another_one_pinned_has_a_pin_of_its_own(tmp_path: Path) -> None:
     async with world(tmp_path, budget=3) as here:
         stable = [1, 1, 1, 1, 2, 2, 2, 2, 0]

@@ -29,6 +29,16 @@ def test_a_prefix_is_due_at_four_fifths_of_its_window(retention, keep_alive_s, p
     assert deadlines.due(1000.0 + pause_s) == ("k",)
 
 
+def test_a_prefix_is_due_when_it_ends_whatever_was_said_of_it_since():
+    deadlines = Deadlines(240)
+    deadlines.touched("k", Retention.SHORT, 1000.0, end_mono=1100.0)
+    assert deadlines.next_due() == 1100.0
+    deadlines.used("k", 1090.0)
+    assert deadlines.next_due() == 1100.0
+    deadlines.postpone("k", 1200.0)
+    assert deadlines.next_due() == 1100.0
+
+
 touches = st.lists(
     st.tuples(
         st.floats(0, 5000),

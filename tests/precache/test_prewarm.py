@@ -33,6 +33,7 @@ class Source:
     pinned: dict[str, tuple[int, ...]] = field(default_factory=dict)
     refusal: Report | None = None
     has_free_room: bool = True
+    unpinnable: Report | None = None
     keeps: bool = True
     fault: Exception | None = None
     gate: asyncio.Event | None = None
@@ -47,6 +48,9 @@ class Source:
         for n in lengths:
             self.kept[whole[:n]] = self.clock.mono()
         return max(lengths, default=0)
+
+    async def refuse_pin(self, prefix: Prefix, tokens: Tokens, missing: int) -> Report | None:
+        return self.unpinnable
 
     def pin(self, prefix: Prefix, tokens: Tokens) -> None:
         self.pinned[prefix.key] = tuple(tokens)
@@ -416,6 +420,47 @@ async def test_pins_end_with_their_prefix_and_with_the_next_one_under_their_key(
         assert w.source.pinned == {}
 
 
+async def test_a_pin_is_looked_after_for_its_retention_and_ends_with_it():
+    async with world() as w:
+        pin = prefix("a", range(5), is_kept=True, is_pinned=True, retention=Retention.LONG)
+        await w.prewarmer.ask(pin)
+        await w.settle()
+        w.clock.advance(3000)
+        await w.settle()
+        assert (w.prewarmer.stats.refreshed, list(w.source.pinned)) == (1, ["a"])
+        w.clock.advance(599)
+        w.prewarmer.used("a")
+        await w.settle()
+        assert list(w.source.pinned) == ["a"]
+        w.clock.advance(2)
+        await w.settle()
+        assert (w.prewarmer.stats.kept, w.source.pinned) == (0, {})
+
+
+async def test_a_pin_that_is_sent_again_lasts_from_then_on():
+    async with world() as w:
+        pin = prefix("a", range(5), is_kept=True, is_pinned=True)
+        for _ in range(3):
+            await w.prewarmer.ask(pin)
+            await w.settle()
+            w.clock.advance(299)
+            await w.settle()
+        assert list(w.source.pinned) == ["a"]
+        w.clock.advance(2)
+        await w.settle()
+        assert w.source.pinned == {}
+
+
+async def test_what_may_not_be_pinned_is_not_computed_for_it_and_what_was_pinned_stays():
+    async with world() as w:
+        await w.prewarmer.ask(prefix("a", range(5), is_kept=True, is_pinned=True))
+        w.source.unpinnable = Report(outcome=Outcome.NO_ROOM, reason="too many pins")
+        report = await w.prewarmer.ask(prefix("a", range(9), is_kept=True, is_pinned=True))
+        assert (report.outcome, report.reason) == (Outcome.NO_ROOM, "too many pins")
+        assert (report.is_pinned, report.warmed.computed) == (False, 0)
+        assert (w.source.warmed, w.source.pinned) == (["a"], {"a": (0, 1, 2, 3, 4)})
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 async def test_what_could_not_be_warmed_is_not_pinned_as_far_as_it_is_there(keeps):
     async with world() as w:
@@ -453,6 +498,16 @@ async def test_of_too_many_kept_tokens_the_least_used_go(monkeypatch):
         await w.settle()
         assert w.prewarmer.stats.refreshed == 2
         assert set(w.prewarmer._kept) == {"a", "c"}
+
+
+async def test_of_too_many_kept_tokens_those_of_pins_stay(monkeypatch):
+    monkeypatch.setattr(prewarm, "MAX_KEPT_TOKENS", 25)
+    async with world() as w:
+        for first, key in ((0, "a"), (100, "b"), (200, "c")):
+            ids = range(first, first + 10)
+            await w.prewarmer.ask(prefix(key, ids, is_kept=True, is_pinned=key == "a"))
+        assert set(w.prewarmer._kept) == {"a", "c"}
+        assert set(w.source.pinned) == {"a"}
 
 
 async def test_of_too_many_that_wait_the_last_is_refused(monkeypatch):

@@ -268,6 +268,16 @@ async def test_a_prefix_is_warmed_as_far_as_the_users_message(folder, text):
     }
 
 
+@pytest.mark.parametrize(
+    ("body", "label"),
+    [({}, "short"), ({"pin": True}, "extended"), ({"pin": True, "retention": "long"}, "long")],
+)
+async def test_the_answer_says_for_how_long_it_is_of_use(folder, body, label):
+    async with serving(ToyModel(folder), precache=Recorded()) as served:
+        asked = {"model": "toy", "messages": HI} | body
+        assert (await served.http.post("/v1/precache", json=asked)).json()["retention"] == label
+
+
 async def test_messages_that_end_with_the_users_are_warmed_as_the_request_itself(folder):
     model, precache = ToyModel(folder, script=SAID), Recorded()
     async with serving(model, precache=precache) as served:
