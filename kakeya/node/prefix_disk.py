@@ -159,7 +159,9 @@ class PrefixDisk:
 
     async def _put(self, shelf: Shelf, block_id: BlockId) -> None:
         node = shelf.tree.node(block_id)
-        if node is None or node.payload is None or node.stored or not node.retention.is_on_disk:
+        if node is None or node.payload is None or node.is_written:
+            return
+        if not node.retention.is_on_disk:
             return
         holds = self._pages.hold((node,), self._holder)
         if not holds:
@@ -286,6 +288,7 @@ class PrefixDisk:
     async def _load_group(
         self, loading: _Loading, path: Sequence[BlockId], group: Sequence[Node[Lying]]
     ) -> int:
+        blocks: list[StoredBlock] = []
         fillings: list[Filling] = []
         try:
             for node in group:
@@ -297,13 +300,14 @@ class PrefixDisk:
                 )
                 if filling is None:
                     break
+                blocks.append(block)
                 fillings.append(filling)
             began_mono = self._clock.mono()
             read = await self._read(loading.naming, group, fillings)
             self._measure(sum(filling.ref.length for filling in fillings), began_mono)
             count = 0
-            for node, is_read in zip(group, read, strict=False):
-                if not is_read or not self._commit(loading, path, node, fillings.pop(0)):
+            for node, block, is_read in zip(group, blocks, read, strict=False):
+                if not is_read or not self._commit(loading, path, node, block, fillings.pop(0)):
                     break
                 count += 1
             return count
@@ -328,7 +332,12 @@ class PrefixDisk:
         return [task.result() for task in reading]
 
     def _commit(
-        self, loading: _Loading, path: Sequence[BlockId], node: Node[Lying], filling: Filling
+        self,
+        loading: _Loading,
+        path: Sequence[BlockId],
+        node: Node[Lying],
+        block: StoredBlock,
+        filling: Filling,
     ) -> bool:
         """Let all use a block that was read, or give its pages back; whether it is here now."""
         shelf = loading.shelf
@@ -336,7 +345,7 @@ class PrefixDisk:
             self._pages.give_back(filling)
             return False
         facts = replace(
-            node.facts,
+            _facts(block, self._pages.arena.paged_bytes(block.payload_bytes)),
             recompute_s=loading.naming.compute_s(node.tokens),
             block_class=loading.block_class,
             retention=node.retention,

@@ -52,6 +52,8 @@ class BlockFacts:
 class Node(Generic[P]):
     """A block that is known, in RAM (then it has a payload), on disk, or for its children's sake.
 
+    What is in RAM may differ from what is on disk: one of them may lack the state. `facts` are of
+    what is in RAM, else of what is on disk; `on_disk` are those of the latter, None = nothing is.
     `index` counts blocks from the beginning. `live_children` are those below which, or in which,
     something is in RAM. `children` are in the order of their packed tokens, so that those which
     begin alike are neighbours; `tails` are those of them with fewer tokens than a block. `entry`
@@ -68,11 +70,11 @@ class Node(Generic[P]):
         "index",
         "is_tail",
         "live_children",
+        "on_disk",
         "parent",
         "payload",
         "pins",
         "retention",
-        "stored",
         "tails",
         "used_s",
         "uses",
@@ -87,7 +89,7 @@ class Node(Generic[P]):
         self.facts = facts
         self.is_tail = is_tail
         self.payload: P | None = None
-        self.stored = False
+        self.on_disk: BlockFacts | None = None
         self.pins = 0
         self.uses = 1
         self.used_s = 0.0
@@ -101,7 +103,7 @@ class Node(Generic[P]):
 
     @property
     def nbytes(self) -> int:
-        """What it occupies, in RAM or on disk."""
+        """What it occupies in RAM, or would."""
         return self.facts.nbytes
 
     @property
@@ -120,9 +122,19 @@ class Node(Generic[P]):
         return self.payload is not None
 
     @property
+    def stored(self) -> bool:
+        """Whether it is on disk, with or without state."""
+        return self.on_disk is not None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether all that is in RAM of it can be had from disk."""
+        return self.on_disk is not None and self.on_disk.has_state >= self.has_state
+
+    @property
     def is_here(self) -> bool:
         """Whether it can be had, from RAM or from disk."""
-        return self.payload is not None or self.stored
+        return self.payload is not None or self.on_disk is not None
 
     @property
     def is_live(self) -> bool:

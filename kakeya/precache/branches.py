@@ -53,9 +53,10 @@ class Branches(Generic[P]):
             parent.tails.append(node)
         return node
 
-    def put_in(self, node: Node[P], payload: P) -> None:
+    def put_in(self, node: Node[P], payload: P, facts: BlockFacts) -> None:
         """Have a block in RAM, which was not."""
         node.payload = payload
+        node.facts = facts
         self.ram_blocks += 1
         self.ram_bytes += node.nbytes
         self.order.file(node)
@@ -71,6 +72,7 @@ class Branches(Generic[P]):
         node.payload = None
         self.ram_blocks -= 1
         self.ram_bytes -= node.nbytes
+        node.facts = node.on_disk or node.facts
         self.order.file(node)
         above, was_last = node.parent, not node.live_children
         while was_last and above is not None:
@@ -79,18 +81,20 @@ class Branches(Generic[P]):
             was_last = not above.is_live
             above = above.parent
 
-    def put_on_disk(self, node: Node[P]) -> None:
-        """Have a block on disk, which was not."""
-        node.stored = True
+    def put_on_disk(self, node: Node[P], facts: BlockFacts) -> None:
+        """Have a block on disk, in place of what is there of it."""
+        self._count_off_disk(node)
+        node.on_disk = facts
         self.disk_blocks += 1
-        self.disk_bytes += node.nbytes
+        self.disk_bytes += facts.nbytes
+        if not node.in_ram:
+            node.facts = facts
         self.order.file(node)
 
     def take_off_disk(self, node: Node[P]) -> None:
-        """Have a block no longer on disk, which was; `settle` comes next."""
-        node.stored = False
-        self.disk_blocks -= 1
-        self.disk_bytes -= node.nbytes
+        """Have a block no longer on disk; `settle` comes next."""
+        self._count_off_disk(node)
+        node.on_disk = None
         self.order.file(node)
 
     def settle(self, node: Node[P]) -> tuple[Gone[P], ...]:
@@ -124,6 +128,11 @@ class Branches(Generic[P]):
             self.take_off_disk(leaf)
         self._prune(leaf)
         return gone
+
+    def _count_off_disk(self, node: Node[P]) -> None:
+        if node.on_disk is not None:
+            self.disk_blocks -= 1
+            self.disk_bytes -= node.on_disk.nbytes
 
     def _prune(self, node: Node[P]) -> None:
         """Forget a block that is nowhere and has no children, and those above it likewise."""

@@ -57,7 +57,7 @@ class EvictionOrder(Generic[P]):
     def worth(self, node: Node[P]) -> float:
         """H of a node."""
         seconds = node.facts.recompute_s
-        if node.stored:
+        if node.is_written:
             seconds = min(seconds, node.nbytes / self._disk_bytes_per_s)
         weight = node.block_class.weight * (TAIL_SHARE if node.is_tail else 1.0)
         return node.clock + weight * node.uses * seconds * MIB / node.nbytes

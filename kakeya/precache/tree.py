@@ -188,16 +188,17 @@ class PrefixTree(Generic[P]):
             return Insertion(taken=False)
         node = node or self._add(ids[index], parent, facts)
         self._learn(node, facts, now)
-        self._branches.put_in(node, payload)
+        self._branches.put_in(node, payload, facts)
         self._order.tidy(len(self._nodes))
         return Insertion(taken=True, dropped=self._make_way(node, grain))
 
     def stored(
         self, block_id: BlockId, parent: BlockId | None, facts: BlockFacts, now: float
     ) -> bool:
-        """Note that a block is on disk; refused while the one before it is not known.
+        """Note what of a block is on disk; refused while the one before it is not known.
 
-        Also for one tail too many. Raises InvalidArgument.
+        It takes the place of what was noted before. Also refused: one tail too many. Raises
+        InvalidArgument.
         """
         self._check(facts)
         above = self._branches.at(parent)
@@ -210,8 +211,7 @@ class PrefixTree(Generic[P]):
         if node is None or not node.is_here:
             node = node or self._add(block_id, above, facts)
             self._learn(node, facts, now)
-        if not node.stored:
-            self._branches.put_on_disk(node)
+        self._branches.put_on_disk(node, facts)
         return True
 
     def unstored(self, block_id: BlockId) -> tuple[Gone[P], ...]:
@@ -298,9 +298,7 @@ class PrefixTree(Generic[P]):
         return self._branches.add(block_id, parent, facts, is_tail=self._is_tail(facts))
 
     def _learn(self, node: Node[P], facts: BlockFacts, now: float) -> None:
-        """Take over what a block comes with. What it has already been counted with stays."""
-        if not node.is_here:
-            node.facts = facts
+        """Take over what a block comes with, but for what is said of its place."""
         node.block_class = weightier(node.block_class, facts.block_class)
         node.retention = max(node.retention, facts.retention)
         node.used_s = max(node.used_s, now)

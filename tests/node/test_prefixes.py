@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import NotFound
 from kakeya.core.units import pack_ids
+from kakeya.engine.kv import plan_take
+from kakeya.engine.pieces import Pieces
 from kakeya.memory.page_ref import PageReader
 from kakeya.node.arena import PAGE_BYTES, NodeArena, page_config
 from kakeya.node.prefix_counts import Source
@@ -36,6 +38,7 @@ from kakeya.runtime.generation import (
     Tokens,
     Usage,
 )
+from tests.engine.child_engine import ToyModel
 from tests.fakes import FakeClock, SettableClock
 from tests.node.adapter_world import Plenty
 
@@ -82,6 +85,20 @@ class Engine:
     async def is_past(self, pid: int) -> bool:
         return pid == self.pid and not self.is_busy
 
+    def taken(self, offer: KvOffer, kv: PrefixExchange) -> int:
+        """How many tokens of what it is offered a real engine takes."""
+        assert self.facts is not None
+        facts = replace(
+            ToyModel("", Path()).facts,
+            kv_block_tokens=BLOCK,
+            kv_block_bytes=self.facts.kv_block_bytes,
+            kv_state_bytes=self.facts.kv_state_bytes,
+            prefill_grid=self.facts.prefill_grid,
+        )
+        request = kv._request
+        pieces = Pieces(facts, len(request.token_ids) - 1, request.cuts)
+        return plan_take(offer.blocks, facts, pieces).tokens
+
     def prefill(self, offer: KvOffer, prompt: Sequence[int], kv: PrefixExchange) -> int:
         """Import, compute the rest, export what there are pages for; tokens that were imported."""
         have = 0
@@ -91,6 +108,7 @@ class Engine:
                 found = bytes(reader.view(block.pages)[: 4 * tokens])
                 assert found == pack_ids(prompt[have : have + tokens])
                 have += tokens
+        assert have == self.taken(offer, kv), "all that is offered can be taken"
         kv.imported(have)
         self.computed.append(tuple(prompt[have:]))
         for pages in offer.exports:
@@ -805,6 +823,25 @@ async def test_a_turn_goes_on_from_where_the_prompt_of_the_one_before_ended(
         assert await here.ask(second, cuts=cuts) == len(second) - 1
         assert await here.ask([*first[:6], 9, 9, 9], cuts=(6,)) == 6
         here.check()
+
+
+async def test_where_a_prompt_parts_from_one_that_lies_on_disk_both_are_found_again(
+    tmp_path: Path,
+) -> None:
+    """State lies behind the block in which they part from then on, in pages and on disk."""
+    first, second = [*range(20, 38)], [*range(20, 28), 1, 2, 3]
+    async with world(tmp_path, disk=True) as here:
+        here.engine.facts = LARGE_STATE
+        assert await here.ask(first) == 0
+    for found in (0, 10):
+        async with world(tmp_path, disk=True) as here:
+            here.engine.facts = LARGE_STATE
+            assert await here.ask(second) == found
+            assert await here.ask(second) == 10
+            assert await here.ask(first) == 17
+            assert await here.ask([*second[:8], found, found]) == 8
+            await written(here)
+            here.check()
 
 
 async def test_of_eight_who_share_up_to_a_cut_one_computes_it(tmp_path: Path) -> None:

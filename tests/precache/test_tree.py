@@ -48,13 +48,13 @@ class Shelf:
             for index in range(len(ids))
         ]
 
-    def store(self, history: list[int]) -> list[bool]:
+    def store(self, history: list[int], **changed: object) -> list[bool]:
         ids = self.ids(history)
         return [
             self.tree.stored(
                 block_id,
                 ids[index - 1] if index else None,
-                facts_of(history[index * SIZE : (index + 1) * SIZE]),
+                facts_of(history[index * SIZE : (index + 1) * SIZE], **changed),
                 0.0,
             )
             for index, block_id in enumerate(ids)
@@ -284,15 +284,44 @@ def test_a_tail_that_replaces_another_costs_no_third_one_its_place(shelf: Shelf)
     assert [one.payload for one in done.dropped] == [f"3@{MAX_TAILS - 1}"]
 
 
-def test_what_a_block_is_counted_with_stays_while_it_is_here(shelf: Shelf) -> None:
+def test_a_block_is_what_lies_in_ram_or_else_on_disk(shelf: Shelf) -> None:
+    """Computed again, it may carry the state that its file lacks."""
+    ids = shelf.ids(LONG[:4])
     shelf.store(LONG[:4])
-    shelf.put(LONG[:4], nbytes=5 * MIB)
-    assert (shelf.tree.stats().disk_bytes, shelf.tree.ram_bytes) == (MIB, MIB)
-    shelf.tree.lose(shelf.ids(LONG)[0])
-    shelf.tree.unstored(shelf.ids(LONG)[0])
-    assert (shelf.tree.stats().disk_bytes, shelf.tree.ram_bytes) == (0, 0)
-    shelf.put(LONG[:4], nbytes=5 * MIB)
-    assert shelf.tree.ram_bytes == 5 * MIB
+    node = shelf.tree.node(ids[0])
+    assert node is not None
+
+    def is_counted() -> tuple[bool, bool, int, int]:
+        bytes_of = shelf.tree.stats()
+        return node.has_state, node.is_written, bytes_of.ram_bytes, bytes_of.disk_bytes
+
+    assert is_counted() == (False, True, 0, MIB)
+    shelf.put(LONG[:4], nbytes=5 * MIB, has_state=True)
+    assert is_counted() == (True, False, 5 * MIB, MIB)
+    assert shelf.tree.match(ids, needs_state=True).depth_ram == 1
+    shelf.tree.lose(ids[0])
+    assert is_counted() == (False, True, 0, MIB)
+    assert shelf.tree.match(ids, needs_state=True).depth_disk == 0
+    shelf.put(LONG[:4], nbytes=5 * MIB, has_state=True)
+    shelf.store(LONG[:4], nbytes=4 * MIB, has_state=True)
+    assert is_counted() == (True, True, 5 * MIB, 4 * MIB)
+    shelf.tree.lose(ids[0])
+    assert shelf.tree.match(ids, needs_state=True).depth_disk == 1
+    shelf.put(LONG[:4])
+    assert is_counted() == (False, True, MIB, 4 * MIB)
+    assert shelf.tree.match(ids, needs_state=True).depth_ram == 0
+    shelf.tree.unstored(ids[0])
+    assert is_counted() == (False, False, MIB, 0)
+
+
+def test_what_only_a_poorer_copy_is_on_disk_of_is_worth_what_it_took_to_compute(
+    shelf: Shelf,
+) -> None:
+    shelf.store([5, 5, 5, 5])
+    shelf.put([5, 5, 5, 5], now=1.0, has_state=True)
+    shelf.store([6, 6, 6, 6])
+    shelf.put([6, 6, 6, 6], now=2.0)
+    assert order_of(shelf, 1) == ["0@2"]
 
 
 def test_nothing_lies_behind_a_tail(shelf: Shelf) -> None:

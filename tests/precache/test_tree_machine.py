@@ -34,12 +34,13 @@ HISTORIES = st.builds(lambda start, tail: [*start, *tail], BEGINNINGS, TAILS).fi
 
 @dataclass
 class Known:
-    """What the model was told of one id."""
+    """What the model was told of one id; with and without state it lies in other facts."""
 
     parent: bytes | None
     tokens: tuple[int, ...]
-    facts: BlockFacts
     index: int
+    in_ram: BlockFacts | None = None
+    on_disk: BlockFacts | None = None
 
 
 def chain_of(history: list[int]) -> list[bytes]:
@@ -113,23 +114,24 @@ class Tree(RuleBasedStateMachine):
         for index, block_id in enumerate(ids):
             tokens = tuple(history[index * SIZE : (index + 1) * SIZE])
             parent = ids[index - 1] if index else None
-            made = BlockFacts(token_ids=pack_ids(tokens), nbytes=1)
-            self.known.setdefault(block_id, Known(parent, tokens, made, index))
+            self.known.setdefault(block_id, Known(parent, tokens, index))
         return ids
 
     def facts_of(self, block_id: bytes, nbytes: int, cost: int, state: bool) -> BlockFacts:
-        """New facts, or those that it is known by: ids stand for equal bytes."""
+        return BlockFacts(
+            token_ids=pack_ids(self.known[block_id].tokens),
+            nbytes=nbytes,
+            recompute_s=float(cost),
+            has_state=state,
+            block_class=list(BlockClass)[cost % len(BlockClass)],
+            retention=list(Retention)[nbytes % len(Retention)],
+        )
+
+    def has_state(self, block_id: bytes) -> bool:
+        """Whether state lies in RAM, or else on disk."""
         known = self.known[block_id]
-        if block_id not in self.kept():
-            known.facts = BlockFacts(
-                token_ids=pack_ids(known.tokens),
-                nbytes=nbytes,
-                recompute_s=float(cost),
-                has_state=state,
-                block_class=list(BlockClass)[cost % len(BlockClass)],
-                retention=list(Retention)[nbytes % len(Retention)],
-            )
-        return known.facts
+        facts = known.in_ram if block_id in self.ram else known.on_disk
+        return facts is not None and facts.has_state
 
     @rule(history=HISTORIES, nbytes=st.integers(1, 9), cost=st.integers(0, 9), state=st.booleans())
     def compute(self, history: list[int], nbytes: int, cost: int, state: bool) -> None:
@@ -166,6 +168,7 @@ class Tree(RuleBasedStateMachine):
             assert not done.dropped
             return
         self.ram[block_id] = self.payloads
+        self.known[block_id].in_ram = facts
         self.check_dropped(done.dropped, block_id)
 
     def check_dropped(self, dropped: tuple[Gone[int], ...], newest: bytes) -> None:
@@ -175,7 +178,7 @@ class Tree(RuleBasedStateMachine):
         needless = {
             one
             for one in tails - pinned - {newest}
-            if not self.known[one].facts.has_state
+            if not self.has_state(one)
             and tokens[: len(self.known[one].tokens)] == self.known[one].tokens
         }
         for one in dropped:
@@ -205,22 +208,23 @@ class Tree(RuleBasedStateMachine):
     def write_through(self, data: st.DataObject) -> None:
         """Store what is in RAM, from its beginning."""
         for block_id in self.path(data.draw(st.sampled_from(sorted(self.ram)))):
-            self.store_block(block_id, 1)
+            self.store_block(block_id, 1, self.has_state(block_id))
 
-    @rule(history=HISTORIES, index=st.integers(0, 4), nbytes=st.integers(1, 9))
-    def store(self, history: list[int], index: int, nbytes: int) -> None:
+    @rule(history=HISTORIES, index=st.integers(0, 4), nbytes=st.integers(1, 9), state=st.booleans())
+    def store(self, history: list[int], index: int, nbytes: int, state: bool) -> None:
         ids = self.learn(history)
-        self.store_block(ids[min(index, len(ids) - 1)], nbytes)
+        self.store_block(ids[min(index, len(ids) - 1)], nbytes, state)
 
-    def store_block(self, block_id: bytes, nbytes: int) -> None:
+    def store_block(self, block_id: bytes, nbytes: int, state: bool) -> None:
         parent = self.known[block_id].parent
         tails = sum(map(self.is_tail, self.under(parent)))
         full = self.is_tail(block_id) and block_id not in self.kept() and tails >= MAX_TAILS
         allowed = (parent is None or parent in self.kept()) and not full
-        facts = self.facts_of(block_id, nbytes, 1, False)
+        facts = self.facts_of(block_id, nbytes, 1, state)
         assert self.tree.stored(block_id, parent, facts, self.now) == allowed
         if allowed:
             self.disk.add(block_id)
+            self.known[block_id].on_disk = facts
 
     @precondition(lambda self: self.disk)
     @rule(data=st.data())
@@ -310,7 +314,7 @@ class Tree(RuleBasedStateMachine):
         ram = next((n for n, one in enumerate(ids) if one not in self.ram), len(ids))
         if state:
             disk, ram = (
-                max((n for n in range(1, d + 1) if self.facts(ids[n - 1]).has_state), default=0)
+                max((n for n in range(1, d + 1) if self.has_state(ids[n - 1])), default=0)
                 for d in (disk, ram)
             )
         found = self.tree.match(ids, needs_state=state)
@@ -329,7 +333,7 @@ class Tree(RuleBasedStateMachine):
             tokens = self.known[one].tokens
             while shared < min(len(tokens), len(rest)) and tokens[shared] == rest[shared]:
                 shared += 1
-            usable = not state or (self.facts(one).has_state and shared == len(tokens))
+            usable = not state or (self.has_state(one) and shared == len(tokens))
             if shared and usable and self.here(one):
                 ranks[one] = (shared, one in self.ram)
         found = self.tree.tail(parent, pack_ids(rest[:SIZE]), needs_state=state)
@@ -364,14 +368,16 @@ class Tree(RuleBasedStateMachine):
         assert node is not None
         return node
 
-    def facts(self, block_id: bytes) -> BlockFacts:
-        return self.node(block_id).facts
-
     @invariant()
     def is_what_the_model_knows(self) -> None:
         assert {node.id for node in self.tree} == self.kept()
         assert {node.id: node.payload for node in self.tree if node.in_ram} == self.ram
         assert {node.id for node in self.tree if node.stored} == self.disk
+        for node in self.tree:
+            assert node.has_state == self.has_state(node.id) or not node.is_here
+            on_disk = self.known[node.id].on_disk
+            is_as_good = on_disk is not None and on_disk.has_state >= node.has_state
+            assert node.is_written == (node.stored and is_as_good)
 
     @invariant()
     def everything_in_ram_is_reached(self) -> None:
@@ -383,8 +389,10 @@ class Tree(RuleBasedStateMachine):
         assert stats.ram_blocks == len(self.ram)
         assert stats.disk_blocks == len(self.disk)
         assert stats.ram_bytes == self.tree.ram_bytes
-        assert stats.ram_bytes == sum(self.facts(one).nbytes for one in self.ram)
-        assert stats.disk_bytes == sum(self.facts(one).nbytes for one in self.disk)
+        in_ram = [self.known[one].in_ram for one in self.ram]
+        on_disk = [self.known[one].on_disk for one in self.disk]
+        assert stats.ram_bytes == sum(facts.nbytes for facts in in_ram if facts is not None)
+        assert stats.disk_bytes == sum(facts.nbytes for facts in on_disk if facts is not None)
         assert stats.tails == sum(map(self.is_tail, self.kept()))
 
     @invariant()
