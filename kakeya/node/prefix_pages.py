@@ -164,7 +164,7 @@ class PrefixPages:
         """Let all use a filled block, `ids[index]`; False = it was not needed, or cannot be."""
         length = filling.ref.length
         node = shelf.tree.node(ids[index])
-        if node is not None and node.in_ram:  # somebody else was first
+        if node is not None and node.in_ram_serves(facts):  # somebody else was first
             self.give_back(filling)
             return False
         self._filling_bytes -= self.arena.paged_bytes(length)
@@ -185,6 +185,9 @@ class PrefixPages:
             self._counts.rolled_back += 1
             self._free(lying.block)
             return False
+        if taken.replaced is not None:
+            self._places.pop(taken.replaced.block, None)
+            self._free(taken.replaced.block)
         self._places[lying.block] = shelf, ids[index]
         self._counts.committed += 1
         self._let_go(taken.dropped, forgets=True)

@@ -19,15 +19,18 @@ CHECKPOINT_TOKENS = 4096
 
 
 def missing_of(shelf: Shelf, pieces: Sequence[Piece], naming: Naming) -> tuple[list[Piece], int]:
-    """What of a history is not in pages, in the order in which it is computed; and how much of the
-    first of that another piece has."""
+    """What of a history is not in pages, or lacks the state that others go on from, in the order
+    in which it is computed; and how much of the first of that another piece has."""
     reach = reach_of(shelf, pieces, naming, in_ram=True)
     passed = sum(served == naming.block_tokens for _, served in reach)
     missing = []
     for piece in pieces:
+        if piece.index < passed:  # an engine goes on from what lies behind it
+            continue
         node = shelf.tree.node(piece.id)
-        is_passed = piece.is_tail and piece.index < passed  # what lies behind it is here
-        if not is_passed and (node is None or not node.in_ram):
+        is_here = node is not None and node.in_ram
+        lacks_state = node is not None and not node.has_state
+        if not is_here or (lacks_state and carries_state(naming, pieces, piece)):
             missing.append(piece)
     missing.sort(key=lambda piece: (piece.index, piece.count))
     while missing:

@@ -121,6 +121,10 @@ class Node(Generic[P]):
         """Whether it has a payload."""
         return self.payload is not None
 
+    def in_ram_serves(self, facts: BlockFacts) -> bool:
+        """Whether what is in RAM has all that a block with these facts would bring."""
+        return self.payload is not None and self.has_state >= facts.has_state
+
     @property
     def stored(self) -> bool:
         """Whether it is on disk, with or without state."""

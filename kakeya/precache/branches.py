@@ -67,6 +67,14 @@ class Branches(Generic[P]):
             self.order.file(above)
             above = above.parent
 
+    def replace(self, node: Node[P], payload: P, facts: BlockFacts) -> P | None:
+        """Have a block in RAM in place of what is there of it; returns that."""
+        before, node.payload = node.payload, payload
+        self.ram_bytes += facts.nbytes - node.nbytes
+        node.facts = facts
+        self.order.file(node)
+        return before
+
     def take_out(self, node: Node[P]) -> None:
         """Have a block no longer in RAM, which was; `settle` comes next."""
         node.payload = None

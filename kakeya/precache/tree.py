@@ -170,11 +170,11 @@ class PrefixTree(Generic[P]):
     ) -> Insertion[P]:
         """Take the block `ids[index]`, which lies in RAM now, behind `ids[index - 1]`.
 
-        Refused, and then the owner frees the payload: when it is in RAM already, when the one
-        before it is not here, or for a tail of which all is in RAM in another block. A tail that
-        this block has all of leaves, unless it carries state. A block has all of another text if it
-        begins with it, and a piece ends there: at a cut, and each `grain` tokens. Raises
-        InvalidArgument.
+        Refused, and then the owner frees the payload: when all of it is in RAM already, when the
+        one before it is not here, or for a tail of which all is in RAM in another block. One that
+        brings the state that is missing takes the place of what is in RAM. A tail that this block
+        has all of leaves, unless it carries state. A block has all of another text if it begins
+        with it, and a piece ends there: at a cut, and each `grain` tokens. Raises InvalidArgument.
         """
         if not 0 <= index < len(ids):
             raise InvalidArgument(f"block {index} of {len(ids)} ids; there is none")
@@ -184,13 +184,19 @@ class PrefixTree(Generic[P]):
             return Insertion(taken=False)
         node = self._nodes.get(ids[index])
         _check_same(node, parent, facts)
-        if (node is not None and node.in_ram) or self._is_covered(parent, facts, grain):
+        if node is not None and node.in_ram_serves(facts):
+            return Insertion(taken=False)
+        if self._is_covered(parent, facts, grain):
             return Insertion(taken=False)
         node = node or self._add(ids[index], parent, facts)
         self._learn(node, facts, now)
-        self._branches.put_in(node, payload, facts)
+        replaced = None
+        if node.in_ram:
+            replaced = self._branches.replace(node, payload, facts)
+        else:
+            self._branches.put_in(node, payload, facts)
         self._order.tidy(len(self._nodes))
-        return Insertion(taken=True, dropped=self._make_way(node, grain))
+        return Insertion(taken=True, dropped=self._make_way(node, grain), replaced=replaced)
 
     def stored(
         self, block_id: BlockId, parent: BlockId | None, facts: BlockFacts, now: float

@@ -33,13 +33,15 @@ class Gone(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class Insertion(Generic[P]):
-    """Whether a block was taken, which is its truth, and the tails that left for it.
+    """Whether a block was taken, which is its truth, and what left for it.
 
-    `dropped` are known no longer: free their payloads, and forget those that are on disk.
+    `dropped` tails are known no longer: free their payloads, and forget those that are on disk.
+    `replaced` is the payload that it is in the place of, to be freed too.
     """
 
     taken: bool
     dropped: tuple[Gone[P], ...] = ()
+    replaced: P | None = None
 
     def __bool__(self) -> bool:
         return self.taken

@@ -56,6 +56,8 @@ FACTS = ModelFacts(
     kv_layout="[]",
     kv_exactness="{}",
 )
+ON_A_GRID = replace(FACTS, prefill_grid=((0, BLOCK),))
+LARGE_STATE = replace(ON_A_GRID, kv_state_bytes=16 * BLOCK)
 SEED_TEXT = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
 
 
@@ -750,6 +752,7 @@ async def live(folder: Path, rng: random.Random) -> None:
         ledger=Miser(rng.randrange(1, 5)),
     ) as here:
         here.engine.says_logits = True
+        here.engine.facts = rng.choice((FACTS, LARGE_STATE))
         asks: list[asyncio.Task[int]] = []
         for _ in range(30):
             prompt = rng.choice(stems) + [rng.randrange(1, 4) for _ in range(rng.randrange(1, 8))]
@@ -781,10 +784,6 @@ async def live(folder: Path, rng: random.Random) -> None:
         here.check()
 
 
-ON_A_GRID = replace(FACTS, prefill_grid=((0, BLOCK),))
-LARGE_STATE = replace(ON_A_GRID, kv_state_bytes=16 * BLOCK)
-
-
 @pytest.mark.parametrize("facts", [ON_A_GRID, LARGE_STATE])
 async def test_what_ends_at_a_cut_serves_all_who_have_it_also_from_disk(
     tmp_path: Path, facts: ModelFacts
@@ -795,10 +794,10 @@ async def test_what_ends_at_a_cut_serves_all_who_have_it_also_from_disk(
         assert await here.ask([*shared, 1, 2, 3], cuts=cuts) == 0
         found = [await here.ask([*shared, n, n, n], cuts=cuts) for n in (4, 5)]
         assert found == [10, 10]
-        # Who was cut otherwise takes no more than what lies before that.
+        # Who was cut otherwise takes no more than what lies before that, once state lies there.
         whole = 0 if facts.kv_state_bytes else 8
         assert await here.ask([*shared, 6, 6], cuts=(9,)) == whole
-        assert await here.ask([*shared, 7, 7]) == whole
+        assert await here.ask([*shared, 7, 7]) == 8
         # And a history that ends there has all of it.
         assert await here.ask([*shared, 0]) == 10
         await here.prefixes.store.flush()
@@ -842,6 +841,31 @@ async def test_where_a_prompt_parts_from_one_that_lies_on_disk_both_are_found_ag
             assert await here.ask([*second[:8], found, found]) == 8
             await written(here)
             here.check()
+
+
+@pytest.mark.parametrize("cut", [8, 9])
+async def test_a_prompt_that_ends_where_no_state_was_kept_is_found_from_then_on(
+    tmp_path: Path, cut: int
+) -> None:
+    """Though all of its KV is in pages. What others use of that is not taken from them."""
+    long = [*range(20, 38)]
+    async with world(tmp_path, disk=True) as here:
+        here.engine.facts = LARGE_STATE
+        await here.ask(long)
+        await written(here)
+        short = long[: cut + 1]
+        with here.exchange(long) as kv:
+            offer = await kv.offer(long, 1)
+            assert await here.ask(short) == 0
+            assert await here.ask(short) == cut
+            assert here.engine.prefill(offer, long, kv) == 17
+        assert await here.ask([*short[:8], 1, 2, 3]) == 8
+        await written(here)
+        here.check()
+    async with world(tmp_path, disk=True) as here:
+        here.engine.facts = LARGE_STATE
+        assert await here.ask(short) == cut
+        assert await here.ask(long) == 17
 
 
 async def test_of_eight_who_share_up_to_a_cut_one_computes_it(tmp_path: Path) -> None:

@@ -94,6 +94,22 @@ def test_a_block_that_is_in_ram_is_refused(shelf: Shelf) -> None:
     assert [bool(done) for done in shelf.put(LONG)] == [False] * 3
 
 
+def test_what_comes_with_state_takes_the_place_of_what_lacks_it(shelf: Shelf) -> None:
+    shelf.put(LONG)
+    ids = shelf.ids(LONG)
+    pin = shelf.tree.pin(ids)
+    assert pin is not None
+    facts = facts_of(LONG[4:8], nbytes=3 * MIB, has_state=True)
+    done = shelf.tree.insert(ids, 1, "with state", facts, 1.0)
+    assert (done.taken, done.replaced) == (True, "1@0")
+    assert shelf.tree.match(ids, needs_state=True).depth_ram == 2
+    assert shelf.tree.ram_bytes == 5 * MIB
+    assert not shelf.tree.insert(ids, 1, "again", facts, 2.0)
+    assert shelf.tree.victims(1) == []
+    pin.unpin()
+    assert order_of(shelf, 9 * MIB) == ["2@0", "with state", "0@0"]
+
+
 def test_disk_carries_a_prefix_on_where_ram_ends(shelf: Shelf) -> None:
     shelf.store(LONG)
     shelf.put(LONG[:4])

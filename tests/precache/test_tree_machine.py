@@ -161,12 +161,14 @@ class Tree(RuleBasedStateMachine):
                 for other in self.under(parent)
             )
         )
+        is_there = block_id in self.ram and self.has_state(block_id) >= facts.has_state
         self.payloads += 1
         done = self.tree.insert(ids, index, self.payloads, facts, self.now)
-        assert bool(done) == (block_id not in self.ram and self.reached(parent) and not covered)
+        assert bool(done) == (not is_there and self.reached(parent) and not covered)
         if not done:
-            assert not done.dropped
+            assert (done.dropped, done.replaced) == ((), None)
             return
+        assert done.replaced == self.ram.get(block_id)
         self.ram[block_id] = self.payloads
         self.known[block_id].in_ram = facts
         self.check_dropped(done.dropped, block_id)
