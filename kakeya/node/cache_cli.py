@@ -2,7 +2,7 @@
 
 Looks at the files in the data directory, whether a node runs there or not: files only ever appear
 whole. A node that runs is asked to wipe what it keeps itself: it has more than files. Exit status:
-0 done, 1 damage was found, the folder cannot be read, or the node does not answer.
+0 done, 1 damage was found, something cannot be read or removed, or the node does not answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from kakeya.core.errors import StoreFailed
 from kakeya.core.units import format_bytes
@@ -23,11 +23,12 @@ from kakeya.node.datadir import default_folder, find_running, is_held
 
 if TYPE_CHECKING:  # not needed for `kakeya status` to answer
     from kakeya.precache.disk_files import BlockFolder, Contents, Damage, FoundFile
+    from kakeya.precache.disk_wipe import Removal
 
 _WIPE_S = 60.0
 """How long a node may take to remove its files."""
 _SHOWN = 10
-"""Damaged files that are named one by one to a person; JSON has all of them."""
+"""Files that are named one by one to a person; JSON has all of them."""
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 
@@ -164,26 +165,32 @@ def _verify(folder: BlockFolder, *, as_json: bool) -> int:
 
 
 def _wipe(folder: BlockFolder, data_dir: Path, pid: int | None, *, as_json: bool) -> int:
-    blocks, files = (0, folder.wipe(is_owner=True)) if pid is None else _ask(folder, data_dir)
+    blocks, done = (0, folder.wipe()) if pid is None else _ask(folder, data_dir)
     if as_json:
         facts = {
             "folder": str(folder.folder),
-            "removed": files,
+            "removed": done.files,
+            "kept": done.kept,
             "memory_blocks": blocks,
             "node_pid": pid,
         }
         print(json.dumps(facts))
-        return 0
-    print(f"removed {files} files from {folder.folder}")
+        return 1 if done.kept else 0
+    print(f"removed {done.files} files from {folder.folder}")
     if pid is not None:
         print(f"the node with pid {pid} let go of {blocks} blocks in memory")
-    return 0
+    if not done.kept:
+        return 0
+    print(f"{len(done.kept)} cannot be removed; a start finds what is in them:", file=sys.stderr)
+    _show(done.kept, sys.stderr)
+    return 1
 
 
-def _ask(folder: BlockFolder, data_dir: Path) -> tuple[int, int]:
+def _ask(folder: BlockFolder, data_dir: Path) -> tuple[int, Removal]:
     """Have the node that runs wipe what it keeps: blocks in memory, and files. Raises what
     `ask_node` raises."""
     from kakeya.node.owner_call import ask_node
+    from kakeya.precache.disk_wipe import Removal
     from kakeya.v1 import precache_pb2 as pb
     from kakeya.v1.precache_pb2_grpc import PrecacheServiceStub
 
@@ -194,8 +201,9 @@ def _ask(folder: BlockFolder, data_dir: Path) -> tuple[int, int]:
         timeout_s=_WIPE_S,
     )
     # Files of a life in which it kept some are of no concern to a node that keeps none.
-    files = wiped.files if wiped.has_disk else folder.wipe(is_owner=True)
-    return wiped.memory_blocks, files
+    if not wiped.has_disk:
+        return wiped.memory_blocks, folder.wipe()
+    return wiped.memory_blocks, Removal(files=wiped.files, kept=tuple(wiped.kept))
 
 
 def models_of(contents: Contents, now: float) -> list[ModelUse]:
@@ -223,10 +231,14 @@ def _show_damage(damage: Sequence[Damage]) -> None:
     if not damage:
         return
     print(f"{len(damage)} were damaged and are set aside:")
-    for one in damage[:_SHOWN]:
-        print(f"  {one.name}: {one.problem}")
-    if len(damage) > _SHOWN:
-        print(f"  and {len(damage) - _SHOWN} more")
+    _show([f"{one.name}: {one.problem}" for one in damage], sys.stdout)
+
+
+def _show(lines: Sequence[str], file: TextIO) -> None:
+    for line in lines[:_SHOWN]:
+        print(f"  {line}", file=file)
+    if len(lines) > _SHOWN:
+        print(f"  and {len(lines) - _SHOWN} more", file=file)
 
 
 def _ago(seconds: float) -> str:

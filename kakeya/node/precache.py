@@ -172,7 +172,15 @@ class NodePrecache:
         for slot in tuple(self._used_by):
             await self._release(slot)
         wiped = await self._wipe()
-        event(_log, "all kept KV was wiped", blocks=wiped.blocks, files=wiped.files)
+        event(_log, "kept KV was wiped", blocks=wiped.blocks, files=wiped.files)
+        if wiped.kept:
+            event(
+                _log,
+                "files of KV cannot be removed; the next start finds them",
+                level=logging.ERROR,
+                files=len(wiped.kept),
+                first=wiped.kept[0],
+            )
         return wiped
 
     # What the node tells.

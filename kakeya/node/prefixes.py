@@ -237,8 +237,10 @@ class NodePrefixes:
             self._disk.forget()
         blocks = self.pages.clear()
         self.endings.clear()
-        files = await self.store.wipe() if self.store is not None else 0
-        return Wiped(blocks=blocks, files=files, has_disk=self.store is not None)
+        if self.store is None:
+            return Wiped(blocks=blocks)
+        done = await self.store.wipe()
+        return Wiped(blocks=blocks, files=done.files, kept=done.kept, has_disk=True)
 
     async def recall(self, naming: Naming, nbytes: int) -> Recall:
         """See `PrefixDisk.recall`; the endings of prompts come back with them."""

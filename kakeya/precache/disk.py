@@ -30,6 +30,7 @@ from kakeya.precache.disk_queue import Waiting
 from kakeya.precache.disk_stats import Counts, DiskConfig, DiskStats, uses_of
 from kakeya.precache.disk_threads import DiskThreads, Outage, Stop
 from kakeya.precache.disk_upkeep import DiskParts, Upkeep, look_through
+from kakeya.precache.disk_wipe import Removal
 from kakeya.precache.disk_writer import BlockWriter, is_as_good
 from kakeya.precache.kvb import DamagedBlock, Payload, StoredBlock
 from kakeya.precache.retention import Retention
@@ -272,17 +273,18 @@ class BlockStore:
         await self._upkeep.look_at_quarantine()
         return found
 
-    async def wipe(self) -> int:
-        """Remove every block and what was set aside; how many files went."""
+    async def wipe(self) -> Removal:
+        """Remove every block and what was set aside. A file that cannot be removed is told of, and
+        not read any more; the next start finds it."""
         await self.ready()
         self._writer.clear()
         gone = self.ids()
         for block_id in gone:
             self._index.drop(block_id)
         self._lost(gone)
-        count = await self._threads.write(self._folder.wipe)
+        done = await self._threads.write(self._folder.wipe)
         await self._upkeep.look_at_quarantine()
-        return count
+        return done
 
     # The start.
 

@@ -24,7 +24,16 @@ from functools import partial
 from pathlib import Path
 
 from kakeya.precache.blocks import BlockId
-from kakeya.precache.disk_index import SUFFIX, BlockFile, name_of, names_of, parse_name
+from kakeya.precache.disk_index import (
+    QUARANTINE,
+    SUFFIX,
+    TEMPORARY,
+    BlockFile,
+    name_of,
+    names_of,
+    parse_name,
+)
+from kakeya.precache.disk_wipe import Removal, shards_of, wipe_folder
 from kakeya.precache.kvb import (
     DamagedBlock,
     Facts,
@@ -38,8 +47,6 @@ from kakeya.precache.kvb import (
 )
 from kakeya.precache.retention import Retention
 
-QUARANTINE = "quarantine"
-_TEMPORARY = ".tmp"
 _BROKEN = frozenset({errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO})
 """What a file answers that will not answer otherwise later."""
 
@@ -140,7 +147,7 @@ class BlockFolder:
         path = self._path(name)
         self._make(self.folder)
         self._make(path.parent)
-        aside = path.with_name(f".{block.id.hex()}{SUFFIX}{_TEMPORARY}")
+        aside = path.with_name(f".{block.id.hex()}{SUFFIX}{TEMPORARY}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             with io.FileIO(os.open(aside, flags, 0o600), "w") as file:
@@ -292,17 +299,9 @@ class BlockFolder:
             blocks=blocks, read_bytes=read_bytes, damage=tuple(damage), unreadable=unreadable
         )
 
-    def wipe(self, *, is_owner: bool = True) -> int:
-        """Remove every block and the quarantine; how many files went. `is_owner` as in `scan`."""
-        paths = [path for path, _ in _files_in(self.folder / QUARANTINE)]
-        with contextlib.suppress(OSError):
-            paths += [Path(entry.path) for entry in self._entries(is_owner=is_owner)]
-        gone = 0
-        for path in paths:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-                gone += 1
-        return gone
+    def wipe(self) -> Removal:
+        """Remove every block, what cut-off writes left, and the quarantine. For the owner."""
+        return wipe_folder(self.folder)
 
     def _path(self, name: str) -> Path:
         return self.folder / name[:2] / name
@@ -312,21 +311,16 @@ class BlockFolder:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _entries(self, *, is_owner: bool) -> Iterator[os.DirEntry[str]]:
-        try:
-            with os.scandir(self.folder) as found:
-                shards = sorted(entry.name for entry in found if _is_shard(entry))
-        except FileNotFoundError:
-            return
-        for shard in shards:
+        for shard in shards_of(self.folder):
             try:
-                with os.scandir(self.folder / shard) as found:
+                with os.scandir(shard) as found:
                     inside = list(found)
             except OSError:
                 continue
             for entry in inside:
                 if entry.name.endswith(SUFFIX):
                     yield entry
-                elif is_owner and entry.name.endswith(SUFFIX + _TEMPORARY):
+                elif is_owner and entry.name.endswith(SUFFIX + TEMPORARY):
                     with contextlib.suppress(OSError):
                         Path(entry.path).unlink(missing_ok=True)
 
@@ -369,10 +363,6 @@ def _opened(path: str | Path) -> io.FileIO:
     # Not blocking: a pipe under a block's name would wait for a writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     return io.FileIO(os.open(path, flags), "r")
-
-
-def _is_shard(entry: os.DirEntry[str]) -> bool:
-    return len(entry.name) == 2 and entry.is_dir(follow_symlinks=False)
 
 
 def _files_in(folder: Path) -> list[tuple[Path, os.stat_result]]:

@@ -21,6 +21,10 @@ from kakeya.precache.kvb import Facts, Head, StoredBlock, file_bytes
 from kakeya.precache.retention import Retention
 
 SUFFIX = ".kvb"
+TEMPORARY = ".tmp"
+"""Behind the name of a block that is being written, or was cut off."""
+QUARANTINE = "quarantine"
+"""The folder of what was damaged."""
 _NAME = re.compile(r"([0-9a-f]{64})(?:\.([^.]*))?" + re.escape(SUFFIX))
 _TELL_SHARE = 1 / 8
 """A use is written to the file once it is this share of the retention later than the file says."""

@@ -59,10 +59,14 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wiped:
-    """What a node let go of: blocks in memory, files on disk; and whether it keeps any there."""
+    """What a node let go of: blocks in memory, files on disk; and whether it keeps any there.
+
+    `kept` are files that could not be removed, and why: the next start finds what is in them.
+    """
 
     blocks: int = 0
     files: int = 0
+    kept: tuple[str, ...] = ()
     has_disk: bool = False
 
 

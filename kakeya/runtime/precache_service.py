@@ -59,7 +59,10 @@ class PrecacheService(PrecacheServiceServicer):
             await abort(context, error)
             raise
         return pb.WipeResponse(
-            memory_blocks=wiped.blocks, files=wiped.files, has_disk=wiped.has_disk
+            memory_blocks=wiped.blocks,
+            files=wiped.files,
+            has_disk=wiped.has_disk,
+            kept=wiped.kept,
         )
 
     async def _warm(self, request: pb.WarmRequest, client: str) -> Report:

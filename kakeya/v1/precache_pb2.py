@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kakeya/v1/precache.proto\x12\tkakeya.v1\"\xcc\x01\n\x0bWarmRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x17\n\x0f\x63onversation_id\x18\x03 \x01(\t\x12\x14\n\x0csegment_hash\x18\x04 \x01(\t\x12\x13\n\x0bprefix_hash\x18\x05 \x01(\t\x12\x18\n\x10prompt_cache_key\x18\x06 \x01(\t\x12-\n\tretention\x18\x07 \x01(\x0e\x32\x1a.kakeya.v1.PrefixRetention\x12\x0b\n\x03pin\x18\x08 \x01(\x08\"\x8d\x01\n\x0cWarmResponse\x12\x0e\n\x06status\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x13\n\x0btoken_count\x18\x03 \x01(\x04\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x04 \x01(\x04\x12\x1c\n\x14\x63omputed_token_count\x18\x05 \x01(\x04\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\"\r\n\x0bWipeRequest\"F\n\x0cWipeResponse\x12\x15\n\rmemory_blocks\x18\x01 \x01(\x04\x12\r\n\x05\x66iles\x18\x02 \x01(\x04\x12\x10\n\x08has_disk\x18\x03 \x01(\x08*\xa9\x01\n\x0fPrefixRetention\x12 \n\x1cPREFIX_RETENTION_UNSPECIFIED\x10\x00\x12\x1a\n\x16PREFIX_RETENTION_SHORT\x10\x01\x12\x19\n\x15PREFIX_RETENTION_LONG\x10\x02\x12\x1d\n\x19PREFIX_RETENTION_EXTENDED\x10\x03\x12\x1e\n\x1aPREFIX_RETENTION_IN_MEMORY\x10\x04\x32\x83\x01\n\x0fPrecacheService\x12\x37\n\x04Warm\x12\x16.kakeya.v1.WarmRequest\x1a\x17.kakeya.v1.WarmResponse\x12\x37\n\x04Wipe\x12\x16.kakeya.v1.WipeRequest\x1a\x17.kakeya.v1.WipeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kakeya/v1/precache.proto\x12\tkakeya.v1\"\xcc\x01\n\x0bWarmRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x17\n\x0f\x63onversation_id\x18\x03 \x01(\t\x12\x14\n\x0csegment_hash\x18\x04 \x01(\t\x12\x13\n\x0bprefix_hash\x18\x05 \x01(\t\x12\x18\n\x10prompt_cache_key\x18\x06 \x01(\t\x12-\n\tretention\x18\x07 \x01(\x0e\x32\x1a.kakeya.v1.PrefixRetention\x12\x0b\n\x03pin\x18\x08 \x01(\x08\"\x8d\x01\n\x0cWarmResponse\x12\x0e\n\x06status\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x13\n\x0btoken_count\x18\x03 \x01(\x04\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x04 \x01(\x04\x12\x1c\n\x14\x63omputed_token_count\x18\x05 \x01(\x04\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\"\r\n\x0bWipeRequest\"T\n\x0cWipeResponse\x12\x15\n\rmemory_blocks\x18\x01 \x01(\x04\x12\r\n\x05\x66iles\x18\x02 \x01(\x04\x12\x10\n\x08has_disk\x18\x03 \x01(\x08\x12\x0c\n\x04kept\x18\x04 \x03(\t*\xa9\x01\n\x0fPrefixRetention\x12 \n\x1cPREFIX_RETENTION_UNSPECIFIED\x10\x00\x12\x1a\n\x16PREFIX_RETENTION_SHORT\x10\x01\x12\x19\n\x15PREFIX_RETENTION_LONG\x10\x02\x12\x1d\n\x19PREFIX_RETENTION_EXTENDED\x10\x03\x12\x1e\n\x1aPREFIX_RETENTION_IN_MEMORY\x10\x04\x32\x83\x01\n\x0fPrecacheService\x12\x37\n\x04Warm\x12\x16.kakeya.v1.WarmRequest\x1a\x17.kakeya.v1.WarmResponse\x12\x37\n\x04Wipe\x12\x16.kakeya.v1.WipeRequest\x1a\x17.kakeya.v1.WipeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kakeya.v1.precache_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PREFIXRETENTION']._serialized_start=478
-  _globals['_PREFIXRETENTION']._serialized_end=647
+  _globals['_PREFIXRETENTION']._serialized_start=492
+  _globals['_PREFIXRETENTION']._serialized_end=661
   _globals['_WARMREQUEST']._serialized_start=40
   _globals['_WARMREQUEST']._serialized_end=244
   _globals['_WARMRESPONSE']._serialized_start=247
@@ -40,7 +40,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WIPEREQUEST']._serialized_start=390
   _globals['_WIPEREQUEST']._serialized_end=403
   _globals['_WIPERESPONSE']._serialized_start=405
-  _globals['_WIPERESPONSE']._serialized_end=475
-  _globals['_PRECACHESERVICE']._serialized_start=650
-  _globals['_PRECACHESERVICE']._serialized_end=781
+  _globals['_WIPERESPONSE']._serialized_end=489
+  _globals['_PRECACHESERVICE']._serialized_start=664
+  _globals['_PRECACHESERVICE']._serialized_end=795
 # @@protoc_insertion_point(module_scope)

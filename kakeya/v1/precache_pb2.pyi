@@ -158,21 +158,27 @@ class WipeResponse(_message.Message):
     MEMORY_BLOCKS_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     HAS_DISK_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     memory_blocks: _builtins.int
     """Blocks in memory, and files on disk."""
     files: _builtins.int
     has_disk: _builtins.bool
     """Whether this node keeps any on disk: files of an earlier life are not its to remove otherwise."""
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Files that could not be removed, and why: what is in them is there again at the next start."""
+
     def __init__(
         self,
         *,
         memory_blocks: _builtins.int = ...,
         files: _builtins.int = ...,
         has_disk: _builtins.bool = ...,
+        kept: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "has_disk", b"has_disk", "memory_blocks", b"memory_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "has_disk", b"has_disk", "kept", b"kept", "memory_blocks", b"memory_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

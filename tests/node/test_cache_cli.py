@@ -37,7 +37,8 @@ class Keeper(NoPrecache):
     async def wipe(self) -> Wiped:
         if self._store is None:
             return Wiped()
-        return Wiped(blocks=7, files=await self._store.wipe(), has_disk=True)
+        done = await self._store.wipe()
+        return Wiped(blocks=7, files=done.files, kept=done.kept, has_disk=True)
 
 
 @asynccontextmanager
@@ -131,10 +132,36 @@ def test_wipe_removes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[s
     left = paths[1].with_name(f".{paths[1].name[:64]}.kvb.tmp")
     left.write_bytes(b"half")
     status, facts = cache(capsys, tmp_path, "wipe")
-    assert (status, facts["removed"], facts["node_pid"]) == (0, 3, None)
+    assert (status, facts["removed"], facts["node_pid"]) == (0, 4, None)
     assert not [path for path in (tmp_path / FOLDER).rglob("*") if path.is_file()]
     assert main(["cache", "wipe", "--data-dir", str(tmp_path)]) == 0
     assert "removed 0 files" in capsys.readouterr().out
+
+
+def test_what_a_wipe_cannot_remove_is_named_and_is_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root may unlink everything but a folder: one in the place of a file stands for all that
+    nobody can remove."""
+    paths = store(tmp_path, chain_of(2))
+    stuck = paths[0].with_name(f".{paths[0].name[:64]}.kvb.tmp")
+    stuck.mkdir()
+    status, facts = cache(capsys, tmp_path, "wipe")
+    assert (status, facts["removed"], facts["kept"]) == (1, 2, [f"{stuck}: {why(stuck)}"])
+    assert main(["cache", "wipe", "--data-dir", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "removed 0 files" in said.out
+    assert said.err.splitlines() == [
+        "1 cannot be removed; a start finds what is in them:",
+        f"  {stuck}: {why(stuck)}",
+    ]
+
+
+def why(folder: Path) -> str:
+    """What this system says of a folder that is to be unlinked."""
+    with pytest.raises(OSError) as refused:
+        folder.unlink()
+    return str(refused.value.strerror)
 
 
 @pytest.mark.parametrize("action", ["stats", "verify", "wipe"])
@@ -194,8 +221,14 @@ async def test_everything_works_beside_a_running_node(
             assert await node.put(*made[0])
             await node.flush()
             assert await node.get(made[0][0].id) == made[0]
-            await asyncio.to_thread(main, ["cache", "wipe", "--data-dir", str(tmp_path)])
-            assert f"pid {os.getpid()} let go of 7 blocks in memory" in capsys.readouterr().out
+            stuck = next(path for path in (tmp_path / FOLDER).rglob("*.kvb")).with_suffix(".x.kvb")
+            await asyncio.to_thread(stuck.mkdir)
+            command = ["cache", "wipe", "--data-dir", str(tmp_path)]
+            assert await asyncio.to_thread(main, command) == 1
+            said = capsys.readouterr()
+            assert str(stuck) in said.err
+            assert f"pid {os.getpid()} let go of 7 blocks in memory" in said.out
+            await asyncio.to_thread(stuck.rmdir)
         await asyncio.to_thread(
             store, tmp_path, made
         )  # of an earlier life, beside a node that keeps none

@@ -565,6 +565,24 @@ async def test_a_wipe_takes_everything_and_what_comes_is_kept_again(tmp_path: Pa
         assert await here.ask(prompts[0]) == 17
 
 
+async def test_a_wipe_that_leaves_files_says_so_and_their_kv_is_not_used_meanwhile(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, disk=True) as here:
+        await here.ask(SEED_TEXT)
+        await written(here)
+        *_, last = sorted((tmp_path / FOLDER).rglob("*.kvb"))
+        await asyncio.to_thread(last.unlink)
+        await asyncio.to_thread(last.mkdir)
+        wiped = await here.prefixes.wipe()
+        assert (wiped.files, len(wiped.kept)) == (2, 1)
+        assert wiped.kept[0].startswith(f"{last}: ")
+        assert here.prefixes.store.ids() == ()
+        assert await here.ask(SEED_TEXT) == 0
+        await asyncio.to_thread(last.rmdir)
+        assert (await here.prefixes.wipe()).kept == ()
+
+
 async def test_what_an_engine_uses_during_a_wipe_goes_once_it_is_done(tmp_path: Path) -> None:
     prompt = [*range(100, 118)]
     async with world(tmp_path, disk=True) as here:

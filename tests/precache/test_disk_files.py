@@ -15,6 +15,7 @@ import pytest
 
 from kakeya.precache.disk_files import QUARANTINE, BlockFolder
 from kakeya.precache.disk_index import name_of
+from kakeya.precache.disk_wipe import Removal
 from kakeya.precache.kvb import DamagedBlock, StoredBlock, file_bytes
 from kakeya.precache.retention import Retention
 from tests.precache.disk_world import Made, block_of
@@ -191,8 +192,8 @@ def test_wiping_leaves_only_what_is_not_ours(folder: BlockFolder) -> None:
     paths[0].write_bytes(b"")
     folder.scan()
     (paths[1].parent / "notes.txt").write_text("left alone")
-    assert folder.wipe() == 3
-    assert folder.wipe() == 0
+    assert folder.wipe() == Removal(files=3)
+    assert folder.wipe() == Removal()
     left = [path.name for path in folder.folder.rglob("*") if path.is_file()]
     assert left == ["notes.txt"]
 
@@ -200,8 +201,24 @@ def test_wiping_leaves_only_what_is_not_ours(folder: BlockFolder) -> None:
 def test_a_folder_that_is_not_there_is_empty_for_who_only_looks(folder: BlockFolder) -> None:
     assert folder.scan(is_owner=False).files == ()
     assert folder.gone(["x"]) == {"x"}
-    assert folder.wipe() == 0
+    assert folder.wipe() == Removal()
     assert not folder.folder.exists()
+
+
+def test_what_cannot_be_removed_or_looked_into_is_named(folder: BlockFolder) -> None:
+    """A folder in the place of a file, and a file in that of a folder, as also root meets them."""
+    path = write(folder, block_of())
+    blocks = path.with_name("x.kvb"), path.with_name(".x.kvb.tmp")
+    for block in blocks:
+        block.mkdir()
+    (folder.folder / QUARANTINE).write_text("in the way")
+    done = folder.wipe()
+    assert done.files == 1
+    assert {kept.partition(": ")[0] for kept in done.kept} == {
+        *map(str, blocks),
+        str(folder.folder / QUARANTINE),
+    }
+    assert f"{folder.folder / QUARANTINE}: Not a directory" in done.kept
 
 
 def run_child(*arguments: str, before: tuple[str, ...] = ()) -> dict[str, object]:
