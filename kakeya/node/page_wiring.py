@@ -94,6 +94,7 @@ class NodePages:
                     disk_bytes=self._precache_config.disk_bytes,
                     data_dir=self._data_dir,
                     served=lambda: [one.model_id for one in models],
+                    adapters=lambda: {one.digest for one in self.adapters.manager.records()},
                     adapter_digest=self.adapters.manager.digest_of,
                     clock=self._clock,
                     rng=self._rng,

@@ -13,7 +13,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.units import pack_ids
 from kakeya.node.prefix_counts import PrefixCounts
 from kakeya.node.prefix_disk import PrefixDisk
-from kakeya.node.prefix_names import Naming
+from kakeya.node.prefix_names import LOGITS, Naming
 from kakeya.precache.blocks import ROOT
 from kakeya.precache.endings import LOGIT_BYTES, Ending, Endings
 from kakeya.precache.kvb import StoredBlock
@@ -92,7 +92,7 @@ class PrefixEndings:
             parent=ROOT,  # nothing has to stay for it, nor does it for anything
             fingerprint=naming.ending_seed,
             facts={
-                "model_id": f"{fingerprint.model_id} (logits)",
+                "model_id": fingerprint.model_id + LOGITS,
                 "adapter": fingerprint.adapter,
                 "tenant": fingerprint.tenant,
                 "holds": _HOLDS,

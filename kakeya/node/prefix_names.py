@@ -12,8 +12,9 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
@@ -22,6 +23,7 @@ from kakeya.core.log import event
 from kakeya.precache.blocks import BlockChain
 from kakeya.precache.endings import Ending, ending_chain, ending_of
 from kakeya.precache.fingerprint import KvFingerprint, fingerprint_of
+from kakeya.precache.kvb import Facts
 from kakeya.precache.pieces import Piece, pieces_of
 from kakeya.precache.weights import weights_digest
 from kakeya.runtime.generation import ModelFacts
@@ -36,6 +38,8 @@ _ROPE_KEYS = (
     "max_position_embeddings",
 )
 _CONFIG_BYTES = 1 << 20
+LOGITS = " (logits)"
+"""Behind the id of a model in files of what its prompts end in."""
 DIGEST_S = 1.0
 """How long a request waits until its model's weights have a digest."""
 _FILE_ENTRIES = 64
@@ -162,12 +166,31 @@ class PrefixNames:
         self._is_closed.set()
         await asyncio.gather(*self._digests.values(), return_exceptions=True)
 
-    def seeds(self, model_ids: Iterable[str]) -> frozenset[bytes] | None:
-        """What blocks of these models and their adapters begin with; None = not known of all."""
-        if any((model_id, "") not in self._made for model_id in model_ids):
-            return None
-        namings = [made[2] for made in self._made.values() if made[2] is not None]
-        return frozenset(seed for one in namings for seed in (one.seed, one.ending_seed))
+    def are_known(self, model_ids: Iterable[str]) -> bool:
+        """Whether all of these models were named."""
+        return all((model_id, "") in self._made for model_id in model_ids)
+
+    def usable(
+        self,
+        known: Mapping[bytes, Facts],
+        model_ids: Collection[str],
+        adapters: Callable[[], Collection[str]],
+    ) -> frozenset[bytes]:
+        """Which fingerprints of stored blocks these models can use, with the adapters of these
+        digests or none; so can those that were not named yet, for all we know."""
+        named = {one: self.known(one, "") for one in model_ids if self.are_known((one,))}
+        digests = {str(facts.get("adapter", "")) for facts in known.values()}
+        digests &= {"", *(adapters() if digests - {""} else ())}
+        ours = {
+            seed
+            for naming in named.values()
+            if naming is not None
+            for digest in digests
+            for seed in _seeds(naming, digest)
+        }
+        if len(named) < len(model_ids):
+            ours |= {one for one, facts in known.items() if _model_of(facts) not in named}
+        return frozenset(ours & known.keys())
 
     def _make(self, facts: ModelFacts, adapter_id: str, weights: str, rope: str) -> Naming | None:
         try:
@@ -245,6 +268,18 @@ class PrefixNames:
                 model=model_id,
                 reason=reason,
             )
+
+
+@lru_cache(maxsize=1024)
+def _seeds(naming: Naming, adapter: str) -> tuple[bytes, bytes]:
+    """What begins the names of a model's blocks and endings with the adapter of a digest."""
+    seed = replace(naming.fingerprint, adapter=adapter).exact()
+    chain = replace(naming.chain, seed=seed)
+    return chain.seed, ending_chain(chain).seed
+
+
+def _model_of(facts: Facts) -> str:
+    return str(facts.get("model_id", "")).removesuffix(LOGITS)
 
 
 def paged_kv_bytes(facts: ModelFacts, tokens: int, paged_bytes: Callable[[int], int]) -> int:

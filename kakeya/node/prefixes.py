@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +44,7 @@ from kakeya.node.prefix_view import prefix_metrics, prefix_status
 from kakeya.precache.blocks import BlockId
 from kakeya.precache.disk import FOLDER, BlockStore
 from kakeya.precache.disk_stats import DiskConfig
+from kakeya.precache.kvb import Facts
 from kakeya.precache.pieces import Piece
 from kakeya.precache.retention import BlockClass, Retention
 from kakeya.runtime.generation import DecodeRequest, ModelFacts
@@ -73,18 +74,21 @@ class NodePrefixes:
         adapter_digest: Callable[[str], str],
         clock: Clock,
         rng: random.Random,
+        served: Callable[[], Collection[str]],
+        adapters: Callable[[], Collection[str]],
         key: bytes = b"",
         tenant: str = "",
-        served: Callable[[], Collection[str]] | None = None,
     ) -> None:
         """`memory_bytes` of pages are for KV, `disk_bytes` on disk; 0 = none.
 
         `adapter_digest` finds the digest of an adapter's content by the id that engines know it
         by. With `key` ids are made that nobody can compute outside of the `tenant`. `served` names
-        the models whose blocks are of use; those of others are the first to leave the disk.
+        the models whose blocks are of use, `adapters` has the digests of their adapters; those of
+        others are the first to leave the disk.
         """
         self._memory_bytes = memory_bytes
         self._served = served
+        self._adapters = adapters
         self._clock = clock
         self._rng = rng
         self.counts = PrefixCounts()
@@ -110,6 +114,7 @@ class NodePrefixes:
                 clock=clock,
                 stored=self._stored,
                 lost=self._lost,
+                usable=self._usable,
             )
             self._disk = PrefixDisk(self.store, self.pages, clock=clock, counts=self.counts)
         self.endings = PrefixEndings(self._disk, clock=clock)
@@ -130,7 +135,7 @@ class NodePrefixes:
         self._pins = PrefixPins()
         self._tasks = Supervisor(clock)
         self._swept_mono = clock.mono()
-        self._usable: frozenset[bytes] | None = None
+        self._is_swept = False
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -294,16 +299,15 @@ class NodePrefixes:
         return origins
 
     async def _look_through_disk(self) -> None:
-        """Wait a moment for what is on disk, right after a start; say what of it can be used."""
+        """Wait a moment for what is on disk, right after a start."""
         if self.store is None:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(INDEX_S):
                 await self.store.ready()
-        seeds = self.names.seeds(self._served()) if self._served is not None else None
-        if seeds is not None and seeds != self._usable:
-            self._usable = seeds
-            self.store.use(seeds)
+
+    def _usable(self, known: Mapping[bytes, Facts]) -> Collection[bytes]:
+        return self.names.usable(known, self._served(), self._adapters)
 
     async def _meet(
         self,
@@ -368,8 +372,10 @@ class NodePrefixes:
         if self._disk is not None:
             self._disk.renew()
         now = self._clock.mono()
-        if now - self._swept_mono >= SWEEP_S:
-            self._swept_mono = now
+        # After a start, as soon as it is known which blocks can be used.
+        is_first = not self._is_swept and self.names.are_known(self._served())
+        if is_first or now - self._swept_mono >= SWEEP_S:
+            self._swept_mono, self._is_swept = now, True
             self.counts.expired += self.pages.expire()
             if self.store is not None:
                 await self.store.sweep()

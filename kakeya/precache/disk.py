@@ -25,7 +25,7 @@ from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor
 from kakeya.precache.blocks import BlockId
 from kakeya.precache.disk_files import BlockFolder, Damage, Verified
-from kakeya.precache.disk_index import DiskIndex, Entry
+from kakeya.precache.disk_index import DiskIndex, Entry, Usable, all_usable
 from kakeya.precache.disk_queue import Waiting
 from kakeya.precache.disk_stats import Counts, DiskConfig, DiskStats, uses_of
 from kakeya.precache.disk_threads import DiskThreads, Outage, Stop
@@ -62,12 +62,14 @@ class BlockStore:
         clock: Clock,
         stored: Callable[[Collection[BlockId]], None] = _nobody,
         lost: Callable[[Collection[BlockId]], None] = _nobody,
+        usable: Usable = all_usable,
     ) -> None:
+        """`usable` is asked each time: all other fingerprints are the first to go."""
         self._clock = clock
         self._config = config
         self._folder = BlockFolder(folder, quarantine_bytes=config.quarantine_bytes)
         self._threads = DiskThreads(config.readers)
-        self._index = DiskIndex()
+        self._index = DiskIndex(usable)
         self._counts = Counts()
         self._reads = Outage("read", config.retry_s)
         parts = DiskParts(
@@ -181,10 +183,6 @@ class BlockStore:
         left = [held]
         return lambda: self._index.let_go(left.pop() if left else ())
 
-    def use(self, fingerprints: Collection[bytes] | None) -> None:
-        """Say blocks of which fingerprints can be used now: all others are the first to go."""
-        self._index.use(fingerprints)
-
     # Reading.
 
     async def get(self, block_id: BlockId) -> tuple[StoredBlock, bytearray] | None:
@@ -249,7 +247,10 @@ class BlockStore:
             self._threads.write_later(partial(self._folder.remove_all, names))
 
     async def sweep(self) -> None:
-        """Remove what expired and what is too much; let the files show what was used."""
+        """Remove what expired and what is too much; let the files show what was used.
+
+        A start leaves what is too much to the first one, or a write: `usable` may know little yet.
+        """
         await self.ready()
         if not self._is_indexed:
             await self._index_folder()
@@ -292,7 +293,8 @@ class BlockStore:
         if not self._ready.is_set():
             await self._index_folder()
             self._ready.set()
-            await self.sweep()
+            await self._upkeep.expire()
+            await self._upkeep.look_at_quarantine()
         await self._writer.run()
 
     async def _index_folder(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kakeya.precache.blocks import BlockId
@@ -28,7 +28,15 @@ QUARANTINE = "quarantine"
 _NAME = re.compile(r"([0-9a-f]{64})(?:\.([^.]*))?" + re.escape(SUFFIX))
 _TELL_SHARE = 1 / 8
 """A use is written to the file once it is this share of the retention later than the file says."""
+Usable = Callable[[Mapping[bytes, Facts]], Collection[bytes]]
+"""Says of fingerprints, and what the first block of each tells of itself, which can be used now, or
+maybe later."""
 _RETENTIONS = {retention.label: retention for retention in Retention}
+
+
+def all_usable(known: Mapping[bytes, Facts]) -> Collection[bytes]:
+    """Nobody knows which cannot be used."""
+    return known.keys()
 
 
 def name_of(block_id: BlockId, retention: Retention) -> str:
@@ -99,7 +107,7 @@ class IndexView:
 
     entries: tuple[Entry, ...]
     held: frozenset[BlockId] = frozenset()
-    usable: frozenset[bytes] | None = None  # fingerprints; None = nobody said, so all
+    usable: frozenset[bytes] | None = None  # fingerprints; None = all
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,10 +122,10 @@ class Tally:
 class DiskIndex:
     """The entries by block id, their bytes, what is held, and which fingerprints are of use."""
 
-    def __init__(self) -> None:
+    def __init__(self, usable: Usable = all_usable) -> None:
         self._entries: dict[BlockId, Entry] = {}
         self._held: Counter[BlockId] = Counter()
-        self._usable: frozenset[bytes] | None = None
+        self._usable = usable
         self._by_retention: Counter[Retention] = Counter()
         self._by_fingerprint: dict[bytes, Tally] = {}
         self.used_bytes = 0
@@ -197,24 +205,27 @@ class DiskIndex:
         self._held.subtract(ids)
         self._held = +self._held
 
-    def use(self, fingerprints: Collection[bytes] | None) -> None:
-        """Say of which fingerprints blocks can be used now; None = nobody knows yet."""
-        self._usable = None if fingerprints is None else frozenset(fingerprints)
-
     def by_retention(self) -> dict[str, int]:
         """Blocks by the word of their retention."""
         return {kind.label: count for kind, count in self._by_retention.items() if count}
 
     def by_fingerprint(self) -> Iterator[tuple[bytes, Tally, bool]]:
         """Each fingerprint, what its blocks take, and whether they can be used now."""
+        usable = self._usable_now()
         for fingerprint, tally in self._by_fingerprint.items():
-            yield fingerprint, tally, self._usable is None or fingerprint in self._usable
+            yield fingerprint, tally, fingerprint in usable
 
     def view(self) -> IndexView:
         """What it holds now."""
         return IndexView(
-            entries=tuple(self._entries.values()), held=frozenset(self._held), usable=self._usable
+            entries=tuple(self._entries.values()),
+            held=frozenset(self._held),
+            usable=self._usable_now(),
         )
+
+    def _usable_now(self) -> frozenset[bytes]:
+        known = {fingerprint: tally.facts for fingerprint, tally in self._by_fingerprint.items()}
+        return frozenset(self._usable(known))
 
 
 def untold(view: IndexView) -> list[Entry]:

@@ -43,6 +43,37 @@ async def test_one_other_byte_of_the_weights_is_another_name(tmp_path: Path) -> 
     assert third.seed == first.seed
 
 
+async def test_what_a_model_without_a_name_yet_may_use_counts_as_usable() -> None:
+    names = PrefixNames(no_adapter)
+
+    async def seed_of(model_id: str, weights: str) -> bytes:
+        facts = replace(FACTS, model_id=model_id, base_fingerprint=weights)
+        naming = await names.find(facts, 1, "")
+        assert naming is not None
+        return naming.seed
+
+    other = await PrefixNames(no_adapter).find(replace(FACTS, model_id="b"), 1, "")
+    assert other is not None
+    old, new = await seed_of("a", "old"), await seed_of("a", "new")
+    known = {
+        old: {"model_id": "a"},
+        new: {"model_id": "a"},
+        other.seed: {"model_id": "b"},
+        other.ending_seed: {"model_id": "b (logits)"},
+        b"renamed": {"model_id": "c"},
+    }
+
+    def useless(*served: str) -> set[bytes]:
+        return known.keys() - names.usable(known, served, tuple)
+
+    assert useless("a", "b") == {old}
+    await seed_of("b", FACTS.base_fingerprint)
+    assert useless("a", "b") == {old, b"renamed"}
+    assert useless("b") == {old, new, b"renamed"}
+    await seed_of("b", "others")
+    assert useless("a", "b") == known.keys() - {new}
+
+
 async def test_what_an_engine_read_and_lies_there_no_more_has_no_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

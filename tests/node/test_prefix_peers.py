@@ -186,6 +186,8 @@ async def station(
             memory_bytes=memory_mb * MIB,
             disk_bytes=64 * MIB,
             data_dir=folder,
+            served=tuple,
+            adapters=tuple,
             adapter_digest=str,
             clock=clock,
             rng=rng,

@@ -24,7 +24,7 @@ from kakeya.node.arena import PAGE_BYTES, NodeArena, page_config
 from kakeya.node.prefix_counts import Source
 from kakeya.node.prefix_exchange import PrefixExchange
 from kakeya.node.prefix_source import NodeSources
-from kakeya.node.prefixes import NodePrefixes
+from kakeya.node.prefixes import SWEEP_S, TEND_S, NodePrefixes
 from kakeya.precache.blocks import BlockId
 from kakeya.precache.disk import FOLDER
 from kakeya.precache.retention import Retention
@@ -188,6 +188,8 @@ async def world(
     slab: int = 8,
     budget: int | None = None,
     disk: bool = False,
+    disk_bytes: int = 1 << 30,
+    adapters: Sequence[str] = (),
     clock: Clock | None = None,
     ledger: Plenty | None = None,
 ) -> AsyncIterator[World]:
@@ -211,9 +213,10 @@ async def world(
         async with NodePrefixes(
             arena,
             memory_bytes=(budget if budget is not None else pages) * PAGE_BYTES,
-            disk_bytes=(1 << 30) if disk else 0,
+            disk_bytes=disk_bytes if disk else 0,
             data_dir=folder,
             served=lambda: ["toy"],
+            adapters=lambda: [digest(one) for one in adapters],
             adapter_digest=digest,
             clock=clock,
             rng=random.Random(1),
@@ -610,6 +613,64 @@ async def test_what_one_life_of_a_node_computed_the_next_one_reads(tmp_path: Pat
         assert await here.ask([*prompt[:17], 1, 2]) == 17
         await written(here)
         here.check()
+
+
+async def test_under_a_smaller_cap_a_start_keeps_what_the_served_weights_can_use(
+    tmp_path: Path,
+) -> None:
+    """Also where that was used longest ago; who it is of is known once an engine is there."""
+    prompt = [*range(20, 38)]
+    async with world(tmp_path, disk=True) as here:
+        for weights in ("weights", "OLD WEIGHTS"):
+            here.engine.facts = replace(FACTS, base_fingerprint=weights)
+            await here.ask(prompt)
+            await written(here)
+        used_bytes = here.prefixes.store.stats().used_bytes
+    async with world(tmp_path, disk=True, disk_bytes=used_bytes * 2 // 3) as here:
+        store = here.prefixes.store
+        await store.ready()
+        await asyncio.sleep(0.05)
+        assert await here.ask(prompt) == 17
+        await here.prefixes._look_after()
+        assert store.stats().used_bytes <= used_bytes * 2 // 3
+    async with world(tmp_path, disk=True) as here:
+        assert await here.ask(prompt) == 17
+        uses = here.prefixes.store.stats().by_fingerprint
+        assert sum(use.blocks for use in uses if use.is_usable) >= 5
+        assert sum(use.blocks for use in uses) < 10
+
+
+async def test_a_start_holds_the_cap_after_a_minute_though_no_engine_came(tmp_path: Path) -> None:
+    async with world(tmp_path, disk=True) as here:
+        await here.ask(SEED_TEXT)
+    clock = FakeClock()
+    async with world(tmp_path, disk=True, disk_bytes=1, clock=clock) as here:
+        store = here.prefixes.store
+        await store.ready()
+        assert len(store.ids()) == 3
+        await clock.sleep(SWEEP_S + 2 * TEND_S)
+        async with asyncio.timeout(10):
+            while store.ids():
+                await asyncio.sleep(0.01)
+
+
+async def test_blocks_of_an_adapter_can_be_used_while_the_node_has_it(tmp_path: Path) -> None:
+    """Whether or not it was asked for since the start."""
+    async with world(tmp_path, disk=True) as here:
+        here.engine.says_logits = True
+        for adapter_id in ("", "one#name", "two#name"):
+            await here.ask(SEED_TEXT, adapter_id=adapter_id)
+        await written(here)
+    async with world(tmp_path, disk=True, adapters=["two"]) as here:
+        await here.ask([1, 2])
+        found = {entry.block.fingerprint: entry.block for entry in here.prefixes.store.entries()}
+        usable = {
+            (found[bytes.fromhex(use.fingerprint)].facts["adapter"], use.model_id)
+            for use in here.prefixes.store.stats().by_fingerprint
+            if use.is_usable
+        }
+        names = ("toy", "toy (logits)")
+        assert usable == {(one, name) for one in ("", "digest of two") for name in names}
 
 
 async def test_a_block_that_is_damaged_on_disk_is_computed_with_all_behind_it(

@@ -13,6 +13,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.units import MIB
 from kakeya.precache.blocks import ROOT, BlockId
 from kakeya.precache.disk import BlockStore
+from kakeya.precache.disk_index import Usable, all_usable
 from kakeya.precache.disk_stats import DiskConfig
 from kakeya.precache.kvb import StoredBlock, pack_tokens
 from tests.fakes import FakeClock
@@ -33,6 +34,7 @@ def opened(
     clock: Clock | None = None,
     stored: Callable[[Collection[BlockId]], None] = lambda _ids: None,
     lost: Callable[[Collection[BlockId]], None] = lambda _ids: None,
+    usable: Usable = all_usable,
 ) -> BlockStore:
     return BlockStore(
         folder / "kv",
@@ -40,6 +42,7 @@ def opened(
         clock=clock or FakeClock(),
         stored=stored,
         lost=lost,
+        usable=usable,
     )
 
 

@@ -494,11 +494,12 @@ async def test_blocks_of_models_that_are_not_here_go_first(tmp_path: Path) -> No
     clock = FakeClock()
     ours = chain_of(3, size=10_000)
     theirs = chain_of(3, seed=50, size=10_000, fingerprint=b"t" * 32)
-    async with opened(tmp_path, config_of(70_000, headroom=0.0), clock=clock) as store:
+    here = {ours[0][0].fingerprint}
+    config = config_of(70_000, headroom=0.0)
+    async with opened(tmp_path, config, clock=clock, usable=lambda _: here) as store:
         await put_all(store, ours)
         clock.advance(60)
         await put_all(store, theirs)
-        store.use({ours[0][0].fingerprint})
         uses = {use.fingerprint: use for use in store.stats().by_fingerprint}
         assert uses[ours[0][0].fingerprint.hex()].is_usable
         assert not uses[theirs[0][0].fingerprint.hex()].is_usable
