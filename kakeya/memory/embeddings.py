@@ -18,8 +18,8 @@ from kakeya.memory.policy import Rung, Tenant
 
 MAX_ENTRIES = 32
 TTL_S = 300.0
+TENANT = "vision-embeddings"
 ChannelOrder = Literal["RGB", "BGR", "RGBA", "BGRA", "ARGB", "L"]
-_NAME = "vision-embeddings"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +70,22 @@ class VisionEmbeddingCache:
         self._entries.move_to_end(key)
         return entry[0]
 
-    def put(self, key: str, embedding: VisionEmbedding) -> None:
-        """Keep an embedding. Its tokens must not change any more."""
-        self._entries[key] = (embedding, self._mono() + self._ttl_s)
-        self._entries.move_to_end(key)
-        if len(self._entries) > self._max_entries:
+    def put(
+        self, key: str, embedding: VisionEmbedding, may_grow: Callable[[int], bool] = lambda _: True
+    ) -> None:
+        """Keep an embedding. Its tokens must not change any more.
+
+        What `may_grow` refuses room takes that of the least recently used, which is no more than
+        the cache had; one that is larger is not kept.
+        """
+        room = self.usage().held_bytes
+        self._entries.pop(key, None)
+        if len(self._entries) >= self._max_entries:
             self.purge_expired()
-        while len(self._entries) > self._max_entries:
+        while len(self._entries) >= self._max_entries:
             self._entries.popitem(last=False)
+        if may_grow(embedding.tokens.nbytes) or self._has_place(embedding.tokens.nbytes, room):
+            self._entries[key] = (embedding, self._mono() + self._ttl_s)
 
     def purge_expired(self) -> int:
         """Drop what expired; returns how many that were."""
@@ -101,7 +109,7 @@ class VisionEmbeddingCache:
             else:
                 live += embedding.tokens.nbytes
         return Tenant(
-            name=_NAME,
+            name=TENANT,
             rung=Rung.CACHE,
             held_bytes=live + expired,
             expired_bytes=expired,
@@ -110,9 +118,18 @@ class VisionEmbeddingCache:
 
     async def shrink(self, size: int) -> None:
         """Give up so many bytes: expired entries, then the least recently used."""
-        before = self.usage().held_bytes
+        self._drop_to(self.usage().held_bytes - size)
+
+    def _has_place(self, size: int, room: int) -> bool:
+        """Make place within what it had, where that is enough at all."""
+        if size > room:
+            return False
+        self._drop_to(room - size)
+        return True
+
+    def _drop_to(self, size: int) -> None:
         self.purge_expired()
-        while self._entries and before - self.usage().held_bytes < size:
+        while self._entries and self.usage().held_bytes > size:
             self._entries.popitem(last=False)
 
 

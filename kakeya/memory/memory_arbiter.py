@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -32,7 +33,7 @@ from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth
 from kakeya.memory.arbiter import Arbiter
 from kakeya.memory.capability import Capability
-from kakeya.memory.embeddings import VisionEmbedding, VisionEmbeddingCache
+from kakeya.memory.embeddings import TENANT, VisionEmbedding, VisionEmbeddingCache
 from kakeya.memory.events import Event, Evicted, Listeners, MemoryPressure
 from kakeya.memory.handle import PLAIN, Handle, Shelf, Terms
 from kakeya.memory.keeper import FORCE_S, Keeper, TenantSource, within
@@ -158,8 +159,10 @@ class MemoryArbiter:
         return self._embeddings.get(key)
 
     def cache_embedding(self, key: str, embedding: VisionEmbedding) -> None:
-        """Keep an image's projected tokens for a while."""
-        self._embeddings.put(key, embedding)
+        """Keep an image's projected tokens for a while: in room that nobody needs, else in the
+        place of older ones."""
+        self._embeddings.put(key, embedding, partial(self.may_grow, TENANT))
+        self.grown(TENANT)
 
     # What the node does.
 

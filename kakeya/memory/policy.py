@@ -8,7 +8,7 @@ it idles; leases count as themselves. A waiting request gains a class for each `
 end, so that it passes at last whatever stands before it. What costs least to get back is taken
 before any model:
 
-    expired entries -> spare pages -> idle sessions (they prefill again) -> models
+    expired entries -> live entries of caches -> spare pages -> idle sessions -> models
 
 All functions here are pure.
 """
@@ -41,12 +41,12 @@ class Level(IntEnum):
 class Rung(IntEnum):
     """What a tenant's spare bytes are, in the order in which they are asked back.
 
-    Live cache entries are only asked for when pressure is critical.
+    Low pressure alone leaves live cache entries where they are.
     """
 
-    PAGES = 1
-    SESSIONS = 2
-    CACHE = 3
+    CACHE = 1
+    PAGES = 2
+    SESSIONS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +199,7 @@ def shrink_by(need_bytes: int, tenants: Iterable[Tenant]) -> tuple[Shrink, ...]:
     left = need_bytes
     climbing = sorted(tenants, key=lambda tenant: (tenant.rung, tenant.name))
     offers = [(tenant.name, tenant.expired_bytes) for tenant in climbing]
-    offers += [(t.name, t.spare_bytes) for t in climbing if t.rung is not Rung.CACHE]
+    offers += [(tenant.name, tenant.spare_bytes) for tenant in climbing]
     for name, offered in offers:
         taken = min(offered, left)
         if taken > 0:
@@ -281,7 +281,8 @@ def relieve(
             }
             wanted = _ALL if wanted_bytes is None else wanted_bytes
             wanted -= sum(given.values()) + sum(one.bytes for one in idle)
-            for shrink in shrink_by(wanted, (replace(t, expired_bytes=0) for t in tenants)):
+            kept = (replace(t, expired_bytes=0) for t in tenants if t.rung is not Rung.CACHE)
+            for shrink in shrink_by(wanted, kept):
                 given[shrink.name] += shrink.bytes
             return _relief(given, idle, wanted_bytes)
         case Level.LOW:

@@ -663,7 +663,7 @@ def _carry_out_shrinks(world: World, tenants: dict[str, Tenant]) -> list[tuple[s
     return done
 
 
-def test_what_expired_goes_before_pages_before_sessions_before_models() -> None:
+def test_caches_go_before_pages_before_sessions_before_models() -> None:
     world = World.of(1000)
     tenants = {
         "cache": Tenant(
@@ -677,13 +677,12 @@ def test_what_expired_goes_before_pages_before_sessions_before_models() -> None:
     world.use(ask("idle", MANY, 300))
     (plan,) = world.arbiter.ask(ask("new", MANY, 400), 0)[1].plans
     assert [(one.name, one.bytes) for one in plan.shrink] == [
-        ("cache", 20),
+        ("cache", 60),
         ("pages", 100),
-        ("kv", 40),
     ]
     assert plan.evict == ()
     assert world.arbiter.snapshot().committed_bytes == 1000
-    (plan,) = world.arbiter.ask(ask("more", MANY, 350), 0)[1].plans
+    (plan,) = world.arbiter.ask(ask("more", MANY, 390), 0)[1].plans
     assert [one.name for one in plan.shrink] == ["kv"]
     assert [one.key.capability for one in plan.evict] == ["idle"]
 

@@ -92,6 +92,35 @@ def test_putting_again_renews() -> None:
     assert again.tokens[0] == 2
 
 
+@given(st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 4), st.booleans())))
+def test_it_never_holds_more_than_what_it_had_and_what_it_was_granted(
+    puts: list[tuple[str, int, bool]],
+) -> None:
+    cache = VisionEmbeddingCache(mono=Now(), max_entries=3)
+    for key, count, may_grow in puts:
+        before = cache.usage().held_bytes
+        asked: list[int] = []
+
+        def answer(size: int, asked: list[int] = asked, may_grow: bool = may_grow) -> bool:
+            asked.append(cache.usage().held_bytes + size)
+            return may_grow
+
+        one = VisionEmbedding(tokens=memoryview(bytes(count)), token_count=count, hidden_size=1)
+        cache.put(key, one, answer)
+        after = cache.usage().held_bytes
+        assert after == asked[0] if may_grow else after <= before
+        assert (cache.get(key) is one) == (may_grow or count <= before)
+        assert len(cache) <= 3
+
+
+def test_without_room_to_grow_the_newest_takes_the_place_of_the_oldest() -> None:
+    cache = VisionEmbeddingCache(mono=Now())
+    for key in ("a", "b", "c"):
+        cache.put(key, embedding())
+    cache.put("d", embedding(), lambda _: False)
+    assert [cache.get(key) is not None for key in "abcd"] == [False, True, True, True]
+
+
 async def test_it_is_a_tenant_that_gives_expired_bytes_first() -> None:
     now = Now()
     cache = VisionEmbeddingCache(mono=now, ttl_s=10)

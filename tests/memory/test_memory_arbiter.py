@@ -37,6 +37,7 @@ from kakeya.memory.resident import (
     RolePriority,
     Warmth,
 )
+from tests.fakes import FakeClock
 from tests.memory.toy import Toy, capability
 from tests.memory.worlds import ManualClock, key, until
 
@@ -763,6 +764,30 @@ async def test_embeddings_are_counted_purged_at_low_and_dropped_with_vision(shel
     shelf.press(Level.LOW)
     await until(lambda: not shelf.resident())
     assert shelf.arbiter.cached_embedding("new") is None
+
+
+async def test_images_fill_the_budget_and_never_more_and_no_model_goes_for_them() -> None:
+    toy = Toy()
+    async with MemoryArbiter(budget=100, clock=ManualClock(), grace_s=0) as arbiter:
+        arbiter.register(capability("hear", ASR, toy, size=50))
+        await arbiter.request("hear", "m", 1)
+        for number in range(40):
+            arbiter.cache_embedding(str(number), _embedding(20))
+            assert arbiter.status().committed_bytes <= 100
+        arbiter.observe(Reading(level=Level.NOMINAL, source="test"))
+        await pump()
+        assert not toy.unloads
+        assert arbiter.status().committed_bytes == 90, "the newest two"
+        assert arbiter.cached_embedding("39") is not None
+
+
+async def test_images_leave_for_a_request_that_needs_their_room() -> None:
+    async with MemoryArbiter(budget=100, clock=FakeClock(), grace_s=0) as arbiter:
+        arbiter.register(capability("text", TEXT_TARGET, Toy(), size=50))
+        for key_of in "abc":
+            arbiter.cache_embedding(key_of, _embedding(30))
+        assert await arbiter.request("text", "m", 1) == "m did 1"
+        assert [arbiter.cached_embedding(one) is not None for one in "abc"] == [0, 0, 1]
 
 
 # The end.

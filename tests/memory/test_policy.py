@@ -146,6 +146,8 @@ def test_what_is_freed_and_what_is_short_reach_what_is_asked(
     for victim in taken.victims:
         assert freed - victim.bytes < need, "none is superfluous"
     assert not taken.shrinks or freed <= need, "nor is a byte of pages"
+    caches_and_pages = sum(one.expired_bytes + one.spare_bytes for one in tenants)
+    assert not taken.victims or need > caches_and_pages, "no model goes for what holds many things"
     offered = policy.shrink_by(need, tenants)
     assert {one.name for one in taken.shrinks} <= {one.name for one in offered}
     if any(victim.leases for victim in taken.victims):
@@ -156,7 +158,7 @@ def test_what_is_freed_and_what_is_short_reach_what_is_asked(
 def test_pages_stay_where_the_model_that_goes_makes_room_enough() -> None:
     """Two models swap, and what was computed of their prompts stays; caches go before pages."""
     tenants = [
-        Tenant(name="cache", rung=Rung.CACHE, held_bytes=10, expired_bytes=10),
+        Tenant(name="cache", rung=Rung.CACHE, held_bytes=10, expired_bytes=4, spare_bytes=6),
         Tenant(name="pages", rung=Rung.PAGES, held_bytes=40, spare_bytes=40),
     ]
 
