@@ -119,9 +119,14 @@ class Handle:
         return self._lender.backend(self.key)
 
     async def run(self, payload: object) -> object:
-        """Run a request in the model's lane. Raises Conflict after the release, and QueueFull."""
+        """Run a request in the model's lane. Raises Conflict after the release, and QueueFull.
+
+        A run that has begun, or waits for its turn, holds the model although the handle is released
+        meanwhile.
+        """
         self._held("run")
-        return await self._lender.run_held(self.key, payload)
+        with self.retain():
+            return await self._lender.run_held(self.key, payload)
 
     def retain(self) -> Handle:
         """Another handle of the same model, for somebody else to release."""

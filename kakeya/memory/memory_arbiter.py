@@ -364,8 +364,8 @@ class MemoryArbiter:
         self, key: ResidentKey, payload: object, terms: Terms, deadline_mono: float
     ) -> object:
         async with self._runner.turn_to_ask(key, self._capabilities[key.capability]):
-            with await self._handle(key, terms, deadline_mono) as handle:
-                return await handle.run(payload)
+            with await self._handle(key, terms, deadline_mono):
+                return await self.run_held(key, payload)
 
     async def _handle(self, key: ResidentKey, terms: Terms, deadline_mono: float) -> Handle:
         lease = await self._keeper.lease(self._ask(key, terms, deadline_mono))

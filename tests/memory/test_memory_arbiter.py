@@ -790,6 +790,22 @@ async def test_images_leave_for_a_request_that_needs_their_room() -> None:
         assert [arbiter.cached_embedding(one) is not None for one in "abc"] == [0, 0, 1]
 
 
+async def test_a_run_holds_its_model_although_the_handle_is_released_meanwhile(
+    shelf: Shelf,
+) -> None:
+    shelf.see.run_gate.clear()
+    async with shelf.arbiter.acquire("see", "m") as handle:
+        running = asyncio.ensure_future(handle.run(1))
+        waiting = asyncio.ensure_future(handle.run(2))
+        await until(lambda: shelf.see.running)
+    shelf.press(Level.CRITICAL)
+    await pump()
+    assert not shelf.see.unloads
+    shelf.see.run_gate.set()
+    assert await asyncio.gather(running, waiting) == ["m did 1", "m did 2"]
+    await until(lambda: shelf.see.unloads == ["m"])
+
+
 # The end.
 
 
