@@ -6,7 +6,7 @@ they free; loads then go on side by side too. Nothing is decided here.
 
 A load is cancelled only when the node stops: a model that nobody waits for any more stays warm.
 An unload that does not end is left alone after a while; its bytes stay in the ledger, as foreign
-ones, until it does.
+ones, until it does, and its model is not loaded meanwhile.
 """
 
 from __future__ import annotations
@@ -84,6 +84,16 @@ async def within(clock: Clock, seconds: float, work: Coroutine[object, object, R
         await asyncio.gather(task, sleeper, return_exceptions=True)
 
 
+async def has_ended(clock: Clock, seconds: float, task: asyncio.Task[None]) -> bool:
+    """Wait for a task's end, but no longer than `seconds`; it goes on after them."""
+    sleeper = asyncio.ensure_future(clock.sleep(seconds))
+    try:
+        await asyncio.wait((task, sleeper), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        sleeper.cancel()
+    return task.done()
+
+
 async def cancelled(clock: Clock, seconds: float, tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait for their ends, but no longer than `seconds`."""
     for task in tasks:
@@ -114,7 +124,7 @@ class Keeper:
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self._loads: set[asyncio.Task[None]] = set()
-        self._stuck: set[asyncio.Task[None]] = set()
+        self._unloads: dict[ResidentKey, asyncio.Task[None]] = {}
 
     def add_tenant(self, source: TenantSource) -> None:
         """Count what a tenant holds, and ask it to shrink when room is needed."""
@@ -185,7 +195,7 @@ class Keeper:
                 group.create_task(self._keep_time())
                 group.create_task(self._carry_out_all(group))
         finally:
-            await cancelled(self._clock, FORCE_S, (*self._loads, *self._stuck))
+            await cancelled(self._clock, FORCE_S, (*self._loads, *self._unloads.values()))
 
     async def drain(self, grace_s: float) -> tuple[ResidentKey, ...]:
         """Unload all that is released in time; returns what is still in use or loading then."""
@@ -207,9 +217,7 @@ class Keeper:
     async def unload_now(self, key: ResidentKey) -> None:
         """Unload what is still held, at the very end."""
         task = asyncio.get_running_loop().create_task(self._unload(key))
-        sleeper = asyncio.ensure_future(self._clock.sleep(FORCE_S))
-        await asyncio.wait((task, sleeper), return_when=asyncio.FIRST_COMPLETED)
-        sleeper.cancel()
+        await has_ended(self._clock, FORCE_S, task)
         task.cancel()
         self._listeners.tell(ModelUnload(key=key, reason=Reason.SHUTDOWN))
 
@@ -267,14 +275,9 @@ class Keeper:
     async def _evict(self, eviction: Eviction, room_for: ResidentKey | None) -> None:
         key = eviction.key
         task = asyncio.get_running_loop().create_task(self._unload(key))
-        sleeper = asyncio.ensure_future(self._clock.sleep(UNLOAD_LIMIT_S))
-        try:
-            await asyncio.wait((task, sleeper), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            sleeper.cancel()
-            self._stuck.add(task)
-            task.add_done_callback(self._stuck.discard)
-        if not task.done():
+        self._unloads[key] = task
+        task.add_done_callback(lambda _: self._unloads.pop(key))
+        if not await has_ended(self._clock, UNLOAD_LIMIT_S, task):
             _warn("unload does not end; its bytes stay counted", model=str(key))
             held = f"unload of {key}"
             self.take(self._arbiter.hold(held, eviction.bytes, self._clock.mono()))
@@ -295,12 +298,22 @@ class Keeper:
         except Exception as fault:  # noqa: BLE001 - a handler's fault; its bytes are measured anew
             _warn("unload failed", model=str(key), error=repr(fault))
 
+    def _check_unloaded(self, key: ResidentKey) -> None:
+        """Calls for one model do not overlap."""
+        if key in self._unloads:
+            raise errors.MemoryRefused(
+                f"the last unload of {key} does not end, and its memory is still held; ask again "
+                "later",
+                retry_after_s=UNLOAD_LIMIT_S,
+            )
+
     async def _load(self, key: ResidentKey) -> None:
         began_mono = self._clock.mono()
         resident = self._arbiter.find(key)
         if resident is None or resident.state is not State.LOADING:
             raise errors.InvariantBroken("load of a resident", f"{key} is not loading")
         try:
+            self._check_unloaded(key)
             loaded = await self._models.load(key)
         except asyncio.CancelledError:
             if is_cancelled():

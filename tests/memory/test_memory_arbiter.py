@@ -522,6 +522,25 @@ async def test_an_unload_that_does_not_end_stops_nobody_and_stays_counted(shelf:
     await until(lambda: not shelf.arbiter.status().foreign)
 
 
+async def test_a_model_whose_unload_does_not_end_is_not_loaded_until_it_does(shelf: Shelf) -> None:
+    shelf.see.unload_gate.clear()
+    await shelf.arbiter.request("see", "m", 1)
+    shelf.arbiter.unload("see", "m")
+    await until(lambda: shelf.see.unloads)
+    shelf.clock.advance(30)
+    await until(lambda: not shelf.resident())
+    for _ in range(2):
+        with pytest.raises(errors.MemoryRefused, match="unload of see:m does not end") as refused:
+            await shelf.arbiter.request("see", "m", 2)
+        assert refused.value.retry_after_s == 30
+    assert shelf.see.loads == ["m"]
+    assert shelf.arbiter.status().foreign == {"unload of see:m": 100}
+    assert shelf.arbiter.status().committed_bytes == 100
+    shelf.see.unload_gate.set()
+    await until(lambda: not shelf.arbiter.status().foreign)
+    assert await shelf.arbiter.request("see", "m", 3) == "m did 3"
+
+
 async def test_a_model_in_use_is_not_unloaded_by_hand(shelf: Shelf) -> None:
     async with shelf.arbiter.acquire("see", "m"):
         with pytest.raises(errors.Conflict):
