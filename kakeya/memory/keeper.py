@@ -6,7 +6,8 @@ they free; loads then go on side by side too. Nothing is decided here.
 
 A load is cancelled only when the node stops: a model that nobody waits for any more stays warm.
 An unload that does not end is left alone after a while; its bytes stay in the ledger, as foreign
-ones, until it does, and its model is not loaded meanwhile.
+ones, until it does, and its model is not loaded meanwhile. So is a tenant whose shrink does not
+end: what it holds counts as in use until it does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Coroutine
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from kakeya.core import errors
@@ -35,8 +37,8 @@ from kakeya.memory.policy import Shrink, Tenant
 from kakeya.memory.resident import LeaseId, ResidentKey, State
 
 _log = logging.getLogger(__name__)
-UNLOAD_LIMIT_S = 30.0
-"""After which other plans no longer wait for an unload: three times the drain limit."""
+UNLOAD_LIMIT_S = SHRINK_LIMIT_S = 30.0
+"""After which other plans wait no longer for an unload or a tenant: three times the drain limit."""
 FORCE_S = 2.0
 """What each step of an end by force may take: handlers may ignore that they are cancelled."""
 _TELLING = frozenset({Reason.SWAP, Reason.FIT, Reason.PRESSURE})
@@ -65,6 +67,20 @@ class TenantSource(Protocol):
     async def shrink(self, size: int) -> None:
         """Give up `size` bytes, expired ones first; less when less can be spared by now."""
         ...
+
+
+@dataclass(slots=True, eq=False)
+class _Lodger:
+    """A tenant, asked for one thing after the other; not for more while one does not end."""
+
+    source: TenantSource
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    is_stuck: bool = False
+
+    def usage(self) -> Tenant:
+        """What it holds; all of it is in use while it is stuck."""
+        usage = self.source.usage()
+        return replace(usage, expired_bytes=0, spare_bytes=0) if self.is_stuck else usage
 
 
 async def within(clock: Clock, seconds: float, work: Coroutine[object, object, Result]) -> Result:
@@ -116,8 +132,7 @@ class Keeper:
         self._models = models
         self._listeners = listeners
         self._clock = clock
-        self._tenants: dict[str, TenantSource] = {}
-        self._shrinking: dict[str, asyncio.Lock] = {}
+        self._tenants: dict[str, _Lodger] = {}
         self._waiters: dict[LeaseId, asyncio.Future[None]] = {}
         self._plans: asyncio.Queue[Plan] = asyncio.Queue()
         self._rooms: set[asyncio.Task[None]] = set()
@@ -125,19 +140,19 @@ class Keeper:
         self._changed = asyncio.Event()
         self._loads: set[asyncio.Task[None]] = set()
         self._unloads: dict[ResidentKey, asyncio.Task[None]] = {}
+        self._shrinks: set[asyncio.Task[None]] = set()
 
     def add_tenant(self, source: TenantSource) -> None:
         """Count what a tenant holds, and ask it to shrink when room is needed."""
         tenant = source.usage()
         if tenant.name in self._tenants:
             raise errors.Conflict(f"tenant {tenant.name!r} is already registered")
-        self._tenants[tenant.name] = source
+        self._tenants[tenant.name] = _Lodger(source)
         self._arbiter.report(tenant)
 
     def remove_tenant(self, name: str) -> None:
         """Count a tenant no longer; what it was told to give up is forgotten."""
         if self._tenants.pop(name, None) is not None:
-            self._shrinking.pop(name, None)
             self.take(self._arbiter.forget(name, self._clock.mono()))
 
     async def lease(self, ask: Ask) -> LeaseId:
@@ -159,8 +174,8 @@ class Keeper:
 
     def count_tenants(self) -> None:
         """Tell the arbiter what each tenant holds by now."""
-        for source in self._tenants.values():
-            self._arbiter.report(source.usage())
+        for tenant in self._tenants.values():
+            self._arbiter.report(tenant.usage())
 
     def take(self, outcome: Outcome) -> None:
         """Perform an outcome: answer who waits, put plans to the others."""
@@ -195,7 +210,8 @@ class Keeper:
                 group.create_task(self._keep_time())
                 group.create_task(self._carry_out_all(group))
         finally:
-            await cancelled(self._clock, FORCE_S, (*self._loads, *self._unloads.values()))
+            tasks = (*self._loads, *self._unloads.values(), *self._shrinks)
+            await cancelled(self._clock, FORCE_S, tasks)
 
     async def drain(self, grace_s: float) -> tuple[ResidentKey, ...]:
         """Unload all that is released in time; returns what is still in use or loading then."""
@@ -259,18 +275,36 @@ class Keeper:
         self.take(outcome)
 
     async def _shrink(self, shrink: Shrink) -> None:
-        async with self._shrinking.setdefault(shrink.name, asyncio.Lock()):
-            source = self._tenants.get(shrink.name)
-            if source is None:
-                return  # it left meanwhile, and its promise with it
-            try:
-                await source.shrink(shrink.bytes)
-            except (Exception, asyncio.CancelledError) as fault:
-                if isinstance(fault, asyncio.CancelledError) and is_cancelled():
-                    raise
-                _warn("tenant failed to shrink", tenant=shrink.name, error=repr(fault))
-            if self._tenants.get(shrink.name) is source:
-                self.take(self._arbiter.shrunk(shrink, source.usage(), self._clock.mono()))
+        tenant = self._tenants.get(shrink.name)
+        if tenant is None:
+            return
+        async with tenant.turn:
+            if not tenant.is_stuck:
+                await self._ask_back(tenant, shrink)
+            if self._tenants.get(shrink.name) is tenant:  # else it left, and its promise with it
+                self.take(self._arbiter.shrunk(shrink, tenant.usage(), self._clock.mono()))
+
+    async def _ask_back(self, tenant: _Lodger, shrink: Shrink) -> None:
+        task = asyncio.get_running_loop().create_task(self._give_up(tenant.source, shrink))
+        self._shrinks.add(task)
+        task.add_done_callback(self._shrinks.discard)
+        if not await has_ended(self._clock, SHRINK_LIMIT_S, task):
+            _warn("tenant does not end to shrink; its bytes stay counted", tenant=shrink.name)
+            tenant.is_stuck = True
+            task.add_done_callback(lambda _: self._unstuck(tenant))
+
+    def _unstuck(self, tenant: _Lodger) -> None:
+        tenant.is_stuck = False
+        self.count_tenants()
+        self.take(self._arbiter.settle(self._clock.mono()))
+
+    async def _give_up(self, source: TenantSource, shrink: Shrink) -> None:
+        try:
+            await source.shrink(shrink.bytes)
+        except (Exception, asyncio.CancelledError) as fault:
+            if isinstance(fault, asyncio.CancelledError) and is_cancelled():
+                raise
+            _warn("tenant failed to shrink", tenant=shrink.name, error=repr(fault))
 
     async def _evict(self, eviction: Eviction, room_for: ResidentKey | None) -> None:
         key = eviction.key

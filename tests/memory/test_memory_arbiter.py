@@ -655,6 +655,35 @@ async def test_a_tenant_that_leaves_while_it_gives_says_nothing_of_its_successor
     assert await shelf.arbiter.request("see", "m", 1) == "m did 1"
 
 
+async def test_a_tenant_whose_shrink_does_not_end_stops_nobody_and_stays_counted(
+    shelf: Shelf,
+) -> None:
+    pages = Pages(held=850, spare=850)
+    plain = pages.shrink
+
+    async def slow(size: int) -> None:
+        await shelf.draw.run_gate.wait()
+        await plain(size)
+
+    pages.shrink = slow  # type: ignore[method-assign]
+    shelf.arbiter.add_tenant(pages)
+    shelf.draw.run_gate.clear()
+    await shelf.arbiter.request("see", "m", 1)
+    first = asyncio.ensure_future(shelf.arbiter.request("hear", "m", 1))
+    second = asyncio.ensure_future(shelf.arbiter.request("text", "m", 1))
+    await pump()
+    shelf.clock.advance(30)
+    await until(lambda: first.done() and second.done())
+    assert shelf.see.unloads == shelf.hear.unloads == ["m"], "other room was found"
+    status = shelf.arbiter.status()
+    assert (status.committed_bytes, status.tenants[1].spare_bytes) == (950, 0)
+    pages.held += 1
+    shelf.draw.run_gate.set()
+    await until(lambda: pages.held == 801)
+    assert await shelf.arbiter.request("hear", "m", 2) == "m did 2"
+    assert pages.asked == [50, 1], "and for no more while that did not end"
+
+
 async def test_a_tenant_gives_room_before_a_model_goes(shelf: Shelf) -> None:
     pages = Pages()
     shelf.arbiter.add_tenant(pages)
