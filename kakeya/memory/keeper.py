@@ -83,8 +83,13 @@ class _Lodger:
         return replace(usage, expired_bytes=0, spare_bytes=0) if self.is_stuck else usage
 
 
-async def within(clock: Clock, seconds: float, work: Coroutine[object, object, Result]) -> Result:
-    """The result of `work`, which is cancelled when its time is up. Raises TimeoutError."""
+async def within(
+    clock: Clock,
+    seconds: float,
+    work: Coroutine[object, object, Result],
+    late: errors.DeadlineExceeded,
+) -> Result:
+    """The result of `work`, which is cancelled when its time is up; then `late` is raised."""
     task = asyncio.ensure_future(work)
     if seconds == float("inf"):
         return await task
@@ -92,7 +97,7 @@ async def within(clock: Clock, seconds: float, work: Coroutine[object, object, R
     try:
         await asyncio.wait((task, sleeper), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise TimeoutError
+            raise late
         return task.result()
     finally:
         for pending in (task, sleeper):

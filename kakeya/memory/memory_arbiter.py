@@ -118,12 +118,10 @@ class MemoryArbiter:
         key = self._key(capability, model_key)
         self._check_time(key, terms, self._runner.usual_s(key) or 0.0)
         work = self._serve(key, payload, terms, self._clock.mono() + terms.timeout_s)
-        try:
-            return await within(self._clock, terms.timeout_s, work)
-        except TimeoutError as over:
-            raise errors.DeadlineExceeded(
-                f"{key} did not answer within {terms.timeout_s:.3g} s; allow more time"
-            ) from over
+        late = errors.DeadlineExceeded(
+            f"{key} did not answer within {terms.timeout_s:.3g} s; allow more time"
+        )
+        return await within(self._clock, terms.timeout_s, work, late)
 
     @asynccontextmanager
     async def acquire(

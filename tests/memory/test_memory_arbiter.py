@@ -301,6 +301,15 @@ async def test_a_run_beyond_its_time_is_cancelled(shelf: Shelf) -> None:
     assert shelf.see.cancelled == 1
 
 
+@pytest.mark.parametrize("timeout_s", [3.0, float("inf")])
+async def test_a_time_out_of_the_handlers_own_is_what_the_caller_gets(
+    shelf: Shelf, timeout_s: float
+) -> None:
+    shelf.see.run_error = TimeoutError("the camera's socket timed out")
+    with pytest.raises(TimeoutError, match="camera's socket"):
+        await shelf.arbiter.request("see", "m", 1, Terms(timeout_s=timeout_s))
+
+
 async def test_a_deadline_that_cannot_be_met_is_told_at_once_with_the_estimate(
     shelf: Shelf,
 ) -> None:
