@@ -1,7 +1,8 @@
 """What images became for a model: projected tokens, kept in RAM for a few minutes.
 
 Projecting an image costs more than most answers about it. The key is a digest of the model family
-and the pixels, normalised, so that two files of one picture meet, and two families never do.
+and the pixels, normalised, so that two files of one picture meet; two families never do, nor do
+two pictures of which the model sees that they differ.
 A hit makes an entry young for the order of leaving; it does not make it live longer.
 """
 
@@ -13,11 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kakeya.core import errors
 from kakeya.memory.policy import Rung, Tenant
 
 MAX_ENTRIES = 32
 TTL_S = 300.0
+_FRACTION_BITS = 24
+_PADDING = 0xFFFFFFFF  # the brightest pixel is 255 << 24
 TENANT = "vision-embeddings"
 ChannelOrder = Literal["RGB", "BGR", "RGBA", "BGRA", "ARGB", "L"]
 
@@ -147,32 +153,41 @@ def embedding_key(model_family: str, pixels: bytes) -> str:
 
 
 def normalised(
-    pixels: bytes, width: int, height: int, *, order: ChannelOrder = "RGB", side: int = 224
+    pixels: bytes, width: int, height: int, *, side: int, order: ChannelOrder = "RGB"
 ) -> bytes:
-    """Pixels as they are hashed: RGB, fitted into a square of `side`, the rest padded with 0.
+    """Pixels as they are hashed: RGB, fitted into a square of `side`, padded with what no pixel is.
 
-    A larger image is reduced to its nearest pixels, a smaller one stays as it is; transparency is
-    dropped. Raises InvalidArgument when the length does not fit.
+    `side` is the size to which the model itself reduces an image, so that the key tells apart what
+    the model does. There a pixel is the mean of all that it stands for, exact enough for each of
+    them to count; a smaller image stays as it is. Transparency is dropped. Raises InvalidArgument
+    when the length does not fit.
     """
     step = len(order)
-    if width < 1 or height < 1 or len(pixels) != width * height * step:
+    if min(width, height, side) < 1 or len(pixels) != width * height * step:
         raise errors.InvalidArgument(
-            f"{len(pixels)} bytes are no {order} image of {width} x {height}; "
-            f"{width * height * step} are needed",
+            f"{len(pixels)} bytes are no {order} image of {width} x {height} for a side of {side}; "
+            f"{width * height * step} are needed, and a side of 1 or more",
             param="pixels",
         )
     scale = max(width, height, side)
     columns, rows = max(1, width * side // scale), max(1, height * side // scale)
-    places = [column * width // columns * step for column in range(columns)]
-    red, green, blue = (0, 0, 0) if order == "L" else (order.index(one) for one in "RGB")
-    square = bytearray(side * side * 3)
-    for row in range(rows):
-        source = row * height // rows * width * step
-        target = row * side * 3
-        for place in places:
-            at = source + place
-            square[target] = pixels[at + red]
-            square[target + 1] = pixels[at + green]
-            square[target + 2] = pixels[at + blue]
-            target += 3
-    return bytes(square)
+    channels = [0, 0, 0] if order == "L" else [order.index(one) for one in "RGB"]
+    image = np.frombuffer(pixels, np.uint8).reshape(height, width, step)[:, :, channels]
+    sums = _summed(_summed(image, rows).swapaxes(0, 1), columns).swapaxes(0, 1)
+    square = np.full((side, side, 3), _PADDING, "<u4")
+    square[:rows, :columns] = (sums << _FRACTION_BITS) // (width * height)
+    return square.tobytes()
+
+
+def _summed(values: NDArray[np.uint8] | NDArray[np.int64], parts: int) -> NDArray[np.int64]:
+    """The sums of so many equal parts of the first axis, times `parts`: what lies in two of them
+    counts in either for its share, without rounding."""
+    length = len(values)
+    sums = np.empty((parts, *values.shape[1:]), np.int64)
+    for part in range(parts):
+        begin, end = part * length, (part + 1) * length
+        first, last = begin // parts, -(-end // parts)
+        starts = np.arange(first, last) * parts
+        shares = np.minimum(starts + parts, end) - np.maximum(starts, begin)
+        sums[part] = np.tensordot(shares, values[first:last], 1)
+    return sums

@@ -104,13 +104,13 @@ class Camera:
 
     async def run(self, backend: object, payload: object) -> object:
         assert isinstance(payload, Image)
-        pixels = normalised(payload.pixels, payload.width, payload.height, side=8)
-        key = embedding_key("camera-1", pixels)
+        width, height = payload.width, payload.height
+        key = embedding_key("camera-1", normalised(payload.pixels, width, height, side=8))
         known = self._arbiter.cached_embedding(key)
         if known is None:
             self.projected += 1
-            rows = memoryview(pixels)
-            known = VisionEmbedding(tokens=rows, token_count=64, hidden_size=3)
+            rows = memoryview(payload.pixels)
+            known = VisionEmbedding(tokens=rows, token_count=width * height, hidden_size=3)
             self._arbiter.cache_embedding(key, known)
         return sum(known.tokens), self.projected
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from array import array
+from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -178,25 +180,65 @@ def test_one_picture_has_one_normal_form_in_every_order(
         for order, form in forms.items()
     }
     assert len(normal) == 1
-    assert len(normal.pop()) == 8 * 8 * 3
+    assert len(normal.pop()) == 8 * 8 * 3 * 4
 
 
-def test_a_small_picture_is_padded_and_a_large_one_reduced() -> None:
-    assert normalised(b"\x07", 1, 1, order="L", side=2) == b"\x07\x07\x07" + bytes(9)
-    wide = bytes(range(8)) * 2
-    assert normalised(wide, 8, 2, order="L", side=4) == bytes(
-        v for at in (0, 2, 4, 6) for v in (at, at, at)
-    ) + bytes(36)
+def read(form: bytes, side: int) -> np.ndarray:
+    return np.frombuffer(form, "<u4").reshape(side, side, 3) / 2**24
 
 
-def test_twice_the_size_of_the_same_picture_meets_it() -> None:
-    small = bytes(n % 251 for n in range(16 * 16 * 3))
-    rows = [small[row * 48 : row * 48 + 48] for row in range(16)]
-    doubled = [b"".join(row[at : at + 3] * 2 for at in range(0, 48, 3)) for row in rows]
-    large = b"".join(row * 2 for row in doubled)
-    assert normalised(small, 16, 16, side=16) == normalised(large, 32, 32, side=16)
+def test_a_small_picture_is_padded_and_a_large_one_reduced_to_its_means() -> None:
+    dot = read(normalised(b"\x07", 1, 1, order="L", side=2), 2)
+    assert dot[0, 0].tolist() == [7, 7, 7]
+    assert (dot[[0, 1, 1], [1, 0, 1]] > 255).all(), "no pixel is like that"
+    wide = read(normalised(bytes([0, 1, 2, 9, 4, 5, 6, 7] * 2), 8, 2, order="L", side=4), 4)
+    assert wide[0, :, 0].tolist() == [0.5, 5.5, 4.5, 6.5]
+    uneven = read(normalised(bytes([0, 30, 90]), 3, 1, order="L", side=2), 2)
+    assert uneven[0, :, 0].tolist() == [10, 70], "the middle one counts half in either"
+
+
+sizes = st.integers(1, 12)
+
+
+@given(sizes, sizes, st.integers(1, 6), st.integers(1, 3), st.randoms())
+def test_a_picture_of_which_each_pixel_was_repeated_meets_itself(
+    width: int, height: int, side: int, times: int, rng: Random
+) -> None:
+    image = np.frombuffer(rng.randbytes(width * height * 3), np.uint8).reshape(height, width, 3)
+    side = min(side, max(width, height))  # it is as large as the model sees it, or larger
+    large = image.repeat(times, axis=0).repeat(times, axis=1)
+    assert normalised(image.tobytes(), width, height, side=side) == normalised(
+        large.tobytes(), width * times, height * times, side=side
+    )
+
+
+@given(sizes, sizes, st.integers(1, 9), st.integers(1, 255), st.randoms())
+def test_a_picture_that_differs_in_one_pixel_has_another_normal_form(
+    width: int, height: int, side: int, change: int, rng: Random
+) -> None:
+    pixels = bytearray(rng.randbytes(width * height * 3))
+    before = normalised(bytes(pixels), width, height, side=side)
+    at = rng.randrange(len(pixels))
+    pixels[at] = (pixels[at] + change) % 256
+    assert normalised(bytes(pixels), width, height, side=side) != before
+
+
+def test_one_pixel_of_a_screen_counts_by_the_least_step() -> None:
+    screen = bytearray(b"\xff" * (1920 * 1080 * 3))
+    before = normalised(bytes(screen), 1920, 1080, side=224)
+    for at in (0, len(screen) // 2, len(screen) - 1):
+        screen[at] = 254
+        after = normalised(bytes(screen), 1920, 1080, side=224)
+        assert after != before
+        before = after
+
+
+def test_black_around_a_picture_is_part_of_it() -> None:
+    assert normalised(bytes(3), 1, 1, side=4) != normalised(bytes(6), 2, 1, side=4)
 
 
 def test_bytes_that_are_no_such_image_are_refused() -> None:
     with pytest.raises(errors.InvalidArgument, match="12 are needed"):
-        normalised(bytes(11), 2, 2)
+        normalised(bytes(11), 2, 2, side=4)
+    with pytest.raises(errors.InvalidArgument, match="a side of 1"):
+        normalised(bytes(12), 2, 2, side=0)

@@ -92,7 +92,7 @@ async def test_a_plug_in_that_wants_the_arbiter_keeps_its_images_there() -> None
         assert await owner.request("brightness", "m", picture) == (sum(range(48)), 1)
         assert await owner.request("brightness", "m", picture) == (sum(range(48)), 1)
         held = {one.name: one.held_bytes for one in owner.status().tenants}
-        assert held["vision-embeddings"] == 8 * 8 * 3
+        assert held["vision-embeddings"] == 4 * 4 * 3
         owner.observe(Reading(level=Level.LOW, source="test"))
         await until(lambda: not owner.status().residents)
         assert sum(one.held_bytes for one in owner.status().tenants) == 0, "gone with the weights"
