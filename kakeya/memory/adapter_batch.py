@@ -63,9 +63,11 @@ class BatchFormer(Generic[Item]):
             del self._pending[key]
         return True
 
-    def oldest(self) -> float | None:
-        """Since when the request waits that waits longest; None = nobody does."""
-        return min((line[0][0] for line in self._pending.values()), default=None)
+    def oldest(self, *, but: str | None = None) -> float | None:
+        """Since when the request waits that waits longest, among those of all other keys than
+        `but`; None = nobody does."""
+        since = (line[0][0] for key, line in self._pending.items() if key != but)
+        return min(since, default=None)
 
     def order(self, now: float) -> tuple[str, ...]:
         """The keys in the order in which they are served."""

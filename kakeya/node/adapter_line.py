@@ -2,7 +2,8 @@
 
 Whose adapter is in a slot does not come here, but while somebody has waited long: then the least
 wanted adapter in a slot yields, which means that its next requests wait in line too, its slot
-comes free, and the line goes on. The order is `BatchFormer`'s.
+comes free, and the line goes on. It yields no longer than others wait. The order is
+`BatchFormer`'s.
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ class AdapterLine:
     async def run(self) -> None:
         """Serve the line for ever; one mover for each model, so that no two want one slot."""
         while True:
+            self._calm()
             if not self._former:
                 await self._wake.wait()
             self._wake.clear()
@@ -319,6 +321,8 @@ class AdapterLine:
     def _leave(self, waiter: _Waiter) -> None:
         """End a wait; what was granted in the same moment is given back."""
         if self._former.remove(waiter.adapter.adapter_id, waiter):
+            self._calm()
+            self._wake.set()
             return
         granted = waiter.granted
         if granted.done() and not granted.cancelled() and granted.exception() is None:
@@ -327,12 +331,20 @@ class AdapterLine:
 
     def _ask_to_yield(self) -> None:
         """Somebody waited long: the least wanted of those in use takes no more for now."""
-        since = self._former.oldest()
-        if since is None or self._clock.mono() - since < AGE_S:
-            return
         adapter = self._table.yielder(self._base)
-        if adapter is not None:
+        if adapter is not None and self._is_others_turn(adapter):
             adapter.is_yielding = True
+
+    def _calm(self) -> None:
+        """Who was asked to yield takes requests again once nobody else waits long for a slot."""
+        for adapter in self._table.hot(self._base):
+            if adapter.is_yielding and not self._is_others_turn(adapter):
+                adapter.is_yielding = False
+
+    def _is_others_turn(self, adapter: Adapter) -> bool:
+        """Whether somebody waits long for another adapter."""
+        since = self._former.oldest(but=adapter.adapter_id)
+        return since is not None and self._clock.mono() - since >= AGE_S
 
 
 def _removed(adapter: Adapter) -> Conflict:

@@ -132,6 +132,9 @@ class Line(RuleBasedStateMachine):
         assert len(self.former) == len(self.waiting)
         assert set(self.former.order(self.now)) == set(self.waiting.values())
         assert self.former.oldest() == min(map(self.came.__getitem__, self.waiting), default=None)
+        for but in KEYS:
+            others = (self.came[one] for one, key in self.waiting.items() if key != but)
+            assert self.former.oldest(but=but) == min(others, default=None)
 
 
 TestLine = Line.TestCase
