@@ -2,9 +2,10 @@
 
 An arena refuses at once. Here a caller may wait a little for pins to go, in a line, so that who
 wants a long range is not overtaken for ever by those who want one page. `stir` is called by the
-owner after it freed something, ended a holder, cleaned a block, and on its tick, since an unpin
-tells nobody; it serves the head of the line until one cannot be served. Waiting promises nothing:
-who is not served in time gets the refusal of the last try.
+owner after it freed something, ended a holder or cleaned a block; it serves the head of the line
+until one cannot be served. An unpin tells nobody, so who stands at the head looks again each
+`TRY_S`. Waiting promises nothing: who is not served in time tries once more, and gets the refusal
+of that.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from kakeya.core.errors import KakeyaError, OutOfPages
 from kakeya.memory.arena import Filling, PageArena
 from kakeya.memory.pages import Tenant
 from kakeya.memory.pins import Holder
+
+TRY_S = 0.01
+"""A tenth of what a caller waits by default; a try looks through all pages."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -56,7 +60,7 @@ class PageLine:
         self._line.append(waiter)
         self.stir()
         try:
-            await asyncio.wait((waiter.served,), timeout=limit_s)
+            await self._served(waiter, limit_s)
         except asyncio.CancelledError:
             self._leave(waiter)
             raise
@@ -80,6 +84,17 @@ class PageLine:
             else:
                 waiter.served.set_result(filling)
             self._line.popleft()
+
+    async def _served(self, waiter: _Waiter, limit_s: float) -> None:
+        """Wait until it is served, or the time is up and the last try was in vain."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + limit_s
+        left_s = limit_s
+        while not waiter.served.done() and left_s > 0.0:
+            await asyncio.wait((waiter.served,), timeout=min(left_s, TRY_S))
+            left_s = until - loop.time()
+            if not waiter.served.done() and (left_s <= 0.0 or self._line[0] is waiter):
+                self.stir()
 
     def _leave(self, waiter: _Waiter) -> None:
         """End a wait that was cancelled; what was served in the same moment goes back."""

@@ -199,7 +199,8 @@ class NodeArena:
         is_wanted: Callable[[], bool] = never,
     ) -> Filling:
         """Allocate; grows if the ledger lets it, else evicts, else waits a moment. Where nothing
-        helps and `is_wanted` says that a request waits for it, the ledger is to make room.
+        helps and `is_wanted` says that a request waits for it, the ledger is to make room; that
+        takes a while, so it is tried again whatever comes of it.
 
         Raises OutOfPages, PageFreed, InvalidArgument.
         """
@@ -210,9 +211,13 @@ class NodeArena:
         try:
             return await self._line.prepare(tenant, length, holder)
         except OutOfPages as problem:
-            if not (is_wanted() and await self._grow_by_force()):
+            if not is_wanted():
                 raise self._explained(problem) from problem
-        return await self._line.prepare(tenant, length, holder)
+        await self._grow_by_force()
+        try:
+            return await self._line.prepare(tenant, length, holder)
+        except OutOfPages as problem:
+            raise self._explained(problem) from problem
 
     def ref(self, block: Block, length: int) -> PageRef:
         """What an engine needs to know of a block. Raises PageFreed."""
@@ -292,33 +297,31 @@ class NodeArena:
             if not is_enough and self._ledger.may_grow(NAME, self._arena.slab_bytes):
                 await self._add_slab()
 
-    async def _grow_by_force(self) -> bool:
-        """Add one slab, for which what idles may have to go; False = there is no room in time."""
+    async def _grow_by_force(self) -> None:
+        """Add one slab, for which what idles may have to go, if there is room in time."""
         until_mono = self._clock.mono() + ROOM_S
         before = self._arena.pool.slabs()
         async with self._growth:
             if set(self._arena.pool.slabs()) - set(before):
-                return True  # somebody else's wait was for all
+                return  # somebody else's wait was for all
             try:
                 self._arena.pool.check_growth()
                 left_s = until_mono - self._clock.mono()
                 await self._ledger.make_room(NAME, self._arena.slab_bytes, left_s)
             except KakeyaError as refused:
                 event(_log, "no room for pages", reason=refused.message)
-                return False
-            return await self._add_slab()
+                return
+            await self._add_slab()
 
-    async def _add_slab(self) -> bool:
+    async def _add_slab(self) -> None:
         """Grow by what is reserved."""
         try:
             await self._arena.grow_async()
         except OutOfPages as full:
             event(_log, "no more pages", level=logging.DEBUG, reason=full.message)
-            return False
         finally:
             self._usage = None
             self._ledger.grown(NAME)
-        return True
 
     def _explained(self, problem: OutOfPages) -> OutOfPages:
         """Say when to ask again, and what to do where there are no pages at all."""

@@ -91,6 +91,36 @@ async def test_an_unpin_is_seen_at_the_next_stir(rig: Rig) -> None:
     assert not rig.taken[0].block.is_live
 
 
+async def test_who_stands_first_sees_an_unpin_that_nobody_tells_of(rig: Rig) -> None:
+    for filling in rig.taken:
+        filling.commit()
+    holds = [rig.agent.hold(filling.block) for filling in rig.taken]
+    for hold in holds:
+        hold.pin()
+    first, second = await rig.queue(first=1, second=1)
+    holds[0].unpin()
+    await first
+    assert not second.done()
+    holds[1].unpin()
+    await second
+    assert rig.served == ["first", "second"]
+
+
+async def test_the_last_try_is_at_the_end_of_the_wait_also_behind_others(rig: Rig) -> None:
+    rig.taken[0].commit()
+    hold = rig.agent.hold(rig.taken[0].block)
+    hold.pin()
+    many = asyncio.create_task(rig.wait("many", 3))
+    await asyncio.sleep(0)
+    one = asyncio.create_task(rig.wait("one", 1, wait_s=0.001))
+    await asyncio.sleep(0)
+    for number in (1, 2, 3):
+        rig.taken[number].rollback()
+    hold.unpin()
+    assert (await one).block.is_live
+    assert (await many).block.pages == 3
+
+
 async def test_who_is_not_served_in_time_is_refused_and_the_next_gets_a_try(rig: Rig) -> None:
     first = asyncio.create_task(rig.wait("many", 3, wait_s=0.05))
     await asyncio.sleep(0)

@@ -155,6 +155,40 @@ async def test_a_request_gets_a_refusal_to_retry_when_no_room_can_be_made(
     assert problem.value.retry_after_s
 
 
+async def test_pages_that_are_unpinned_while_room_is_made_in_vain_are_had(
+    arena: NodeArena, room: Room
+) -> None:
+    room.slabs, ours = 1, tenant(arena, [])
+    block = await laid(arena, ours, pages=SLAB)
+    hold = arena.hold(block, arena.engine("m", 1))
+    hold.pin()
+
+    async def in_vain(_size: int, _timeout_s: float) -> None:
+        hold.unpin()
+        raise MemoryRefused("nothing idles")
+
+    room.make = in_vain
+    filling = await arena.prepare(ours, 10, arena.holder("x"), lambda: True)
+    assert filling.block.is_live
+
+
+async def test_for_pages_that_are_unpinned_a_moment_later_no_model_has_to_go(
+    arena: NodeArena, room: Room
+) -> None:
+    room.slabs, ours = 1, tenant(arena, [])
+    block = await laid(arena, ours, pages=SLAB)
+    hold = arena.hold(block, arena.engine("m", 1))
+    hold.pin()
+    wanted: list[bool] = []
+    waiting = asyncio.create_task(
+        arena.prepare(ours, 10, arena.holder("x"), lambda: wanted.append(True) or True)
+    )
+    await asyncio.sleep(0)
+    hold.unpin()
+    assert (await waiting).block.is_live
+    assert not wanted
+
+
 async def test_two_who_need_pages_at_once_grow_it_once(arena: NodeArena, room: Room) -> None:
     ours = tenant(arena, [])
     await asyncio.gather(laid(arena, ours), laid(arena, ours), laid(arena, ours))
