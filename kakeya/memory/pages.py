@@ -329,6 +329,10 @@ class PagePool:
         """Pages that hold nothing."""
         return self._table.free_pages
 
+    def has_free(self, pages: int) -> bool:
+        """Whether so many pages in a row are free, so that nobody is evicted for them."""
+        return self._table.has_free(pages)
+
     def merge(self) -> None:
         """Merge what lies at hand into the free ranges now, not when a search needs it."""
         self._table.merge()
@@ -372,10 +376,7 @@ class PagePool:
     def _evict_to(self, free_pages: int) -> list[Block]:
         evicted: list[Block] = []
         free = self._table.free_pages
-        while free < free_pages:
-            block = self.evict_one()
-            if block is None:
-                break
+        while free < free_pages and (block := self.evict_one()) is not None:
             free += block.pages
             evicted.append(block)
         return evicted

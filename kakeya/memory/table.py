@@ -147,6 +147,12 @@ class PageTable:
             free += pages * len(ready)
         return free
 
+    def has_free(self, pages: int) -> bool:
+        """Whether so many pages in a row are free; merges what lies at hand if that may decide."""
+        if self._ready.get(pages) or self._extents.largest() >= pages:
+            return True
+        return self.free_pages >= pages and self.largest_free() >= pages
+
     def largest_free(self) -> int:
         """The longest free range, after merging what lies at hand."""
         self.merge()

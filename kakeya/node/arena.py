@@ -206,7 +206,7 @@ class NodeArena:
         """
         self._arena.at(self._clock.mono())
         pages = -(-length // self._arena.config.page_bytes)
-        if self._arena.pool.free_pages < pages:
+        if not self._arena.pool.has_free(pages):
             await self._grow(pages)
         try:
             return await self._line.prepare(tenant, length, holder)
@@ -293,7 +293,7 @@ class NodeArena:
     async def _grow(self, pages: int) -> None:
         """Add one slab if it is allowed and still needed; without it, somebody is evicted."""
         async with self._growth:
-            is_enough = self._arena.pool.free_pages >= pages
+            is_enough = self._arena.pool.has_free(pages)
             if not is_enough and self._ledger.may_grow(NAME, self._arena.slab_bytes):
                 await self._add_slab()
 

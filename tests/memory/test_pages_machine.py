@@ -107,6 +107,7 @@ class Pool(RuleBasedStateMachine):
     @rule(target=blocks, tenant=WHO, pages=SIZES)
     def allocate(self, tenant: int, pages: int) -> object:
         suffices = self.pool.stats().largest_free >= pages
+        assert self.pool.has_free(pages) == suffices
         try:
             block = self.tenants[tenant].range(pages)
         except OutOfPages:

@@ -107,6 +107,23 @@ async def test_without_leave_it_evicts_and_tells_whose_block_went(
     assert set(gone) <= set(blocks)
 
 
+async def test_pages_that_do_not_lie_in_a_row_let_it_grow_before_anybody_is_evicted(
+    arena: NodeArena, room: Room
+) -> None:
+    gone: list[Block] = []
+    ours = tenant(arena, gone)
+    blocks = [await laid(arena, ours) for _ in range(SLAB)]
+    for block in blocks[::2]:
+        arena.free(block)
+    await laid(arena, ours, pages=2)
+    assert not gone
+    assert arena.snapshot().pool.total_pages == 2 * SLAB
+    await laid(arena, ours, pages=SLAB - 2)
+    await laid(arena, ours)
+    assert not gone
+    assert arena.snapshot().pool.total_pages == 2 * SLAB, "what is free suffices"
+
+
 async def test_with_no_leave_at_all_pages_are_refused(arena: NodeArena, room: Room) -> None:
     room.slabs = 0
     with pytest.raises(OutOfPages, match=r"no memory for pages now: .* no 4\.0 MiB .*budget"):
