@@ -95,7 +95,8 @@ class AdaptedModel:
         record, has_begun = self._record(), False
         job = Continuation(request, self._clock.mono())
         while True:
-            patience_s = PATIENCE_S if request.deadline_s is None else request.deadline_s
+            left_s = job.left_s(self._clock.mono())
+            patience_s = PATIENCE_S if left_s is None else left_s
             facts = await self._base.ready(patience_s)
             done = job.finish(facts.context_tokens, self._clock.mono())
             if done is not None:
@@ -110,7 +111,8 @@ class AdaptedModel:
                 record = latest  # it was replaced before the first token
                 continue
             with lease:
-                asked = replace(job.rest(), adapter_id=lease.adapter_id)
+                rest = job.rest(self._clock.mono())
+                asked = replace(rest, adapter_id=lease.adapter_id)
                 try:
                     async with aclosing(self._base.decode(asked)) as frames:
                         async for frame in frames:

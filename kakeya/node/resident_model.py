@@ -197,13 +197,13 @@ class ResidentModel:
 
     async def _decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
         """Decode on the model's engine, which is held meanwhile."""
-        async with (
-            self.lend(deadline_s=request.deadline_s) as backend,
-            aclosing(backend.decode(request)) as frames,
-        ):
-            with self._run():
-                async for frame in frames:
-                    yield frame
+        began_mono = self._clock.mono()
+        async with self.lend(deadline_s=request.deadline_s) as backend:
+            asked = request.after(self._clock.mono() - began_mono)
+            async with aclosing(backend.decode(asked)) as frames:
+                with self._run():
+                    async for frame in frames:
+                        yield frame
 
     async def draft(
         self,

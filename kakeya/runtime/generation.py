@@ -7,7 +7,7 @@ a unix socket implements it. Token ids only: text and templates live above.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Literal, Protocol
 
@@ -122,8 +122,9 @@ class DecodeRequest:
     """One generation: the whole history, where to stop, how to select, where to get drafts.
 
     `kv_key` names the KV to continue from and to keep afterwards; "" keeps nothing. `adapter_id`
-    names a loaded adapter; "" is the model alone. `deadline_s` is how long the caller waits, None =
-    it did not say: a model that takes longer to load is refused at once. With `max_tokens` 0 the
+    names a loaded adapter; "" is the model alone. `deadline_s` is how long the caller waits for the
+    first token, None = it did not say, or has it: a model that takes longer to load is refused at
+    once. With `max_tokens` 0 the
     history is only prefilled, all but its last token, for `kv`, which carries blocks of KV between
     the node's pages and its engine. `client` is who asks, for fair shares; a smaller `priority` is
     more urgent. `frame_s` is how long tokens may wait for others to travel with, the first ones and
@@ -146,6 +147,12 @@ class DecodeRequest:
     kv: KvExchange | None = None
     cuts: tuple[int, ...] = ()
     kv_retention: Retention = Retention.LONG
+
+    def after(self, elapsed_s: float) -> DecodeRequest:
+        """The same request so much later: what is left of its deadline."""
+        if self.deadline_s is None:
+            return self
+        return replace(self, deadline_s=max(0.0, self.deadline_s - elapsed_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -172,16 +172,14 @@ class Generations:
             stop_token_ids=stop_token_ids,
             sampling=self._sampling(params, facts),
             draft_sources=self._router.sources(facts, params.draft_policy),
-            deadline_s=None
-            if deadline_s is None
-            else max(0.0, deadline_s - (self._clock.mono() - began_mono)),
+            deadline_s=deadline_s,
             kv_key=self._precache.kv_key(claim),
             client=share_of(client, params.user, scope),
             priority=params.priority,
             kv_retention=params.cache.retention or Retention.LONG,
             frame_s=_frame_s(params),
             cuts=cuts,
-        )
+        ).after(self._clock.mono() - began_mono)
         detokenizer = text.detokenizer()
         return Job(
             model=model,

@@ -4,6 +4,7 @@ Run as `python -m tests.engine.child_engine MODE --socket PATH --model FILE --mo
 
     slow    each chunk of a prompt takes a second
     hangs   the third token never comes, while FILE does not exist; the process answers on
+    steady  each token takes a millisecond
     breaks  what belongs to no sequence fails, and the model thread with it
 """
 
@@ -23,6 +24,7 @@ from kakeya.engine.model import KvView, LoadedFacts, MemoryUse, ModelDraft
 from kakeya.node.engine_main import main
 
 CHUNK_S = 1.0
+TOKEN_S = 0.001
 BLOCK_TOKENS = 64
 """The toy's KV is its text: 4 bytes a token."""
 
@@ -72,6 +74,8 @@ class ToyState:
         if self.mode == "hangs" and self.collected == 3 and not self.file.exists():
             self.file.touch()
             time.sleep(3600)
+        if self.mode == "steady":
+            time.sleep(TOKEN_S)
         return self.flight.pop(0)
 
     def in_flight(self) -> int:

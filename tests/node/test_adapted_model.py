@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kakeya.core.clock import SystemClock
+from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import Conflict, InvalidArgument, NotFound, PeerUnavailable
 from kakeya.node.adapted_model import AdaptedModel
 from kakeya.runtime.generation import (
@@ -21,6 +22,7 @@ from kakeya.runtime.generation import (
     StopReason,
     Tokens,
 )
+from tests.fakes import SettableClock
 from tests.node.adapter_world import TINY, World, settled, world
 
 REQUEST = DecodeRequest(token_ids=[1, 2], max_tokens=6)
@@ -65,13 +67,15 @@ class Base:
         return EngineStats()
 
 
-def adapted(node: World, base: Base, model_id: str) -> AdaptedModel:
+def adapted(node: World, base: Base, model_id: str, clock: Clock | None = None) -> AdaptedModel:
     manager = node.adapters
-    return AdaptedModel(base, model_id, lambda: manager.find(model_id), manager, SystemClock())
+    return AdaptedModel(
+        base, model_id, lambda: manager.find(model_id), manager, clock or SystemClock()
+    )
 
 
-async def said(model: AdaptedModel) -> list[int]:
-    frames = [frame async for frame in model.decode(REQUEST)]
+async def said(model: AdaptedModel, request: DecodeRequest = REQUEST) -> list[int]:
+    frames = [frame async for frame in model.decode(request)]
     assert isinstance(frames[-1], Done)
     return [token for f in frames if isinstance(f, Tokens) for token in f.token_ids]
 
@@ -93,6 +97,27 @@ async def test_an_engine_that_forgot_is_given_the_adapter_again_and_goes_on(
         assert (list(second.token_ids), second.max_tokens) == ([1, 2, 3, 4, 5], 3)
         assert len(node.engine.loads) == 2
         assert node.adapters.describe(node.adapters.records()[0]).leases == 0
+
+
+async def test_a_deadline_is_of_the_first_token_however_often_the_engine_forgets(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path) as node:
+        base, model_id, clock = Base(node), await node.add(1), SettableClock()
+
+        def forget(tokens: int) -> None:
+            if tokens == 3:
+                node.engine.restart(node.adapters)
+
+        def load_slowly() -> None:
+            clock.advance(10)
+            base.is_forgetful = not base.asked
+
+        base.each_token, node.engine.before_load = forget, load_slowly
+        model = adapted(node, base, model_id, clock)
+        assert await said(model, replace(REQUEST, deadline_s=30)) == [3, 4, 5, 6, 7, 8]
+        deadlines_s = [asked.deadline_s for asked in base.asked]
+        assert deadlines_s == [pytest.approx(20, abs=5), pytest.approx(10, abs=5), None]
 
 
 async def test_it_asks_the_engine_as_soon_as_the_load_was_sent(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import random
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from kakeya.node.engines import engine_command
 from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.memory_sizes import KV_TOKENS
 from kakeya.node.models import EMBEDDED_FOLDER, ModelSpec, Role
-from kakeya.runtime.generation import DecodeRequest, Done, Footprint, ModelState
+from kakeya.runtime.generation import DecodeRequest, Done, Footprint, Frame, ModelState
 from kakeya.serving.backends.engine_backend import EngineBackend, EngineOptions
 from kakeya.serving.backends.restart import RestartPolicy
 from tests.memory.example_plugin import Question
@@ -343,6 +344,31 @@ async def test_a_model_that_was_given_up_leaves_the_ledger_and_is_tried_again_af
         assert model.last_error == ""
         (run,) = [one for one in told if isinstance(one, CapabilityRun)]
         assert (str(run.key), run.is_failed) == (f"text:{VERIFIER}", False)
+
+
+async def test_a_load_takes_of_the_time_that_a_request_gives_its_first_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[DecodeRequest] = []
+    decode = EngineBackend.decode
+
+    def looked_at(backend: EngineBackend, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
+        asked.append(request)
+        return decode(backend, request)
+
+    monkeypatch.setattr(EngineBackend, "decode", looked_at)
+    clock = ShiftedClock()
+    async with in_process(tmp_path, [TEXT_MODEL], clock) as memory:
+        model = memory.engines.get(VERIFIER)
+        waiting = model.decode(replace(REQUEST, deadline_s=1000))
+        first = asyncio.ensure_future(anext(waiting))
+        await until("it waits", lambda: model.waiting)
+        clock.ahead_s += 600
+        await first
+        await waiting.aclose()
+    (request,) = asked
+    assert request.deadline_s is not None
+    assert request.deadline_s <= 400
 
 
 async def test_a_machine_that_panicked_takes_less_upon_itself_and_says_so(tmp_path: Path) -> None:

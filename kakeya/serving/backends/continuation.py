@@ -2,7 +2,8 @@
 
 An engine may die in the middle. The tokens that it streamed are committed; the next engine gets
 the history with them appended, the rest of the budget and the same seed. Noise is keyed by
-position, so the tokens are the same as without the death.
+position, so the tokens are the same as without the death. The deadline is one of the first token:
+it goes on counting over a death before that, and means nothing to an engine that comes after.
 """
 
 from __future__ import annotations
@@ -52,12 +53,19 @@ class Continuation:
         self._was_interrupted = True
         self.losses_in_a_row += 1
 
-    def rest(self) -> DecodeRequest:
+    def left_s(self, now: float) -> float | None:
+        """How long the first token may still take; None = the caller did not say, or has it."""
+        if self._committed:
+            return None
+        return self._request.after(now - self._started_mono).deadline_s
+
+    def rest(self, now: float) -> DecodeRequest:
         """What the next engine is asked for."""
+        asked = replace(self._request, deadline_s=self.left_s(now))
         if not self._committed:
-            return self._request
+            return asked
         return replace(
-            self._request,
+            asked,
             token_ids=[*self._request.token_ids, *self._committed],
             max_tokens=self._request.max_tokens - len(self._committed),
         )

@@ -150,7 +150,8 @@ class EngineBackend:
 
         Raises QueueFull when too many wait, PeerUnavailable when no engine can take or finish it.
         """
-        async with self._gate.turn(request.client), aclosing(self._decode(request)) as frames:
+        job = Continuation(request, self._clock.mono())
+        async with self._gate.turn(request.client), aclosing(self._decode(job)) as frames:
             async for frame in frames:
                 yield frame
 
@@ -298,16 +299,16 @@ class EngineBackend:
 
     # Generations that outlive their engine
 
-    async def _decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
-        job = Continuation(request, self._clock.mono())
+    async def _decode(self, job: Continuation) -> AsyncGenerator[Frame, None]:
         lost: Engine | None = None
         while True:
             if (done := self._finish(job)) is not None:
                 yield done
                 return
-            engine = await self._life.serving(self._options.resume_timeout_s, other_than=lost)
+            engine = await self._life.serving(self._patience_s(job), other_than=lost)
             try:
-                async with aclosing(self._ask(engine, job.rest())) as frames:
+                asked = job.rest(self._clock.mono())
+                async with aclosing(self._ask(engine, asked)) as frames:
                     async for frame in frames:
                         seen = job.take(frame, self._clock.mono())
                         if seen is not None:
@@ -321,13 +322,20 @@ class EngineBackend:
             else:
                 return
 
+    def _patience_s(self, job: Continuation) -> float:
+        """How long a generation waits for an engine: no longer than its caller."""
+        left_s, most_s = job.left_s(self._clock.mono()), self._options.resume_timeout_s
+        return most_s if left_s is None else min(left_s, most_s)
+
     async def _ask(self, engine: Engine, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
         """Stream what one engine decodes, from the blocks that it is offered."""
         timeout_s = self._options.decode_timeout_s
         try:
             offer = KvOffer()
             if request.kv is not None:
+                began_mono = self._clock.mono()
                 offer = await request.kv.offer(request.token_ids, engine.process.pid)
+                request = request.after(self._clock.mono() - began_mono)
             async with aclosing(engine.client.decode(request, timeout_s, offer)) as frames:
                 async for frame in frames:
                     yield frame

@@ -43,7 +43,7 @@ def test_any_pattern_of_deaths_gives_the_tokens_of_an_undisturbed_run(
         if done is not None:
             assert (got, done.reason) == (wanted, reason)
             return
-        rest = job.rest()
+        rest = job.rest(1.0)
         tokens, ended = expected(
             rest.token_ids, rest.max_tokens, sampling=rest.sampling, stop=stop, context=context
         )
@@ -85,9 +85,32 @@ def test_no_more_of_a_prompt_is_cached_than_it_is_long(prompt, committed, data):
     job = Continuation(DecodeRequest(token_ids=prompt, max_tokens=20), 0.0)
     job.take(Tokens(token_ids=tuple(committed)), 1.0)
     job.interrupt()
-    found = data.draw(st.integers(0, len(job.rest().token_ids) - 1))
+    found = data.draw(st.integers(0, len(job.rest(2.0).token_ids) - 1))
     done = job.take(Done(reason=StopReason.MAX_TOKENS, usage=Usage(cached_tokens=found)), 2.0)
     assert done.usage.cached_tokens == min(found, len(prompt) - 1)
+
+
+@given(
+    deadline_s=st.none() | st.floats(0, 100),
+    deaths=st.lists(st.tuples(st.floats(0, 50), st.booleans()), min_size=1, max_size=6),
+)
+def test_a_deadline_goes_on_counting_until_the_first_token_and_binds_no_engine_behind_it(
+    deadline_s, deaths
+):
+    job = Continuation(DecodeRequest(token_ids=[1], max_tokens=9, deadline_s=deadline_s), 100.0)
+    now, has_spoken = 100.0, False
+    for waited_s, speaks in deaths:
+        now += waited_s
+        if speaks:
+            job.take(Tokens(token_ids=(5,)), now)
+        has_spoken = has_spoken or speaks
+        job.interrupt()
+        left_s = job.rest(now).deadline_s
+        if deadline_s is None or has_spoken:
+            assert left_s is None
+        else:
+            assert left_s == max(0.0, deadline_s - (now - 100.0))
+        assert job.left_s(now) == left_s
 
 
 def test_progress_of_a_second_prefill_is_hidden_once_tokens_were_seen():

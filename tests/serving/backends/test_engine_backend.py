@@ -357,14 +357,45 @@ async def test_an_idle_engine_that_hangs_is_found_by_probes():
     assert "it answered no probe within 0.3 s" in errors[1]
 
 
-async def test_a_hung_model_thread_is_found_though_its_process_answers(tmp_path):
-    """The stream goes on in the next engine, with the tokens that this one would have given."""
+def scheduling(mode, file=Path()):
+    """The real main of an engine, with its scheduler, over a toy model."""
 
     def command(socket):
-        child = (sys.executable, "-m", "tests.engine.child_engine", "hangs")
-        return (*child, "--socket", socket, "--model", tmp_path / "once", "--model-id", "toy")
+        child = (sys.executable, "-m", "tests.engine.child_engine", mode)
+        return (*child, "--socket", socket, "--model", file, "--model-id", "toy")
 
+    return command
+
+
+async def test_streams_that_speak_go_on_whatever_the_deadline_of_their_first_token_was():
+    """What was said has to be computed again, which takes this engine, as it counts, 1.5 s."""
+    asked = request(max_tokens=2500, deadline_s=1.0, sampling=Sampling())
+    async with EngineBackend("toy", scheduling("steady"), options=FAST) as model:
+        await model.ready(20.0)
+        killed = []
+
+        def kill_when_much_is_said(count):
+            if count >= 1500 and not killed:
+                killed.append(model.pid)
+                os.kill(model.pid, signal.SIGKILL)
+
+        tokens, done = await collect(model, asked, kill_when_much_is_said)
+        assert tokens == [(4 + n) % 100 for n in range(2500)]
+        assert done.reason is StopReason.MAX_TOKENS
+        assert model.restarts == 1
+
+
+async def test_nobody_waits_for_an_engine_longer_than_for_a_first_token():
+    async with backend("--load-s", 60) as model:
+        waiting = asyncio.ensure_future(collect(model, request(deadline_s=0.05)))
+        with pytest.raises(PeerUnavailable, match="loading"):
+            await asyncio.wait_for(waiting, 5.0)
+
+
+async def test_a_hung_model_thread_is_found_though_its_process_answers(tmp_path):
+    """The stream goes on in the next engine, with the tokens that this one would have given."""
     options = replace(FAST, probe_interval_s=0.1, max_step_s=0.5)
+    command = scheduling("hangs", tmp_path / "once")
     errors = []
     async with EngineBackend(
         "toy", command, options=options, on_change=lambda m: errors.append(m.last_error)
