@@ -55,8 +55,9 @@ from kakeya.node.memory_pressure import dispatcher, pressure_monitor
 from kakeya.node.memory_sizes import LeaseSize, check_pinned, lease_sizes, node_budget
 from kakeya.node.memory_view import Json, describe_memory
 from kakeya.node.models import ModelSpec, Role
-from kakeya.node.resident_model import DRAFT, DRAFT_TERMS, TEXT, ResidentModel
+from kakeya.node.resident_model import DRAFT, TEXT, ResidentModel
 from kakeya.node.sizes import SizeFile, hub_folder
+from kakeya.node.terms import DRAFT_TERMS
 from kakeya.serving.backends.engine_backend import EngineOptions
 from kakeya.serving.backends.engine_process import Command
 

@@ -28,10 +28,12 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import InvariantBroken, PeerUnavailable
 from kakeya.decoding.proposer import Draft
 from kakeya.memory.events import CapabilityRun
-from kakeya.memory.memory_arbiter import Handle, MemoryArbiter, Terms
-from kakeya.memory.resident import RequestPriority, Resident, ResidentKey, State
+from kakeya.memory.memory_arbiter import PLAIN, Handle, MemoryArbiter, Terms
+from kakeya.memory.plan import FOREVER
+from kakeya.memory.resident import Resident, ResidentKey, State
 from kakeya.node.models import ModelSpec, Role
 from kakeya.node.prefix_exchange import PrefixExchange
+from kakeya.node.terms import DRAFT_TERMS, decode_terms
 from kakeya.runtime.generation import DecodeRequest, EngineStats, Frame, ModelFacts, ModelState
 from kakeya.serving.backends.engine_backend import EngineBackend
 
@@ -43,8 +45,6 @@ PATIENCE_S = 120.0
 PAUSES_S = (30.0, 60.0, 120.0, 300.0)
 """After the 1st, 2nd, ... failure within half an hour; the last one repeats."""
 _FAILURES_COUNT_S = 1800.0
-DRAFT_TERMS = Terms(priority=RequestPriority.BATCH)
-"""Drafts make a generation faster; everything else is more urgent."""
 
 
 class Prefixes(Protocol):
@@ -198,7 +198,7 @@ class ResidentModel:
     async def _decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
         """Decode on the model's engine, which is held meanwhile."""
         began_mono = self._clock.mono()
-        async with self.lend(deadline_s=request.deadline_s) as backend:
+        async with self.lend(terms=decode_terms(request)) as backend:
             asked = request.after(self._clock.mono() - began_mono)
             async with aclosing(backend.decode(asked)) as frames:
                 with self._run():
@@ -305,15 +305,14 @@ class ResidentModel:
 
     @asynccontextmanager
     async def lend(
-        self, patience_s: float = PATIENCE_S, deadline_s: float | None = None
+        self, patience_s: float = PATIENCE_S, terms: Terms = PLAIN
     ) -> AsyncIterator[EngineBackend]:
         """Hold the model's engine, which is started for it if need be.
 
-        Waits for `patience_s`, where the caller has no deadline of its own. Raises as `decode`.
+        Waits for `patience_s`, where the terms have no time of their own. Raises as `decode`.
         """
         self._refuse_failed()
-        terms = Terms() if deadline_s is None else Terms(timeout_s=deadline_s)
-        limit_s = patience_s if deadline_s is None else None
+        limit_s = patience_s if terms.timeout_s == FOREVER else None
         try:
             async with AsyncExitStack() as stack:
                 handle = self._at_hand(terms)

@@ -7,7 +7,7 @@ import contextlib
 import random
 import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,14 +25,14 @@ from kakeya.core.units import MIB
 from kakeya.memory.estimate import estimate_model
 from kakeya.memory.events import CapabilityRun, Event, MemoryPressure
 from kakeya.memory.policy import Level
-from kakeya.memory.resident import State
+from kakeya.memory.resident import RequestPriority, State
 from kakeya.node import config, engine_handler
 from kakeya.node.child import NodeProcess
 from kakeya.node.engines import engine_command
 from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.memory_sizes import KV_TOKENS
 from kakeya.node.models import EMBEDDED_FOLDER, ModelSpec, Role
-from kakeya.runtime.generation import DecodeRequest, Done, Footprint, Frame, ModelState
+from kakeya.runtime.generation import DecodeRequest, Done, Footprint, Frame, ModelState, Priority
 from kakeya.serving.backends.engine_backend import EngineBackend, EngineOptions
 from kakeya.serving.backends.restart import RestartPolicy
 from tests.memory.example_plugin import Question
@@ -369,6 +369,24 @@ async def test_a_load_takes_of_the_time_that_a_request_gives_its_first_token(
     (request,) = asked
     assert request.deadline_s is not None
     assert request.deadline_s <= 400
+
+
+async def test_a_model_is_asked_for_as_urgently_as_the_generation_is(tmp_path: Path) -> None:
+    """Whether it waits in the line for a load, or finds the model in memory."""
+    wanted = {
+        Priority.URGENT: RequestPriority.URGENT,
+        Priority.BATCH: RequestPriority.BATCH,
+        Priority.NORMAL: RequestPriority.NORMAL,
+        Priority.SPECULATIVE: RequestPriority.BATCH,
+    }
+    async with in_process(tmp_path, [TEXT_MODEL], ShiftedClock()) as memory:
+        model = memory.engines.get(VERIFIER)
+        assert model.state is ModelState.LOADING
+        for asked, told in wanted.items():
+            async with aclosing(model.decode(replace(REQUEST, priority=asked))) as frames:
+                await anext(frames)
+                assert model.resident is not None
+                assert list(model.resident.leases.values()) == [told]
 
 
 async def test_a_machine_that_panicked_takes_less_upon_itself_and_says_so(tmp_path: Path) -> None:
