@@ -17,6 +17,7 @@ from functools import partial
 
 from kakeya.core import errors
 from kakeya.memory import line
+from kakeya.memory.doors import Doors
 from kakeya.memory.ledger import Ledger
 from kakeya.memory.plan import Ask, Grant, Outcome, Plan, Reason, Refusal, Snapshot
 from kakeya.memory.planning import Answer, Planner
@@ -35,6 +36,7 @@ class Arbiter:
         self._planner = Planner(self._ledger)
         self._taking = Taking(self._ledger, self._planner, self._rules)
         self._tickets = Tickets()
+        self._doors = Doors(self._rules)
         self._holders: dict[LeaseId, ResidentKey] = {}
         self._measured: dict[ResidentKey, int] = {}
         self._is_stopping = False
@@ -45,7 +47,7 @@ class Arbiter:
         """Put a request at the end of the line. It is granted or refused under this number, in
         this outcome or a later one, exactly once."""
         lease = LeaseId(self._planner.number())
-        self._tickets[lease] = line.Ticket(lease, self._learnt(ask), now)
+        self._tickets.enter(line.Ticket(lease, self._learnt(ask), now, now))
         return lease, self.settle(now)
 
     def withdraw(self, lease: LeaseId, now: float) -> Outcome:
@@ -88,7 +90,7 @@ class Arbiter:
         room = self._ledger.spare_bytes if ask.role.yields else self._ledger.free_bytes
         fits = 0 < ask.estimate_bytes <= room
         is_calm = self._level is Level.NOMINAL or not ask.role.yields
-        is_calm = is_calm and not self._tickets and not self._is_stopping
+        is_calm = is_calm and self._tickets.is_empty and not self._is_stopping
         if not (has_place and fits and is_calm):
             return False, self.settle(now)
         plan = replace(self._planner.load(ask, line.Load(), now), is_preload=True)
@@ -143,7 +145,7 @@ class Arbiter:
         pressure. Raises NotFound."""
         if size < 0:
             raise errors.InvalidArgument(f"{name!r} cannot grow by {size} bytes; 0 or more is due")
-        is_calm = self._level is Level.NOMINAL and not self._tickets and not self._is_stopping
+        is_calm = self._level is Level.NOMINAL and self._tickets.is_empty and not self._is_stopping
         if not is_calm or size > self._ledger.spare_bytes:
             return False
         self._ledger.grow(name, size)
@@ -282,11 +284,12 @@ class Arbiter:
             foreign=ledger.foreign,
             unfilled_bytes=ledger.unfilled_bytes,
             waiting=tuple(ticket.ask.key for ticket in self._tickets.values()),
+            kept=self._tickets.kept,
         )
 
     def next_wake_mono(self, now: float) -> float | None:
         """When time alone changes a decision; None = only an event does."""
-        due = (*self._tickets.due(now, self._rules), *self._taking.due())
+        due = (*self._tickets.due(now, self._rules), *self._doors.due(), *self._taking.due())
         return min((at for at in due if at > now), default=None)
 
     # How it is decided.
@@ -316,18 +319,15 @@ class Arbiter:
             self._planner.take_back(key)
 
     def _walk(self, answer: Answer, now: float) -> None:
-        ahead = line.Ahead()
+        opened = self._doors.to_open(now)
+        ahead = line.Ahead(opened)
+        self._tickets.lapse(now)
         for ticket in self._tickets.in_order(now, self._rules):
-            verdict = self._consider(ticket, ahead, now)
-            match verdict:
-                case line.Lend():
-                    self._lend(ticket, answer, now)
-                case line.Load():
-                    answer.plans.append(self._planner.load(ticket.ask, verdict, now))
-                case line.Refuse(error):
-                    self._refuse(ticket, error, answer)
-                case line.Wait():
-                    ahead.add(ticket.ask, verdict)
+            if ticket.kept_until_mono is None:
+                self._serve(ticket, ahead, answer, now)
+            elif (kept := line.keep(ticket, ahead, self._view(now))) is not None:
+                ahead.add(ticket.ask, kept)
+        self._doors.walked(ahead.claims, opened, now)
         for one in self._ledger.residents:
             is_claimed = one.key in ahead.claims
             if one.state is State.READY and is_claimed:
@@ -335,26 +335,30 @@ class Arbiter:
             elif one.state is State.DRAINING and not one.is_leaving and not is_claimed:
                 self._ledger.put(one.moved(State.READY))
 
-    def _consider(self, ticket: line.Ticket, ahead: line.Ahead, now: float) -> line.Verdict:
-        view = line.View(ledger=self._ledger, level=self._level, rules=self._rules, now=now)
-        if self._is_stopping:
-            return line.Refuse(
-                errors.Refused(f"the memory arbiter is shutting down; {ticket.ask.key} is not lent")
-            )
-        if now >= ticket.ask.deadline_mono:
-            waited_s = now - ticket.asked_mono
-            return line.Refuse(
-                errors.DeadlineExceeded(
-                    f"{ticket.ask.key} was not ready within the {waited_s:.3g} s that its deadline "
-                    "left; allow more time, or keep it warm"
-                )
-            )
-        verdict = line.consider(ticket, ahead, view)
-        ticket.mark(now, is_stuck=isinstance(verdict, line.Wait) and verdict.is_stuck)
-        limit_mono = ticket.limit_mono(self._rules)
-        if isinstance(verdict, line.Wait) and limit_mono is not None and now >= limit_mono:
-            return line.Refuse(line.stuck(ticket, verdict, view))
-        return verdict
+    def _serve(self, ticket: line.Ticket, ahead: line.Ahead, answer: Answer, now: float) -> None:
+        verdict = line.decide(ticket, ahead, self._view(now))
+        match verdict:
+            case line.Lend():
+                self._lend(ticket, answer, now)
+            case line.Load():
+                answer.plans.append(self._planner.load(ticket.ask, verdict, now))
+            case line.Refuse(error, keeps):
+                self._refuse(ticket, error, answer)
+                if isinstance(error, errors.DrainTimeout):
+                    self._tickets.keep(ticket, now + self._rules.place_s)
+                if keeps is not None:
+                    ahead.add(ticket.ask, keeps)
+            case line.Wait():
+                ahead.add(ticket.ask, verdict)
+
+    def _view(self, now: float) -> line.View:
+        return line.View(
+            ledger=self._ledger,
+            level=self._level,
+            rules=self._rules,
+            now=now,
+            is_stopping=self._is_stopping,
+        )
 
     def _lend(self, ticket: line.Ticket, answer: Answer, now: float) -> None:
         key = ticket.ask.key

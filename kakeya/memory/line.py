@@ -10,6 +10,9 @@ A resident has to go for a request
   to fit    its bytes are needed, and the request is more urgent, or has waited long enough
 
 `Wait.is_stuck` tells waiting for others to let go, which has a limit, from waiting for one's turn.
+At the limit it is refused, and its place in the line kept until it comes again. When it has done
+so once, what it waits for is kept from those behind while it is away, too: those who use a model
+come to an end, and whoever goes on asking is served.
 """
 
 from __future__ import annotations
@@ -36,11 +39,15 @@ from kakeya.memory.resident import LeaseId, Resident, ResidentKey, State
 
 @dataclass(slots=True)
 class Ticket:
-    """A request in the line. Its number becomes the number of its lease."""
+    """A request in the line, or its place. Its number becomes the number of its lease."""
 
     lease: LeaseId
     ask: Ask
     asked_mono: float
+    place_mono: float
+    """Since when its place counts: before it asked, where it came again."""
+    kept_until_mono: float | None = None
+    """How long its place is kept without it; None = it is there."""
     stuck_since_mono: float | None = None
     stuck_s: float = 0.0
     """How long it waited for others to let go, before it waited for its turn again."""
@@ -58,15 +65,22 @@ class Ticket:
         since_mono = self.stuck_since_mono
         return None if since_mono is None else since_mono + rules.drain_limit_s - self.stuck_s
 
+    @property
+    def has_come_again(self) -> bool:
+        """Whether it was refused before, and came again as it was told to."""
+        return self.place_mono < self.asked_mono
+
     def rank(self, now: float, rules: Rules) -> int:
         """How urgent it is by now."""
-        return ticket_rank(self.ask.priority, now - self.asked_mono, rules)
+        return ticket_rank(self.ask.priority, now - self.place_mono, rules)
 
 
 @dataclass(slots=True)
 class Ahead:
     """What those ahead in the line keep from those behind them."""
 
+    opened: frozenset[ResidentKey] = frozenset()
+    """These let in who waits for them, this once, before they have to go."""
     claims: set[ResidentKey] = field(default_factory=set)
     roles: set[str] = field(default_factory=set)
     keys: set[ResidentKey] = field(default_factory=set)
@@ -78,6 +92,11 @@ class Ahead:
         self.roles.add(ask.role.name)
         self.keys.add(ask.key)
         self.held_bytes += wait.held_bytes
+
+    def may_go(self, one: Resident) -> bool:
+        """Whether a resident may go for who comes next."""
+        is_open = one.is_open and not (one.leases and one.key in self.opened)
+        return is_open and one.key not in self.claims
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +124,11 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Not in any foreseeable time."""
+    """Not in any foreseeable time, or not before it comes again: `keeps` is what stays kept from
+    those behind until then."""
 
     error: errors.KakeyaError
+    keeps: Wait | None = None
 
 
 Verdict = Lend | Load | Wait | Refuse
@@ -121,6 +142,43 @@ class View:
     level: Level
     rules: Rules
     now: float
+    is_stopping: bool = False
+
+
+def decide(ticket: Ticket, ahead: Ahead, view: View) -> Verdict:
+    """What becomes of a request, which does not wait longer than its deadline and its limit."""
+    ask, now = ticket.ask, view.now
+    if view.is_stopping:
+        return Refuse(errors.Refused(f"the memory arbiter is shutting down; {ask.key} is not lent"))
+    if now >= ask.deadline_mono:
+        return Refuse(
+            errors.DeadlineExceeded(
+                f"{ask.key} was not ready within the {now - ticket.asked_mono:.3g} s that its "
+                "deadline left; allow more time, or keep it warm"
+            )
+        )
+    verdict = consider(ticket, ahead, view)
+    ticket.mark(now, is_stuck=isinstance(verdict, Wait) and verdict.is_stuck)
+    limit_mono = ticket.limit_mono(view.rules)
+    if isinstance(verdict, Wait) and limit_mono is not None and now >= limit_mono:
+        return _stuck(ticket, verdict, view)
+    return verdict
+
+
+def keep(ticket: Ticket, ahead: Ahead, view: View) -> Wait | None:
+    """What is kept from those behind until an asker comes again; None = nothing."""
+    if view.is_stopping or not ticket.has_come_again:
+        return None
+    verdict = consider(ticket, ahead, view)
+    match verdict:
+        case Wait():
+            return verdict
+        case Load():
+            given = sum(one.bytes for one in verdict.evict)
+            claims = tuple(one.key for one in verdict.evict)
+            return Wait(claims=claims, held_bytes=max(0, ticket.ask.estimate_bytes - given))
+        case Lend() | Refuse():
+            return None
 
 
 def consider(ticket: Ticket, ahead: Ahead, view: View) -> Verdict:
@@ -151,22 +209,26 @@ def critical(ask: Ask, rules: Rules) -> errors.MemoryRefused:
     )
 
 
-def stuck(ticket: Ticket, ahead_of: Wait, view: View) -> errors.MemoryRefused:
+def _stuck(ticket: Ticket, wait: Wait, view: View) -> Refuse:
     """The refusal of a request that waited for others to the limit."""
     ask, limit_s = ticket.ask, view.rules.drain_limit_s
-    users = [view.ledger.get(key) for key in ahead_of.claims]
+    users = [view.ledger.get(key) for key in wait.claims]
     held = ", ".join(f"{one.key} (refcount={len(one.leases)})" for one in users if one.leases)
     if held:
-        return errors.DrainTimeout(
+        error = errors.DrainTimeout(
             f"timeout waiting for {held} to drain: in use for over {limit_s:.3g} s while {ask.key} "
-            "waits for its room; ask again when it is released",
-            retry_after_s=view.rules.drain_limit_s,
+            f"waits for its room; ask again, the place in the line is kept for "
+            f"{view.rules.place_s:.3g} s",
+            retry_after_s=view.rules.return_s,
         )
-    return errors.MemoryRefused(
-        f"{ask.key} needs {format_bytes(ask.estimate_bytes)}, "
-        f"{format_bytes(max(0, view.ledger.free_bytes))} are free, and the rest is held by other "
-        "programs or by sessions in use; ask again later",
-        retry_after_s=view.rules.drain_limit_s,
+        return Refuse(error, keeps=wait if ticket.has_come_again else None)
+    return Refuse(
+        errors.MemoryRefused(
+            f"{ask.key} needs {format_bytes(ask.estimate_bytes)}, "
+            f"{format_bytes(max(0, view.ledger.free_bytes))} are free, and the rest is held by "
+            "other programs or by sessions in use; ask again later",
+            retry_after_s=limit_s,
+        )
     )
 
 
@@ -181,9 +243,8 @@ def _consider_load(ticket: Ticket, ahead: Ahead, view: View) -> Verdict:
     candidates = [
         one
         for one in ledger.residents
-        if one.is_open
+        if ahead.may_go(one)
         and one not in swap
-        and one.key not in ahead.claims
         and may_displace(ask.role, one, may_displace_text=ask.may_displace_text)
         and yields_to(one, rank, view.now)
         and not (ask.role.is_room and one.leases)
@@ -218,11 +279,7 @@ def _swapped(ask: Ask, ahead: Ahead, view: View) -> tuple[Resident, ...] | Wait 
                 f"which is pinned; unpin it to load {ask.key}"
             )
         )
-    movable = [
-        one
-        for one in there
-        if one.is_open and not one.warmth.is_pinned and one.key not in ahead.claims
-    ]
+    movable = [one for one in there if ahead.may_go(one) and not one.warmth.is_pinned]
     if len(movable) < over:
         return Wait(held_bytes=_more_than(there, ask))
     movable.sort(key=lambda one: (bool(one.leases), fit_key(one, view.now)))

@@ -131,6 +131,8 @@ class Snapshot:
     tenants: tuple[Tenant, ...]
     foreign: Mapping[str, int]
     waiting: tuple[ResidentKey, ...]
+    kept: tuple[ResidentKey, ...] = ()
+    """What those want who were refused, and whose places in the line are kept for a while."""
     unfilled_bytes: int = 0
     """What of the committed bytes is lent and not used yet."""
     spare_bytes: int = 0

@@ -91,7 +91,14 @@ class Rules:
     """After which a waiting request counts as one class more urgent: the longest wait behind
     idle equals that are kept warm."""
     drain_limit_s: float = 10.0
-    """The longest a swap waits for those who use what has to go."""
+    """The longest a swap waits for those who use what has to go, before its asker is refused."""
+    return_s: float = 5.0
+    """After which an asker that was refused so is told to come again."""
+    place_s: float = 10.0
+    """How long its place in the line is kept: twice that, since clients are not punctual."""
+    shut_s: float = 60.0
+    """How long a model in use lets nobody new in, at most, for those who wait for its room; twice
+    as long each time that was not enough. Half of what a request waits that says no time."""
     cooldown_s: float = 5.0
     """Between two takings while memory is low: one poll, so that the effect is seen first."""
     exhausted_s: float = 60.0

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from kakeya.memory.panics import Profile
 from kakeya.memory.plan import Snapshot
 from kakeya.memory.plugins import PluginReport
-from kakeya.memory.resident import Resident
+from kakeya.memory.resident import Resident, ResidentKey
 from kakeya.node.memory_log import MemoryLog
 
 Json = dict[str, object]
@@ -38,9 +38,8 @@ def describe_memory(
             {**asdict(tenant), "rung": tenant.rung.name.lower()} for tenant in ledger.tenants
         ],
         "foreign": dict(ledger.foreign),
-        "waiting": [
-            {"model": key.model_key, "capability": key.capability} for key in ledger.waiting
-        ],
+        "waiting": [_named(key) for key in ledger.waiting],
+        "kept_places": [_named(key) for key in ledger.kept],
         "last_events": [
             {
                 "what": one.what,
@@ -54,6 +53,10 @@ def describe_memory(
         "plugins": [asdict(report) for report in plugins],
         "leases": dict(leases),
     }
+
+
+def _named(key: ResidentKey) -> Json:
+    return {"model": key.model_key, "capability": key.capability}
 
 
 def _resident(resident: Resident, now: float) -> Json:

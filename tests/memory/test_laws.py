@@ -553,7 +553,7 @@ class Unfair(Arbiter):
     def _walk(self, answer: Any, now: float) -> None:
         tickets = self._tickets
         self._tickets = Tickets(
-            {key: replace(tickets[key], asked_mono=now - 5 * key) for key in reversed(tickets)}
+            {key: replace(tickets[key], place_mono=now - 5 * key) for key in reversed(tickets)}
         )
         super()._walk(answer, now)
 
