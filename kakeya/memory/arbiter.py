@@ -231,12 +231,12 @@ class Arbiter:
 
         Under critical pressure the requests of a role that yields are refused even now.
         """
-        resident = replace(self._ledger.get(key).moved(State.READY), loaded_mono=now)
-        self._ledger.put(replace(resident, last_used_mono=now))
-        answer = Answer()
+        resident, answer = self._ledger.get(key), Answer()
         if size is not None:
-            self._ledger.measured(self._ledger.get(key), size, unfilled_bytes)
+            resident = self._ledger.measured(resident, size, unfilled_bytes)
             self._measured[key] = size
+        resident = replace(resident.moved(State.READY), loaded_mono=now, last_used_mono=now)
+        self._ledger.put(resident)
         if self._level is Level.CRITICAL and resident.role.yields:
             for ticket in self._tickets.of(key):
                 self._refuse(ticket, line.critical(ticket.ask, self._rules), answer)

@@ -3,12 +3,13 @@
     committed   residents that do not leave + tenants less what they were told to give up
                 + foreign bytes: what the budget must hold once all plans are carried out
     free        the less of budget - committed and what the machine has available, where known,
-                less loads that are under way, less what is lent and not used yet, and plus
-                what leaves
+                less what loads under way have yet to take, less what is lent and not used yet,
+                and plus what leaves
     spare       free, without what is only promised, of which so much is left that the machine stays
                 calm: for what nobody needs
 
-The machine's figure is of its last reading; loads and evictions since then are added to it.
+The machine's figure is of its last reading; loads and evictions since then are added to it. By how
+much it fell since loads began, as far as they reach, is what they have taken.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class Ledger:
     budget_bytes: int
     available_bytes: int | None = None
     """What the machine can still give without pressure; None where nobody measures it."""
+    _unloaded_bytes: int | None = None
+    """The same as if loads under way had taken nothing yet."""
     _margin_bytes: int = 0
     """What of that has to be left so that there is no pressure."""
     _residents: dict[ResidentKey, Resident] = field(default_factory=dict)
@@ -76,10 +79,13 @@ class Ledger:
 
     def put(self, resident: Resident) -> None:
         """Write down a resident's next state; an absent one is forgotten."""
+        if resident.state is State.READY and resident.measured_bytes is None:
+            self._unloaded_less(self._taken_of(resident.key))
         if resident.state is State.ABSENT:
             self._residents.pop(resident.key, None)
         else:
             self._residents[resident.key] = resident
+        self._note_unloaded()
 
     def measured(self, resident: Resident, size: int, unfilled_bytes: int = 0) -> Resident:
         """Write down what a resident really occupies, and what it does not use of it yet."""
@@ -91,8 +97,10 @@ class Ledger:
         before = (resident.measured_bytes or 0) - resident.unfilled_bytes
         grown = size - unfilled_bytes - before
         corrected = replace(resident, measured_bytes=size, unfilled_bytes=unfilled_bytes)
+        taken = min(self._taken_of(resident.key), max(0, grown))
         self.put(corrected)
-        self._add_available(-grown)
+        self._add_available(taken - grown)
+        self._unloaded_less(taken)
         return corrected
 
     def gone(self, resident: Resident) -> None:
@@ -159,6 +167,7 @@ class Ledger:
         """Write down what the machine can give, and what of it makes no pressure; None = not
         known."""
         self.available_bytes = available_bytes
+        self._note_unloaded()
         self._margin_bytes = 0
         if available_bytes is not None and spare_bytes is not None:
             self._margin_bytes = max(0, available_bytes - spare_bytes)
@@ -202,7 +211,7 @@ class Ledger:
         free = self.budget_bytes - self.committed_bytes
         if self.available_bytes is None:
             return free
-        coming = sum(r.bytes for r in self._residents.values() if r.state is State.LOADING)
+        coming = self._loading_bytes - self._taken_bytes
         coming += self.unfilled_bytes + sum(self._growing.values())
         leaving = sum(r.bytes - r.unfilled_bytes for r in self._residents.values() if r.is_leaving)
         there = self.available_bytes - coming + leaving + self.promised_bytes
@@ -246,6 +255,35 @@ class Ledger:
     def _is_stubborn(self, tenant: Tenant) -> bool:
         return self._stubborn.get(tenant.name) == tenant.held_bytes + tenant.lent_bytes
 
+    @property
+    def _loading_bytes(self) -> int:
+        return sum(r.bytes for r in self._residents.values() if r.state is State.LOADING)
+
+    @property
+    def _taken_bytes(self) -> int:
+        """What the machine shows of loads under way."""
+        if self.available_bytes is None or self._unloaded_bytes is None:
+            return 0
+        return min(self._loading_bytes, max(0, self._unloaded_bytes - self.available_bytes))
+
+    def _taken_of(self, key: ResidentKey) -> int:
+        """As much of that as may be of one load."""
+        resident = self._residents.get(key)
+        if resident is None or resident.state is not State.LOADING:
+            return 0
+        return min(self._taken_bytes, resident.bytes)
+
+    def _unloaded_less(self, size: int) -> None:
+        """What one load took is no longer that of loads under way: it ends."""
+        if self._unloaded_bytes is not None:
+            self._unloaded_bytes = max(0, self._unloaded_bytes - size)
+
+    def _note_unloaded(self) -> None:
+        if self._unloaded_bytes is None or not self._loading_bytes:
+            self._unloaded_bytes = self.available_bytes
+
     def _add_available(self, size: int) -> None:
         if self.available_bytes is not None:
             self.available_bytes = max(0, self.available_bytes + size)
+        if self._unloaded_bytes is not None:
+            self._unloaded_bytes = max(0, self._unloaded_bytes + size)

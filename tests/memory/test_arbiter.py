@@ -251,6 +251,20 @@ def test_what_the_machine_has_counts_beside_the_ledger() -> None:
     assert world.gone == [("a", "fit")]
 
 
+def test_what_fits_beside_a_load_under_way_is_not_refused_for_it() -> None:
+    """The machine shows more and more of the load; what is left for others stays the same."""
+    world = World.of(240)
+    world.loads_by_hand = True
+    world.take(world.arbiter.observe(Level.NOMINAL, 200, 0))
+    world.ask(ask("text", "text-target", 120))
+    world.take(world.arbiter.observe(Level.NOMINAL, 136, 25))
+    world.now = 25
+    world.ask(ask("see", size=60))
+    assert world.loading == [key("text"), key("see")]
+    world.take(world.arbiter.loaded(key("text"), 120, 47))
+    assert world.arbiter.snapshot().free_bytes == 20
+
+
 def test_text_is_not_taken_to_fit_and_the_refusal_says_what_is_there() -> None:
     world = World.of(250)
     world.use(ask("text", "text-target", 200))

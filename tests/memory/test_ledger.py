@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from kakeya.core.errors import InvalidArgument
 from kakeya.memory.ledger import Ledger
 from kakeya.memory.policy import Rung, Shrink, Tenant
+from kakeya.memory.resident import Resident, State
+from tests.memory.worlds import MANY, key
 
 
 def pages(held: int, spare: int) -> Tenant:
@@ -85,3 +87,39 @@ def test_growing_by_what_was_reserved_changes_nothing_whatever_it_was_told_to_gi
     before = ledger.committed_bytes
     ledger.report(pages(now.held_bytes + grown, now.spare_bytes))
     assert ledger.committed_bytes == before
+
+
+def loading(ledger: Ledger, name: str, size: int) -> Resident:
+    absent = Resident(key=key(name), role=MANY, state=State.ABSENT, estimate_bytes=size)
+    ledger.put(absent.moved(State.LOADING))
+    return ledger.get(key(name))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=3),
+    steps=st.lists(st.integers(0, 100), max_size=5),
+    more=st.lists(st.none() | st.integers(0, 30), min_size=3, max_size=3),
+)
+def test_a_load_is_counted_once_however_much_of_it_the_machine_shows(
+    sizes: list[int], steps: list[int], more: list[int | None]
+) -> None:
+    """While it goes on it counts as it was estimated, afterwards as it was measured, if it was."""
+    ledger = Ledger(1000, available_bytes=500)
+    loads = [loading(ledger, f"m:{number}", size) for number, size in enumerate(sizes)]
+    for percent in (*sorted(steps), 100):
+        assert ledger.free_bytes == 500 - sum(sizes)
+        ledger.observe(500 - sum(size * percent // 100 for size in sizes), None)
+    for load, beyond in zip(loads, more, strict=False):
+        if beyond is not None:
+            load = ledger.measured(load, load.bytes + beyond)
+        ledger.put(load.moved(State.READY))
+        assert ledger.free_bytes == 500 - sum(one.bytes for one in ledger.residents)
+
+
+def test_what_a_load_takes_beyond_its_estimate_is_taken_from_what_is_free() -> None:
+    ledger = Ledger(1000, available_bytes=500)
+    load = loading(ledger, "m", 100)
+    ledger.observe(350, None)
+    assert ledger.free_bytes == 350
+    ledger.put(ledger.measured(load, 150, 20).moved(State.READY))
+    assert (ledger.available_bytes, ledger.free_bytes) == (320, 300)
