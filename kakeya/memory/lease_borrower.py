@@ -142,7 +142,7 @@ class Borrower:
                 if mine is None or now - beat_mono >= rules.BEAT_S:
                     beat_mono, mine = now, await self.beat(mine or lease)
                 broken_mono = now
-            except (errors.StoreFailed, errors.PeerUnavailable) as problem:
+            except rules.OUT_OF_ORDER as problem:
                 now = self._clock.mono()
                 if now >= min(until_mono, broken_mono + _PATIENCE_S):
                     raise

@@ -45,6 +45,8 @@ that is granted is pinned, so that it is never taken."""
 BEAT_S = 5.0
 EXPIRE_S = 30.0
 """Six missed beats of a holder that cannot be seen from here."""
+OUT_OF_ORDER = (errors.StoreFailed, errors.PeerUnavailable)
+"""The store, or the system that says who lives, does not answer now; to the next beat it may."""
 _COARSE_BYTES = 16 * MIB
 _RULES = Rules()
 

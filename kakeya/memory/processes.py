@@ -131,7 +131,10 @@ class LinuxProcesses:
         return sum(int(size) * KIB for _, size in parts)
 
     def _pids(self) -> list[int]:
-        return [int(name) for name in os.listdir(self._proc) if name.isdecimal()]  # noqa: PTH208
+        try:
+            return [int(name) for name in os.listdir(self._proc) if name.isdecimal()]  # noqa: PTH208
+        except OSError as problem:
+            raise _unreadable(self._proc, problem) from problem
 
     def _row(self, pid: int) -> Row | None:
         fields = _text(self._proc / str(pid) / "stat").rpartition(")")[2].split()
@@ -306,12 +309,18 @@ def _bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as problem:
         if problem.errno in _OUT_OF_ORDER:
-            raise errors.PeerUnavailable(f"{path} cannot be read: {problem.strerror}") from problem
+            raise _unreadable(path, problem) from problem
         return b""
 
 
 def _names(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)  # noqa: PTH208 - names only
-    except OSError:
+    except OSError as problem:
+        if problem.errno in _OUT_OF_ORDER:
+            raise _unreadable(folder, problem) from problem
         return []
+
+
+def _unreadable(path: Path, problem: OSError) -> errors.PeerUnavailable:
+    return errors.PeerUnavailable(f"{path} cannot be read: {problem.strerror}")

@@ -155,7 +155,7 @@ class Desk:
     async def _beat(self, lease: Lease) -> None:
         while True:
             await self._clock.sleep(rules.BEAT_S)
-            with contextlib.suppress(errors.StoreFailed):  # the next one may pass
+            with contextlib.suppress(*rules.OUT_OF_ORDER):
                 lease = await self._borrower.beat(lease)
 
 

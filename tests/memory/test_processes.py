@@ -264,6 +264,8 @@ def test_who_cannot_be_looked_for_is_not_taken_for_dead() -> None:
     try:
         with pytest.raises(errors.PeerUnavailable, match="cannot be read"):
             lives(census, lease)
+        with pytest.raises(errors.PeerUnavailable, match="cannot be read"):
+            census.households((lease,))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert lives(census, lease) is True
