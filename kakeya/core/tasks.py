@@ -19,7 +19,8 @@ from kakeya.core.log import event
 
 _log = logging.getLogger(__name__)
 RESTART_BACKOFF_S = (0.1, 0.5, 2.0, 10.0, 30.0)
-"""Waits before the 1st, 2nd, ... restart in a row; the last one repeats."""
+"""Waits before the 1st, 2nd, ... restart in a row; the last one repeats. Work that went on for
+longer than that one had recovered: its next failure is the first of another row."""
 
 
 @dataclass(slots=True)
@@ -75,13 +76,18 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _guard(self, health: TaskHealth, work: Callable[[], Awaitable[None]]) -> None:
+        in_a_row = 0
         while True:
+            began_mono = self._clock.mono()
             try:
                 await work()
             except (Exception, asyncio.CancelledError) as failure:
                 if isinstance(failure, asyncio.CancelledError) and is_cancelled():
                     raise
-                backoff = RESTART_BACKOFF_S[min(health.failures, len(RESTART_BACKOFF_S) - 1)]
+                if self._clock.mono() - began_mono > RESTART_BACKOFF_S[-1]:
+                    in_a_row = 0
+                backoff = RESTART_BACKOFF_S[min(in_a_row, len(RESTART_BACKOFF_S) - 1)]
+                in_a_row += 1
                 health.failures += 1
                 health.last_error = repr(failure)
                 event(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
@@ -30,6 +31,28 @@ async def test_work_that_ends_in_a_fault_is_started_again(fault: BaseException) 
         assert (health.failures, health.last_error, health.running) == (2, repr(fault), True)
     assert begun == 3
     assert not tasks.health()[0].running
+
+
+async def test_restarts_are_later_for_failures_in_a_row_and_not_for_those_a_day_apart() -> None:
+    clock, begun_mono, ran_s = FakeClock(), [], [0, 0, 0, 0, 30, 86_400, 86_400, 0]
+
+    async def work() -> None:
+        begun_mono.append(clock.mono())
+        if not ran_s:
+            return
+        await clock.sleep(ran_s.pop(0))
+        raise OSError("gone")
+
+    spent_s = list(ran_s)
+    async with Supervisor(clock) as tasks:
+        tasks.start("work", work)
+        async with asyncio.timeout(30):
+            while tasks.health()[0].running:
+                await asyncio.sleep(0)
+        assert tasks.health()[0].failures == 8
+    gaps = [round(b - a, 3) for a, b in pairwise(begun_mono)]
+    waits = [round(gap - spent, 3) for gap, spent in zip(gaps, spent_s, strict=True)]
+    assert waits == [0.1, 0.5, 2.0, 10.0, 30.0, 0.1, 0.1, 0.5]
 
 
 async def test_a_task_knows_whether_it_is_the_one_that_is_to_end() -> None:
