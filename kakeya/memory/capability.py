@@ -5,7 +5,7 @@
         async def unload(self, model_key: str, backend: object) -> None: ...
         async def run(self, backend: object, payload: object) -> object: ...
 
-    def capability() -> Capability:      # named by an entry point of the group kakeya.capabilities
+    def capability() -> Capability:  # named by an entry point; called once, on the event loop
         return Capability(name="vision-describe", role=VISION, handler=Camera(), estimate=sizes)
 
 A distribution offers it with

@@ -3,10 +3,14 @@
 Each names a function that returns a `Capability`. One with an argument gets the arbiter, for who
 asks for models by itself, keeps projected images, or listens to events. A function that fails is
 reported and left out; the others are registered.
+
+Modules are imported in a thread, since that may take seconds. The functions are called on the event
+loop, so they may start tasks there, and have to answer at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Iterable
@@ -31,21 +35,23 @@ class PluginReport:
     error: str | None = None
 
 
-def load_capabilities(
+async def load_capabilities(
     arbiter: MemoryArbiter | None, points: Iterable[EntryPoint] | None = None
 ) -> tuple[PluginReport, ...]:
-    """Register all capabilities that are installed, or those of `points`.
+    """Register all capabilities that are installed, or those of `points`, in the order of names.
 
-    Without an arbiter none is: a model that nobody counts must not be loaded. Imports foreign code,
-    so it belongs to the start of a node, before its event loop has work.
+    Without an arbiter none is: a model that nobody counts must not be loaded.
     """
-    found = entry_points(group=GROUP) if points is None else points
-    return tuple(_load(arbiter, point) for point in sorted(found, key=lambda one: one.name))
+    if points is None:
+        points = await asyncio.to_thread(entry_points, group=GROUP)
+    return tuple([await _load(arbiter, one) for one in sorted(points, key=lambda one: one.name)])
 
 
-def _load(arbiter: MemoryArbiter | None, point: EntryPoint) -> PluginReport:
+async def _load(arbiter: MemoryArbiter | None, point: EntryPoint) -> PluginReport:
     try:
-        _register(arbiter, point)
+        owner = _required(arbiter)
+        make = await asyncio.to_thread(point.load)
+        _register(owner, make, point.value)
     except Exception as fault:  # noqa: BLE001 - somebody else's code
         reason = str(fault) or repr(fault)
         event(
@@ -60,14 +66,17 @@ def _load(arbiter: MemoryArbiter | None, point: EntryPoint) -> PluginReport:
     return PluginReport(point.name, point.value)
 
 
-def _register(arbiter: MemoryArbiter | None, point: EntryPoint) -> None:
+def _required(arbiter: MemoryArbiter | None) -> MemoryArbiter:
     if arbiter is None:
         raise errors.ConfigError("there is no memory arbiter; the capability stays off")
-    make = point.load()
+    return arbiter
+
+
+def _register(arbiter: MemoryArbiter, make: Callable[..., object], origin: str) -> None:
     capability = make(arbiter) if _wants_arbiter(make) else make()
     if not isinstance(capability, Capability):
         raise errors.ConfigError(
-            f"{point.value} returned {type(capability).__name__}; a Capability is needed"
+            f"{origin} returned {type(capability).__name__}; a Capability is needed"
         )
     arbiter.register(capability)
 

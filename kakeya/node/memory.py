@@ -178,7 +178,7 @@ class NodeMemory:
 
     async def start(self, tasks: Supervisor, node_id: str) -> None:
         """Count what others hold, look at the machine, begin to load. Raises ConfigError."""
-        self.plugins = await asyncio.to_thread(load_capabilities, self.arbiter)
+        self.plugins = await load_capabilities(self.arbiter)
         leases = lease_keeper(
             self._data_dir,
             self._config.lease_store,

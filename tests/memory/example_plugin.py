@@ -7,19 +7,29 @@ Its distribution would name it so:
 
 The model is a bag of word weights in real memory, so that its size can be measured.
 
-The second one, a camera, is handed the arbiter, and keeps what images became there.
+The second one, a camera, is handed the arbiter, and keeps what images became there. The third is
+the camera with work of its own: a capability is reached through the arbiter, by other plug-ins or
+by itself, and by no route of the node.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 
-from kakeya.core import errors
-from kakeya.memory.capability import Capability, Loaded
-from kakeya.memory.embeddings import VisionEmbedding, embedding_key, normalised
-from kakeya.memory.memory_arbiter import MemoryArbiter
-from kakeya.memory.resident import EMBEDDING, VISION, Warmth
+from kakeya import (
+    EMBEDDING,
+    VISION,
+    Capability,
+    Loaded,
+    MemoryArbiter,
+    VisionEmbedding,
+    Warmth,
+    embedding_key,
+    errors,
+    normalised,
+)
 
 SIZES = {"small": 64 * 1024, "large": 256 * 1024}
 
@@ -119,4 +129,28 @@ def camera(arbiter: MemoryArbiter) -> Capability:
     """What another entry point names: a function with an argument is handed the arbiter."""
     return Capability(
         name="brightness", role=VISION, handler=Camera(arbiter), estimate=lambda _: 1024
+    )
+
+
+async def _watch(arbiter: MemoryArbiter) -> None:
+    """Goes on until it is cancelled, as the node's event loop ends."""
+    black = Image(bytes(3), 1, 1)
+    while True:
+        with contextlib.suppress(errors.Refused):  # not now
+            await arbiter.request("brightness", "m", black)
+        await asyncio.sleep(60)
+
+
+class Watcher(Camera):
+    """The camera, which looks once a minute. It is started on the event loop."""
+
+    def __init__(self, arbiter: MemoryArbiter) -> None:
+        super().__init__(arbiter)
+        self._watching = asyncio.get_running_loop().create_task(_watch(arbiter))
+
+
+def watcher(arbiter: MemoryArbiter) -> Capability:
+    """What a third entry point names. Its task runs once this has returned, so registered."""
+    return Capability(
+        name="brightness", role=VISION, handler=Watcher(arbiter), estimate=lambda _: 1024
     )

@@ -28,30 +28,40 @@ def arbiter() -> MemoryArbiter:
     return MemoryArbiter(budget=10**6, clock=SystemClock(), grace_s=0)
 
 
-def test_an_installed_distribution_is_found_before_the_loop_runs(
+async def test_an_installed_distribution_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    info = tmp_path / "example_reranker-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: example-reranker\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{GROUP}]\nrerank = {EXAMPLE}\n")
+    def install() -> None:
+        info = tmp_path / "example_reranker-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: example-reranker\nVersion: 1.0\n"
+        )
+        (info / "entry_points.txt").write_text(f"[{GROUP}]\nrerank = {EXAMPLE}\n")
+
+    await asyncio.to_thread(install)
     monkeypatch.syspath_prepend(str(tmp_path))
-    owner = arbiter()
-    (report,) = load_capabilities(owner)
-    assert (report.name, report.origin, report.error) == ("rerank", EXAMPLE, None)
-
-    async def ask() -> object:
+    async with arbiter() as owner:
+        (report,) = await load_capabilities(owner)
+        assert (report.name, report.origin, report.error) == ("rerank", EXAMPLE, None)
         question = Question(("red", "fox"), ("a dog", "a red fox", "a fox"))
-        async with owner:
-            return await owner.request("rerank", "small", question)
+        answer = await owner.request("rerank", "small", question)
+    assert answer == ["a red fox", "a fox", "a dog"]
 
-    assert asyncio.run(ask()) == ["a red fox", "a fox", "a dog"]
+
+async def test_a_plug_in_that_works_by_itself_starts_that_on_the_event_loop() -> None:
+    async with arbiter() as owner:
+        (report,) = await load_capabilities(
+            owner, [point("watch", "tests.memory.example_plugin:watcher")]
+        )
+        assert report.error is None
+        await until(lambda: owner.find("brightness", "m") is not None)
 
 
 async def test_the_example_keeps_the_contract() -> None:
     question = Question(("a",), ("b", "a"))
     async with arbiter() as owner:
-        load_capabilities(owner, [point("rerank", EXAMPLE)])
+        await load_capabilities(owner, [point("rerank", EXAMPLE)])
         with pytest.raises(errors.NotFound, match="no re-ranker is called 'huge'"):
             await owner.request("rerank", "huge", question)
         async with owner.acquire("rerank", "small") as handle:
@@ -68,7 +78,7 @@ async def test_the_example_keeps_the_contract() -> None:
 
 async def test_one_broken_plug_in_keeps_the_others_in() -> None:
     async with arbiter() as owner:
-        reports = load_capabilities(
+        reports = await load_capabilities(
             owner,
             [
                 point("a-missing", "tests.memory.no_such_module:capability"),
@@ -87,7 +97,9 @@ async def test_one_broken_plug_in_keeps_the_others_in() -> None:
 async def test_a_plug_in_that_wants_the_arbiter_keeps_its_images_there() -> None:
     picture = Image(bytes(range(48)), 4, 4)
     async with arbiter() as owner:
-        (report,) = load_capabilities(owner, [point("eye", "tests.memory.example_plugin:camera")])
+        (report,) = await load_capabilities(
+            owner, [point("eye", "tests.memory.example_plugin:camera")]
+        )
         assert report.error is None
         assert await owner.request("brightness", "m", picture) == (sum(range(48)), 1)
         assert await owner.request("brightness", "m", picture) == (sum(range(48)), 1)
@@ -98,7 +110,7 @@ async def test_a_plug_in_that_wants_the_arbiter_keeps_its_images_there() -> None
         assert sum(one.held_bytes for one in owner.status().tenants) == 0, "gone with the weights"
 
 
-def test_without_an_arbiter_a_capability_stays_off() -> None:
+async def test_without_an_arbiter_a_capability_stays_off() -> None:
     """S0.3."""
-    (report,) = load_capabilities(None, [point("rerank", EXAMPLE)])
+    (report,) = await load_capabilities(None, [point("rerank", EXAMPLE)])
     assert "no memory arbiter" in str(report.error)
