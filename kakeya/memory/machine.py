@@ -90,14 +90,6 @@ def parse_kernel_level(text: str) -> Level:
     return _LEVEL_BY_KERNEL[int(word)]
 
 
-def parse_ps_rss(text: str) -> int:
-    """The bytes of all processes that `ps -o rss=` lists in KiB."""
-    words = text.split()
-    if not all(word.isdecimal() for word in words):
-        raise errors.PeerProtocol(f"ps printed {text[:80]!r}; numbers of KiB are due")
-    return sum(int(word) * KIB for word in words)
-
-
 def run_command(command: Sequence[str]) -> str:
     """Run a command of the system and return what it prints. Raises PeerUnavailable."""
     try:
@@ -130,12 +122,6 @@ class LinuxMachine:
                 if memory is not None:
                     found.append(memory)
         return min(found, key=lambda memory: memory.available_bytes, default=None)
-
-    def resident_bytes(self, pids: Iterable[int]) -> int:
-        """What processes occupy together; those that ended count nothing."""
-        fields = [_text(self._proc / str(pid) / "status") for pid in pids]
-        sizes = [re.search(r"^VmRSS:\s+(\d+) kB$", text, re.MULTILINE) for text in fields]
-        return sum(int(size[1]) * KIB for size in sizes if size)
 
     def _folders(self) -> Iterable[tuple[Path, tuple[str, str, str]]]:
         two = ("memory.max", "memory.current", "memory.stat")
@@ -172,11 +158,6 @@ class MacMachine:
         return parse_kernel_level(
             self._run(("sysctl", "-n", "kern.memorystatus_vm_pressure_level"))
         )
-
-    def resident_bytes(self, pids: Iterable[int]) -> int:
-        """What processes occupy together. Raises PeerUnavailable when none of them lives."""
-        named = ",".join(map(str, pids))
-        return parse_ps_rss(self._run(("ps", "-o", "rss=", "-p", named))) if named else 0
 
 
 class KernelLevel:

@@ -1,7 +1,8 @@
-"""What this node offers to the fleet: a pure view of what is loaded now.
+"""What this node offers to the fleet: a pure view of what it would serve now.
 
-A model is offered while its engine is ready and not before; n-grams always. Nothing here stamps
-or sends.
+A model is offered while a request for it would be served: it is in memory, or it is a text model
+that was loaded before, and its room would be granted. N-grams are offered always. Nothing here
+stamps or sends.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     run.add_argument("--wait", default="", metavar="S", help="give up after S seconds (never)")
     run.add_argument("leased", nargs=argparse.REMAINDER, metavar="COMMAND")
-    shown = actions.add_parser("list", help="who holds memory and who waits", allow_abbrev=False)
+    shown = actions.add_parser(
+        "list", help="jobs that hold memory, and that wait", allow_abbrev=False
+    )
     shown.add_argument("--json", action="store_true", help="print JSON")
     drain = actions.add_parser(
         "drain", help="give no new leases, wait until none is held", allow_abbrev=False

@@ -14,7 +14,7 @@ from kakeya.memory.lease import LeaseState
 def show_leases(
     leases: Sequence[Mapping[str, object]], *, granter: str | None, is_drained: bool
 ) -> None:
-    """Print who holds memory and who waits."""
+    """Print which jobs hold memory, and which wait."""
     console = Console()
     if leases:
         console.print(_table(leases))

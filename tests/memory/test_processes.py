@@ -20,6 +20,7 @@ from kakeya.memory.lease import Book, Lease, Process, Wish
 from kakeya.memory.lease_rules import Sight, is_dead
 from kakeya.memory.processes import MARK, Census, LinuxProcesses, MacProcesses, Row, parse_ps
 
+RECORDED = Path(__file__).parent / "recorded"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 HOG = """
 import sys, time
@@ -202,6 +203,14 @@ def test_a_name_with_brackets_and_spaces_is_read_right(tmp_path: Path) -> None:
     fields = " ".join(str(number) for number in range(4, 50))
     (tmp_path / "7" / "stat").write_text(f"7 (a) Z 1 (b) S 3 {fields}\n")
     assert LinuxProcesses(tmp_path).find((7, 8)) == {7: Row(3, "21")}
+
+
+def test_recorded_processes_of_a_linux_machine_are_read() -> None:
+    assert LinuxProcesses(RECORDED / "proc").find((1, 2)) == {1: Row(0, "14")}
+    rows = parse_ps((RECORDED / "ps.txt").read_text())
+    assert len(rows) == 14
+    assert rows[1] == Row(0, "Tue Nov 24 19:23:12 2026")
+    assert rows[9114] == Row(8533, "Tue Nov 24 20:41:44 2026")
 
 
 def test_ps_of_macos_is_read_without_the_dead() -> None:

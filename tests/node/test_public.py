@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,16 @@ def test_the_agent_loads_no_model_framework() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout == "[]\n"
+
+
+def test_nothing_sets_how_much_metal_keeps_wired() -> None:
+    """Too high a limit panics the machine. Our own code does not, nor does it use the part of
+    mlx_lm that would."""
+    package = Path(kakeya.__file__).parent
+    called = re.compile(r"set_\w*wired_limit|\bwired_limit\(")
+    sources = [*package.rglob("*.py")]
+    assert sources
+    assert [str(one) for one in sources if called.search(one.read_text())] == []
 
 
 def test_the_command_line_answers_without_grpc() -> None:
