@@ -1,5 +1,6 @@
 """How much memory a model will take, before it is loaded. The first of these that is known counts:
 
+    stated    what the owner of the node says, and room to compute in
     history   what it took after earlier loads, and room to compute in
     headers   its tensors as they come into memory, plus an engine's own needs
     files     1.3 times its weight files, where their headers are damaged; 1.1 times a GGUF file
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,7 +53,7 @@ _FIXED_WORK_BYTES = STEP_BYTES + GROWTH_BYTES
 _GROUP = 64
 """Weights that share a scale and a bias of 16 bits, in the usual quantization."""
 
-Source = Literal["history", "headers", "files", "name"]
+Source = Literal["stated", "history", "headers", "files", "name"]
 _SIZE = re.compile(r"(?<![a-z0-9.])(e?)(?:(\d+)x)?(\d+(?:\.\d+)?)([bm])(?![a-z0-9])")
 _BITS = re.compile(r"(\d+(?:\.\d+)?)-?bits?|(?:int|fp|mxfp|nvfp|[^a-z]q|w)(\d+)")
 
@@ -80,6 +81,11 @@ class Estimate:
     def bytes(self) -> int:
         """All together."""
         return self.base_bytes + self.kv_bytes
+
+
+def stated(estimate: Estimate, size: int) -> Estimate:
+    """With what somebody says that the model takes in memory, before any request."""
+    return replace(estimate, base_bytes=size + estimate.work_bytes, source="stated")
 
 
 def estimate_model(

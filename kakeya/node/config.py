@@ -36,6 +36,7 @@ from kakeya.node.table import (
     MEMORY_BUDGET,
     MEMORY_PINNED,
     MEMORY_RESERVE,
+    MEMORY_SIZES,
     MEMORY_STAY_WARM,
     MEMORY_UNLOAD_AFTER,
     MODELS,
@@ -122,7 +123,8 @@ class MemoryConfig:
     `budget_bytes` None = what the machine has, less `reserve_bytes` for everything else. Until
     `stay_warm_s` after its last use a model goes only for what is more urgent or waited long;
     after `unload_after_s` it goes though nobody needs the room, None = it stays. Models in `pinned`
-    stay whatever comes. `lease_store` is where leases of other processes are kept, "" = the data
+    stay whatever comes. `stated_bytes` is what the owner says that models take, by id, where that
+    is not to be estimated. `lease_store` is where leases of other processes are kept, "" = the data
     directory.
     """
 
@@ -132,6 +134,7 @@ class MemoryConfig:
     unload_after_s: float | None
     lease_store: str
     pinned: tuple[str, ...] = ()
+    stated_bytes: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +299,7 @@ def _memory(sources: Sources) -> MemoryConfig:
         unload_after_s=unload_after_s,
         lease_store=sources.value(LEASE_STORE),
         pinned=sources.value(MEMORY_PINNED),
+        stated_bytes=tuple((one, mb * MIB) for one, mb in sources.value(MEMORY_SIZES)),
     )
 
 

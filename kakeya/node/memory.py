@@ -244,6 +244,7 @@ class NodeMemory:
             self.arbiter.status().budget_bytes,
             history=self._history,
             hub=hub_folder(os.environ, Path.home()),
+            stated_bytes=dict(self._config.stated_bytes),
             pages_bytes=self._pages_bytes,
             platform=sys.platform,
         )

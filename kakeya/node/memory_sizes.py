@@ -14,12 +14,13 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kakeya.core.errors import ConfigError, KakeyaError
 from kakeya.core.log import event
 from kakeya.core.units import GIB, MIB, format_bytes
-from kakeya.memory.estimate import Estimate, estimate_source
+from kakeya.memory.estimate import Estimate, estimate_source, stated
 from kakeya.memory.estimate_history import SizeHistory
 from kakeya.memory.machine import LinuxMachine, Run, run_command
 from kakeya.memory.panics import Profile
@@ -114,16 +115,21 @@ def lease_size(estimate: Estimate, budget: int, pages_bytes: int = 0) -> LeaseSi
     return LeaseSize(estimate, min(wanted, max(least, budget - pages_bytes - estimate.base_bytes)))
 
 
+def check_named(setting: str, named: Iterable[str], models: Collection[str]) -> None:
+    """Raise ConfigError when a setting names a model that is not there."""
+    unknown = [model_id for model_id in named if model_id not in models]
+    if unknown:
+        raise ConfigError(
+            f"{setting} names {unknown[0]!r}; the models of this node are {', '.join(models)}"
+        )
+
+
 def check_pinned(
     pinned: Collection[str], sizes: Mapping[str, LeaseSize], others: Iterable[str], budget: int
 ) -> None:
     """Raise ConfigError for a pinned model that is not there, and when beside those that are one of
     `others`, which take turns, could never be loaded."""
-    unknown = [model_id for model_id in pinned if model_id not in sizes]
-    if unknown:
-        raise ConfigError(
-            f"memory.pinned names {unknown[0]!r}; the models of this node are {', '.join(sizes)}"
-        )
+    check_named("memory.pinned", pinned, sizes)
     if pinned:
         fixed = {model_id: sizes[model_id].bytes for model_id in pinned}
         turns = {one: sizes[one].bytes for one in others if one not in fixed}
@@ -137,21 +143,25 @@ def lease_sizes(
     *,
     history: SizeHistory,
     hub: Path | None,
+    stated_bytes: Mapping[str, int] = MappingProxyType({}),
     pages_bytes: int = 0,
     platform: str = sys.platform,
 ) -> dict[str, LeaseSize]:
     """The lease of each model; `sources` are, by name, what it is resolved to and its capability.
     `pages_bytes` are left for pages beside the sessions of a model.
 
-    Blocks. Raises ConfigError for a model that does not fit the budget by itself. One of which only
-    the name is known is not judged by it.
+    Blocks. Raises ConfigError for a model that does not fit the budget by itself, and where a size
+    is stated of one that is not there. One of which only the name is known is not judged by it.
     """
+    check_named("memory.sizes_mb", stated_bytes, sources)
     sizes = {}
     for model_id, (source, kind) in sources.items():
         estimate = estimate_source(
             source, hub=hub, kv_tokens=0, widens=platform != "darwin", history=history, kind=kind
         )
-        if estimate.problem:
+        if model_id in stated_bytes:
+            estimate = stated(estimate, stated_bytes[model_id])
+        elif estimate.problem:
             event(_log, "size is a guess", level=logging.WARNING, problem=estimate.problem)
         size = sizes[model_id] = lease_size(estimate, budget, pages_bytes)
         if size.bytes > budget and estimate.source != "name":

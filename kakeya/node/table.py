@@ -18,7 +18,15 @@ from kakeya.node.table_pages import PAGE_SETTINGS
 from kakeya.runtime.store import CAPACITY, IDLE_TTL_S
 
 _NO_NAMES: tuple[str, ...] = ()
+_NO_SIZES: tuple[tuple[str, int], ...] = ()
 _NO_MODELS: tuple[ModelSpec, ...] = ()
+
+
+def _model_size(raw: object) -> tuple[str, int]:
+    model_id, equals, size_mb = s.text(raw).rpartition("=")
+    if not equals or not model_id:
+        raise s.Illegal(f"{raw!r} says of no model how large it is; give MODEL=MB")
+    return model_id, s.whole(1, 64 * 1024 * 1024, "MB")(size_mb)
 
 
 def _lease_store(raw: object) -> str:
@@ -230,6 +238,13 @@ MEMORY_PINNED = Setting(
     default=_NO_NAMES,
     repeatable=True,
 )
+MEMORY_SIZES = Setting(
+    key="memory.sizes_mb",
+    variable="KAKEYA_MEMORY_SIZES_MB",
+    parse=s.several(_model_size),
+    default=_NO_SIZES,
+    repeatable=True,
+)
 LEASE_STORE = Setting(
     key="leases.store",
     variable=LEASE_VARIABLE,
@@ -261,6 +276,7 @@ SETTINGS: tuple[Setting[object], ...] = (
     MEMORY_STAY_WARM,
     MEMORY_UNLOAD_AFTER,
     MEMORY_PINNED,
+    MEMORY_SIZES,
     LEASE_STORE,
     *PAGE_SETTINGS,
 )

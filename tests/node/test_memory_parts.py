@@ -109,6 +109,25 @@ def test_one_model_that_is_too_large_is_named_with_both_sizes_but_not_by_its_nam
     assert sizes(64 * MIB, "some/Model-70B")["model"].bytes > 64 * MIB
 
 
+def test_a_stated_size_counts_before_all_that_is_estimated() -> None:
+    folder = str(EMBEDDED_FOLDER / "kakeya-tiny")
+
+    def sizes(source: str, **stated_mb: int) -> LeaseSize:
+        stated = {model: mb * MIB for model, mb in stated_mb.items()}
+        plain = {"history": SizeHistory(), "hub": None, "platform": "linux"}
+        return lease_sizes({"m": (source, "text")}, GIB, stated_bytes=stated, **plain)["m"]
+
+    told, plain = sizes(folder, m=700), sizes(folder)
+    assert told.estimate.source == "stated"
+    assert told.estimate.base_bytes == 700 * MIB + plain.estimate.work_bytes
+    assert told.estimate.kv_bytes_per_token == plain.estimate.kv_bytes_per_token
+    assert sizes("some/Model-70B", m=300).bytes < GIB
+    with pytest.raises(errors.ConfigError, match="model m needs"):
+        sizes("some/Model-1B", m=2000)
+    with pytest.raises(errors.ConfigError, match=r"memory.sizes_mb names 'other'"):
+        sizes(folder, other=1)
+
+
 def test_the_budget_is_the_machine_less_a_reserve_and_no_more_than_metal_or_the_owner_allows() -> (
     None
 ):
@@ -159,13 +178,14 @@ def test_memory_is_configured_by_file_variable_and_flag(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text(
         "[memory]\nbudget_mb = 500\nreserve_mb = 64\nstay_warm_s = 5\nunload_after_s = 60\n"
-        'pinned = ["a"]\n'
+        'pinned = ["a"]\nsizes_mb = ["org/a=700", "b=1"]\n'
         '[leases]\nstore = "redis://127.0.0.1:6379/0"\n'
     )
     memory = load(["--config", str(file)], {}).memory
     assert memory.budget_bytes == 500 * MIB
     assert memory.reserve_bytes == 64 * MIB
     assert (memory.stay_warm_s, memory.unload_after_s, memory.pinned) == (5, 60, ("a",))
+    assert memory.stated_bytes == (("org/a", 700 * MIB), ("b", MIB))
     assert memory.lease_store == "redis://127.0.0.1:6379/0"
     environ = {"KAKEYA_MEMORY_BUDGET_MB": "600"}
     assert load(["--config", str(file)], environ).memory.budget_bytes == 600 * MIB
@@ -180,6 +200,8 @@ def test_memory_is_configured_by_file_variable_and_flag(tmp_path: Path) -> None:
     [
         ({"KAKEYA_MEMORY_BUDGET_MB": "-1"}, "out of range"),
         ({"KAKEYA_MEMORY_UNLOAD_AFTER_S": "60"}, "less than memory.stay_warm_s, 300 s"),
+        ({"KAKEYA_MEMORY_SIZES_MB": "kakeya-tiny"}, "give MODEL=MB"),
+        ({"KAKEYA_MEMORY_SIZES_MB": "kakeya-tiny=big"}, "not a number"),
         ({"KAKEYA_LEASE_STORE": "http://x"}, "no address of a lease store"),
     ],
 )
