@@ -37,11 +37,12 @@ from kakeya.node.prefix_meeting import Rendezvous
 from kakeya.node.prefix_names import Naming, PrefixNames, paged_kv_bytes
 from kakeya.node.prefix_pages import PrefixPages, Shelf
 from kakeya.node.prefix_pins import PrefixPins
-from kakeya.node.prefix_reach import in_pages
+from kakeya.node.prefix_reach import in_pages, reach_of
 from kakeya.node.prefix_tools import PrefixTools
 from kakeya.node.prefix_turns import Turns
 from kakeya.node.prefix_view import prefix_metrics, prefix_status
 from kakeya.precache.blocks import BlockId
+from kakeya.precache.cuts import unmarked
 from kakeya.precache.disk import FOLDER, BlockStore
 from kakeya.precache.disk_stats import DiskConfig
 from kakeya.precache.kvb import Facts
@@ -193,18 +194,22 @@ class NodePrefixes:
         block_class: BlockClass = BlockClass.SPECULATIVE,
         pin: str = "",
     ) -> int:
-        """Refresh what is in pages of a marked prefix, for at least this long; how many tokens.
+        """Refresh what is here of a marked prefix, for at least this long; how many tokens are in
+        pages.
 
-        With a name for a pin, it makes room for nobody until `release`, or until another prefix
+        With a name for a pin, these make room for nobody until `release`, or until another prefix
         has that name.
         """
         naming = self.names.known(model_id, adapter_id)
         if naming is None:
             return 0
         shelf = self.pages.shelf(naming)
-        found = in_pages(shelf, naming, token_ids)
+        pieces = naming.pieces(*unmarked(token_ids))
+        found = reach_of(shelf, pieces, naming, in_ram=True)
         ids = [node.id for node, _ in found]
-        self.pages.touch(shelf, ids, block_class=block_class, retention=retention)
+        on_disk = [node.id for node, _ in reach_of(shelf, pieces, naming, in_ram=False)]
+        used = list(dict.fromkeys([*on_disk, *ids]))
+        self.pages.touch(shelf, used, block_class=block_class, retention=retention)
         if pin:
             self._pins.pin(pin, adapter_id, shelf, ids)
         return sum(tokens for _, tokens in found)

@@ -750,6 +750,27 @@ async def test_who_pins_what_another_one_pinned_has_a_pin_of_its_own(tmp_path: P
         here.check()
 
 
+async def test_what_is_looked_after_stays_on_disk_while_there_is_no_room_in_pages(
+    tmp_path: Path,
+) -> None:
+    clock = StillClock()
+    stable = [1, 1, 1, 1, 2, 2, 2, 2, 0]
+    async with world(tmp_path, disk=True, budget=2, clock=clock) as here:
+        await here.ask(stable, kv_retention=Retention.SHORT)
+        clock.advance(1)
+        await written(here)
+        for number in (3, 4):
+            await here.ask([number] * 4 + [0], kv_retention=Retention.EXTENDED)
+        for _ in range(12):
+            clock.advance(60)
+            assert here.prefixes.keep("toy", "", stable, Retention.SHORT) == 0
+            await here.prefixes.store.sweep()
+        assert await here.ask(stable) == 8
+        assert here.prefixes.counts.tokens[Source.DISK] == 8
+        await written(here)
+        here.check()
+
+
 async def test_a_pin_can_be_ended_when_other_weights_have_the_name_of_its_model(
     tmp_path: Path,
 ) -> None:
