@@ -233,6 +233,14 @@ def _remove_leftovers(folder: Path) -> tuple[str, ...]:
     return tuple(removed)
 
 
+def remove_leftovers(folder: Path) -> tuple[str, ...]:
+    """Remove what dead owners left, without being one; the names of the slabs. Raises OSError."""
+    if not folder.is_dir():
+        return ()
+    with _folder_lock(folder):
+        return _remove_leftovers(folder)
+
+
 @contextmanager
 def _folder_lock(folder: Path) -> Iterator[None]:
     """Hold off other owners between making a list and locking it."""

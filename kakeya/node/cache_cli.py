@@ -1,8 +1,9 @@
 """`kakeya cache`: what stored KV there is on disk, whether it is whole, and removing it.
 
 Looks at the files in the data directory, whether a node runs there or not: files only ever appear
-whole. A node that runs is asked to wipe what it keeps itself: it has more than files. Exit status:
-0 done, 1 damage was found, something cannot be read or removed, or the node does not answer.
+whole. A node that runs is asked to wipe what it keeps itself: it has more than files. One that was
+killed left its pages in shared memory; a wipe takes those too. Exit status: 0 done, 1 damage was
+found, something cannot be read or removed, or the node does not answer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
@@ -23,7 +24,6 @@ from kakeya.node.datadir import default_folder, find_running, is_held
 
 if TYPE_CHECKING:  # not needed for `kakeya status` to answer
     from kakeya.precache.disk_files import BlockFolder, Contents, Damage, FoundFile
-    from kakeya.precache.disk_wipe import Removal
 
 _WIPE_S = 60.0
 """How long a node may take to remove its files."""
@@ -44,6 +44,17 @@ class ModelUse:
     tokens: int
     bytes: int
     idle_s: float  # since the last use of any of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Done:
+    """What a wipe removed: files, blocks in a node's memory, and slabs of one that was killed."""
+
+    files: int
+    kept: tuple[str, ...]
+    """What could not be removed, and why."""
+    blocks: int = 0
+    slabs: int = 0
 
 
 def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -165,32 +176,48 @@ def _verify(folder: BlockFolder, *, as_json: bool) -> int:
 
 
 def _wipe(folder: BlockFolder, data_dir: Path, pid: int | None, *, as_json: bool) -> int:
-    blocks, done = (0, folder.wipe()) if pid is None else _ask(folder, data_dir)
+    done = _clear(folder, data_dir) if pid is None else _ask(folder, data_dir)
     if as_json:
         facts = {
             "folder": str(folder.folder),
             "removed": done.files,
             "kept": done.kept,
-            "memory_blocks": blocks,
+            "memory_blocks": done.blocks,
+            "slabs": done.slabs,
             "node_pid": pid,
         }
         print(json.dumps(facts))
         return 1 if done.kept else 0
     print(f"removed {done.files} files from {folder.folder}")
     if pid is not None:
-        print(f"the node with pid {pid} let go of {blocks} blocks in memory")
+        print(f"the node with pid {pid} let go of {done.blocks} blocks in memory")
+    if done.slabs:
+        print(f"removed {done.slabs} slabs of pages that a killed node left in shared memory")
     if not done.kept:
         return 0
-    print(f"{len(done.kept)} cannot be removed; a start finds what is in them:", file=sys.stderr)
+    print(f"{len(done.kept)} cannot be removed; KV is left in them:", file=sys.stderr)
     _show(done.kept, sys.stderr)
     return 1
 
 
-def _ask(folder: BlockFolder, data_dir: Path) -> tuple[int, Removal]:
+def _clear(folder: BlockFolder, data_dir: Path) -> _Done:
+    """Remove the files, and the pages of a node that was killed."""
+    from kakeya.memory.slabs import remove_leftovers
+    from kakeya.node.page_wiring import ARENA_FOLDER
+
+    removal, arena = folder.wipe(), data_dir / ARENA_FOLDER
+    done = _Done(files=removal.files, kept=removal.kept)
+    try:
+        return replace(done, slabs=len(remove_leftovers(arena)))
+    except OSError as problem:
+        why = f"shared memory that {arena} lists: {problem.strerror or problem}"
+        return replace(done, kept=(*done.kept, why))
+
+
+def _ask(folder: BlockFolder, data_dir: Path) -> _Done:
     """Have the node that runs wipe what it keeps: blocks in memory, and files. Raises what
     `ask_node` raises."""
     from kakeya.node.owner_call import ask_node
-    from kakeya.precache.disk_wipe import Removal
     from kakeya.v1 import precache_pb2 as pb
     from kakeya.v1.precache_pb2_grpc import PrecacheServiceStub
 
@@ -200,10 +227,12 @@ def _ask(folder: BlockFolder, data_dir: Path) -> tuple[int, Removal]:
         lambda stub: stub.Wipe(pb.WipeRequest(), timeout=_WIPE_S),
         timeout_s=_WIPE_S,
     )
+    done = _Done(files=wiped.files, kept=tuple(wiped.kept), blocks=wiped.memory_blocks)
+    if wiped.has_disk:
+        return done
     # Files of a life in which it kept some are of no concern to a node that keeps none.
-    if not wiped.has_disk:
-        return wiped.memory_blocks, folder.wipe()
-    return wiped.memory_blocks, Removal(files=wiped.files, kept=tuple(wiped.kept))
+    removal = folder.wipe()
+    return replace(done, files=removal.files, kept=removal.kept)
 
 
 def models_of(contents: Contents, now: float) -> list[ModelUse]:

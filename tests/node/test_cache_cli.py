@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,12 +20,14 @@ from kakeya.core.clock import SystemClock
 from kakeya.node.cli import main
 from kakeya.node.control import control_socket
 from kakeya.node.datadir import DataDir, RunInfo
+from kakeya.node.page_wiring import ARENA_FOLDER
 from kakeya.precache.disk import FOLDER, BlockStore
 from kakeya.precache.disk_files import QUARANTINE, BlockFolder
 from kakeya.precache.retention import Retention
 from kakeya.runtime.precache import NoPrecache, Wiped
 from kakeya.runtime.precache_service import PrecacheService
 from kakeya.v1.precache_pb2_grpc import add_PrecacheServiceServicer_to_server
+from tests.memory.test_slabs import KILLED, is_there
 from tests.precache.disk_world import Made, block_of, chain_of, config_of
 from tests.runtime.toy import ToyDirectory
 
@@ -152,9 +156,41 @@ def test_what_a_wipe_cannot_remove_is_named_and_is_a_failure(
     said = capsys.readouterr()
     assert "removed 0 files" in said.out
     assert said.err.splitlines() == [
-        "1 cannot be removed; a start finds what is in them:",
+        "1 cannot be removed; KV is left in them:",
         f"  {stuck}: {why(stuck)}",
     ]
+
+
+def test_what_a_killed_node_left_in_shared_memory_goes_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def killed() -> list[str]:
+        command = [sys.executable, "-c", KILLED, str(tmp_path / ARENA_FOLDER), f"w{os.getpid()}"]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False
+        )
+        names = done.stdout.split()
+        assert all(map(is_there, names))
+        return names
+
+    names = killed()
+    status, facts = cache(capsys, tmp_path, "wipe")
+    assert (status, facts["slabs"]) == (0, 2)
+    assert not any(map(is_there, names))
+    names = killed()
+    assert main(["cache", "wipe", "--data-dir", str(tmp_path)]) == 0
+    assert "removed 2 slabs of pages that a killed node left" in capsys.readouterr().out
+    assert not any(map(is_there, names))
+
+
+def test_shared_memory_that_cannot_be_looked_for_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ARENA_FOLDER / "arenas.lock").mkdir(parents=True)
+    status, facts = cache(capsys, tmp_path, "wipe")
+    arena = tmp_path / ARENA_FOLDER
+    assert (status, facts["slabs"]) == (1, 0)
+    assert facts["kept"] == [f"shared memory that {arena} lists: Is a directory"]
 
 
 def why(folder: Path) -> str:
