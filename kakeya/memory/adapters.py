@@ -8,7 +8,8 @@ A rank alone would keep adapters hot that nobody uses, and a threshold alone has
 must hold. Who has a rating keeps it until its uses fall to half of what it took, and until another
 has a quarter more: two adapters with nearly equal use do not change places all the time.
 
-A rating says what an adapter deserves; `is_hot` and `is_warm` say where its bytes are. A request
+A rating says what an adapter deserves; `is_hot` and `is_warm` say where its bytes are. Who is to
+be hot and lies on disk only is brought to warm first, so that no slot waits for a disk. A request
 brings its adapter into a slot whatever the rating: the one that idles longest makes room, those
 that are rated hot last. A slot that nobody wants keeps what is in it.
 """
@@ -275,7 +276,8 @@ class AdapterTable:
         return [adapter for _, adapter in found[: rules.warm_places]]
 
     def _promotions(self, hot: list[Adapter], slots: Mapping[str, int]) -> Iterator[Move]:
-        """Into free slots, then into those of idle ones that are not rated hot."""
+        """Into free slots, then into those of idle ones that are not rated hot; from pages only,
+        into which others are brought first."""
         free: dict[str, int] = {}
         idle: dict[str, list[Adapter]] = {}
         for base, places in slots.items():
@@ -286,7 +288,9 @@ class AdapterTable:
         for adapter in hot:
             if adapter.is_hot or adapter.is_moving:
                 continue
-            if free[adapter.base] > 0:
+            if adapter.tier is Tier.COLD:
+                yield Move(adapter_id=adapter.adapter_id, to=Tier.WARM)
+            elif free[adapter.base] > 0:
                 free[adapter.base] -= 1
                 yield Move(adapter_id=adapter.adapter_id, to=Tier.HOT)
             elif idle[adapter.base]:

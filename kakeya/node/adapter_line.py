@@ -4,6 +4,10 @@ Whose adapter is in a slot does not come here, but while somebody has waited lon
 wanted adapter in a slot yields, which means that its next requests wait in line too, its slot
 comes free, and the line goes on. It yields no longer than others wait. The order is
 `BatchFormer`'s.
+
+Whose adapter is on disk only has it laid in pages first, and stands in line afterwards as from the
+beginning: others do not wait for a disk, nor for pages. The mover, who serves the line, does it
+only for one whose pages went meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from kakeya.core.errors import (
 from kakeya.core.log import event
 from kakeya.core.tasks import sleep_or_wake
 from kakeya.memory.adapter_batch import AGE_S, Batch, BatchFormer
-from kakeya.memory.adapters import Adapter, AdapterTable, Move
+from kakeya.memory.adapters import Adapter, AdapterTable, Move, Tier
 from kakeya.node.adapter_places import AdapterEngine, AdapterPlaces
 
 _log = logging.getLogger(__name__)
@@ -72,13 +76,14 @@ class AdapterLine:
         self._former: BatchFormer[_Waiter] = BatchFormer()
         self._wake = asyncio.Event()
         self._prefetch: tuple[Move, ...] = ()
+        self._warming = 0
         self.slots = 0
         """Of the engine that was last seen."""
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
-        return len(self._former)
+        """How many wait, in line or for pages."""
+        return len(self._former) + self._warming
 
     def take(self, adapter: Adapter, *, is_following: bool = False) -> bool:
         """Lease an adapter that is in a slot now, and need not yield; False = wait in line.
@@ -101,17 +106,20 @@ class AdapterLine:
         Raises QueueFull, CapacityExhausted when the time is up, and what the way to the slot
         raises.
         """
-        if len(self._former) >= MAX_WAITING:
+        if self.waiting >= MAX_WAITING:
             raise QueueFull(
-                f"{len(self._former)} requests wait for adapters of {self._base}, which is the "
-                "limit",
+                f"{self.waiting} requests wait for adapters of {self._base}, which is the limit",
                 retry_after_s=1.0,
             )
         waiter = _Waiter(adapter, self._clock.mono(), is_following=is_following)
-        self._former.add(adapter.adapter_id, waiter, waiter.since)
-        self._wake.set()
         try:
             async with asyncio.timeout(patience_s):
+                if adapter.tier is Tier.COLD:
+                    await self._warm(adapter)
+                    if self.take(adapter, is_following=is_following):
+                        return
+                self._former.add(adapter.adapter_id, waiter, waiter.since)
+                self._wake.set()
                 await waiter.granted
         except TimeoutError:
             self._leave(waiter)
@@ -148,6 +156,20 @@ class AdapterLine:
                 await sleep_or_wake(self._clock, AGE_S / 2, self._wake)
 
     # --- inside
+
+    async def _warm(self, adapter: Adapter) -> None:
+        """Have an adapter laid in pages for one who waits."""
+        self._warming += 1
+        try:
+            # It is for this engine, which must not be the one that goes for its pages.
+            async with self._lend(self._base, _ENGINE_PATIENCE_S):
+                try:
+                    with self._places.wanted(adapter):
+                        await self._places.warm(adapter)
+                except KakeyaError as problem:
+                    raise self._refusal(adapter, problem) from None
+        finally:
+            self._warming -= 1
 
     async def _serve(self) -> bool:
         """Serve some; False when nobody could be."""
@@ -219,9 +241,7 @@ class AdapterLine:
             adapter.is_doubtful = True
             return self._try_again(waiters, problem)
         except KakeyaError as problem:
-            adapter.is_doubtful = True
-            self._fail(waiters, _removed(adapter) if adapter.is_retired else problem)
-            self._on_failure(adapter, problem)
+            self._fail(waiters, self._refusal(adapter, problem))
             return True
         finally:
             adapter.is_coming = adapter.is_moving = False
@@ -266,7 +286,7 @@ class AdapterLine:
         hot = self._table.hot(self._base)
         out = next((a for a in hot if a.adapter_id == move.instead_of), None)
         is_room = len(hot) < self.slots or (out is not None and out.is_idle)
-        if adapter.is_hot or adapter.is_retired or not is_room:
+        if adapter.tier is not Tier.WARM or adapter.is_retired or not is_room:
             return
         await self._bring_one(adapter, [], engine, out if len(hot) >= self.slots else None)
 
@@ -299,6 +319,14 @@ class AdapterLine:
                 waiter.granted.set_exception(removed)
             else:
                 waiter.granted.set_result(None)
+
+    def _refusal(self, adapter: Adapter, problem: KakeyaError) -> KakeyaError:
+        """Tell that an adapter could not be had; what those who wait for it are told."""
+        adapter.is_doubtful = True
+        if adapter.is_retired:
+            return _removed(adapter)
+        self._on_failure(adapter, problem)
+        return problem
 
     def _fail(self, waiters: list[_Waiter], problem: KakeyaError) -> None:
         for waiter in waiters:

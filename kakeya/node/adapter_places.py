@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Protocol
 
 from kakeya.core.errors import (
@@ -122,7 +122,7 @@ class AdapterPlaces:
         self._blocks: dict[Adapter, Block] = {}
         self._adapters: dict[Block, Adapter] = {}
         self._flights: dict[Adapter, asyncio.Task[None]] = {}
-        self._wanted: set[Adapter] = set()
+        self._wanted: Counter[Adapter] = Counter()
         self._pids: dict[str, int | None] = {}
         self.moves = dict.fromkeys(Tier, 0)
 
@@ -149,12 +149,14 @@ class AdapterPlaces:
 
     @contextmanager
     def wanted(self, adapter: Adapter) -> Iterator[None]:
-        """Meanwhile requests wait for an adapter: idle models may have to go for its pages."""
-        self._wanted.add(adapter)
+        """Meanwhile a request waits for an adapter: idle models may have to go for its pages."""
+        self._wanted[adapter] += 1
         try:
             yield
         finally:
-            self._wanted.discard(adapter)
+            self._wanted[adapter] -= 1
+            if not self._wanted[adapter]:
+                del self._wanted[adapter]
 
     async def warm(self, adapter: Adapter) -> None:
         """Lay an adapter in pages. Raises LoadFailed, OutOfPages."""
@@ -251,8 +253,9 @@ class AdapterPlaces:
     async def _lay(self, adapter: Adapter) -> None:
         packed = await asyncio.to_thread(self._store.load, self._record_of(adapter.adapter_id))
         tenant = self._tenants[adapter.rating]
-        is_wanted = partial(self._wanted.__contains__, adapter)
-        with await self._arena.prepare(tenant, len(packed), self._holder, is_wanted) as filling:
+        with await self._arena.prepare(
+            tenant, len(packed), self._holder, lambda: adapter in self._wanted
+        ) as filling:
             filling.view[:] = packed
             filling.commit()
         self._blocks[adapter] = filling.block

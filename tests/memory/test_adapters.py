@@ -47,11 +47,23 @@ def test_ten_uses_in_a_minute_make_hot_one_makes_warm_none_makes_cold() -> None:
     used(table, seldom, 1, 100.0)
     moves = table.rebalance(100.0, {BASE: 8})
     assert [(m.adapter_id, m.to) for m in moves] == [
-        ("a0", Tier.HOT),
+        ("a0", Tier.WARM),
         ("a1", Tier.WARM),
         ("a2", Tier.WARM),
     ]
-    assert never.rating is Tier.COLD
+    ratings = [adapter.rating for adapter in (busy, nearly, seldom, never)]
+    assert ratings == [Tier.HOT, Tier.WARM, Tier.WARM, Tier.COLD]
+
+
+def test_who_deserves_a_slot_comes_into_pages_first() -> None:
+    table, adapters = filled(2)
+    for adapter in adapters:
+        used(table, adapter, 10, 0.0)
+    for tier in (Tier.WARM, Tier.HOT):
+        moves = table.rebalance(0.0, {BASE: 2})
+        assert [move.to for move in moves] == [tier] * 2
+        carry_out(table, moves)
+    assert table.rebalance(0.0, {BASE: 2}) == ()
 
 
 def test_the_threshold_and_the_rank_must_both_hold() -> None:
@@ -92,6 +104,7 @@ def test_a_hot_one_stays_until_half_of_its_uses_are_left() -> None:
     table, (adapter,) = filled(1)
     used(table, adapter, 5, 0.0)
     used(table, adapter, 5, 30.0)
+    table.entered_pages(adapter)
     carry_out(table, table.rebalance(30.0, {BASE: 1}))
     table.rebalance(61.0, {BASE: 1})  # five are left
     assert adapter.rating is Tier.HOT
@@ -104,8 +117,10 @@ def test_a_hot_one_stays_until_half_of_its_uses_are_left() -> None:
 def test_a_slightly_busier_one_does_not_take_the_place_of_a_hot_one() -> None:
     table, (first, second) = filled(2)
     used(table, first, 20, 0.0)
+    table.entered_pages(first)
     carry_out(table, table.rebalance(0.0, {BASE: 1}))
     used(table, second, 24, 1.0)
+    table.entered_pages(second)
     assert Move(adapter_id="a1", to=Tier.HOT, instead_of="a0") not in table.rebalance(1, {BASE: 1})
     used(table, second, 2, 2.0)
     assert Move(adapter_id="a1", to=Tier.HOT, instead_of="a0") in table.rebalance(2.0, {BASE: 1})
@@ -254,6 +269,8 @@ class Tiers(RuleBasedStateMachine):
             assert not (move.instead_of and self.table.get(move.instead_of).leases)
             assert move.to is not Tier.COLD or not self.table.get(move.adapter_id).leases
             assert not self.table.get(move.adapter_id).is_retired or move.to is Tier.COLD
+            if move.to > (tier := self.table.get(move.adapter_id).tier):
+                assert move.to == tier + 1, "between neighbours"
         carry_out(self.table, moves)
         for base, slots in self.slots.items():
             assert sum(a.rating is Tier.HOT for a in self.table if a.base == base) <= slots

@@ -39,6 +39,7 @@ class ToyEngine:
     until: asyncio.Event | None = None
     refusal: KakeyaError | None = None
     most: int = 0
+    lent: int = 0
     fingerprint: str = ""
 
     @property
@@ -162,7 +163,11 @@ async def world(
 
     @asynccontextmanager
     async def lend(_base: str, _patience_s: float) -> AsyncIterator[ToyEngine]:
-        yield engine
+        engine.lent += 1
+        try:
+            yield engine
+        finally:
+            engine.lent -= 1
 
     arena = await asyncio.to_thread(
         lambda: NodeArena(
