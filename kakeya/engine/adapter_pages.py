@@ -35,39 +35,42 @@ class AdapterPages:
     """Maps the slabs, and reads. Lives on the event loop.
 
     To map a slab and to unmap it takes as long as to read an adapter, and adapters come one after
-    the other: it stays mapped until the last one is closed, and for a moment. Not for longer, as
-    one that its owner took away goes on taking memory.
+    the other: it stays mapped until the last one in it is closed, and for a moment. Not for longer,
+    as one that its owner took away goes on taking memory, however much is read from others.
     """
 
     def __init__(self, keep_s: float = 1.0) -> None:
+        """A slab that nobody reads is mapped for `keep_s`, and for twice that at the most."""
         self._keep_s = keep_s
         self._reader = PageReader()
-        self._reads: list[ReadAdapter] = []
-        self._closing: asyncio.TimerHandle | None = None
+        self._reads: dict[str, list[ReadAdapter]] = {}
+        """From each slab that may be mapped: what is read now, or was since the last look."""
+        self._looking: asyncio.TimerHandle | None = None
 
     def read(self, ref: PageRef) -> ReadAdapter:
         """Read one from pages that stay pinned until `close`. Raises PageFreed, InvalidArgument."""
-        self._forget_closed()
-        self._close_later()
+        reads = self._reads.setdefault(ref.slab, [])
+        if self._looking is None:
+            self._look_later()
         try:
             read = ReadAdapter(self._reader.view(ref), partial(self._reader.check, ref))
         except KakeyaError as refusal:
             # Whoever has the error would hold views of the pages with its frames.
             raise refusal.with_traceback(None) from None
-        self._reads.append(read)
+        reads.append(read)
         return read
 
-    def _forget_closed(self) -> None:
-        self._reads = [read for read in self._reads if read.adapter is not None]
+    def _look_later(self) -> None:
+        self._looking = asyncio.get_running_loop().call_later(self._keep_s, self._look)
 
-    def _close_later(self) -> None:
-        if self._closing is not None:
-            self._closing.cancel()
-        self._closing = asyncio.get_running_loop().call_later(self._keep_s, self._close)
-
-    def _close(self) -> None:
-        self._forget_closed()
+    def _look(self) -> None:
+        """Let go of slabs of which nothing was read since the last time, nor is read yet."""
+        for slab, reads in tuple(self._reads.items()):
+            if reads:
+                reads[:] = [read for read in reads if read.adapter is not None]
+            else:
+                self._reader.forget(slab)
+                del self._reads[slab]
+        self._looking = None
         if self._reads:
-            self._close_later()
-        else:
-            self._reader.close()
+            self._look_later()

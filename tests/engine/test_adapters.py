@@ -41,7 +41,7 @@ from tests.engine.adapter_rig import (
 
 PACKED = {folder.name: pack(folder, Precision.EXACT) for folder in FOLDERS}
 NGRAM = (SourceSpec(kind="ngram"),)
-CONFIG = PageConfig(page_bytes=512 << 10, slab_pages=2, total_pages=2)
+CONFIG = PageConfig(page_bytes=512 << 10, slab_pages=2, total_pages=4)
 
 
 @pytest.fixture(scope="module")
@@ -372,6 +372,25 @@ async def test_a_slab_is_mapped_until_the_last_adapter_in_it_is_closed_and_a_mom
     third = pages.read(ref)
     assert third.content == first.content
     third.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc for what is mapped")
+async def test_a_slab_goes_however_much_is_read_from_others(lying: Lying) -> None:
+    """One that its owner took away takes memory as long as it is mapped."""
+    pool, pages = lying.arena.pool, AdapterPages()
+    ref, _ = lying.lay(PACKED["table"])
+    while pool.has_free(1):
+        pool.tenant(ContentType.KV_CACHE, "prefixes").page()
+    await lying.arena.grow_async()
+    other, block = lying.lay(PACKED["letter"])
+    pool.holder("engine").hold(block).pin()
+    read = pages.read(ref)
+    await lying.arena.shrink_async()
+    read.close()
+    async with asyncio.timeout(10):
+        while ref.slab in await asyncio.to_thread(Path("/proc/self/maps").read_text):
+            pages.read(other).close()
+            await asyncio.sleep(0.005)
 
 
 def test_what_does_not_fit_the_engines_limit_is_refused() -> None:
