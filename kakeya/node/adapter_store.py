@@ -5,8 +5,9 @@
 
 The files are the whole truth: a start reads their first lines, and the bytes behind are checked
 when they are read (zlib's own check, and the digest of the packed form). What is damaged is renamed
-to *.damaged and named in the log; the others are not affected. A disk that fails or is full is
-StoreFailed. Everything here blocks.
+to *.damaged and named in the log, unless another was written in its place since it was read; the
+others are not affected. A disk that fails or is full is StoreFailed. Everything here blocks, and
+any thread may call it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -87,6 +89,7 @@ class AdapterStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._writing = threading.Lock()
 
     def scan(self) -> Iterator[AdapterRecord]:
         """Every adapter there is; damaged files are set aside on the way. Raises StoreFailed."""
@@ -115,7 +118,7 @@ class AdapterStore:
         if len(line) > _HEADER_BYTES:
             raise InvalidArgument(f"the names of adapter {record.model_id[:80]} are too long")
         data = line + zlib.compress(packed, _LEVEL)
-        with self._on_disk("written"):
+        with self._writing, self._on_disk("written"):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_atomically(self._path(record), data)
         return len(data)
@@ -128,7 +131,8 @@ class AdapterStore:
         """
         path = self._path(record)
         try:
-            packed = _read_packed(path.read_bytes(), record)
+            data = path.read_bytes()
+            packed = _read_packed(data, record)
             unpack(packed)
         except FileNotFoundError:
             raise AdapterDamaged(
@@ -139,7 +143,7 @@ class AdapterStore:
                 f"adapter {record.model_id} cannot be read: {problem.strerror or problem}"
             ) from None
         except InvalidArgument as problem:
-            aside = self._set_aside(path, problem.message)
+            aside = self._set_aside_read(record, data, problem.message)
             raise AdapterDamaged(
                 f"adapter {record.model_id} is damaged on disk ({problem.message}); it was set "
                 f"aside as {aside.name}: register it again"
@@ -166,6 +170,15 @@ class AdapterStore:
         # Names differ in letters that some file systems do not tell apart.
         name = hashlib.sha256(record.model_id.encode()).hexdigest()[:40]
         return self.folder / f"{name}{_SUFFIX}"
+
+    def _set_aside_read(self, record: AdapterRecord, data: bytes, problem: str) -> Path:
+        """Set aside what was read. Raises LoadFailed when the file is another by now."""
+        path = self._path(record)
+        with self._writing:
+            with contextlib.suppress(OSError):
+                if path.read_bytes() != data:
+                    raise _replaced(record)
+            return self._set_aside(path, problem)
 
     def _set_aside(self, path: Path, problem: str) -> Path:
         aside = path.with_name(path.name + _DAMAGED)
@@ -199,10 +212,14 @@ def _read_record(data: bytes) -> tuple[AdapterRecord, int]:
     return record, len(line) + 1
 
 
+def _replaced(record: AdapterRecord) -> LoadFailed:
+    return LoadFailed(f"adapter {record.version} was replaced; ask for it again")
+
+
 def _read_packed(data: bytes, record: AdapterRecord) -> bytes:
     written, start = _read_record(data[:_HEADER_BYTES])
     if written.model_id == record.model_id and written.digest != record.digest:
-        raise LoadFailed(f"adapter {record.version} was replaced; ask for it again")
+        raise _replaced(record)
     try:
         packed = zlib.decompress(data[start:], bufsize=max(1, record.packed_bytes))
     except zlib.error as problem:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.core.errors import StoreFailed
+from kakeya.core.errors import LoadFailed, StoreFailed
 from kakeya.memory.adapter_format import digest, pack, unpack
 from kakeya.memory.arena import PageArena
+from kakeya.node import adapter_store
 from kakeya.node.adapter_store import AdapterRecord, AdapterStore
 from kakeya.node.arena import page_config
 from kakeya.node.config import load
@@ -58,6 +59,28 @@ def test_a_full_disk_refuses_an_adapter_and_keeps_nothing_of_it(
         store.save(record(packed), packed)
     assert list((tmp_path / "adapters").iterdir()) == []
     assert list(store.scan()) == []
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_one_that_is_registered_while_the_damaged_one_is_looked_at_stays(
+    tmp_path: Path, packed: bytes, monkeypatch: pytest.MonkeyPatch, is_same: bool
+) -> None:
+    store, read_packed = AdapterStore(tmp_path / "adapters"), adapter_store._read_packed
+    store.save(record(packed), packed)
+    (path,) = store.folder.iterdir()
+    path.write_bytes(path.read_bytes()[:-9])
+    fresh = packed if is_same else pack(tiny_adapter(tmp_path / "fresh", 2))
+
+    def read_slowly(data: bytes, wanted: AdapterRecord) -> bytes:
+        store.save(record(fresh), fresh)
+        return read_packed(data, wanted)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter_store, "_read_packed", read_slowly)
+        with pytest.raises(LoadFailed, match="was replaced; ask for it again"):
+            store.load(record(packed))
+    assert list(store.folder.iterdir()) == [path]
+    assert store.load(record(fresh)) == fresh
 
 
 def test_a_folder_that_is_none_is_named(tmp_path: Path, packed: bytes) -> None:
