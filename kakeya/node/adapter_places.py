@@ -198,6 +198,7 @@ class AdapterPlaces:
             try:
                 size = await self._load(adapter, engine, pid, out, sent if is_certain else None)
             except MemoryRefused:
+                adapter.is_coming = False  # what is sent from now on is behind no load
                 if await self._reconcile(adapter.base, engine):
                     size = await self._load(adapter, engine, pid, out)
                 elif facts is None or not await self._make_room(adapter, facts):

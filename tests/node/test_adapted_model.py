@@ -154,6 +154,26 @@ async def test_who_comes_while_an_adapter_is_on_its_way_goes_on_at_once_too(tmp_
         assert all(node.adapters.describe(one).leases == 0 for one in node.adapters.records())
 
 
+async def test_once_a_load_was_refused_nothing_is_sent_behind_it(tmp_path: Path) -> None:
+    async with world(tmp_path, slots=2) as node:
+        base, first = Base(node), await node.add(1)
+        second = await node.add(2)
+        await said(adapted(node, base, first))
+        node.engine.held["from an answer that was lost"] = b""
+        adapter = node.adapters._table.get(node.adapters.find(second).version)
+        was_coming, adapters = [], node.engine.adapters
+        node.engine.before_load = lambda: was_coming.append(adapter.is_coming)
+
+        async def look() -> tuple[str, ...]:
+            was_coming.append(adapter.is_coming)
+            return await adapters()
+
+        node.engine.adapters = look
+        assert await said(adapted(node, base, second)) == [3, 4, 5, 6, 7, 8]
+        assert was_coming == [False] * 3
+        assert base.asked[1].adapter_id == adapter.adapter_id, "it was sent behind the first one"
+
+
 async def test_who_is_told_of_a_failed_load_before_its_answer_waits_for_that(
     tmp_path: Path,
 ) -> None:
