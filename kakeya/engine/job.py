@@ -43,9 +43,9 @@ class DecodeJob:
     only prefilled, all but its last token. `kv_blocks` hold the KV of its first blocks and stay
     pinned until the first frame; `kv_exports` are to be filled with what is computed. `cuts` are
     places at which pieces of prefill end beside the grid. `park_id` names it to who may lend pages
-    for its KV while it is set aside, 0 = nobody does. `client` is who asks, for fair shares; a
-    smaller `priority` is more urgent. `logits` are those behind the history as a LogitsFrame gave
-    them, b"" = not known; `wants_logits`: such a frame is wanted.
+    for its KV while it is set aside, 0 = nobody does. `client` is who asks, for fair shares, and
+    `user` for which of its users; a smaller `priority` is more urgent. `logits` are those behind
+    the history as a LogitsFrame gave them, b"" = not known; `wants_logits`: such a frame is wanted.
     """
 
     token_ids: Sequence[int]
@@ -60,6 +60,7 @@ class DecodeJob:
     cuts: tuple[int, ...] = ()
     park_id: int = 0
     client: str = ""
+    user: str = ""
     priority: int = NORMAL_PRIORITY
     deadline_s: float | None = None
     logits: bytes = b""

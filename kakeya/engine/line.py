@@ -79,7 +79,7 @@ class Line:
         self._arrivals += 1
         row = Row(
             ticket=ticket,
-            account=self._shares.arrive(job.client, job.priority),
+            account=self._shares.arrive(job.client, job.priority, job.user),
             number=self._arrivals,
             arrived_s=now_s,
             work_s=self._pace.prefill_s(self._known_tokens(job), len(job.token_ids) - 1),
@@ -175,11 +175,11 @@ class Line:
     def charge(self, row: Row) -> None:
         """It runs: its account pays for what is to be computed of its prompt."""
         row.charged = row.prompt_left
-        row.account.used += INPUT_WEIGHT * row.charged
+        row.account.pay(INPUT_WEIGHT * row.charged)
 
     def refund(self, row: Row) -> None:
         """It runs no longer: what was not computed is not paid for."""
-        row.account.used -= INPUT_WEIGHT * min(row.charged, row.prompt_left)
+        row.account.pay(-INPUT_WEIGHT * min(row.charged, row.prompt_left))
         row.charged = 0
 
     def park(self, row: Row) -> None:

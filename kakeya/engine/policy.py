@@ -4,7 +4,8 @@ A claim is one generation. Two things are shared out: places (who runs), and the
 between two steps of those that decode. Both go by the same order:
 
     class    the more urgent priority, always
-    share    among these, clients that used about as little as the one that used least
+    share    among these, clients that used about as little as the one that used least; and of its
+             users, where a client names some, those that did
     work     among these, whose prompt would be done first if it had been alone since it arrived
 
 What a client used is counted in tokens, an output token OUTPUT_WEIGHT times: a prompt when its
@@ -57,8 +58,8 @@ Turn: TypeAlias = tuple[float, int]
 
 @dataclass(slots=True, eq=False)
 class Equals:
-    """So many accounts of one class that wait, run nothing, and used the same; `shares` keeps them.
-    `heads` is a heap of the first claims of each."""
+    """So many accounts that wait, run nothing, and used the same, of those that are fair to each
+    other; `shares` keeps them. `heads` is a heap of the first claims of each."""
 
     used: int
     accounts: int = 0
@@ -68,7 +69,8 @@ class Equals:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """What one client used in one class, in weighted tokens, and what it has there now."""
+    """What one client, or one of its users, used in one class, in weighted tokens, and what it has
+    there now."""
 
     client: str
     priority: int
@@ -76,9 +78,21 @@ class Account:
     waiting: int = 0
     running: int = 0
     turns: list[Turn] = field(default_factory=list)
-    """Of its claims that wait; `shares` keeps them."""
+    """Of the claims of a user that wait; `shares` keeps them."""
     equals: Equals | None = None
     """Among which it rests."""
+    owner: Account | None = None
+    """The client's; None = it is that."""
+
+    def head(self) -> Turn | None:
+        """The first of its claims that wait; None = it has none."""
+        return self.turns[0] if self.turns else None
+
+    def pay(self, tokens: int) -> None:
+        """Count what it used, or does not use after all, in weighted tokens."""
+        self.used += tokens
+        if self.owner is not None:
+            self.owner.used += tokens
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -113,8 +127,22 @@ def first(claims: Sequence[ClaimT]) -> ClaimT:
         return claims[0]
     urgent = min(claim.priority for claim in claims)
     peers = [claim for claim in claims if claim.priority == urgent]
-    equal = min(claim.account.used for claim in peers) + EQUAL_TOKENS
-    return min((claim for claim in peers if claim.account.used <= equal), key=_done_alone_s)
+    peers = _equals(peers, [claim.account.owner or claim.account for claim in peers])
+    by_client: dict[str, list[ClaimT]] = {}
+    for claim in peers:
+        if claim.account.owner is not None:
+            by_client.setdefault(claim.account.client, []).append(claim)
+    turns = [claim for claim in peers if claim.account.owner is None]
+    for claims in by_client.values():
+        turns += _equals(claims, [claim.account for claim in claims])
+    return min(turns, key=_done_alone_s)
+
+
+def _equals(claims: Sequence[ClaimT], accounts: Sequence[Account]) -> list[ClaimT]:
+    """Those whose account used about as little as the one that used least."""
+    equal = min(account.used for account in accounts) + EQUAL_TOKENS
+    both = zip(claims, accounts, strict=True)
+    return [claim for claim, account in both if account.used <= equal]
 
 
 def is_turn_of_age(turn: int) -> bool:

@@ -277,7 +277,7 @@ class Scheduler:
         if isinstance(frame, TokensFrame):
             made = len(frame.token_ids)
             row.has_spoken = True
-            row.account.used += OUTPUT_WEIGHT * made
+            row.account.pay(OUTPUT_WEIGHT * made)
             row.headroom -= made
             if row.headroom < 0:
                 self._grow(row)

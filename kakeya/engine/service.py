@@ -293,6 +293,7 @@ def _job_from_wire(request: pb.DecodeRequest) -> DecodeJob:
         cuts=tuple(request.cuts),
         park_id=request.park_id,
         client=request.client,
+        user=request.user,
         priority=request.priority,
         deadline_s=request.deadline_seconds or None,
         logits=request.logits_le_f32,

@@ -124,13 +124,13 @@ class DecodeRequest:
     `kv_key` names the KV to continue from and to keep afterwards; "" keeps nothing. `adapter_id`
     names a loaded adapter; "" is the model alone. `deadline_s` is how long the caller waits for the
     first token, None = it did not say, or has it: a model that takes longer to load is refused at
-    once. With `max_tokens` 0 the
-    history is only prefilled, all but its last token, for `kv`, which carries blocks of KV between
-    the node's pages and its engine. `client` is who asks, for fair shares; a smaller `priority` is
-    more urgent. `frame_s` is how long tokens may wait for others to travel with, the first ones and
-    the last excepted; 0 = as the engine likes. `cuts` are places of the history at which others are
-    likely to part from it, in order: its KV can be taken up there (`kakeya.precache.cuts`).
-    Blocks are kept for `kv_retention`.
+    once. With `max_tokens` 0 the history is only prefilled, all but its last token, for `kv`, which
+    carries blocks of KV between the node's pages and its engine. `client` is who asks, for fair
+    shares, and `user` for which of its users; a smaller `priority` is more urgent. `frame_s` is how
+    long tokens may wait for others to travel with, the first ones and the last excepted; 0 = as the
+    engine likes. `cuts` are places of the history at which others are likely to part from it, in
+    order: its KV can be taken up there (`kakeya.precache.cuts`). Blocks are kept for
+    `kv_retention`.
     """
 
     token_ids: Sequence[int]
@@ -142,6 +142,7 @@ class DecodeRequest:
     adapter_id: str = ""
     deadline_s: float | None = None
     client: str = ""
+    user: str = ""
     priority: Priority = Priority.NORMAL
     frame_s: float = 0.0
     kv: KvExchange | None = None

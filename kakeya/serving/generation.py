@@ -140,12 +140,12 @@ class Generations:
         return any(model.model_id == base for model in self._directory.verifiers())
 
     @contextmanager
-    def admitted(self, share: str) -> Iterator[None]:
+    def admitted(self, share: str, user: str = "") -> Iterator[None]:
         """Hold one of the places, for whoever the request is counted to. Raises QueueFull when all
         are taken."""
         full = f"{self._crowd.total} generations are running, which is the limit"
         try:
-            with self._crowd.member(share, full):
+            with self._crowd.member(share, user, full):
                 self._metrics.running.set(self._crowd.total)
                 yield
         finally:
@@ -174,7 +174,8 @@ class Generations:
             draft_sources=self._router.sources(facts, params.draft_policy),
             deadline_s=deadline_s,
             kv_key=self._precache.kv_key(claim),
-            client=share_of(client, params.user, scope),
+            client=share_of(client, scope),
+            user=params.user,
             priority=params.priority,
             kv_retention=params.cache.retention or Retention.LONG,
             frame_s=_frame_s(params),
@@ -284,7 +285,7 @@ class GenerationRoute:
         caller = client_of(scope)
         model = generations.find(asked.params.model, caller)
         is_stream = asked.params.stream
-        with generations.admitted(share_of(caller, asked.params.user, scope)):
+        with generations.admitted(share_of(caller, scope), asked.params.user):
             async with generations.connection(receive, send, is_stream=is_stream) as client:
                 prepared = generations.prepare(self._dialect, asked, model, scope)
                 if is_stream:

@@ -104,7 +104,7 @@ class PrecacheRoute:
         asked = parse_precache(parse_json(body))
         client = client_of(scope)
         model = generations.find(asked.model, client)
-        with generations.admitted(share_of(client, "", scope)):
+        with generations.admitted(share_of(client, scope)):
             async with generations.connection(receive, send, is_stream=False) as connection:
                 report = await self._warm(asked, model, client)
                 connection.finish()

@@ -3,7 +3,7 @@
 priority        ours: 0 urgent, 1 normal, 2 batch
 service_tier    OpenAI's: "priority", "default" or "auto", "flex"
 user, safety_identifier
-                whom the caller asks for: their requests have shares of their own
+                whom the caller asks for: they divide its share among them
 """
 
 from __future__ import annotations
@@ -46,17 +46,15 @@ def read_priority(body: Mapping[str, object]) -> Priority:
 
 
 def read_user(body: Mapping[str, object]) -> str:
-    """Read whom the caller asks for; "" = it does not say."""
+    """Read whom the caller asks for; "" = it does not say. A long name becomes its digest."""
     for name in ("safety_identifier", "user"):
         if body.get(name) is not None and (user := text(body[name], name)):
-            return user
+            return sha256(user.encode()).hexdigest() if len(user) > _LONG_NAME else user
     return ""
 
 
-def share_of(client: str, user: str, scope: Scope) -> str:
-    """Whose share a request is counted to: the caller's, for each of its users one; without a name
-    that of the machine that it calls from. A long name of a user is shortened to its digest."""
-    caller = client or (scope.get("client") or ("",))[0]
-    if len(user) > _LONG_NAME:
-        user = sha256(user.encode(errors="surrogatepass")).hexdigest()
-    return f"{caller}/{user}" if user else caller
+def share_of(client: str, scope: Scope) -> str:
+    """Whose share a request is counted to: the caller's; without a name that of the machine that it
+    calls from."""
+    caller: str = client or (scope.get("client") or ("",))[0]
+    return caller

@@ -264,6 +264,7 @@ class DecodeRequest(_message.Message):
     LOGITS_LE_F32_FIELD_NUMBER: _builtins.int
     WANTS_LOGITS_FIELD_NUMBER: _builtins.int
     AFTER_LOAD_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
     token_ids_le32: _builtins.bytes
     """The whole history, little-endian uint32 each."""
     max_tokens: _builtins.int
@@ -277,11 +278,11 @@ class DecodeRequest(_message.Message):
     adapter_id: _builtins.str
     """A loaded adapter; "" = the model alone. Unknown = NOT_FOUND."""
     client: _builtins.str
-    """Who asks, for fair shares; "" = nobody in particular."""
+    """Who asks, for fair shares; "" = nobody in particular. `user` divides its share."""
     priority: _builtins.int
     """Smaller is more urgent: 0 urgent, 1 normal, 2 batch, 3 speculative (prewarming)."""
     deadline_seconds: _builtins.float
-    """Seconds from now in which the caller wants the end; 0 = it did not say."""
+    """Seconds from now in which the caller wants the first token; 0 = it did not say."""
     frame_ms: _builtins.int
     """The least time between two messages with tokens, the first ones and the end excepted; 0 = the
     engine's own.
@@ -298,6 +299,8 @@ class DecodeRequest(_message.Message):
     """The load of adapter_id that was asked for just before, by its number, and may be under way: the
     generation begins behind it. 0 = none.
     """
+    user: _builtins.str
+    """For which user of the client; "" = it does not say."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -345,10 +348,11 @@ class DecodeRequest(_message.Message):
         logits_le_f32: _builtins.bytes = ...,
         wants_logits: _builtins.bool = ...,
         after_load: _builtins.int = ...,
+        user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "after_load", b"after_load", "client", b"client", "cuts", b"cuts", "deadline_seconds", b"deadline_seconds", "draft_sources", b"draft_sources", "frame_ms", b"frame_ms", "kv_blocks", b"kv_blocks", "kv_exports", b"kv_exports", "kv_key", b"kv_key", "logits_le_f32", b"logits_le_f32", "max_tokens", b"max_tokens", "park_id", b"park_id", "priority", b"priority", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p", "wants_logits", b"wants_logits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "after_load", b"after_load", "client", b"client", "cuts", b"cuts", "deadline_seconds", b"deadline_seconds", "draft_sources", b"draft_sources", "frame_ms", b"frame_ms", "kv_blocks", b"kv_blocks", "kv_exports", b"kv_exports", "kv_key", b"kv_key", "logits_le_f32", b"logits_le_f32", "max_tokens", b"max_tokens", "park_id", b"park_id", "priority", b"priority", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p", "user", b"user", "wants_logits", b"wants_logits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

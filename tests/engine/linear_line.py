@@ -30,59 +30,77 @@ class LinearShares:
     """What clients used, by looking at all of them."""
 
     def __init__(self) -> None:
-        self._accounts: dict[tuple[int, str], Account] = {}
-        self._levels = [0] * CLASSES
+        self._classes = [LinearPeers() for _ in range(CLASSES)]
+        self._users: dict[Account, LinearPeers] = {}
 
-    def arrive(self, client: str, priority: int) -> Account:
-        """A generation of this client waits from now on."""
+    def arrive(self, client: str, priority: int, user: str = "") -> Account:
+        """A generation of this client's user waits from now on."""
         priority = min(max(priority, 0), CLASSES - 1)
-        account = self._accounts.get((priority, client))
+        owner = self._classes[priority].arrive(client, lambda: Account(client, priority))
+        if not user:
+            return owner
+        users = self._users.setdefault(owner, LinearPeers())
+        return users.arrive(user, lambda: Account(client, priority, owner=owner))
+
+    def begin(self, account: Account) -> None:
+        """A waiting generation runs from now on, chosen by the shares."""
+        for peers, one in self._both(account):
+            peers.begin(one)
+
+    def set_aside(self, account: Account) -> None:
+        """A running generation waits from now on."""
+        for _, one in self._both(account):
+            one.running -= 1
+            one.waiting += 1
+
+    def leave(self, account: Account, *, was_running: bool) -> None:
+        """A generation is over."""
+        for peers, one in self._both(account):
+            peers.leave(one, was_running=was_running)
+
+    def _both(self, account: Account) -> Iterable[tuple[LinearPeers, Account]]:
+        if account.owner is not None:
+            yield self._users[account.owner], account
+        yield self._classes[account.priority], account.owner or account
+
+
+class LinearPeers:
+    """Accounts that are fair to each other."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, Account] = {}
+        self._level = 0
+
+    def arrive(self, name: str, opened: Callable[[], Account]) -> Account:
+        account = self._accounts.get(name)
         if account is None:
-            account = self._accounts[priority, client] = Account(client, priority)
+            account = self._accounts[name] = opened()
         if not account.waiting:
-            others = [one.used for one in self._present(priority) if one is not account]
-            account.used = max(account.used, self._levels[priority], min(others, default=0))
+            others = [one.used for one in self._present() if one is not account]
+            account.used = max(account.used, self._level, min(others, default=0))
         account.waiting += 1
         return account
 
     def begin(self, account: Account) -> None:
-        """A waiting generation runs from now on, chosen by the shares."""
-        level = self._levels[account.priority]
-        self._levels[account.priority] = max(level, self._least(account))
+        self._level = max(self._level, self._least(account))
         account.waiting -= 1
         account.running += 1
 
-    def set_aside(self, account: Account) -> None:
-        """A running generation waits from now on."""
-        account.running -= 1
-        account.waiting += 1
-
     def leave(self, account: Account, *, was_running: bool) -> None:
-        """A generation is over."""
         if was_running:
             account.running -= 1
         else:
             account.waiting -= 1
-        if account.waiting or account.running:
-            return
-        priority = account.priority
-        if not any(True for _ in self._present(priority)):
+        if not self._present():
             # Nobody is there to be fair to: the next ones begin anew.
-            self._accounts = {
-                key: one for key, one in self._accounts.items() if one.priority != priority
-            }
-            self._levels[priority] = 0
+            self._accounts, self._level = {}, 0
 
-    def _present(self, priority: int) -> Iterable[Account]:
-        return (
-            one
-            for one in self._accounts.values()
-            if one.priority == priority and (one.waiting or one.running)
-        )
+    def _present(self) -> list[Account]:
+        return [one for one in self._accounts.values() if one.waiting or one.running]
 
     def _least(self, chosen: Account) -> int:
-        """What the waiting client used that used least: the chosen one's at most."""
-        waiting = (one.used for one in self._present(chosen.priority) if one.waiting)
+        """What the waiting one used that used least: the chosen one's at most."""
+        waiting = (one.used for one in self._present() if one.waiting)
         return min(waiting, default=chosen.used)
 
 
@@ -144,7 +162,7 @@ class LinearLine:
         self._arrivals += 1
         row = Row(
             ticket=ticket,
-            account=self._shares.arrive(job.client, job.priority),
+            account=self._shares.arrive(job.client, job.priority, job.user),
             number=self._arrivals,
             arrived_s=now_s,
             work_s=self._pace.prefill_s(0, len(job.token_ids) - 1),
@@ -197,10 +215,10 @@ class LinearLine:
 
     def charge(self, row: Row) -> None:
         row.charged = row.prompt_left
-        row.account.used += INPUT_WEIGHT * row.charged
+        row.account.pay(INPUT_WEIGHT * row.charged)
 
     def refund(self, row: Row) -> None:
-        row.account.used -= INPUT_WEIGHT * min(row.charged, row.prompt_left)
+        row.account.pay(-INPUT_WEIGHT * min(row.charged, row.prompt_left))
         row.charged = 0
 
     def park(self, row: Row) -> None:

@@ -106,7 +106,7 @@ class Side:
         row = self.running[at % len(self.running)]
         made = min(tokens, row.prompt_left) or tokens
         if not row.prompt_left:
-            row.account.used += OUTPUT_WEIGHT * made
+            row.account.pay(OUTPUT_WEIGHT * made)
         row.run.length += made  # type: ignore[union-attr, misc]
         last = len(row.ticket.job.token_ids) - 1
         row.work_s = max(0, last - row.length) / 512
@@ -115,8 +115,10 @@ class Side:
 
     def facts(self) -> list[object]:
         return [
-            (row.number, row.account.used, row.account.waiting, row.account.running)
+            (row.number, one.used, one.waiting, one.running)
             for row in [*self.waiting(), *self.running]
+            for one in (row.account, row.account.owner)
+            if one is not None
         ] + [row.number for row in self.line.parked]
 
 
@@ -136,18 +138,20 @@ class Both(RuleBasedStateMachine):
 
     @rule(
         client=st.sampled_from("abcdefg"),
+        user=st.sampled_from(["", "", "x", "y", "z"]),
         priority=st.sampled_from([1, 1, 1, 0, 2, 3, 9]),
         prompt=st.integers(1, 2500),
         max_tokens=st.sampled_from([1, 200, 2000]),
         deadline_s=st.sampled_from([None, None, None, 0.25, 4.0, 30.0]),
         count=st.sampled_from([1, 1, 1, 12]),
     )
-    def arrive(self, client, priority, prompt, max_tokens, deadline_s, count):
+    def arrive(self, client, user, priority, prompt, max_tokens, deadline_s, count):
         for _ in range(count):
             job = DecodeJob(
                 token_ids=range(prompt),
                 max_tokens=max_tokens,
                 client=client,
+                user=user,
                 priority=priority,
                 deadline_s=deadline_s,
             )
@@ -220,10 +224,12 @@ def test_so_it_does_behind_very_many() -> None:
     rng = random.Random(7)
     both = Both()
     for at in range(400):
-        both.arrive(f"client {rng.randrange(90)}", rng.choice([0, 1, 1, 2]), 1 + at, 200, None, 1)
+        client, user = f"client {rng.randrange(90)}", rng.choice("xyz")
+        both.arrive(client, user, rng.choice([0, 1, 1, 2]), 1 + at, 200, None, 1)
     for at in range(400):
         both.now_s += rng.choice([0.0, 0.125, 2.0])
-        both.arrive(f"client {rng.randrange(90)}", 1, 1 + rng.randrange(900), 200, None, 1)
+        client, user = f"client {rng.randrange(90)}", rng.choice("xyz")
+        both.arrive(client, user, 1, 1 + rng.randrange(900), 200, None, 1)
         if both.runs():
             both.step(at, 100)
             both.end(rng.randrange(9))

@@ -149,6 +149,40 @@ def test_clients_that_always_want_more_use_about_the_same(clients, places):
         assert gap <= EQUAL_TOKENS + places * cost[most]
 
 
+@settings(deadline=None, max_examples=25)
+@given(
+    users=st.lists(st.integers(0, 12), min_size=2, max_size=4),
+    size=st.integers(EQUAL_TOKENS, 4 * EQUAL_TOKENS),
+)
+def test_clients_use_about_the_same_however_many_users_they_name_and_so_do_these(users, size):
+    """One place; each user always wants more, of one size. 0 = it names none."""
+    shares: FairShares[Claim] = FairShares()
+    asked: list[tuple[int, int]] = []
+
+    def wait(client: int, user: int) -> None:
+        account = shares.arrive(str(client), 1, str(user) if users[client] else "")
+        shares.add(Claim(account=account, number=len(asked), arrived_s=0.0))
+        asked.append((client, user))
+
+    used = [[0] * max(1, count) for count in users]
+    for client, uses in enumerate(used):
+        for user in range(len(uses)):
+            wait(client, user)
+            wait(client, user)
+    for _ in range(100):
+        chosen = shares.first()
+        assert chosen is not None
+        client, user = asked[chosen.number]
+        shares.remove(chosen)
+        shares.begin(chosen.account)
+        chosen.account.pay(size)
+        used[client][user] += size
+        wait(client, user)
+        shares.leave(chosen.account, was_running=True)
+        for uses in (list(map(sum, used)), *used):
+            assert max(uses) - min(uses) <= EQUAL_TOKENS + size
+
+
 @settings(deadline=None)
 @given(
     rivals=st.lists(st.tuples(st.integers(0, 3), st.floats(0, 5)), min_size=1, max_size=6),

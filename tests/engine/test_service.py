@@ -18,7 +18,9 @@ import grpc.aio
 import pytest
 
 from kakeya.core.units import pack_ids
-from kakeya.serving.backends.convert import frames_of
+from kakeya.engine.service import _job_from_wire
+from kakeya.runtime.generation import DecodeRequest, Priority
+from kakeya.serving.backends.convert import decode_to_wire, frames_of
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from tests.mlx.random_models import EOS, VOCAB, write_model
@@ -287,3 +289,11 @@ async def test_an_engine_says_how_long_its_model_thread_has_been_at_one_step() -
             call.cancel()
             child.kill()
             await asyncio.to_thread(child.communicate)
+
+
+def test_who_asks_and_how_urgently_reaches_the_line() -> None:
+    asked = DecodeRequest(
+        token_ids=[1], max_tokens=1, client="a", user="b", priority=Priority.BATCH
+    )
+    job = _job_from_wire(decode_to_wire(asked))
+    assert (job.client, job.user, job.priority) == ("a", "b", 2)

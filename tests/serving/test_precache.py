@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 import pytest
 
@@ -133,22 +134,24 @@ async def test_a_client_is_told_to_the_engine_for_its_fair_share(folder):
 
 
 @pytest.mark.parametrize(
-    ("body", "priority", "client"),
+    ("body", "priority", "user"),
     [
-        ({}, Priority.NORMAL, "127.0.0.1"),
-        ({"service_tier": "auto", "user": "bob"}, Priority.NORMAL, "127.0.0.1/bob"),
-        ({"service_tier": "priority"}, Priority.URGENT, "127.0.0.1"),
-        ({"service_tier": "flex", "priority": 2}, Priority.BATCH, "127.0.0.1"),
-        ({"priority": 0, "service_tier": "auto"}, Priority.URGENT, "127.0.0.1"),
-        ({"user": "b", "safety_identifier": "c"}, Priority.NORMAL, "127.0.0.1/c"),
+        ({}, Priority.NORMAL, ""),
+        ({"service_tier": "auto", "user": "bob"}, Priority.NORMAL, "bob"),
+        ({"service_tier": "priority"}, Priority.URGENT, ""),
+        ({"service_tier": "flex", "priority": 2}, Priority.BATCH, ""),
+        ({"priority": 0, "service_tier": "auto"}, Priority.URGENT, ""),
+        ({"user": "b", "safety_identifier": "c"}, Priority.NORMAL, "c"),
+        ({"user": "long " * 13}, Priority.NORMAL, sha256(b"long " * 13).hexdigest()),
     ],
 )
-async def test_who_asks_and_how_urgently_is_told_to_the_engine(folder, body, priority, client):
+async def test_who_asks_and_how_urgently_is_told_to_the_engine(folder, body, priority, user):
     model = ToyModel(folder, script=SAID)
     async with serving(model) as served:
         asked = {"model": "toy", "messages": HI} | body
         assert (await served.http.post("/v1/chat/completions", json=asked)).status_code == 200
-    assert (model.requests[0].priority, model.requests[0].client) == (priority, client)
+    (request,) = model.requests
+    assert (request.priority, request.client, request.user) == (priority, "127.0.0.1", user)
 
 
 @pytest.mark.parametrize(

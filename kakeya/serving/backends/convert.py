@@ -54,6 +54,7 @@ def decode_to_wire(
         kv_key=request.kv_key,
         adapter_id=request.adapter_id,
         client=request.client,
+        user=request.user,
         priority=request.priority,
         deadline_seconds=0.0 if request.deadline_s is None else max(_AT_ONCE_S, request.deadline_s),
         frame_ms=round(1000 * request.frame_s),

@@ -151,7 +151,10 @@ class EngineBackend:
         Raises QueueFull when too many wait, PeerUnavailable when no engine can take or finish it.
         """
         job = Continuation(request, self._clock.mono())
-        async with self._gate.turn(request.client), aclosing(self._decode(job)) as frames:
+        async with (
+            self._gate.turn(request.client, request.user),
+            aclosing(self._decode(job)) as frames,
+        ):
             async for frame in frames:
                 yield frame
 

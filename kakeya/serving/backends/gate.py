@@ -53,10 +53,10 @@ class Gate:
         self._is_open.set()
 
     @asynccontextmanager
-    async def turn(self, client: str = "") -> AsyncIterator[None]:
+    async def turn(self, client: str = "", user: str = "") -> AsyncIterator[None]:
         """Be one of them. Raises QueueFull when there are too many already, of this client."""
         full = f"{self._name} runs {self.running} and {self.waiting} wait, which is its limit"
-        with self._crowd.member(client, full):
+        with self._crowd.member(client, user, full):
             await self._pass()
             self._inside += 1
             try:

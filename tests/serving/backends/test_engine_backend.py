@@ -468,14 +468,16 @@ async def test_decodes_beyond_the_bounds_wait_and_then_are_refused():
         assert (await second)[0] == wanted(request(token_ids=(8,)))
 
 
-async def test_a_client_that_took_all_places_keeps_no_other_out():
+@pytest.mark.parametrize("users", [1, 4])
+async def test_a_client_that_took_all_places_keeps_no_other_out(users):
     options = replace(FAST, max_running=1, max_waiting=3)
     async with backend("--delay-s", 0.01, options=options) as model:
         await model.ready(20.0)
-        flood = [asyncio.create_task(collect(model, request(client="a"))) for _ in range(4)]
+        asked = [request(client="a", user=str(at % users)) for at in range(4)]
+        flood = [asyncio.create_task(collect(model, one)) for one in asked]
         await until(lambda: model.running + model.waiting == 4)
         with pytest.raises(QueueFull, match="runs 1 and 3 wait"):
-            await collect(model, request(client="a"))
+            await collect(model, asked[-1])
         assert (await collect(model, request(client="b")))[0] == wanted(request())
         for one in flood:
             assert (await one)[0] == wanted(request())
