@@ -229,7 +229,9 @@ class Arbiter:
     ) -> Outcome:
         """A load succeeded; `size` is what it occupies, None = not measured.
 
-        Under critical pressure the requests of a role that yields are refused even now.
+        It is for all who wait for it by now, whoever waits for its room: else models that take
+        turns would be loaded once for each request. Under critical pressure the requests of a role
+        that yields are refused even now.
         """
         resident, answer = self._ledger.get(key), Answer()
         if size is not None:
@@ -237,9 +239,12 @@ class Arbiter:
             self._measured[key] = size
         resident = replace(resident.moved(State.READY), loaded_mono=now, last_used_mono=now)
         self._ledger.put(resident)
-        if self._level is Level.CRITICAL and resident.role.yields:
-            for ticket in self._tickets.of(key):
+        is_refused = self._level is Level.CRITICAL and resident.role.yields
+        for ticket in self._tickets.of(key):
+            if is_refused:
                 self._refuse(ticket, line.critical(ticket.ask, self._rules), answer)
+            elif now < ticket.ask.deadline_mono:
+                self._lend(ticket, answer, now)
         return self._settle(answer, now)
 
     def load_failed(

@@ -12,7 +12,7 @@ from kakeya.core import errors
 from kakeya.memory.lease_rules import JOB
 from kakeya.memory.plan import Outcome
 from kakeya.memory.policy import Level, Rung, Tenant
-from kakeya.memory.resident import RequestPriority, State, Warmth
+from kakeya.memory.resident import LeaseId, RequestPriority, State, Warmth
 from tests.memory.worlds import MANY, World, ask, key
 
 WARM = Warmth(stay_warm_s=300)
@@ -40,6 +40,27 @@ def test_requests_during_a_load_share_it_and_hold_leases_the_moment_it_ends() ->
     world.take(world.arbiter.loaded(key("see"), 90, world.now))
     assert set(world.grants) == set(leases)
     assert world.resident == {"see"}
+
+
+def test_a_load_serves_all_who_wait_for_it_though_others_wait_for_its_room() -> None:
+    """Else two models that are away would be loaded in turns, once for each request."""
+    world = World.of(100)
+    world.loads_by_hand = True
+    waiting: dict[str, list[LeaseId]] = {"a": [], "b": []}
+    user = world.ask(ask("c", "text-target", 60, warmth=WARM))
+    world.take(world.arbiter.loaded(key("c"), None, world.now))
+    for _ in range(5):
+        for model, leases in waiting.items():
+            leases.append(world.ask(ask(model, "text-target", 60, warmth=WARM)))
+    world.release(user)
+    for model, leases in waiting.items():
+        world.wait(6)
+        assert world.loading[-1] == key(model)
+        world.take(world.arbiter.loaded(key(model), None, world.now))
+        assert set(leases) <= set(world.grants)
+        for lease in leases:
+            world.release(lease)
+    assert world.loading == [key("c"), key("a"), key("b")]
 
 
 def test_a_failed_load_fails_all_who_wait_and_the_next_request_tries_again() -> None:
