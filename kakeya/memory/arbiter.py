@@ -129,16 +129,19 @@ class Arbiter:
         return lease
 
     def would_grant(self, ask: Ask, now: float) -> bool:
-        """Whether a request would be served that came now: at once, or in its turn."""
-        rehearsal = deepcopy(self)
-        lease, outcome = rehearsal.ask(ask, now)
-        is_refused = any(one.lease == lease for one in outcome.refusals)
-        return not is_refused and not rehearsal.is_stuck(lease)
+        """Whether a request would be served that came now, at once or in its turn: it would not
+        have to wait for others to let go, not even as the first in line."""
+        return deepcopy(self).rehearse(ask, now)
 
-    def is_stuck(self, lease: LeaseId) -> bool:
-        """Whether a request waits for others to let go, which has a limit."""
+    def rehearse(self, ask: Ask, now: float) -> bool:
+        """The same, by asking: only a copy is to be used for that."""
+        lease, outcome = self.ask(ask, now)
         ticket = self._tickets.get(lease)
-        return ticket is not None and ticket.stuck_since_mono is not None
+        if ticket is not None and not ticket.is_stuck:
+            ticket.go_first()
+            outcome = self.settle(now)
+        is_refused = any(one.lease == lease for one in outcome.refusals)
+        return not is_refused and (ticket is None or not ticket.is_stuck)
 
     def may_grow(self, name: str, size: int) -> bool:
         """Reserve bytes for a tenant, if there is room that nobody waits for and whose use makes no
@@ -357,12 +360,9 @@ class Arbiter:
                 ahead.add(ticket.ask, verdict)
 
     def _view(self, now: float) -> line.View:
+        ledger, rules, is_stopping = self._ledger, self._rules, self._is_stopping
         return line.View(
-            ledger=self._ledger,
-            level=self._level,
-            rules=self._rules,
-            now=now,
-            is_stopping=self._is_stopping,
+            ledger=ledger, level=self._level, rules=rules, now=now, is_stopping=is_stopping
         )
 
     def _lend(self, ticket: line.Ticket, answer: Answer, now: float) -> None:

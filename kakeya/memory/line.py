@@ -36,6 +36,8 @@ from kakeya.memory.policy import (
 )
 from kakeya.memory.resident import LeaseId, Resident, ResidentKey, State
 
+_EVER_S = 1e9
+
 
 @dataclass(slots=True)
 class Ticket:
@@ -52,6 +54,10 @@ class Ticket:
     stuck_s: float = 0.0
     """How long it waited for others to let go, before it waited for its turn again."""
 
+    def go_first(self) -> None:
+        """Stand before all others, as if it had waited for longer than anybody does."""
+        self.place_mono = -_EVER_S
+
     def mark(self, now: float, *, is_stuck: bool) -> None:
         """Note what it waits for. Two that overtake each other by age both come to their limit."""
         if self.stuck_since_mono is not None and not is_stuck:
@@ -64,6 +70,11 @@ class Ticket:
         """When it has waited for others for long enough; None = it does not wait for them now."""
         since_mono = self.stuck_since_mono
         return None if since_mono is None else since_mono + rules.drain_limit_s - self.stuck_s
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it waits for others to let go, which has a limit."""
+        return self.stuck_since_mono is not None
 
     @property
     def has_come_again(self) -> bool:

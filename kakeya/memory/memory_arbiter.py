@@ -272,7 +272,7 @@ class MemoryArbiter:
 
     def would_grant(self, capability: str, model_key: str) -> bool:
         """Whether a request of normal priority would be served if it came now, at once or in its
-        turn. Changes nothing. Raises NotFound."""
+        turn, without others having to let go for it. Changes nothing. Raises NotFound."""
         key = self._key(capability, model_key)
         return self._arbiter.would_grant(self._ask(key, PLAIN, FOREVER), self._clock.mono())
 

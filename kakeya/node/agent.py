@@ -324,7 +324,7 @@ class Agent:
             await self._changed.wait()
             self._changed.clear()
             verifiers = self._engines.of_role(Role.VERIFIER)
-            is_ready = bool(verifiers) and verifiers[0].can_serve
+            is_ready = any(model.can_serve for model in verifiers)
             self._services.follow(self._engines.of_role(Role.PROPOSER), is_runtime_ready=is_ready)
             offer = replace(self._offer(), caches=self._services.peers.caches)
             self._plane.gossip.announce(offer)

@@ -2,7 +2,9 @@
 
     enter   sizes are estimated, capabilities registered; nothing is loaded yet
     start   plug-ins, the first look at the machine, then models load as room allows, text first
-    run     pressure is read, drafters come back when it has passed, sizes are remembered
+    run     pressure is read, drafters come back when it has passed, sizes are remembered, and
+            `on_change` is called now and then: whoever uses or holds the room of a model that is
+            away changes what a request would get
     exit    every engine is ended
 
 `arbiter` is what others use: plug-ins, jobs in other processes, adapters, the page arena.
@@ -62,7 +64,7 @@ from kakeya.serving.backends.engine_backend import EngineOptions
 from kakeya.serving.backends.engine_process import Command
 
 TEND_S = 2.0
-"""Between two looks at whether a model can come back."""
+"""Between two looks at which models can come back, and which a request would get by now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +311,11 @@ class NodeMemory:
             self._on_change()
 
     async def _tend(self) -> None:
-        await every(TEND_S, self._bring_back, clock=self._clock, rng=self._rng)
+        await every(TEND_S, self._look, clock=self._clock, rng=self._rng)
+
+    async def _look(self) -> None:
+        await self._bring_back()
+        self._on_change()
 
     async def _bring_back(self) -> None:
         """Load what had to leave, or never came, into room that nobody else needs."""

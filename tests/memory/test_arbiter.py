@@ -331,6 +331,18 @@ def test_what_has_to_wait_for_others_to_let_go_would_not_be_granted() -> None:
     assert world.arbiter.would_grant(ask("see:a"), 0)
 
 
+def test_what_equals_use_would_not_be_granted_though_it_is_not_waited_for_yet() -> None:
+    """Only after 5 s does it count as more urgent than they are; a drain may then be refused."""
+    world = World.of(100)
+    held = world.lease(ask("text:a", "text-target", 60, warmth=WARM))
+    assert not world.arbiter.would_grant(ask("text:b", "text-target", 60), 0)
+    waits = world.ask(ask("text:b", "text-target", 60))
+    assert not world.arbiter.would_grant(ask("text:b", "text-target", 60), 0)
+    world.take(world.arbiter.withdraw(waits, 0))
+    world.release(held)
+    assert world.arbiter.would_grant(ask("text:b", "text-target", 60), 0), "in its turn, in 5 s"
+
+
 def test_what_cannot_ever_fit_is_refused_at_once() -> None:
     world = World.of(250)
     refused = world.ask(ask("see", size=251))

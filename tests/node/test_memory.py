@@ -23,7 +23,7 @@ from kakeya.core.process import resident_bytes
 from kakeya.core.tasks import Supervisor
 from kakeya.core.units import MIB
 from kakeya.memory.estimate import estimate_model
-from kakeya.memory.events import CapabilityRun, Event, MemoryPressure
+from kakeya.memory.events import CapabilityRun, Event, MemoryPressure, ModelUnload
 from kakeya.memory.policy import Level
 from kakeya.memory.resident import RequestPriority, State
 from kakeya.node import config, engine_handler
@@ -369,6 +369,25 @@ async def test_a_load_takes_of_the_time_that_a_request_gives_its_first_token(
     (request,) = asked
     assert request.deadline_s is not None
     assert request.deadline_s <= 400
+
+
+async def test_who_holds_the_room_of_a_model_that_is_away_takes_it_off_the_card(
+    tmp_path: Path,
+) -> None:
+    changes = asyncio.Event()
+    async with in_process(tmp_path, [TEXT_MODEL], ShiftedClock(), on_change=changes.set) as memory:
+        model = memory.engines.get(VERIFIER)
+        await until("it is ready", lambda: model.state is ModelState.READY)
+        told: list[Event] = []
+        memory.arbiter.on_event(told.append)
+        memory.arbiter.unload("text", VERIFIER)
+        await until("it left", lambda: any(isinstance(one, ModelUnload) for one in told))
+        budget = memory.arbiter.status().budget_bytes
+        for held, count in ((budget, 0), (0, 1)):
+            changes.clear()
+            memory.arbiter.hold("training", held)
+            assert len(memory.engines.offered()) == count
+            await until("it is told", changes.is_set)
 
 
 async def test_a_model_is_asked_for_as_urgently_as_the_generation_is(tmp_path: Path) -> None:
