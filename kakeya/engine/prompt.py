@@ -13,7 +13,10 @@ from kakeya.engine.job import DecodeJob, ExportedFrame, PrefillFrame
 from kakeya.engine.kv import KvExports, plan_take, take
 from kakeya.engine.model import Model, SequenceState
 from kakeya.engine.pieces import Pieces
-from kakeya.engine.slots import KvSlots
+from kakeya.engine.slots import KeptKv, KvSlots
+
+LEAST_TOKENS = 32
+"""Of a history that begins within a piece: fewer take hardly less time to compute."""
 
 
 class Prompt:
@@ -79,9 +82,7 @@ class Prompt:
         further, else start empty."""
         job, facts = self._job, self._facts
         kept = self._slots.take(job.kv_key) if job.kv_key else None
-        shared = 0
-        if kept is not None and kept.content == self._content:
-            shared = min(agreeing(kept.tokens, self._history), self._pieces.total)
+        shared = self._shared(kept) if kept is not None else 0
         plan = plan_take(job.kv_blocks, facts, self._pieces)
         if plan.tokens > shared:
             state = model.open()
@@ -89,7 +90,22 @@ class Prompt:
                 self.imported_tokens = plan.tokens
                 return state, plan.tokens
         if kept is not None and shared > 0 and kept.state.trim(kept.state.length - shared):
-            computed = min(kept.state.grid_tokens, shared)
-            kept.state.grid_tokens = self._pieces.agreed(kept.cuts, computed)
+            kept.state.grid_tokens = self._exact(kept, shared)
             return kept.state, shared
         return model.open(), 0
+
+    def _shared(self, kept: KeptKv) -> int:
+        """How much of the history to go on from in what was kept.
+
+        What does not end with a piece has nothing behind it that could be exported: no few first
+        tokens, as all that two conversations in a slot have in common, are worth that.
+        """
+        if kept.content != self._content:
+            return 0
+        shared = min(agreeing(kept.tokens, self._history), self._pieces.total)
+        is_in_the_way = self._exact(kept, shared) < shared < LEAST_TOKENS
+        return 0 if is_in_the_way and self._job.kv_exports else shared
+
+    def _exact(self, kept: KeptKv, shared: int) -> int:
+        """How much of that has the bits of this prompt's own pieces."""
+        return self._pieces.agreed(kept.cuts, min(kept.state.grid_tokens, shared))

@@ -242,6 +242,17 @@ def test_blocks_that_the_agent_lost_are_exported_from_kv_that_was_kept(
     assert warm == logits_bits(alone, "k", history[-1])
 
 
+def test_few_tokens_of_another_history_in_its_slot_do_not_keep_a_prompt_from_being_exported(
+    rig: Rig, prefixes: Prefixes
+) -> None:
+    one, other = text(2 * SIZE + 20), text(2 * SIZE + 20, seed=2)
+    prefixes.run(rig, one, kv_key="s")
+    outcome = prefixes.run(rig, [*one[:3], *other[3:]], kv_key="s")
+    assert (outcome.done.cached_tokens, outcome.exported) == (0, [0, 1, 2])
+    _, done = rig.run(DecodeJob(token_ids=[*one[:3], *one], max_tokens=0, kv_key="s"))
+    assert done.cached_tokens == 3  # there is nothing to export
+
+
 def spoiled(pages: KvPages, how: str) -> KvPages:
     ref = pages.pages
     changes: dict[str, dict[str, object]] = {
