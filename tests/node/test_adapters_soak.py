@@ -1,20 +1,43 @@
-"""Ten thousand adapters on a real disk and in real pages under a Zipf load. Figures are printed."""
+"""Ten thousand adapters on a real disk and in real pages under a Zipf load. Figures are printed.
+
+Once with a toy engine, which only reads the pages, so that there are many uses and slots; and once
+with a real engine in a process of its own, which answers requests with trained adapters.
+"""
 
 import asyncio
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kakeya.core.clock import SystemClock
+from kakeya.memory.adapter_format import digest, pack, unpack
 from kakeya.memory.adapters import Tier, TierRules
+from kakeya.memory.content import ContentType
+from kakeya.node.adapted_model import AdaptedModel
+from kakeya.node.adapter_store import AdapterRecord, AdapterStore
+from kakeya.node.adapter_wiring import ADAPTER_FOLDER, NodeAdapters
+from kakeya.runtime.generation import DecodeRequest, Done, ServedModel, Tokens
 from tests.memory.adapter_folders import write_adapter
 from tests.node.adapter_world import TINY, world
+from tests.node.test_adapters_node import NAMES, TRAINED, in_process
 
 REGISTERED = 10_000
 USES = 20_000
 CLIENTS = 32
 SLOTS = 100
+ANSWERED = 2_000
+"""Requests to the real engine, each of some tokens."""
+PROMPTS = ((40, 50, 60), (7, 300, 12, 99), (500, 21))
+
+
+def drawn(count: int) -> Iterator[int]:
+    """Numbers of adapters, the first ones the most often."""
+    weights = 1.0 / np.arange(1, REGISTERED + 1) ** 1.3
+    rng = np.random.default_rng(3)
+    return iter(rng.choice(REGISTERED, size=count, p=weights / weights.sum()).tolist())
 
 
 @pytest.mark.slow
@@ -26,8 +49,7 @@ async def test_ten_thousand_adapters_are_registered_used_and_found_again(tmp_pat
         f"{path}.lora_b": rng.normal(size=(1, 128)).astype(np.float32),
     }
     source = await asyncio.to_thread(write_adapter, tmp_path / "one", arrays, rank=1)
-    weights = 1.0 / np.arange(1, REGISTERED + 1) ** 1.3
-    drawn = iter(rng.choice(REGISTERED, size=USES, p=weights / weights.sum()).tolist())
+    uses = drawn(USES)
     rules = TierRules(hot_uses=3)
     async with world(tmp_path, slots=SLOTS, pages=512, rules=rules) as node:
         began = time.perf_counter()
@@ -39,7 +61,7 @@ async def test_ten_thousand_adapters_are_registered_used_and_found_again(tmp_pat
         )
 
         async def client() -> None:
-            for number in drawn:
+            for number in uses:
                 with await node.adapters.acquire(f"{TINY}:a{number}") as lease:
                     assert lease.adapter_id in node.engine.held
                     await asyncio.sleep(0)
@@ -54,7 +76,7 @@ async def test_ten_thousand_adapters_are_registered_used_and_found_again(tmp_pat
         assert pool.pinned_pages == 0
         assert pool.total_pages <= 512
         hot = times[Tier.HOT].total / USES
-        best = weights[:SLOTS].sum() / weights.sum()
+        best = sum(number < SLOTS for number in drawn(USES)) / USES
         print(
             f"registered {REGISTERED} in {register_s:.0f} s ({disk / 1e6:.0f} MB), {USES} uses in "
             f"{load_s:.0f} s: hot {hot:.3f} (the first {SLOTS} draw {best:.3f}), "
@@ -67,3 +89,93 @@ async def test_ten_thousand_adapters_are_registered_used_and_found_again(tmp_pat
     async with world(tmp_path, slots=SLOTS, pages=512) as node:
         print(f"found again in {time.perf_counter() - began:.2f} s")
         assert len(node.adapters.records()) == REGISTERED
+
+
+def fill(folder: Path) -> None:
+    """Write what registering would: adapter `number` has the bytes of one of the trained ones."""
+    store, trained = AdapterStore(folder), [pack(TRAINED / name) for name in NAMES]
+    for number in range(REGISTERED):
+        packed = trained[number % len(NAMES)]
+        found = unpack(packed)
+        record = AdapterRecord(
+            name=f"a{number}",
+            base=TINY,
+            owner="",
+            rank=found.rank,
+            precision=found.precision.value,
+            digest=digest(packed),
+            packed_bytes=len(packed),
+            fingerprint="",
+            registered_at=0.0,
+        )
+        store.save(record, packed)
+
+
+class Asking:
+    """Requests with adapters to a real engine."""
+
+    def __init__(self, base: ServedModel, adapters: NodeAdapters) -> None:
+        self._base = base
+        self._manager = adapters.manager
+        self._clock = SystemClock()
+
+    async def said(self, number: int, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens of one request."""
+        name = f"{TINY}:a{number}"
+        model = AdaptedModel(
+            self._base, name, lambda: self._manager.find(name), self._manager, self._clock
+        )
+        request = DecodeRequest(token_ids=prompt, max_tokens=8)
+        frames = [frame async for frame in model.decode(request)]
+        assert isinstance(frames[-1], Done)
+        return tuple(i for frame in frames if isinstance(frame, Tokens) for i in frame.token_ids)
+
+
+@pytest.mark.slow
+async def test_a_real_engine_answers_with_ten_thousand_adapters_as_with_each_alone(
+    tmp_path: Path,
+) -> None:
+    await asyncio.to_thread(fill, tmp_path / ADAPTER_FOLDER)
+    began = time.perf_counter()
+    async with in_process(tmp_path) as (memory, adapters):
+        start_s = time.perf_counter() - began
+        manager, engine = adapters.manager, memory.engines.get(TINY)
+        assert len(manager.records()) == REGISTERED
+        asking = Asking(engine, adapters)
+        alone = {
+            (kind, prompt): await asking.said(kind, prompt)
+            for kind in range(len(NAMES))
+            for prompt in PROMPTS
+        }
+        assert len({tuple(alone[kind, one] for one in PROMPTS) for kind in range(len(NAMES))}) == 8
+        uses = enumerate(drawn(ANSWERED))
+
+        async def client() -> None:
+            for turn, number in uses:
+                prompt = PROMPTS[turn % len(PROMPTS)]
+                said = await asking.said(number, prompt)
+                assert said == alone[number % len(NAMES), prompt], f"a{number}"
+
+        began = time.perf_counter()
+        async with asyncio.timeout(600):
+            await asyncio.gather(*(client() for _ in range(CLIENTS)))
+        load_s = time.perf_counter() - began
+        totals = {tier: taken.total for tier, taken in manager.times.items()}
+        print(
+            f"{REGISTERED} found in {start_s:.1f} s, {ANSWERED} answers in {load_s:.0f} s: "
+            + ", ".join(f"{tier.name.lower()} {total}" for tier, total in totals.items())
+        )
+        assert totals[Tier.COLD] > len(NAMES)
+        assert sum(manager.describe(record).leases for record in manager.records()) == 0
+        line = manager.status()["models"][TINY]
+        assert line["waiting"] == 0
+        held = await engine.backend.adapters()
+        assert sorted(held) == sorted(one["adapter"] for one in line["hot"])
+        assert len(held) <= line["slots"]
+        pool = adapters.arena.snapshot().pool
+        assert pool.pinned_pages == 0
+        assert pool.free_pages + sum(pages for _, pages in pool.by_content) == pool.total_pages
+        blocks = adapters.arena._arena.pool.blocks()
+        packed = [one for one in blocks if one.tenant.content is ContentType.LORA_WEIGHT]
+        assert len(packed) == manager.status()["warm"]
+        assert not any(health.failures for health in manager.health())
