@@ -6,7 +6,8 @@ whose deadline passes while it waits ends then. A deadline is for the first toke
 answer becomes nobody knows.
 
 Places go by class, share and work. Each FLOOR_TURNS-th goes to who waited longest, and at least
-AGED_S, of those that fit; whoever waited for HELD_S gets it before all others, fit or not.
+AGED_S, of those that fit. Whoever waited for HELD_S holds the line then until there is room for it:
+only who may pass (`policy`) gets a place before.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from kakeya.engine.pace import Pace
 from kakeya.engine.policy import (
     AGED_S,
     CLASSES,
-    HELD_S,
     INPUT_WEIGHT,
     SPECULATIVE,
     first_token_s,
     has_rested,
     is_turn_of_age,
     makes_place,
+    may_hold,
+    may_pass,
     next_chunk,
     victims,
 )
@@ -64,6 +66,7 @@ class Line:
         self._entries = 0
         self._look_s: float | None = None
         self._aged: Row | None = None
+        self._held: Row | None = None
         self._promised: Row | None = None
         self._aged_until_s = 0.0
 
@@ -135,10 +138,13 @@ class Line:
         first = self._shares.first()
         if first is None:
             return None
-        chosen = first
-        if is_turn_of_age(self._entries):
-            chosen = self._oldest(running, now_s) or first
+        chosen = self._held or first
+        if self._held is None and is_turn_of_age(self._entries):
+            self._held = self._holder(now_s)
+            chosen = self._held or self._oldest(running, now_s) or first
         entry = self._plan(chosen, running, now_s)
+        if entry is None and chosen is self._held and may_pass(first, chosen, running):
+            return self._plan(first, running, now_s)
         if entry is not None and chosen.priority != SPECULATIVE and chosen is not first:
             self._aged, self._aged_until_s = chosen, now_s + AGED_S
         return entry
@@ -168,7 +174,7 @@ class Line:
     def enter(self, row: Row) -> None:
         """It gets a place."""
         self._entries += 1
-        self._orders.remove(row)
+        self._remove(row)
         self._shares.begin(row.account)
         self.stir()
 
@@ -206,7 +212,7 @@ class Line:
 
     def leave(self, row: Row) -> None:
         """One that waits is over."""
-        self._orders.remove(row)
+        self._remove(row)
         self._shares.leave(row.account, was_running=False)
         self.stir()
 
@@ -226,6 +232,12 @@ class Line:
         """Its next chunk, in seconds."""
         chunk = self._facts.prefill_chunk_at(row.length)
         return self._pace.prefill_s(row.length, row.length + min(chunk, row.prompt_left))
+
+    def _remove(self, row: Row) -> None:
+        """It waits no longer."""
+        self._orders.remove(row)
+        if row is self._held:
+            self._held = None
 
     def _plan(self, row: Row, running: Sequence[Row], now_s: float) -> Entry | None:
         """How a place and room come about for it; None where they do not."""
@@ -253,13 +265,16 @@ class Line:
             lacks_bytes -= self.room.kv_bytes(one.length)
         return Entry(row=row, parks=tuple(parks), drops=tuple(drops))
 
+    def _holder(self, now_s: float) -> Row | None:
+        """Who holds the line from now on, if anybody."""
+        oldest = self._orders.oldest(without=SPECULATIVE)
+        return oldest if oldest is not None and may_hold(oldest, now_s) else None
+
     def _oldest(self, running: Sequence[Row], now_s: float) -> Row | None:
         """Who gets a place for having waited longest, if anybody."""
         oldest = self._orders.oldest()
         if oldest is None or now_s - oldest.arrived_s < AGED_S:
             return None
-        if now_s - oldest.arrived_s >= HELD_S:
-            return oldest
         rooms = [self._rooms(priority, running, now_s) for priority in range(CLASSES)]
         clients = {row.account.client for row in running}
         found = self._orders.oldest_within(rooms, clients)

@@ -19,7 +19,10 @@ What nobody waits for gets about one part in SPARE_RATIO of the time that others
 Nobody starves: who arrives later than a prompt's own work goes after it, and every FLOOR_TURNS-th
 time the order is that of waiting alone, whatever the class. Who got a place so, and not by its
 class, keeps it for AGED_S, or until the next one gets one so: it would make place at once for those
-that it went before.
+that it went before. Who waited for HELD_S holds the line, unless nobody waits for what it makes:
+until there is room for it, only those more urgent than it get a place, and these only while one
+runs that is less urgent than they are. So what it waits for comes to an end, class by class, and
+what is urgent waits for nobody but its equals.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ FLOOR_TURNS = 8
 AGED_S = 10.0
 """So long somebody must have waited for such a place, which then goes to it where it fits."""
 HELD_S = 60.0
-"""So long, and nobody gets a place before there is room for it."""
+"""So long, and it holds the line until there is room for it."""
 PATIENCE_S = 2.0
 """A client that runs nothing waits so long before one that runs several makes place."""
 ROUND_S = 0.05
@@ -148,6 +151,19 @@ def _equals(claims: Sequence[ClaimT], accounts: Sequence[Account]) -> list[Claim
 def is_turn_of_age(turn: int) -> bool:
     """Whether a place or chunk goes to who waited longest; `turn` counts those given so far."""
     return turn % FLOOR_TURNS == FLOOR_TURNS - 1
+
+
+def may_hold(claim: Claim, now_s: float) -> bool:
+    """Whether a claim has waited so long that others wait until there is room for it."""
+    return claim.priority != SPECULATIVE and now_s - claim.arrived_s >= HELD_S
+
+
+def may_pass(claim: Claim, held: Claim, running: Iterable[Claim]) -> bool:
+    """Whether a claim may get a place before the one that holds the line.
+
+    While one runs that is less urgent than the claim, the other waits for that one anyway.
+    """
+    return claim.priority < held.priority and any(one.priority > claim.priority for one in running)
 
 
 def next_chunk(claims: Sequence[ClaimT], turn: int) -> ClaimT:

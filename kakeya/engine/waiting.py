@@ -84,11 +84,11 @@ class Waiting(Generic[ClaimT]):
                 late.append(self._by_age[number])
         return late
 
-    def oldest(self) -> ClaimT | None:
-        """Who arrived first; None = nobody waits."""
-        found = next(iter(self._by_age.values()), None)
+    def oldest(self, *, without: int | None = None) -> ClaimT | None:
+        """Who arrived first, of all classes but this one, of which few wait; None = nobody."""
+        found = next((one for one in self._by_age.values() if one.priority != without), None)
         for claim in self.parked:
-            if found is None or claim.number < found.number:
+            if claim.priority != without and (found is None or claim.number < found.number):
                 found = claim
         return found
 

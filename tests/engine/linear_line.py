@@ -14,13 +14,14 @@ from kakeya.engine.policy import (
     AGED_S,
     CLASSES,
     FLOOR_TURNS,
-    HELD_S,
     INPUT_WEIGHT,
     PATIENCE_S,
     SPECULATIVE,
     Account,
     Claim,
     first,
+    may_hold,
+    may_pass,
 )
 from kakeya.engine.room import KvRoom
 from kakeya.engine.rows import Entry, Row, Ticket
@@ -105,16 +106,17 @@ class LinearPeers:
 
 
 def next_place(claims: Sequence[Row], turn: int, now_s: float, fits: Callable[[Row], bool]) -> Row:
-    """Who runs next; where there is no room for it yet, nobody goes before it.
+    """Who runs next; where there is no room for it yet, nobody goes before it but who may pass.
 
     `turn` counts the places given so far.
     """
     if turn % FLOOR_TURNS == FLOOR_TURNS - 1:
-        for claim in sorted(claims, key=lambda claim: claim.number):
-            waited_s = now_s - claim.arrived_s
-            if waited_s < AGED_S:
-                break
-            if waited_s >= HELD_S or fits(claim):
+        by_age = sorted(claims, key=lambda claim: claim.number)
+        for claim in by_age:
+            if may_hold(claim, now_s):
+                return claim
+        for claim in by_age:
+            if now_s - claim.arrived_s >= AGED_S and fits(claim):
                 return claim
     return first(claims)
 
@@ -153,6 +155,7 @@ class LinearLine:
         self.waiting: list[Row] = []
         self.parked: list[Row] = []
         self._arrivals = self._entries = 0
+        self._held: Row | None = None
         self._aged: Row | None = None
         self._aged_until_s = 0.0
 
@@ -196,8 +199,15 @@ class LinearLine:
         def fits(row: Row) -> bool:
             return self._plan(row, running, now_s) is not None
 
-        chosen = next_place(self.waiting, self._entries, now_s, fits)
+        if self._held not in self.waiting:
+            self._held = None
+        chosen = self._held or next_place(self.waiting, self._entries, now_s, fits)
+        if self._entries % FLOOR_TURNS == FLOOR_TURNS - 1 and may_hold(chosen, now_s):
+            self._held = chosen
         entry = self._plan(chosen, running, now_s)
+        urgent = first(self.waiting)
+        if entry is None and chosen is self._held and may_pass(urgent, chosen, running):
+            return self._plan(urgent, running, now_s)
         if (
             entry is not None
             and chosen.priority != SPECULATIVE

@@ -27,6 +27,8 @@ from kakeya.engine.policy import (
     first_token_s,
     is_chunk_due,
     makes_place,
+    may_hold,
+    may_pass,
     next_chunk,
     weakest,
 )
@@ -220,6 +222,25 @@ def test_who_needs_more_room_than_there_is_holds_the_line_only_after_a_long_wait
     assert next_place([large, small], turn, HELD_S, fits) is large
     assert next_place([large, small], turn, AGED_S, lambda one: True) is large
     assert next_place([large, small], turn + 1, HELD_S, fits) is small
+
+
+def test_what_nobody_waits_for_never_holds_the_line() -> None:
+    large = claim(1, priority=3)
+    small = claim(2, priority=1, arrived_s=HELD_S)
+    turn = FLOOR_TURNS - 1
+    assert next_place([large, small], turn, 9 * HELD_S, lambda one: one is small) is small
+    assert next_place([large, small], turn, HELD_S, lambda one: True) is large
+    assert not may_hold(large, 9 * HELD_S)
+    behind = claim(3, priority=2)
+    assert next_place([large, behind], turn, HELD_S, lambda one: one is large) is behind
+
+
+@given(running=st.lists(st.integers(0, 3), max_size=5), mine=st.integers(0, 3))
+def test_who_holds_the_line_is_passed_only_beside_what_it_waits_for_anyway(running, mine):
+    held = claim(0, priority=2)
+    others = [claim(at, priority=one) for at, one in enumerate(running, 1)]
+    passes = may_pass(claim(99, priority=mine), held, others)
+    assert passes == (mine < 2 and any(one > mine for one in running))
 
 
 @given(
