@@ -113,10 +113,11 @@ class ParkFrame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillFrame:
-    """Prompt tokens computed so far, reused ones included."""
+    """Prompt tokens computed so far, the cached ones that were there before included."""
 
     computed_tokens: int
     total_tokens: int
+    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,7 @@ class Outbox:
             self._has_spoken = True
             self._loop.call_soon_threadsafe(self._hurry)
         # One call is enough for all that is appended before the loop looks.
-        elif not self._is_called and not isinstance(frame, ImportedFrame | LogitsFrame):
+        elif not self._is_called and not _can_wait(frame):
             self._is_called = True
             self._loop.call_soon_threadsafe(self._filled.set)
 
@@ -121,6 +121,13 @@ class Outbox:
         return responses
 
 
+def _can_wait(frame: EngineFrame) -> bool:
+    """Whether it travels with the next one: nobody does anything about it."""
+    if isinstance(frame, PrefillFrame):
+        return frame.computed_tokens == frame.cached_tokens
+    return isinstance(frame, ImportedFrame | LogitsFrame)
+
+
 def _tokens_to_wire(tokens: list[int]) -> pb.DecodeResponse:
     return pb.DecodeResponse(tokens=pb.CommittedTokens(token_ids=tokens))
 
@@ -139,7 +146,9 @@ def _to_wire(
     if isinstance(frame, PrefillFrame):
         return pb.DecodeResponse(
             progress=pb.PrefillProgress(
-                computed_tokens=frame.computed_tokens, total_tokens=frame.total_tokens
+                computed_tokens=frame.computed_tokens,
+                total_tokens=frame.total_tokens,
+                cached_tokens=frame.cached_tokens,
             )
         )
     return pb.DecodeResponse(

@@ -53,9 +53,12 @@ class Prompt:
         """Whether its KV has the bits that it has where nothing of it was there before."""
 
     def computed(self) -> Iterator[PrefillFrame | ExportedFrame]:
-        """Compute what is missing, but for the last token, and export what is whole of it."""
+        """Compute what is missing, but for the last token, and export what is whole of it. What was
+        there before is told first."""
         history, state, pieces = self._history, self.state, self._pieces
         yield from self._exported(state.grid_tokens)
+        if self.cached_tokens:
+            yield self._progress()
         while state.length < pieces.total:
             first = state.length
             end = pieces.end(first)
@@ -65,13 +68,20 @@ class Prompt:
                 if pieces.floor(end) == end:
                     state.grid_tokens = end
                 yield from self._exported(end)
-            yield PrefillFrame(computed_tokens=state.length, total_tokens=pieces.total)
+            yield self._progress()
 
     def keep(self) -> None:
         """Keep the KV under the job's key, if it has one."""
         if self._job.kv_key:
             tokens = self._history[: self.state.length]
             self._slots.keep(self._job.kv_key, tokens, self.state, self._content, self._pieces.cuts)
+
+    def _progress(self) -> PrefillFrame:
+        return PrefillFrame(
+            computed_tokens=self.state.length,
+            total_tokens=self._pieces.total,
+            cached_tokens=self.cached_tokens,
+        )
 
     def _exported(self, until: int) -> Iterator[ExportedFrame]:
         for pages in self._exports.computed(self.state, until):

@@ -193,10 +193,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Prefill so far."""
+    """Prefill so far, the cached tokens that were there before included."""
 
     computed_tokens: int
     total_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ class Answer:
     """What one generation has said so far. `finish_reason` is set once nothing more is to come.
 
     `usage` is the engine's account; None when the answer ended before the engine gave it, at a
-    stop string.
+    stop string. `cached_tokens` are those of the prompt that were there before.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class Answer:
         self._stop_token_ids = stop_token_ids
         self.finish_reason: FinishReason | None = None
         self.completion_tokens = 0
+        self.cached_tokens = 0
         self.usage: Usage | None = None
 
     def take(self, frame: Frame) -> str:
@@ -42,6 +43,7 @@ class Answer:
             case Tokens():
                 return self._add(frame.token_ids)
             case Progress():
+                self.cached_tokens = frame.cached_tokens
                 return ""
             case Done():
                 return self._end(frame)
@@ -69,6 +71,7 @@ class Answer:
 
     def _end(self, done: Done) -> str:
         self.usage = done.usage
+        self.cached_tokens = done.usage.cached_tokens
         self.finish_reason = "stop" if done.reason is StopReason.STOP_TOKEN else "length"
         rest = self._detokenizer.finish()
         if self._stops is None:

@@ -11,8 +11,8 @@ Beside OpenAI's fields, `usage` carries ours under `kakeya`:
                              draft tokens that were made, that the verifier looked at, that it kept
     sources                  the same for each draft source, by name
 
-`usage.kakeya` and `prompt_tokens_details` are absent when a stop string ended the answer, since
-the engine then gives no account.
+`usage.kakeya` is absent when a stop string ended the answer, since the engine then gives no
+account.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def usage_body(answer: Answer, prompt_tokens: int) -> dict[str, object]:
         "prompt_tokens": prompt_tokens,
         "completion_tokens": answer.completion_tokens,
         "total_tokens": prompt_tokens + answer.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
     }
     if answer.usage is not None:
-        body["prompt_tokens_details"] = {"cached_tokens": answer.usage.cached_tokens}
         body["kakeya"] = _account(answer.usage)
     return body
 

@@ -80,10 +80,15 @@ async def put(*frames: EngineFrame) -> Outbox:
     return outbox
 
 
+def progress(computed: int, *, cached: int) -> PrefillFrame:
+    return PrefillFrame(computed_tokens=computed, total_tokens=9, cached_tokens=cached)
+
+
 async def test_what_was_imported_waits_for_the_next_frame() -> None:
     assert await sent(await put(ImportedFrame(tokens=8))) == []
-    whole = await put(ImportedFrame(tokens=8), PrefillFrame(computed_tokens=9, total_tokens=9))
-    assert await sent(whole) == ["imported", "progress"]
+    assert await sent(await put(ImportedFrame(tokens=8), progress(8, cached=8))) == []
+    whole = await put(ImportedFrame(tokens=8), progress(8, cached=8), progress(9, cached=8))
+    assert await sent(whole) == ["imported", "progress", "progress"]
 
 
 async def test_the_logits_behind_a_prompt_wait_for_the_next_frame() -> None:
@@ -100,7 +105,7 @@ async def test_the_logits_behind_a_prompt_wait_for_the_next_frame() -> None:
 
 async def test_the_first_tokens_leave_at_once_also_behind_other_frames() -> None:
     outbox = await put(
-        PrefillFrame(computed_tokens=4, total_tokens=9),
+        progress(4, cached=0),
         ExportedFrame(index=0),
         tokens(1),
         tokens(2),

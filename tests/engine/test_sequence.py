@@ -253,6 +253,20 @@ def test_kept_kv_is_continued_and_changes_nothing(rig: Rig) -> None:
     assert done.cached_tokens in (0, len(CYCLE) + 11, len(CYCLE) + 12)
 
 
+def test_what_was_there_of_a_prompt_is_told_before_the_first_token(rigs: dict[str, Rig]) -> None:
+    """Also of one that is whole there: who breaks an answer off hears of it no later."""
+    rig = Rig(rigs["llama"].model, tools())
+    rig.run(job(max_tokens=12, kv_key="s"))
+    for length, cached in ((len(CYCLE), len(CYCLE) - 1), (20, 19)):
+        run = SequenceRun(rig.model, rig.tools, job(token_ids=CYCLE[:length], kv_key="s"))
+        frames = run.frames()
+        told = next(frames)
+        assert isinstance(told, PrefillFrame)
+        assert (told.computed_tokens, told.cached_tokens) == (cached, cached)
+        assert isinstance(next(frames), TokensFrame)
+        run.finish()
+
+
 def test_a_changed_history_reuses_only_what_agrees(rigs: dict[str, Rig]) -> None:
     rig = Rig(rigs["llama"].model, tools())
     rig.run(job(max_tokens=12, kv_key="s"))

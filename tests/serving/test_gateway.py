@@ -143,11 +143,15 @@ async def test_a_stop_string_cuts_exactly(folder, stop, per_step):
     async with serving(model) as served:
         create = served.openai.chat.completions.create
         whole = await create(model="toy", messages=HI, stop=stop)
-        stream = await create(model="toy", messages=HI, stop=stop, stream=True)
-        chunks = [chunk async for chunk in stream]
+        stream = await create(
+            model="toy", messages=HI, stop=stop, stream=True, stream_options={"include_usage": True}
+        )
+        *chunks, last = [chunk async for chunk in stream]
     assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (wanted, "stop")
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted
     assert chunks[-1].choices[0].finish_reason == "stop"
+    for usage in (whole.usage, last.usage):
+        assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens // 2
     assert model.open == 0
 
 

@@ -93,8 +93,10 @@ def test_what_was_held_back_for_a_stop_string_comes_with_the_end():
     assert made.finish_reason == "length"
 
 
-def test_a_stop_string_ends_an_answer_inside_a_frame_without_an_account():
+def test_a_stop_string_ends_an_answer_inside_a_frame_and_what_was_cached_is_told():
     made = answer(stops=["wor"])
+    made.take(Progress(computed_tokens=7, total_tokens=9, cached_tokens=7))
+    made.take(Progress(computed_tokens=9, total_tokens=9, cached_tokens=7))
     heard = len(ids_of("hello world"))
     assert made.take(Tokens(token_ids=ids_of("hello world, and so on"))) == "hello "
     assert (made.finish_reason, made.usage) == ("stop", None)
@@ -103,6 +105,7 @@ def test_a_stop_string_ends_an_answer_inside_a_frame_without_an_account():
         "prompt_tokens": 10,
         "completion_tokens": heard,
         "total_tokens": 10 + heard,
+        "prompt_tokens_details": {"cached_tokens": 7},
     }
 
 

@@ -135,7 +135,11 @@ class ToyModel:
         try:
             await asyncio.sleep(self.pace.prefill_s)
             total = len(request.token_ids)
-            yield Progress(computed_tokens=total, total_tokens=total)
+            yield Progress(
+                computed_tokens=total,
+                total_tokens=total,
+                cached_tokens=_usage(total, 0).cached_tokens,
+            )
             said = 0
             reason = StopReason.MAX_TOKENS
             for step in self._steps(request):

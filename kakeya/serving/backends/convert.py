@@ -117,7 +117,9 @@ def frame_from_wire(response: pb.DecodeResponse, kv: KvExchange | None = None) -
         case "progress":
             progress = response.progress
             return Progress(
-                computed_tokens=progress.computed_tokens, total_tokens=progress.total_tokens
+                computed_tokens=progress.computed_tokens,
+                total_tokens=progress.total_tokens,
+                cached_tokens=progress.cached_tokens,
             )
         case "tokens":
             ids = tuple(response.tokens.token_ids)
