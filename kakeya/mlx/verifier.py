@@ -315,10 +315,12 @@ def select(logits: mx.array, sampling: SamplingParams, first_position: int) -> m
     if sampling.top_p < 1.0:
         descending = -mx.sort(-scaled, axis=-1)
         mass = mx.cumsum(mx.softmax(descending, axis=-1), axis=-1)
-        # A token stays while the mass before it is below top_p; the first one always does.
+        # A token stays while the mass before it is below top_p; the first one always does, also
+        # where top_p is 0 in float32.
         before = mx.concatenate([mx.zeros_like(mass[:, :1]), mass[:, :-1]], axis=-1)
         kept = mx.where(before < sampling.top_p, descending, mx.inf)
-        scaled = mx.where(scaled < kept.min(axis=-1, keepdims=True), -mx.inf, scaled)
+        last = mx.minimum(kept.min(axis=-1, keepdims=True), descending[:, :1])
+        scaled = mx.where(scaled < last, -mx.inf, scaled)
     noise = mx.stack(
         [
             mx.random.gumbel(

@@ -9,7 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kakeya.decoding.sampling import SamplingParams, probabilities
+from kakeya.decoding.sampling import SamplingParams, gumbel, probabilities
+from kakeya.decoding.sampling import select as reference
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.verifier import UNBOUNDED_ROWS, Verifier, select
 from tests.mlx.random_models import write_model
@@ -67,6 +68,15 @@ def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     rows = mx.array(np.tile(LOGITS[::-1], (4, 1)))
     sampling = SamplingParams(temperature=temperature, top_k=4, top_p=0.9, seed=1)
     assert select(rows, sampling, 7).tolist() == [5] * 4
+
+
+@pytest.mark.parametrize("top_p", [1e-3, 1e-40, 1e-46, 5e-324])
+def test_a_top_p_near_zero_keeps_the_best_token(top_p: float) -> None:
+    rows = mx.array(np.tile(LOGITS[::-1], (4, 1)))
+    sampling = SamplingParams(temperature=1.0, top_p=top_p, seed=1)
+    assert select(rows, sampling, 7).tolist() == [5] * 4
+    noise = gumbel(1, 7, len(LOGITS))
+    assert reference(LOGITS[::-1], sampling, noise) == 5
 
 
 def test_a_pipeline_selects_what_single_steps_select(models: dict[str, LoadedModel]) -> None:
