@@ -323,9 +323,9 @@ class Line:
         expected_s += self._pace.step_s
         if now_s + expected_s > row.expires_s:
             raise DeadlineExceeded(
-                f"the first token is expected in {expected_s:.1f} s, behind "
+                f"the first token is expected in {expected_s:.3g} s, behind "
                 f"{len(running)} that run and {len(self.waiting)} that wait, and the deadline is "
-                f"in {row.expires_s - now_s:.1f} s; allow more time or come back later",
+                f"in {row.expires_s - now_s:.3g} s; allow more time or come back later",
                 retry_after_s=max(RETRY_S, expected_s - row.work_s * stretch - self._pace.step_s),
             )
 

@@ -213,11 +213,11 @@ class NodeArena:
         except OutOfPages as problem:
             if not is_wanted():
                 raise self._explained(problem) from problem
-        await self._grow_by_force()
+        refused = await self._grow_by_force()
         try:
             return await self._line.prepare(tenant, length, holder)
         except OutOfPages as problem:
-            raise self._explained(problem) from problem
+            raise self._explained(problem, refused) from problem
 
     def ref(self, block: Block, length: int) -> PageRef:
         """What an engine needs to know of a block. Raises PageFreed."""
@@ -297,21 +297,22 @@ class NodeArena:
             if not is_enough and self._ledger.may_grow(NAME, self._arena.slab_bytes):
                 await self._add_slab()
 
-    async def _grow_by_force(self) -> None:
-        """Add one slab, for which what idles may have to go, if there is room in time."""
+    async def _grow_by_force(self) -> KakeyaError | None:
+        """Add one slab, for which what idles may have to go; why there is no room in time."""
         until_mono = self._clock.mono() + ROOM_S
         before = self._arena.pool.slabs()
         async with self._growth:
             if set(self._arena.pool.slabs()) - set(before):
-                return  # somebody else's wait was for all
+                return None  # somebody else's wait was for all
             try:
                 self._arena.pool.check_growth()
                 left_s = until_mono - self._clock.mono()
                 await self._ledger.make_room(NAME, self._arena.slab_bytes, left_s)
             except KakeyaError as refused:
                 event(_log, "no room for pages", reason=refused.message)
-                return
+                return refused
             await self._add_slab()
+            return None
 
     async def _add_slab(self) -> None:
         """Grow by what is reserved."""
@@ -323,15 +324,17 @@ class NodeArena:
             self._usage = None
             self._ledger.grown(NAME)
 
-    def _explained(self, problem: OutOfPages) -> OutOfPages:
+    def _explained(self, problem: OutOfPages, refused: KakeyaError | None = None) -> OutOfPages:
         """Say when to ask again, and what to do where there are no pages at all."""
-        message = problem.message
-        if not self._arena.pool.slabs():
-            message = (
-                f"there is no memory for pages now: the ledger has no "
-                f"{format_bytes(self._arena.slab_bytes)} to give; ask again, or give the node a "
-                "larger --memory-budget"
+        why = refused.message if refused is not None else ""
+        if self._arena.pool.slabs():
+            message = f"{problem.message}; {why}" if why else problem.message
+        else:
+            why = why or (
+                f"the ledger has no {format_bytes(self._arena.slab_bytes)} to give; ask again, or "
+                "give the node a larger --memory-budget"
             )
+            message = f"there is no memory for pages now: {why}"
         return OutOfPages(message, retry_after_s=problem.retry_after_s or 1.0)
 
     def _count(self) -> Tenant:

@@ -38,6 +38,14 @@ def default_folder(environ: Mapping[str, str], *, platform: str, home: Path) -> 
     return Path(environ.get("XDG_DATA_HOME") or home / ".local" / "share") / "kakeya"
 
 
+def make_folder(folder: Path) -> None:
+    """Make a data directory if it is not there. Raises ConfigError."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as problem:
+        raise _unusable(folder, problem) from problem
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
     """Where the running node answers."""
@@ -58,15 +66,11 @@ class DataDir:
         """
         self.folder = folder
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder)
             folder.chmod(0o700)
             self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as problem:
-            reason = problem.strerror or problem
-            raise ConfigError(
-                f"data directory {folder} cannot be used: {reason}; name a writable folder "
-                "with --data-dir"
-            ) from problem
+            raise _unusable(folder, problem) from problem
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -76,8 +80,12 @@ class DataDir:
                 f"data directory {folder} is held by the node with pid {pid}; stop that node, "
                 "or give this one its own folder with --data-dir"
             ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        except OSError as problem:
+            os.close(self._lock)
+            raise _unusable(folder, problem) from problem
 
     def __enter__(self) -> Self:
         return self
@@ -166,3 +174,10 @@ def _read_run(path: Path) -> RunInfo | None:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _unusable(folder: Path, problem: OSError) -> ConfigError:
+    return ConfigError(
+        f"data directory {folder} cannot be used: {problem.strerror or problem}; name a writable "
+        "folder, on a disk with room, with --data-dir"
+    )

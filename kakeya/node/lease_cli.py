@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kakeya.core.errors import ConfigError
 from kakeya.core.units import format_bytes
-from kakeya.node.datadir import default_folder
+from kakeya.node.datadir import default_folder, make_folder
 
 if TYPE_CHECKING:  # not needed for `kakeya status` to answer
     from kakeya.memory.lease import Book, Lease
@@ -133,7 +133,7 @@ def _drain(folder: Path, options: argparse.Namespace) -> int:
     wait_s = seconds(options.wait)
     if options.off and options.stop:
         raise ConfigError("lease drain: --off gives leases again, --stop ends them; choose one")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(folder)
     try:
         return asyncio.run(_drained(folder, options, wait_s))
     except KeyboardInterrupt:

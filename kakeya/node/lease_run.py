@@ -24,6 +24,7 @@ from kakeya.core.units import MIB, format_bytes
 from kakeya.memory.lease import Lease, Wish, in_order
 from kakeya.memory.processes import MARK
 from kakeya.memory.resident import RequestPriority
+from kakeya.node.datadir import make_folder
 from kakeya.node.lease_desk import Desk, open_desk
 from kakeya.node.lease_guard import start_guard
 
@@ -39,7 +40,7 @@ def run(folder: Path, options: argparse.Namespace) -> int:
     wait_s = seconds(options.wait)
     if shutil.which(command[0]) is None:
         return _cannot_run(command[0])
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(folder)
     desk = open_desk(folder, os.environ, wait_s=wait_s)
     try:
         lease = asyncio.run(_acquire(desk, wish, wait_s))

@@ -11,6 +11,8 @@ from kakeya.core.errors import InvalidArgument
 MAX_DEPTH = 128
 """Of lists and objects within each other. What is read is also written and rendered, by code that
 calls itself for each level and has fewer of them than who reads."""
+MAX_DIGITS = 4000
+"""Of an integer; Python reads few more, and says so in words of its own."""
 _TOO_DEEP = "the body is nested too deeply; no parameter needs it"
 
 
@@ -20,6 +22,7 @@ def parse_json(body: bytes) -> dict[str, object]:
         parsed = json.loads(
             body.decode("utf-8"),
             parse_constant=_refuse_constant,
+            parse_int=_integer,
             object_pairs_hook=_without_duplicates,
         )
     except UnicodeDecodeError as fault:
@@ -33,6 +36,12 @@ def parse_json(body: bytes) -> dict[str, object]:
     if _is_deeper(parsed, MAX_DEPTH):
         raise InvalidArgument(f"{_TOO_DEEP}: at most {MAX_DEPTH} levels")
     return parsed
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits; no parameter needs over {MAX_DIGITS}")
+    return int(digits)
 
 
 def shown(value: object) -> str:

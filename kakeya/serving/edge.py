@@ -180,7 +180,7 @@ class Edge:
             return
         except asyncio.CancelledError:  # the server stops and the grace is over
             if not send.is_started:
-                await send_error(send, errors.PeerUnavailable("this node is stopping"))
+                await send_error(send, stopping())
             raise
         except errors.KakeyaError as error:
             if send.is_started:
@@ -211,6 +211,11 @@ class _WatchedSend:
             self.is_started = True
             self.status = message["status"]
         await self._send(message)
+
+
+def stopping() -> errors.PeerUnavailable:
+    """What a request is told that the end of this node cuts off."""
+    return errors.PeerUnavailable("this node is stopping")
 
 
 async def send_error(send: Send, error: errors.KakeyaError) -> None:

@@ -88,7 +88,8 @@ class Connection:
         self._limits = limits
         self._helpers: list[asyncio.Task[None]] = []
         self._work: asyncio.Task[object] | None = None
-        self._has_left = False
+        self.has_left = False
+        """Whether the client was given up."""
         self._is_over = False
         self._is_quiet = True
         self._writes_since_mono: list[float] = []
@@ -114,9 +115,9 @@ class Connection:
         try:
             await asyncio.gather(*self._helpers, return_exceptions=True)
         except asyncio.CancelledError:
-            if not self._has_left:
+            if not self.has_left:
                 raise
-        if not self._has_left or self._work is None:
+        if not self.has_left or self._work is None:
             return
         if self._work.uncancel() == 0 and kind is not None:
             raise Cancelled("the client left") from value
@@ -180,8 +181,8 @@ class Connection:
             await self._clock.sleep(min(self._limits.keepalive_s, self._limits.stall_s - waited_s))
 
     def _abandon(self) -> None:
-        if not self._is_over and not self._has_left and self._work is not None:
-            self._has_left = True
+        if not self._is_over and not self.has_left and self._work is not None:
+            self.has_left = True
             self._work.cancel()
 
 

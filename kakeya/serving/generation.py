@@ -7,6 +7,7 @@ token; the iterator is closed before the last byte is sent, or as soon as the cl
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import random
 from collections.abc import (
@@ -41,7 +42,7 @@ from kakeya.runtime.generation import (
 from kakeya.runtime.precache import Claim, Precache
 from kakeya.serving.answer import Answer
 from kakeya.serving.body import parse_json
-from kakeya.serving.edge import envelope, send_json
+from kakeya.serving.edge import envelope, send_json, stopping
 from kakeya.serving.exchange import Connection, Limits, read_body
 from kakeya.serving.metrics import HttpMetrics
 from kakeya.serving.openai import (
@@ -329,6 +330,10 @@ class GenerationRoute:
                 raise
             await client.end(b"data: " + envelope(error) + b"\n\n")
             return
+        except asyncio.CancelledError:
+            if client.is_started and not client.has_left:
+                await client.end(b"data: " + envelope(stopping()) + b"\n\n")
+            raise
         reason = job.answer.finish_reason or "length"
         last = opening + writer.last(reason)
         if job.asked.params.include_usage:

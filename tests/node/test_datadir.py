@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -87,6 +88,20 @@ def test_a_file_in_the_place_of_the_folder_is_a_configuration_error(tmp_path: Pa
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="--data-dir"):
         DataDir(tmp_path / "file")
+
+
+def test_a_disk_without_room_for_the_pid_is_a_configuration_error_and_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(ConfigError, match=r"No space left on device.*--data-dir"):
+            DataDir(tmp_path)
+    with DataDir(tmp_path):
+        pass
 
 
 def test_the_state_survives_a_restart(tmp_path: Path) -> None:

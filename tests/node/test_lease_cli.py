@@ -126,6 +126,17 @@ def test_a_command_that_cannot_be_run_is_told_as_a_shell_does(tmp_path: Path) ->
     assert lease(tmp_path, "run", "--mb", "5", "--", "/etc/passwd").returncode == 126
 
 
+@pytest.mark.parametrize("asked", [("run", "--mb", "5", "--", "true"), ("drain",)])
+def test_a_file_in_the_place_of_the_folder_is_told_in_a_sentence(
+    tmp_path: Path, asked: tuple[str, ...]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    done = lease(tmp_path / "file", *asked)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "File exists; name a writable folder" in done.stderr
+
+
 def test_what_never_fits_is_refused_and_what_may_fit_later_says_so(tmp_path: Path) -> None:
     never = lease(tmp_path, "run", "--mb", "900000000", "--", "true")
     assert never.returncode == 1

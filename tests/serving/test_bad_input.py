@@ -177,6 +177,17 @@ async def test_what_is_not_honoured_has_its_own_code(folder, change):
     assert envelope(reply.content)["code"] == "unsupported_parameter"
 
 
+async def test_a_number_of_thousands_of_digits_is_told_in_words_of_ours(folder):
+    body = b'{"model": "toy", "prompt": "a", "seed": ' + b"9" * 5000 + b"}"
+    async with serving(ToyModel(folder)) as served:
+        reply = await served.http.post("/v1/completions", content=body)
+    assert reply.status_code == 400
+    assert (
+        "a number has 5000 digits; no parameter needs over 4000"
+        in envelope(reply.content)["message"]
+    )
+
+
 async def test_values_that_change_nothing_are_accepted(folder):
     no_ops = {
         "n": 1,

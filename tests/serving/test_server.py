@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import signal
 import socket
@@ -50,6 +51,25 @@ async def test_running_requests_get_their_grace_and_no_more(folder, grace_s, is_
         with pytest.raises(httpx.ConnectError):
             await http.get("/healthz")
         await running.stop(grace_s)
+
+
+async def test_a_stream_that_a_stop_cuts_off_is_told_so(folder):
+    model = ToyModel(folder, pace=Pace(step_s=0.05))
+    sock = socket.create_server(("127.0.0.1", 0))
+    base = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    async with (
+        httpx.AsyncClient(base_url=base, trust_env=False) as http,
+        serve_http(app_of(model), sock) as running,
+        http.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as streamed,
+    ):
+        lines = streamed.aiter_lines()
+        assert (await anext(lines)).startswith("data: ")
+        await running.stop(0.2)
+        *_, last = [line async for line in lines if line]
+        assert (
+            json.loads(last.removeprefix("data: "))["error"]["message"] == "this node is stopping"
+        )
+        assert model.open == 0
 
 
 async def test_signal_handlers_are_left_alone(folder):
