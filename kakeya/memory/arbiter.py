@@ -76,7 +76,7 @@ class Arbiter:
 
     def preload(self, ask: Ask, now: float) -> tuple[bool, Outcome]:
         """Load without a request: only at nominal pressure, into room that is free, that nobody
-        waits for, and whose use makes no pressure, but for text. False = not now. What is resident
+        waits for, and, but for text, whose use makes no pressure. False = not now. What is resident
         is kept warm from now."""
         resident = self._ledger.find(ask.key)
         if resident is not None:
@@ -88,10 +88,7 @@ class Arbiter:
         others = sum(one.role.name == ask.role.name for one in self._ledger.residents)
         has_place = ask.role.places is None or others < ask.role.places
         room = self._ledger.spare_bytes if ask.role.yields else self._ledger.free_bytes
-        fits = 0 < ask.estimate_bytes <= room
-        is_calm = self._level is Level.NOMINAL or not ask.role.yields
-        is_calm = is_calm and self._tickets.is_empty and not self._is_stopping
-        if not (has_place and fits and is_calm):
+        if not (self._is_calm and has_place and 0 < ask.estimate_bytes <= room):
             return False, self.settle(now)
         plan = replace(self._planner.load(ask, line.Load(), now), is_preload=True)
         return True, self._settle(Answer(plans=[plan]), now)
@@ -148,8 +145,7 @@ class Arbiter:
         pressure. Raises NotFound."""
         if size < 0:
             raise errors.InvalidArgument(f"{name!r} cannot grow by {size} bytes; 0 or more is due")
-        is_calm = self._level is Level.NOMINAL and self._tickets.is_empty and not self._is_stopping
-        if not is_calm or size > self._ledger.spare_bytes:
+        if not self._is_calm or size > self._ledger.spare_bytes:
             return False
         self._ledger.grow(name, size)
         return True
@@ -344,8 +340,7 @@ class Arbiter:
                 self._ledger.put(one.moved(State.READY))
 
     def _serve(self, ticket: line.Ticket, ahead: line.Ahead, answer: Answer, now: float) -> None:
-        verdict = line.decide(ticket, ahead, self._view(now))
-        match verdict:
+        match verdict := line.decide(ticket, ahead, self._view(now)):
             case line.Lend():
                 self._lend(ticket, answer, now)
             case line.Load():
@@ -360,10 +355,8 @@ class Arbiter:
                 ahead.add(ticket.ask, verdict)
 
     def _view(self, now: float) -> line.View:
-        ledger, rules, is_stopping = self._ledger, self._rules, self._is_stopping
-        return line.View(
-            ledger=ledger, level=self._level, rules=rules, now=now, is_stopping=is_stopping
-        )
+        level, is_stopping = self._level, self._is_stopping
+        return line.View(self._ledger, level, self._rules, now=now, is_stopping=is_stopping)
 
     def _lend(self, ticket: line.Ticket, answer: Answer, now: float) -> None:
         key = ticket.ask.key
@@ -390,6 +383,11 @@ class Arbiter:
             del self._tickets[ticket.lease]
             answer.grants.append(Grant(ticket.lease, key))
         return self._settle(answer, now)
+
+    @property
+    def _is_calm(self) -> bool:
+        is_nominal = self._level is Level.NOMINAL
+        return is_nominal and self._tickets.is_empty and not self._is_stopping
 
     @property
     def _level(self) -> Level:

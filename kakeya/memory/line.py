@@ -145,7 +145,7 @@ class Refuse:
 Verdict = Lend | Load | Wait | Refuse
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class View:
     """What a decision looks at."""
 
@@ -153,7 +153,7 @@ class View:
     level: Level
     rules: Rules
     now: float
-    is_stopping: bool = False
+    is_stopping: bool
 
 
 def decide(ticket: Ticket, ahead: Ahead, view: View) -> Verdict:

@@ -853,6 +853,9 @@ def test_preload_only_takes_room_that_is_free_in_calm() -> None:
     assert not world.arbiter.preload(ask("unknown", "asr", 0), 0)[0], "nobody knows its size"
     world.take(world.arbiter.observe(Level.LOW, None, 0))
     assert not world.arbiter.preload(ask("hear", "asr"), 0)[0], "memory is low"
+    for level in (Level.LOW, Level.CRITICAL):
+        world.take(world.arbiter.observe(level, None, 0))
+        assert not world.arbiter.preload(ask("text", "text-target"), 0)[0], "text can wait, too"
 
 
 def test_what_nobody_needs_takes_no_room_that_would_make_pressure() -> None:
