@@ -41,12 +41,16 @@ class Shelf:
         self._capabilities = capabilities
         self._clock = clock
         self._loads: dict[ResidentKey, Timings] = {}
+        self._began_mono: dict[ResidentKey, float] = {}
         self.backends: dict[ResidentKey, object] = {}
 
     async def load(self, key: ResidentKey) -> Loaded:
         """Load by the capability's handler."""
-        began_mono = self._clock.mono()
-        loaded = await self._capabilities[key.capability].handler.load(key.model_key)
+        began_mono = self._began_mono[key] = self._clock.mono()
+        try:
+            loaded = await self._capabilities[key.capability].handler.load(key.model_key)
+        finally:
+            del self._began_mono[key]
         self.backends[key] = loaded.backend
         now = self._clock.mono()
         self._loads.setdefault(key, Timings(_LOADS_KEPT_S)).add(now - began_mono, now)
@@ -64,10 +68,13 @@ class Shelf:
             self._loads.pop(key, None)
 
     def usual_load_s(self, key: ResidentKey) -> float:
-        """How long it takes until a model is there, by its last loads; 0 = it is, or unknown."""
+        """How long it takes until a model is there, by its last loads, less what a load under way
+        has taken already; 0 = it is, or unknown."""
         if key in self.backends or key not in self._loads:
             return 0.0
-        return self._loads[key].longest_s(self._clock.mono()) or 0.0
+        now = self._clock.mono()
+        usual_s = self._loads[key].longest_s(now) or 0.0
+        return max(0.0, usual_s - (now - self._began_mono.get(key, now)))
 
 
 class Lender(Protocol):

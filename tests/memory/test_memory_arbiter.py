@@ -330,6 +330,31 @@ async def test_a_deadline_that_cannot_be_met_is_told_at_once_with_the_estimate(
     await shelf.arbiter.request("see", "m", 1, Terms(timeout_s=30))
 
 
+async def test_a_load_that_is_nearly_over_is_not_counted_from_its_beginning(shelf: Shelf) -> None:
+    async def begin() -> asyncio.Future[object]:
+        shelf.see.load_gate.clear()
+        loads = len(shelf.see.loads)
+        call = asyncio.ensure_future(shelf.arbiter.request("see", "m", 1))
+        await until(lambda: len(shelf.see.loads) > loads)
+        return call
+
+    first = await begin()
+    shelf.clock.advance(6)
+    shelf.see.load_gate.set()
+    await first
+    shelf.arbiter.unload("see", "m")
+    await until(lambda: not shelf.resident())
+    second = await begin()
+    shelf.clock.advance(5.5)
+    with pytest.raises(errors.DeadlineExceeded, match=r"estimated to take 0\.5 s"):
+        await shelf.arbiter.request("see", "m", 2, Terms(timeout_s=0.4))
+    third = asyncio.ensure_future(shelf.arbiter.request("see", "m", 3, Terms(timeout_s=3)))
+    await until(lambda: len(shelf.arbiter.status().waiting) == 1)
+    shelf.see.load_gate.set()
+    assert await second == "m did 1"
+    assert await third == "m did 3"
+
+
 # Handles.
 
 
