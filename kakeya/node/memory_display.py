@@ -13,6 +13,7 @@ from kakeya.core.units import format_bytes
 
 Json = Mapping[str, object]
 _SHOWN_EVENTS = 6
+_SHOWN_EVICTIONS = 3
 _WIDE = 100
 """Below it lines between columns would leave names no room."""
 
@@ -42,7 +43,7 @@ def show_memory(memory: Json, console: Console) -> None:
     leases = memory.get("leases")
     for line in _about_leases(leases) if isinstance(leases, dict) else ():
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for one in _objects(memory, "last_events")[:_SHOWN_EVENTS]:
+    for one in _last(memory):
         about = f" {one.get('model')}" if one.get("model") else ""
         console.print(
             f"{_age(one.get('age_s'))} ago  {one.get('what')}{about}: {one.get('why')}",
@@ -50,6 +51,13 @@ def show_memory(memory: Json, console: Console) -> None:
             markup=False,
             soft_wrap=True,
         )
+
+
+def _last(memory: Json) -> list[Json]:
+    """What happened last, and the last evictions where so much happened since."""
+    events = _objects(memory, "last_events")[:_SHOWN_EVENTS]
+    evictions = _objects(memory, "last_evictions")[:_SHOWN_EVICTIONS]
+    return [*events, *(one for one in evictions if one not in events)]
 
 
 def _about_leases(leases: Json) -> Iterator[str]:

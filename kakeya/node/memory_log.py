@@ -53,6 +53,7 @@ class MemoryLog:
     def __init__(self, mono: Callable[[], float]) -> None:
         self._mono = mono
         self._last: deque[Happening] = deque(maxlen=KEPT)
+        self._evictions: deque[Happening] = deque(maxlen=KEPT)
         self._is_told_by = "nobody"
         self._level = Level.NOMINAL
 
@@ -64,6 +65,10 @@ class MemoryLog:
     def last(self) -> tuple[Happening, ...]:
         """The newest last."""
         return tuple(self._last)
+
+    def evictions(self) -> tuple[Happening, ...]:
+        """The last evictions, however much else happened since; the newest last."""
+        return tuple(self._evictions)
 
     def take(self, happened: Event) -> None:
         """Keep one event, if people want to know it."""
@@ -90,6 +95,7 @@ class MemoryLog:
                 self._note("unloaded", happened.key.model_key, _ENDS[happened.reason])
             case Evicted():
                 self._note("evicted", happened.key.model_key, self._why_evicted(happened))
+                self._evictions.append(self._last[-1])
             case EngineShrunk():
                 why = f"gave {format_bytes(happened.bytes)}: {happened.reason}"
                 self._note("shrunk", happened.key.model_key, why)
@@ -119,7 +125,7 @@ class MemoryLog:
         return f"{given}: more was in use than the budget"
 
     def _note(self, what: str, model: str, why: str) -> None:
-        # Said again at once, it is told once: an eviction stays to be seen beside who asks on.
+        # Said again at once, it is told once: the rest stays to be seen beside who asks on.
         if self._last and (what, model, why) == self._last[-1].told:
             self._last.pop()
         self._last.append(Happening(self._mono(), what, model, why))

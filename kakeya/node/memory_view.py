@@ -9,7 +9,7 @@ from kakeya.memory.panics import Profile
 from kakeya.memory.plan import Snapshot
 from kakeya.memory.plugins import PluginReport
 from kakeya.memory.resident import Resident, ResidentKey
-from kakeya.node.memory_log import MemoryLog
+from kakeya.node.memory_log import Happening, MemoryLog
 
 Json = dict[str, object]
 
@@ -40,19 +40,17 @@ def describe_memory(
         "foreign": dict(ledger.foreign),
         "waiting": [_named(key) for key in ledger.waiting],
         "kept_places": [_named(key) for key in ledger.kept],
-        "last_events": [
-            {
-                "what": one.what,
-                "model": one.model,
-                "why": one.why,
-                "age_s": round(now - one.at_mono, 1),
-            }
-            for one in reversed(log.last())
-        ],
+        "last_events": [_happening(one, now) for one in reversed(log.last())],
+        "last_evictions": [_happening(one, now) for one in reversed(log.evictions())],
         "engines": dict(engines),
         "plugins": [asdict(report) for report in plugins],
         "leases": dict(leases),
     }
+
+
+def _happening(one: Happening, now: float) -> Json:
+    age_s = round(now - one.at_mono, 1)
+    return {"what": one.what, "model": one.model, "why": one.why, "age_s": age_s}
 
 
 def _named(key: ResidentKey) -> Json:

@@ -43,6 +43,7 @@ from kakeya.node.memory_sizes import (
     lease_sizes,
     node_budget,
 )
+from kakeya.node.memory_view import describe_memory
 from kakeya.node.models import EMBEDDED_FOLDER
 from tests.memory.worlds import MANY, ask
 
@@ -275,6 +276,31 @@ def test_the_log_keeps_the_last_things_and_says_why() -> None:
     for level in (Level.NOMINAL, Level.LOW) * KEPT:
         log.take(MemoryPressure(level=level, source="os"))
     assert len(log.last()) == KEPT
+
+
+def test_evictions_stay_to_be_seen_however_many_are_refused_since() -> None:
+    log = MemoryLog(lambda: 5.0)
+    log.take(Evicted(key=KEY, reason=Reason.SWAP, bytes=MIB, room_for=ResidentKey("text", "big")))
+    for free in range(KEPT):
+        log.take(RequestRefused(key=KEY, error=errors.MemoryRefused(f"{free} B are free")))
+    assert {one.what for one in log.last()} == {"refused"}
+    assert [(one.what, one.why) for one in log.evictions()] == [
+        ("evicted", "gave 1.0 MiB to big (swap)")
+    ]
+    status = describe_memory(
+        Arbiter(100).snapshot(),
+        log,
+        now=6.0,
+        profile=NORMAL,
+        plugins=(),
+        engines={},
+        leases={},
+    )
+    shown = Console(record=True, width=120, file=io.StringIO())
+    show_memory(status, shown)
+    text = shown.export_text()
+    assert text.count("refused") == 6
+    assert text.count("evicted small: gave 1.0 MiB to big (swap)") == 1
 
 
 def test_the_table_says_which_leases_wait_and_why_none_is_given() -> None:
