@@ -124,6 +124,10 @@ class Engines:
         """Call `follower` after each change of a model's state, an engine's end included."""
         self._followers.append(follower)
 
+    def use(self, options: EngineOptions) -> None:
+        """Make engines with these from now on."""
+        self._options = options
+
     def make(self, model_id: str) -> EngineBackend:
         """A fresh backend of a model, not started yet. Raises NotFound."""
         model = self.get(model_id)

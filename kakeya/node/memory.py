@@ -76,12 +76,18 @@ class EngineSetup:
     sockets: Path | None
 
 
-def _with_places(command: EngineCommand, most: int) -> EngineCommand:
-    """Engines that run no more than `most` sequences at the same time."""
+def _with_places(command: EngineCommand, most: Callable[[], int | None]) -> EngineCommand:
+    """Engines that run no more sequences at the same time than `most` says when they start."""
 
     def for_model(spec: ModelSpec, resolved: str) -> Command:
         on_socket = command(spec, resolved)
-        return lambda socket: (*on_socket(socket), "--max-running", str(most))
+
+        def with_most(socket: Path) -> Sequence[str]:
+            places = most()
+            more = () if places is None else ("--max-running", str(places))
+            return (*on_socket(socket), *more)
+
+        return with_most
 
     return for_model
 
@@ -119,20 +125,15 @@ class NodeMemory:
         self._stack = AsyncExitStack()
         self._reports = report_folders(sys.platform, Path.home()) if reports is None else reports
         self.profile, _ = find_profile(self._reports, now=clock.wall())
-        options = setup.options
-        if self.profile.max_running is not None:
-            most = min(options.max_running, self.profile.max_running)
-            options = replace(options, max_running=most)
-            setup = replace(setup, command=_with_places(setup.command, most))
-        self._options = options
+        self._options = setup.options
         budget = node_budget(config, self.profile)
         self.arbiter = MemoryArbiter(budget=budget, clock=clock, grace_s=0.0)
         self.engines = Engines(
             specs,
-            setup.command,
+            _with_places(setup.command, self._most_running),
             self.arbiter,
             clock=clock,
-            options=options,
+            options=self._engine_options(),
             on_change=on_change,
             sockets=setup.sockets,
         )
@@ -251,8 +252,17 @@ class NodeMemory:
             platform=sys.platform,
         )
 
+    def _most_running(self) -> int | None:
+        """The most sequences that an engine may run which starts now; None = as configured."""
+        most = self.profile.max_running
+        return None if most is None else min(most, self._options.max_running)
+
+    def _engine_options(self) -> EngineOptions:
+        most = self._most_running()
+        return self._options if most is None else replace(self._options, max_running=most)
+
     def _register(self) -> None:
-        config, options = self._config, self._options
+        config, options = self._config, self._engine_options()
         handler = EngineHandler(
             self.engines,
             self._sizes,
@@ -299,12 +309,14 @@ class NodeMemory:
             model.not_expected()
 
     async def _read_reports(self) -> None:
-        """See whether care is over; panics begin with a start of the machine, and of this node."""
+        """See whether care is over, or begins: the system may have ended engines for memory. What
+        follows is for the budget, and for engines that start from then on."""
         while True:
             await self._clock.sleep(FIND_PERIOD_S)
             self.profile, _ = await asyncio.to_thread(
                 find_profile, self._reports, now=self._clock.wall()
             )
+            self.engines.use(self._engine_options())
             self.arbiter.set_budget(
                 await asyncio.to_thread(node_budget, self._config, self.profile)
             )

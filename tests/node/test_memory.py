@@ -24,6 +24,7 @@ from kakeya.core.tasks import Supervisor
 from kakeya.core.units import MIB
 from kakeya.memory.estimate import estimate_model
 from kakeya.memory.events import CapabilityRun, Event, MemoryPressure, ModelUnload
+from kakeya.memory.panics import FIND_PERIOD_S, KEEP_S
 from kakeya.memory.policy import Level
 from kakeya.memory.resident import RequestPriority, State
 from kakeya.node import config, engine_handler
@@ -37,6 +38,7 @@ from kakeya.serving.backends.engine_backend import EngineBackend, EngineOptions
 from kakeya.serving.backends.restart import RestartPolicy
 from tests.memory.example_plugin import Question
 from tests.memory.test_panics import panic
+from tests.memory.worlds import ManualClock
 from tests.node.nodes import (
     DRAFTER,
     VERIFIER,
@@ -436,6 +438,45 @@ async def test_a_machine_that_panicked_takes_less_upon_itself_and_says_so(tmp_pa
     commands = [*careful.engines._commands.values(), *normal.engines._commands.values()]
     told = ["--max-running" in command(tmp_path / "socket") for command in commands]
     assert told == [True, False]
+
+
+async def test_engines_that_start_when_care_has_begun_or_ended_are_run_so(tmp_path: Path) -> None:
+    """The reports are read each hour; what runs already goes on as it is."""
+    clock = ManualClock()
+
+    def build() -> NodeMemory:
+        return NodeMemory(
+            config.load(("--data-dir", str(tmp_path)), {}).memory,
+            [TEXT_MODEL],
+            EngineSetup(command=engine_command("text"), options=EngineOptions(), sockets=None),
+            data_dir=tmp_path,
+            clock=clock,
+            rng=random.Random(1),
+            on_change=lambda: None,
+            reports=[tmp_path],
+        )
+
+    def seen() -> tuple[bool, int, tuple[str, ...]]:
+        backend = memory.engines.make(VERIFIER)
+        command = tuple(memory.engines._commands[VERIFIER](tmp_path / "socket"))
+        return memory.is_careful, backend._options.max_running, command[-2:]
+
+    memory = await asyncio.to_thread(build)
+    normal = seen()
+    assert normal[:2] == (False, 8)
+    at = datetime.fromtimestamp(clock.wall(), UTC).strftime("%Y-%m-%d %H:%M:%S.00 +0000")
+    text = panic('"prepare count underflow" @IOGPUMemory.cpp:550', timestamp=at)
+    await asyncio.to_thread((tmp_path / "panic-full-1.panic").write_text, text)
+    reading = asyncio.create_task(memory._read_reports())
+
+    def is_so(expected: object) -> bool:
+        clock.advance(FIND_PERIOD_S)
+        return seen() == expected
+
+    await until("care", lambda: is_so((True, 2, ("--max-running", "2"))))
+    clock.advance(KEEP_S)
+    await until("no care", lambda: is_so(normal))
+    reading.cancel()
 
 
 async def test_a_draft_loads_nothing_and_holds_what_it_uses(tmp_path: Path) -> None:
