@@ -41,7 +41,7 @@ from kakeya.runtime.generation import (
 )
 from kakeya.runtime.precache import Claim, Precache
 from kakeya.serving.answer import Answer
-from kakeya.serving.body import parse_json
+from kakeya.serving.body import parse_body
 from kakeya.serving.edge import envelope, send_json, stopping
 from kakeya.serving.exchange import Connection, Limits, read_body
 from kakeya.serving.metrics import HttpMetrics
@@ -282,7 +282,7 @@ class GenerationRoute:
         """Serve one request."""
         generations = self._generations
         body = await read_body(scope, receive, generations.limits)
-        asked = self._parse(parse_json(body))
+        asked = await parse_body(body, self._parse)
         caller = client_of(scope)
         model = generations.find(asked.params.model, caller)
         is_stream = asked.params.stream

@@ -12,7 +12,8 @@ the parameter. Nothing is ignored in silence.
     refused       everything else: 400, code unsupported_parameter
 
 Roles are system, developer (taken as system), user and assistant. Content is a text or a list of
-text parts. A prompt of /v1/completions is a text, token ids, or a list of one of these.
+text parts; a request has at most MAX_MESSAGES and MAX_PARTS of these. A prompt of /v1/completions
+is a text, token ids, or a list of one of these.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ from kakeya.serving.cache_params import CACHE_PARAMS, read_cache_use
 from kakeya.serving.share_params import SHARE_PARAMS, read_priority, read_user
 from kakeya.serving.template import Message, Tool
 
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+"""Of all messages together. Each costs some work whatever it says, as a template writes something
+around each message."""
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
 MAX_SEED = 2**64 - 1
@@ -161,6 +166,13 @@ def parse_messages(value: object) -> tuple[Message, ...]:
     """Read the messages of a chat. Raises as `parse_chat`."""
     if not isinstance(value, list) or not value:
         refuse("messages", value, "a list of at least one message")
+    contents = [entry.get("content") for entry in value if isinstance(entry, dict)]
+    parts = sum(len(content) for content in contents if isinstance(content, list))
+    for count, what, most in ((len(value), "messages", MAX_MESSAGES), (parts, "parts", MAX_PARTS)):
+        if count > most:
+            raise InvalidArgument(
+                f"messages holds {count} {what}; it may hold {most}", param="messages"
+            )
     return tuple(_message(entry, f"messages[{i}]") for i, entry in enumerate(value))
 
 

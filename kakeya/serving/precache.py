@@ -27,7 +27,7 @@ from kakeya.precache.keys import CacheKeys, Segment, hash_stable_prefix, resolve
 from kakeya.precache.warming import Report
 from kakeya.runtime.generation import ModelFacts, ServedModel
 from kakeya.runtime.precache import CacheUse, Claim, Precache, facts_at_hand, warmed_for
-from kakeya.serving.body import flag, parse_json, shown
+from kakeya.serving.body import flag, parse_body, shown
 from kakeya.serving.cache_params import read_keys, retention
 from kakeya.serving.edge import send_json
 from kakeya.serving.exchange import read_body
@@ -101,7 +101,7 @@ class PrecacheRoute:
         """Serve one request."""
         generations = self._generations
         body = await read_body(scope, receive, generations.limits)
-        asked = parse_precache(parse_json(body))
+        asked = await parse_body(body, parse_precache)
         client = client_of(scope)
         model = generations.find(asked.model, client)
         with generations.admitted(share_of(client, scope)):

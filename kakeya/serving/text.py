@@ -40,6 +40,8 @@ from kakeya.serving.template import (
 
 OFFLOAD_CHARS = 64 * 1024
 """Longer texts are tokenized in a thread: about 20 ms of work that the event loop need not feel."""
+_MESSAGE_CHARS = 64
+"""Rendering a message takes as long as tokenizing so much text, whatever it says."""
 _TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -103,7 +105,8 @@ class TextModel:
         when the template refuses, and TooManyTokens as `encode` does, for the rendered text: a
         template may leave messages out.
         """
-        if sum(len(message["content"]) for message in messages) <= OFFLOAD_CHARS and not tools:
+        size = sum(_MESSAGE_CHARS + len(message["content"]) for message in messages)
+        if size <= OFFLOAD_CHARS and not tools:
             return self._encode_chat(messages, tools, at_most)
         return await asyncio.to_thread(self._encode_chat, messages, tools, at_most)
 

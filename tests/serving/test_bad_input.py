@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import pytest
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
+from kakeya.core.errors import InvalidArgument
+from kakeya.serving.body import OFFLOAD_BYTES, parse_body
 from kakeya.serving.edge import Admission, Edge, Forbidden
 from kakeya.serving.exchange import Limits
 from kakeya.serving.metrics import HttpMetrics
@@ -165,6 +168,51 @@ async def test_wrong_parameters_are_named_and_nothing_breaks(folder):
                 assert error["type"] == "invalid_request_error"
         assert model.requests == []
         await works(served)
+
+
+PART = {"type": "text", "text": ""}
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        (
+            [{"role": "user", "content": ""}] * 4097,
+            "messages holds 4097 messages; it may hold 4096",
+        ),
+        (
+            [{"role": "user", "content": [PART] * 4097}],
+            "messages holds 4097 parts; it may hold 4096",
+        ),
+        ([{"role": "user", "content": [PART] * 3}] * 1366, "messages holds 4098 parts"),
+    ],
+    ids=["messages", "parts of one", "parts of many"],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/precache"])
+async def test_more_messages_or_parts_than_a_chat_has_are_refused_with_the_limit(
+    folder, path, messages, says
+):
+    async with serving(ToyModel(folder)) as served:
+        reply = await served.http.post(path, json={"model": "toy", "messages": messages})
+        error = envelope(reply.content)
+        assert (reply.status_code, error["param"]) == (400, "messages")
+        assert says in error["message"]
+        await works(served)
+
+
+async def test_a_large_body_is_read_off_the_loop_and_a_small_one_at_once():
+    read_by = []
+
+    def parse(body):
+        read_by.append(threading.current_thread())
+        return body
+
+    for size in (10, OFFLOAD_BYTES):
+        whole = {"a": "x" * size}
+        assert await parse_body(json.dumps(whole).encode(), parse) == whole
+    with pytest.raises(InvalidArgument, match="not valid JSON"):
+        await parse_body(b"[" + b"1" * OFFLOAD_BYTES, parse)
+    assert [thread is threading.main_thread() for thread in read_by] == [True, False]
 
 
 UNSUPPORTED = [{"n": 2}, {"tools": [1]}, {"x": 1}, {"logprobs": True}, {"logit_bias": {"1": 1}}]

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import tempfile
+import threading
 import unicodedata
 from pathlib import Path
 
@@ -138,6 +139,20 @@ async def test_a_long_text_encodes_the_same_off_the_loop():
     assert await model.encode(text, at_most=MANY) == model.tokenizer.encode(text).ids
     chat = await model.encode_chat([{"role": "user", "content": text}], at_most=MANY)
     assert len(chat) > len(await model.encode(text, at_most=MANY))
+
+
+async def test_many_messages_are_rendered_off_the_loop_however_little_they_say(tmp_path):
+    rendered_by = []
+
+    class Watched(TextModel):
+        def _encode_chat(self, *conversation):
+            rendered_by.append(threading.current_thread())
+            return super()._encode_chat(*conversation)
+
+    model = await asyncio.to_thread(lambda: Watched(make_folder(tmp_path), lambda: NOW))
+    for count in (10, 2000):
+        await model.encode_chat([{"role": "user", "content": ""}] * count, at_most=MANY)
+    assert [thread is threading.main_thread() for thread in rendered_by] == [True, False]
 
 
 @pytest.mark.parametrize(
