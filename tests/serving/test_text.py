@@ -41,6 +41,12 @@ def text_model() -> TextModel:
         return TextModel(make_folder(Path(folder)), lambda: NOW)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _text_is_loaded():
+    """Before any test with an event loop, which may not read files."""
+    text_model()
+
+
 def cut(items, sizes):
     """Cut a sequence into pieces of these sizes, over and over."""
     pieces, at, turn = [], 0, 0
