@@ -10,8 +10,8 @@ What mlx 0.32 does at its limit: on the CPU nothing. The number is stored, alloc
 beyond it, and one that the system refuses ends the process. On Metal its documentation calls the
 limit a guideline for the evaluation of graphs: beyond it, allocations fail once there is no more
 memory, swap included. So the limit is handed on, and what holds is our own look after each step:
-beyond it, spare buffers go, then KV that nobody uses, then that of parked generations, then the
-weakest generation that runs (see `room`).
+beyond it, spare buffers go, then KV that nobody uses, then that of parked generations, to which the
+weakest that runs comes then (see `room`).
 The cache limit holds everywhere, and is set to what arrays leave of the bound.
 
 Slots for adapters come out of the same share, and are allocated long after the bounds were set: the
@@ -68,7 +68,8 @@ class Limits:
         self._slots = slots
         self.room = KvRoom(slots, model.facts)
         self.drop_parked: Callable[[int], int] = lambda size: 0
-        """Ends parked generations until so many bytes are gone or none is left; what went."""
+        """Takes KV of parked generations until so many bytes are gone or none is left; what went at
+        once."""
         self._resident = resident
         self._trim = trim
         self._limit_bytes = 0
@@ -155,27 +156,24 @@ class Limits:
         self.shrink(memory.cache_bytes - left)
         return self._model.memory().active_bytes <= self._share_bytes
 
-    def refusal(self, *, has_company: bool) -> MemoryRefused:
-        """The error of a generation that ends so that the others can go on, or the engine."""
-        bounds = f"{format_bytes(self._slots.budget_bytes)} of KV"
-        if self._limit_bytes:
-            bounds += f", {format_bytes(self._limit_bytes)} in all"
-        if has_company:
-            return MemoryRefused(
-                f"generations outgrew the engine's bounds ({bounds}), and of the least urgent this "
-                "was the youngest; it can go on when others have ended",
-                retry_after_s=RETRY_S,
-            )
+    def refusal(self) -> MemoryRefused:
+        """The error of a generation that ends so that the engine can go on."""
         return MemoryRefused(
-            f"the generation outgrew the engine's bounds ({bounds}); ask for fewer tokens"
+            f"the generation outgrew the engine's bounds ({self._bounds()}); ask for fewer tokens"
         )
 
     def parked_refusal(self) -> MemoryRefused:
         """The error of a parked generation whose KV had to go."""
         return MemoryRefused(
-            "the generation was set aside for more urgent ones, and they needed its KV; "
-            "it can go on from its history",
+            "the generation was set aside for more urgent or older ones, and these needed its KV "
+            f"within the engine's bounds ({self._bounds()}); it can go on from its history",
             retry_after_s=RETRY_S,
+        )
+
+    def _bounds(self) -> str:
+        bounds = f"{format_bytes(self._slots.budget_bytes)} of KV"
+        return (
+            f"{bounds}, {format_bytes(self._limit_bytes)} in all" if self._limit_bytes else bounds
         )
 
     def room_bytes(self) -> int | None:

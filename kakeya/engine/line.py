@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kakeya.core.errors import DeadlineExceeded, KakeyaError, MemoryRefused
@@ -49,13 +49,22 @@ class Line:
     the order of parking."""
 
     def __init__(
-        self, room: KvRoom, slots: KvSlots, facts: LoadedFacts, pace: Pace, *, places: int
+        self,
+        room: KvRoom,
+        slots: KvSlots,
+        facts: LoadedFacts,
+        pace: Pace,
+        *,
+        places: int,
+        memory_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
+        """`memory_bytes` are what the model may still take; None = without a bound."""
         self.room = room
         self._slots = slots
         self._facts = facts
         self._pace = pace
         self._places = places
+        self._memory_bytes = memory_bytes
         self._orders: Waiting[Row] = Waiting()
         self._shares = self._orders.shares
         self.waiting = self._orders.claims
@@ -208,7 +217,7 @@ class Line:
     @property
     def holding(self) -> list[Row]:
         """Those of the parked that hold KV, in the order of parking."""
-        return [row for row in self.parked if not row.is_stowed]
+        return [row for row in self.parked if row.length and not row.is_stowed]
 
     def leave(self, row: Row) -> None:
         """One that waits is over."""
@@ -241,6 +250,8 @@ class Line:
 
     def _plan(self, row: Row, running: Sequence[Row], now_s: float) -> Entry | None:
         """How a place and room come about for it; None where they do not."""
+        if row.is_stowed and running and not self._has_memory(row.need_bytes):
+            return None
         lacks_bytes = row.need_bytes - self.room.left_bytes
         lacks_place = len(running) >= self._places
         if lacks_bytes <= 0 and not lacks_place:
@@ -264,6 +275,11 @@ class Line:
             drops.append(one)
             lacks_bytes -= self.room.kv_bytes(one.length)
         return Entry(row=row, parks=tuple(parks), drops=tuple(drops))
+
+    def _has_memory(self, size: int) -> bool:
+        """Whether KV can be taken back at once; if memory was outgrown, that would only repeat."""
+        left = self._memory_bytes()
+        return left is None or left >= size
 
     def _holder(self, now_s: float) -> Row | None:
         """Who holds the line from now on, if anybody."""

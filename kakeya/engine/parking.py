@@ -1,6 +1,8 @@
 """KV of parked sequences that has to go: it lies in pages of the agent until its sequence goes on.
 
-    asked    pages are asked for when somebody needs the room, who waits for them for PAGES_S
+    asked    pages are asked for when somebody needs the room, and waited for, for PAGES_S: by who
+             is to enter; by all, where those that run outgrew what there is; by the agent, where it
+             wants memory back
     lent     the agent has prepared them; nobody else sees them, they are never committed
     stowed   the KV was copied there, prompt and answer, and the live arrays are gone
     restored it was copied back, bit for bit: nothing is computed again
@@ -34,12 +36,22 @@ PAGES_S = 0.25
 class Parking:
     """Belongs to the model thread."""
 
-    def __init__(self, line: Line, facts: LoadedFacts, *, lost: Callable[[Row], None]) -> None:
+    def __init__(
+        self,
+        line: Line,
+        facts: LoadedFacts,
+        timer: Callable[[], float],
+        *,
+        lost: Callable[[Row], None],
+    ) -> None:
         """`lost` ends a sequence whose KV is gone."""
         self._lost = lost
         self._line = line
         self._room = line.room
         self._facts = facts
+        self._timer = timer
+        self._due: list[Row] = []
+        self._settled: list[Callable[[], None]] = []
 
     def are_coming(self, entry: Entry, now_s: float) -> bool:
         """Whether pages are on their way for the KV that has to go for an entry, which is the next
@@ -47,18 +59,10 @@ class Parking:
 
         They are asked for where they were not yet.
         """
-        is_coming = False
-        for row in entry.drops:
-            can_park = row.ticket.job.park_id and row.length and self._facts.kv_block_tokens
-            if row.asked_s is None and can_park:
-                row.asked_s, row.asks = now_s, row.asks + 1
-                wanted = lengths(self._facts, row.length)
-                row.ticket.on_frame(ParkFrame(lengths=wanted, number=row.asks))
-            if row.asked_s is not None and row.pages is None:
-                is_coming = is_coming or now_s < row.asked_s + PAGES_S
-        if is_coming:
+        coming = [row for row in entry.drops if self._is_coming(row, now_s)]
+        if coming:
             self._line.promise(entry.row)
-        return is_coming
+        return bool(coming)
 
     def wait(self) -> None:
         """A moment, where nobody computes because pages are on their way."""
@@ -82,11 +86,45 @@ class Parking:
                 row.pages = pages
                 return
 
+    @property
+    def is_due(self) -> bool:
+        """Whether KV is to go and waits for pages."""
+        return bool(self._due)
+
+    def drop_soon(self, row: Row, now_s: float) -> None:
+        """Take the KV of a parked one as soon as there are pages for it, or are sure to be none."""
+        if not self._is_coming(row, now_s):
+            self.drop(row)
+        elif row not in self._due:
+            self._due.append(row)
+
+    def settle(self, now_s: float) -> bool:
+        """Take what is due and need not wait for pages any more; whether there was some."""
+        ready = [row for row in self._due if not self._is_coming(row, now_s)]
+        for row in ready:
+            self._due.remove(row)
+            if row in self._line.holding:
+                self.drop(row)
+        if not self._due:
+            while self._settled:
+                self._settled.pop()()
+        return bool(ready)
+
+    def when_settled(self, tell: Callable[[], None]) -> None:
+        """Call this once nothing is due."""
+        self._settled.append(tell)
+
     def drop_until(self, size: int) -> int:
-        """Take KV of parked ones, of the last one first, until `size` bytes are gone; what went."""
-        before = self._room.parked_bytes
-        while (held := self._line.holding) and before - self._room.parked_bytes < size:
-            self.drop(held[-1])
+        """Take KV of parked ones, of the last one first, until `size` bytes are gone; what went.
+
+        What can lie in pages goes when these are there, a moment later.
+        """
+        before, now_s = self._room.parked_bytes, self._timer()
+        for row in reversed(self._line.holding):
+            if size <= 0:
+                break
+            size -= self._room.held_bytes(row)
+            self.drop_soon(row, now_s)
         return before - self._room.parked_bytes
 
     def drop(self, row: Row) -> None:
@@ -101,6 +139,8 @@ class Parking:
     def resume(self, row: Row) -> bool:
         """It has a place again: take its KV back where that lies in pages, which are needed no
         longer then. False where that failed, and it is lost."""
+        if row in self._due:
+            self._due.remove(row)
         if row.is_stowed and not self._restore(row):
             self._lost(row)
             return False
@@ -108,6 +148,16 @@ class Parking:
             row.is_stowed, row.pages, row.asked_s = False, None, None
             row.ticket.on_frame(ParkFrame(lengths=()))
         return True
+
+    def _is_coming(self, row: Row, now_s: float) -> bool:
+        """Whether pages for the KV of a parked one are on their way. They are asked for where they
+        were not yet."""
+        can_park = row.ticket.job.park_id and row.length and self._facts.kv_block_tokens
+        if row.asked_s is None and can_park:
+            row.asked_s, row.asks = now_s, row.asks + 1
+            wanted = lengths(self._facts, row.length)
+            row.ticket.on_frame(ParkFrame(lengths=wanted, number=row.asks))
+        return row.asked_s is not None and row.pages is None and now_s < row.asked_s + PAGES_S
 
     def _stow(self, row: Row) -> bool:
         """Copy it there; False, and nothing changed, where that fails."""

@@ -7,8 +7,8 @@
 
 So a request that only may become long does not keep others out. When those that run outgrow the
 bound together, or the model the memory limit, kept KV goes first, then what is parked (to pages
-where there are some, see `parking`), and then the weakest of those that run ends with an error that
-says when to come back: the oldest of the most urgent always comes to its end.
+where there are some, see `parking`; else it ends with an error that says when to come back), and
+then the weakest of those that run is parked: the oldest of the most urgent always comes to its end.
 
 KV is counted as mlx-lm allocates it, in blocks of 256 tokens. Layers that do not grow with the
 text (sliding windows, recurrent state) are not counted.

@@ -13,7 +13,8 @@ as there is room, then lies in pages (see `parking`), and it goes on from there.
 
 Other threads hand in work through a queue and get frames through a callback. A cancelled sequence
 ends before its next step. A fault ends the sequence that it happened in, never the thread. When
-those that run outgrow the KV bound, or the memory limit, the weakest ends (see `room`, `limits`).
+those that run outgrow the KV bound, or the memory limit, nobody computes until the weakest made
+place (see `room`, `limits`).
 """
 
 from __future__ import annotations
@@ -65,8 +66,15 @@ class Scheduler:
         self._tools = tools
         self._inbox = Inbox(tools.timer)
         self._pace = Pace(model.facts)
-        self._line = Line(self._room, tools.slots, model.facts, self._pace, places=max_running)
-        self._parking = Parking(self._line, model.facts, lost=self._lose)
+        self._line = Line(
+            self._room,
+            tools.slots,
+            model.facts,
+            self._pace,
+            places=max_running,
+            memory_bytes=self.limits.room_bytes,
+        )
+        self._parking = Parking(self._line, model.facts, tools.timer, lost=self._lose)
         self.limits.drop_parked = self._parking.drop_until
         self.lend = self._parking.lend
         self._running: list[Row] = []
@@ -75,6 +83,7 @@ class Scheduler:
         self._forwards = SharedForwards(model, tools.controller, tools.timer)
         self._latest: Row | None = None
         self._is_device_idle = True
+        self._keeps_limit = True
         self._units = 0
 
     def submit(self, ticket: Ticket) -> None:
@@ -84,6 +93,12 @@ class Scheduler:
     def call(self, work: Callable[[], _Answer]) -> Future[_Answer]:
         """Run `work` on the model thread between two steps; thread-safe."""
         return self._inbox.call(work)
+
+    def settled(self) -> Future[None]:
+        """Done once no KV is to go that waits for pages; thread-safe."""
+        future: Future[None] = Future()
+        self._inbox.call(lambda: self._parking.when_settled(lambda: _finish(future)))
+        return future
 
     def stop(self) -> None:
         """Make `run` return after the current step; thread-safe."""
@@ -104,6 +119,11 @@ class Scheduler:
     def run(self) -> None:
         """Work until `stop`."""
         while (now_s := self._accept()) is not None:
+            if self._parking.settle(now_s):
+                self._keeps_limit = self.limits.holds()
+            if self._running and not (self._keeps_limit and self._room.holds):
+                self._relieve(now_s)
+                continue
             if self._line.is_due(now_s):
                 self._admit(now_s)
             if self._running:
@@ -132,8 +152,6 @@ class Scheduler:
         work()
         # It may have changed the bounds.
         self._line.stir()
-        while self._running and not self._room.holds:
-            self._end_weakest()
 
     def _arrive(self, ticket: Ticket, now_s: float) -> None:
         try:
@@ -207,8 +225,7 @@ class Scheduler:
         elif self._running:
             self._step()
         # Once a unit: what an ended row held is free when nothing here refers to the row any more.
-        if not self.limits.holds():
-            self._end_weakest()
+        self._keeps_limit = self.limits.holds()
 
     def _step(self) -> None:
         """Turns of rows that decode, up to one that computes something; the last one of a round
@@ -287,10 +304,8 @@ class Scheduler:
 
     def _grow(self, row: Row) -> None:
         """It has come to the end of what was set aside for it."""
-        fits = self._room.grown(row, row.length)
+        self._room.grown(row, row.length)
         row.headroom = self._room.headroom_tokens(row, row.length)
-        if not fits:
-            self._end_weakest()
 
     def _launch(self, rows: list[Row]) -> None:
         """Launch the plain steps that are due, together where that can be, and go on with each."""
@@ -310,13 +325,21 @@ class Scheduler:
                 self._advance(row)
         self._forwards.observe(len(rows))
 
-    def _end_weakest(self) -> None:
-        """Take back what can be missed, or what the weakest that runs holds; the others go on."""
+    def _relieve(self, now_s: float) -> None:
+        """Bring those that run a step closer to their bounds: what is parked goes first."""
+        if self._parking.is_due:
+            self._parking.wait()
+            return
+        self._make_place(now_s)
+        self._keeps_limit = self.limits.holds()
+
+    def _make_place(self, now_s: float) -> None:
         if held := self._line.holding:
-            self._parking.drop(held[-1])
-        elif self._running:
-            has_company = len(self._running) > 1
-            self._abandon(weakest(self._running), self.limits.refusal(has_company=has_company))
+            self._parking.drop_soon(held[-1], now_s)
+        elif len(self._running) > 1:
+            self._park(weakest(self._running))
+        else:
+            self._abandon(self._running[0], self.limits.refusal())
 
     def _lose(self, row: Row) -> None:
         self._abandon(row, self.limits.parked_refusal())
@@ -357,3 +380,8 @@ class Scheduler:
             self._turns.remove(row)
         if row is self._latest:
             self._latest = None
+
+
+def _finish(future: Future[None]) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_result(None)

@@ -170,8 +170,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         return await self._footprint(context, lambda: self._limits.set(*asked))
 
     async def Shrink(self, request: pb.ShrinkRequest, context: _Context) -> pb.Footprint:
-        """Give memory back, between two steps."""
-        return await self._footprint(context, lambda: self._limits.shrink(request.bytes))
+        """Give memory back, between two steps; KV that can lie in pages goes when these came."""
+        await self._footprint(context, lambda: self._limits.shrink(request.bytes))
+        await asyncio.wrap_future(self._scheduler.settled())
+        return await self._footprint(context, lambda: self._limits.shrink(0))
 
     async def LoadAdapters(  # type: ignore[override]
         self, requests: AsyncIterator[pb.LoadAdaptersRequest], context: _Context

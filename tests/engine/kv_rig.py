@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,14 @@ import numpy as np
 
 from kakeya.core.units import KIB, pack_ids
 from kakeya.decoding.acceptance import agreeing
-from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, ExportedFrame, ImportedFrame
+from kakeya.engine.job import (
+    DecodeJob,
+    DoneFrame,
+    EngineFrame,
+    ExportedFrame,
+    ImportedFrame,
+    ParkFrame,
+)
 from kakeya.engine.model import LoadedFacts
 from kakeya.engine.sequence import SequenceRun
 from kakeya.memory.arena import Filling, PageArena
@@ -22,6 +29,7 @@ from kakeya.memory.content import ContentType, PageConfig
 from kakeya.precache.cuts import is_cut, marked, usable
 from kakeya.precache.kv_pages import KvPages
 from tests.engine.rig import Rig
+from tests.engine.virtual_rig import Told, VirtualRig
 
 CONFIG = PageConfig(page_bytes=512 * KIB, slab_pages=64, total_pages=256)
 
@@ -187,3 +195,51 @@ def logits_bits(rig: Rig, key: str, token: int) -> bytes:
     assert kept is not None
     logits = kept.state.step(mx.array([token], dtype=mx.int32))  # type: ignore[attr-defined]
     return np.array(logits.astype(mx.float32)).tobytes()
+
+
+class Lender:
+    """Lends pages to the parked of a virtual rig; `after_s` says how long it takes, None = never.
+
+    `asked` says who asked, each time.
+    """
+
+    def __init__(
+        self,
+        rig: VirtualRig,
+        pages: Prefixes,
+        after_s: Callable[[Told], float | None] = lambda told: 0.001,
+    ) -> None:
+        self.asked: list[int] = []
+        self._rig, self._pages, self._after_s = rig, pages, after_s
+        self._held: dict[int, list[Filling]] = {}
+        rig.parks = self._park
+
+    def end(self) -> None:
+        for park_id in tuple(self._held):
+            self._give_back(park_id)
+
+    def _park(self, told: Told, frame: ParkFrame) -> None:
+        self._give_back(told.job.park_id)
+        after_s = self._after_s(told)
+        if not frame.lengths:
+            return
+        self.asked.append(told.job.park_id)
+        if after_s is not None:
+            self._rig.at(self._rig.now_s + after_s, lambda: self._lend(told, frame))
+
+    def _lend(self, told: Told, frame: ParkFrame) -> None:
+        park_id = told.job.park_id
+        if told.is_over:
+            return
+        self._give_back(park_id)
+        arena, tenant = self._pages.arena, self._pages.tenant
+        self._held[park_id] = [
+            arena.prepare(tenant, length, self._pages.holder) for length in frame.lengths
+        ]
+        refs = tuple(filling.ref for filling in self._held[park_id])
+        scheduler = self._rig.scheduler
+        scheduler.call(lambda: scheduler.lend(park_id, frame.number, refs))
+
+    def _give_back(self, park_id: int) -> None:
+        for filling in self._held.pop(park_id, ()):
+            filling.rollback()

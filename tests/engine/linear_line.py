@@ -256,7 +256,7 @@ class LinearLine:
         droppable = [
             one
             for one in reversed(self.parked)
-            if one is not row and (one.priority >= row.priority or not running)
+            if one is not row and one.length and (one.priority >= row.priority or not running)
         ]
         parks: list[Row] = []
         gain = sum(map(held, droppable))

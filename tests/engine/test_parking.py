@@ -22,7 +22,7 @@ from kakeya.engine.job import (
 from kakeya.engine.scheduler import Scheduler, Ticket
 from kakeya.engine.sequence import SequenceRun
 from kakeya.memory.arena import Filling
-from tests.engine.kv_rig import Prefixes
+from tests.engine.kv_rig import Lender, Prefixes
 from tests.engine.rig import Rig, collect, load_rig, tools
 from tests.engine.virtual_rig import VirtualRig, expected
 
@@ -248,36 +248,14 @@ def test_whenever_pages_come_all_get_what_they_get_alone(pages, jobs, places, bl
     """Late, never, or as soon as they are asked for; and no page stays behind."""
     rig = VirtualRig(places=places, kv_bytes=blocks * KV_BLOCK_TOKENS)
     scheduler, room = rig.scheduler, rig.scheduler.limits.room
-    free, held = pages.arena.pool.free_pages, {}
-
-    def give_back(park_id: int) -> None:
-        for filling in held.pop(park_id, ()):
-            filling.rollback()
-
-    def parks(told, frame):
-        park_id = told.job.park_id
-        give_back(park_id)
-        after_s = jobs[park_id - 1]["lent_after_s"]
-        if not frame.lengths or after_s is None:
-            return
-
-        def lend() -> None:
-            if told.is_over:
-                return
-            give_back(park_id)
-            held[park_id] = [
-                pages.arena.prepare(pages.tenant, length, pages.holder) for length in frame.lengths
-            ]
-            refs = tuple(filling.ref for filling in held[park_id])
-            scheduler.call(lambda: scheduler.lend(park_id, frame.number, refs))
-
-        rig.at(rig.now_s + after_s, lend)
+    free = pages.arena.pool.free_pages
+    lender = Lender(rig, pages, lambda told: jobs[told.job.park_id - 1]["lent_after_s"])
 
     def check() -> None:
         assert room.lent_bytes + room.parked_bytes <= rig.slots.budget_bytes
         assert scheduler.load().running <= places
 
-    rig.parks, rig.check = parks, check
+    rig.check = check
     told = []
     for number, job in enumerate(jobs, 1):
         values = {key: job[key] for key in ("max_tokens", "priority", "client", "kv_key")}
@@ -293,7 +271,6 @@ def test_whenever_pages_come_all_get_what_they_get_alone(pages, jobs, places, bl
             assert one.tokens == whole
         else:
             assert job["cancel_s"] is not None
-    for park_id in tuple(held):
-        give_back(park_id)
+    lender.end()
     assert room.lent_bytes == room.parked_bytes == 0
     assert pages.arena.pool.free_pages == free

@@ -167,21 +167,6 @@ def test_a_flood_of_urgent_ones_does_not_starve_a_normal_one(places: int) -> Non
     assert max(told.at_s[-1] for told in flood) > 1.0 + 4 * AGED_S
 
 
-def test_what_is_parked_goes_for_room_last_first_and_is_made_again() -> None:
-    rig = VirtualRig(places=3, kv_bytes=8 * BLOCK)
-    parked = [
-        rig.submit(token_ids=prompt(500, at), max_tokens=300, priority=2, retries=9)
-        for at in range(2)
-    ]
-    urgent = rig.submit(1.2, token_ids=prompt(1500, 9), max_tokens=200, priority=0)
-    rig.run()
-    assert urgent.tokens == expected(urgent.job.token_ids, 200)
-    assert rig.model.prefilled > 2 * 499 + 1499
-    for told in parked:
-        assert told.error is None
-        assert told.tokens == expected(told.job.token_ids, 300)
-
-
 def test_a_parked_one_whose_kv_went_is_told_that_it_can_go_on() -> None:
     rig = VirtualRig(places=1, kv_bytes=4 * BLOCK)
     batch = rig.submit(token_ids=prompt(300), max_tokens=200, priority=2)

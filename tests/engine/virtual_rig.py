@@ -7,6 +7,7 @@ the forward was during which it came.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,8 @@ from kakeya.engine.job import (
     PrefillFrame,
     TokensFrame,
 )
-from kakeya.engine.model import KvView
+from kakeya.engine.limits import Limits
+from kakeya.engine.model import KvView, MemoryUse
 from kakeya.engine.scheduler import Scheduler, Ticket
 from kakeya.engine.sequence import SequenceTools, Violations
 from kakeya.engine.slots import KvSlots
@@ -105,12 +107,20 @@ class HashModel(ToyModel):
         self.facts = replace(self.facts, batch_rows=8, **{**values, **facts})  # type: ignore[arg-type]
         self.opened = self.prefilled = 0
         self._rig = rig
+        self._states: list[weakref.ref[HashState]] = []
 
     def open(self) -> HashState:
         self.opened += 1
         state = HashState("", Path())
         state.model, state.sums = self, [0]
+        self._states.append(weakref.ref(state))
         return state
+
+    def memory(self) -> MemoryUse:
+        """A byte for each token of a state that anything still refers to and that is not stowed."""
+        held = [state() for state in self._states]
+        size = sum(len(one.tokens) - one.tokens.count(-1) for one in held if one is not None)
+        return MemoryUse(active_bytes=size, peak_bytes=size)
 
     def work(self, seconds: float) -> None:
         self._rig.pass_time(seconds)
@@ -145,13 +155,14 @@ class Told:
 
 
 class VirtualRig:
-    """`check` is called before each forward."""
+    """`check` is called before each forward; `memory_bytes` bound what the model takes."""
 
     def __init__(
         self,
         *,
         places: int = 8,
         kv_bytes: int = 1 << 30,
+        memory_bytes: int = 0,
         controller: DraftController | None = None,
         **facts: object,
     ) -> None:
@@ -167,7 +178,9 @@ class VirtualRig:
             max_draft_rows=8,
             timer=lambda: self.now_s,
         )
-        self.scheduler = Scheduler(self.model, tools, max_running=places)
+        limits = Limits(self.model, self.slots, resident=lambda: None, trim=lambda: False)
+        limits.set(memory_bytes, 0, 0)
+        self.scheduler = Scheduler(self.model, tools, max_running=places, limits=limits)
         self.scheduler._parking.wait = self._skip  # type: ignore[method-assign]
         self.parks: Callable[[Told, ParkFrame], None] = lambda told, frame: None
         self._open: list[Told] = []
@@ -217,9 +230,10 @@ class VirtualRig:
     def _skip(self) -> None:
         """Nobody computes: what is due next comes at once; else time passes all the same, for those
         that wait for pages only so long."""
-        if not self.scheduler._running and self.scheduler._line.waiting:
+        if self.scheduler._line.waiting:
             next_s = min((at_s for at_s, _ in self._due), default=self.now_s + _IDLE_S)
-            self.pass_time(max(0.0, next_s - self.now_s))
+            self.now_s = max(self.now_s, next_s)
+            self._act()
 
     def _act(self) -> None:
         for at_s, act in [one for one in self._due if one[0] <= self.now_s]:
