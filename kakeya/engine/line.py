@@ -2,8 +2,9 @@
 
 What the line says is performed by the scheduler. A generation is refused when it arrives if there
 is never room for its KV, or if its first token cannot be there by its deadline as things go; one
-whose deadline passes while it waits ends then. A deadline is for the first token: how long an
-answer becomes nobody knows.
+whose deadline passes while it waits ends then, and one that was parked before its first token as
+soon as it cannot keep it any more. A deadline is for the first token: how long an answer becomes
+nobody knows, and who has said something has none.
 
 Places go by class, share and work. Each FLOOR_TURNS-th goes to who waited longest, and at least
 AGED_S, of those that fit. Whoever waited for HELD_S holds the line then until there is room for it:
@@ -118,7 +119,7 @@ class Line:
             return False
         return self._look_s is None or now_s >= self._look_s or bool(self._given_up)
 
-    def gone(self, now_s: float) -> list[tuple[Row, KakeyaError | None]]:
+    def gone(self, running: Sequence[Row], now_s: float) -> list[tuple[Row, KakeyaError | None]]:
         """Who is to leave the line, and what to tell it: given up, too late, never to have room."""
         left: dict[Row, KakeyaError | None] = {}
         while self._given_up:
@@ -127,6 +128,11 @@ class Line:
                 left[row] = None
         for row in self._orders.expired(now_s):
             left.setdefault(row, DeadlineExceeded(_waited_in_vain(row, now_s)))
+        for row in self.parked:
+            try:
+                self._check_deadline(row, running, now_s)
+            except DeadlineExceeded as late:
+                left.setdefault(row, late)
         if self._most_bytes > self.room.budget_bytes:
             self._most_bytes = self.room.budget_bytes
             for row in self.waiting.values():
@@ -338,10 +344,11 @@ class Line:
         )
         expected_s += self._pace.step_s
         if now_s + expected_s > row.expires_s:
+            others = len(self.waiting) - (row.number in self.waiting)
             raise DeadlineExceeded(
                 f"the first token is expected in {expected_s:.3g} s, behind "
-                f"{len(running)} that run and {len(self.waiting)} that wait, and the deadline is "
-                f"in {row.expires_s - now_s:.3g} s; allow more time or come back later",
+                f"{len(running)} that run and {others} that wait, and the deadline is in "
+                f"{max(0.0, row.expires_s - now_s):.3g} s; allow more time or come back later",
                 retry_after_s=max(RETRY_S, expected_s - row.work_s * stretch - self._pace.step_s),
             )
 

@@ -104,8 +104,9 @@ class Claim:
 
     `number` counts arrivals. `work_s` is what is left of its prompt, `charged` the part of it that
     its account was charged for ahead. `served` is when it last got a chunk, or else its place,
-    counted in chunks. `alone_s` is when its prompt would be done if alone, and `need_bytes` the
-    room that it enters with. While it waits, none of these changes.
+    counted in chunks. `expires_s` is when its first token must be there. `alone_s` is when its
+    prompt would be done if alone, and `need_bytes` the room that it enters with. While it waits,
+    none of these changes.
     """
 
     account: Account

@@ -20,6 +20,7 @@ place (see `room`, `limits`).
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -161,7 +162,7 @@ class Scheduler:
 
     def _admit(self, now_s: float) -> None:
         """Let in who can enter, and out of the line who has to go."""
-        for row, failure in self._line.gone(now_s):
+        for row, failure in self._line.gone(self._running, now_s):
             if failure is None:
                 self._end(row)
             else:
@@ -293,7 +294,7 @@ class Scheduler:
         row.ticket.on_frame(frame)
         if isinstance(frame, TokensFrame):
             made = len(frame.token_ids)
-            row.has_spoken = True
+            row.has_spoken, row.expires_s = True, math.inf
             row.account.pay(OUTPUT_WEIGHT * made)
             row.headroom -= made
             if row.headroom < 0:

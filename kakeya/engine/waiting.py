@@ -7,7 +7,7 @@
 
 Each takes a time that hardly grows with how many wait. By room and by work they are put in order
 when somebody asks, each once: who left before never is. Those that were parked are also listed, in
-the order of parking: they are few, they hold KV, and their deadlines were kept.
+the order of parking: they are few, they hold KV, and each is looked at for its deadline.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class LinearLine:
             raise
         self.waiting.append(row)
 
-    def gone(self, now_s: float) -> list[tuple[Row, KakeyaError | None]]:
+    def gone(self, running: Sequence[Row], now_s: float) -> list[tuple[Row, KakeyaError | None]]:
         left: list[tuple[Row, KakeyaError | None]] = []
         for row in self.waiting:
             if row.ticket.cancelled:
@@ -187,8 +187,10 @@ class LinearLine:
                 left.append((row, DeadlineExceeded(f"after {now_s - row.arrived_s:.1f} s")))
             else:
                 try:
+                    if row.run is not None:
+                        self._check_deadline(row, running, now_s)
                     self._room.check_fits(row.ticket.job)
-                except MemoryRefused as refusal:
+                except (DeadlineExceeded, MemoryRefused) as refusal:
                     left.append((row, refusal))
         return left
 

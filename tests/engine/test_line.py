@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from types import SimpleNamespace
 
@@ -64,7 +65,9 @@ class Side:
     def look(self, now_s: float) -> list[object]:
         """What a look at the line comes to, done as said."""
         said: list[object] = []
-        for row, error in sorted(self.line.gone(now_s), key=lambda pair: pair[0].number):
+        for row, error in sorted(
+            self.line.gone(self.running, now_s), key=lambda pair: pair[0].number
+        ):
             said.append(("gone", row.number, type(error).__name__))
             self.leave(row)
         while (entry := self.line.next_entry(self.running, now_s)) is not None:
@@ -107,6 +110,7 @@ class Side:
         made = min(tokens, row.prompt_left) or tokens
         if not row.prompt_left:
             row.account.pay(OUTPUT_WEIGHT * made)
+            row.expires_s = math.inf
         row.run.length += made  # type: ignore[union-attr, misc]
         last = len(row.ticket.job.token_ids) - 1
         row.work_s = max(0, last - row.length) / 512

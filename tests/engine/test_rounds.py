@@ -197,6 +197,43 @@ def test_one_whose_deadline_passes_in_line_ends_and_is_never_computed() -> None:
     assert rig.model.opened == 1
 
 
+def test_one_that_is_parked_in_its_prompt_is_told_when_it_cannot_keep_its_deadline() -> None:
+    rig = VirtualRig(places=1)
+    late = rig.submit(token_ids=prompt(1000), max_tokens=5, priority=2, deadline_s=3.0)
+    early = rig.submit(
+        0.1, token_ids=prompt(200), max_tokens=5, priority=2, deadline_s=20.0, client="b"
+    )
+    told: list[float] = []
+    rig.check = lambda: told.append(rig.now_s) if late.error is not None and not told else None
+    for at in range(4):
+        rig.submit(0.2 + 0.01 * at, token_ids=prompt(1000, at), max_tokens=400, priority=0)
+    rig.run()
+    assert isinstance(late.error, DeadlineExceeded)
+    assert "the first token is expected in" in late.error.message
+    assert late.error.retry_after_s is not None
+    assert told[0] < 1.0
+    assert not late.tokens
+    assert early.tokens == expected(early.job.token_ids, 5)
+
+
+def test_one_that_is_parked_in_its_prompt_and_can_keep_its_deadline_does() -> None:
+    rig = VirtualRig(places=1)
+    batch = rig.submit(token_ids=prompt(1000), max_tokens=5, priority=2, deadline_s=3.0)
+    rig.submit(0.2, token_ids=prompt(500, 9), max_tokens=100, priority=0)
+    rig.run()
+    assert batch.tokens == expected(batch.job.token_ids, 5)
+    assert batch.at_s[0] < 3.0
+
+
+def test_one_that_was_parked_behind_its_first_token_has_no_deadline_any_more() -> None:
+    rig = VirtualRig(places=1)
+    batch = rig.submit(token_ids=prompt(1000), max_tokens=100, priority=2, deadline_s=1.2)
+    urgent = rig.submit(1.1, token_ids=prompt(1000, 9), max_tokens=400, priority=0)
+    rig.run()
+    assert batch.at_s[0] < 1.2 < urgent.at_s[-1] < batch.at_s[-1]
+    assert batch.tokens == expected(batch.job.token_ids, 100)
+
+
 def test_one_that_is_given_up_in_line_is_never_computed() -> None:
     rig = VirtualRig(places=1)
     rig.submit(token_ids=prompt(100), max_tokens=400)
