@@ -292,7 +292,7 @@ class LinearLine:
         expected_s = max(before_s * stretch, place_s) + row.work_s * stretch
         expected_s += self._pace.step_s
         if now_s + expected_s > row.expires_s:
-            raise DeadlineExceeded(f"the first token is expected in {expected_s:.1f} s")
+            raise DeadlineExceeded(f"the first token is expected in {expected_s:.3g} s")
 
 
 def _order(row: Row) -> tuple[int, float, int]:
