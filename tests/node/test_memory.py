@@ -246,7 +246,8 @@ async def test_who_leaves_gives_up_its_place_and_who_has_no_time_for_a_load_is_t
 
         assert (await ask(node, OTHER)).status_code == 200
         assert residents(node) == {OTHER}
-        assert own_offers(node) == {VERIFIER, OTHER, "ngram"}, "a request would load it"
+        both = {VERIFIER, OTHER, "ngram"}
+        await eventually("a request would load it", lambda: own_offers(node) == both)
         refused = await ask(node, VERIFIER, deadline_s=0.05)
         assert refused.status_code == 504
         assert "is estimated to take" in refused.json()["error"]["message"]
