@@ -33,7 +33,7 @@ from benchmarks.report import emit, median, percentile
 from kakeya.core.units import MIB
 from kakeya.memory.estimate import estimate_model
 from kakeya.node.child import NodeProcess
-from kakeya.node.memory_sizes import lease_size
+from kakeya.node.memory_sizes import MIN_KV_TOKENS, lease_size
 from kakeya.serving.backends.restart import RestartPolicy
 
 WEIGHTS_MB = (40, 60, 80)
@@ -73,7 +73,7 @@ def is_cut_off(body: bytes) -> bool:
 def budget_for_two(folders: list[Path]) -> int:
     """What the two largest are lent together."""
     lent = sorted(
-        lease_size(estimate_model(folder, kv_tokens=0, widens=True), 1 << 40).bytes
+        lease_size(estimate_model(folder, kv_tokens=MIN_KV_TOKENS, widens=True), 1 << 40).bytes
         for folder in folders
     )
     budget = lent[-1] + lent[-2] + SLACK_BYTES

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.decoding.sampling import SamplingParams
 from kakeya.memory.adapter_format import PackedAdapter
 
@@ -45,6 +46,11 @@ class LoadedFacts:
     blas_accelerated: bool
     forward_costs_s: Mapping[int, float]
     """Seconds of one forward by its rows; 1 is the pipelined plain step."""
+    kv_windows: tuple[tuple[int, int], ...] = ()
+    """(tokens, bytes of each): of layers that keep only the last so many tokens, beside
+    `kv_bytes_per_token`."""
+    sequence_state_bytes: int = 0
+    """What a sequence holds whatever its length: recurrent state."""
     prefill_context_s: float = 0.0
     """Seconds that each token of context adds to each token of prefill: attention over it."""
     adapter_slots: int = 0
@@ -68,6 +74,22 @@ class LoadedFacts:
     """(position, tokens): from each position on, a prompt is computed in pieces of so many tokens,
     whatever was measured; positions rise from 0, each at the beginning of a block. () = the bits
     of KV do not depend on the pieces, which are cut as the measurements say."""
+
+    def kv_bytes(self, tokens: int) -> int:
+        """What the KV of a sequence of this length takes, as mlx-lm allocates it: in blocks.
+
+        While a chunk is added, a window holds that too.
+        """
+        rows = -(-min(tokens, self.context_tokens) // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+        return self.kv_bytes_per_token * rows + self.kv_fixed_bytes(rows)
+
+    def kv_fixed_bytes(self, rows: int) -> int:
+        """The part of this that stops growing at some length; `rows` are allocated."""
+        if rows <= 0:
+            return 0
+        chunk = self.prefill_chunk_tokens
+        windows = sum(each * min(rows, tokens + chunk) for tokens, each in self.kv_windows)
+        return windows + self.sequence_state_bytes
 
     def prefill_chunk_at(self, length: int) -> int:
         """Tokens of the prefill chunk behind a context of `length`, so that it stays within time.

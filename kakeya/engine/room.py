@@ -10,12 +10,13 @@ bound together, or the model the memory limit, kept KV goes first, then what is 
 where there are some, see `parking`; else it ends with an error that says when to come back), and
 then the weakest of those that run is parked: the oldest of the most urgent always comes to its end.
 
-KV is counted as mlx-lm allocates it, in blocks of 256 tokens. Layers that do not grow with the
-text (sliding windows, recurrent state) are not counted.
+KV is counted as mlx-lm allocates it, in blocks of 256 tokens, with sliding windows as far as they
+are filled and recurrent state.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable
 
 from kakeya.core.errors import InvalidArgument, MemoryRefused
@@ -37,8 +38,8 @@ class KvRoom:
 
     def __init__(self, slots: KvSlots, facts: LoadedFacts) -> None:
         self._slots = slots
-        self._token_bytes = facts.kv_bytes_per_token
-        self._context_tokens = facts.context_tokens
+        self._facts = facts
+        self._blocks = range(-(-facts.context_tokens // KV_BLOCK_TOKENS) + 1)
         self._shares: dict[Hashable, int] = {}
         self._parked: dict[Hashable, int] = {}
         self._taken_bytes = 0
@@ -66,10 +67,7 @@ class KvRoom:
     @property
     def context_tokens(self) -> int:
         """How long one sequence can become: the model's context, or what its KV leaves of it."""
-        if self._token_bytes == 0:
-            return self._context_tokens
-        blocks = self._slots.budget_bytes // (self._token_bytes * KV_BLOCK_TOKENS)
-        return min(self._context_tokens, blocks * KV_BLOCK_TOKENS)
+        return self._tokens_in(self._slots.budget_bytes)
 
     def check_bound(self, kv_bytes: int) -> None:
         """Raise InvalidArgument for a bound in which no sequence fits at all."""
@@ -125,9 +123,7 @@ class KvRoom:
 
     def headroom_tokens(self, owner: Hashable, length: int) -> int:
         """How many more tokens fit into what is set aside for a sequence of this length."""
-        if self._token_bytes == 0:
-            return self._context_tokens
-        return self._shares.get(owner, 0) // self._token_bytes - length - 1
+        return self._tokens_in(self._shares.get(owner, 0)) - length - 1
 
     def park(self, owner: Hashable, length: int) -> None:
         """From now on it only holds what it has computed."""
@@ -148,8 +144,7 @@ class KvRoom:
 
     def kv_bytes(self, tokens: int) -> int:
         """What the KV of a sequence of this length takes."""
-        blocks = -(-min(tokens, self._context_tokens) // KV_BLOCK_TOKENS)
-        return blocks * KV_BLOCK_TOKENS * self._token_bytes
+        return self._facts.kv_bytes(tokens)
 
     def whole_bytes(self, job: DecodeJob) -> int:
         """What the KV of `job` takes at its longest."""
@@ -161,6 +156,13 @@ class KvRoom:
         ahead = max(prompt, length) + AHEAD_TOKENS
         return self.kv_bytes(min(ahead, prompt + job.max_tokens))
 
+    def _tokens_in(self, size: int) -> int:
+        """How many tokens of one sequence fit into so many bytes."""
+        fitting = bisect_right(
+            self._blocks, size, key=lambda blocks: self.kv_bytes(blocks * KV_BLOCK_TOKENS)
+        )
+        return min(self._facts.context_tokens, (fitting - 1) * KV_BLOCK_TOKENS)
+
     def _lend(self) -> None:
         self._taken_bytes = self.lent_bytes + self.parked_bytes
         self._slots.lend(self._taken_bytes)
@@ -168,4 +170,4 @@ class KvRoom:
 
 def usual_kv_bytes(facts: LoadedFacts) -> int:
     """The KV bound of an engine whose owner sets none: at least one whole context."""
-    return max(KEPT_BYTES, facts.kv_bytes_per_token * (facts.context_tokens + KV_BLOCK_TOKENS))
+    return max(KEPT_BYTES, facts.kv_bytes(facts.context_tokens))

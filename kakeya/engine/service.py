@@ -66,6 +66,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             dtype=facts.dtype,
             weight_bytes=facts.weight_bytes,
             kv_bytes_per_token=facts.kv_bytes_per_token,
+            kv_fixed_bytes=facts.kv_fixed_bytes(facts.context_tokens),
             mlx_version=facts.mlx_version,
             tokens_per_second=facts.tokens_per_second,
             prefill_tokens_per_second=facts.prefill_tokens_per_second,

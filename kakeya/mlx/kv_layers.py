@@ -14,6 +14,7 @@ values are such arrays, and quantized ones are three each.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +23,14 @@ import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
+    ConcatenateKVCache,
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
 )
 
 Range = tuple[int, int]
+_ROWS = (KVCache, QuantizedKVCache, ConcatenateKVCache, RotatingKVCache)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +108,20 @@ def is_state(layer: Any) -> bool:  # noqa: ANN401
 def grows(layer: Any) -> bool:  # noqa: ANN401
     """Whether it holds rows of the whole text, and attention to them takes longer and longer."""
     return type(layer) in (KVCache, QuantizedKVCache)
+
+
+def windows(cache: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """(tokens, bytes of each) of what keeps only the last so many tokens; the caches hold some."""
+    found: Counter[int] = Counter()
+    for layer in layers_of(cache):
+        if isinstance(layer, RotatingKVCache):
+            found[int(layer.max_size)] += int(layer.nbytes) // int(layer.keys.shape[2])
+    return tuple(sorted(found.items()))
+
+
+def state_bytes(cache: Sequence[Any]) -> int:
+    """Of layers that hold no rows, or nobody knows what: the caches hold some text."""
+    return sum(int(layer.nbytes) for layer in layers_of(cache) if not isinstance(layer, _ROWS))
 
 
 def arrays(layer: Any) -> list[mx.array]:  # noqa: ANN401

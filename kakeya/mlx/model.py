@@ -26,6 +26,7 @@ from kakeya.engine.model import (
     ModelDraft,
     SequenceState,
 )
+from kakeya.mlx import kv_layers
 from kakeya.mlx.batch import BATCH_ROWS, hand_over, launch_together, uses_slabs, why_by_turns
 from kakeya.mlx.drafts import Drafter
 from kakeya.mlx.grid import Grid, exactness, is_row_exact, nominal_grid
@@ -75,6 +76,8 @@ class MlxModel:
             dtype=loaded.dtype,
             weight_bytes=loaded.weight_bytes,
             kv_bytes_per_token=probe.kv_bytes_per_token,
+            kv_windows=probe.kv_windows,
+            sequence_state_bytes=probe.state_bytes,
             mlx_version=version("mlx"),
             tokens_per_second=1 / probe.costs[1],
             prefill_tokens_per_second=probe.prefill_tokens_per_second,
@@ -226,6 +229,8 @@ class _Probe:
         self.prefill_context_s = self._prefill_context_s()
         state = self._warm(64)
         self.kv_bytes_per_token = state.nbytes_per_token()
+        self.kv_windows = kv_layers.windows(state.cache)
+        self.state_bytes = kv_layers.state_bytes(state.cache)
         self.costs = {1: self._plain(state)}
         for rows in _BLOCK_ROWS:
             if time.perf_counter() > self._ends_at or state.verifiable_rows() < rows:

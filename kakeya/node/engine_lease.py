@@ -48,7 +48,7 @@ class EngineLease:
         if facts is None or bound == 0:
             return 0
         blocks = -(-facts.context_tokens // KV_BLOCK_TOKENS)
-        context = blocks * KV_BLOCK_TOKENS * facts.kv_bytes_per_token
+        context = blocks * KV_BLOCK_TOKENS * facts.kv_bytes_per_token + facts.kv_fixed_bytes
         return max(0, bound - self.short_bytes - context)
 
     async def lower(self, size: int) -> int:

@@ -33,6 +33,8 @@ KV_TOKENS = 32_768
 """Tokens of all sessions of a model together; four times what the shipped models hold."""
 MIN_KV_TOKENS = 2_048
 """With less than that a model serves nothing of use."""
+WINDOWS = 4
+"""Sequences for whose sliding windows there is room beside the tokens."""
 UNKNOWN_KV_BYTES = 256 * MIB
 """Of a model of which nothing but the name is known."""
 
@@ -48,7 +50,7 @@ class Lent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LeaseSize:
-    """What a model is lent, in bytes."""
+    """What a model is lent, in bytes. The estimate is of a sequence of MIN_KV_TOKENS."""
 
     estimate: Estimate
     kv_bytes: int
@@ -62,7 +64,7 @@ class LeaseSize:
     @property
     def least_kv_bytes(self) -> int:
         """With less than that it serves nothing of use."""
-        return min(self.kv_bytes, MIN_KV_TOKENS * self.estimate.kv_bytes_per_token)
+        return min(self.kv_bytes, self.estimate.kv_bytes)
 
     def lent(self, footprint_bytes: int | None, free_bytes: int) -> Lent:
         """What is lent to an engine that occupies so much before its first request.
@@ -108,10 +110,11 @@ def _metal_limit(total_bytes: int, run: Run) -> int:
 
 
 def lease_size(estimate: Estimate, budget: int, pages_bytes: int = 0) -> LeaseSize:
-    """The lease of a model within a budget, of which sessions leave so much to pages."""
-    per_token = estimate.kv_bytes_per_token
-    wanted = KV_TOKENS * per_token if per_token else UNKNOWN_KV_BYTES
-    least = MIN_KV_TOKENS * per_token
+    """The lease of a model within a budget, of which sessions leave so much to pages; the estimate
+    is of a sequence of MIN_KV_TOKENS."""
+    per_token, least = estimate.kv_bytes_per_token, estimate.kv_bytes
+    windows = least - MIN_KV_TOKENS * per_token
+    wanted = KV_TOKENS * per_token + WINDOWS * windows if per_token else UNKNOWN_KV_BYTES
     return LeaseSize(estimate, min(wanted, max(least, budget - pages_bytes - estimate.base_bytes)))
 
 
@@ -157,7 +160,12 @@ def lease_sizes(
     sizes = {}
     for model_id, (source, kind) in sources.items():
         estimate = estimate_source(
-            source, hub=hub, kv_tokens=0, widens=platform != "darwin", history=history, kind=kind
+            source,
+            hub=hub,
+            kv_tokens=MIN_KV_TOKENS,
+            widens=platform != "darwin",
+            history=history,
+            kind=kind,
         )
         if model_id in stated_bytes:
             estimate = stated(estimate, stated_bytes[model_id])

@@ -231,6 +231,7 @@ class ModelFacts:
     dtype: str = ""
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
+    kv_fixed_bytes: int = 0
     mlx_version: str = ""
     tokens_per_second: float = 0.0
     prefill_tokens_per_second: float = 0.0

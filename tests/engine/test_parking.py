@@ -73,7 +73,7 @@ class Run:
     def __init__(self, rig: Rig, agent: Agent) -> None:
         self.rig, self.agent = rig, agent
         facts = rig.model.facts
-        self.tools = tools(eager=False, kv_bytes=facts.kv_bytes_per_token * 512)
+        self.tools = tools(eager=False, kv_bytes=facts.kv_bytes(512))
         self.scheduler = Scheduler(rig.model, self.tools, max_running=4)
         self.frames: dict[int, list[EngineFrame]] = {}
         self.errors: dict[int, KakeyaError] = {}

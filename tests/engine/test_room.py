@@ -13,8 +13,10 @@ from kakeya.core.errors import InvalidArgument, MemoryRefused
 from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.engine.job import DecodeJob
 from kakeya.engine.room import AHEAD_TOKENS, KvRoom, usual_kv_bytes
+from kakeya.engine.sequence import SequenceRun
 from kakeya.engine.slots import KvSlots
 from tests.engine.child_engine import ToyModel, ToyState
+from tests.engine.rig import load_rig
 
 BLOCK = KV_BLOCK_TOKENS  # bytes, at one byte a token
 FACTS = replace(ToyModel("", None).facts, context_tokens=40 * KV_BLOCK_TOKENS)  # type: ignore[arg-type]
@@ -120,13 +122,45 @@ def test_a_bound_in_which_no_sequence_fits_is_refused() -> None:
     room.check_bound(BLOCK)
 
 
-def test_without_growing_layers_nothing_is_counted() -> None:
-    slots = KvSlots(1)
-    room = KvRoom(slots, replace(FACTS, kv_bytes_per_token=0))
-    room.check_bound(1)
-    room.enter("a", job(5000, 5000))
-    assert room.admits(job(5000, 5000))
+def test_recurrent_state_is_counted_for_each_sequence_however_long_it_is() -> None:
+    slots = KvSlots(2000)
+    room = KvRoom(slots, replace(FACTS, kv_bytes_per_token=0, sequence_state_bytes=900))
+    with pytest.raises(InvalidArgument, match="the first 256 tokens take 900"):
+        room.check_bound(899)
     assert room.context_tokens == FACTS.context_tokens
+    room.enter("a", job(5000, 5000))
+    assert room.headroom_tokens("a", 5000) == FACTS.context_tokens - 5001
+    assert room.admits(job(5, 5))
+    room.enter("b", job(5, 5))
+    assert not room.admits(job(5, 5))
+    room.park("a", 0)
+    assert room.parked_bytes == 0, "it has computed nothing yet"
+
+
+def test_a_window_is_counted_as_far_as_it_is_filled() -> None:
+    facts = replace(FACTS, kv_windows=((500, 3),), prefill_chunk_tokens=32)
+    room = KvRoom(KvSlots(20 * BLOCK), facts)
+    assert room.kv_bytes(1) == BLOCK + 3 * BLOCK
+    assert room.kv_bytes(2 * BLOCK) == 2 * BLOCK + 3 * 2 * BLOCK
+    assert room.kv_bytes(9 * BLOCK) == 9 * BLOCK + 3 * (500 + 32)
+    room.enter("a", job(10, 9000))
+    assert room.lent_bytes == room.kv_bytes(10 + AHEAD_TOKENS)
+    assert room.headroom_tokens("a", 10) == 3 * BLOCK - 11
+    fixed = 3 * (500 + 32)
+    assert room.context_tokens == (20 * BLOCK - fixed) // BLOCK * BLOCK
+    assert KvRoom(KvSlots(usual_kv_bytes(facts)), facts).context_tokens == facts.context_tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "falcon_h1", "mamba"])
+def test_what_is_set_aside_holds_what_a_sequence_takes_at_each_length(tmp_path, name) -> None:
+    rig = load_rig(tmp_path / name, name)
+    facts = rig.model.facts
+    for length in (1, 30, 300):
+        prompt = [(7 * at) % 96 for at in range(length)]
+        run = SequenceRun(rig.model, rig.tools, DecodeJob(token_ids=prompt, max_tokens=90))
+        for _ in run.frames():
+            assert run.state.nbytes <= facts.kv_bytes(run.length)
+        assert run.state.nbytes > facts.kv_bytes(run.length) / 3
 
 
 def test_the_usual_bound_holds_a_whole_context() -> None:

@@ -38,6 +38,7 @@ from kakeya.node.memory_pressure import footprint, read_level
 from kakeya.node.memory_sizes import (
     KV_TOKENS,
     MIN_KV_TOKENS,
+    WINDOWS,
     LeaseSize,
     lease_size,
     lease_sizes,
@@ -51,11 +52,11 @@ KEY = ResidentKey("draft", "small")
 BIG = 1 << 40
 
 
-def estimate(base_bytes: int, per_token: int) -> Estimate:
+def estimate(base_bytes: int, per_token: int, windows: int = 0) -> Estimate:
     return Estimate(
         base_bytes=base_bytes,
         weights_bytes=base_bytes // 2,
-        kv_bytes=0,
+        kv_bytes=MIN_KV_TOKENS * per_token + windows,
         kv_bytes_per_token=per_token,
         source="headers",
     )
@@ -69,6 +70,13 @@ def test_a_lease_has_room_for_sessions_less_where_the_budget_is_small_never_none
     assert lease_size(estimate(4 * GIB, 100_000), 5 * GIB).kv_bytes == GIB
     assert lease_size(estimate(4 * GIB, 100_000), 4 * GIB).kv_bytes == MIN_KV_TOKENS * 100_000
     assert lease_size(estimate(4 * GIB, 0), BIG).kv_bytes > 0
+
+
+def test_a_lease_has_room_for_the_windows_of_several_sequences_and_of_one_at_the_least() -> None:
+    gemma = estimate(4 * GIB, 20_000, 150 * MIB)
+    assert lease_size(gemma, BIG).kv_bytes == KV_TOKENS * 20_000 + WINDOWS * 150 * MIB
+    tight = lease_size(gemma, 4 * GIB)
+    assert tight.kv_bytes == tight.least_kv_bytes == MIN_KV_TOKENS * 20_000 + 150 * MIB
 
 
 def test_sessions_of_a_model_leave_room_for_pages_but_not_their_least() -> None:

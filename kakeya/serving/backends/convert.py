@@ -177,6 +177,7 @@ def facts_from_wire(reply: pb.DescribeResponse) -> ModelFacts:
         dtype=reply.dtype,
         weight_bytes=reply.weight_bytes,
         kv_bytes_per_token=reply.kv_bytes_per_token,
+        kv_fixed_bytes=reply.kv_fixed_bytes,
         mlx_version=reply.mlx_version,
         tokens_per_second=reply.tokens_per_second,
         prefill_tokens_per_second=reply.prefill_tokens_per_second,
