@@ -94,6 +94,45 @@ def test_rows_join_and_leave_one_forward_and_get_what_each_gets_alone(
     assert forwards == [len(tokens) for tokens in alone]
 
 
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 5, 95, 96, 2**31 - 1]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.1]),
+    seed=st.integers(0, 2**64 - 1),
+)
+MIXED = st.lists(
+    st.builds(
+        DecodeJob,
+        token_ids=st.builds(
+            lambda first, size: [(first + 7 * at) % 96 for at in range(size)],
+            st.integers(0, 95),
+            st.sampled_from([1, 3, 40, 120]),
+        ),
+        max_tokens=st.integers(1, 40),
+        sampling=PARAMS,
+        stop_token_ids=st.frozensets(st.integers(0, 95), max_size=3),
+        sources=st.sampled_from([(), NGRAM]),
+    ),
+    min_size=2,
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@given(todo=MIXED)
+@settings(deadline=None, max_examples=12)
+def test_rows_that_choose_in_different_ways_get_what_each_gets_alone(
+    rigs: dict[str, Rig], name: str, todo: list[DecodeJob]
+) -> None:
+    rig = Rig(rigs[name].model, tools())
+    alone = [rig.run(job) for job in todo]
+    answers = run_together(rig, rig.model, todo)
+    assert [answer.tokens for answer in answers] == [tokens for tokens, _ in alone]
+    reasons = [answer.done and answer.done.reason for answer in answers]
+    assert reasons == [done.reason for _, done in alone]
+
+
 def test_a_model_that_cannot_batch_takes_turns(rigs: dict[str, Rig]) -> None:
     rig = rigs["mamba"]
     alone = [rig.run(job)[0] for job in jobs()]

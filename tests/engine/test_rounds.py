@@ -354,7 +354,7 @@ def test_whatever_comes_all_get_what_they_get_alone_within_the_bound(jobs, place
             rig.submit(
                 job["at_s"],
                 token_ids=prompt(job["length"], at),
-                retries=50,
+                retries=2,
                 **{key: job[key] for key in ("max_tokens", "priority", "client", "kv_key")},
                 deadline_s=job["deadline_s"],
             )
@@ -367,8 +367,11 @@ def test_whatever_comes_all_get_what_they_get_alone_within_the_bound(jobs, place
         assert one.tokens == whole[: len(one.tokens)]
         if one.done is not None:
             assert one.tokens == whole
-        elif job["cancel_s"] is None:
-            assert one.error is not None
-            assert job["deadline_s"] is not None or one.error.retry_after_s is None
+        elif isinstance(one.error, DeadlineExceeded):
+            assert job["deadline_s"] is not None
+            assert not one.tokens
+        else:
+            assert one.error is None or one.error.retry_after_s is None
+            assert one.error is not None or job["cancel_s"] is not None
     assert limits.room.lent_bytes == limits.room.parked_bytes == 0
     assert all(row.ticket.cancelled for row in rig.scheduler._line.waiting.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -135,11 +136,23 @@ def test_questions_are_answered_between_steps(scheduler: Scheduler, rig: Rig) ->
 
 
 def test_more_than_may_run_wait_their_turn(scheduler: Scheduler) -> None:
-    tickets = [submit(scheduler, max_tokens=450)[0] for _ in range(5)]
-    load = scheduler.call(scheduler.load).result(WAIT_S)
-    assert load.running + load.waiting == 5 or load.running == 0
-    for ticket in tickets:
-        ticket.cancel()
+    loads = []
+    todo = [DecodeJob(token_ids=[5, 6, 7, 8], max_tokens=20) for _ in range(5)]
+    sinks = [Sink() for _ in todo]
+
+    def put(sink: Sink, frame: EngineFrame) -> None:
+        loads.append(scheduler.load())
+        sink.put(frame)
+
+    tickets = [
+        Ticket(job, partial(put, sink), sink.fail) for job, sink in zip(todo, sinks, strict=True)
+    ]
+    scheduler.call(lambda: [scheduler.submit(ticket) for ticket in tickets]).result(WAIT_S)
+    for sink in sinks:
+        assert sink.ended.wait(WAIT_S)
+        assert len(sink.tokens()) == 20
+    assert (loads[0].running, loads[0].waiting) == (2, 3)
+    assert max(load.running for load in loads) == 2
 
 
 def test_a_draft_is_the_models_own_greedy_continuation(rig: Rig) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kakeya.core.errors import KakeyaError
+from kakeya.core.errors import KakeyaError, MemoryRefused
 from kakeya.decoding.controller import DraftController
 from kakeya.engine.drafting import RemoteBooks
 from kakeya.engine.job import (
@@ -134,7 +134,8 @@ class HashModel(ToyModel):
 
 @dataclass(eq=False)
 class Told:
-    """What one job came to, and when. With `retries`, one that can go on is asked for again."""
+    """What one job came to, and when. One that can go on is asked for again, as the agent does it:
+    up to `retries` times without a token between."""
 
     job: DecodeJob
     tokens: list[int] = field(default_factory=list)
@@ -144,6 +145,7 @@ class Told:
     error: KakeyaError | None = None
     ticket: Ticket | None = None
     retries: int = 0
+    losses_in_a_row: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -243,6 +245,7 @@ class VirtualRig:
     def _send(self, told: Told, job: DecodeJob) -> None:
         def put(frame: EngineFrame) -> None:
             if isinstance(frame, TokensFrame):
+                told.losses_in_a_row = 0
                 told.tokens += frame.token_ids
                 told.at_s.append(self.now_s)
             elif isinstance(frame, PrefillFrame):
@@ -256,8 +259,9 @@ class VirtualRig:
         def fail(error: KakeyaError) -> None:
             if told not in self._open:  # nobody listens to a cancelled one any more
                 return
-            if error.retry_after_s is not None and told.retries > 0:
-                told.retries -= 1
+            is_lost = isinstance(error, MemoryRefused) and error.retry_after_s is not None
+            if is_lost and told.losses_in_a_row < told.retries:
+                told.losses_in_a_row += 1
                 self.at(self.now_s + error.retry_after_s, lambda: self._again(told))
             else:
                 told.error = error
@@ -270,7 +274,9 @@ class VirtualRig:
     def _again(self, told: Told) -> None:
         history = [*told.job.token_ids, *told.tokens]
         left = told.job.max_tokens - len(told.tokens)
-        self._send(told, replace(told.job, token_ids=history, max_tokens=left))
+        deadline_s = None if told.tokens else told.job.deadline_s
+        job = replace(told.job, token_ids=history, max_tokens=left, deadline_s=deadline_s)
+        self._send(told, job)
 
     def _close(self, told: Told) -> None:
         self._open.remove(told)
