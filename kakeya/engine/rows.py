@@ -91,8 +91,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How busy the thread is. `batch_rows` were in the last shared forward, 0 = none was yet;
-    parked sequences are among the waiting."""
+    """How busy the thread is. `batch_rows` were in the last shared forward, 0 = none was yet, 1 =
+    it failed, and sequences take turns; parked sequences are among the waiting."""
 
     running: int
     waiting: int

@@ -285,7 +285,8 @@ class EngineStats:
     footprint: Footprint | None = None
     adapter_ids: tuple[str, ...] = ()
     batch_rows: int = 0
-    """Rows of the last forward over several sequences; 0 = there was none yet."""
+    """Rows of the last forward over several sequences; 0 = there was none yet, 1 = it failed, and
+    they take turns for a while."""
 
 
 class ModelState(StrEnum):

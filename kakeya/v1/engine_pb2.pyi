@@ -924,7 +924,9 @@ class StatsResponse(_message.Message):
     cache_length_violations: _builtins.int
     position_violations: _builtins.int
     batch_rows: _builtins.int
-    """Rows in the last batched forward; 0 = none ran yet."""
+    """Rows in the last batched forward; 0 = none ran yet, 1 = it failed, and sequences take turns for a
+    while.
+    """
     @_builtins.property
     def kv_bytes_by_key(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """KV bytes by key, of the keys that the engine still holds."""

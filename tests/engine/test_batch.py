@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,9 @@ from kakeya.engine.job import DecodeJob, SourceSpec
 from kakeya.engine.model import SequenceState
 from kakeya.engine.scheduler import Scheduler
 from tests.engine.adapter_rig import Answer, Ending
+from tests.engine.child_engine import ToyState
 from tests.engine.rig import Rig, load_rig, tools
+from tests.engine.virtual_rig import VirtualRig, expected
 
 PROMPTS = [[5, 6, 7], [9, 9, 9, 9], [1, 2, 3, 4, 5, 6], [80, 81], [7] * 40]
 NGRAM = (SourceSpec(kind="ngram"),)
@@ -162,8 +165,66 @@ def test_after_a_shared_forward_that_failed_the_same_rows_go_on_by_turns(
 ) -> None:
     alone = [rig.run(job)[0] for job in jobs()]
     model = Watched(rig, fails_at=fails_at)
+    rig.tools = replace(rig.tools, timer=lambda: 0.0)
     assert [answer.tokens for answer in run_together(rig, model, jobs())] == alone
     assert len(model.rows) == fails_at
+
+
+class Failing:
+    """Shared forwards of a virtual rig that fail from one time to another."""
+
+    def __init__(self, rig: VirtualRig, begins_s: float, ends_s: float) -> None:
+        self.failed_at_s: list[float] = []
+        self.shared_at_s: list[float] = []
+        self._rig, self._begins_s, self._ends_s = rig, begins_s, ends_s
+        self._honest = rig.model.launch_together
+        rig.model.launch_together = self._launch  # type: ignore[method-assign]
+
+    def _launch(self, states: Sequence[ToyState], tokens: Sequence[int | None]) -> None:
+        now_s = self._rig.now_s
+        if self._begins_s <= now_s < self._ends_s:
+            self.failed_at_s.append(now_s)
+            raise RuntimeError("boom")
+        self.shared_at_s.append(now_s)
+        self._honest(states, tokens)
+
+
+def test_sequences_share_forwards_again_when_these_do_not_fail_any_more() -> None:
+    rig = VirtualRig()
+    failing = Failing(rig, 1.0, 6.0)
+    told = [rig.submit(token_ids=[at, 1, 2], max_tokens=1500) for at in range(3)]
+    loads = []
+    rig.at(5.0, lambda: loads.append(rig.scheduler.load().batch_rows))
+    rig.at(9.0, lambda: loads.append(rig.scheduler.load().batch_rows))
+    rig.run()
+    for one in told:
+        assert one.tokens == expected(one.job.token_ids, 1500)
+    # Tried after one, two and four seconds, and with success then.
+    assert failing.failed_at_s == pytest.approx([1.0, 2.0, 4.0], abs=0.1)
+    assert min(at_s for at_s in failing.shared_at_s if at_s > 1.0) == pytest.approx(8.0, abs=0.1)
+    assert loads == [1, 3]
+
+
+def test_where_one_row_fails_alone_too_the_others_share_forwards_at_once() -> None:
+    rig = VirtualRig()
+    told = [rig.submit(token_ids=[at, 1, 2], max_tokens=100) for at in range(3)]
+    honest, rows, faulty = rig.model.launch_together, [], []
+
+    def launch_together(states, tokens):
+        if len(rows) == 20 and not faulty:
+            faulty.append(states[1])
+            states[1].launch = lambda token, *, keeps_logits=False: 1 / 0
+            raise RuntimeError("boom")
+        rows.append(len(states))
+        honest(states, tokens)
+
+    rig.model.launch_together = launch_together  # type: ignore[method-assign]
+    rig.run()
+    assert [one.error is not None for one in told] == [False, True, False]
+    assert rows[:20] == [3] * 20
+    # A step of their own meanwhile, and then together again.
+    assert rows[20:] == [2] * (len(rows) - 20)
+    assert len(rows) > 90
 
 
 def test_a_fault_of_one_row_ends_that_row_only(rig: Rig) -> None:
