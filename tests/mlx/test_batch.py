@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.cache import QuantizedKVCache
 
 from kakeya.decoding.sampling import SamplingParams
 from kakeya.memory.adapter_format import PackedAdapter, PackedTensor, Precision
@@ -38,6 +40,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
         for slot in range(1, SLOTS + 1):
             slots_of(made[name]).load(slot, random_adapter(slot))
     return made
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """With heads of a width that can be quantized."""
+    folder = write_model(
+        tmp_path_factory.mktemp("models"), "llama", changes={"head_dim": 32, "hidden_size": 128}
+    )
+    model = cast("LoadedModel", QuantizedKv(load(str(folder), "quantized")))
+    assert why_by_turns(model) == ""
+    return model
 
 
 def slots_of(model: LoadedModel) -> AdapterSlots:
@@ -153,6 +166,43 @@ def test_whoever_shares_the_forward_each_row_is_bit_for_bit_as_alone(
     for pair in pairs:
         pair.settle(0)
         assert pair.same_kv()
+
+
+class QuantizedKv:
+    """A model whose KV is kept in 8 bits."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+
+    def make_cache(self) -> list[QuantizedKVCache]:
+        return [QuantizedKVCache(group_size=32, bits=8) for _ in self._model.make_cache()]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model, name)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    made=st.lists(st.tuples(st.integers(1, 400), st.integers(0, 5)), min_size=2, max_size=5),
+    rounds=st.lists(st.tuples(st.integers(1, 31), st.integers(0, 1)), min_size=3, max_size=10),
+)
+def test_rows_of_quantized_kv_share_a_forward_too(
+    quantized: LoadedModel, made: list[tuple[int, int]], rounds: list[tuple[int, int]]
+) -> None:
+    pairs = [
+        Pair(quantized, [(3 * seed + 7 * at) % VOCAB for at in range(length)], 0, seed)
+        for length, seed in made
+    ]
+    for members, keep in rounds:
+        joined = [pair for at, pair in enumerate(pairs) if members >> at & 1]
+        tokens = [pair.token() for pair in joined]
+        if joined:
+            launch_together(quantized, [pair.shared for pair in joined], tokens)
+        for pair, token in zip(joined, tokens, strict=True):
+            pair.alone.launch(token)
+            pair.settle(keep)
+    for pair in pairs:
+        pair.settle(0)
 
 
 def verify_alone(pair: Pair) -> None:
