@@ -107,6 +107,10 @@ def other_model(folder: Path) -> Path:
 # Pressure
 
 
+def evictions(node: NodeProcess) -> list[dict[str, Any]]:
+    return memory_of(node)["last_evictions"]
+
+
 async def test_pressure_takes_the_drafter_and_never_text_and_gives_it_back(tmp_path: Path) -> None:
     flags = ("--model", VERIFIER, "--proposer", DRAFTER)
     async with NodeProcess(tmp_path, *flags) as node:
@@ -116,13 +120,13 @@ async def test_pressure_takes_the_drafter_and_never_text_and_gives_it_back(tmp_p
         await eventually("the card without it", lambda: DRAFTER not in own_offers(node))
         assert residents(node) == {VERIFIER}
         assert model_state(node, DRAFTER)["state"] == "unloaded"
+        await eventually("it is told", lambda: evictions(node))
         await press(tmp_path, "TRIM_MEMORY_COMPLETE")
         await eventually("critical", lambda: memory_of(node)["level"] == "critical")
         assert (await ask(node, VERIFIER)).status_code == 200
         assert own_offers(node) == {VERIFIER, "ngram"}
-        why = [one["why"] for one in memory_of(node)["last_events"] if one["what"] == "evicted"]
-        assert len(why) == 1
-        assert "pressure was low by dispatched" in why[0]
+        (evicted,) = evictions(node)
+        assert "pressure was low by dispatched" in evicted["why"]
         shown = await asyncio.to_thread(run_cli, "status", "--node", node.http)
         assert "pressure critical by dispatched" in shown.stdout
         assert f"evicted {DRAFTER}" in shown.stdout
