@@ -228,9 +228,8 @@ class Arbiter:
     ) -> Outcome:
         """A load succeeded; `size` is what it occupies, None = not measured.
 
-        It is for all who wait for it by now, whoever waits for its room: else models that take
-        turns would be loaded once for each request. Under critical pressure the requests of a role
-        that yields are refused even now.
+        It is for all who wait for it by now, whoever waits for its room, so that models in turns
+        are not loaded once for each. Under critical pressure a role that yields is refused still.
         """
         resident, answer = self._ledger.get(key), Answer()
         if size is not None:
@@ -355,8 +354,7 @@ class Arbiter:
                 ahead.add(ticket.ask, verdict)
 
     def _view(self, now: float) -> line.View:
-        level, is_stopping = self._level, self._is_stopping
-        return line.View(self._ledger, level, self._rules, now=now, is_stopping=is_stopping)
+        return line.View(self._ledger, self._level, self._rules, now, self._is_stopping)
 
     def _lend(self, ticket: line.Ticket, answer: Answer, now: float) -> None:
         key = ticket.ask.key
@@ -386,8 +384,8 @@ class Arbiter:
 
     @property
     def _is_calm(self) -> bool:
-        is_nominal = self._level is Level.NOMINAL
-        return is_nominal and self._tickets.is_empty and not self._is_stopping
+        is_quiet = self._tickets.is_empty and not self._is_stopping
+        return is_quiet and self._level is Level.NOMINAL
 
     @property
     def _level(self) -> Level:

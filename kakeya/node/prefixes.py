@@ -32,7 +32,8 @@ from kakeya.node.prefix_counts import PrefixCounts, Source
 from kakeya.node.prefix_disk import PrefixDisk, Recall
 from kakeya.node.prefix_endings import PrefixEndings
 from kakeya.node.prefix_exchange import PrefixExchange
-from kakeya.node.prefix_given import EngineSeat, Given
+from kakeya.node.prefix_given import EngineSeat
+from kakeya.node.prefix_leaving import Leaving
 from kakeya.node.prefix_meeting import Rendezvous
 from kakeya.node.prefix_names import Naming, PrefixNames, paged_kv_bytes
 from kakeya.node.prefix_pages import PrefixPages, Shelf
@@ -58,8 +59,6 @@ INDEX_S = 2.0
 """How long the first requests wait until the folder of blocks was looked through."""
 PINNED_SHARE = 0.5
 """Of the pages for KV, what pins may take together: the rest makes room for what is asked."""
-AFTER_CALL_S = 0.25
-"""How long after a call was cut off its engine is asked whether it has come round."""
 
 
 class NodePrefixes:
@@ -120,6 +119,7 @@ class NodePrefixes:
             self._disk = PrefixDisk(self.store, self.pages, clock=clock, counts=self.counts)
         self.endings = PrefixEndings(self._disk, clock=clock)
         self.elsewhere: Elsewhere | None = None
+        self._leaving = Leaving(self.pages, clock)
         self._tools = PrefixTools(
             names=self.names,
             pages=self.pages,
@@ -129,10 +129,9 @@ class NodePrefixes:
             bring=self._bring,
             meet=self._meet,
             landed=self._landed,
-            let_go=self._let_go,
+            let_go=self._leaving.let_go,
         )
         self._exchanges: WeakSet[PrefixExchange] = WeakSet()
-        self._leaving: dict[asyncio.Task[None], Given] = {}
         self._pins = PrefixPins()
         self._tasks = Supervisor(clock)
         self._swept_mono = clock.mono()
@@ -144,7 +143,8 @@ class NodePrefixes:
             if self.store is not None:
                 await stack.enter_async_context(self.store)
             await stack.enter_async_context(self._tasks)
-            stack.push_async_callback(self._end_leaving)
+            stack.callback(self._pins.clear)
+            stack.push_async_callback(self._leaving.aclose)
             stack.push_async_callback(self.names.aclose)
             if self._disk is not None:
                 self._tasks.start("prefixes to disk", self._disk.write)
@@ -339,31 +339,6 @@ class NodePrefixes:
         if self._disk is not None:
             self._disk.keep(shelf, block_id)
 
-    def _let_go(self, given: Given, seat: EngineSeat) -> None:
-        if given.is_free:
-            given.release(self.pages)
-            return
-        task = asyncio.ensure_future(self._take_back(given, seat))
-        self._leaving[task] = given
-        task.add_done_callback(self._leaving.pop)
-
-    async def _take_back(self, given: Given, seat: EngineSeat) -> None:
-        """Wait until an engine is past a call that was cut off, or gone."""
-        try:
-            while given.holder.is_open:
-                await self._clock.sleep(AFTER_CALL_S)
-                if given.holder.is_open and await seat.is_past(given.pid):
-                    break
-        finally:
-            given.release(self.pages)
-
-    async def _end_leaving(self) -> None:
-        leaving = tuple(self._leaving)
-        for task in leaving:
-            task.cancel()
-        await asyncio.gather(*leaving, return_exceptions=True)
-        self._pins.clear()
-
     async def _tend(self) -> None:
         await every(TEND_S, self._look_after, clock=self._clock, rng=self._rng)
 
@@ -372,8 +347,7 @@ class NodePrefixes:
         for exchange in self._exchanges:
             if exchange.given is not None:
                 exchange.given.renew()
-        for given in self._leaving.values():
-            given.renew()
+        self._leaving.renew()
         if self._disk is not None:
             self._disk.renew()
         now = self._clock.mono()

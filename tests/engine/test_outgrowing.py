@@ -17,12 +17,6 @@ from tests.engine.virtual_rig import STEP_S, TOKEN_S, Told, VirtualRig, expected
 BLOCK = KV_BLOCK_TOKENS
 
 
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefixes]:
-    with Prefixes(tmp_path_factory.mktemp("pages")) as pages:
-        yield pages
-
-
 @pytest.fixture
 def free(pages: Prefixes) -> Iterator[None]:
     before = pages.arena.pool.free_pages

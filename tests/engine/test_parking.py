@@ -134,12 +134,6 @@ def rigs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rig]:
     return {name: load_rig(root / name, name, eager=False) for name in MODELS}
 
 
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefixes]:
-    with Prefixes(tmp_path_factory.mktemp("pages")) as pages:
-        yield pages
-
-
 @pytest.fixture
 def agent(pages: Prefixes) -> Iterator[Agent]:
     free = pages.arena.pool.free_pages

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.adapter_acquire import record
 from kakeya.core.clock import SystemClock
-from kakeya.memory.adapter_format import digest, pack, unpack
+from kakeya.memory.adapter_format import pack
 from kakeya.memory.adapters import Tier, TierRules
 from kakeya.memory.content import ContentType
 from kakeya.node.adapted_model import AdaptedModel
-from kakeya.node.adapter_store import AdapterRecord, AdapterStore
+from kakeya.node.adapter_store import AdapterStore
 from kakeya.node.adapter_wiring import ADAPTER_FOLDER, NodeAdapters
 from kakeya.runtime.generation import DecodeRequest, Done, ServedModel, Tokens
 from tests.memory.adapter_folders import write_adapter
@@ -96,19 +97,7 @@ def fill(folder: Path) -> None:
     store, trained = AdapterStore(folder), [pack(TRAINED / name) for name in NAMES]
     for number in range(REGISTERED):
         packed = trained[number % len(NAMES)]
-        found = unpack(packed)
-        record = AdapterRecord(
-            name=f"a{number}",
-            base=TINY,
-            owner="",
-            rank=found.rank,
-            precision=found.precision.value,
-            digest=digest(packed),
-            packed_bytes=len(packed),
-            fingerprint="",
-            registered_at=0.0,
-        )
-        store.save(record, packed)
+        store.save(record(f"a{number}", packed), packed)
 
 
 class Asking:

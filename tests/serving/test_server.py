@@ -7,6 +7,7 @@ import json
 import random
 import signal
 import socket
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
@@ -30,15 +31,22 @@ def app_of(model):
     )
 
 
-@pytest.mark.parametrize(("grace_s", "is_answered"), [(5.0, True), (0.2, False)])
-async def test_running_requests_get_their_grace_and_no_more(folder, grace_s, is_answered):
-    model = ToyModel(folder, pace=Pace(step_s=0.05))
+@asynccontextmanager
+async def listening(model):
+    """A server, and a client of it."""
     sock = socket.create_server(("127.0.0.1", 0))
     base = f"http://127.0.0.1:{sock.getsockname()[1]}"
     async with (
         httpx.AsyncClient(base_url=base, trust_env=False) as http,
         serve_http(app_of(model), sock) as running,
     ):
+        yield http, running
+
+
+@pytest.mark.parametrize(("grace_s", "is_answered"), [(5.0, True), (0.2, False)])
+async def test_running_requests_get_their_grace_and_no_more(folder, grace_s, is_answered):
+    model = ToyModel(folder, pace=Pace(step_s=0.05))
+    async with listening(model) as (http, running):
         asked = asyncio.create_task(http.post("/v1/completions", json=BODY))
         await model.started.wait()
         await running.stop(grace_s)
@@ -55,11 +63,8 @@ async def test_running_requests_get_their_grace_and_no_more(folder, grace_s, is_
 
 async def test_a_stream_that_a_stop_cuts_off_is_told_so(folder):
     model = ToyModel(folder, pace=Pace(step_s=0.05))
-    sock = socket.create_server(("127.0.0.1", 0))
-    base = f"http://127.0.0.1:{sock.getsockname()[1]}"
     async with (
-        httpx.AsyncClient(base_url=base, trust_env=False) as http,
-        serve_http(app_of(model), sock) as running,
+        listening(model) as (http, running),
         http.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as streamed,
     ):
         lines = streamed.aiter_lines()
