@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -89,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--prompt", metavar="TEXT", help="the text to continue (else stdin)")
     generate.add_argument("--model", default="", metavar="ID", help="default: the node's first")
     generate.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    generate.add_argument("--temperature", type=float, default=0.0, metavar="T")
+    generate.add_argument("--temperature", type=_number, default=0.0, metavar="T")
     generate.add_argument("--seed", type=int, default=0, metavar="N")
     generate.add_argument(
         "--draft", default="auto", metavar="POLICY", help="auto, off, ngram, peer, MODEL@HOST:PORT"
@@ -151,10 +152,22 @@ def _plan(node: NodeApi, *, as_json: bool) -> int:
     return 0 if plan.get("placement") else 1
 
 
+def _number(written: str) -> float:
+    try:
+        number = float(written)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{written!r} is no number; give one from 0 to 2")
+    return number
+
+
 def _generate(node: NodeApi, options: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if options.prompt is None else options.prompt
     if not prompt:
         raise InvalidArgument("the prompt is empty; give a text with --prompt or on stdin")
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # how Python reads other bytes
+        raise InvalidArgument("the prompt is not UTF-8; give a text with --prompt or on stdin")
     body = {
         "model": options.model or _default_model(node),
         "prompt": prompt,

@@ -79,9 +79,13 @@ class NodeApi:
             raise self._gone(problem) from problem
 
     def _gone(self, problem: Exception) -> PeerUnavailable:
-        reason = problem.strerror if isinstance(problem, OSError) and problem.strerror else problem
+        reason = str(problem) or repr(problem)
+        if isinstance(problem, OSError) and problem.strerror:
+            reason = problem.strerror
+        elif isinstance(problem, http.client.BadStatusLine):  # it holds what the other side wrote
+            reason = "what listens there does not speak it, as a node's gRPC port does not"
         return PeerUnavailable(
-            f"no node answers HTTP at {self.address}: {reason or repr(problem)}; "
+            f"no node answers HTTP at {self.address}: {reason}; "
             "start one with kakeya-node, or give the address of one with --node"
         )
 

@@ -141,7 +141,8 @@ class Examiner:
             return []
         if not others:
             detail = "no other node is known; the two-sided checks need one"
-            return [warning("peers", detail, shell("kakeya", "invite"))]
+            is_in_fleet = self._view.identity() is not None
+            return [warning("peers", detail, shell("kakeya", "invite" if is_in_fleet else "init"))]
         left = len(others) - MAX_PEERS
         if left > 0:
             detail = f"{MAX_PEERS} of {len(others)} were looked at; name one to look at it"

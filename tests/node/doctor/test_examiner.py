@@ -96,11 +96,15 @@ async def test_addresses_that_only_a_peer_names_are_dialled_as_the_policy_says(
             assert knocks
 
 
-async def test_a_lonely_node_is_told_that_the_rest_needs_another(tmp_path: Path) -> None:
-    async with small_node(tmp_path, "one") as one:
+@pytest.mark.parametrize(("is_in_fleet", "command"), [(True, "invite"), (False, "init")])
+async def test_a_lonely_node_is_told_that_the_rest_needs_another(
+    tmp_path: Path, is_in_fleet: bool, command: str
+) -> None:
+    identity = new_fleet("one", time.time()) if is_in_fleet else None
+    async with small_node(tmp_path, "one", identity=identity) as one:
         report = await one.examiner().examine("")
     line = find(report, "peers")
-    assert (line.level, line.command) == (Level.WARNING, "kakeya invite")
+    assert (line.level, line.command) == (Level.WARNING, f"kakeya {command}")
 
 
 async def test_a_peer_that_is_gone_is_a_fault_and_told_by_its_cause(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+"""What the command line says of what it asked, and of what it got."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kakeya.core.errors import PeerUnavailable
+from kakeya.node.local import NodeApi
+from tests.node.nodes import run_cli
+
+
+@pytest.fixture
+def other_protocol() -> Iterator[str]:
+    """The address of a server that writes what no HTTP client expects, as a gRPC port does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"\0\0\x1e\x04\0\0\0\0\0\x1b[2J")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        thread.join()
+
+
+def test_what_speaks_no_http_is_told_without_its_bytes(other_protocol: str) -> None:
+    with pytest.raises(PeerUnavailable, match="does not speak it") as told:
+        NodeApi(address=other_protocol).get("/v1/models")
+    assert told.value.message.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--prompt", "a\udcff"), "the prompt is not UTF-8"),
+        (("--prompt", "a", "--temperature", "nan"), "--temperature: 'nan' is no number"),
+    ],
+)
+def test_what_no_node_could_take_is_not_sent(arguments: tuple[str, ...], says: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        node = f"127.0.0.1:{nobody.getsockname()[1]}"
+        done = run_cli("generate", "--node", node, *arguments)
+    assert done.returncode != 0
+    assert says in done.stderr
