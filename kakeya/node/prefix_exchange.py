@@ -79,6 +79,8 @@ class PrefixExchange:
         self._rendezvous: Rendezvous | None = None
         self._has_more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_answering = False
+        self._cached_tokens: int | None = None
+        self._is_counted = False
         self._from_peers: dict[BlockId, Source] = {}
         is_speculative = request.priority is Priority.SPECULATIVE
         self._block_class = BlockClass.SPECULATIVE if is_speculative else BlockClass.USER
@@ -171,15 +173,17 @@ class PrefixExchange:
             case Progress():
                 self._turn.heard()
                 self._pass(frame.computed_tokens)
+                self._cached_tokens = frame.cached_tokens
             case Tokens():
+                if not self._is_answering and self._cached_tokens is not None:
+                    self._count(self._cached_tokens)  # its caller may leave before the end
                 self._is_answering = True
                 self._ending.answered()
                 self._meet_nobody()
                 self._over()
             case Done():
                 self._over()
-                if self._given is not None:
-                    self._given.count(frame.usage, self._tools.counts)
+                self._count(frame.usage.cached_tokens)
 
     # --- for who asks engines
 
@@ -270,6 +274,12 @@ class PrefixExchange:
             self._tools.let_go(given, self._seat)
 
     # --- inside
+
+    def _count(self, cached_tokens: int) -> None:
+        """Count the tokens of the prompt, once."""
+        if self._given is not None and not self._is_counted:
+            self._is_counted = True
+            self._given.count(cached_tokens, self._tools.counts)
 
     def _pass(self, computed_tokens: int) -> None:
         """What was computed and not exported a block later will not be: nobody shall wait for it,

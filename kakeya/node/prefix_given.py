@@ -12,7 +12,7 @@ from kakeya.node.prefix_names import Naming
 from kakeya.node.prefix_pages import Lying, PrefixPages, Shelf
 from kakeya.precache.pieces import Piece
 from kakeya.precache.tree_answer import Pin
-from kakeya.runtime.generation import ModelFacts, Usage
+from kakeya.runtime.generation import ModelFacts
 
 
 class EngineSeat(Protocol):
@@ -116,11 +116,11 @@ class Given:
             if hold.pins > 0:
                 hold.renew()
 
-    def count(self, usage: Usage, counts: PrefixCounts) -> None:
-        """Count the tokens of the prompt by where their KV came from."""
-        left = imported = min(self.imported_tokens, usage.cached_tokens)
+    def count(self, cached_tokens: int, counts: PrefixCounts) -> None:
+        """Count the tokens of the prompt by where their KV came from; so many were not computed."""
+        left = imported = min(self.imported_tokens, cached_tokens)
         for size, source in self.offered:
             counts.tokens[source] += min(size, left)
             left -= min(size, left)
-        counts.tokens[Source.LIVE] += usage.cached_tokens - imported
-        counts.tokens[Source.COMPUTED] += max(0, self.prompt_tokens - usage.cached_tokens)
+        counts.tokens[Source.LIVE] += cached_tokens - imported
+        counts.tokens[Source.COMPUTED] += max(0, self.prompt_tokens - cached_tokens)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,9 +31,11 @@ from kakeya.precache.retention import Retention
 from kakeya.runtime.generation import (
     DecodeRequest,
     Done,
+    Frame,
     KvOffer,
     ModelFacts,
     Priority,
+    Progress,
     StopReason,
     Tokens,
     Usage,
@@ -966,6 +968,30 @@ async def test_a_prompt_that_ends_where_no_state_was_kept_is_found_from_then_on(
         here.engine.facts = LARGE_STATE
         assert await here.ask(short) == cut
         assert await here.ask(long) == 17
+
+
+async def test_a_prompt_is_counted_though_its_caller_leaves_before_the_end(tmp_path: Path) -> None:
+    """As at a stop string."""
+    prompt = list(range(20, 38))
+    async with world(tmp_path) as here:
+        for _ in range(2):
+            kv = here.exchange(prompt)
+
+            async def decode(_: DecodeRequest, kv: PrefixExchange = kv) -> AsyncIterator[Frame]:
+                try:
+                    found = here.engine.prefill(await kv.offer(prompt, 1), prompt, kv)
+                    yield Progress(computed_tokens=17, total_tokens=17, cached_tokens=found)
+                    yield Tokens(token_ids=(1,))
+                    yield Tokens(token_ids=(2,))
+                finally:
+                    kv.ended()
+
+            async with aclosing(kv.run(decode)) as frames:  # type: ignore[arg-type]
+                while not isinstance(await anext(frames), Tokens):
+                    pass
+        found = here.prefixes.counts.tokens
+        assert (found[Source.PAGES], found[Source.COMPUTED]) == (17, 19)
+        here.check()
 
 
 async def test_of_eight_who_share_up_to_a_cut_one_computes_it(tmp_path: Path) -> None:
