@@ -384,8 +384,7 @@ class Arbiter:
 
     @property
     def _is_calm(self) -> bool:
-        is_quiet = self._tickets.is_empty and not self._is_stopping
-        return is_quiet and self._level is Level.NOMINAL
+        return self._tickets.is_empty and not self._is_stopping and self._level is Level.NOMINAL
 
     @property
     def _level(self) -> Level:
