@@ -106,16 +106,14 @@ class PrefixExchange:
 
     async def run(self, decode: Decode) -> AsyncGenerator[Frame, None]:
         """Decode the request in its turn. Raises what `decode` raises."""
-        clock, until_mono = self._tools.turns.clock, None
-        if self._request.deadline_s is not None:
-            until_mono = clock.mono() + self._request.deadline_s
+        clock, deadline_s = self._tools.turns.clock, self._request.deadline_s
+        began_mono = clock.mono()
+        until_mono = None if deadline_s is None else began_mono + deadline_s
         with self:
             while True:
                 self._has_more = asyncio.get_running_loop().create_future()
                 await self._approach(until_mono)
-                asked = replace(self._request, kv=self)
-                if until_mono is not None:
-                    asked = replace(asked, deadline_s=max(0.001, until_mono - clock.mono()))
+                asked = replace(self._request.after(clock.mono() - began_mono), kv=self)
                 try:
                     async with aclosing(decode(asked)) as frames:
                         while (frame := await self._next(frames)) is not None:
