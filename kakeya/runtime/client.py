@@ -35,6 +35,7 @@ from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1.precache_pb2_grpc import PrecacheServiceStub
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
 from kakeya.wire.channels import Channels, Keepalive, is_local
+from kakeya.wire.fitted import fitted, in_metadata
 from kakeya.wire.security import CLIENT_NAME
 from kakeya.wire.status import error_from_rpc
 from kakeya.wire.tls import FolderSecurity
@@ -118,7 +119,9 @@ class Client:
         client_name: str = "",
     ) -> None:
         self._address = address
-        self._metadata = ((CLIENT_NAME, client_name),) if client_name else ()
+        self._metadata = (
+            ((CLIENT_NAME, in_metadata("client_name", client_name)),) if client_name else ()
+        )
         self._timeout_s = timeout_s
         self._security = FolderSecurity(identity, node_id) if identity else None
         self._channels = Channels(
@@ -152,8 +155,11 @@ class Client:
         if self._security is not None:
             await asyncio.to_thread(self._security.refresh)
         stub = RuntimeServiceStub(self._channels.get(self._address))
-        request = pb.CreateSessionRequest(
-            client_label=label, eos_token_ids=eos_token_ids, model_id=model_id
+        request = fitted(
+            pb.CreateSessionRequest,
+            client_label=label,
+            eos_token_ids=eos_token_ids,
+            model_id=model_id,
         )
         try:
             reply = await stub.CreateSession(
@@ -181,7 +187,8 @@ class Client:
         if self._security is not None:
             await asyncio.to_thread(self._security.refresh)
         stub = PrecacheServiceStub(self._channels.get(self._address))
-        request = precache_pb2.WarmRequest(
+        request = fitted(
+            precache_pb2.WarmRequest,
             model_id=model_id,
             token_ids=token_ids,
             conversation_id=conversation_id,
@@ -225,7 +232,7 @@ class ClientSession:
 
     async def append(self, token_ids: Sequence[int]) -> int:
         """Add tokens, all or none; return the history's length."""
-        request = pb.AppendTokensRequest(session_id=self._session_id, token_ids=token_ids)
+        request = fitted(pb.AppendTokensRequest, session_id=self._session_id, token_ids=token_ids)
         try:
             reply = await self._stub.AppendTokens(request, timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -251,7 +258,8 @@ class ClientSession:
         Leaving the loop early and closing the generator cancels the generation at the node.
         """
         self.last_done = None
-        request = pb.GenerateRequest(
+        request = fitted(
+            pb.GenerateRequest,
             session_id=self._session_id,
             max_tokens=max_tokens,
             seed=seed,
@@ -263,7 +271,7 @@ class ClientSession:
         dropped = 0
         metadata = [(PRIORITY, priority.name.lower())]
         if conversation_id:
-            metadata.append((CONVERSATION, conversation_id))
+            metadata.append((CONVERSATION, in_metadata("conversation_id", conversation_id)))
         call = self._stub.Generate(request, timeout=timeout_s, metadata=tuple(metadata))
         try:
             async for response in call:

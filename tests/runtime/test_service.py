@@ -116,6 +116,18 @@ async def test_a_prompt_of_more_than_128_ki_ids_is_refused_and_changes_nothing(n
     assert await session.append([1] * 128 * 1024) == 128 * 1024
 
 
+async def test_what_no_message_holds_is_refused_by_name_and_the_session_can_be_used_on(node):
+    session = await node.client.create_session()
+    with pytest.raises(InvalidArgument, match=r"token_ids\[1\] is -5, it must be a whole number"):
+        await session.append([1, -5])
+    await session.append(PROMPT)
+    with pytest.raises(InvalidArgument, match="max_tokens is 4294967296, it must be a whole"):
+        await generate(session, 2**32)
+    with pytest.raises(InvalidArgument, match="conversation_id is 'Zoë', it must be of printable"):
+        await generate(session, 5, conversation_id="Zoë")
+    assert len(await generate(session, 5)) == 5
+
+
 async def test_client_errors_are_invalid_argument_before_anything_runs(node):
     session = await node.client.create_session()
     with pytest.raises(InvalidArgument, match="append a prompt first"):
