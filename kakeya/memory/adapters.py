@@ -64,7 +64,7 @@ class Adapter:
 
     __slots__ = (
         "adapter_id", "base", "is_coming", "is_doubtful", "is_hot", "is_moving", "is_retired",
-        "is_warm", "is_yielding", "leases", "rating", "row", "used_s",
+        "is_warm", "is_yielding", "leases", "rating", "row", "used_s", "waiting",
     )  # fmt: skip
 
     def __init__(self, adapter_id: str, base: str, row: int) -> None:
@@ -81,6 +81,7 @@ class Adapter:
         self.is_yielding = False  # its next requests wait in line, because others waited long
         self.leases = 0
         self.used_s = 0.0
+        self.waiting = 0  # requests that are to have it, its model perhaps being loaded yet
 
     @property
     def tier(self) -> Tier:
@@ -134,7 +135,7 @@ class AdapterTable:
 
     def remove(self, adapter: Adapter) -> None:
         """Forget an adapter that is nowhere but on disk. Raises Conflict while it is elsewhere."""
-        if adapter.leases or adapter.is_hot or adapter.is_warm or adapter.is_moving:
+        if adapter.tier is not Tier.COLD or not adapter.is_idle or adapter.waiting:
             raise Conflict(f"adapter {adapter.adapter_id} is in use, in a slot or in pages")
         del self._adapters[adapter.adapter_id]
         del self._by_row[adapter.row]

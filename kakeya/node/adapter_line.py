@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 
 from kakeya.core.clock import Clock
@@ -112,6 +112,7 @@ class AdapterLine:
                 retry_after_s=1.0,
             )
         waiter = _Waiter(adapter, self._clock.mono(), is_following=is_following)
+        adapter.waiting += 1
         try:
             async with asyncio.timeout(patience_s):
                 if adapter.tier is Tier.COLD:
@@ -131,6 +132,8 @@ class AdapterLine:
         except asyncio.CancelledError:
             self._leave(waiter)
             raise
+        finally:
+            adapter.waiting -= 1
 
     def released(self) -> None:
         """A lease ended: a slot may have come free."""
@@ -163,6 +166,8 @@ class AdapterLine:
         try:
             # It is for this engine, which must not be the one that goes for its pages.
             async with self._lend(self._base, _ENGINE_PATIENCE_S):
+                if adapter.is_retired:
+                    raise _removed(adapter)
                 try:
                     with self._places.wanted(adapter):
                         await self._places.warm(adapter)
@@ -216,13 +221,19 @@ class AdapterLine:
                 self._put_back(waiters)
                 continue
             free -= 1
-            adapter.is_moving = True
-            if out is not None:
-                out.is_moving = True
-            jobs.append(self._bring_one(adapter, waiters, engine, out))
+            jobs.append(self._move(adapter, waiters, engine, out))
         if len(jobs) == 1:
             return await jobs[0] or done  # no task for it: that is a turn of the loop
         return any(await asyncio.gather(*jobs)) or done
+
+    def _move(
+        self, adapter: Adapter, waiters: list[_Waiter], engine: AdapterEngine, out: Adapter | None
+    ) -> Coroutine[None, None, bool]:
+        """`_bring_one`, before which nobody else takes either of the two."""
+        adapter.is_moving = True
+        if out is not None:
+            out.is_moving = True
+        return self._bring_one(adapter, waiters, engine, out)
 
     async def _bring_one(
         self, adapter: Adapter, waiters: list[_Waiter], engine: AdapterEngine, out: Adapter | None
@@ -288,7 +299,7 @@ class AdapterLine:
         is_room = len(hot) < self.slots or (out is not None and out.is_idle)
         if adapter.tier is not Tier.WARM or adapter.is_retired or not is_room:
             return
-        await self._bring_one(adapter, [], engine, out if len(hot) >= self.slots else None)
+        await self._move(adapter, [], engine, out if len(hot) >= self.slots else None)
 
     def _grant_present(self, batch: Batch[_Waiter]) -> bool:
         """Those whose adapter is in a slot have it; one that yields took its turn like others."""

@@ -292,9 +292,10 @@ class AdapterManager:
 
     async def stale(self) -> dict[str, str]:
         """Why adapters of weights that were replaced are refused, by model id."""
-        bases = {record.base for record in self._registry}
+        records = self.records()
+        bases = {record.base for record in records}
         found = {base: await self._intake.fingerprint(base) for base in bases}
-        problems = {r.model_id: r.problem_with(found[r.base]) for r in self._registry}
+        problems = {r.model_id: r.problem_with(found[r.base]) for r in records}
         return {model_id: problem for model_id, problem in problems.items() if problem}
 
     def health(self) -> tuple[TaskHealth, ...]:
@@ -386,7 +387,7 @@ class AdapterManager:
     def _bury(self) -> None:
         """Let go of what was removed and is no longer used."""
         for adapter in tuple(self._retired):
-            if not adapter.is_idle or self._places.is_flying(adapter):
+            if not adapter.is_idle or adapter.waiting or self._places.is_flying(adapter):
                 continue
             self._places.cool(adapter)
             if adapter.tier is Tier.COLD:

@@ -37,6 +37,8 @@ class ToyEngine:
     before_load: Callable[[], None] = lambda: None
     loading: set[str] = field(default_factory=set)
     until: asyncio.Event | None = None
+    comes: Callable[[], float] = lambda: 0.0
+    is_there: asyncio.Event | None = None
     refusal: KakeyaError | None = None
     most: int = 0
     lent: int = 0
@@ -163,6 +165,9 @@ async def world(
 
     @asynccontextmanager
     async def lend(_base: str, _patience_s: float) -> AsyncIterator[ToyEngine]:
+        await asyncio.sleep(engine.comes())
+        if engine.is_there is not None:
+            await engine.is_there.wait()
         engine.lent += 1
         try:
             yield engine
@@ -200,3 +205,8 @@ async def settled(test, timeout_s: float = 10.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not test():
             await asyncio.sleep(0.005)
+
+
+def waiting(node: World) -> int:
+    models = node.adapters.status()["models"]
+    return models[TINY]["waiting"] if TINY in models else 0

@@ -17,7 +17,7 @@ from kakeya.node import adapter_line
 from kakeya.node.adapter_lease import AdapterLease
 from kakeya.node.adapter_store import AdapterRecord, AdapterStore
 from tests.fakes import SettableClock
-from tests.node.adapter_world import TINY, World, settled, world
+from tests.node.adapter_world import World, settled, waiting, world
 
 
 @asynccontextmanager
@@ -58,11 +58,6 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch, model_id: str) -> Iterator[SlowDi
             yield disk
         finally:
             disk.go_on()
-
-
-def waiting(node: World) -> int:
-    models = node.adapters.status()["models"]
-    return models[TINY]["waiting"] if TINY in models else 0
 
 
 def adapter_of(node: World, model_id: str) -> Adapter:

@@ -23,10 +23,11 @@ from kakeya.core.errors import (
 from kakeya.memory.adapter_base import read_base
 from kakeya.memory.adapter_format import Precision, unpack
 from kakeya.memory.adapters import Tier, TierRules
+from kakeya.node.adapter_intake import AdapterIntake
 from kakeya.node.adapter_store import AdapterDamaged, AdapterRecord, AdapterStore, BaseReplaced
 from kakeya.node.models import EMBEDDED_FOLDER
 from tests.memory.adapter_folders import tiny_adapter, tiny_arrays, write_adapter
-from tests.node.adapter_world import TINY, World, settled, world
+from tests.node.adapter_world import TINY, World, settled, waiting, world
 
 
 def only_file(node: World) -> Path:
@@ -362,6 +363,42 @@ async def test_one_that_is_found_damaged_while_it_is_replaced_is_the_new_one_aft
         assert node.adapters.status()["problems"] == {}
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
+async def test_who_waits_for_a_model_has_the_version_that_took_the_place_of_the_one_asked_for(
+    tmp_path: Path, comes_back: bool
+) -> None:
+    async with world(tmp_path) as node:
+        model_id = await node.add(1, "poet")
+        first = node.adapters.find(model_id).version
+        node.engine.is_there = asyncio.Event()
+        asked = asyncio.create_task(node.adapters.acquire(model_id))
+        await settled(lambda: waiting(node) == 1)
+        await node.add(2, "poet", is_replacing=True)
+        await node.adapters.rebalance()
+        if comes_back:
+            await node.add(1, "poet", is_replacing=True)
+            await node.adapters.rebalance()
+        node.engine.is_there.set()
+        with await asked as lease:
+            assert lease.adapter_id == node.adapters.find(model_id).version
+            assert (lease.adapter_id == first) is comes_back
+        await settled(lambda: not node.adapters.status()["retired"])
+
+
+async def test_who_waits_for_a_model_hears_that_the_adapter_was_removed(tmp_path: Path) -> None:
+    async with world(tmp_path) as node:
+        model_id = await node.add(1, "poet")
+        node.engine.is_there = asyncio.Event()
+        asked = asyncio.create_task(node.adapters.acquire(model_id))
+        await settled(lambda: waiting(node) == 1)
+        await node.adapters.remove(model_id)
+        await node.adapters.rebalance()
+        node.engine.is_there.set()
+        with pytest.raises(NotFound, match="poet"):
+            await asked
+        await settled(lambda: not node.adapters.status()["retired"])
+
+
 async def test_one_that_the_disk_keeps_is_not_removed(tmp_path: Path) -> None:
     async with world(tmp_path) as node:
         model_id = await node.add(1)
@@ -448,6 +485,24 @@ async def test_an_adapter_of_weights_that_were_replaced_is_refused_until_it_is_a
         (await node.adapters.acquire(model_id)).release()
 
 
+async def test_one_that_is_added_while_weights_are_looked_at_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(EMBEDDED_FOLDER / TINY)
+    async with world(tmp_path, bases={TINY: folder, "copy": folder}) as node:
+        await node.add(1)
+        made = await asyncio.to_thread(tiny_adapter, tmp_path / "made", 2, rank=2)
+        look = AdapterIntake.fingerprint
+
+        async def look_later(intake: AdapterIntake, base: str) -> str:
+            await node.adapters.register("late", "copy", made)
+            return await look(intake, base)
+
+        monkeypatch.setattr(AdapterIntake, "fingerprint", look_later)
+        assert await node.adapters.stale() == {}
+        assert len(node.adapters.records()) == 2
+
+
 async def test_an_adapter_that_took_the_place_of_another_is_alone_there(tmp_path: Path) -> None:
     """Where the engine refuses, who was to leave is in its slot yet."""
     async with world(tmp_path, slots=1) as node:
@@ -502,6 +557,24 @@ async def test_what_is_used_a_lot_is_brought_in_before_it_is_asked_for_again(
         await settled(lambda: first in node.engine.held)
 
 
+async def test_one_that_leaves_for_a_wanted_one_is_not_lent_meanwhile(tmp_path: Path) -> None:
+    rules = TierRules(hot_uses=2, warm_uses=1)
+    async with world(tmp_path, slots=1, rules=rules) as node:
+        wanted, other = await node.add(1), await node.add(2)
+        for _ in range(4):
+            (await node.adapters.acquire(wanted)).release()
+        (await node.adapters.acquire(other)).release()
+        node.engine.until = asyncio.Event()
+        await node.adapters.rebalance()
+        await settled(lambda: node.engine.loading == {node.adapters.find(wanted).version})
+        asked = asyncio.create_task(node.adapters.acquire(other))
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+        node.engine.until.set()
+        with await asked as lease:
+            assert set(node.engine.held) == {lease.adapter_id}
+
+
 async def test_random_use_with_deaths_removals_and_few_slots_loses_nobody(
     tmp_path: Path,
 ) -> None:
@@ -509,7 +582,7 @@ async def test_random_use_with_deaths_removals_and_few_slots_loses_nobody(
     rng = random.Random(11)
     async with world(tmp_path, slots=3, pages=8) as node:
         ids = [await node.add(seed) for seed in range(10)]
-        node.engine.pause = lambda: rng.choice((0.0, 0.0, 0.002))
+        node.engine.pause = node.engine.comes = lambda: rng.choice((0.0, 0.0, 0.002))
         outcomes: Counter[str] = Counter()
 
         async def client(number: int) -> None:
@@ -531,15 +604,16 @@ async def test_random_use_with_deaths_removals_and_few_slots_loses_nobody(
 
         async def mischief() -> None:
             nonlocal deaths
-            for turn in range(12):
+            for turn in range(16):
                 await asyncio.sleep(0.03)
-                if turn % 3 == 0:
+                if turn % 4 == 0:
                     node.engine.restart(node.adapters)
                     deaths += 1
-                elif turn % 3 == 1:
-                    await node.adapters.remove(ids[-1 - turn // 3])
-                else:
-                    await node.adapters.rebalance()
+                elif turn % 4 == 1:
+                    await node.adapters.remove(ids[-1 - turn // 4])
+                elif turn % 4 == 2:
+                    await node.add(20 + turn % 8, "a0", is_replacing=True)
+                await node.adapters.rebalance()
 
         async with asyncio.timeout(60):
             await asyncio.gather(mischief(), *(client(number) for number in range(20)))
