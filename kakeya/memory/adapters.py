@@ -134,9 +134,12 @@ class AdapterTable:
             raise NotFound(f"there is no adapter {adapter_id[:120]!r}") from None
 
     def remove(self, adapter: Adapter) -> None:
-        """Forget an adapter that is nowhere but on disk. Raises Conflict while it is elsewhere."""
+        """Forget an adapter that is nowhere but on disk, and that nobody waits for. Raises Conflict
+        for another."""
         if adapter.tier is not Tier.COLD or not adapter.is_idle or adapter.waiting:
-            raise Conflict(f"adapter {adapter.adapter_id} is in use, in a slot or in pages")
+            raise Conflict(
+                f"adapter {adapter.adapter_id} is in use or waited for, in a slot or in pages"
+            )
         del self._adapters[adapter.adapter_id]
         del self._by_row[adapter.row]
         self._window.drop(adapter.row)

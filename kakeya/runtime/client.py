@@ -105,7 +105,8 @@ class Client:
     `identity` is the folder that `kakeya join` made. Any member may then answer, or only
     `node_id`, which is checked even over loopback (the end of a tunnel, say).
 
-    `client_name` is who this client is where it shows no certificate: adapters have owners.
+    `client_name` is who this client is where it shows no certificate: adapters have owners. Raises
+    InvalidArgument for one that is not of printable ASCII characters.
     """
 
     def __init__(
@@ -231,7 +232,8 @@ class ClientSession:
         return self._session_id
 
     async def append(self, token_ids: Sequence[int]) -> int:
-        """Add tokens, all or none; return the history's length."""
+        """Add tokens, all or none; return the history's length. Raises InvalidArgument for ids
+        that the model does not have, and the failure of the call."""
         request = fitted(pb.AppendTokensRequest, session_id=self._session_id, token_ids=token_ids)
         try:
             reply = await self._stub.AppendTokens(request, timeout=self._timeout_s)
@@ -255,6 +257,7 @@ class ClientSession:
         """Yield token ids as they are committed; afterwards `last_done` tells how it went.
 
         What one session of a conversation computed is there for the next one of the same id.
+        Raises InvalidArgument that names a parameter which is out of its range.
         Leaving the loop early and closing the generator cancels the generation at the node.
         """
         self.last_done = None

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import QuantizedKVCache
 
 from kakeya.decoding.sampling import SamplingParams
@@ -122,10 +123,13 @@ class Pair:
 
     def same_kv(self) -> bool:
         """Whether both hold the same KV, bit for bit."""
+        mine, other = (
+            tree_flatten([layer.state[:2] for layer in verifier.cache])
+            for verifier in (self.alone, self.shared)
+        )
         return all(
             bool(mx.array_equal(one, two).item())
-            for mine, other in zip(self.alone.cache, self.shared.cache, strict=True)
-            for one, two in zip(mine.state[:2], other.state[:2], strict=True)
+            for (_, one), (_, two) in zip(mine, other, strict=True)
         )
 
 
@@ -154,13 +158,7 @@ def test_whoever_shares_the_forward_each_row_is_bit_for_bit_as_alone(
     model = models[name]
     pairs = [Pair(model, *one) for one in made]
     for members, keep, has_block in rounds:
-        joined = [pair for at, pair in enumerate(pairs) if members >> at & 1]
-        tokens = [pair.token() for pair in joined]
-        if joined:
-            launch_together(model, [pair.shared for pair in joined], tokens)
-        for pair, token in zip(joined, tokens, strict=True):
-            pair.alone.launch(token)
-            pair.settle(keep)
+        go_on(model, pairs, members, keep)
         if has_block:
             verify_alone(pairs[0])
     for pair in pairs:
@@ -194,15 +192,21 @@ def test_rows_of_quantized_kv_share_a_forward_too(
         for length, seed in made
     ]
     for members, keep in rounds:
-        joined = [pair for at, pair in enumerate(pairs) if members >> at & 1]
-        tokens = [pair.token() for pair in joined]
-        if joined:
-            launch_together(quantized, [pair.shared for pair in joined], tokens)
-        for pair, token in zip(joined, tokens, strict=True):
-            pair.alone.launch(token)
-            pair.settle(keep)
+        go_on(quantized, pairs, members, keep)
     for pair in pairs:
         pair.settle(0)
+        assert pair.same_kv()
+
+
+def go_on(model: LoadedModel, pairs: list[Pair], members: int, keep: int) -> None:
+    """One round: the pairs whose bits are set in `members` share a forward, the others rest."""
+    joined = [pair for at, pair in enumerate(pairs) if members >> at & 1]
+    tokens = [pair.token() for pair in joined]
+    if joined:
+        launch_together(model, [pair.shared for pair in joined], tokens)
+    for pair, token in zip(joined, tokens, strict=True):
+        pair.alone.launch(token)
+        pair.settle(keep)
 
 
 def verify_alone(pair: Pair) -> None:
