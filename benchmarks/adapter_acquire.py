@@ -31,21 +31,21 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import at_reference, emit, machine_factor, median, percentile
+from kakeya.adapters.adapted_model import AdaptedModel
+from kakeya.adapters.files.packed import digest, pack, unpack
+from kakeya.adapters.files.store import AdapterRecord, AdapterStore
+from kakeya.adapters.manager import AdapterManager
+from kakeya.adapters.tiers import Tier
+from kakeya.backends.engine.backend import EngineOptions
+from kakeya.backends.engines import engine_command
+from kakeya.config import config
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.tasks import Supervisor
-from kakeya.memory.adapter_format import digest, pack, unpack
-from kakeya.memory.adapters import Tier
-from kakeya.node import config
-from kakeya.node.adapted_model import AdaptedModel
-from kakeya.node.adapter_store import AdapterRecord, AdapterStore
-from kakeya.node.adapter_wiring import ADAPTER_FOLDER
-from kakeya.node.adapters import AdapterManager
-from kakeya.node.engines import engine_command
+from kakeya.generation.request import DecodeRequest, ServedModel, Tokens
+from kakeya.generation.spec import ModelSpec, Role
+from kakeya.node.adapters import ADAPTER_FOLDER
 from kakeya.node.memory import EngineSetup, NodeMemory
-from kakeya.node.models import ModelSpec, Role
-from kakeya.node.page_wiring import NodePages
-from kakeya.runtime.generation import DecodeRequest, ServedModel, Tokens
-from kakeya.serving.backends.engine_backend import EngineOptions
+from kakeya.node.pages import NodePages
 from tests.memory.adapter_folders import write_adapter
 
 TINY = "kakeya-tiny"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from kakeya.mlx.blas import preload_blas
+from kakeya.mlx.numerics.blas import preload_blas
 
 preload_blas(threads=1)
 
@@ -23,14 +23,14 @@ from mlx_lm.generate import BatchGenerator  # noqa: E402
 from benchmarks.models import EMBEDDED, random_model  # noqa: E402
 from benchmarks.plain import plain_network  # noqa: E402
 from benchmarks.report import emit, interleaved, median  # noqa: E402
-from kakeya.decoding.controller import DraftController  # noqa: E402
-from kakeya.engine.adapters import AdapterUse  # noqa: E402
-from kakeya.engine.drafting import RemoteBooks  # noqa: E402
+from kakeya.adapters.files.packed import PackedAdapter, PackedTensor, Precision  # noqa: E402
+from kakeya.decoding.control.controller import DraftController  # noqa: E402
+from kakeya.engine.adapters.slots import AdapterUse  # noqa: E402
 from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame  # noqa: E402
-from kakeya.engine.scheduler import Scheduler, Ticket  # noqa: E402
-from kakeya.engine.sequence import SequenceTools, Violations  # noqa: E402
-from kakeya.engine.slots import KvSlots  # noqa: E402
-from kakeya.memory.adapter_format import PackedAdapter, PackedTensor, Precision  # noqa: E402
+from kakeya.engine.kv.slots import KvSlots  # noqa: E402
+from kakeya.engine.steps.drafting import RemoteBooks  # noqa: E402
+from kakeya.engine.steps.scheduler import Scheduler, Ticket  # noqa: E402
+from kakeya.engine.steps.sequence import SequenceTools, Violations  # noqa: E402
 from kakeya.mlx.loader import load  # noqa: E402
 from kakeya.mlx.lora import AdapterSlots  # noqa: E402
 from kakeya.mlx.model import MlxModel  # noqa: E402

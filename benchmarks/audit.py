@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.virtual_fleet import VirtualFleet, VirtualNode
-from kakeya.fleet.beats import Floats
+from kakeya.fleet.view.beats import Floats
 
 LOOKS_PER_INTERVAL = 4
 SETTLE_ROUNDS = 12

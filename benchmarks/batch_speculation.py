@@ -9,19 +9,19 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from kakeya.mlx.blas import preload_blas
+from kakeya.mlx.numerics.blas import preload_blas
 
 preload_blas(threads=1)
 
 from benchmarks.models import random_model  # noqa: E402
 from benchmarks.report import emit, median  # noqa: E402
-from kakeya.decoding.controller import DraftController  # noqa: E402
-from kakeya.decoding.sampling import SamplingParams  # noqa: E402
-from kakeya.engine.drafting import RemoteBooks  # noqa: E402
+from kakeya.decoding.control.controller import DraftController  # noqa: E402
+from kakeya.decoding.draft.sampling import SamplingParams  # noqa: E402
 from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, SourceSpec  # noqa: E402
-from kakeya.engine.scheduler import Scheduler, Ticket  # noqa: E402
-from kakeya.engine.sequence import SequenceTools, Violations  # noqa: E402
-from kakeya.engine.slots import KvSlots  # noqa: E402
+from kakeya.engine.kv.slots import KvSlots  # noqa: E402
+from kakeya.engine.steps.drafting import RemoteBooks  # noqa: E402
+from kakeya.engine.steps.scheduler import Scheduler, Ticket  # noqa: E402
+from kakeya.engine.steps.sequence import SequenceTools, Violations  # noqa: E402
 from kakeya.mlx.loader import load  # noqa: E402
 from kakeya.mlx.model import MlxModel  # noqa: E402
 

@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from benchmarks.report import emit, interleaved, median
-from kakeya.fleet.authority import authority_of, new_fleet
-from kakeya.fleet.card_trust import FleetTrust
+from kakeya.fleet.identity.authority import authority_of, new_fleet
+from kakeya.fleet.identity.trust import FleetTrust
 from kakeya.v1 import distributed_pb2 as pb
 
 NOW = 1_700_000_000.0

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kakeya.mlx.blas import preload_blas
+from kakeya.mlx.numerics.blas import preload_blas
 
 preload_blas(threads=1)
 
@@ -24,7 +24,7 @@ from benchmarks.gateway import TOKENS, completion, post, unique_prompt  # noqa: 
 from benchmarks.models import random_model  # noqa: E402
 from benchmarks.nodes import MlxLmServer, wait_ready  # noqa: E402
 from benchmarks.report import emit, median  # noqa: E402
-from kakeya.node.child import NodeProcess  # noqa: E402
+from kakeya.cli.child import NodeProcess  # noqa: E402
 
 CLIENTS = 8
 ROUNDS = 3

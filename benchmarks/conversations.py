@@ -23,7 +23,7 @@ from benchmarks.eight_agents import Restarts, Turn, ask, words
 from benchmarks.models import random_model
 from benchmarks.nodes import wait_ready
 from benchmarks.report import emit
-from kakeya.node.child import NodeProcess
+from kakeya.cli.child import NodeProcess
 
 LONG_WORDS, LONG_TURNS = 3650, 50
 """A little more than 4000 tokens."""

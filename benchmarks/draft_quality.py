@@ -14,7 +14,7 @@ from typing import Protocol
 from benchmarks import texts
 from benchmarks.lookup import RecentLookup
 from benchmarks.report import emit
-from kakeya.decoding.ngram import NGramIndex
+from kakeya.decoding.ngram.ngram import NGramIndex
 
 SIZE = 8
 GOAL_CYCLE = 8.5

@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 from benchmarks.report import emit, interleaved, median
+from kakeya.cli.child import NodeProcess
 from kakeya.core.ids import NGRAM
-from kakeya.decoding.remote import RemoteProposer
-from kakeya.decoding.stream import StreamedDraft, StreamedPeer
-from kakeya.node.child import NodeProcess
+from kakeya.decoding.remote.remote import RemoteProposer
+from kakeya.decoding.remote.stream import StreamedDraft, StreamedPeer
 
 SIZE = 16
 REPEATS = 301

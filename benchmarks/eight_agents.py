@@ -30,9 +30,9 @@ from pathlib import Path
 from benchmarks.models import random_model
 from benchmarks.nodes import MlxLmServer, request, wait_ready
 from benchmarks.report import emit, median
-from kakeya.node.child import NodeProcess
-from kakeya.serving.prefix_text import encode_prefix
-from kakeya.serving.text import TextModel
+from kakeya.cli.child import NodeProcess
+from kakeya.text.prefix import encode_prefix
+from kakeya.text.text import TextModel
 
 AGENTS = 8
 SYSTEM_WORDS = 1830

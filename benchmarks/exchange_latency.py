@@ -26,20 +26,20 @@ import grpc.aio
 from benchmarks.fleet_cards import PaddedTrust, fleet_cards
 from benchmarks.report import emit, percentile
 from kakeya.core.clock import SystemClock
-from kakeya.fleet.authority import authority_of, new_fleet
-from kakeya.fleet.card_trust import FleetTrust
-from kakeya.fleet.cards import Offer
-from kakeya.fleet.exchange import Exchanger
-from kakeya.fleet.identity import load_identity, save_identity
-from kakeya.fleet.registry import CapabilityRegistry
-from kakeya.fleet.service import CapabilityService, register
-from kakeya.fleet.sync import Sync
-from kakeya.node.listeners import Listeners
-from kakeya.node.membership import FleetSecurity
+from kakeya.fleet.cards.cards import Offer
+from kakeya.fleet.gossip.round import Exchanger
+from kakeya.fleet.gossip.service import CapabilityService, register
+from kakeya.fleet.gossip.sync import Sync
+from kakeya.fleet.identity.authority import authority_of, new_fleet
+from kakeya.fleet.identity.identity import load_identity, save_identity
+from kakeya.fleet.identity.membership import FleetSecurity
+from kakeya.fleet.identity.trust import FleetTrust
+from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import CapabilityServiceStub
-from kakeya.wire.admission import CallerLimits
 from kakeya.wire.channels import Channels
+from kakeya.wire.server.caller_limits import CallerLimits
+from kakeya.wire.server.listeners import Listeners
 
 CALLS = 100
 TURNS = 5

@@ -23,7 +23,7 @@ from benchmarks.long_prompt import STREAMS, stream
 from benchmarks.models import random_model
 from benchmarks.nodes import wait_ready
 from benchmarks.report import emit, median
-from kakeya.node.child import NodeProcess
+from kakeya.cli.child import NodeProcess
 
 PROMPTS = 5
 CARD_S = 40.0

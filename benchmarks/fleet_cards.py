@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from kakeya.core.ids import ModelId
 from kakeya.core.units import GIB
-from kakeya.fleet.cards import Card, CardFault, Offer, OfferedModel, Role
-from kakeya.fleet.convert import to_wire
-from kakeya.fleet.registry import CapabilityRegistry
+from kakeya.fleet.cards.cards import Card, CardFault, Offer, OfferedModel, Role
+from kakeya.fleet.cards.convert import to_wire
+from kakeya.fleet.view.registry import CapabilityRegistry
 
 NOW = 1_700_000_000.0
 MODELS = (

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from kakeya.mlx.blas import preload_blas
+from kakeya.mlx.numerics.blas import preload_blas
 
 preload_blas(threads=1)
 
@@ -26,7 +26,7 @@ from mlx_lm import load, stream_generate  # noqa: E402
 from benchmarks.models import EMBEDDED, random_model  # noqa: E402
 from benchmarks.nodes import CODE, MlxLmServer, wait_ready  # noqa: E402
 from benchmarks.report import emit, median  # noqa: E402
-from kakeya.node.child import NodeProcess  # noqa: E402
+from kakeya.cli.child import NodeProcess  # noqa: E402
 
 TOKENS = 64
 REPEATS = 15

@@ -19,10 +19,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kakeya.runtime.generation import DecodeRequest, Done, Frame, StopReason, Tokens
-from kakeya.serving.answer import Answer
-from kakeya.serving.stream import ChunkWriter
-from kakeya.serving.text import TextModel
+from kakeya.gateway.answer import Answer
+from kakeya.gateway.openai.stream import ChunkWriter
+from kakeya.generation.request import DecodeRequest, Done, Frame, StopReason, Tokens
+from kakeya.text.text import TextModel
 from tests.serving.toy import ToyModel, make_folder, serving
 
 TOKENS = 2000

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 from benchmarks.fleet_cards import CERTIFICATE_BYTES, NOW, PaddedTrust, fleet_offer
 from benchmarks.report import emit
-from kakeya.fleet.beats import MAX_BEATS
-from kakeya.fleet.cards import DEFAULT_INTERVAL_S
-from kakeya.fleet.digest import SETTLED_S
-from kakeya.fleet.gossip import FULL_EVERY
-from kakeya.fleet.registry import CapabilityRegistry
-from kakeya.fleet.sync import Sync
-from kakeya.fleet.targets import DEFAULT_FANOUT
+from kakeya.fleet.cards.cards import DEFAULT_INTERVAL_S
+from kakeya.fleet.gossip.gossip import FULL_EVERY
+from kakeya.fleet.gossip.sync import Sync
+from kakeya.fleet.gossip.targets import DEFAULT_FANOUT
+from kakeya.fleet.view.beats import MAX_BEATS
+from kakeya.fleet.view.digest import SETTLED_S
+from kakeya.fleet.view.registry import CapabilityRegistry
 
 GOALS_KB = {25: 3.0, 1000: 60.0}
 CHANGED = {25: 1, 1000: 10}

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from benchmarks.models import random_model
 from kakeya.core.units import KIB
-from kakeya.engine.kv import KvExports, plan_take, take
+from kakeya.engine.kv.blocks import KvExports, plan_take, take
 from kakeya.engine.model import Model
-from kakeya.engine.pieces import Pieces
-from kakeya.memory.arena import Filling, PageArena
-from kakeya.memory.content import ContentType, PageConfig
-from kakeya.precache.kv_pages import KvPages
+from kakeya.engine.steps.pieces import Pieces
+from kakeya.generation.kv_pages import KvPages
+from kakeya.memory.pages.content import ContentType, PageConfig
+from kakeya.memory.pages.shared_arena import Filling, PageArena
 
 TOKENS = 1000
 """That are prefilled; the prompt has one more."""
@@ -115,7 +115,7 @@ def prompt() -> Iterator[Prompt]:
 
 
 def _load() -> Model:
-    from kakeya.mlx.blas import preload_blas
+    from kakeya.mlx.numerics.blas import preload_blas
 
     is_fast = preload_blas(1)
     from kakeya.mlx.loader import load

@@ -32,9 +32,9 @@ from pathlib import Path
 
 import kakeya
 from benchmarks.memory_sight import children
+from kakeya.backends.engine.backend import EngineBackend
 from kakeya.core.process import resident_bytes
-from kakeya.runtime.generation import DecodeRequest, Tokens
-from kakeya.serving.backends.engine_backend import EngineBackend
+from kakeya.generation.request import DecodeRequest, Tokens
 
 MODEL = Path(kakeya.__file__).parent / "models" / "kakeya-tiny-draft"
 READY_S = 120.0

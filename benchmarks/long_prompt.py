@@ -22,7 +22,7 @@ from benchmarks.eight_agents import words
 from benchmarks.models import random_model
 from benchmarks.nodes import MlxLmServer, wait_ready
 from benchmarks.report import emit, median, percentile
-from kakeya.node.child import NodeProcess
+from kakeya.cli.child import NodeProcess
 
 STREAMS = 8
 STREAM_TOKENS = 400

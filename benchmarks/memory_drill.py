@@ -30,11 +30,11 @@ from benchmarks.memory_sight import Sight, children, metrics, total
 from benchmarks.models import random_adapter, sized_model
 from benchmarks.nodes import request, wait_ready
 from benchmarks.report import emit, median, percentile
+from kakeya.backends.engine.restart import RestartPolicy
+from kakeya.backends.sizes import MIN_KV_TOKENS, lease_size
+from kakeya.cli.child import NodeProcess
 from kakeya.core.units import MIB
-from kakeya.memory.estimate import estimate_model
-from kakeya.node.child import NodeProcess
-from kakeya.node.memory_sizes import MIN_KV_TOKENS, lease_size
-from kakeya.serving.backends.restart import RestartPolicy
+from kakeya.memory.estimate.estimate import estimate_model
 
 WEIGHTS_MB = (40, 60, 80)
 SLACK_BYTES = 16 * MIB
@@ -255,7 +255,7 @@ def is_serving(node: NodeProcess, model_id: str) -> bool:
 def add_adapter(node: NodeProcess, folder: Path, number: int) -> None:
     """A random adapter of rank 8 on the attention of kakeya-tiny."""
     path = random_adapter(folder / f"adapter-{number}", seed=number)
-    command = [sys.executable, "-m", "kakeya.node.cli", "adapters", "add", f"drill-{number}"]
+    command = [sys.executable, "-m", "kakeya.cli.main", "adapters", "add", f"drill-{number}"]
     command += ["--base", TINY, "--path", str(path), "--data-dir", str(folder / "node" / "data")]
     subprocess.run(command, check=True, capture_output=True)
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kakeya.cli.child import NodeProcess
 from kakeya.core.errors import KakeyaError
 from kakeya.core.process import resident_bytes
-from kakeya.node.child import NodeProcess
 
 SAMPLE_S = 0.25
 

@@ -17,8 +17,8 @@ from typing import Self
 from tokenizers import Tokenizer
 
 from benchmarks.models import EMBEDDED
-from kakeya.node.child import NodeProcess
-from kakeya.runtime.client import Client
+from kakeya.cli.child import NodeProcess
+from kakeya.sessions.client import Client
 
 CODE = """class Point:
     def __init__(self, x, y):
@@ -32,7 +32,7 @@ CODE = """class Point:
 """
 _WAIT_S = 60.0
 _SERVER = (
-    "import runpy, sys; from kakeya.mlx.blas import preload_blas; preload_blas(1); "
+    "import runpy, sys; from kakeya.mlx.numerics.blas import preload_blas; preload_blas(1); "
     "sys.argv[0] = 'mlx_lm.server'; runpy.run_module('mlx_lm.server', run_name='__main__')"
 )
 

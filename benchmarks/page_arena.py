@@ -29,10 +29,10 @@ from benchmarks.report import (
     median,
     percentile,
 )
-from kakeya.memory.arena import PageArena
-from kakeya.memory.content import ContentType, Fit, PageConfig
-from kakeya.memory.pages import PagePool
-from kakeya.memory.pins import Block, Hold
+from kakeya.memory.pages.content import ContentType, Fit, PageConfig
+from kakeya.memory.pages.pins import Block, Hold
+from kakeya.memory.pages.pool import PagePool
+from kakeya.memory.pages.shared_arena import PageArena
 
 SLABS, CALLS, REPEATS = 32, 1_000, 31
 VLLM_ALLOC_NS, VLLM_HUNDRED_NS = 494.0, 20_715.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from unittest.mock import patch
 
-from kakeya.mlx.blas import preload_blas
+from kakeya.mlx.numerics.blas import preload_blas
 
 IS_FAST = preload_blas(threads=1)
 

@@ -24,12 +24,12 @@ from benchmarks.kv_prompt import TOKENS, Prompt, prompt
 from benchmarks.report import emit, median
 from kakeya.core.clock import SystemClock
 from kakeya.core.units import GIB, MIB
-from kakeya.precache.blocks import ROOT
-from kakeya.precache.disk import BlockStore
-from kakeya.precache.disk_files import BlockFolder
-from kakeya.precache.disk_stats import DiskConfig
-from kakeya.precache.kvb import StoredBlock, pack_tokens
-from kakeya.precache.retention import Retention
+from kakeya.generation.retention import Retention
+from kakeya.prefix.disk.files import BlockFolder
+from kakeya.prefix.disk.kvb import StoredBlock, pack_tokens
+from kakeya.prefix.disk.stats import DiskConfig
+from kakeya.prefix.disk.store import BlockStore
+from kakeya.prefix.names.blocks import ROOT
 
 GOAL = 50.0
 OTHERS = 8

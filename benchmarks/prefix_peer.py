@@ -30,17 +30,17 @@ from benchmarks.models import random_model
 from benchmarks.report import emit, interleaved, median
 from kakeya.core.clock import SystemClock
 from kakeya.core.units import KIB
-from kakeya.engine.kv import Take, take
+from kakeya.engine.kv.blocks import Take, take
 from kakeya.engine.model import LoadedFacts, Model
-from kakeya.memory.arena import Filling, PageArena
-from kakeya.memory.content import ContentType, PageConfig
-from kakeya.precache.blocks import BlockChain, BlockId
-from kakeya.precache.fingerprint import KvFingerprint
-from kakeya.precache.kv_pages import KvPages
-from kakeya.precache.peer_choice import Holder
-from kakeya.precache.peer_fetch import PeerFetch
-from kakeya.precache.peer_seams import TAIL_NAME_BYTES, Loan, Part, SourceUsage, Wanted
-from kakeya.precache.peer_service import PrefillCacheService
+from kakeya.generation.kv_pages import KvPages
+from kakeya.memory.pages.content import ContentType, PageConfig
+from kakeya.memory.pages.shared_arena import Filling, PageArena
+from kakeya.prefix.names.blocks import BlockChain, BlockId
+from kakeya.prefix.names.fingerprint import KvFingerprint
+from kakeya.prefix.peers.choice import Holder
+from kakeya.prefix.peers.fetch import PeerFetch
+from kakeya.prefix.peers.seams import TAIL_NAME_BYTES, Loan, Part, SourceUsage, Wanted
+from kakeya.prefix.peers.service import PrefillCacheService
 from kakeya.v1.distributed_pb2_grpc import add_PrefillCacheServiceServicer_to_server
 
 TOKENS = 1000
@@ -243,7 +243,7 @@ async def _channel(address: str) -> grpc.aio.Channel:
 
 
 def load() -> Model:
-    from kakeya.mlx.blas import preload_blas
+    from kakeya.mlx.numerics.blas import preload_blas
 
     is_fast = preload_blas(1)
     from kakeya.mlx.loader import load

@@ -17,11 +17,11 @@ from collections.abc import Callable
 
 from benchmarks.report import emit, interleaved, median, percentile
 from kakeya.core.units import MIB, pack_ids
-from kakeya.precache.block_node import BlockFacts
-from kakeya.precache.blocks import BlockChain
-from kakeya.precache.filter import Filter
-from kakeya.precache.retention import BlockClass, Retention
-from kakeya.precache.tree import PrefixTree
+from kakeya.generation.retention import BlockClass, Retention
+from kakeya.prefix.names.blocks import BlockChain
+from kakeya.prefix.peers.filter import Filter
+from kakeya.prefix.tree.node import BlockFacts
+from kakeya.prefix.tree.tree import PrefixTree
 
 TOKENS, BLOCKS, SHARED, OWN, SYSTEMS = 256, 10_000, 40, 10, 2
 CONVERSATIONS = (BLOCKS - SYSTEMS * SHARED) // OWN

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from benchmarks import texts
 from benchmarks.lookup import scan
 from benchmarks.report import emit, interleaved, median
-from kakeya.decoding.ngram import NGramIndex
+from kakeya.decoding.ngram.ngram import NGramIndex
 
 SIZE = 8
 LENGTHS = (100, 1_000, 10_000, 100_000)

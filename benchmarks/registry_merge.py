@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from benchmarks.fleet_cards import NOW, fleet_cards, registry
 from benchmarks.report import emit, interleaved, median
-from kakeya.fleet.convert import join_cards, split_cards
-from kakeya.fleet.registry import CapabilityRegistry
+from kakeya.fleet.cards.convert import join_cards, split_cards
+from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.v1 import distributed_pb2 as pb
 
 COUNT = 1000

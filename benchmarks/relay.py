@@ -10,22 +10,22 @@ import tempfile
 import time
 from pathlib import Path
 
-from kakeya.mlx.blas import preload_blas
+from kakeya.mlx.numerics.blas import preload_blas
 
 preload_blas(threads=1)
 
 from benchmarks.models import random_model  # noqa: E402
 from benchmarks.nodes import generate, wait_ready  # noqa: E402
 from benchmarks.report import emit, median  # noqa: E402
-from kakeya.decoding.controller import DraftController  # noqa: E402
-from kakeya.engine.drafting import RemoteBooks  # noqa: E402
+from kakeya.cli.child import NodeProcess  # noqa: E402
+from kakeya.decoding.control.controller import DraftController  # noqa: E402
 from kakeya.engine.job import DecodeJob, TokensFrame  # noqa: E402
-from kakeya.engine.sequence import SequenceRun, SequenceTools, Violations  # noqa: E402
-from kakeya.engine.slots import KvSlots  # noqa: E402
+from kakeya.engine.kv.slots import KvSlots  # noqa: E402
+from kakeya.engine.steps.drafting import RemoteBooks  # noqa: E402
+from kakeya.engine.steps.sequence import SequenceRun, SequenceTools, Violations  # noqa: E402
 from kakeya.mlx.loader import load  # noqa: E402
 from kakeya.mlx.model import MlxModel  # noqa: E402
-from kakeya.node.child import NodeProcess  # noqa: E402
-from kakeya.runtime.client import Client  # noqa: E402
+from kakeya.sessions.client import Client  # noqa: E402
 
 PROMPT = list(range(40))
 TOKENS = 400

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.nodes import code_ids, generate, wait_ready
 from benchmarks.report import emit, median
-from kakeya.node.child import NodeProcess
-from kakeya.runtime.client import Client
+from kakeya.cli.child import NodeProcess
+from kakeya.sessions.client import Client
 
 TOKENS = 384
 REPEATS = 9

@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.models import random_model
 from benchmarks.nodes import MlxLmServer, request, wait_ready
 from benchmarks.report import emit
-from kakeya.node.child import NodeProcess
+from kakeya.cli.child import NodeProcess
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 _WINDOW_S, _IDLE_SHARE, _IDLE_S, _GIVE_UP_S = 0.05, 0.3, 0.5, 60.0

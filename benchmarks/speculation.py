@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kakeya.mlx.blas import preload_blas
+from kakeya.mlx.numerics.blas import preload_blas
 
 preload_blas(threads=1)
 
@@ -23,12 +23,12 @@ from tokenizers import Tokenizer  # noqa: E402
 from benchmarks.models import EMBEDDED, random_model  # noqa: E402
 from benchmarks.plain import plain_network  # noqa: E402
 from benchmarks.report import emit, interleaved, median  # noqa: E402
-from kakeya.decoding.controller import DraftController  # noqa: E402
-from kakeya.decoding.sampling import SamplingParams  # noqa: E402
-from kakeya.engine.drafting import RemoteBooks  # noqa: E402
+from kakeya.decoding.control.controller import DraftController  # noqa: E402
+from kakeya.decoding.draft.sampling import SamplingParams  # noqa: E402
 from kakeya.engine.job import DecodeJob, SourceSpec, TokensFrame  # noqa: E402
-from kakeya.engine.sequence import SequenceRun, SequenceTools, Violations  # noqa: E402
-from kakeya.engine.slots import KvSlots  # noqa: E402
+from kakeya.engine.kv.slots import KvSlots  # noqa: E402
+from kakeya.engine.steps.drafting import RemoteBooks  # noqa: E402
+from kakeya.engine.steps.sequence import SequenceRun, SequenceTools, Violations  # noqa: E402
 from kakeya.mlx.loader import load  # noqa: E402
 from kakeya.mlx.model import MlxModel  # noqa: E402
 

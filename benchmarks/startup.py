@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.models import EMBEDDED
 from benchmarks.nodes import MlxLmServer, request, resident_mb, wait_ready
 from benchmarks.report import emit, median
-from kakeya.node.child import NodeProcess
+from kakeya.cli.child import NodeProcess
 
 REPEATS = 5
 

@@ -21,8 +21,8 @@ from benchmarks.faults import Faults, inflict
 from benchmarks.virtual_fleet import Pace, VirtualFleet, VirtualNode
 from benchmarks.virtual_time import run_virtual
 from kakeya.core.ids import ModelId
-from kakeya.fleet.cards import OfferedModel, Role
-from kakeya.fleet.registry import CapabilityRegistry
+from kakeya.fleet.cards.cards import OfferedModel, Role
+from kakeya.fleet.view.registry import CapabilityRegistry
 
 NEWS = OfferedModel(ModelId("news"), Role.TOOL)
 MANY_NODES = 2000

@@ -16,9 +16,9 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.virtual_time import NodeClock
-from kakeya.fleet.beats import no_beats
-from kakeya.fleet.held import HeldCards
-from kakeya.fleet.registry import CapabilityRegistry
+from kakeya.fleet.view.beats import no_beats
+from kakeya.fleet.view.card_table import HeldCards
+from kakeya.fleet.view.registry import CapabilityRegistry
 
 
 def introduce(

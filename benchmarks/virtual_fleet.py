@@ -19,8 +19,7 @@ from benchmarks.virtual_time import EPOCH, NodeClock
 from kakeya.core.ids import ModelId
 from kakeya.core.tasks import Supervisor
 from kakeya.core.units import GIB
-from kakeya.fleet.beats import Floats
-from kakeya.fleet.cards import (
+from kakeya.fleet.cards.cards import (
     DEFAULT_INTERVAL_S,
     DEFAULT_TTL_S,
     Card,
@@ -29,14 +28,15 @@ from kakeya.fleet.cards import (
     OfferedModel,
     Role,
 )
-from kakeya.fleet.gossip import Gossip, GossipConfig
-from kakeya.fleet.held import CardIndex
-from kakeya.fleet.memory import Memory
-from kakeya.fleet.probing import Prober
-from kakeya.fleet.registry import CapabilityRegistry
-from kakeya.fleet.service import CapabilityService, register
-from kakeya.fleet.sync import Sync
-from kakeya.fleet.targets import DEFAULT_FANOUT
+from kakeya.fleet.gossip.gossip import Gossip, GossipConfig
+from kakeya.fleet.gossip.service import CapabilityService, register
+from kakeya.fleet.gossip.sync import Sync
+from kakeya.fleet.gossip.targets import DEFAULT_FANOUT
+from kakeya.fleet.liveness.probing import Prober
+from kakeya.fleet.view.beats import Floats
+from kakeya.fleet.view.card_table import CardIndex
+from kakeya.fleet.view.registry import CapabilityRegistry
+from kakeya.fleet.view.tombstones import Memory
 
 MODELS = (
     OfferedModel(ModelId("Qwen3-1.7B-4bit"), Role.VERIFIER, "4bit", 61.5),

@@ -18,16 +18,16 @@ from collections import deque
 from collections.abc import Callable
 
 from benchmarks.report import at_reference, emit, interleaved, machine_factor
+from kakeya.backends.engine.life import EngineOptions
 from kakeya.engine.job import DecodeJob
-from kakeya.engine.line import Line
+from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.model import LoadedFacts
-from kakeya.engine.pace import Pace
-from kakeya.engine.policy import CLASSES, Claim, is_turn_of_age
-from kakeya.engine.room import KvRoom
-from kakeya.engine.rows import Row, Ticket
-from kakeya.engine.slots import KvSlots
-from kakeya.engine.waiting import Waiting
-from kakeya.serving.backends.engine_life import EngineOptions
+from kakeya.engine.queue.pace import Pace
+from kakeya.engine.queue.policy import CLASSES, Claim, is_turn_of_age
+from kakeya.engine.queue.queue import Line
+from kakeya.engine.queue.room import KvRoom
+from kakeya.engine.queue.rows import Row, Ticket
+from kakeya.engine.queue.waiting import Waiting
 
 GOAL_US = 20.0
 ROUNDS, REPEATS = 400, 7

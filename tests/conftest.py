@@ -28,7 +28,7 @@ def nothing_blocks_the_event_loop() -> Iterator[BlockBuster]:
     What tests themselves do on their loop (read a log, wait for a child) is their own affair, and
     so is a call of what is there to block: the client of the command line, a program's key files.
     """
-    guard = BlockBuster("kakeya", excluded_modules=["kakeya.node.local"])
+    guard = BlockBuster("kakeya", excluded_modules=["kakeya.cli.node_api"])
     guard.functions["os.stat"].can_block_in("kakeya/wire/tls.py", "current")
     guard.functions["io.BufferedReader.read"].can_block_in("kakeya/wire/tls.py", "current")
     guard.activate()

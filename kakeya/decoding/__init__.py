@@ -1,1 +1,1 @@
-"""Proposers, acceptance, sampling, controller, decoder: drafts change speed, never output."""
+"""Speculative decoding: drafts change speed, never output."""

@@ -1,1 +1,3 @@
-"""The engine child's side: sequences, their scheduling, and the service on the unix socket."""
+"""The engine process: one model, one thread that computes, and the service on its unix socket. It
+decides which sequence runs; it never touches mlx itself.
+"""

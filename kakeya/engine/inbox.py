@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeAlias, TypeVar
 
-from kakeya.engine.rows import Ticket
+from kakeya.engine.queue.rows import Ticket
 
 _Answer = TypeVar("_Answer")
 Item: TypeAlias = "Ticket | Callable[[], None] | None"

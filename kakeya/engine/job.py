@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.decoding.decoder import FinishReason
-from kakeya.decoding.sampling import SamplingParams
-from kakeya.precache.endings import LOGIT_BYTES
-from kakeya.precache.kv_pages import KvPages
+from kakeya.decoding.draft.decoder import FinishReason
+from kakeya.decoding.draft.sampling import SamplingParams
+from kakeya.generation.kv_pages import KvPages
+from kakeya.prefix.names.endings import LOGIT_BYTES
 
 NORMAL_PRIORITY = 1
 """0 urgent, 1 normal, 2 batch, 3 speculative."""

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from kakeya.core.errors import MemoryRefused
 from kakeya.core.process import resident_bytes, trim_heap
 from kakeya.core.units import format_bytes
+from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.model import KEPT_BUFFER_BYTES, Model
-from kakeya.engine.room import RETRY_S, KvRoom
-from kakeya.engine.slots import KvSlots
-from kakeya.memory.estimate import STEP_BYTES
+from kakeya.engine.queue.room import RETRY_S, KvRoom
+from kakeya.memory.estimate.estimate import STEP_BYTES
 
 _LEAST_KV_TOKENS = 2048
 """Slots of adapters leave KV for so much, or for the whole bound where that is less."""

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kakeya.adapters.files.packed import PackedAdapter
 from kakeya.core.units import KV_BLOCK_TOKENS
-from kakeya.decoding.sampling import SamplingParams
-from kakeya.memory.adapter_format import PackedAdapter
+from kakeya.decoding.draft.sampling import SamplingParams
 
 CHUNK_LIMIT_S = 0.15
 """A prefill chunk longer than this would make a cancelled request linger."""

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from kakeya.core.errors import KakeyaError
-from kakeya.decoding.decoder import FinishReason
+from kakeya.decoding.draft.decoder import FinishReason
 from kakeya.engine.job import (
     DoneFrame,
     EngineFrame,

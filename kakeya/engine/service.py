@@ -17,18 +17,18 @@ import grpc.aio
 
 from kakeya.core.errors import InvalidArgument, KakeyaError, UnknownMethod
 from kakeya.core.units import unpack_ids
-from kakeya.decoding.sampling import SamplingParams
-from kakeya.engine.adapter_loads import AdapterLoads
-from kakeya.engine.adapter_pages import AdapterPages
-from kakeya.engine.adapters import EngineAdapters, LoadedAdapter
+from kakeya.decoding.draft.sampling import SamplingParams
+from kakeya.engine.adapters.loads import AdapterLoads
+from kakeya.engine.adapters.pages import AdapterPages
+from kakeya.engine.adapters.slots import EngineAdapters, LoadedAdapter
 from kakeya.engine.job import DecodeJob, SourceSpec
 from kakeya.engine.limits import Footprint
 from kakeya.engine.model import Model, ModelDraft
 from kakeya.engine.outbox import FRAME_S, Outbox
-from kakeya.engine.scheduler import Scheduler, Ticket
-from kakeya.engine.sequence import SequenceTools
-from kakeya.memory.page_ref import PageRef
-from kakeya.precache.kv_pages import KvPages
+from kakeya.engine.steps.scheduler import Scheduler, Ticket
+from kakeya.engine.steps.sequence import SequenceTools
+from kakeya.generation.kv_pages import KvPages
+from kakeya.memory.pages.page_ref import PageRef
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1 import engine_pb2_grpc
 from kakeya.wire.status import abort

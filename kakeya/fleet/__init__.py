@@ -1,1 +1,3 @@
-"""Cards, the registry, gossip, placement: who is there and who does what. Decisions are pure."""
+"""The fleet as one node believes it to be: cards, identity, views, gossip, liveness, paths,
+placement. Every node decides for itself; there is no coordinator.
+"""

@@ -1,1 +1,3 @@
-"""Who may be in memory: one owner of bytes. What is in use is never taken away."""
+"""One owner of the machine's bytes. Nothing large loads without a lease in its ledger, and what is
+in use is never taken away.
+"""

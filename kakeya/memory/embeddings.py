@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kakeya.core import errors
-from kakeya.memory.policy import Rung, Tenant
+from kakeya.memory.arbiter.policy import Rung, Tenant
 
 MAX_ENTRIES = 32
 TTL_S = 300.0

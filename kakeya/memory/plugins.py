@@ -19,8 +19,8 @@ from importlib.metadata import EntryPoint, entry_points
 
 from kakeya.core import errors
 from kakeya.core.log import event
-from kakeya.memory.capability import Capability
-from kakeya.memory.memory_arbiter import MemoryArbiter
+from kakeya.memory.api import MemoryArbiter
+from kakeya.memory.arbiter.capability import Capability
 
 GROUP = "kakeya.capabilities"
 _log = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""The only importer of mlx and mlx_lm: devices, loading, the verifier, draft models."""
+"""The only importer of mlx and mlx_lm: loading, the verifier, draft models, adapters."""

@@ -13,7 +13,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from kakeya.decoding.sampling import SamplingParams
+from kakeya.decoding.draft.sampling import SamplingParams
 from kakeya.engine.model import ModelDraft
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.verifier import Verifier, select

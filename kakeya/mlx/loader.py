@@ -24,13 +24,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from kakeya.adapters.files.base import read_base
 from kakeya.core.errors import ConfigError, InvalidArgument
 from kakeya.core.log import event
-from kakeya.memory.adapter_base import read_base
-from kakeya.mlx.blas import is_openblas
 from kakeya.mlx.lora import AdapterSlots
-from kakeya.mlx.openblas import Angles, suit
-from kakeya.precache.weights import weights_state
+from kakeya.mlx.numerics.blas import is_openblas
+from kakeya.mlx.numerics.openblas import Angles, suit
+from kakeya.prefix.names.weights import weights_state
 
 _log = logging.getLogger(__name__)
 _PATTERNS = [

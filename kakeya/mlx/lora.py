@@ -27,8 +27,8 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
+from kakeya.adapters.files.packed import PackedAdapter, PackedTensor, Values
 from kakeya.core.errors import InvalidArgument
-from kakeya.memory.adapter_format import PackedAdapter, PackedTensor, Values
 
 _SHAPES = 64
 """Shapes of adapters that are remembered."""

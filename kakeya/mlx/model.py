@@ -26,15 +26,15 @@ from kakeya.engine.model import (
     ModelDraft,
     SequenceState,
 )
-from kakeya.mlx import kv_layers
-from kakeya.mlx.batch import BATCH_ROWS, hand_over, launch_together, uses_slabs, why_by_turns
+from kakeya.mlx.batch.batch import BATCH_ROWS, hand_over, launch_together, uses_slabs, why_by_turns
+from kakeya.mlx.batch.places import Seating
+from kakeya.mlx.batch.shared_prefix_probe import shares_from
 from kakeya.mlx.drafts import Drafter
-from kakeya.mlx.grid import Grid, exactness, is_row_exact, nominal_grid
-from kakeya.mlx.kin_probe import shares_from
-from kakeya.mlx.kv_blocks import KvBlocks, plan_blocks
+from kakeya.mlx.kv import layers as kv_layers
+from kakeya.mlx.kv.blocks import KvBlocks, plan_blocks
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import AdapterSlots
-from kakeya.mlx.seating import Seating
+from kakeya.mlx.numerics.grid import Grid, exactness, is_row_exact, nominal_grid
 from kakeya.mlx.verifier import Verifier
 
 _log = logging.getLogger(__name__)

@@ -28,13 +28,13 @@ from mlx_lm.models.cache import (
 )
 
 from kakeya.core.errors import InvariantBroken
-from kakeya.decoding.sampling import SamplingParams, noise_key
+from kakeya.decoding.draft.sampling import SamplingParams, noise_key
 from kakeya.engine.model import KvView
-from kakeya.mlx import kv_layers
-from kakeya.mlx.kv_blocks import KvBlocks, Rings
+from kakeya.mlx.batch.slabs import PlacedKV, Seat, leave
+from kakeya.mlx.kv import layers as kv_layers
+from kakeya.mlx.kv.blocks import KvBlocks, Rings
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import row_slots
-from kakeya.mlx.slabs import PlacedKV, Seat, leave
 
 _GROWING = (KVCache, QuantizedKVCache, ConcatenateKVCache)
 _FREELY_TRIMMABLE = (*_GROWING, PlacedKV)

@@ -1,103 +1,61 @@
-"""The LoRA adapters of a node: registered, kept in three tiers, lent out while they are hot.
-
-    record = await adapters.register("poet", "kakeya-tiny", folder)
-    with await adapters.acquire("kakeya-tiny:poet") as lease:
-        ...                             # in a slot of the engine, as `lease.adapter_id`
-
-An engine knows an adapter by its version, which is its name and content: a replaced one is
-another to it, so requests that run end with what they began with, and no keys and values mix.
-A removed adapter takes no new requests and goes when the last of the old ones has ended.
-"""
+"""The adapters of a node as a part of the agent: the manager, and what it hangs on."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from prometheus_client.core import Metric
-
+from kakeya.adapters.manager import AdapterManager
+from kakeya.adapters.places import AdapterEngine
+from kakeya.config.config import AdapterConfig
 from kakeya.core.clock import Clock
-from kakeya.core.errors import Conflict, KakeyaError, LoadFailed, NotFound, StoreFailed
-from kakeya.core.log import event
-from kakeya.core.tasks import Supervisor, TaskHealth, every
-from kakeya.memory.adapter_format import Precision
-from kakeya.memory.adapters import Adapter, AdapterTable, Tier, TierRules
-from kakeya.node.adapter_intake import AdapterIntake, Wanted
-from kakeya.node.adapter_lease import AdapterLease
-from kakeya.node.adapter_line import AdapterLine, Lend
-from kakeya.node.adapter_metrics import (
-    AcquireTimes,
-    AdapterUse,
-    adapter_metrics,
-    line_status,
-)
-from kakeya.node.adapter_places import AdapterPlaces, LendSlots, none_lent
-from kakeya.node.adapter_registry import AdapterRegistry
-from kakeya.node.adapter_store import AdapterDamaged, AdapterRecord, AdapterStore
-from kakeya.node.arena import NodeArena
+from kakeya.generation.spec import Role
+from kakeya.memory.pages.node_arena import NodeArena
+from kakeya.node.memory import NodeMemory
 
-_log = logging.getLogger(__name__)
-PATIENCE_S = 120.0
-"""How long a request waits for its adapter; its model may have to be loaded meanwhile."""
-REBALANCE_S = 5.0
-_WARMINGS = 16
-"""Adapters that are laid in pages in one rebalance, so that disk and ledger are not flooded."""
+ADAPTER_FOLDER = "adapters"
 
 
-class AdapterManager:
-    """See the module; an `async with`, entered once models are known and before they serve."""
+class NodeAdapters:
+    """An `async with`, entered when the node's memory is and left before it."""
 
     def __init__(
         self,
-        folder: Path,
+        config: AdapterConfig,
+        memory: NodeMemory,
         arena: NodeArena,
         *,
-        bases: Callable[[], Mapping[str, str]],
-        lend: Lend,
-        most_rank: int,
+        data_dir: Path,
         clock: Clock,
         rng: random.Random,
-        rules: TierRules | None = None,
-        lend_slots: LendSlots = none_lent,
     ) -> None:
-        """`bases` says which models may have adapters, and where each lies; `most_rank` is what
-        their engines take; `lend_slots` gives an engine room for its slots."""
-        self._store = AdapterStore(folder)
-        self._intake = AdapterIntake(
-            bases,
-            most_rank=most_rank,
-            most_bytes=arena.largest_block_bytes,
-            wall=clock.wall,
-        )
-        self._lend = lend
+        self._config = config
+        self._memory = memory
+        self.arena = arena
+        self._data_dir = data_dir
         self._clock = clock
         self._rng = rng
-        self._registry = AdapterRegistry()
-        self._table = AdapterTable(rules)
-        self._versions: dict[str, AdapterRecord] = {}  # retired ones too, until they are gone
-        self._places = AdapterPlaces(
-            self._table, self._store, arena, self._versions.__getitem__, lend_slots
-        )
-        self._lines: dict[str, AdapterLine] = {}
-        self._retired: set[Adapter] = set()
-        self._tasks = Supervisor(clock)
-        self._tick = asyncio.Event()
-        self._writing = asyncio.Lock()
-        self._problems: dict[str, str] = {}
-        self._followers: list[Callable[[str], None]] = []
-        self.times = {tier: AcquireTimes() for tier in Tier}
+        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        for record in await asyncio.to_thread(lambda: list(self._store.scan())):
-            self._put(record)
-        if len(self._registry):
-            event(_log, "adapters found", adapters=len(self._registry))
-        self._tasks.start("adapter tiers", self._rebalance_forever)
+        async with AsyncExitStack() as stack:
+            self.manager = await stack.enter_async_context(
+                AdapterManager(
+                    self._data_dir / ADAPTER_FOLDER,
+                    self.arena,
+                    bases=self._bases,
+                    lend=self._lend,
+                    lend_slots=self._memory.lend_slots,
+                    most_rank=self._config.rank,
+                    clock=self._clock,
+                    rng=self._rng,
+                    rules=self._config.rules,
+                )
+            )
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(
@@ -106,291 +64,20 @@ class AdapterManager:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._tasks.aclose()
-        await self._places.aclose()
-
-    def follow(self, retired: Callable[[str], None]) -> None:
-        """Tell `retired` of each version that takes no more requests, by what engines know it by;
-        once."""
-        self._followers.append(retired)
-
-    # --- the owner's side
-
-    async def register(
-        self,
-        name: str,
-        base: str,
-        folder: Path,
-        *,
-        owner: str = "",
-        precision: Precision = Precision.INT8,
-        is_replacing: bool = False,
-    ) -> AdapterRecord:
-        """Take an adapter in from a folder of mlx-lm's; it may be used when this returns.
-
-        Raises InvalidArgument, NotFound for a base that this node does not serve, Conflict for a
-        name that is taken (unless replacing). What was replaced or removed just now may come back
-        at once: requests that still run with it and the next ones share it.
-        """
-        wanted = Wanted(name=name, base=base, folder=folder, owner=owner, precision=precision)
-        record, packed = await self._intake.take(wanted)
-        async with self._writing:
-            known = self._registry.get(record.model_id)
-            if known is not None and not is_replacing:
-                raise Conflict(
-                    f"adapter {record.model_id} is registered; remove it first, or replace it"
-                )
-            is_same = known is not None and known.version == record.version
-            await asyncio.to_thread(self._store.save, record, packed)
-            if known is not None and not is_same:
-                self._retire(known)
-            self._put(record)
-        event(_log, "adapter registered", adapter=record.model_id, rank=record.rank, owner=owner)
-        return record
-
-    async def remove(self, name: str) -> AdapterRecord:
-        """Forget BASE:NAME, or NAME: nobody gets it any more, who has it may go on.
-
-        Raises NotFound, InvalidArgument when several bases have an adapter of that name, and
-        StoreFailed when the disk keeps it: then it is as before.
-        """
-        async with self._writing:
-            record = self._registry.named(name)
-            await self._delete(record)
-            self._retire(record)
-        event(_log, "adapter removed", adapter=record.model_id)
-        return record
-
-    async def _delete(self, record: AdapterRecord) -> None:
-        """It is unknown before its file goes: nobody shall find it damaged."""
-        adapter = self._table.get(record.version)
-        self._registry.drop(record.model_id)
-        adapter.is_retired = True
-        try:
-            await asyncio.to_thread(self._store.remove, record)
-        except StoreFailed:
-            adapter.is_retired = False
-            self._registry.put(record)
-            raise
-
-    def records(self) -> tuple[AdapterRecord, ...]:
-        """All that are registered."""
-        return tuple(self._registry)
-
-    # --- the callers' side
-
-    def find(self, model_id: str, client: str = "") -> AdapterRecord:
-        """Find an adapter for a client. Raises NotFound naming near ones, Denied."""
-        try:
-            return self._registry.find(model_id, client)
-        except NotFound:
-            if model_id in self._problems:
-                raise NotFound(self._problems[model_id]) from None
-            raise
-
-    def digest_of(self, version: str) -> str:
-        """The content of an adapter by what engines know it by. Raises NotFound."""
-        if version not in self._versions:
-            raise NotFound(f"no adapter is known as {version[:80]!r}")
-        return self._versions[version].digest
-
-    def usable(self, client: str = "") -> tuple[AdapterRecord, ...]:
-        """What a client may name."""
-        return self._registry.usable(client)
-
-    async def acquire(
-        self, model_id: str, client: str = "", *, patience_s: float = PATIENCE_S
-    ) -> AdapterLease:
-        """Lease an adapter, brought into a slot of its engine if it is not there.
-
-        Raises NotFound, Denied, QueueFull, CapacityExhausted when it got no slot in time,
-        AdapterDamaged, OutOfPages, and what loading the model raises.
-        """
-        while True:
-            record = self.find(model_id, client)
-            try:
-                return await self._acquire(record, patience_s)
-            except Conflict:  # removed or replaced since it was found
-                if self._registry.get(model_id) == record:
-                    raise
-
-    async def _acquire(
-        self, record: AdapterRecord, patience_s: float, *, is_following: bool = False
-    ) -> AdapterLease:
-        began_mono = self._clock.mono()
-        adapter = self._table.get(record.version)
-        tier = adapter.tier
-        line = self._line(record.base)
-        if not line.take(adapter, is_following=is_following):
-            await line.wait(adapter, patience_s, is_following=is_following)
-        self.times[tier].add(self._clock.mono() - began_mono)
-        return AdapterLease(self.released, adapter, record)
-
-    def released(self, adapter: Adapter) -> None:
-        """Called by leases, when they end."""
-        self._table.release(adapter, self._clock.mono())
-        self._lines[adapter.base].released()
-        if adapter.is_retired and not adapter.leases:
-            self._tick.set()
-
-    async def acquire_again(self, record: AdapterRecord, patience_s: float) -> AdapterLease:
-        """Lease the very version that a request began with, for decodes that come behind its load:
-        the engine may read it yet. Where it cannot, a decode ends with NotFound; then call `lost`,
-        and this again, which tells why.
-
-        Raises Conflict when it was removed or replaced meanwhile, and what `acquire` raises.
-        """
-        if record.version not in self._table or self._table.get(record.version).is_retired:
-            raise Conflict(
-                f"adapter {record.model_id} was replaced or removed under a request; send it again"
-            )
-        return await self._acquire(record, patience_s, is_following=True)
-
-    def cool(self, model_id: str) -> None:
-        """Take an adapter out of the pages now, unless an engine reads it. Raises NotFound."""
-        self._places.cool(self._table.get(self._registry.named(model_id).version))
-
-    def lost(self, lease: AdapterLease) -> None:
-        """Note that an engine does not know a leased adapter: it was started anew."""
-        adapter = self._table.get(lease.adapter_id)
-        self._table.left_slot(adapter)
-
-    def engine_changed(self, base: str, pid: int | None) -> None:
-        """Note which process serves a model; None = it is in no memory."""
-        self._places.engine_changed(base, pid)
-
-    # --- what there is
+        await self._stack.aclose()
 
     def status(self) -> dict[str, object]:
-        """As JSON."""
-        now = self._clock.mono()
+        """Adapters and the pages that they lie in, as JSON."""
+        return self.manager.status() | {"pages": self.arena.status()}
+
+    def _bases(self) -> dict[str, str]:
+        engines = self._memory.engines
         return {
-            "registered": len(self._registry),
-            "warm": len(self._table.warm()),
-            "models": {
-                base: line_status(self._table, base, line, now)
-                for base, line in self._lines.items()
-            },
-            "acquired": {tier.name.lower(): taken.total for tier, taken in self.times.items()},
-            "retired": sorted(adapter.adapter_id for adapter in self._retired),
-            "problems": dict(self._problems),
+            model.model_id: model.facts.model_path
+            if model.facts
+            else engines.sources[model.model_id]
+            for model in engines.of_role(Role.VERIFIER)
         }
 
-    def describe(self, record: AdapterRecord) -> AdapterUse:
-        """Where an adapter is, and how much it is used. Raises NotFound when it is gone."""
-        adapter = self._table.get(record.version)
-        return AdapterUse(
-            tier=adapter.tier,
-            leases=adapter.leases,
-            uses=self._table.uses(adapter, self._clock.mono()),
-        )
-
-    def metrics(self) -> Iterator[Metric]:
-        """Tiers, acquires, moves."""
-        waiting = {base: line.waiting for base, line in self._lines.items()}
-        yield from adapter_metrics(self._table, waiting, self.times, self._places.moves)
-
-    async def stale(self) -> dict[str, str]:
-        """Why adapters of weights that were replaced are refused, by model id."""
-        records = self.records()
-        bases = {record.base for record in records}
-        found = {base: await self._intake.fingerprint(base) for base in bases}
-        problems = {r.model_id: r.problem_with(found[r.base]) for r in records}
-        return {model_id: problem for model_id, problem in problems.items() if problem}
-
-    def health(self) -> tuple[TaskHealth, ...]:
-        """The background tasks."""
-        return self._tasks.health()
-
-    # --- inside
-
-    def _put(self, record: AdapterRecord) -> None:
-        self._registry.put(record)
-        self._problems.pop(record.model_id, None)
-        self._versions[record.version] = record
-        if record.version not in self._table:
-            self._table.add(record.version, record.base)
-            return
-        adapter = self._table.get(record.version)
-        adapter.is_retired = False  # it came back while it was going
-        self._retired.discard(adapter)
-
-    def _line(self, base: str) -> AdapterLine:
-        if base in self._lines:
-            return self._lines[base]
-        line = self._lines[base] = AdapterLine(
-            base,
-            self._table,
-            self._places,
-            self._lend,
-            clock=self._clock,
-            on_failure=self._could_not_be_had,
-        )
-        self._tasks.start(f"adapters of {base}", line.run)
-        return line
-
-    def _could_not_be_had(self, adapter: Adapter, problem: KakeyaError) -> None:
-        if adapter.is_retired:
-            return
-        record = self._versions[adapter.adapter_id]
-        event(
-            _log,
-            "adapter could not be had",
-            level=logging.WARNING,
-            adapter=record.version,
-            problem=problem.message,
-        )
-        if isinstance(problem, AdapterDamaged) and self._registry.get(record.model_id) == record:
-            self._problems[record.model_id] = problem.message
-            self._registry.drop(record.model_id)
-            self._retire(record)
-
-    def _retire(self, record: AdapterRecord) -> None:
-        if record.version not in self._table:
-            return  # its file was found damaged, and it is gone by now
-        adapter = self._table.get(record.version)
-        adapter.is_retired = True
-        self._retired.add(adapter)
-        self._tick.set()
-        for retired in self._followers:
-            retired(record.version)
-
-    async def _rebalance_forever(self) -> None:
-        await every(REBALANCE_S, self.rebalance, clock=self._clock, rng=self._rng, wake=self._tick)
-
-    async def rebalance(self) -> None:
-        """Rate all adapters, and move those that nobody waits for."""
-        self._bury()
-        slots = {base: line.slots for base, line in self._lines.items() if self._places.is_up(base)}
-        moves = self._table.rebalance(self._clock.mono(), slots)
-        self._places.rank()
-        for move in moves:
-            if move.to is Tier.COLD:
-                self._places.cool(self._table.get(move.adapter_id))
-        for base, line in self._lines.items():
-            hot = (move for move in moves if move.to is Tier.HOT)
-            line.tidy(tuple(m for m in hot if self._table.get(m.adapter_id).base == base))
-        for move in [move for move in moves if move.to is Tier.WARM][:_WARMINGS]:
-            await self._warm(move.adapter_id)
-
-    async def _warm(self, adapter_id: str) -> None:
-        if adapter_id not in self._table:
-            return
-        adapter = self._table.get(adapter_id)
-        try:
-            await self._places.warm(adapter)
-        except LoadFailed as problem:
-            self._could_not_be_had(adapter, problem)
-        except KakeyaError as problem:
-            event(_log, "adapter not warmed", level=logging.DEBUG, problem=problem.message)
-
-    def _bury(self) -> None:
-        """Let go of what was removed and is no longer used."""
-        for adapter in tuple(self._retired):
-            if not adapter.is_idle or adapter.waiting or self._places.is_flying(adapter):
-                continue
-            self._places.cool(adapter)
-            if adapter.tier is Tier.COLD:
-                self._table.remove(adapter)
-                del self._versions[adapter.adapter_id]
-                self._retired.discard(adapter)
+    def _lend(self, base: str, patience_s: float) -> AbstractAsyncContextManager[AdapterEngine]:
+        return self._memory.engines.get(base).lend(patience_s)

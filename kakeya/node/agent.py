@@ -19,49 +19,49 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
+from kakeya.backends.engine.backend import EngineOptions
+from kakeya.backends.engines import EngineCommand, sockets_folder
+from kakeya.config.config import NodeConfig
+from kakeya.config.table import HTTP
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError
-from kakeya.core.log import event
-from kakeya.core.tasks import Supervisor
-from kakeya.fleet.cards import Offer
-from kakeya.fleet.exchange import Round
-from kakeya.fleet.identity import Identity
-from kakeya.fleet.ring import probe_ring_environment
-from kakeya.node.card import Place, make_offer
-from kakeya.node.config import NodeConfig
-from kakeya.node.control import control_socket
-from kakeya.node.datadir import DataDir, RunInfo
-from kakeya.node.directory import Models, failed_addresses
-from kakeya.node.engines import EngineCommand, sockets_folder
-from kakeya.node.health import NodeHealth
-from kakeya.node.keeper import StateKeeper
-from kakeya.node.life import become_member, begin, tell_command_line, to_remember
-from kakeya.node.listeners import Listeners
-from kakeya.node.machine import (
+from kakeya.core.host import (
     host_names,
     join_address,
     platform_name,
     unified_memory_bytes,
 )
-from kakeya.node.membership import open_trust
+from kakeya.core.log import event
+from kakeya.core.settings import split_address
+from kakeya.core.tasks import Supervisor
+from kakeya.fleet.cards.cards import Offer
+from kakeya.fleet.gossip.round import Round
+from kakeya.fleet.identity.identity import Identity
+from kakeya.fleet.identity.membership import open_trust
+from kakeya.fleet.liveness.duplicate_id import Namesake
+from kakeya.fleet.placement.ring import probe_ring_environment
+from kakeya.gateway.app import build_app
+from kakeya.gateway.http.server import HttpServer, serve_http
+from kakeya.generation.request import Usage
+from kakeya.generation.spec import Role
+from kakeya.node.card import Place, make_offer
+from kakeya.node.control import control_socket
+from kakeya.node.datadir import DataDir, RunInfo
+from kakeya.node.directory import Models, failed_addresses
+from kakeya.node.fleet import Chances, FleetPlane
 from kakeya.node.memory import EngineSetup, NodeMemory
-from kakeya.node.models import Role
 from kakeya.node.overview import Overview
-from kakeya.node.page_wiring import NodePages, least_bytes
-from kakeya.node.plane import Chances, FleetPlane
-from kakeya.node.ports import listen
-from kakeya.node.precache_wiring import node_precache
-from kakeya.node.prefix_peers import read_fleet_key
+from kakeya.node.pages import NodePages, least_bytes
 from kakeya.node.reach import Reach
 from kakeya.node.services import Services
-from kakeya.node.settings import split_address
-from kakeya.node.table import HTTP
-from kakeya.node.taken import Namesake
+from kakeya.node.startup import become_member, begin, tell_command_line, to_remember
+from kakeya.node.state_writer import StateKeeper
+from kakeya.node.warm import node_precache
 from kakeya.node.watchdog import LoopWatchdog
-from kakeya.runtime.generation import Usage
-from kakeya.serving.backends.engine_backend import EngineOptions
-from kakeya.serving.gateway import build_app
-from kakeya.serving.server import HttpServer, serve_http
+from kakeya.prefix.peers.peers import read_fleet_key
+from kakeya.wire.server.health import NodeHealth
+from kakeya.wire.server.listeners import Listeners
+from kakeya.wire.server.ports import listen
 
 _log = logging.getLogger(__name__)
 GRACE_S = 5.0

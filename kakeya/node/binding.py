@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kakeya.config.table import BIND, INSECURE_LAN, JOIN
 from kakeya.core.errors import ConfigError
-from kakeya.node.interfaces import Interface, choose_listeners
-from kakeya.node.machine import join_address
-from kakeya.node.settings import is_loopback, split_address
-from kakeya.node.table import BIND, INSECURE_LAN, JOIN
+from kakeya.core.host import join_address
+from kakeya.core.settings import is_loopback, split_address
+from kakeya.fleet.paths.interfaces import Interface, choose_listeners
 
 DEFAULT_PORT = 50051
 _LOOPBACK = "127.0.0.1"

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kakeya.core.ids import NGRAM, ModelId
-from kakeya.fleet.cards import Endpoint, Offer, OfferedModel
-from kakeya.fleet.cards import Role as CardRole
-from kakeya.node.models import Role
-from kakeya.runtime.generation import ModelFacts
+from kakeya.fleet.cards.cards import Endpoint, Offer, OfferedModel
+from kakeya.fleet.cards.cards import Role as CardRole
+from kakeya.generation.request import ModelFacts
+from kakeya.generation.spec import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

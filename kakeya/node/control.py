@@ -14,10 +14,10 @@ from typing import Protocol
 
 import grpc.aio
 
+from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
-from kakeya.fleet.invite import VALID_S
-from kakeya.node.door import Invitation
-from kakeya.serving.backends.engine_process import MAX_SOCKET_PATH_BYTES
+from kakeya.fleet.identity.invite import VALID_S
+from kakeya.fleet.identity.join_server import Invitation
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import ControlServiceServicer
 from kakeya.wire.security import CertRole

@@ -18,10 +18,10 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
+from kakeya.config import config
 from kakeya.core import log
 from kakeya.core.errors import ConfigError, KakeyaError
 from kakeya.core.garbage import spare_what_is_there, undisturbed
-from kakeya.node import config
 from kakeya.node.datadir import DataDir
 
 _log = logging.getLogger("kakeya.node.daemon")  # not __name__: this may be __main__
@@ -71,9 +71,9 @@ def _refuse(status: int, sentence: str) -> int:
 async def _run(settings: config.NodeConfig, home: DataDir) -> int:
     # After the flags: a wrong one is answered without the time that gRPC takes to import.
     with undisturbed():
-        from kakeya.fleet.identity import FOLDER as IDENTITY
+        from kakeya.backends.engines import engine_command
+        from kakeya.fleet.identity.identity import FOLDER as IDENTITY
         from kakeya.node.agent import GRACE_S, Agent
-        from kakeya.node.engines import engine_command
 
     spare_what_is_there()
     stopped = asyncio.Event()

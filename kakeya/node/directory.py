@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
+from kakeya.adapters.adapted_model import AdaptedModel, Adapters
+from kakeya.adapters.files.store import AdapterRecord
 from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound
-from kakeya.node.adapted_model import AdaptedModel, Adapters
-from kakeya.node.adapter_store import AdapterRecord
-from kakeya.runtime.generation import (
+from kakeya.generation.request import (
     AdaptedId,
     DecodeRequest,
     Done,

@@ -63,13 +63,13 @@ class _Engine:
     """What the model thread made and both threads use."""
 
     def __init__(self, model: Model, options: Namespace) -> None:
-        from kakeya.decoding.controller import DraftController
-        from kakeya.engine.adapters import EngineAdapters
-        from kakeya.engine.drafting import RemoteBooks
-        from kakeya.engine.room import usual_kv_bytes
-        from kakeya.engine.scheduler import Scheduler
-        from kakeya.engine.sequence import SequenceTools, Violations
-        from kakeya.engine.slots import KvSlots
+        from kakeya.decoding.control.controller import DraftController
+        from kakeya.engine.adapters.slots import EngineAdapters
+        from kakeya.engine.kv.slots import KvSlots
+        from kakeya.engine.queue.room import usual_kv_bytes
+        from kakeya.engine.steps.drafting import RemoteBooks
+        from kakeya.engine.steps.scheduler import Scheduler
+        from kakeya.engine.steps.sequence import SequenceTools, Violations
         from kakeya.wire.tls import MaterialFolder
 
         controller = DraftController()
@@ -134,7 +134,7 @@ def _model_thread(
 
 def load_model(options: Namespace) -> Model:
     """Load and probe a model with mlx, as the options say."""
-    from kakeya.mlx.blas import preload_blas
+    from kakeya.mlx.numerics.blas import preload_blas
 
     accelerated = preload_blas(options.blas_threads)
     started = time.perf_counter()

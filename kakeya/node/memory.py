@@ -25,12 +25,23 @@ from typing import Self
 
 from prometheus_client.core import Metric
 
+from kakeya.backends.engine.backend import EngineOptions
+from kakeya.backends.engine.process import Command
+from kakeya.backends.engine.watch import EngineWatch
+from kakeya.backends.engines import EngineCommand, Engines
+from kakeya.backends.handler import EngineHandler
+from kakeya.backends.resident import DRAFT, TEXT, ResidentModel
+from kakeya.backends.sizes import LeaseSize, check_pinned, lease_sizes, node_budget
+from kakeya.backends.terms import DRAFT_TERMS
+from kakeya.config.config import MemoryConfig
 from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound
 from kakeya.core.tasks import Supervisor, TaskHealth, every
-from kakeya.memory.capability import Capability
-from kakeya.memory.estimate_history import SizeHistory, SizeRecord
-from kakeya.memory.events import (
+from kakeya.generation.spec import ModelSpec, Role
+from kakeya.memory.api import PLAIN, MemoryArbiter
+from kakeya.memory.arbiter.capability import Capability
+from kakeya.memory.arbiter.comeback import Comeback
+from kakeya.memory.arbiter.events import (
     Event,
     Evicted,
     LoadFailure,
@@ -38,30 +49,19 @@ from kakeya.memory.events import (
     ModelLoad,
     ModelUnload,
 )
-from kakeya.memory.memory_arbiter import PLAIN, MemoryArbiter
-from kakeya.memory.memory_metrics import MemoryCounters, memory_metrics
-from kakeya.memory.panics import FIND_PERIOD_S, find_profile, report_folders
-from kakeya.memory.plan import Reason
+from kakeya.memory.arbiter.plan import Reason
+from kakeya.memory.arbiter.resident import DRAFTER, TEXT_TARGET, ResidentKey, Warmth
+from kakeya.memory.estimate.history import SizeHistory, SizeRecord
+from kakeya.memory.estimate.size_file import SizeFile, hub_folder
+from kakeya.memory.leases.keeper import LeaseKeeper, lease_keeper
+from kakeya.memory.log import MemoryLog
+from kakeya.memory.machine.panics import FIND_PERIOD_S, find_profile, report_folders
+from kakeya.memory.machine.pressure import DispatchedPressure
+from kakeya.memory.metrics import MemoryCounters, memory_metrics
 from kakeya.memory.plugins import PluginReport, load_capabilities
-from kakeya.memory.pressure import DispatchedPressure
-from kakeya.memory.resident import DRAFTER, TEXT_TARGET, ResidentKey, Warmth
-from kakeya.node.config import MemoryConfig
-from kakeya.node.engine_handler import EngineHandler
-from kakeya.node.engines import EngineCommand, Engines
-from kakeya.node.escalation import EngineWatch
-from kakeya.node.keeper import StateKeeper
-from kakeya.node.leases import LeaseKeeper, lease_keeper
-from kakeya.node.memory_comeback import Comeback
-from kakeya.node.memory_log import MemoryLog
-from kakeya.node.memory_pressure import dispatcher, pressure_monitor
-from kakeya.node.memory_sizes import LeaseSize, check_pinned, lease_sizes, node_budget
-from kakeya.node.memory_view import Json, describe_memory
-from kakeya.node.models import ModelSpec, Role
-from kakeya.node.resident_model import DRAFT, TEXT, ResidentModel
-from kakeya.node.sizes import SizeFile, hub_folder
-from kakeya.node.terms import DRAFT_TERMS
-from kakeya.serving.backends.engine_backend import EngineOptions
-from kakeya.serving.backends.engine_process import Command
+from kakeya.memory.pressure_sources import dispatcher, pressure_monitor
+from kakeya.memory.view import Json, describe_memory
+from kakeya.node.state_writer import StateKeeper
 
 TEND_S = 2.0
 """Between two looks at which models can come back, and which a request would get by now."""

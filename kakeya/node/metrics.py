@@ -7,15 +7,15 @@ from dataclasses import asdict
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kakeya.backends.resident import ResidentModel
 from kakeya.core.tasks import TaskHealth
-from kakeya.fleet.discovery import DiscoveryStats
-from kakeya.fleet.gossip import GossipStats
-from kakeya.fleet.invite import InviteStats
-from kakeya.fleet.service import ServiceStats
-from kakeya.node.models import ModelSpec
-from kakeya.node.resident_model import ResidentModel
-from kakeya.runtime.generation import ModelState
-from kakeya.runtime.service import RuntimeStats
+from kakeya.fleet.gossip.gossip import GossipStats
+from kakeya.fleet.gossip.service import ServiceStats
+from kakeya.fleet.identity.invite import InviteStats
+from kakeya.fleet.paths.discovery import DiscoveryStats
+from kakeya.generation.request import ModelState
+from kakeya.generation.spec import ModelSpec
+from kakeya.sessions.service import RuntimeStats
 
 
 def model_metrics(models: Sequence[tuple[ModelSpec, ResidentModel | None]]) -> Iterator[Metric]:

@@ -10,17 +10,17 @@ from prometheus_client.core import Metric
 from kakeya.core.clock import Clock
 from kakeya.core.tasks import TaskHealth
 from kakeya.node import metrics
-from kakeya.node.health import NodeHealth
-from kakeya.node.keeper import StateKeeper
-from kakeya.node.listeners import Listeners
+from kakeya.node.fleet import FleetPlane
 from kakeya.node.memory import NodeMemory
-from kakeya.node.page_wiring import NodePages
-from kakeya.node.plane import FleetPlane
-from kakeya.node.precache import NodePrecache
+from kakeya.node.pages import NodePages
 from kakeya.node.services import Services
 from kakeya.node.state import NodeState
+from kakeya.node.state_writer import StateKeeper
 from kakeya.node.status import Json, View, describe
 from kakeya.node.watchdog import LoopWatchdog
+from kakeya.prefix.warm.ahead import NodePrecache
+from kakeya.wire.server.health import NodeHealth
+from kakeya.wire.server.listeners import Listeners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

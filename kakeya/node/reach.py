@@ -11,16 +11,17 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Sequence
 
+from kakeya.config.config import FleetConfig, ListenConfig
+from kakeya.config.table import ADVERTISE, BIND
 from kakeya.core.clock import Clock
 from kakeya.core.errors import ConfigError
+from kakeya.core.host import join_address, reachable_address
 from kakeya.core.log import event
+from kakeya.core.settings import split_address
 from kakeya.core.tasks import Supervisor
-from kakeya.fleet.addresses import AddressPolicy
-from kakeya.fleet.cards import Endpoint
-from kakeya.fleet.round_trips import RoundTrips
-from kakeya.node.binding import Binding, choose_binding
-from kakeya.node.config import FleetConfig, ListenConfig
-from kakeya.node.interfaces import (
+from kakeya.fleet.cards.cards import Endpoint
+from kakeya.fleet.paths.addresses import AddressPolicy
+from kakeya.fleet.paths.interfaces import (
     WATCH_S,
     Interface,
     choose_listeners,
@@ -30,10 +31,9 @@ from kakeya.node.interfaces import (
     read_thunderbolt_ports,
     source_host,
 )
-from kakeya.node.listeners import Listeners
-from kakeya.node.machine import join_address, reachable_address
-from kakeya.node.settings import split_address
-from kakeya.node.table import ADVERTISE, BIND
+from kakeya.fleet.paths.round_trips import RoundTrips
+from kakeya.node.binding import Binding, choose_binding
+from kakeya.wire.server.listeners import Listeners
 
 _log = logging.getLogger(__name__)
 _GRACE_S = 1.0

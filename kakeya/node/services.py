@@ -10,34 +10,34 @@ from pathlib import Path
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
+from kakeya.adapters.service import AdapterService
+from kakeya.backends.resident import ResidentModel
+from kakeya.config.config import SessionConfig
 from kakeya.core.clock import Clock
 from kakeya.core.ids import NGRAM
 from kakeya.core.tasks import Supervisor
-from kakeya.decoding.ngram import NGramProposer
-from kakeya.decoding.service import ProposerService
-from kakeya.decoding.stream_service import DraftStreamService
-from kakeya.node.adapter_service import AdapterService
-from kakeya.node.config import SessionConfig
+from kakeya.decoding.ngram.ngram import NGramProposer
+from kakeya.decoding.serve.service import ProposerService
+from kakeya.decoding.serve.stream_service import DraftStreamService
+from kakeya.fleet.placement.draft_sources import FleetDrafts
+from kakeya.generation.request import ModelState
 from kakeya.node.control import ControlService, NoFleet
 from kakeya.node.directory import Models
-from kakeya.node.doctor.wiring import Doctor
-from kakeya.node.drafting import FleetDrafts
-from kakeya.node.health import NodeHealth
-from kakeya.node.page_wiring import NodePages
-from kakeya.node.plane import FleetPlane
-from kakeya.node.prefix_peers import PrefixPeers
-from kakeya.node.resident_model import ResidentModel
-from kakeya.runtime.generation import ModelState
-from kakeya.runtime.precache import Precache
-from kakeya.runtime.precache_service import PrecacheService
-from kakeya.runtime.service import RuntimeService
-from kakeya.runtime.store import SessionLimits, SessionStore
+from kakeya.node.doctor import Doctor
+from kakeya.node.fleet import FleetPlane
+from kakeya.node.pages import NodePages
+from kakeya.prefix.peers.peers import PrefixPeers
+from kakeya.prefix.seam import Precache
+from kakeya.sessions.prefix_service import PrecacheService
+from kakeya.sessions.service import RuntimeService
+from kakeya.sessions.store import SessionLimits, SessionStore
 from kakeya.v1.adapters_pb2_grpc import add_AdapterServiceServicer_to_server
 from kakeya.v1.distributed_pb2_grpc import add_ProposerServiceServicer_to_server
 from kakeya.v1.drafts_pb2_grpc import add_DraftStreamServiceServicer_to_server
 from kakeya.v1.fleet_pb2_grpc import add_ControlServiceServicer_to_server
 from kakeya.v1.precache_pb2_grpc import add_PrecacheServiceServicer_to_server
 from kakeya.v1.runtime_pb2_grpc import add_RuntimeServiceServicer_to_server
+from kakeya.wire.server.health import NodeHealth
 
 RUNTIME = "kakeya.v1.RuntimeService"
 _ALWAYS_SERVING = ("kakeya.v1.CapabilityService", "kakeya.v1.ProposerService")

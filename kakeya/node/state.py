@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kakeya.core.ids import NodeId
-from kakeya.fleet.cards import MAX_INCARNATION, is_dialable, is_valid_node_id
-from kakeya.fleet.memory import Memory, Sighting
+from kakeya.fleet.cards.cards import MAX_INCARNATION, is_dialable, is_valid_node_id
+from kakeya.fleet.view.tombstones import Memory, Sighting
 
 STATE_VERSION = 1
 

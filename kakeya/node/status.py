@@ -10,21 +10,21 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from kakeya.backends.resident import ResidentModel
 from kakeya.core.errors import PlacementError
 from kakeya.core.ids import NodeId
-from kakeya.fleet.cards import PROTOCOL_MAX, PROTOCOL_MIN, Card
-from kakeya.fleet.cards import Role as CardRole
-from kakeya.fleet.conflicts import Conflict
-from kakeya.fleet.endpoints import Route
-from kakeya.fleet.gossip import GossipStats
-from kakeya.fleet.identity import Identity
-from kakeya.fleet.placement import SpecDecodePlacement, plan_spec_decode_placement
-from kakeya.fleet.skew import WARN_S
-from kakeya.fleet.suspicion import Doubt
-from kakeya.node.drafting import choose_sources
-from kakeya.node.models import ModelSpec
-from kakeya.node.resident_model import ResidentModel
-from kakeya.runtime.generation import ModelFacts
+from kakeya.fleet.cards.cards import PROTOCOL_MAX, PROTOCOL_MIN, Card
+from kakeya.fleet.cards.cards import Role as CardRole
+from kakeya.fleet.gossip.gossip import GossipStats
+from kakeya.fleet.identity.identity import Identity
+from kakeya.fleet.paths.endpoints import Route
+from kakeya.fleet.placement.draft_sources import choose_sources
+from kakeya.fleet.placement.placement import SpecDecodePlacement, plan_spec_decode_placement
+from kakeya.fleet.view.conflicts import Conflict
+from kakeya.fleet.view.skew import WARN_S
+from kakeya.fleet.view.suspicion import Doubt
+from kakeya.generation.request import ModelFacts
+from kakeya.generation.spec import ModelSpec
 
 Json = dict[str, object]
 

@@ -117,7 +117,7 @@ class DescribeResponse(_message.Message):
     device, arithmetic library, prefill grid; canonical JSON.
     """
     weights_state: _builtins.str
-    """The state of the files that the weights were read from: kakeya/precache/weights.py; "" = they
+    """The state of the files that the weights were read from: kakeya/prefix/names/weights.py; "" = they
     changed meanwhile.
     """
     kv_fixed_bytes: _builtins.int
@@ -1048,7 +1048,7 @@ Global___ShrinkRequest: _TypeAlias = ShrinkRequest  # noqa: Y015
 
 @_typing.final
 class PageRef(_message.Message):
-    """A block in shared memory: kakeya/memory/page_ref.py says what the fields mean."""
+    """A block in shared memory: kakeya/memory/pages/page_ref.py says what the fields mean."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1,1 +1,3 @@
-"""Channels and the error-to-status tables: how Kakeya speaks gRPC, whatever the service."""
+"""gRPC from the caller's side: channels, TLS, deadlines, and what an error is on the wire. It
+knows no service.
+"""

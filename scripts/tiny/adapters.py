@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kakeya.mlx.blas import preload_blas
+from kakeya.mlx.numerics.blas import preload_blas
 
 preload_blas(threads=1)
 

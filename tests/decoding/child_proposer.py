@@ -5,9 +5,9 @@ import sys
 
 import grpc.aio
 
-from kakeya.decoding.ngram import NGramProposer
-from kakeya.decoding.service import ProposerService
-from kakeya.decoding.stream_service import DraftStreamService
+from kakeya.decoding.ngram.ngram import NGramProposer
+from kakeya.decoding.serve.service import ProposerService
+from kakeya.decoding.serve.stream_service import DraftStreamService
 from kakeya.v1 import distributed_pb2_grpc as rpc
 from kakeya.v1.drafts_pb2_grpc import add_DraftStreamServiceServicer_to_server
 

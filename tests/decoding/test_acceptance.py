@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.decoding.acceptance import accept_block
+from kakeya.decoding.draft.acceptance import accept_block
 
 tokens = st.lists(st.integers(0, 3), max_size=8)
 

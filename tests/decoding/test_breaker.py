@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kakeya.decoding.breaker import BreakerState, CircuitBreaker
+from kakeya.decoding.remote.breaker import BreakerState, CircuitBreaker
 
 
 def breaker() -> CircuitBreaker:

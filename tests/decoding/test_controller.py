@@ -8,11 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.decoding.acceptance_rate import AcceptanceTable, Cell
-from kakeya.decoding.controller import KEPT_SOURCES, PROBE_COST, PROBE_STEPS, DraftController
-from kakeya.decoding.proposer import Draft
-from kakeya.decoding.row_cost import RowCosts
-from kakeya.decoding.shadow import ShadowScorer
+from kakeya.decoding.control.acceptance_rate import AcceptanceTable, Cell
+from kakeya.decoding.control.controller import (
+    KEPT_SOURCES,
+    PROBE_COST,
+    PROBE_STEPS,
+    DraftController,
+)
+from kakeya.decoding.control.row_cost import RowCosts
+from kakeya.decoding.control.shadow import ShadowScorer
+from kakeya.decoding.draft.proposer import Draft
 
 # Milliseconds of a forward by its rows, measured on different machines and models.
 DENSE = {1: 35, 2: 38.9, 3: 45.9, 4: 50.8, 5: 59.9, 6: 69.3, 7: 77.4, 8: 85.8, 16: 155}

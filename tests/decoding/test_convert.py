@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument, PeerProtocol
 from kakeya.core.units import pack_ids
-from kakeya.decoding.convert import (
+from kakeya.decoding.draft.convert import (
     MAX_PREFIX_TOKENS,
     draft_from_wire,
     draft_to_wire,
     prefix_from_wire,
     request_to_wire,
 )
-from kakeya.decoding.proposer import Draft, SamplingNoise
+from kakeya.decoding.draft.proposer import Draft, SamplingNoise
 from kakeya.v1 import distributed_pb2 as pb
 
 ids = st.integers(0, 2**32 - 1)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument, InvariantBroken
-from kakeya.decoding.decoder import Decoding, FinishReason
+from kakeya.decoding.draft.decoder import Decoding, FinishReason
 
 from .toys import GREEDY, SAMPLED, VOCAB, HashModel
 

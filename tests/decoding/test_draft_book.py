@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pytest
 
 from kakeya.core.errors import PeerError, PeerProtocol
-from kakeya.decoding.decoder import Decoding
-from kakeya.decoding.draft_book import LEAST_ASKED, MOST_ASKED, MOST_PADDED, RemoteDraftBook
-from kakeya.decoding.proposer import Draft, SamplingNoise
+from kakeya.decoding.draft.decoder import Decoding
+from kakeya.decoding.draft.proposer import Draft, SamplingNoise
+from kakeya.decoding.remote.draft_book import LEAST_ASKED, MOST_ASKED, MOST_PADDED, RemoteDraftBook
 from tests.fakes import FakeClock
 
 from .toys import VOCAB, HashModel

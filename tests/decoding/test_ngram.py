@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.decoding import ngram
-from kakeya.decoding.ngram import LENGTHS, ROLLBACK, NGramIndex, NGramProposer
-from kakeya.decoding.proposer import Proposer
+from kakeya.decoding.draft.proposer import Proposer
+from kakeya.decoding.ngram import ngram
+from kakeya.decoding.ngram.ngram import LENGTHS, ROLLBACK, NGramIndex, NGramProposer
 
 
 def reference(text: list[int], size: int, lengths=LENGTHS) -> list[int]:

@@ -7,8 +7,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.decoding.ngram import LENGTHS, NGramIndex
-from kakeya.decoding.ngram_source import LOOK_TOKENS, NGramSource
+from kakeya.decoding.ngram.ngram import LENGTHS, NGramIndex
+from kakeya.decoding.ngram.source import LOOK_TOKENS, NGramSource
 
 texts = st.lists(st.integers(0, 3), max_size=60)
 

@@ -12,17 +12,17 @@ import grpc
 import pytest
 
 from kakeya.core.errors import InvalidArgument, PeerProtocol
-from kakeya.decoding.decoder import Decoding
-from kakeya.decoding.ngram import NGramProposer
-from kakeya.decoding.proposer import Proposer
-from kakeya.decoding.remote import (
+from kakeya.decoding.draft.decoder import Decoding
+from kakeya.decoding.draft.proposer import Proposer
+from kakeya.decoding.library.speculative import DistributedSpeculativeDecoder, SpeculativeDecoder
+from kakeya.decoding.ngram.ngram import NGramProposer
+from kakeya.decoding.remote.remote import (
     PROPOSAL_TIMEOUT_S,
     RemoteDraftBook,
     RemoteProposer,
     RemoteProposerError,
 )
-from kakeya.decoding.service import ProposerService
-from kakeya.decoding.speculative import DistributedSpeculativeDecoder, SpeculativeDecoder
+from kakeya.decoding.serve.service import ProposerService
 from tests.fakes import FakeClock
 
 from .servers import PlainServicer, child_server, plain_server, serving

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kakeya.decoding.acceptance import accept_block
-from kakeya.decoding.sampling import SamplingParams, gumbel, noise_key, probabilities, select
+from kakeya.decoding.draft.acceptance import accept_block
+from kakeya.decoding.draft.sampling import SamplingParams, gumbel, noise_key, probabilities, select
 
 LOGITS = np.array([1.0, 0.2, -0.5, 2.0, 0.0, -3.0], dtype=np.float32)
 CRITICAL_5 = 25.7  # chi-square, 5 degrees of freedom, p = 0.0001

@@ -10,10 +10,10 @@ import pytest
 
 from kakeya.core.errors import InvalidArgument, PeerUnavailable
 from kakeya.core.units import pack_ids
-from kakeya.decoding.convert import MAX_PREFIX_TOKENS
-from kakeya.decoding.ngram import NGramProposer
-from kakeya.decoding.proposer import Draft, Proposer
-from kakeya.decoding.service import AsyncDrafter, ProposerService
+from kakeya.decoding.draft.convert import MAX_PREFIX_TOKENS
+from kakeya.decoding.draft.proposer import Draft, Proposer
+from kakeya.decoding.ngram.ngram import NGramProposer
+from kakeya.decoding.serve.service import AsyncDrafter, ProposerService
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1 import distributed_pb2_grpc as rpc
 

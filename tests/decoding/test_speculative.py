@@ -5,9 +5,9 @@ import random
 import pytest
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.decoding.controller import DraftController
-from kakeya.decoding.ngram import NGramProposer
-from kakeya.decoding.speculative import SpeculativeDecoder
+from kakeya.decoding.control.controller import DraftController
+from kakeya.decoding.library.speculative import SpeculativeDecoder
+from kakeya.decoding.ngram.ngram import NGramProposer
 
 from . import toys
 from .toys import GREEDY, SAMPLED, VOCAB, HashModel, ToyProposer

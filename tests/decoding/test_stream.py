@@ -15,15 +15,15 @@ import grpc.aio
 import pytest
 
 from kakeya.core.units import pack_ids
-from kakeya.decoding.breaker import BreakerState
-from kakeya.decoding.decoder import Decoding
-from kakeya.decoding.draft_book import RemoteDraftBook
-from kakeya.decoding.ngram import ROLLBACK, NGramIndex, NGramProposer
-from kakeya.decoding.proposer import Draft, SamplingNoise
-from kakeya.decoding.remote import MalformedDraft, RemoteProposer, RemoteProposerError
-from kakeya.decoding.service import ProposerService
-from kakeya.decoding.stream import StreamedDraft, StreamedPeer
-from kakeya.decoding.stream_service import DraftStreamService, StreamLimits
+from kakeya.decoding.draft.decoder import Decoding
+from kakeya.decoding.draft.proposer import Draft, SamplingNoise
+from kakeya.decoding.ngram.ngram import ROLLBACK, NGramIndex, NGramProposer
+from kakeya.decoding.remote.breaker import BreakerState
+from kakeya.decoding.remote.draft_book import RemoteDraftBook
+from kakeya.decoding.remote.remote import MalformedDraft, RemoteProposer, RemoteProposerError
+from kakeya.decoding.remote.stream import StreamedDraft, StreamedPeer
+from kakeya.decoding.serve.service import ProposerService
+from kakeya.decoding.serve.stream_service import DraftStreamService, StreamLimits
 from kakeya.v1 import distributed_pb2, drafts_pb2
 from kakeya.v1.distributed_pb2_grpc import ProposerServiceServicer
 from kakeya.v1.drafts_pb2_grpc import (

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kakeya.decoding.proposer import Draft, ProposerStats
-from kakeya.decoding.sampling import SamplingParams, gumbel, select
+from kakeya.decoding.draft.proposer import Draft, ProposerStats
+from kakeya.decoding.draft.sampling import SamplingParams, gumbel, select
 
 VOCAB = 29
 GREEDY = SamplingParams()

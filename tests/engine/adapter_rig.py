@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kakeya.core.errors import KakeyaError
-from kakeya.engine.adapter_pages import ReadAdapter
-from kakeya.engine.adapters import EngineAdapters, LoadedAdapter
+from kakeya.engine.adapters.pages import ReadAdapter
+from kakeya.engine.adapters.slots import EngineAdapters, LoadedAdapter
 from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, TokensFrame
-from kakeya.engine.scheduler import Scheduler, Ticket
-from kakeya.engine.sequence import SequenceTools
+from kakeya.engine.steps.scheduler import Scheduler, Ticket
+from kakeya.engine.steps.sequence import SequenceTools
 from kakeya.mlx.loader import load
 from kakeya.mlx.model import MlxModel
 from tests.engine.rig import tools

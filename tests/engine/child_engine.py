@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.units import pack_ids, unpack_ids
-from kakeya.decoding.sampling import SamplingParams
+from kakeya.decoding.draft.sampling import SamplingParams
 from kakeya.engine.model import KvView, LoadedFacts, MemoryUse, ModelDraft
 from kakeya.node.engine_main import main
 

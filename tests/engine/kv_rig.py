@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from kakeya.core.units import KIB, pack_ids
-from kakeya.decoding.acceptance import agreeing
+from kakeya.decoding.draft.acceptance import agreeing
 from kakeya.engine.job import (
     DecodeJob,
     DoneFrame,
@@ -23,11 +23,11 @@ from kakeya.engine.job import (
     ParkFrame,
 )
 from kakeya.engine.model import LoadedFacts
-from kakeya.engine.sequence import SequenceRun
-from kakeya.memory.arena import Filling, PageArena
-from kakeya.memory.content import ContentType, PageConfig
-from kakeya.precache.cuts import is_cut, marked, usable
-from kakeya.precache.kv_pages import KvPages
+from kakeya.engine.steps.sequence import SequenceRun
+from kakeya.generation.cuts import is_cut, marked, usable
+from kakeya.generation.kv_pages import KvPages
+from kakeya.memory.pages.content import ContentType, PageConfig
+from kakeya.memory.pages.shared_arena import Filling, PageArena
 from tests.engine.rig import Rig
 from tests.engine.virtual_rig import Told, VirtualRig
 

@@ -1,6 +1,6 @@
 """The line in front of an engine by its definition: everything is looked through at each question.
 
-What `kakeya.engine.line` decides with heaps and sums is what this decides without.
+What `kakeya.engine.queue.queue` decides with heaps and sums is what this decides without.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from kakeya.core.errors import DeadlineExceeded, KakeyaError, MemoryRefused
-from kakeya.engine.pace import Pace
-from kakeya.engine.policy import (
+from kakeya.engine.queue.pace import Pace
+from kakeya.engine.queue.policy import (
     AGED_S,
     CLASSES,
     FLOOR_TURNS,
@@ -23,8 +23,8 @@ from kakeya.engine.policy import (
     may_hold,
     may_pass,
 )
-from kakeya.engine.room import KvRoom
-from kakeya.engine.rows import Entry, Row, Ticket
+from kakeya.engine.queue.room import KvRoom
+from kakeya.engine.queue.rows import Entry, Row, Ticket
 
 
 class LinearShares:

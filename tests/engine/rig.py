@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kakeya.decoding.controller import DraftController
-from kakeya.engine.drafting import RemoteBooks
+from kakeya.decoding.control.controller import DraftController
 from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, TokensFrame
-from kakeya.engine.sequence import SequenceRun, SequenceTools, Violations
-from kakeya.engine.slots import KvSlots
+from kakeya.engine.kv.slots import KvSlots
+from kakeya.engine.steps.drafting import RemoteBooks
+from kakeya.engine.steps.sequence import SequenceRun, SequenceTools, Violations
 from kakeya.mlx.loader import load
 from kakeya.mlx.model import MlxModel
 from tests.mlx.random_models import write_model

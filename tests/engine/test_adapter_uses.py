@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kakeya.adapters.files.packed import PackedAdapter, Precision, digest, pack, unpack
 from kakeya.core.errors import Conflict, MemoryRefused, NotFound
-from kakeya.engine.adapters import AdapterUse, EngineAdapters
-from kakeya.memory.adapter_format import PackedAdapter, Precision, digest, pack, unpack
+from kakeya.engine.adapters.slots import AdapterUse, EngineAdapters
 from tests.engine.adapter_rig import FOLDERS, take
 
 SLOTS = 3

@@ -15,17 +15,17 @@ import pytest
 from mlx_lm.generate import generate_step
 from tokenizers import Tokenizer
 
+from kakeya.adapters.files.packed import Precision, pack
 from kakeya.core.errors import Conflict, InvalidArgument, MemoryRefused, NotFound, PageFreed
-from kakeya.decoding.sampling import SamplingParams
-from kakeya.engine.adapter_pages import AdapterPages, ReadAdapter
-from kakeya.engine.adapters import EngineAdapters
+from kakeya.decoding.draft.sampling import SamplingParams
+from kakeya.engine.adapters.pages import AdapterPages, ReadAdapter
+from kakeya.engine.adapters.slots import EngineAdapters
 from kakeya.engine.job import DecodeJob, SourceSpec
-from kakeya.engine.scheduler import Scheduler
-from kakeya.memory.adapter_format import Precision, pack
-from kakeya.memory.arena import PageArena
-from kakeya.memory.content import ContentType, PageConfig
-from kakeya.memory.page_ref import PageReader, PageRef
-from kakeya.memory.pins import Block
+from kakeya.engine.steps.scheduler import Scheduler
+from kakeya.memory.pages.content import ContentType, PageConfig
+from kakeya.memory.pages.page_ref import PageReader, PageRef
+from kakeya.memory.pages.pins import Block
+from kakeya.memory.pages.shared_arena import PageArena
 from kakeya.mlx.model import MlxModel
 from tests.engine.adapter_rig import (
     FOLDERS,

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvariantBroken
-from kakeya.decoding.controller import DraftController
-from kakeya.decoding.proposer import Draft
-from kakeya.decoding.sampling import SamplingParams
+from kakeya.decoding.control.controller import DraftController
+from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.draft.sampling import SamplingParams
 from kakeya.engine.job import DecodeJob, SourceSpec
 from kakeya.engine.model import SequenceState
-from kakeya.engine.scheduler import Scheduler
+from kakeya.engine.steps.scheduler import Scheduler
 from tests.engine.adapter_rig import Answer, Ending
 from tests.engine.child_engine import ToyState
 from tests.engine.rig import Rig, load_rig, tools

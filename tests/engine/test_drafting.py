@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import Sequence
 
-from kakeya.decoding.controller import DraftController
-from kakeya.decoding.proposer import Draft, ProposerStats
-from kakeya.decoding.sampling import SamplingParams
-from kakeya.decoding.service import ProposerService
-from kakeya.engine.drafting import KEPT_PEERS, Drafting, RemoteBooks
+from kakeya.decoding.control.controller import DraftController
+from kakeya.decoding.draft.proposer import Draft, ProposerStats
+from kakeya.decoding.draft.sampling import SamplingParams
+from kakeya.decoding.serve.service import ProposerService
 from kakeya.engine.job import SourceSpec
+from kakeya.engine.steps.drafting import KEPT_PEERS, Drafting, RemoteBooks
 from tests.decoding.servers import serving
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.decoding.sampling import SamplingParams
+from kakeya.decoding.draft.sampling import SamplingParams
 from kakeya.engine.job import (
     DecodeJob,
     DoneFrame,
@@ -20,8 +20,8 @@ from kakeya.engine.job import (
     SourceSpec,
     TokensFrame,
 )
-from kakeya.engine.sequence import Launch, SequenceRun
-from kakeya.precache.endings import LOGIT_BYTES
+from kakeya.engine.steps.sequence import Launch, SequenceRun
+from kakeya.prefix.names.endings import LOGIT_BYTES
 from tests.engine.rig import Rig, load_rig, tools
 from tests.engine.virtual_rig import Told, VirtualRig, expected
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kakeya.core.units import KV_BLOCK_TOKENS
-from kakeya.engine.policy import HELD_S
+from kakeya.engine.queue.policy import HELD_S
 from tests.engine.virtual_rig import Told, VirtualRig, expected
 
 BLOCK = KV_BLOCK_TOKENS

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kakeya.engine.inbox import Inbox, Item
 from kakeya.engine.job import DecodeJob
-from kakeya.engine.rows import Ticket
+from kakeya.engine.queue.rows import Ticket
 
 
 def ticket() -> Ticket:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.decoding.decoder import FinishReason
+from kakeya.decoding.draft.decoder import FinishReason
 from kakeya.engine.job import (
     DecodeJob,
     DoneFrame,
@@ -23,12 +23,12 @@ from kakeya.engine.job import (
     PrefillFrame,
     TokensFrame,
 )
-from kakeya.engine.kv import Take, plan_take, room_tokens
+from kakeya.engine.kv.blocks import Take, plan_take, room_tokens
 from kakeya.engine.model import LoadedFacts
-from kakeya.engine.pieces import Pieces, grid_floor
-from kakeya.engine.sequence import SequenceRun
-from kakeya.memory.page_ref import PageReader, PageRef
-from kakeya.precache.kv_pages import KvPages
+from kakeya.engine.steps.pieces import Pieces, grid_floor
+from kakeya.engine.steps.sequence import SequenceRun
+from kakeya.generation.kv_pages import KvPages
+from kakeya.memory.pages.page_ref import PageReader, PageRef
 from tests.engine.child_engine import ToyModel
 from tests.engine.kv_rig import Prefixes, logits_bits
 from tests.engine.rig import Rig, load_rig, tools
@@ -278,7 +278,7 @@ def test_pages_that_went_cost_only_time(
         spoiled(prefixes.pages(rig.model.facts, index, SIZE, filling), how)
         for index, filling in enumerate(fresh)
     ]
-    with caplog.at_level(logging.WARNING, "kakeya.engine.kv"):
+    with caplog.at_level(logging.WARNING, "kakeya.engine.kv.blocks"):
         job = DecodeJob(
             token_ids=history, max_tokens=8, kv_blocks=tuple(blocks), kv_exports=tuple(exports)
         )

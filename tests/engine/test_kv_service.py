@@ -12,10 +12,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from kakeya.memory.page_ref import PageReader
-from kakeya.precache.kv_pages import KvPages
-from kakeya.runtime.generation import DecodeRequest, KvOffer, ModelFacts
-from kakeya.serving.backends.convert import decode_to_wire, facts_from_wire, frames_of
+from kakeya.backends.engine.convert import decode_to_wire, facts_from_wire, frames_of
+from kakeya.generation.kv_pages import KvPages
+from kakeya.generation.request import DecodeRequest, KvOffer, ModelFacts
+from kakeya.memory.pages.page_ref import PageReader
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from tests.engine.kv_rig import Prefixes

@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kakeya.adapters.files.base import read_base
+from kakeya.adapters.files.packed import Precision, pack
 from kakeya.core.errors import MemoryRefused
 from kakeya.core.process import resident_bytes
-from kakeya.engine.adapters import EngineAdapters
+from kakeya.engine.adapters.slots import EngineAdapters
 from kakeya.engine.job import DecodeJob
 from kakeya.engine.limits import Limits
 from kakeya.engine.model import MemoryUse
-from kakeya.engine.scheduler import Scheduler
-from kakeya.memory.adapter_base import read_base
-from kakeya.memory.adapter_format import Precision, pack
-from kakeya.memory.estimate import GROWTH_BYTES, STEP_BYTES
+from kakeya.engine.steps.scheduler import Scheduler
+from kakeya.memory.estimate.estimate import GROWTH_BYTES, STEP_BYTES
 from kakeya.mlx.loader import load
 from kakeya.mlx.model import MlxModel
 from tests.engine.adapter_rig import Answer, Ending, take

@@ -18,14 +18,15 @@ from hypothesis.stateful import (
 )
 
 from kakeya.core.errors import KakeyaError
-from kakeya.engine import shares, waiting
 from kakeya.engine.job import DecodeJob
-from kakeya.engine.line import Line
-from kakeya.engine.pace import Pace
-from kakeya.engine.policy import EQUAL_TOKENS, OUTPUT_WEIGHT
-from kakeya.engine.room import KvRoom
-from kakeya.engine.rows import Row, Ticket
-from kakeya.engine.slots import KvSlots
+from kakeya.engine.kv.slots import KvSlots
+from kakeya.engine.queue import fair_shares as shares
+from kakeya.engine.queue import waiting
+from kakeya.engine.queue.pace import Pace
+from kakeya.engine.queue.policy import EQUAL_TOKENS, OUTPUT_WEIGHT
+from kakeya.engine.queue.queue import Line
+from kakeya.engine.queue.room import KvRoom
+from kakeya.engine.queue.rows import Row, Ticket
 from tests.engine.linear_line import LinearLine
 from tests.engine.virtual_rig import VirtualRig
 

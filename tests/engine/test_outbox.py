@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kakeya.backends.engine.convert import frames_of
 from kakeya.core.errors import MemoryRefused
-from kakeya.decoding.decoder import FinishReason
+from kakeya.decoding.draft.decoder import FinishReason
 from kakeya.engine.job import (
     DoneFrame,
     EngineFrame,
@@ -22,7 +23,6 @@ from kakeya.engine.job import (
     TokensFrame,
 )
 from kakeya.engine.outbox import Outbox
-from kakeya.serving.backends.convert import frames_of
 from kakeya.v1 import engine_pb2 as pb
 
 DONE = DoneFrame(

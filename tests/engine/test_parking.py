@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import KakeyaError, MemoryRefused
 from kakeya.core.units import KV_BLOCK_TOKENS
-from kakeya.decoding.sampling import SamplingParams
+from kakeya.decoding.draft.sampling import SamplingParams
 from kakeya.engine.job import (
     DecodeJob,
     DoneFrame,
@@ -19,9 +19,9 @@ from kakeya.engine.job import (
     PrefillFrame,
     TokensFrame,
 )
-from kakeya.engine.scheduler import Scheduler, Ticket
-from kakeya.engine.sequence import SequenceRun
-from kakeya.memory.arena import Filling
+from kakeya.engine.steps.scheduler import Scheduler, Ticket
+from kakeya.engine.steps.sequence import SequenceRun
+from kakeya.memory.pages.shared_arena import Filling
 from tests.engine.kv_rig import Lender, Prefixes
 from tests.engine.rig import Rig, collect, load_rig, tools
 from tests.engine.virtual_rig import VirtualRig, expected

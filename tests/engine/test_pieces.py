@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.engine.pieces import Pieces, grid_floor
+from kakeya.engine.steps.pieces import Pieces, grid_floor
 from tests.engine.child_engine import ToyModel
 
 FACTS = dataclasses.replace(

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kakeya.engine.policy import (
+from kakeya.engine.queue.fair_shares import FairShares
+from kakeya.engine.queue.policy import (
     AGED_S,
     EQUAL_TOKENS,
     FLOOR_TURNS,
@@ -32,8 +33,7 @@ from kakeya.engine.policy import (
     next_chunk,
     weakest,
 )
-from kakeya.engine.shares import FairShares
-from kakeya.engine.waiting import Waiting
+from kakeya.engine.queue.waiting import Waiting
 from tests.engine.linear_line import next_place
 
 

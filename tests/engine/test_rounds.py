@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import DeadlineExceeded, MemoryRefused
 from kakeya.core.units import KV_BLOCK_TOKENS
-from kakeya.decoding.controller import DraftController
+from kakeya.decoding.control.controller import DraftController
 from kakeya.engine.job import SourceSpec
-from kakeya.engine.policy import AGED_S, PATIENCE_S, ROUND_S, SPARE_RATIO
+from kakeya.engine.queue.policy import AGED_S, PATIENCE_S, ROUND_S, SPARE_RATIO
 from tests.engine.virtual_rig import CHUNK_S, STEP_S, TOKEN_S, VirtualRig, expected
 
 BLOCK = KV_BLOCK_TOKENS

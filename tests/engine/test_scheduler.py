@@ -10,7 +10,7 @@ import pytest
 
 from kakeya.core.errors import InvalidArgument, InvariantBroken, KakeyaError
 from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, PrefillFrame, TokensFrame
-from kakeya.engine.scheduler import Scheduler, Ticket
+from kakeya.engine.steps.scheduler import Scheduler, Ticket
 from tests.engine.rig import Rig, load_rig, tools
 
 WAIT_S = 20.0

@@ -15,24 +15,24 @@ import grpc
 import grpc.aio
 import pytest
 
+from kakeya.backends.engine.convert import frames_of
+from kakeya.backends.engines import engine_command
 from kakeya.core.clock import SystemClock
 from kakeya.core.units import pack_ids
-from kakeya.decoding.proposer import Draft
-from kakeya.decoding.sampling import SamplingParams
-from kakeya.decoding.service import ProposerService
-from kakeya.decoding.stream_service import DraftStreamService
-from kakeya.engine.drafting import Drafting, RemoteBooks
+from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.draft.sampling import SamplingParams
+from kakeya.decoding.serve.service import ProposerService
+from kakeya.decoding.serve.stream_service import DraftStreamService
 from kakeya.engine.job import SourceSpec
-from kakeya.node.engines import engine_command
-from kakeya.node.listeners import Listeners
-from kakeya.node.models import parse_model
-from kakeya.serving.backends.convert import frames_of
+from kakeya.engine.steps.drafting import Drafting, RemoteBooks
+from kakeya.generation.spec import parse_model
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import add_ProposerServiceServicer_to_server
 from kakeya.v1.drafts_pb2_grpc import add_DraftStreamServiceServicer_to_server
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
-from kakeya.wire.authorization import current_caller
 from kakeya.wire.security import Caller, CertRole
+from kakeya.wire.server.authorization import current_caller
+from kakeya.wire.server.listeners import Listeners
 from tests.engine.rig import EagerController
 from tests.mlx.random_models import write_model
 from tests.wire.certificates import Fleet, write

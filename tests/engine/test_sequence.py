@@ -11,15 +11,15 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.decoding.controller import DraftController
-from kakeya.decoding.decoder import FinishReason
-from kakeya.decoding.draft_book import BookCounts
-from kakeya.decoding.proposer import Draft
-from kakeya.decoding.sampling import SamplingParams
-from kakeya.decoding.service import ProposerService
+from kakeya.decoding.control.controller import DraftController
+from kakeya.decoding.draft.decoder import FinishReason
+from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.draft.sampling import SamplingParams
+from kakeya.decoding.remote.draft_book import BookCounts
+from kakeya.decoding.serve.service import ProposerService
 from kakeya.engine.job import DecodeJob, PrefillFrame, SourceSpec, TokensFrame
 from kakeya.engine.model import CHUNK_LIMIT_S, LEAST_CHUNK_TOKENS, LoadedFacts
-from kakeya.engine.sequence import SequenceRun
+from kakeya.engine.steps.sequence import SequenceRun
 from kakeya.mlx.model import MlxModel
 from kakeya.mlx.verifier import Verifier
 from tests.decoding.servers import serving

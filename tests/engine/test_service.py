@@ -17,10 +17,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from kakeya.backends.engine.convert import decode_to_wire, frames_of
 from kakeya.core.units import pack_ids
 from kakeya.engine.service import _job_from_wire
-from kakeya.runtime.generation import DecodeRequest, Priority
-from kakeya.serving.backends.convert import decode_to_wire, frames_of
+from kakeya.generation.request import DecodeRequest, Priority
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from tests.mlx.random_models import EOS, VOCAB, write_model

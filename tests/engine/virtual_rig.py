@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kakeya.core.errors import KakeyaError, MemoryRefused
-from kakeya.decoding.controller import DraftController
-from kakeya.engine.drafting import RemoteBooks
+from kakeya.decoding.control.controller import DraftController
 from kakeya.engine.job import (
     DecodeJob,
     DoneFrame,
@@ -24,12 +23,13 @@ from kakeya.engine.job import (
     PrefillFrame,
     TokensFrame,
 )
+from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.limits import Limits
 from kakeya.engine.model import KvView, MemoryUse
-from kakeya.engine.scheduler import Scheduler, Ticket
-from kakeya.engine.sequence import SequenceTools, Violations
-from kakeya.engine.slots import KvSlots
-from kakeya.precache.endings import LOGIT_BYTES
+from kakeya.engine.steps.drafting import RemoteBooks
+from kakeya.engine.steps.scheduler import Scheduler, Ticket
+from kakeya.engine.steps.sequence import SequenceTools, Violations
+from kakeya.prefix.names.endings import LOGIT_BYTES
 from tests.engine.child_engine import ToyModel, ToyState
 
 STEP_S = 0.005

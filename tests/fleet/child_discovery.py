@@ -18,9 +18,9 @@ import time
 from kakeya.core.clock import SystemClock
 from kakeya.core.log import configure
 from kakeya.core.tasks import Supervisor
-from kakeya.fleet.addresses import AddressPolicy
-from kakeya.fleet.discovery import Discovery
-from kakeya.node.interfaces import policy_for, read_interfaces
+from kakeya.fleet.paths.addresses import AddressPolicy
+from kakeya.fleet.paths.discovery import Discovery
+from kakeya.fleet.paths.interfaces import policy_for, read_interfaces
 
 
 def make_policy(hosts: list[str], port: int) -> AddressPolicy:

@@ -25,16 +25,21 @@ import grpc.aio
 from kakeya.core.clock import SystemClock
 from kakeya.core.log import configure
 from kakeya.core.tasks import Supervisor
-from kakeya.fleet.cards import Offer
-from kakeya.fleet.discovery import Discovery
-from kakeya.fleet.endpoints import RouteChange
-from kakeya.fleet.gossip import Gossip, GossipConfig
-from kakeya.fleet.probing import Prober
-from kakeya.fleet.registry import CapabilityRegistry
-from kakeya.fleet.service import CapabilityService, register
-from kakeya.fleet.sync import Sync
-from kakeya.node.interfaces import choose_listeners, endpoints_of, policy_for, read_interfaces
-from kakeya.node.routes import Routes
+from kakeya.fleet.cards.cards import Offer
+from kakeya.fleet.gossip.gossip import Gossip, GossipConfig
+from kakeya.fleet.gossip.service import CapabilityService, register
+from kakeya.fleet.gossip.sync import Sync
+from kakeya.fleet.liveness.probing import Prober
+from kakeya.fleet.paths.discovery import Discovery
+from kakeya.fleet.paths.endpoints import RouteChange
+from kakeya.fleet.paths.interfaces import (
+    choose_listeners,
+    endpoints_of,
+    policy_for,
+    read_interfaces,
+)
+from kakeya.fleet.paths.routes import Routes
+from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.wire.channels import Channels, Keepalive
 from tests.fleet.nodes import proposer
 

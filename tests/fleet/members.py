@@ -10,20 +10,20 @@ from dataclasses import dataclass
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
-from kakeya.fleet.authority import authority_of, new_fleet
-from kakeya.fleet.card_trust import FleetTrust
-from kakeya.fleet.cards import Endpoint, Offer, OfferedModel
-from kakeya.fleet.convert import to_wire
-from kakeya.fleet.exchange import Round, exchange_once
-from kakeya.fleet.identity import Identity
-from kakeya.fleet.probing import ProbeConfig, Prober
-from kakeya.fleet.registry import CapabilityRegistry
-from kakeya.fleet.service import CapabilityService, register
-from kakeya.fleet.sync import Sync
-from kakeya.node.listeners import Listeners
-from kakeya.node.membership import FleetSecurity
-from kakeya.node.routes import Routes
+from kakeya.fleet.cards.cards import Endpoint, Offer, OfferedModel
+from kakeya.fleet.cards.convert import to_wire
+from kakeya.fleet.gossip.round import Round, exchange_once
+from kakeya.fleet.gossip.service import CapabilityService, register
+from kakeya.fleet.gossip.sync import Sync
+from kakeya.fleet.identity.authority import authority_of, new_fleet
+from kakeya.fleet.identity.identity import Identity
+from kakeya.fleet.identity.membership import FleetSecurity
+from kakeya.fleet.identity.trust import FleetTrust
+from kakeya.fleet.liveness.probing import ProbeConfig, Prober
+from kakeya.fleet.paths.routes import Routes
+from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.wire.channels import Channels
+from kakeya.wire.server.listeners import Listeners
 
 QUICK = ProbeConfig(timeout_s=1.0, interval_s=1.0, revisit_s=0.2)
 

@@ -15,14 +15,14 @@ import grpc.aio
 
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.ids import ModelId
-from kakeya.fleet.cards import Card, CardTrust, Endpoint, Offer, OfferedModel, Role
-from kakeya.fleet.convert import from_wire, to_wire
-from kakeya.fleet.exchange import Round, exchange_once
-from kakeya.fleet.gossip import Gossip, GossipConfig
-from kakeya.fleet.memory import Memory
-from kakeya.fleet.registry import CapabilityRegistry, MergeReport
-from kakeya.fleet.service import add_capability_service
-from kakeya.fleet.sync import Sync
+from kakeya.fleet.cards.cards import Card, CardTrust, Endpoint, Offer, OfferedModel, Role
+from kakeya.fleet.cards.convert import from_wire, to_wire
+from kakeya.fleet.gossip.gossip import Gossip, GossipConfig
+from kakeya.fleet.gossip.round import Round, exchange_once
+from kakeya.fleet.gossip.service import add_capability_service
+from kakeya.fleet.gossip.sync import Sync
+from kakeya.fleet.view.registry import CapabilityRegistry, MergeReport
+from kakeya.fleet.view.tombstones import Memory
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.wire.channels import Channels, Keepalive
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from kakeya.fleet.probing import ProbeConfig
+from kakeya.fleet.liveness.probing import ProbeConfig
 from kakeya.wire.channels import Keepalive, Option
 from tests.fleet.nodes import running_node, until, verifier
 from tests.fleet.probers import Probing, probing_node

@@ -11,12 +11,12 @@ import grpc.aio
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
-from kakeya.fleet.cards import Card, OfferedModel
-from kakeya.fleet.gossip import Gossip, GossipConfig
-from kakeya.fleet.probing import ProbeConfig, Prober
-from kakeya.fleet.service import CapabilityService, register
-from kakeya.fleet.suspicion import Doubt
-from kakeya.fleet.sync import Sync
+from kakeya.fleet.cards.cards import Card, OfferedModel
+from kakeya.fleet.gossip.gossip import Gossip, GossipConfig
+from kakeya.fleet.gossip.service import CapabilityService, register
+from kakeya.fleet.gossip.sync import Sync
+from kakeya.fleet.liveness.probing import ProbeConfig, Prober
+from kakeya.fleet.view.suspicion import Doubt
 from kakeya.wire.channels import Channels, Keepalive
 from tests.fleet.nodes import Node, make_registry, make_wire
 

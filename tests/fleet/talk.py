@@ -7,11 +7,11 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kakeya.fleet.cards import Card, CardFault, CardTrust, OfferedModel
-from kakeya.fleet.convert import from_wire
-from kakeya.fleet.memory import Memory
-from kakeya.fleet.registry import CapabilityRegistry, MergeReport
-from kakeya.fleet.sync import Sync
+from kakeya.fleet.cards.cards import Card, CardFault, CardTrust, OfferedModel
+from kakeya.fleet.cards.convert import from_wire
+from kakeya.fleet.gossip.sync import Sync
+from kakeya.fleet.view.registry import CapabilityRegistry, MergeReport
+from kakeya.fleet.view.tombstones import Memory
 from tests.fleet.nodes import NOW, Times, make_registry
 
 FANOUT = 2

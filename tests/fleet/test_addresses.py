@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.fleet.addresses import AddressPolicy, Literal, dialable, read_literal
-from kakeya.fleet.gossip import Gossip, GossipConfig
+from kakeya.fleet.gossip.gossip import Gossip, GossipConfig
+from kakeya.fleet.paths.addresses import AddressPolicy, Literal, dialable, read_literal
 from kakeya.wire.channels import Channels
 from tests.fleet.nodes import make_wire, running_node
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument, KakeyaError
-from kakeya.fleet.beats import MAX_BEATS, Beats, Chain, leads_to, no_beats
-from kakeya.fleet.messages import decode_beats, encode_beats
+from kakeya.fleet.gossip.messages import decode_beats, encode_beats
+from kakeya.fleet.view.beats import MAX_BEATS, Beats, Chain, leads_to, no_beats
 from kakeya.v1 import fleet_pb2 as pb
 from tests.fleet.talk import ToyTrust, card_of, exchange, make_party
 

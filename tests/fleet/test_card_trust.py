@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import ConfigError
-from kakeya.fleet.authority import Authority, authority_of, new_fleet
-from kakeya.fleet.card_trust import FleetTrust
-from kakeya.fleet.cards import Card, CardFault
-from kakeya.fleet.certificates import certificate_der, read_key, read_leaf
-from kakeya.fleet.convert import MalformedCard, from_wire
-from kakeya.fleet.identity import Identity
-from kakeya.fleet.revocations import sign_list
-from kakeya.fleet.seal import seal
+from kakeya.fleet.cards.cards import Card, CardFault
+from kakeya.fleet.cards.convert import MalformedCard, from_wire
+from kakeya.fleet.identity.authority import Authority, authority_of, new_fleet
+from kakeya.fleet.identity.certificates import certificate_der, read_key, read_leaf
+from kakeya.fleet.identity.identity import Identity
+from kakeya.fleet.identity.revocations import sign_list
+from kakeya.fleet.identity.seal import seal
+from kakeya.fleet.identity.trust import FleetTrust
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.wire.security import CertRole
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kakeya.fleet.cards import CardFault, fault_of, is_dialable, is_valid_node_id
+from kakeya.fleet.cards.cards import CardFault, fault_of, is_dialable, is_valid_node_id
 from kakeya.v1 import distributed_pb2 as pb
 from tests.fleet.nodes import NOW, make_card, make_registry, make_wire, proposer, verifier
 

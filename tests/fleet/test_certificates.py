@@ -15,9 +15,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.fleet.authority import Authority, authority_of, new_fleet
-from kakeya.fleet.card_trust import FleetTrust
-from kakeya.fleet.certificates import (
+from kakeya.fleet.identity.authority import Authority, authority_of, new_fleet
+from kakeya.fleet.identity.certificates import (
     Untrusted,
     certificate_der,
     certificate_pem,
@@ -32,7 +31,8 @@ from kakeya.fleet.certificates import (
     read_leaf,
     spki_hash,
 )
-from kakeya.fleet.identity import Identity
+from kakeya.fleet.identity.identity import Identity
+from kakeya.fleet.identity.trust import FleetTrust
 from kakeya.wire.security import CertRole, TlsMaterial
 from kakeya.wire.tls import channel_credentials, fleet_of, server_credentials
 
@@ -147,7 +147,7 @@ async def test_a_member_is_no_authority() -> None:
     assert FleetTrust(FIRST).caller_of(chain) is None
     with pytest.raises(Untrusted):
         read_authority(mallory.tls.certificate)
-    from kakeya.fleet.certificates import key_pem
+    from kakeya.fleet.identity.certificates import key_pem
 
     material = TlsMaterial(key=key_pem(key), certificate=chain, authority=FIRST.tls.authority)
     async with served_by(victim.tls) as address:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from kakeya.fleet.cards import DEFAULT_TTL_S, Card, CardFault
-from kakeya.fleet.skew import Skews
+from kakeya.fleet.cards.cards import DEFAULT_TTL_S, Card, CardFault
+from kakeya.fleet.view.skew import Skews
 from tests.fleet.nodes import NOW, make_wire
 from tests.fleet.talk import INTERVAL_S, Party, Town, ToyTrust, exchange, make_party
 from tests.laws import seeds

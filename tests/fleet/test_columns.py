@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument, KakeyaError
-from kakeya.fleet.beats import Beats
-from kakeya.fleet.columns import columns_from_wire, columns_to_wire, pack, unpack
-from kakeya.fleet.keys import KeyTable
-from kakeya.fleet.messages import Digest, decode_digest, encode_digest
+from kakeya.fleet.gossip.columns import columns_from_wire, columns_to_wire, pack, unpack
+from kakeya.fleet.gossip.messages import Digest, decode_digest, encode_digest
+from kakeya.fleet.view.beats import Beats
+from kakeya.fleet.view.keys import KeyTable
 from kakeya.v1 import fleet_pb2 as pb
 
 numbers_of_any_length = st.lists(

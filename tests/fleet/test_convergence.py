@@ -25,7 +25,7 @@ from benchmarks.trials import (
 )
 from benchmarks.virtual_fleet import Pace, VirtualFleet, VirtualNode
 from benchmarks.virtual_time import run_virtual
-from kakeya.fleet.cards import DEFAULT_INTERVAL_S, DEFAULT_TTL_S
+from kakeya.fleet.cards.cards import DEFAULT_INTERVAL_S, DEFAULT_TTL_S
 
 HOUR_S = 3600.0
 MANY = [pytest.mark.slow]

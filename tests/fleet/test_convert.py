@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument, KakeyaError, Refused
-from kakeya.fleet.cards import MAX_CACHES, CacheOffer, CardFault, Offer, OfferedModel
-from kakeya.fleet.convert import MalformedCard, from_wire, join_cards, split_cards, to_wire
+from kakeya.fleet.cards.cards import MAX_CACHES, CacheOffer, CardFault, Offer, OfferedModel
+from kakeya.fleet.cards.convert import MalformedCard, from_wire, join_cards, split_cards, to_wire
 from kakeya.v1 import distributed_pb2 as pb
 from tests.fleet.nodes import NOW, make_wire, verifier
 from tests.laws import law

@@ -20,8 +20,8 @@ from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
-from kakeya.fleet.addresses import AddressPolicy
-from kakeya.fleet.discovery import MAX_ADDRESSES, MAX_SIGHTINGS, SERVICE, Discovery, mark_of
+from kakeya.fleet.paths.addresses import AddressPolicy
+from kakeya.fleet.paths.discovery import MAX_ADDRESSES, MAX_SIGHTINGS, SERVICE, Discovery, mark_of
 from tests import netns
 from tests.fleet.nodes import until
 

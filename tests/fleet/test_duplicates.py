@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from kakeya.fleet.cards import CardFault
-from kakeya.fleet.memory import Memory
+from kakeya.fleet.cards.cards import CardFault
+from kakeya.fleet.view.tombstones import Memory
 from tests.fleet.nodes import NOW, make_wire
 from tests.fleet.talk import INTERVAL_S, Party, Town, ToyTrust, card_of, exchange, make_party
 from tests.laws import seeds

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.ids import NodeId
-from kakeya.fleet.cards import Endpoint
-from kakeya.fleet.endpoints import (
+from kakeya.fleet.cards.cards import Endpoint
+from kakeya.fleet.paths.endpoints import (
     MAX_PER_NODE,
     MAX_REPROBE_S,
     REPROBE_S,

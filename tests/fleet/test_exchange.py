@@ -14,9 +14,9 @@ import pytest
 
 from kakeya.core.ids import NodeId
 from kakeya.core.units import MIB
-from kakeya.fleet.cards import CardFault
-from kakeya.fleet.convert import join_cards
-from kakeya.fleet.exchange import EXCHANGE_METHOD, PUSH_METHOD, SYNC_METHOD
+from kakeya.fleet.cards.cards import CardFault
+from kakeya.fleet.cards.convert import join_cards
+from kakeya.fleet.gossip.round import EXCHANGE_METHOD, PUSH_METHOD, SYNC_METHOD
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import CapabilityServiceStub
 from kakeya.wire.channels import message_options

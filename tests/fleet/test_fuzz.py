@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 
 from kakeya.core.errors import KakeyaError
 from kakeya.core.units import MIB
-from kakeya.fleet.cards import CardFault, Endpoint
+from kakeya.fleet.cards.cards import CardFault, Endpoint
 from kakeya.v1 import distributed_pb2, fleet_pb2
 from tests.fleet.nodes import NOW, make_wire, verifier
 from tests.fleet.talk import Party, ToyTrust, exchange, make_party

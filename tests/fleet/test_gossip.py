@@ -12,13 +12,13 @@ import pytest
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
-from kakeya.fleet.cards import Offer
-from kakeya.fleet.convert import MAX_BATCH_CARDS, join_cards, split_cards
-from kakeya.fleet.exchange import Outcome, Round
-from kakeya.fleet.gossip import FULL_EVERY, Gossip, GossipConfig, GossipStats
-from kakeya.fleet.registry import REMEMBER_S
-from kakeya.fleet.sync import MAX_REPAIR_BYTES, Sync
-from kakeya.fleet.targets import MAX_DIALS, choose_targets, fit_batch
+from kakeya.fleet.cards.cards import Offer
+from kakeya.fleet.cards.convert import MAX_BATCH_CARDS, join_cards, split_cards
+from kakeya.fleet.gossip.gossip import FULL_EVERY, Gossip, GossipConfig, GossipStats
+from kakeya.fleet.gossip.round import Outcome, Round
+from kakeya.fleet.gossip.sync import MAX_REPAIR_BYTES, Sync
+from kakeya.fleet.gossip.targets import MAX_DIALS, choose_targets, fit_batch
+from kakeya.fleet.view.registry import REMEMBER_S
 from kakeya.wire.channels import Channels
 from tests.fakes import FakeClock
 from tests.fleet.nodes import NOW, make_registry, make_wire, running_node, until, verifier
@@ -186,7 +186,9 @@ async def test_two_nodes_with_one_seed_find_each_other_and_log_each_round(
             await until(lambda: a.known() == ["a", "b"] and b.known() == ["b", "a"])
             await until(lambda: gossip.stats.rounds == 1)
             assert all(task.failures == 0 for task in supervisor.health())
-    assert [r.message for r in caplog.records if r.name == "kakeya.fleet.gossip"] == ["round"]
+    assert [r.message for r in caplog.records if r.name == "kakeya.fleet.gossip.gossip"] == [
+        "round"
+    ]
     assert (gossip.stats.exchanges, gossip.stats.failures) == (1, 0)
     assert gossip.stats.cards_changed == 1
 

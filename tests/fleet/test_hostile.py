@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 from kakeya.core.errors import Refused
-from kakeya.fleet.authority import authority_of, new_fleet
-from kakeya.fleet.beats import MAX_BEATS, Beats, no_beats
-from kakeya.fleet.card_trust import FleetTrust
-from kakeya.fleet.cards import (
+from kakeya.fleet.cards.cards import (
     DEFAULT_TTL_S,
     MAX_CARD_BYTES,
     MAX_FORGED,
@@ -20,9 +17,12 @@ from kakeya.fleet.cards import (
     CardFault,
     Offer,
 )
-from kakeya.fleet.convert import MAX_BATCH_BYTES, MalformedCard, from_wire, to_wire
-from kakeya.fleet.held import MAX_STEPS
-from kakeya.fleet.messages import Digest, Parcel, encode_digest, encode_parcel
+from kakeya.fleet.cards.convert import MAX_BATCH_BYTES, MalformedCard, from_wire, to_wire
+from kakeya.fleet.gossip.messages import Digest, Parcel, encode_digest, encode_parcel
+from kakeya.fleet.identity.authority import authority_of, new_fleet
+from kakeya.fleet.identity.trust import FleetTrust
+from kakeya.fleet.view.beats import MAX_BEATS, Beats, no_beats
+from kakeya.fleet.view.card_table import MAX_STEPS
 from tests.fleet.nodes import NOW, make_wire
 from tests.fleet.talk import Party, ToyTrust, card_of, exchange, make_party
 

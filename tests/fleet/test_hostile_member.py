@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.units import MIB
-from kakeya.fleet.beats import MAX_BEATS, Beats
-from kakeya.fleet.cards import DEFAULT_INTERVAL_S, CardFault
-from kakeya.fleet.held import MAX_STEPS
-from kakeya.fleet.memory import MAX_REPLACED, Unwanted
-from kakeya.fleet.messages import Digest, decode_answer, encode_digest
-from kakeya.fleet.own import DEFENCE_S
-from kakeya.fleet.probing import Prober
-from kakeya.fleet.suspicion import Sign
-from kakeya.fleet.sync import Sync
+from kakeya.fleet.cards.cards import DEFAULT_INTERVAL_S, CardFault
+from kakeya.fleet.gossip.messages import Digest, decode_answer, encode_digest
+from kakeya.fleet.gossip.sync import Sync
+from kakeya.fleet.liveness.probing import Prober
+from kakeya.fleet.view.beats import MAX_BEATS, Beats
+from kakeya.fleet.view.card_table import MAX_STEPS
+from kakeya.fleet.view.own_card import DEFENCE_S
+from kakeya.fleet.view.suspicion import Sign
+from kakeya.fleet.view.tombstones import MAX_REPLACED, Unwanted
 from kakeya.wire.channels import Channels
 from tests.fakes import FakeClock
 from tests.fleet.nodes import NOW, at, make_card, make_registry, make_wire, proposer

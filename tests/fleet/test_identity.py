@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kakeya.core.errors import ConfigError, InvalidArgument
-from kakeya.fleet.authority import authority_of, create_fleet, new_fleet
-from kakeya.fleet.certificates import BACKDATED_S, DAY_S, Untrusted
-from kakeya.fleet.identity import (
+from kakeya.fleet.identity.authority import authority_of, create_fleet, new_fleet
+from kakeya.fleet.identity.certificates import BACKDATED_S, DAY_S, Untrusted
+from kakeya.fleet.identity.identity import (
     AUTHORITY,
     AUTHORITY_KEY,
     CERTIFICATE,
@@ -207,7 +207,7 @@ def test_a_renewed_certificate_keeps_the_node_what_it_is(home: Path) -> None:
     assert old is not None
     authority = authority_of(old)
     assert authority is not None
-    from kakeya.fleet.certificates import make_request, read_key
+    from kakeya.fleet.identity.certificates import make_request, read_key
 
     request = authority.read(make_request(read_key(old.tls.key), "mini-1"))
     later = NOW + 30 * DAY_S

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import Denied, InvalidArgument, KakeyaError, Refused, Unauthenticated
-from kakeya.fleet.authority import authority_of, new_fleet
-from kakeya.fleet.certificates import PrivateKey, make_request, new_key, node_id_of
-from kakeya.fleet.invite import (
+from kakeya.fleet.identity.authority import authority_of, new_fleet
+from kakeya.fleet.identity.certificates import PrivateKey, make_request, new_key, node_id_of
+from kakeya.fleet.identity.invite import (
     MAX_LIVE,
     Invite,
     Invites,

@@ -13,9 +13,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.fleet.beats import Beats, no_beats
-from kakeya.fleet.convert import from_wire
-from kakeya.fleet.registry import CapabilityRegistry
+from kakeya.fleet.cards.convert import from_wire
+from kakeya.fleet.view.beats import Beats, no_beats
+from kakeya.fleet.view.registry import CapabilityRegistry
 from tests.fleet.nodes import NOW, make_registry, make_wire
 from tests.fleet.talk import Party, exchange, exchange_in_full, make_party
 from tests.laws import law

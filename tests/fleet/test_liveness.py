@@ -19,11 +19,11 @@ import pytest
 from benchmarks.virtual_fleet import VirtualFleet
 from benchmarks.virtual_time import run_virtual
 from kakeya.core.errors import PlacementError
-from kakeya.fleet.cards import Card
-from kakeya.fleet.gossip import GossipConfig
-from kakeya.fleet.placement import plan_spec_decode_placement
-from kakeya.fleet.probing import ProbeConfig
-from kakeya.fleet.suspicion import Doubt
+from kakeya.fleet.cards.cards import Card
+from kakeya.fleet.gossip.gossip import GossipConfig
+from kakeya.fleet.liveness.probing import ProbeConfig
+from kakeya.fleet.placement.placement import plan_spec_decode_placement
+from kakeya.fleet.view.suspicion import Doubt
 from kakeya.wire.channels import Keepalive, Option, message_options
 from tests.fleet.nodes import Node, running_node, until, verifier
 from tests.fleet.outages import (

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import PlacementError
 from kakeya.core.ids import NodeId
-from kakeya.fleet.beats import Beats
-from kakeya.fleet.cards import Endpoint
-from kakeya.fleet.meetings import MAX_PLACES, Meetings
-from kakeya.fleet.placement import plan_spec_decode_placement
+from kakeya.fleet.cards.cards import Endpoint
+from kakeya.fleet.placement.placement import plan_spec_decode_placement
+from kakeya.fleet.view.beats import Beats
+from kakeya.fleet.view.contacts import MAX_PLACES, Meetings
 from tests.fleet.members import House, Member, member, sealed_card
 from tests.fleet.nodes import NOW, proposer, until, verifier
 from tests.fleet.talk import Party, ToyTrust, exchange, make_party

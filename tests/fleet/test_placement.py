@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import NotFound, PlacementError
 from kakeya.core.units import GIB
-from kakeya.fleet.cards import Card
-from kakeya.fleet.placement import SpecDecodePlacement, plan_spec_decode_placement
+from kakeya.fleet.cards.cards import Card
+from kakeya.fleet.placement.placement import SpecDecodePlacement, plan_spec_decode_placement
 from tests.fleet.nodes import NOW, make_card, proposer, verifier
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.fleet.convert import join_cards, split_cards
-from kakeya.fleet.exchange import EXCHANGE_METHOD, SYNC_METHOD
-from kakeya.fleet.placement import plan_spec_decode_placement
+from kakeya.fleet.cards.convert import join_cards, split_cards
+from kakeya.fleet.gossip.round import EXCHANGE_METHOD, SYNC_METHOD
+from kakeya.fleet.placement.placement import plan_spec_decode_placement
 from kakeya.v1 import distributed_pb2 as pb
 from tests.fakes import FakeClock
 from tests.fleet.nodes import NOW, at, make_registry, proposer, running_node, verifier

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.fleet.dialing import Reach
-from kakeya.fleet.pacing import Shares
-from kakeya.fleet.probing import ProbeConfig, Prober
-from kakeya.fleet.suspicion import Doubt, Sign
+from kakeya.fleet.liveness.dialing import Reach
+from kakeya.fleet.liveness.pacing import Shares
+from kakeya.fleet.liveness.probing import ProbeConfig, Prober
+from kakeya.fleet.view.suspicion import Doubt, Sign
 from kakeya.v1.fleet_pb2 import ProbeRequest, ProbeResponse
 from kakeya.wire.channels import Channels
 from tests.fakes import FakeClock

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.fleet.cards import CardFault, Offer
-from kakeya.fleet.registry import REMEMBER_S, CapabilityRegistry
+from kakeya.fleet.cards.cards import CardFault, Offer
+from kakeya.fleet.view.registry import REMEMBER_S, CapabilityRegistry
 from kakeya.v1 import distributed_pb2 as pb
 from tests.fleet.nodes import NOW, at, make_registry, make_wire, verifier
 from tests.laws import law

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.fleet.authority import new_fleet
-from kakeya.fleet.certificates import Untrusted, authority_key, read_authority, read_key
-from kakeya.fleet.revocations import (
+from kakeya.fleet.identity.authority import new_fleet
+from kakeya.fleet.identity.certificates import Untrusted, authority_key, read_authority, read_key
+from kakeya.fleet.identity.revocations import (
     NONE,
     BadList,
     Revocations,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.fleet.ring import probe_ring_environment, ring_path_available
+from kakeya.fleet.placement.ring import probe_ring_environment, ring_path_available
 
 
 @dataclass
@@ -145,7 +145,8 @@ def test_a_path_needs_two_seats_of_one_ring(a: str, b: str, expected: bool) -> N
 
 def test_the_fleet_loads_no_mlx() -> None:
     code = (
-        "import sys, kakeya.fleet.gossip, kakeya.fleet.service, kakeya.fleet.ring as r;"
+        "import sys, kakeya.fleet.gossip.gossip, kakeya.fleet.gossip.service;"
+        "import kakeya.fleet.placement.ring as r;"
         "r.probe_ring_environment();"
         "assert not {'mlx', 'mlx_lm', 'transformers'} & set(sys.modules), sys.modules"
     )

@@ -8,8 +8,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kakeya.fleet.cards import Endpoint
-from kakeya.fleet.round_trips import (
+from kakeya.fleet.cards.cards import Endpoint
+from kakeya.fleet.paths.round_trips import (
     HOLD_S,
     MAX_PEERS,
     SETTLE_S,

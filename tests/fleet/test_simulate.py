@@ -13,8 +13,8 @@ import pytest
 from benchmarks.outcome import Outcome, table
 from benchmarks.virtual_fleet import VirtualFleet
 from benchmarks.virtual_time import run_virtual
-from kakeya.fleet.beats import Beats
-from kakeya.fleet.registry import CapabilityRegistry
+from kakeya.fleet.view.beats import Beats
+from kakeya.fleet.view.registry import CapabilityRegistry
 
 TOP = Path(__file__).resolve().parents[2]
 COMMAND = "from benchmarks.simulate import main; raise SystemExit(main())"

@@ -12,21 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.units import MIB
-from kakeya.fleet import merging
-from kakeya.fleet.beats import no_beats
-from kakeya.fleet.convert import (
+from kakeya.fleet.cards.convert import (
     MAX_BATCH_BYTES,
     MAX_BATCH_CARDS,
     join_cards,
     scan_cards,
     split_cards,
 )
-from kakeya.fleet.framing import write_number
-from kakeya.fleet.merging import SLICE_CARDS
-from kakeya.fleet.messages import Parcel, encode_parcel
-from kakeya.fleet.registry import CapabilityRegistry
-from kakeya.fleet.slices import Slices, in_slices
-from kakeya.fleet.sync import Sync
+from kakeya.fleet.cards.framing import write_number
+from kakeya.fleet.gossip.messages import Parcel, encode_parcel
+from kakeya.fleet.gossip.sync import Sync
+from kakeya.fleet.view import merging
+from kakeya.fleet.view.beats import no_beats
+from kakeya.fleet.view.merging import SLICE_CARDS
+from kakeya.fleet.view.registry import CapabilityRegistry
+from kakeya.fleet.view.slices import Slices, in_slices
 from tests.fleet.nodes import NOW, make_registry, make_wire
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kakeya.fleet.suspicion import (
+from kakeya.fleet.view.suspicion import (
     MAX_ACCUSATIONS,
     Doubt,
     Sign,

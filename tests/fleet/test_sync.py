@@ -10,12 +10,12 @@ import pytest
 
 from kakeya.core.errors import InvalidArgument, KakeyaError, Refused
 from kakeya.core.units import MIB
-from kakeya.fleet.cards import CardFault, Offer
-from kakeya.fleet.convert import MAX_BATCH_BYTES, join_cards, split_cards
-from kakeya.fleet.memory import REFUSED_S
-from kakeya.fleet.messages import MAX_WANTED, decode_answer, decode_digest, decode_parcel
-from kakeya.fleet.suspicion import Sign
-from kakeya.fleet.sync import MAX_CARDS_BYTES, Sync
+from kakeya.fleet.cards.cards import CardFault, Offer
+from kakeya.fleet.cards.convert import MAX_BATCH_BYTES, join_cards, split_cards
+from kakeya.fleet.gossip.messages import MAX_WANTED, decode_answer, decode_digest, decode_parcel
+from kakeya.fleet.gossip.sync import MAX_CARDS_BYTES, Sync
+from kakeya.fleet.view.suspicion import Sign
+from kakeya.fleet.view.tombstones import REFUSED_S
 from kakeya.v1 import fleet_pb2 as pb
 from tests.fleet.nodes import NOW, make_wire, verifier
 from tests.fleet.talk import Party, ToyTrust, card_of, exchange, exchange_in_full, make_party

@@ -7,10 +7,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kakeya.fleet.digest import cards_of, news, unknown
-from kakeya.fleet.held import CardIndex
-from kakeya.fleet.registry import CapabilityRegistry
-from kakeya.fleet.targets import in_random_order
+from kakeya.fleet.gossip.targets import in_random_order
+from kakeya.fleet.view.card_table import CardIndex
+from kakeya.fleet.view.digest import cards_of, news, unknown
+from kakeya.fleet.view.registry import CapabilityRegistry
 from tests.fleet.nodes import NOW, make_registry, make_wire
 from tests.fleet.talk import make_party
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kakeya.core import errors
 from kakeya.core.units import MIB
-from kakeya.memory.processes import Census
+from kakeya.memory.leases.processes import Census
 from tests.memory.lease_worlds import (
     MakeStore,
     borrower,

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.units import GIB, MIB
-from kakeya.memory.lease import Wish, in_order
-from kakeya.memory.lease_borrower import Borrower, Room
-from kakeya.memory.lease_redis import RedisLeaseStore
-from kakeya.memory.lease_sqlite import SqliteLeaseStore
-from kakeya.memory.lease_store import LeaseStore
-from kakeya.memory.processes import Census
-from kakeya.memory.resident import RequestPriority
+from kakeya.memory.arbiter.resident import RequestPriority
+from kakeya.memory.leases.borrower import Borrower, Room
+from kakeya.memory.leases.lease import Wish, in_order
+from kakeya.memory.leases.processes import Census
+from kakeya.memory.leases.redis import RedisLeaseStore
+from kakeya.memory.leases.sqlite import SqliteLeaseStore
+from kakeya.memory.leases.store import LeaseStore
 
 REDIS = shutil.which("redis-server")
 NO_REDIS = "redis-server is not installed here"

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kakeya.core.errors import PageFreed
-from kakeya.memory.page_ref import PageReader, PageRef
+from kakeya.memory.pages.page_ref import PageReader, PageRef
 
 
 class Child:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from kakeya.adapters.files.base import read_base
 from kakeya.core.errors import InvalidArgument
-from kakeya.memory.adapter_base import read_base
 
 NAMES = ("model.embed.weight", "model.layers.0.up.weight", "model.layers.1.up.weight", "z.weight")
 

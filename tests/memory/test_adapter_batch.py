@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kakeya.adapters.batch import AGE_S, MAX_ROWS, Batch, BatchFormer
 from kakeya.core.errors import InvalidArgument
-from kakeya.memory.adapter_batch import AGE_S, MAX_ROWS, Batch, BatchFormer
 
 KEYS = ("a", "b", "c", "d", "e")
 

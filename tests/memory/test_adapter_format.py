@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kakeya.core.errors import InvalidArgument
-from kakeya.memory.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
-from kakeya.memory.adapter_format import (
+from kakeya.adapters.files.folder import CONFIG_FILE, WEIGHTS_FILE
+from kakeya.adapters.files.packed import (
     ALIGNMENT_BYTES,
     PackedAdapter,
     Precision,
@@ -20,6 +19,7 @@ from kakeya.memory.adapter_format import (
     quantise,
     unpack,
 )
+from kakeya.core.errors import InvalidArgument
 from tests.memory.adapter_folders import bf16, safetensors, tiny_adapter, tiny_arrays, write_adapter
 
 A, B = "model.layers.0.self_attn.q_proj.lora_a", "model.layers.0.self_attn.q_proj.lora_b"

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kakeya.adapters.tiers import Adapter, AdapterTable, Move, Tier, TierRules
+from kakeya.adapters.usage_window import AccessWindow
 from kakeya.core.errors import Conflict, InvariantBroken, NotFound
-from kakeya.memory.adapter_window import AccessWindow
-from kakeya.memory.adapters import Adapter, AdapterTable, Move, Tier, TierRules
 
 BASE = "m"
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 
 from kakeya.core import errors
-from kakeya.memory.lease_rules import JOB
-from kakeya.memory.plan import Outcome
-from kakeya.memory.policy import Level, Rung, Tenant
-from kakeya.memory.resident import LeaseId, RequestPriority, State, Warmth
+from kakeya.memory.arbiter.plan import Outcome
+from kakeya.memory.arbiter.policy import Level, Rung, Tenant
+from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, State, Warmth
+from kakeya.memory.leases.rules import JOB
 from tests.memory.worlds import MANY, World, ask, key
 
 WARM = Warmth(stay_warm_s=300)

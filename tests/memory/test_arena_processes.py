@@ -16,9 +16,9 @@ import pytest
 
 from kakeya.core.errors import PageFreed
 from kakeya.core.units import KIB
-from kakeya.memory.arena import PageArena
-from kakeya.memory.content import ContentType, PageConfig
-from kakeya.memory.page_ref import PageRef
+from kakeya.memory.pages.content import ContentType, PageConfig
+from kakeya.memory.pages.page_ref import PageRef
+from kakeya.memory.pages.shared_arena import PageArena
 
 PAGE = 512 * KIB
 DEADLINE_S = 20.0

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import ConfigError
 from kakeya.core.units import KIB, MIB
-from kakeya.memory.content import (
+from kakeya.memory.pages.content import (
     PIN_RULES,
     ContentPriority,
     ContentType,

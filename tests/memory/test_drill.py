@@ -10,11 +10,11 @@ from collections import Counter
 import pytest
 
 from kakeya.core import errors
-from kakeya.memory.events import Event, Evicted, ModelLoad, ModelUnload
-from kakeya.memory.memory_arbiter import MemoryArbiter, Terms
-from kakeya.memory.policy import Level
-from kakeya.memory.pressure import Reading
-from kakeya.memory.resident import ASR, TEXT_TARGET, VISION, RequestPriority, Warmth
+from kakeya.memory.api import MemoryArbiter, Terms
+from kakeya.memory.arbiter.events import Event, Evicted, ModelLoad, ModelUnload
+from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.resident import ASR, TEXT_TARGET, VISION, RequestPriority, Warmth
+from kakeya.memory.machine.pressure import Reading
 from tests.fakes import FakeClock
 from tests.memory.toy import Toy, capability
 from tests.memory.worlds import MANY

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core import errors
+from kakeya.memory.arbiter.policy import Rung
 from kakeya.memory.embeddings import (
     VisionEmbedding,
     VisionEmbeddingCache,
     embedding_key,
     normalised,
 )
-from kakeya.memory.policy import Rung
 
 
 class Now:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.memory.escalation import (
+from kakeya.backends.engine.escalation import (
     EndIt,
     Escalation,
     EscalationRules,

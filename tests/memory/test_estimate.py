@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from kakeya.core import errors
 from kakeya.core.units import GIB, MIB
-from kakeya.memory.estimate import (
+from kakeya.generation.spec import EMBEDDED_FOLDER
+from kakeya.memory.estimate.estimate import (
     FILES_FACTOR,
     GGUF_FACTOR,
     GROWTH_BYTES,
@@ -28,11 +29,10 @@ from kakeya.memory.estimate import (
     estimate_name,
     estimate_source,
 )
-from kakeya.memory.estimate_headers import read_headers
-from kakeya.memory.estimate_history import KEPT, MAX_MODELS, SizeHistory
+from kakeya.memory.estimate.headers import read_headers
+from kakeya.memory.estimate.history import KEPT, MAX_MODELS, SizeHistory
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.verifier import Verifier
-from kakeya.node.models import EMBEDDED_FOLDER
 from tests.mlx.random_models import write_model
 
 MARGIN = 0.02
@@ -199,7 +199,7 @@ ENGINE = """
 import json, re, sys
 from kakeya.mlx.loader import load
 from kakeya.mlx.verifier import Verifier
-import grpc.aio, kakeya.engine.scheduler, mlx.core as mx
+import grpc.aio, kakeya.engine.steps.scheduler, mlx.core as mx
 state = Verifier(load(sys.argv[1], "m"))
 state.prefill([token % 90 for token in range(256)])
 state.verify([1] * 17)

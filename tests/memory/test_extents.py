@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.memory.content import Fit
-from kakeya.memory.extents import Extents
+from kakeya.memory.pages.content import Fit
+from kakeya.memory.pages.extents import Extents
 
 SLAB, SLABS = 16, 3
 

@@ -32,10 +32,10 @@ from hypothesis.stateful import (
 )
 
 from kakeya.core import errors
-from kakeya.memory.arbiter import Arbiter
-from kakeya.memory.plan import FOREVER, Ask, Eviction, Outcome, Plan, Reason
-from kakeya.memory.policy import Level, Rung, Tenant
-from kakeya.memory.resident import (
+from kakeya.memory.arbiter.arbiter import Arbiter
+from kakeya.memory.arbiter.plan import FOREVER, Ask, Eviction, Outcome, Plan, Reason
+from kakeya.memory.arbiter.policy import Level, Rung, Tenant
+from kakeya.memory.arbiter.resident import (
     ROOM,
     TRANSITIONS,
     LeaseId,
@@ -45,7 +45,7 @@ from kakeya.memory.resident import (
     State,
     Warmth,
 )
-from kakeya.memory.tickets import Tickets
+from kakeya.memory.arbiter.tickets import Tickets
 from tests.memory.worlds import MANY, ROLE_OF, World, ask
 
 BUDGET = 100

@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kakeya.core import errors
 from kakeya.core.units import MIB
-from kakeya.memory import lease_rules as rules
-from kakeya.memory.lease import Book, Granter, Lease, LeaseState, No, Process, Wish, in_order
-from kakeya.memory.lease_rules import EXPIRE_S, Sight
-from kakeya.memory.resident import RequestPriority
+from kakeya.memory.arbiter.resident import RequestPriority
+from kakeya.memory.leases import rules
+from kakeya.memory.leases.lease import Book, Granter, Lease, LeaseState, No, Process, Wish, in_order
+from kakeya.memory.leases.rules import EXPIRE_S, Sight
 
 BOOT = "boot-1"
 BUDGET = 1000 * MIB

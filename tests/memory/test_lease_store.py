@@ -18,8 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core import errors
-from kakeya.memory import lease_rules as rules
-from kakeya.memory.lease import (
+from kakeya.memory.arbiter.resident import RequestPriority
+from kakeya.memory.leases import rules
+from kakeya.memory.leases.codec import decode_book, decode_lease, encode_head, encode_lease
+from kakeya.memory.leases.lease import (
     MAX_BYTES,
     Book,
     Drain,
@@ -30,14 +32,12 @@ from kakeya.memory.lease import (
     Process,
     Wish,
 )
-from kakeya.memory.lease_codec import decode_book, decode_lease, encode_head, encode_lease
-from kakeya.memory.lease_redis import RedisLeaseStore
-from kakeya.memory.lease_rules import Sight
-from kakeya.memory.lease_sqlite import SqliteLeaseStore
-from kakeya.memory.lease_store import LeaseStore
-from kakeya.memory.processes import Census
-from kakeya.memory.resident import RequestPriority
-from kakeya.node.lease_place import open_lease_store
+from kakeya.memory.leases.place import open_lease_store
+from kakeya.memory.leases.processes import Census
+from kakeya.memory.leases.redis import RedisLeaseStore
+from kakeya.memory.leases.rules import Sight
+from kakeya.memory.leases.sqlite import SqliteLeaseStore
+from kakeya.memory.leases.store import LeaseStore
 from tests.memory.lease_worlds import (
     NO_REDIS,
     REDIS,

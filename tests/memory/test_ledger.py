@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.memory.ledger import Ledger
-from kakeya.memory.policy import Rung, Shrink, Tenant
-from kakeya.memory.resident import Resident, State
+from kakeya.memory.arbiter.ledger import Ledger
+from kakeya.memory.arbiter.policy import Rung, Shrink, Tenant
+from kakeya.memory.arbiter.resident import Resident, State
 from tests.memory.worlds import MANY, key
 
 

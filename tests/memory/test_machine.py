@@ -17,9 +17,9 @@ import pytest
 
 from kakeya.core import errors
 from kakeya.core.units import GIB, KIB, MIB
-from kakeya.memory import machine
-from kakeya.memory.policy import Level
-from kakeya.memory.pressure import Memory, PressureSource, Reading
+from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.machine import machine
+from kakeya.memory.machine.pressure import Memory, PressureSource, Reading
 
 RECORDED = Path(__file__).parent / "recorded"
 MEMINFO = """MemTotal:       16384000 kB

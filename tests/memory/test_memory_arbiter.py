@@ -13,9 +13,9 @@ import pytest
 
 from kakeya.core import errors
 from kakeya.core.clock import SystemClock
-from kakeya.memory.capability import Loaded
-from kakeya.memory.embeddings import VisionEmbedding
-from kakeya.memory.events import (
+from kakeya.memory.api import MemoryArbiter, Terms
+from kakeya.memory.arbiter.capability import Loaded
+from kakeya.memory.arbiter.events import (
     CapabilityRun,
     Event,
     Evicted,
@@ -23,11 +23,9 @@ from kakeya.memory.events import (
     ModelLoad,
     ModelUnload,
 )
-from kakeya.memory.memory_arbiter import MemoryArbiter, Terms
-from kakeya.memory.plan import Exhausted, Reason
-from kakeya.memory.policy import Level, Rules, Rung, Tenant
-from kakeya.memory.pressure import Reading
-from kakeya.memory.resident import (
+from kakeya.memory.arbiter.plan import Exhausted, Reason
+from kakeya.memory.arbiter.policy import Level, Rules, Rung, Tenant
+from kakeya.memory.arbiter.resident import (
     ASR,
     DRAFTER,
     TEXT_TARGET,
@@ -37,6 +35,8 @@ from kakeya.memory.resident import (
     RolePriority,
     Warmth,
 )
+from kakeya.memory.embeddings import VisionEmbedding
+from kakeya.memory.machine.pressure import Reading
 from tests.fakes import FakeClock
 from tests.memory.toy import Toy, capability
 from tests.memory.worlds import ManualClock, key, until

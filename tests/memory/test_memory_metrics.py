@@ -8,13 +8,19 @@ from itertools import chain
 import pytest
 from prometheus_client.core import Metric
 
+from kakeya.adapters.metrics import AcquireTimes, adapter_metrics
+from kakeya.adapters.tiers import AdapterTable, Tier
 from kakeya.core import errors
-from kakeya.memory.adapters import AdapterTable, Tier
-from kakeya.memory.events import CapabilityRun, Evicted, LoadFailure, ModelLoad, RequestRefused
-from kakeya.memory.memory_metrics import MemoryCounters, memory_metrics
-from kakeya.memory.plan import Exhausted, Reason, Snapshot
-from kakeya.memory.policy import Level, Rung, Tenant
-from kakeya.memory.resident import (
+from kakeya.memory.arbiter.events import (
+    CapabilityRun,
+    Evicted,
+    LoadFailure,
+    ModelLoad,
+    RequestRefused,
+)
+from kakeya.memory.arbiter.plan import Exhausted, Reason, Snapshot
+from kakeya.memory.arbiter.policy import Level, Rung, Tenant
+from kakeya.memory.arbiter.resident import (
     TEXT_TARGET,
     LeaseId,
     RequestPriority,
@@ -22,7 +28,7 @@ from kakeya.memory.resident import (
     ResidentKey,
     State,
 )
-from kakeya.node.adapter_metrics import AcquireTimes, adapter_metrics
+from kakeya.memory.metrics import MemoryCounters, memory_metrics
 from tests.memory.scrapes import (
     Samples,
     check_alerts,

@@ -11,9 +11,9 @@ import pytest
 
 from kakeya.core.errors import InvalidArgument, OutOfPages, PageFreed
 from kakeya.core.units import KIB
-from kakeya.memory.arena import Filling, PageArena
-from kakeya.memory.content import ContentType, PageConfig
-from kakeya.memory.page_line import PageLine
+from kakeya.memory.pages.content import ContentType, PageConfig
+from kakeya.memory.pages.queue import PageLine
+from kakeya.memory.pages.shared_arena import Filling, PageArena
 
 PAGE = 512 * KIB
 LONG_S = 20.0

@@ -9,9 +9,9 @@ import pytest
 
 from kakeya.core.errors import PageFreed
 from kakeya.core.units import KIB
-from kakeya.memory.arena import PageArena
-from kakeya.memory.content import ContentType, PageConfig
-from kakeya.memory.page_metrics import page_metrics
+from kakeya.memory.pages.content import ContentType, PageConfig
+from kakeya.memory.pages.metrics import page_metrics
+from kakeya.memory.pages.shared_arena import PageArena
 from tests.memory.scrapes import (
     Samples,
     check_alerts,

@@ -13,9 +13,9 @@ from kakeya.core.errors import (
     OutOfPages,
     PageFreed,
 )
-from kakeya.memory.content import ContentPriority, ContentType, Fit, PageConfig
-from kakeya.memory.pages import PagePool, Tenant
-from kakeya.memory.pins import Block
+from kakeya.memory.pages.content import ContentPriority, ContentType, Fit, PageConfig
+from kakeya.memory.pages.pins import Block
+from kakeya.memory.pages.pool import PagePool, Tenant
 
 
 def pool_of(slabs: int = 1, slab_pages: int = 16, **config: float | str) -> PagePool:

@@ -22,9 +22,9 @@ from hypothesis.stateful import (
 )
 
 from kakeya.core.errors import Conflict, InvariantBroken, OutOfPages, PageFreed
-from kakeya.memory.content import ContentType, Fit, PageConfig
-from kakeya.memory.pages import PagePool, Tenant
-from kakeya.memory.pins import Block, Holder
+from kakeya.memory.pages.content import ContentType, Fit, PageConfig
+from kakeya.memory.pages.pins import Block, Holder
+from kakeya.memory.pages.pool import PagePool, Tenant
 
 SLAB = 8
 # Few kinds and sizes, so that blocks compete with their like.

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kakeya.memory.panics import (
+from kakeya.memory.machine.panics import (
     KEEP_S,
     MAX_BYTES,
     NORMAL,

@@ -10,10 +10,10 @@ import pytest
 
 from kakeya.core import errors
 from kakeya.core.clock import SystemClock
-from kakeya.memory.memory_arbiter import MemoryArbiter
+from kakeya.memory.api import MemoryArbiter
+from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.machine.pressure import Reading
 from kakeya.memory.plugins import GROUP, load_capabilities
-from kakeya.memory.policy import Level
-from kakeya.memory.pressure import Reading
 from tests.memory.example_plugin import SIZES, Image, Question, Weights
 from tests.memory.worlds import until
 

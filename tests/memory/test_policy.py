@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from kakeya.core import errors
 from kakeya.core.units import MIB
-from kakeya.memory import policy
-from kakeya.memory.policy import Level, Rules, Rung, Shrink, Tenant
-from kakeya.memory.resident import (
+from kakeya.memory.arbiter import policy
+from kakeya.memory.arbiter.policy import Level, Rules, Rung, Shrink, Tenant
+from kakeya.memory.arbiter.resident import (
     ROLES,
     LeaseId,
     RequestPriority,

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core import errors
-from kakeya.memory.machine import KernelLevel
-from kakeya.memory.policy import Level
-from kakeya.memory.pressure import (
+from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.machine.machine import KernelLevel
+from kakeya.memory.machine.pressure import (
     LEVEL_BY_NATIVE,
     AvailableMemory,
     DispatchedPressure,

@@ -16,9 +16,9 @@ import pytest
 
 from kakeya.core import errors
 from kakeya.core.units import MIB
-from kakeya.memory.lease import Book, Lease, Process, Wish
-from kakeya.memory.lease_rules import Sight, is_dead
-from kakeya.memory.processes import MARK, Census, LinuxProcesses, MacProcesses, Row, parse_ps
+from kakeya.memory.leases.lease import Book, Lease, Process, Wish
+from kakeya.memory.leases.processes import MARK, Census, LinuxProcesses, MacProcesses, Row, parse_ps
+from kakeya.memory.leases.rules import Sight, is_dead
 
 RECORDED = Path(__file__).parent / "recorded"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.memory.pins import Block
-from kakeya.memory.reclaim import Segment, Watermarks, cheapest_window
+from kakeya.memory.pages.pins import Block
+from kakeya.memory.pages.windows import Segment, Watermarks, cheapest_window
 
 
 def segment(number: int, pages: int, cost: float | None) -> Segment:

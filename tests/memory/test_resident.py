@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from kakeya.core import errors
-from kakeya.memory.resident import (
+from kakeya.memory.arbiter.resident import (
     ROLES,
     TRANSITIONS,
     VISION,

@@ -13,7 +13,7 @@ import pytest
 
 from kakeya.core.errors import Conflict, InvalidArgument, OutOfPages, PageFreed
 from kakeya.core.units import KIB
-from kakeya.memory.slabs import Slab, SlabStore, header_bytes, map_slab
+from kakeya.memory.pages.slabs import Slab, SlabStore, header_bytes, map_slab
 
 PAGE = 512 * KIB
 
@@ -154,7 +154,7 @@ def test_the_memory_of_a_slab_is_there_before_it_is_touched(tmp_path: Path) -> N
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from kakeya.memory.slabs import SlabStore
+from kakeya.memory.pages.slabs import SlabStore
 owner = SlabStore(Path(sys.argv[1]), sys.argv[2], pages=2, page_bytes=512 * 1024)
 print(owner.make().name, owner.make().name, flush=True)
 sys.stdin.read()

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 
 from kakeya.core import errors
-from kakeya.memory.resident import LeaseId, RequestPriority, State, Warmth
+from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, State, Warmth
 from tests.memory.worlds import World, ask, key
 
 WARM = Warmth(stay_warm_s=300)

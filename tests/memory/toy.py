@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kakeya.memory.capability import Capability, Loaded
-from kakeya.memory.resident import Role, Warmth
+from kakeya.memory.arbiter.capability import Capability, Loaded
+from kakeya.memory.arbiter.resident import Role, Warmth
 
 
 @dataclass

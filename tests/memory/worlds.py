@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from kakeya.memory import resident
-from kakeya.memory.arbiter import Arbiter
-from kakeya.memory.plan import FOREVER, Ask, Outcome, Plan
-from kakeya.memory.policy import Rules
-from kakeya.memory.resident import (
+from kakeya.memory.arbiter import resident
+from kakeya.memory.arbiter.arbiter import Arbiter
+from kakeya.memory.arbiter.plan import FOREVER, Ask, Outcome, Plan
+from kakeya.memory.arbiter.policy import Rules
+from kakeya.memory.arbiter.resident import (
     COLD,
     LeaseId,
     RequestPriority,

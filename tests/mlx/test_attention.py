@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kakeya.mlx import attention
-from kakeya.mlx.attention import FAR_TOKENS, attend_far, is_far
-from kakeya.mlx.batch import hand_over
-from kakeya.mlx.grid import exactness
+from kakeya.mlx.batch.batch import hand_over
 from kakeya.mlx.loader import LoadedModel, load
+from kakeya.mlx.numerics import attention
+from kakeya.mlx.numerics.attention import FAR_TOKENS, attend_far, is_far
+from kakeya.mlx.numerics.grid import exactness
 from kakeya.mlx.verifier import Verifier
 from tests.mlx.random_models import VOCAB, write_model
 
@@ -108,7 +108,7 @@ def test_a_prompt_is_computed_as_mlx_lm_does_it(
     expected = in_pieces(model)
     monkeypatch.setattr(attention, "is_split_far", lambda: True)
     monkeypatch.setattr(attention, "FAR_TOKENS", 60)
-    with patch("kakeya.mlx.batch.attend_far", wraps=attention.attend_far) as far:
+    with patch("kakeya.mlx.batch.batch.attend_far", wraps=attention.attend_far) as far:
         found = in_pieces(model)
     assert far.called
     assert mx.abs(found - expected).max().item() <= 1e-3 * mx.abs(expected).max().item()
@@ -117,7 +117,7 @@ def test_a_prompt_is_computed_as_mlx_lm_does_it(
 def test_how_prompts_attend_is_part_of_what_their_bits_depend_on(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kakeya.mlx.grid.is_split_far", lambda: True)
+    monkeypatch.setattr("kakeya.mlx.numerics.grid.is_split_far", lambda: True)
     said = exactness(model, ((0, 64),))
-    monkeypatch.setattr("kakeya.mlx.grid.is_split_far", lambda: False)
+    monkeypatch.setattr("kakeya.mlx.numerics.grid.is_split_far", lambda: False)
     assert exactness(model, ((0, 64),)) != said

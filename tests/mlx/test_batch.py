@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import QuantizedKVCache
 
-from kakeya.decoding.sampling import SamplingParams
-from kakeya.memory.adapter_format import PackedAdapter, PackedTensor, Precision
-from kakeya.mlx import batch
-from kakeya.mlx import rows as row_caches
-from kakeya.mlx.batch import launch_together, why_by_turns
+from kakeya.adapters.files.packed import PackedAdapter, PackedTensor, Precision
+from kakeya.decoding.draft.sampling import SamplingParams
+from kakeya.mlx.batch import batch
+from kakeya.mlx.batch import cache as row_caches
+from kakeya.mlx.batch.batch import launch_together, why_by_turns
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.lora import AdapterSlots
 from kakeya.mlx.model import MlxModel

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.mlx import grid as prefill_grid
-from kakeya.mlx.grid import exactness, is_row_exact, nominal_grid, plan_grid
-from kakeya.mlx.kv_blocks import plan_blocks
+from kakeya.mlx.kv.blocks import plan_blocks
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.model import MlxModel
+from kakeya.mlx.numerics import grid as prefill_grid
+from kakeya.mlx.numerics.grid import exactness, is_row_exact, nominal_grid, plan_grid
 from tests.mlx.random_models import write_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.base import create_causal_mask, scaled_dot_product_attention
 
-from kakeya.mlx import attention
-from kakeya.mlx.batch import forward_together, launch_together, why_by_turns
-from kakeya.mlx.kin import LEAST_TOKENS, STEP_TOKENS, Kin, Run, attend, relate, runs
-from kakeya.mlx.kin_probe import SHARES_FROM, shares_from
+from kakeya.mlx.batch.batch import forward_together, launch_together, why_by_turns
+from kakeya.mlx.batch.cache import Stretch
+from kakeya.mlx.batch.places import Seating
+from kakeya.mlx.batch.shared_prefix import LEAST_TOKENS, STEP_TOKENS, Kin, Run, attend, relate, runs
+from kakeya.mlx.batch.shared_prefix_probe import SHARES_FROM, shares_from
+from kakeya.mlx.batch.slabs import LayerSlab, Seat
 from kakeya.mlx.loader import LoadedModel, load
-from kakeya.mlx.rows import Stretch
-from kakeya.mlx.seating import Seating
-from kakeya.mlx.slabs import LayerSlab, Seat
+from kakeya.mlx.numerics import attention
 from kakeya.mlx.verifier import Verifier
 from tests.mlx.random_models import write_model
 
@@ -283,7 +283,7 @@ class Comparisons:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        patch.setattr("kakeya.mlx.slabs.relate", self._relate)
+        patch.setattr("kakeya.mlx.batch.slabs.relate", self._relate)
 
     def _relate(self, *given: Any) -> None:
         self.count += 1
@@ -345,7 +345,7 @@ def attending(patch: pytest.MonkeyPatch, change: Callable[[mx.array], mx.array])
         shares.append(shared)
         return change(attend(*given, shared=shared, **named))
 
-    patch.setattr("kakeya.mlx.rows.attend_alike", changed)
+    patch.setattr("kakeya.mlx.batch.cache.attend_alike", changed)
     return shares
 
 

@@ -23,11 +23,12 @@ from mlx_lm.models.cache import (
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.engine.model import KvView
-from kakeya.mlx import attention, kv_layers
-from kakeya.mlx.batch import hand_over
-from kakeya.mlx.grid import is_row_exact
-from kakeya.mlx.kv_blocks import KvBlocks, block_tokens_of, plan_blocks
+from kakeya.mlx.batch.batch import hand_over
+from kakeya.mlx.kv import layers as kv_layers
+from kakeya.mlx.kv.blocks import KvBlocks, block_tokens_of, plan_blocks
 from kakeya.mlx.loader import LoadedModel, load
+from kakeya.mlx.numerics import attention
+from kakeya.mlx.numerics.grid import is_row_exact
 from kakeya.mlx.verifier import Verifier
 from tests.mlx.random_models import VOCAB, write_model
 

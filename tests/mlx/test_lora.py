@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from kakeya.adapters.files.packed import PackedAdapter, PackedTensor
 from kakeya.core.errors import InvalidArgument
-from kakeya.memory.adapter_format import PackedAdapter, PackedTensor
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.lora import AdapterSlots
 from tests.mlx.random_models import write_model

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.mlx import loader, openblas
-from kakeya.mlx.grid import exactness
-from kakeya.mlx.openblas import Angles, Rotation, suit
+from kakeya.mlx import loader
+from kakeya.mlx.numerics import openblas
+from kakeya.mlx.numerics.grid import exactness
+from kakeya.mlx.numerics.openblas import Angles, Rotation, suit
 from kakeya.mlx.verifier import Verifier
 from tests.mlx.random_models import VOCAB, write_model
 
@@ -159,7 +160,7 @@ def test_half_and_quantized_weights_stay_as_they_are() -> None:
 _WITH_OPENBLAS = """
 import sys
 from unittest.mock import patch
-from kakeya.mlx.blas import is_openblas, preload_blas
+from kakeya.mlx.numerics.blas import is_openblas, preload_blas
 preload_blas(1)
 if not is_openblas():
     sys.exit(77)

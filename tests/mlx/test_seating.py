@@ -19,12 +19,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kakeya.decoding.sampling import SamplingParams
-from kakeya.mlx import kin
-from kakeya.mlx.batch import launch_together, why_by_turns
+from kakeya.decoding.draft.sampling import SamplingParams
+from kakeya.mlx.batch import shared_prefix as kin
+from kakeya.mlx.batch.batch import launch_together, why_by_turns
+from kakeya.mlx.batch.places import WASTE, Seating
+from kakeya.mlx.batch.slabs import PlacedKV, build, capacity_of, leave
 from kakeya.mlx.loader import LoadedModel, load
-from kakeya.mlx.seating import WASTE, Seating
-from kakeya.mlx.slabs import PlacedKV, build, capacity_of, leave
 from kakeya.mlx.verifier import Verifier
 from tests.mlx.random_models import VOCAB, write_model
 
@@ -252,7 +252,7 @@ def test_the_more_there_is_to_copy_the_longer_they_stand_apart(
 ) -> None:
     model, taken = models["llama"], []
     each = long(model, 300).nbytes_per_token() // len(model.make_cache())
-    monkeypatch.setattr("kakeya.mlx.seating._APART_BYTES", 100 * each)
+    monkeypatch.setattr("kakeya.mlx.batch.places._APART_BYTES", 100 * each)
     for tokens in (300, 700, 1200):
         seating, states = Seating(), [long(model, tokens) for _ in range(4)]
         seating.arrange(states)

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kakeya.decoding.sampling import SamplingParams, gumbel, probabilities
-from kakeya.decoding.sampling import select as reference
+from kakeya.decoding.draft.sampling import SamplingParams, gumbel, probabilities
+from kakeya.decoding.draft.sampling import select as reference
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.verifier import UNBOUNDED_ROWS, Verifier, select
 from tests.mlx.random_models import write_model
@@ -145,7 +145,8 @@ def test_blas_is_found_where_it_is(tmp_path: Path) -> None:
     import sys
 
     code = (
-        "from kakeya.mlx.blas import preload_blas; import ctypes.util, sys; fast = preload_blas(1);"
+        "from kakeya.mlx.numerics.blas import preload_blas; import ctypes.util, sys;"
+        "fast = preload_blas(1);"
         "assert 'mlx.core' not in sys.modules;"
         "assert fast == (sys.platform == 'darwin' or bool(ctypes.util.find_library('openblas')))"
     )

@@ -9,16 +9,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kakeya.adapters.files.packed import unpack
+from kakeya.adapters.manager import AdapterManager
+from kakeya.adapters.places import LendSlots, none_lent
+from kakeya.adapters.tiers import TierRules
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import Conflict, KakeyaError, MemoryRefused, PeerUnavailable
-from kakeya.memory.adapter_format import unpack
-from kakeya.memory.adapters import TierRules
-from kakeya.memory.page_ref import PageReader, PageRef
-from kakeya.node.adapter_places import LendSlots, none_lent
-from kakeya.node.adapters import AdapterManager
-from kakeya.node.arena import PAGE_BYTES, NodeArena, page_config
-from kakeya.node.models import EMBEDDED_FOLDER
-from kakeya.runtime.generation import ModelFacts
+from kakeya.generation.request import ModelFacts
+from kakeya.generation.spec import EMBEDDED_FOLDER
+from kakeya.memory.pages.node_arena import PAGE_BYTES, NodeArena, page_config
+from kakeya.memory.pages.page_ref import PageReader, PageRef
 from tests.memory.adapter_folders import tiny_adapter
 
 TINY = "kakeya-tiny"

@@ -19,10 +19,10 @@ from typing import IO, Self
 import numpy as np
 
 from kakeya.core import errors
-from kakeya.memory.capability import Capability, Loaded
-from kakeya.memory.memory_arbiter import MemoryArbiter, Terms
-from kakeya.memory.policy import Level
-from kakeya.memory.resident import EMBEDDING, RequestPriority, Warmth
+from kakeya.memory.api import MemoryArbiter, Terms
+from kakeya.memory.arbiter.capability import Capability, Loaded
+from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.resident import EMBEDDING, RequestPriority, Warmth
 from kakeya.node import agent, daemon
 
 MIB = 1 << 20

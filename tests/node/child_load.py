@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from kakeya.runtime.client import Client
+from kakeya.sessions.client import Client
 
 PROMPT = [5, 6, 7] * 20
 TOKENS = 4000

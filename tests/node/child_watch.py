@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+from kakeya.cli.node_api import NodeApi
 from kakeya.core.errors import KakeyaError
-from kakeya.node.local import NodeApi
 
 PAUSE_S = 0.05
 

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from kakeya.node.child import NodeProcess
+from kakeya.cli.child import NodeProcess
 
 VERIFIER, DRAFTER = "kakeya-tiny", "kakeya-tiny-draft"
 QUICK = ("--exchange-interval", "0.5")
@@ -25,7 +25,7 @@ def run_daemon(*flags: str, limit_s: float = 20.0) -> subprocess.CompletedProces
 
 
 def run_cli(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kakeya.node.cli", *arguments]
+    command = [sys.executable, "-m", "kakeya.cli.main", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, input=stdin, timeout=150, check=False
     )

@@ -13,15 +13,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from kakeya.config.config import PrecacheConfig
 from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound, PeerUnavailable
-from kakeya.node.config import PrecacheConfig
-from kakeya.node.declared_prompts import DeclaredPrompt
-from kakeya.node.precache import NodePrecache
-from kakeya.node.precache_source import ModelSource
-from kakeya.precache.keys import CacheKeys
-from kakeya.precache.retention import BlockClass, Retention
-from kakeya.runtime.generation import (
+from kakeya.generation.request import (
     DecodeRequest,
     Done,
     EngineStats,
@@ -33,8 +28,13 @@ from kakeya.runtime.generation import (
     Tokens,
     Usage,
 )
-from kakeya.runtime.precache import CacheUse, Claim, Wiped
-from kakeya.serving.text import Texts
+from kakeya.generation.retention import BlockClass, Retention
+from kakeya.prefix.names.keys import CacheKeys
+from kakeya.prefix.seam import CacheUse, Claim, Wiped
+from kakeya.prefix.warm.ahead import NodePrecache
+from kakeya.prefix.warm.declared_prompts import DeclaredPrompt
+from kakeya.prefix.warm.source import ModelSource
+from kakeya.text.text import Texts
 from tests.runtime.toy import ToyDirectory, next_token
 
 BLOCK = 64

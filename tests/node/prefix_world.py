@@ -9,17 +9,17 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from kakeya.backends.engine.backend import EngineOptions
+from kakeya.backends.engines import EngineCommand, engine_command
+from kakeya.backends.resident import ResidentModel
+from kakeya.config import config
 from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
-from kakeya.node import config
-from kakeya.node.engines import EngineCommand, engine_command
+from kakeya.generation.request import DecodeRequest, Done, Frame, Priority, Tokens, Usage
+from kakeya.generation.spec import ModelSpec, Role
 from kakeya.node.memory import EngineSetup, NodeMemory
-from kakeya.node.models import ModelSpec, Role
-from kakeya.node.page_wiring import NodePages
-from kakeya.node.prefixes import NodePrefixes
-from kakeya.node.resident_model import ResidentModel
-from kakeya.runtime.generation import DecodeRequest, Done, Frame, Priority, Tokens, Usage
-from kakeya.serving.backends.engine_backend import EngineOptions
+from kakeya.node.pages import NodePages
+from kakeya.prefix.prefixes import NodePrefixes
 
 TINY = "kakeya-tiny"
 

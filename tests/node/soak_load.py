@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from kakeya.node.child import NodeProcess
+from kakeya.cli.child import NodeProcess
 from tests.node.nodes import DRAFTER
 
 WORDS = ("what", "is", "lent", "comes", "back", "def", "return", "None", "class", "if", "for")

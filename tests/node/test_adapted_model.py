@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kakeya.adapters.adapted_model import AdaptedModel
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import Conflict, InvalidArgument, NotFound, PeerUnavailable
-from kakeya.node.adapted_model import AdaptedModel
-from kakeya.runtime.generation import (
+from kakeya.generation.request import (
     DecodeRequest,
     Done,
     EngineStats,

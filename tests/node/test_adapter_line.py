@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from kakeya.adapters import slot_queue as adapter_line
+from kakeya.adapters.batch import AGE_S
+from kakeya.adapters.files.store import AdapterRecord, AdapterStore
+from kakeya.adapters.lease import AdapterLease
+from kakeya.adapters.tiers import Adapter, TierRules
 from kakeya.core.errors import CapacityExhausted, KakeyaError, LoadFailed, QueueFull
-from kakeya.memory.adapter_batch import AGE_S
-from kakeya.memory.adapters import Adapter, TierRules
-from kakeya.node import adapter_line
-from kakeya.node.adapter_lease import AdapterLease
-from kakeya.node.adapter_store import AdapterRecord, AdapterStore
 from tests.fakes import SettableClock
 from tests.node.adapter_world import World, settled, waiting, world
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from kakeya.adapters.adapted_model import AdaptedModel
+from kakeya.adapters.tiers import TierRules
 from kakeya.core.clock import SystemClock
-from kakeya.memory.adapters import TierRules
-from kakeya.node.adapted_model import AdaptedModel
-from kakeya.precache.retention import Retention
-from kakeya.runtime.generation import DecodeRequest
+from kakeya.generation.request import DecodeRequest
+from kakeya.generation.retention import Retention
 from tests.memory.adapter_folders import tiny_adapter
 from tests.node.prefix_world import TINY, Answer, Node, node, take, text
 

@@ -6,10 +6,10 @@ import asyncio
 import sys
 from pathlib import Path
 
+from kakeya.backends.sizes import lease_sizes
 from kakeya.core.units import GIB, MIB
-from kakeya.memory.estimate_history import SizeHistory
-from kakeya.node.memory_sizes import lease_sizes
-from kakeya.node.models import EMBEDDED_FOLDER
+from kakeya.generation.spec import EMBEDDED_FOLDER
+from kakeya.memory.estimate.history import SizeHistory
 from tests.node.nodes import VERIFIER
 from tests.node.test_adapters_node import add
 from tests.node.test_memory import OTHER, ask, memory_of, ready, residents, two_texts

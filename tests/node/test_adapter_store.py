@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from kakeya.adapters.files import store as adapter_store
+from kakeya.adapters.files.packed import digest, pack, unpack
+from kakeya.adapters.files.store import AdapterRecord, AdapterStore
+from kakeya.config.config import load
 from kakeya.core.errors import LoadFailed, StoreFailed
-from kakeya.memory.adapter_format import digest, pack, unpack
-from kakeya.memory.arena import PageArena
-from kakeya.node import adapter_store
-from kakeya.node.adapter_store import AdapterRecord, AdapterStore
-from kakeya.node.arena import page_config
-from kakeya.node.config import load
-from kakeya.node.page_wiring import least_bytes
+from kakeya.memory.pages.node_arena import page_config
+from kakeya.memory.pages.shared_arena import PageArena
+from kakeya.node.pages import least_bytes
 from tests.memory.adapter_folders import tiny_adapter
 
 

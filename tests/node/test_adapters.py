@@ -9,6 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kakeya.adapters.files.base import read_base
+from kakeya.adapters.files.packed import Precision, unpack
+from kakeya.adapters.files.store import AdapterDamaged, AdapterRecord, AdapterStore, BaseReplaced
+from kakeya.adapters.intake import AdapterIntake
+from kakeya.adapters.tiers import Tier, TierRules
 from kakeya.core.errors import (
     CapacityExhausted,
     Conflict,
@@ -20,12 +25,7 @@ from kakeya.core.errors import (
     StoreFailed,
     Unsupported,
 )
-from kakeya.memory.adapter_base import read_base
-from kakeya.memory.adapter_format import Precision, unpack
-from kakeya.memory.adapters import Tier, TierRules
-from kakeya.node.adapter_intake import AdapterIntake
-from kakeya.node.adapter_store import AdapterDamaged, AdapterRecord, AdapterStore, BaseReplaced
-from kakeya.node.models import EMBEDDED_FOLDER
+from kakeya.generation.spec import EMBEDDED_FOLDER
 from tests.memory.adapter_folders import tiny_adapter, tiny_arrays, write_adapter
 from tests.node.adapter_world import TINY, World, settled, waiting, world
 

@@ -18,19 +18,19 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
+from kakeya.adapters.adapted_model import AdaptedModel
+from kakeya.backends.engine.backend import EngineOptions
+from kakeya.backends.engines import engine_command
+from kakeya.cli.child import NodeProcess
+from kakeya.config import config
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import Denied, NotFound
 from kakeya.core.tasks import Supervisor
-from kakeya.node import config
-from kakeya.node.adapted_model import AdaptedModel
-from kakeya.node.adapter_wiring import NodeAdapters
-from kakeya.node.child import NodeProcess
-from kakeya.node.engines import engine_command
+from kakeya.generation.request import DecodeRequest, Done, ModelState, Tokens
+from kakeya.node.adapters import NodeAdapters
 from kakeya.node.memory import EngineSetup, NodeMemory
-from kakeya.node.page_wiring import NodePages
-from kakeya.runtime.client import Client
-from kakeya.runtime.generation import DecodeRequest, Done, ModelState, Tokens
-from kakeya.serving.backends.engine_backend import EngineOptions
+from kakeya.node.pages import NodePages
+from kakeya.sessions.client import Client
 from tests.memory.adapter_folders import tiny_adapter
 from tests.memory.scrapes import DOCS
 from tests.node.nodes import VERIFIER, eventually, model_state, run_cli, verifier_node
@@ -120,12 +120,12 @@ async def test_an_exact_adapter_says_what_mlx_lm_says_with_it(tmp_path: Path) ->
     """mlx-lm loads the folder itself, and its plain forward picks the same tokens."""
     script = f"""
 import sys, json
-from kakeya.mlx.blas import preload_blas
+from kakeya.mlx.numerics.blas import preload_blas
 preload_blas(threads=1)
 import mlx.core as mx
 from mlx_lm.utils import load
 from mlx.utils import tree_map
-from kakeya.node.models import EMBEDDED_FOLDER
+from kakeya.generation.spec import EMBEDDED_FOLDER
 model, tokenizer = load(str(EMBEDDED_FOLDER / "{VERIFIER}"), adapter_path=sys.argv[1])
 model.update(tree_map(lambda p: p.astype(mx.float32), model.parameters()))
 model.eval()

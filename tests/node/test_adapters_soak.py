@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from benchmarks.adapter_acquire import record
+from kakeya.adapters.adapted_model import AdaptedModel
+from kakeya.adapters.files.packed import pack
+from kakeya.adapters.files.store import AdapterStore
+from kakeya.adapters.tiers import Tier, TierRules
 from kakeya.core.clock import SystemClock
-from kakeya.memory.adapter_format import pack
-from kakeya.memory.adapters import Tier, TierRules
-from kakeya.memory.content import ContentType
-from kakeya.node.adapted_model import AdaptedModel
-from kakeya.node.adapter_store import AdapterStore
-from kakeya.node.adapter_wiring import ADAPTER_FOLDER, NodeAdapters
-from kakeya.runtime.generation import DecodeRequest, Done, ServedModel, Tokens
+from kakeya.generation.request import DecodeRequest, Done, ServedModel, Tokens
+from kakeya.memory.pages.content import ContentType
+from kakeya.node.adapters import ADAPTER_FOLDER, NodeAdapters
 from tests.memory.adapter_folders import write_adapter
 from tests.node.adapter_world import TINY, world
 from tests.node.test_adapters_node import NAMES, TRAINED, in_process

@@ -15,12 +15,12 @@ import pytest
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import MemoryRefused, OutOfPages, PageFreed
 from kakeya.core.units import MIB
-from kakeya.memory.content import ContentType
-from kakeya.memory.memory_arbiter import MemoryArbiter
-from kakeya.memory.pages import Tenant
-from kakeya.memory.pins import Block
-from kakeya.memory.resident import COLD, TEXT_TARGET
-from kakeya.node.arena import NAME, PAGE_BYTES, NodeArena, page_config
+from kakeya.memory.api import MemoryArbiter
+from kakeya.memory.arbiter.resident import COLD, TEXT_TARGET
+from kakeya.memory.pages.content import ContentType
+from kakeya.memory.pages.node_arena import NAME, PAGE_BYTES, NodeArena, page_config
+from kakeya.memory.pages.pins import Block
+from kakeya.memory.pages.pool import Tenant
 from tests.memory.toy import Toy, capability
 
 SLAB = 8  # pages
@@ -312,8 +312,8 @@ def test_the_next_start_removes_the_slabs_of_a_killed_node(tmp_path: Path) -> No
     script = f"""
 import asyncio, os, pathlib, random, signal
 from kakeya.core.clock import SystemClock
-from kakeya.memory.content import ContentType
-from kakeya.node.arena import NodeArena, page_config
+from kakeya.memory.pages.content import ContentType
+from kakeya.memory.pages.node_arena import NodeArena, page_config
 from tests.node.test_arena import Room
 async def main():
     arena = NodeArena(pathlib.Path({str(tmp_path)!r}), page_config(4 << 20, 8 << 20),

@@ -7,9 +7,9 @@ import ipaddress
 import pytest
 
 from kakeya.core.errors import ConfigError
-from kakeya.fleet.addresses import Priority
+from kakeya.fleet.paths.addresses import Priority
+from kakeya.fleet.paths.interfaces import Interface
 from kakeya.node.binding import Binding, choose_binding
-from kakeya.node.interfaces import Interface
 
 
 def _interface(name: str, ip: str, priority: Priority) -> Interface:

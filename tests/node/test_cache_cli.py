@@ -16,16 +16,16 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from kakeya.cli.main import main
 from kakeya.core.clock import SystemClock
-from kakeya.node.cli import main
+from kakeya.generation.retention import Retention
 from kakeya.node.control import control_socket
 from kakeya.node.datadir import DataDir, RunInfo
-from kakeya.node.page_wiring import ARENA_FOLDER
-from kakeya.precache.disk import FOLDER, BlockStore
-from kakeya.precache.disk_files import QUARANTINE, BlockFolder
-from kakeya.precache.retention import Retention
-from kakeya.runtime.precache import NoPrecache, Wiped
-from kakeya.runtime.precache_service import PrecacheService
+from kakeya.node.pages import ARENA_FOLDER
+from kakeya.prefix.disk.files import QUARANTINE, BlockFolder
+from kakeya.prefix.disk.store import FOLDER, BlockStore
+from kakeya.prefix.seam import NoPrecache, Wiped
+from kakeya.sessions.prefix_service import PrecacheService
 from kakeya.v1.precache_pb2_grpc import add_PrecacheServiceServicer_to_server
 from tests.memory.test_slabs import KILLED, is_there
 from tests.precache.disk_world import Made, block_of, chain_of, config_of

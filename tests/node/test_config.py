@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from kakeya.adapters.tiers import TierRules
+from kakeya.config.config import load
+from kakeya.config.table import SETTINGS
 from kakeya.core.errors import ConfigError
-from kakeya.fleet.targets import DEFAULT_FANOUT
-from kakeya.memory.adapters import TierRules
-from kakeya.memory.content import Fit, PageConfig
-from kakeya.node.config import load
-from kakeya.node.models import Role
-from kakeya.node.settings import is_loopback, split_address
-from kakeya.node.table import SETTINGS
+from kakeya.core.settings import is_loopback, split_address
+from kakeya.fleet.gossip.targets import DEFAULT_FANOUT
+from kakeya.generation.spec import Role
+from kakeya.memory.pages.content import Fit, PageConfig
 
 
 def test_without_anything_the_embedded_model_and_ngram_run_on_loopback() -> None:

@@ -16,6 +16,8 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES
+from kakeya.cli import fleet as fleet_cli
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import (
     ConfigError,
@@ -27,21 +29,19 @@ from kakeya.core.errors import (
     NotFound,
     PeerUnavailable,
 )
-from kakeya.fleet.cards import Card
-from kakeya.fleet.convert import from_wire
-from kakeya.fleet.identity import Identity, load_identity
-from kakeya.fleet.invite import decode_token
-from kakeya.node import fleet_cli
+from kakeya.core.host import host_label
+from kakeya.fleet.cards.cards import Card
+from kakeya.fleet.cards.convert import from_wire
+from kakeya.fleet.identity.identity import Identity, load_identity
+from kakeya.fleet.identity.invite import decode_token
+from kakeya.fleet.identity.membership import Membership, open_trust
+from kakeya.memory.pressure_sources import read_level
 from kakeya.node.control import ControlService, Fleet, NoFleet, control_socket
 from kakeya.node.datadir import DataDir, RunInfo
-from kakeya.node.listeners import Listeners
-from kakeya.node.machine import host_label
-from kakeya.node.membership import Membership, open_trust
-from kakeya.node.memory_pressure import read_level
-from kakeya.serving.backends.engine_process import MAX_SOCKET_PATH_BYTES
 from kakeya.v1 import distributed_pb2
 from kakeya.v1.fleet_pb2_grpc import add_ControlServiceServicer_to_server
 from kakeya.wire.channels import Channels
+from kakeya.wire.server.listeners import Listeners
 
 
 def kakeya(*words: str) -> int:

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import pytest
 
+from kakeya.cli.child import NodeProcess
 from kakeya.core.errors import PeerUnavailable
-from kakeya.fleet.authority import create_fleet
+from kakeya.fleet.identity.authority import create_fleet
 from kakeya.node.agent import GRACE_S
-from kakeya.node.child import NodeProcess
-from kakeya.runtime.client import Client
+from kakeya.sessions.client import Client
 from tests.node.nodes import FREE, QUICK, eventually, run_cli, run_daemon, seen_by, verifier_node
 
 NGRAM_ONLY = ("--proposer", "ngram")

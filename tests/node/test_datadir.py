@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from kakeya.core.errors import ConfigError, Conflict
 from kakeya.core.files import write_atomically
 from kakeya.core.ids import NodeId
-from kakeya.fleet.cards import MAX_INCARNATION, is_valid_node_id
-from kakeya.fleet.memory import Memory, Sighting
+from kakeya.fleet.cards.cards import MAX_INCARNATION, is_valid_node_id
+from kakeya.fleet.view.tombstones import Memory, Sighting
 from kakeya.node.datadir import (
     RUN,
     STATE,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kakeya.config.config import KEEP_ALIVE_LEAST_S, SWEEP_LEAST_S, load
 from kakeya.core.errors import ConfigError
-from kakeya.node.config import KEEP_ALIVE_LEAST_S, SWEEP_LEAST_S, load
-from kakeya.node.declared_prompts import DeclaredPrompt, PromptText, parse_prompts
-from kakeya.node.settings import Illegal
+from kakeya.core.settings import Illegal
+from kakeya.prefix.warm.declared_prompts import DeclaredPrompt, PromptText, parse_prompts
 
 FILE = """
 [precache]

@@ -13,7 +13,7 @@ from tests.node.nodes import run_cli
 
 SHORT = """
 import sys
-from kakeya.node import demo
+from kakeya.cli import demo
 demo.ROUNDS, demo.NEW_TOKENS = 1, 96
 sys.exit(demo.run_demo(as_json=True))
 """

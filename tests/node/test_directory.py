@@ -6,12 +6,11 @@ from collections.abc import AsyncGenerator, Callable
 
 import pytest
 
+from kakeya.adapters.files.store import AdapterRecord
+from kakeya.adapters.lease import AdapterLease
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import NotFound
-from kakeya.node.adapter_lease import AdapterLease
-from kakeya.node.adapter_store import AdapterRecord
-from kakeya.node.directory import Models, failed_addresses
-from kakeya.runtime.generation import (
+from kakeya.generation.request import (
     DecodeRequest,
     Done,
     EngineStats,
@@ -23,6 +22,7 @@ from kakeya.runtime.generation import (
     Tokens,
     Usage,
 )
+from kakeya.node.directory import Models, failed_addresses
 
 USAGE = Usage(
     sources=(

@@ -6,10 +6,10 @@ import pytest
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.ids import ModelId
-from kakeya.fleet.cards import Card, Offer, OfferedModel, Role
-from kakeya.fleet.convert import from_wire, to_wire
-from kakeya.node.drafting import LOCAL_NGRAM, choose_sources
-from kakeya.runtime.generation import DraftSource, ModelFacts
+from kakeya.fleet.cards.cards import Card, Offer, OfferedModel, Role
+from kakeya.fleet.cards.convert import from_wire, to_wire
+from kakeya.fleet.placement.draft_sources import LOCAL_NGRAM, choose_sources
+from kakeya.generation.request import DraftSource, ModelFacts
 from tests.fleet.nodes import plain
 
 NOW = 1_700_000_000.0

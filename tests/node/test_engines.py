@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from kakeya.backends.engine.backend import EngineOptions
+from kakeya.backends.engines import sockets_folder
+from kakeya.cli.child import NodeProcess
+from kakeya.config import config
 from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
-from kakeya.node import config
-from kakeya.node.child import NodeProcess
-from kakeya.node.engines import sockets_folder
+from kakeya.generation.request import ModelState
+from kakeya.generation.spec import ModelSpec, Role
 from kakeya.node.memory import EngineSetup, NodeMemory
-from kakeya.node.models import ModelSpec, Role
-from kakeya.runtime.generation import ModelState
-from kakeya.serving.backends.engine_backend import EngineOptions
 from tests.node.nodes import VERIFIER, eventually, model_state
 
 

@@ -13,21 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from kakeya.backends.engine.backend import EngineBackend
+from kakeya.backends.engine.escalation import EscalationRules, Stage
+from kakeya.backends.engine.lease import EngineLease
+from kakeya.backends.engine.watch import EngineWatch, tenant_name
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import PeerUnavailable
 from kakeya.core.process import resident_bytes
-from kakeya.memory.capability import Capability, Loaded
-from kakeya.memory.escalation import EscalationRules, Stage
-from kakeya.memory.events import EngineDrained, EngineKilled, EngineShrunk, MemoryPressure
-from kakeya.memory.memory_arbiter import MemoryArbiter
-from kakeya.memory.policy import Level, Rung, Tenant
-from kakeya.memory.pressure import Footprint as PressureSight
-from kakeya.memory.pressure import Reading
-from kakeya.memory.resident import TEXT_TARGET
-from kakeya.node.engine_lease import EngineLease
-from kakeya.node.escalation import EngineWatch, tenant_name
-from kakeya.node.memory_pressure import footprint
-from kakeya.runtime.generation import (
+from kakeya.generation.request import (
     DecodeRequest,
     Done,
     Footprint,
@@ -35,7 +28,14 @@ from kakeya.runtime.generation import (
     Sampling,
     Tokens,
 )
-from kakeya.serving.backends.engine_backend import EngineBackend
+from kakeya.memory.api import MemoryArbiter
+from kakeya.memory.arbiter.capability import Capability, Loaded
+from kakeya.memory.arbiter.events import EngineDrained, EngineKilled, EngineShrunk, MemoryPressure
+from kakeya.memory.arbiter.policy import Level, Rung, Tenant
+from kakeya.memory.arbiter.resident import TEXT_TARGET
+from kakeya.memory.machine.pressure import Footprint as PressureSight
+from kakeya.memory.machine.pressure import Reading
+from kakeya.memory.pressure_sources import footprint
 from tests.mlx.random_models import write_model
 from tests.serving.backends.test_engine_backend import FAST, is_alive
 

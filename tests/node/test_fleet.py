@@ -19,10 +19,10 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kakeya.cli.child import NodeProcess
+from kakeya.cli.demo import texts
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, PeerUnavailable
-from kakeya.node.child import NodeProcess
-from kakeya.node.demo import texts
-from kakeya.runtime.client import Client, ClientSession
+from kakeya.sessions.client import Client, ClientSession
 from tests.node.nodes import (
     DRAFTER,
     VERIFIER,
@@ -149,7 +149,7 @@ async def test_the_command_line_over_a_running_fleet(
 
 async def test_status_is_watched_until_the_owner_has_seen_enough(verifier: NodeProcess) -> None:
     watch = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kakeya.node.cli", "status", "--watch", "--json"),
+        *(sys.executable, "-m", "kakeya.cli.main", "status", "--watch", "--json"),
         *("--node", verifier.http),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

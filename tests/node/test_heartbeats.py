@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from kakeya.core import errors
-from kakeya.memory.lease import Lease
-from kakeya.memory.processes import Census, Household
-from kakeya.node.lease_desk import Desk
-from kakeya.node.lease_guard import Guard
+from kakeya.memory.leases.desk import Desk
+from kakeya.memory.leases.guard import Guard
+from kakeya.memory.leases.lease import Lease
+from kakeya.memory.leases.processes import Census, Household
 from tests.fakes import FakeClock
 from tests.memory.lease_worlds import borrower, eventually, sqlite_stores, wish
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from kakeya.fleet.addresses import Priority
-from kakeya.node.interfaces import (
+from kakeya.fleet.paths.addresses import Priority
+from kakeya.fleet.paths.interfaces import (
     Interface,
     choose_listeners,
     classify,

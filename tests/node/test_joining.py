@@ -24,18 +24,29 @@ from kakeya.core.errors import (
     Unauthenticated,
 )
 from kakeya.core.tasks import Supervisor
-from kakeya.fleet.authority import Authority, authority_of, new_fleet
-from kakeya.fleet.card_trust import FleetTrust
-from kakeya.fleet.certificates import DAY_S
-from kakeya.fleet.identity import FOLDER, Identity, load_identity, load_peers, save_identity
-from kakeya.fleet.invite import decode_token, encode_token, proof_of_answer, proof_of_request
-from kakeya.node.door import Door
-from kakeya.node.joining import PENDING_KEY, JoinedFleet, join
-from kakeya.node.membership import open_trust
+from kakeya.fleet.identity.authority import Authority, authority_of, new_fleet
+from kakeya.fleet.identity.certificates import DAY_S
+from kakeya.fleet.identity.identity import (
+    FOLDER,
+    Identity,
+    load_identity,
+    load_peers,
+    save_identity,
+)
+from kakeya.fleet.identity.invite import (
+    decode_token,
+    encode_token,
+    proof_of_answer,
+    proof_of_request,
+)
+from kakeya.fleet.identity.join_client import PENDING_KEY, JoinedFleet, join
+from kakeya.fleet.identity.join_server import Door
+from kakeya.fleet.identity.membership import open_trust
+from kakeya.fleet.identity.trust import FleetTrust
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import JoinServiceStub
-from kakeya.wire.hangup import accepted
 from kakeya.wire.security import CertRole
+from kakeya.wire.server.sockets import accepted
 from tests.fakes import SettableClock
 
 PEERS = ("192.168.1.5:50051", "192.168.1.6:50051")
@@ -513,7 +524,7 @@ async def test_a_request_that_was_listened_to_helps_nobody(tmp_path: Path) -> No
     async with open_house() as house:
         token = decode_token(await house.token())
         joined = await enter(tmp_path, encode_token(token))
-        from kakeya.fleet.certificates import make_request, read_key
+        from kakeya.fleet.identity.certificates import make_request, read_key
 
         csr = make_request(read_key(joined.identity.tls.key), "mini-2")
         proof = proof_of_request(token.secret, ca_hash=token.ca_hash, csr=csr)

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from kakeya.node.keeper import INTERVAL_S, RETRY_S, WARN_S, StateKeeper
+from kakeya.node.state_writer import INTERVAL_S, RETRY_S, WARN_S, StateKeeper
 from tests.fakes import FakeClock
 
 

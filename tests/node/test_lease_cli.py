@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from kakeya.node.child import NodeProcess
+from kakeya.cli.child import NodeProcess
 from tests.node.nodes import VERIFIER, eventually, model_state, run_cli
 
 CAT = ("sh", "-c", "echo up; exec cat")
-CLI = [sys.executable, "-m", "kakeya.node.cli", "lease"]
+CLI = [sys.executable, "-m", "kakeya.cli.main", "lease"]
 
 
 def lease(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -246,7 +246,7 @@ def _leases(node: NodeProcess) -> list[dict[str, Any]]:
 
 
 def kill_guard(folder: Path) -> None:
-    pattern = f"kakeya.node.lease_guard {listed(folder)[0]['id']}"
+    pattern = f"kakeya.memory.leases.guard {listed(folder)[0]['id']}"
     done = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True, check=True)
     for word in done.stdout.split():
         os.kill(int(word), signal.SIGKILL)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 
 from kakeya.core import errors
-from kakeya.memory import lease_rules as rules
-from kakeya.memory.capability import Capability, Loaded
-from kakeya.memory.lease import Book, LeaseState, Process, Wish
-from kakeya.memory.lease_rules import Sight
-from kakeya.memory.memory_arbiter import MemoryArbiter
-from kakeya.memory.resident import TEXT_TARGET, RequestPriority, Warmth
-from kakeya.node.lease_jobs import Jobs
+from kakeya.memory.api import MemoryArbiter
+from kakeya.memory.arbiter.capability import Capability, Loaded
+from kakeya.memory.arbiter.resident import TEXT_TARGET, RequestPriority, Warmth
+from kakeya.memory.leases import rules
+from kakeya.memory.leases.jobs import Jobs
+from kakeya.memory.leases.lease import Book, LeaseState, Process, Wish
+from kakeya.memory.leases.rules import Sight
 from tests.fakes import FakeClock
 
 USE_S = 25.0

@@ -16,19 +16,19 @@ import pytest
 from kakeya.core import errors
 from kakeya.core.clock import SystemClock
 from kakeya.core.units import MIB
-from kakeya.memory import lease_rules as rules
-from kakeya.memory.events import Event, RequestRefused
-from kakeya.memory.lease import Book, Lease, LeaseState
-from kakeya.memory.lease_borrower import Borrower
-from kakeya.memory.lease_rules import Sight
-from kakeya.memory.lease_store import LeaseStore
-from kakeya.memory.memory_arbiter import MemoryArbiter
-from kakeya.memory.memory_metrics import MemoryCounters
-from kakeya.memory.policy import Level
-from kakeya.memory.pressure import Reading
-from kakeya.memory.processes import Census
-from kakeya.memory.resident import EMBEDDING, RequestPriority
-from kakeya.node.leases import LeaseKeeper
+from kakeya.memory.api import MemoryArbiter
+from kakeya.memory.arbiter.events import Event, RequestRefused
+from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.resident import EMBEDDING, RequestPriority
+from kakeya.memory.leases import rules
+from kakeya.memory.leases.borrower import Borrower
+from kakeya.memory.leases.keeper import LeaseKeeper
+from kakeya.memory.leases.lease import Book, Lease, LeaseState
+from kakeya.memory.leases.processes import Census
+from kakeya.memory.leases.rules import Sight
+from kakeya.memory.leases.store import LeaseStore
+from kakeya.memory.machine.pressure import Reading
+from kakeya.memory.metrics import MemoryCounters
 from tests.fakes import SettableClock
 from tests.memory.lease_worlds import (
     NO_REDIS,

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.fleet.authority import create_fleet
-from kakeya.fleet.cards import Offer
-from kakeya.fleet.certificates import is_key_id
-from kakeya.fleet.identity import FOLDER, Identity, load_identity
-from kakeya.fleet.registry import CapabilityRegistry
-from kakeya.node import config
+from kakeya.config import config
+from kakeya.fleet.cards.cards import Offer
+from kakeya.fleet.identity.authority import create_fleet
+from kakeya.fleet.identity.certificates import is_key_id
+from kakeya.fleet.identity.identity import FOLDER, Identity, load_identity
+from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.node.datadir import DataDir
-from kakeya.node.life import begin, to_remember
+from kakeya.node.startup import begin, to_remember
 from kakeya.node.state import NodeState
 from tests.fakes import FakeClock
 

@@ -17,11 +17,11 @@ import pytest
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError, Conflict
-from kakeya.node.listeners import Listeners, NetworkLimits
 from kakeya.v1 import runtime_pb2
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceServicer, add_RuntimeServiceServicer_to_server
-from kakeya.wire.admission import CallerLimits
 from kakeya.wire.security import CertRole
+from kakeya.wire.server.caller_limits import CallerLimits
+from kakeya.wire.server.listeners import Listeners, NetworkLimits
 from tests.fakes import SettableClock
 from tests.wire.certificates import Fleet
 from tests.wire.servers import ANY_PORT, StandIns, call, dial, listening, methods, path

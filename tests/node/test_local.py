@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from kakeya.cli.node_api import NodeApi
 from kakeya.core.errors import PeerUnavailable
-from kakeya.node.local import NodeApi
 from tests.node.nodes import run_cli
 
 

@@ -16,26 +16,32 @@ import pytest
 from kakeya.core.clock import Clock
 from kakeya.core.errors import Denied, InvalidArgument, KakeyaError, NotFound, PeerProtocol
 from kakeya.core.tasks import Supervisor
-from kakeya.fleet.authority import authority_of, new_fleet
-from kakeya.fleet.card_trust import FleetTrust
-from kakeya.fleet.cards import Card, CardFault
-from kakeya.fleet.certificates import DAY_S, Request, make_request, new_key, read_key
-from kakeya.fleet.convert import from_wire
-from kakeya.fleet.identity import FOLDER, REVOCATIONS, Identity, load_identity, save_identity
-from kakeya.node.joining import join
-from kakeya.node.listeners import Listeners
-from kakeya.node.membership import FleetSecurity, Membership, open_trust
-from kakeya.node.naming import find_node
-from kakeya.node.renewal import MembershipService, pause_before_renewal
+from kakeya.fleet.cards.cards import Card, CardFault
+from kakeya.fleet.cards.convert import from_wire
+from kakeya.fleet.identity.authority import authority_of, new_fleet
+from kakeya.fleet.identity.certificates import DAY_S, Request, make_request, new_key, read_key
+from kakeya.fleet.identity.identity import (
+    FOLDER,
+    REVOCATIONS,
+    Identity,
+    load_identity,
+    save_identity,
+)
+from kakeya.fleet.identity.join_client import join
+from kakeya.fleet.identity.membership import FleetSecurity, Membership, open_trust
+from kakeya.fleet.identity.naming import find_node
+from kakeya.fleet.identity.renewal import MembershipService, pause_before_renewal
+from kakeya.fleet.identity.trust import FleetTrust
 from kakeya.v1 import distributed_pb2
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import (
     MembershipServiceStub,
     add_MembershipServiceServicer_to_server,
 )
-from kakeya.wire.authorization import current_caller
 from kakeya.wire.channels import Channels
 from kakeya.wire.security import Caller, CertRole
+from kakeya.wire.server.authorization import current_caller
+from kakeya.wire.server.listeners import Listeners
 from tests.fakes import FakeClock, SettableClock
 
 LIFE_S = 3600.0

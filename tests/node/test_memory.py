@@ -17,25 +17,26 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kakeya.backends import handler as engine_handler
+from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.restart import RestartPolicy
+from kakeya.backends.engines import engine_command
+from kakeya.backends.sizes import KV_TOKENS
+from kakeya.cli.child import NodeProcess
+from kakeya.config import config
 from kakeya.core import errors
 from kakeya.core.clock import SystemClock
 from kakeya.core.process import resident_bytes
 from kakeya.core.tasks import Supervisor
 from kakeya.core.units import MIB
-from kakeya.memory.estimate import estimate_model
-from kakeya.memory.events import CapabilityRun, Event, MemoryPressure, ModelUnload
-from kakeya.memory.panics import FIND_PERIOD_S, KEEP_S
-from kakeya.memory.policy import Level
-from kakeya.memory.resident import RequestPriority, State
-from kakeya.node import config, engine_handler
-from kakeya.node.child import NodeProcess
-from kakeya.node.engines import engine_command
+from kakeya.generation.request import DecodeRequest, Done, Footprint, Frame, ModelState, Priority
+from kakeya.generation.spec import EMBEDDED_FOLDER, ModelSpec, Role
+from kakeya.memory.arbiter.events import CapabilityRun, Event, MemoryPressure, ModelUnload
+from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.resident import RequestPriority, State
+from kakeya.memory.estimate.estimate import estimate_model
+from kakeya.memory.machine.panics import FIND_PERIOD_S, KEEP_S
 from kakeya.node.memory import EngineSetup, NodeMemory
-from kakeya.node.memory_sizes import KV_TOKENS
-from kakeya.node.models import EMBEDDED_FOLDER, ModelSpec, Role
-from kakeya.runtime.generation import DecodeRequest, Done, Footprint, Frame, ModelState, Priority
-from kakeya.serving.backends.engine_backend import EngineBackend, EngineOptions
-from kakeya.serving.backends.restart import RestartPolicy
 from tests.memory.example_plugin import Question
 from tests.memory.test_panics import panic
 from tests.memory.worlds import ManualClock

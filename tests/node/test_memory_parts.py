@@ -11,31 +11,7 @@ import pytest
 from hypothesis import given
 from rich.console import Console
 
-from kakeya.core import errors
-from kakeya.core.units import GIB, MIB
-from kakeya.memory.arbiter import Arbiter
-from kakeya.memory.estimate import Estimate
-from kakeya.memory.estimate_history import SizeHistory
-from kakeya.memory.events import (
-    Evicted,
-    LoadFailure,
-    MemoryPressure,
-    ModelLoad,
-    ModelUnload,
-    RequestRefused,
-)
-from kakeya.memory.panics import NORMAL, Profile
-from kakeya.memory.plan import Reason, Snapshot
-from kakeya.memory.policy import Level, Rung, Tenant
-from kakeya.memory.pressure import Footprint
-from kakeya.memory.resident import ResidentKey
-from kakeya.node.config import MemoryConfig, load
-from kakeya.node.machine import unified_memory_bytes
-from kakeya.node.memory_comeback import CALM_S, LONGEST_S, SETTLED_S, Comeback
-from kakeya.node.memory_display import show_memory
-from kakeya.node.memory_log import KEPT, MemoryLog
-from kakeya.node.memory_pressure import footprint, read_level
-from kakeya.node.memory_sizes import (
+from kakeya.backends.sizes import (
     KV_TOKENS,
     MIN_KV_TOKENS,
     WINDOWS,
@@ -44,8 +20,32 @@ from kakeya.node.memory_sizes import (
     lease_sizes,
     node_budget,
 )
-from kakeya.node.memory_view import describe_memory
-from kakeya.node.models import EMBEDDED_FOLDER
+from kakeya.cli.memory_tables import show_memory
+from kakeya.config.config import MemoryConfig, load
+from kakeya.core import errors
+from kakeya.core.host import unified_memory_bytes
+from kakeya.core.units import GIB, MIB
+from kakeya.generation.spec import EMBEDDED_FOLDER
+from kakeya.memory.arbiter.arbiter import Arbiter
+from kakeya.memory.arbiter.comeback import CALM_S, LONGEST_S, SETTLED_S, Comeback
+from kakeya.memory.arbiter.events import (
+    Evicted,
+    LoadFailure,
+    MemoryPressure,
+    ModelLoad,
+    ModelUnload,
+    RequestRefused,
+)
+from kakeya.memory.arbiter.plan import Reason, Snapshot
+from kakeya.memory.arbiter.policy import Level, Rung, Tenant
+from kakeya.memory.arbiter.resident import ResidentKey
+from kakeya.memory.estimate.estimate import Estimate
+from kakeya.memory.estimate.history import SizeHistory
+from kakeya.memory.log import KEPT, MemoryLog
+from kakeya.memory.machine.panics import NORMAL, Profile
+from kakeya.memory.machine.pressure import Footprint
+from kakeya.memory.pressure_sources import footprint, read_level
+from kakeya.memory.view import describe_memory
 from tests.memory.worlds import MANY, ask
 
 KEY = ResidentKey("draft", "small")

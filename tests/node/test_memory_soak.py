@@ -27,9 +27,9 @@ import pytest
 
 from benchmarks.memory_sight import Sight, children
 from benchmarks.models import random_adapter, sized_model
+from kakeya.cli.child import NodeProcess
 from kakeya.core.process import resident_bytes
 from kakeya.core.units import MIB
-from kakeya.node.child import NodeProcess
 from tests.node.child_host import OUTCOMES, write_plugin
 from tests.node.nodes import eventually, model_state
 from tests.node.test_overload import linux
@@ -138,7 +138,7 @@ class Soak:
     async def _lease(self, size_mb: int, seconds: float, rng: random.Random) -> tuple[int, str]:
         # The interpreter itself needs some 12 MB of what is leased.
         work = (sys.executable, "-c", JOB, str(size_mb - 24), f"{seconds:.1f}")
-        command = [*(sys.executable, "-m", "kakeya.node.cli", "lease", "run")]
+        command = [*(sys.executable, "-m", "kakeya.cli.main", "lease", "run")]
         command += ["--mb", str(size_mb), "--wait", "60", "--data-dir", str(self.data)]
         process = await asyncio.create_subprocess_exec(
             *command, "--", *work, stderr=asyncio.subprocess.PIPE
@@ -260,7 +260,7 @@ async def kill_job(process: asyncio.subprocess.Process, after_s: float, rng: ran
 
 async def cli(*arguments: str) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kakeya.node.cli", *arguments),
+        *(sys.executable, "-m", "kakeya.cli.main", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

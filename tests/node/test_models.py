@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kakeya.core.errors import ConfigError
-from kakeya.node.models import Role, parse_model, parse_proposer, resolve
-from kakeya.node.settings import Illegal
+from kakeya.core.settings import Illegal
+from kakeya.generation.spec import Role, parse_model, parse_proposer, resolve
 
 
 def model_folder(tmp_path: Path, *names: str) -> Path:

@@ -20,13 +20,13 @@ import grpc.aio
 import pytest
 
 from benchmarks.fleet_cards import MODELS
+from kakeya.cli.child import NodeProcess
 from kakeya.core.clock import SystemClock
-from kakeya.fleet.cards import Offer
-from kakeya.fleet.convert import to_wire
-from kakeya.fleet.exchange import Exchanger
-from kakeya.fleet.registry import CapabilityRegistry
-from kakeya.fleet.sync import Sync
-from kakeya.node.child import NodeProcess
+from kakeya.fleet.cards.cards import Offer
+from kakeya.fleet.cards.convert import to_wire
+from kakeya.fleet.gossip.round import Exchanger
+from kakeya.fleet.gossip.sync import Sync
+from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import CapabilityServiceStub
 from kakeya.wire.channels import Channels

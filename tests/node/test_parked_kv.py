@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from kakeya.core.units import KV_BLOCK_TOKENS
-from kakeya.runtime.generation import DecodeRequest, Priority, Tokens
+from kakeya.generation.request import DecodeRequest, Priority, Tokens
 from tests.node.prefix_world import Answer, Node, ask, node, take, text
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

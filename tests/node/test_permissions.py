@@ -9,8 +9,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from kakeya.node.permissions import PERMISSIONS
 from kakeya.wire.security import CertRole
+from kakeya.wire.server.permissions import PERMISSIONS
 from tests.wire.certificates import EXPIRED, Fleet
 from tests.wire.servers import Served, call, dial, listening, methods, path
 

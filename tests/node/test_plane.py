@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from kakeya.cli.display import show_plan, show_status
+from kakeya.config import config
 from kakeya.core.clock import Clock, SystemClock
-from kakeya.fleet.card_trust import FleetTrust
-from kakeya.fleet.cards import Endpoint, Offer
-from kakeya.fleet.memory import Memory
-from kakeya.fleet.round_trips import SETTLE_S, STEPS_MS
-from kakeya.fleet.suspicion import Doubt, sign_of
-from kakeya.node import config
-from kakeya.node.display import show_plan, show_status
-from kakeya.node.interfaces import source_host
-from kakeya.node.plane import Chances, FleetPlane
+from kakeya.fleet.cards.cards import Endpoint, Offer
+from kakeya.fleet.identity.trust import FleetTrust
+from kakeya.fleet.paths.interfaces import source_host
+from kakeya.fleet.paths.round_trips import SETTLE_S, STEPS_MS
+from kakeya.fleet.view.suspicion import Doubt, sign_of
+from kakeya.fleet.view.tombstones import Memory
+from kakeya.node.fleet import Chances, FleetPlane
 from kakeya.node.state import NodeState
 from kakeya.node.status import Json, View, describe
 from kakeya.v1 import distributed_pb2 as pb

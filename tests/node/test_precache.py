@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from kakeya.core.errors import ConfigError
-from kakeya.memory.events import MemoryPressure
-from kakeya.memory.policy import Level
-from kakeya.node.declared_prompts import DeclaredPrompt
-from kakeya.precache.keys import CacheKeys
-from kakeya.precache.retention import BlockClass, Retention
-from kakeya.precache.warming import Outcome, Report
-from kakeya.runtime.generation import ModelState, Priority
-from kakeya.runtime.precache import CacheUse
+from kakeya.generation.request import ModelState, Priority
+from kakeya.generation.retention import BlockClass, Retention
+from kakeya.memory.arbiter.events import MemoryPressure
+from kakeya.memory.arbiter.policy import Level
+from kakeya.prefix.names.keys import CacheKeys
+from kakeya.prefix.seam import CacheUse
+from kakeya.prefix.warm.declared_prompts import DeclaredPrompt
+from kakeya.prefix.warm.warming import Outcome, Report
 from tests.fakes import FakeClock
 from tests.node.precache_world import BLOCK, Turn, precache_world, prompt_of
 from tests.serving.toy import TEMPLATE, make_folder

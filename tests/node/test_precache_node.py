@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 import kakeya.models
-from kakeya.node.child import NodeProcess
-from kakeya.node.cli import main
-from kakeya.precache.warming import Outcome
-from kakeya.runtime.client import Client
+from kakeya.cli.child import NodeProcess
+from kakeya.cli.main import main
+from kakeya.prefix.warm.warming import Outcome
+from kakeya.sessions.client import Client
 from tests.node.nodes import VERIFIER, eventually, model_state, verifier_node
 
 SYSTEM = " ".join(f"Rule {n}: the shelf has {n} small machines." for n in range(40))

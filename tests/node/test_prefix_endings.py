@@ -11,16 +11,16 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from kakeya.cli.cache import models_of
 from kakeya.core.clock import SystemClock
 from kakeya.core.units import pack_ids
-from kakeya.node.cache_cli import models_of
-from kakeya.node.prefix_source import NodeSources
-from kakeya.node.prefix_start import PrefixStart
-from kakeya.precache.disk import FOLDER
-from kakeya.precache.disk_files import BlockFolder
-from kakeya.precache.endings import LIMIT_BYTES
-from kakeya.precache.retention import Retention
-from kakeya.runtime.generation import Priority, Sampling
+from kakeya.generation.request import Priority, Sampling
+from kakeya.generation.retention import Retention
+from kakeya.prefix.disk.files import BlockFolder
+from kakeya.prefix.disk.store import FOLDER
+from kakeya.prefix.names.endings import LIMIT_BYTES
+from kakeya.prefix.peers.source import NodeSources
+from kakeya.prefix.warm.recall import PrefixStart
 from tests.node.prefix_world import Answer, Node, ask, node, text
 from tests.node.test_prefixes import FACTS, SEED_TEXT, World, world, written
 

@@ -11,15 +11,15 @@ import pytest
 import pytest_asyncio
 
 from kakeya.core.clock import SystemClock
-from kakeya.fleet.cards import Offer
-from kakeya.fleet.convert import from_wire, to_wire
-from kakeya.node.prefix_counts import Source
-from kakeya.node.prefix_peers import PrefixPeers
-from kakeya.precache import peer_fetch
-from kakeya.precache.peer_cards import OwnCaches
-from kakeya.precache.peer_service import PrefillCacheService
-from kakeya.precache.pieces import pieces_of
-from kakeya.runtime.generation import Sampling
+from kakeya.fleet.cards.cards import Offer
+from kakeya.fleet.cards.convert import from_wire, to_wire
+from kakeya.generation.request import Sampling
+from kakeya.prefix.names.pieces import pieces_of
+from kakeya.prefix.pages.counts import Source
+from kakeya.prefix.peers import fetch as peer_fetch
+from kakeya.prefix.peers.cards import OwnCaches
+from kakeya.prefix.peers.peers import PrefixPeers
+from kakeya.prefix.peers.service import PrefillCacheService
 from tests.node.prefix_world import Node, ask, node, text
 from tests.node.test_prefix_peers import Fleet
 from tests.precache import peer_world as w

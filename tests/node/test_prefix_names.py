@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.node import prefix_names
-from kakeya.node.prefix_names import PrefixNames
-from kakeya.precache.weights import weights_state
-from kakeya.runtime.generation import ModelFacts
+from kakeya.generation.request import ModelFacts
+from kakeya.prefix.names import naming as prefix_names
+from kakeya.prefix.names.naming import PrefixNames
+from kakeya.prefix.names.weights import weights_state
 from tests.node.test_prefixes import FACTS
 from tests.precache.test_weights import model
 

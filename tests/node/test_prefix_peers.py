@@ -13,25 +13,25 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from kakeya.config import config
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError
 from kakeya.core.units import MIB
-from kakeya.fleet.cards import Offer
-from kakeya.fleet.registry import CapabilityRegistry
-from kakeya.node import config
-from kakeya.node.arena import PAGE_BYTES, NodeArena, page_config
-from kakeya.node.permissions import PERMISSIONS
-from kakeya.node.prefix_names import Naming
-from kakeya.node.prefix_peers import PrefixPeers, read_fleet_key
-from kakeya.node.prefixes import NodePrefixes
-from kakeya.precache.blocks import BlockChain
-from kakeya.precache.fingerprint import KvFingerprint
-from kakeya.precache.peer_auth import FleetKey
-from kakeya.precache.pieces import pieces_of
-from kakeya.precache.retention import BlockClass, Retention
+from kakeya.fleet.cards.cards import Offer
+from kakeya.fleet.view.registry import CapabilityRegistry
+from kakeya.generation.retention import BlockClass, Retention
+from kakeya.memory.pages.node_arena import PAGE_BYTES, NodeArena, page_config
+from kakeya.prefix.names.blocks import BlockChain
+from kakeya.prefix.names.fingerprint import KvFingerprint
+from kakeya.prefix.names.naming import Naming
+from kakeya.prefix.names.pieces import pieces_of
+from kakeya.prefix.peers.auth import FleetKey
+from kakeya.prefix.peers.peers import PrefixPeers, read_fleet_key
+from kakeya.prefix.prefixes import NodePrefixes
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import PrefillCacheServiceStub
 from kakeya.wire.channels import Channels
+from kakeya.wire.server.permissions import PERMISSIONS
 from tests.node.test_arena import Room
 
 BLOCK_TOKENS = 32
@@ -114,7 +114,7 @@ class Station:
             self.prefixes.pages.lose(shelf, node.id, for_room=True)
 
     async def fetch_from(self, shelf, named, tokens, blocks, *, tail=False) -> None:
-        from kakeya.node.prefix_sink import PageSink
+        from kakeya.prefix.peers.sink import PageSink
 
         pieces = pieces_of(named.chain, tokens)
         holder = self.prefixes.pages.arena.holder("an engine")

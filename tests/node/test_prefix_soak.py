@@ -29,12 +29,12 @@ import httpx
 import pytest
 
 from benchmarks.memory_sight import children
+from kakeya.backends.engine.restart import RestartPolicy
+from kakeya.cli.child import NodeProcess
 from kakeya.core.errors import KakeyaError
 from kakeya.core.process import resident_bytes
 from kakeya.core.units import MIB
-from kakeya.node.child import NodeProcess
-from kakeya.precache.warming import Outcome
-from kakeya.serving.backends.restart import RestartPolicy
+from kakeya.prefix.warm.warming import Outcome
 from tests.node.nodes import eventually, model_state, run_cli
 from tests.node.soak_load import (
     MODEL,

@@ -11,14 +11,14 @@ import pytest
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import Unsupported
-from kakeya.memory.arena import Filling
-from kakeya.memory.pins import Holder
-from kakeya.node.arena import PAGE_BYTES
-from kakeya.node.prefix_counts import Source
-from kakeya.node.prefix_names import Naming
-from kakeya.node.prefix_start import UNREADY_S, PrefixStart
-from kakeya.precache.block_node import BlockClass
-from kakeya.runtime.generation import ModelFacts
+from kakeya.generation.request import ModelFacts
+from kakeya.memory.pages.node_arena import PAGE_BYTES
+from kakeya.memory.pages.pins import Holder
+from kakeya.memory.pages.shared_arena import Filling
+from kakeya.prefix.names.naming import Naming
+from kakeya.prefix.pages.counts import Source
+from kakeya.prefix.tree.node import BlockClass
+from kakeya.prefix.warm.recall import UNREADY_S, PrefixStart
 from tests.fakes import FakeClock
 from tests.node.test_prefixes import World, world, written
 

@@ -17,18 +17,9 @@ from hypothesis import strategies as st
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import NotFound
 from kakeya.core.units import pack_ids
-from kakeya.engine.kv import plan_take
-from kakeya.engine.pieces import Pieces
-from kakeya.memory.page_ref import PageReader
-from kakeya.node.arena import PAGE_BYTES, NodeArena, page_config
-from kakeya.node.prefix_counts import Source
-from kakeya.node.prefix_exchange import PrefixExchange
-from kakeya.node.prefix_source import NodeSources
-from kakeya.node.prefixes import SWEEP_S, TEND_S, NodePrefixes
-from kakeya.precache.blocks import BlockId
-from kakeya.precache.disk import FOLDER
-from kakeya.precache.retention import Retention
-from kakeya.runtime.generation import (
+from kakeya.engine.kv.blocks import plan_take
+from kakeya.engine.steps.pieces import Pieces
+from kakeya.generation.request import (
     DecodeRequest,
     Done,
     Frame,
@@ -40,6 +31,15 @@ from kakeya.runtime.generation import (
     Tokens,
     Usage,
 )
+from kakeya.generation.retention import Retention
+from kakeya.memory.pages.node_arena import PAGE_BYTES, NodeArena, page_config
+from kakeya.memory.pages.page_ref import PageReader
+from kakeya.prefix.disk.store import FOLDER
+from kakeya.prefix.names.blocks import BlockId
+from kakeya.prefix.pages.counts import Source
+from kakeya.prefix.peers.source import NodeSources
+from kakeya.prefix.prefixes import SWEEP_S, TEND_S, NodePrefixes
+from kakeya.prefix.request.exchange import PrefixExchange
 from tests.engine.child_engine import ToyModel
 from tests.fakes import FakeClock, SettableClock
 from tests.node.adapter_world import Plenty

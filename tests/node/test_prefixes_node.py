@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from kakeya.node.models import ModelSpec, Role
-from kakeya.node.prefix_counts import Source
-from kakeya.runtime.generation import DecodeRequest, Done, KvOffer, Priority, Progress
+from kakeya.generation.request import DecodeRequest, Done, KvOffer, Priority, Progress
+from kakeya.generation.spec import ModelSpec, Role
+from kakeya.prefix.pages.counts import Source
 from tests.mlx.random_models import VOCAB, write_model
 from tests.node.prefix_world import Answer, Node, ask, node, take, text
 

@@ -21,7 +21,7 @@ def test_every_public_name_is_there(name: str) -> None:
 
 def test_the_agent_loads_no_model_framework() -> None:
     code = (
-        "import sys, kakeya.node.agent, kakeya.node.engines\n"
+        "import sys, kakeya.node.agent, kakeya.backends.engines\n"
         "heavy = {'mlx', 'mlx_lm', 'transformers', 'torch'} & set(sys.modules)\n"
         "print(sorted(heavy))"
     )
@@ -40,7 +40,7 @@ def test_nothing_sets_how_much_metal_keeps_wired() -> None:
 
 
 def test_the_command_line_answers_without_grpc() -> None:
-    code = "import sys, kakeya.node.cli; print(sorted({'grpc', 'rich'} & set(sys.modules)))"
+    code = "import sys, kakeya.cli.main; print(sorted({'grpc', 'rich'} & set(sys.modules)))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout == "[]\n"
 

@@ -9,18 +9,18 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kakeya.config import config
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import ConfigError
+from kakeya.core.settings import split_address
 from kakeya.core.tasks import Supervisor
-from kakeya.fleet.addresses import Priority
-from kakeya.fleet.authority import new_fleet
-from kakeya.fleet.card_trust import FleetTrust
-from kakeya.fleet.round_trips import SETTLE_S
-from kakeya.node import config
-from kakeya.node.interfaces import Interface, source_host
-from kakeya.node.listeners import Listeners
+from kakeya.fleet.identity.authority import new_fleet
+from kakeya.fleet.identity.trust import FleetTrust
+from kakeya.fleet.paths.addresses import Priority
+from kakeya.fleet.paths.interfaces import Interface, source_host
+from kakeya.fleet.paths.round_trips import SETTLE_S
 from kakeya.node.reach import Reach
-from kakeya.node.settings import split_address
+from kakeya.wire.server.listeners import Listeners
 from tests.fakes import SettableClock
 
 NOW = 1_800_000_000.0

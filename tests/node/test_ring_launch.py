@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.fleet.ring import ring_path_available
+from kakeya.fleet.placement.ring import ring_path_available
 
 LAUNCH = Path(sys.executable).parent / "mlx.launch"
 SCRIPT = """#!{python}
 import json, sys
 sys.path.insert(0, {top!r})
 import mlx.core as mx
-from kakeya.fleet.ring import probe_ring_environment
+from kakeya.fleet.placement.ring import probe_ring_environment
 joined = probe_ring_environment(init=lambda: mx.distributed.init(strict=True))
 found = probe_ring_environment()
 print("RING " + json.dumps([found.is_available, found.rank, found.world_size, found.address(),

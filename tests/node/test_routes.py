@@ -10,9 +10,9 @@ import pytest
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
-from kakeya.fleet.cards import Endpoint
-from kakeya.fleet.endpoints import REPROBE_S, WATCH_S, RouteChange
-from kakeya.node.routes import Routes
+from kakeya.fleet.cards.cards import Endpoint
+from kakeya.fleet.paths.endpoints import REPROBE_S, WATCH_S, RouteChange
+from kakeya.fleet.paths.routes import Routes
 from tests.fleet.nodes import Node, make_wire, running_node, until
 from tests.fleet.proxy import running_proxy
 
@@ -71,7 +71,7 @@ async def rig(*refused: str) -> AsyncIterator[Rig]:
 async def test_the_cable_is_used_lost_told_once_and_taken_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, logger="kakeya.node.routes")
+    caplog.set_level(logging.INFO, logger="kakeya.fleet.paths.routes")
     async with (
         running_node("peer") as peer,
         running_proxy(peer.address) as cable,

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.clock import SystemClock
-from kakeya.memory.estimate_history import KEPT, MAX_MODELS, SizeHistory, SizeRecord
-from kakeya.node.keeper import StateKeeper
-from kakeya.node.sizes import SIZES, SizeFile, decode_sizes, encode_sizes, hub_folder
+from kakeya.memory.estimate.history import KEPT, MAX_MODELS, SizeHistory, SizeRecord
+from kakeya.memory.estimate.size_file import SIZES, SizeFile, decode_sizes, encode_sizes, hub_folder
+from kakeya.node.state_writer import StateKeeper
 
 SIZES_OF = st.lists(st.integers(1, 1 << 50), min_size=1, max_size=KEPT).map(tuple)
 RECORDS = st.lists(

@@ -15,8 +15,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kakeya.cli.child import NodeProcess
 from kakeya.core.units import MIB
-from kakeya.node.child import NodeProcess
 from tests.node.nodes import QUICK, eventually, seen_by, verifier_node
 from tests.node.test_fleet import generate
 from tests.node.test_overload import linux, resident_bytes, send

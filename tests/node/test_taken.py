@@ -11,14 +11,14 @@ import grpc
 import grpc.aio
 
 from kakeya.core.clock import SystemClock
-from kakeya.fleet.authority import authority_of, new_fleet
-from kakeya.fleet.card_trust import FleetTrust
-from kakeya.fleet.cards import Card, Offer
-from kakeya.fleet.registry import CapabilityRegistry
-from kakeya.fleet.service import CapabilityService, register
-from kakeya.fleet.sync import Sync
-from kakeya.node.health import NodeHealth
-from kakeya.node.taken import Namesake, answers_as
+from kakeya.fleet.cards.cards import Card, Offer
+from kakeya.fleet.gossip.service import CapabilityService, register
+from kakeya.fleet.gossip.sync import Sync
+from kakeya.fleet.identity.authority import authority_of, new_fleet
+from kakeya.fleet.identity.trust import FleetTrust
+from kakeya.fleet.liveness.duplicate_id import Namesake, answers_as
+from kakeya.fleet.view.registry import CapabilityRegistry
+from kakeya.wire.server.health import NodeHealth
 from kakeya.wire.tls import server_credentials
 from tests.fakes import FakeClock
 

@@ -55,7 +55,7 @@ class Mini:
 
     def kakeya(self, *arguments: str) -> dict[str, Any]:
         """Run a command of `kakeya` on this machine and return what it says as JSON."""
-        command = ("-m", "kakeya.node.cli", *arguments, "--data-dir", str(self.data), "--json")
+        command = ("-m", "kakeya.cli.main", *arguments, "--data-dir", str(self.data), "--json")
         done = self.machine.python(*command, limit_s=60)
         assert done.returncode == 0, done.stderr
         found: dict[str, Any] = json.loads(done.stdout)

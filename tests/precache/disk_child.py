@@ -27,10 +27,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from kakeya.core.units import MIB
-from kakeya.precache import disk_files, kvb
-from kakeya.precache.disk_files import BlockFolder
-from kakeya.precache.disk_index import name_of
-from kakeya.precache.retention import Retention
+from kakeya.generation.retention import Retention
+from kakeya.prefix.disk import files as disk_files
+from kakeya.prefix.disk import kvb
+from kakeya.prefix.disk.files import BlockFolder
+from kakeya.prefix.disk.index import name_of
 from tests.fakes import FakeClock
 from tests.precache.disk_world import block_of, config_of, opened
 

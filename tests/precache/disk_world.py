@@ -11,11 +11,11 @@ from pathlib import Path
 
 from kakeya.core.clock import Clock
 from kakeya.core.units import MIB
-from kakeya.precache.blocks import ROOT, BlockId
-from kakeya.precache.disk import BlockStore
-from kakeya.precache.disk_index import Usable, all_usable
-from kakeya.precache.disk_stats import DiskConfig
-from kakeya.precache.kvb import StoredBlock, pack_tokens
+from kakeya.prefix.disk.index import Usable, all_usable
+from kakeya.prefix.disk.kvb import StoredBlock, pack_tokens
+from kakeya.prefix.disk.stats import DiskConfig
+from kakeya.prefix.disk.store import BlockStore
+from kakeya.prefix.names.blocks import ROOT, BlockId
 from tests.fakes import FakeClock
 
 FINGERPRINT = hashlib.sha256(b"a model").digest()

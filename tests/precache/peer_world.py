@@ -11,13 +11,13 @@ from contextlib import asynccontextmanager
 import grpc.aio
 
 from kakeya.core.clock import Clock, SystemClock
-from kakeya.precache.blocks import BlockChain
-from kakeya.precache.fingerprint import KvFingerprint
-from kakeya.precache.peer_auth import FleetKey
-from kakeya.precache.peer_choice import Holder
-from kakeya.precache.peer_fetch import PeerFetch
-from kakeya.precache.peer_seams import TAIL_NAME_BYTES, Loan, Part, SourceUsage, Wanted
-from kakeya.precache.peer_service import PrefillCacheService, ServiceLimits
+from kakeya.prefix.names.blocks import BlockChain
+from kakeya.prefix.names.fingerprint import KvFingerprint
+from kakeya.prefix.peers.auth import FleetKey
+from kakeya.prefix.peers.choice import Holder
+from kakeya.prefix.peers.fetch import PeerFetch
+from kakeya.prefix.peers.seams import TAIL_NAME_BYTES, Loan, Part, SourceUsage, Wanted
+from kakeya.prefix.peers.service import PrefillCacheService, ServiceLimits
 from kakeya.v1.distributed_pb2_grpc import add_PrefillCacheServiceServicer_to_server
 
 BLOCK_TOKENS = 16

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.precache.blocks import ROOT, BlockChain
+from kakeya.prefix.names.blocks import ROOT, BlockChain
 
 SEED = bytes(range(32))
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)

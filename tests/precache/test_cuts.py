@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.units import pack_ids
-from kakeya.decoding.acceptance import agreeing
-from kakeya.precache.blocks import BlockChain
-from kakeya.precache.cuts import MARK, is_cut, last_place, marked, unmarked, usable
-from kakeya.precache.pieces import longest_at, path_to, pieces_of
+from kakeya.decoding.draft.acceptance import agreeing
+from kakeya.generation.cuts import MARK, is_cut, last_place, marked, unmarked, usable
+from kakeya.prefix.names.blocks import BlockChain
+from kakeya.prefix.names.pieces import longest_at, path_to, pieces_of
 
 SIZE = 8
 CHAIN = BlockChain(bytes(32), SIZE)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kakeya.precache.deadlines import STALE_FRACTION, Deadlines
-from kakeya.precache.retention import Retention
+from kakeya.generation.retention import Retention
+from kakeya.prefix.warm.deadlines import STALE_FRACTION, Deadlines
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ import pytest
 
 from kakeya.core.errors import ConfigError, InvalidArgument
 from kakeya.core.units import MIB
-from kakeya.precache.blocks import BlockId
-from kakeya.precache.disk import BlockStore
-from kakeya.precache.disk_files import QUARANTINE
-from kakeya.precache.disk_index import Entry, IndexView, victims
-from kakeya.precache.retention import Retention
+from kakeya.generation.retention import Retention
+from kakeya.prefix.disk.files import QUARANTINE
+from kakeya.prefix.disk.index import Entry, IndexView, victims
+from kakeya.prefix.disk.store import BlockStore
+from kakeya.prefix.names.blocks import BlockId
 from tests.fakes import FakeClock
 from tests.precache.disk_world import Made, block_of, chain_of, config_of, opened
 
@@ -529,7 +529,7 @@ async def test_others_go_where_what_was_to_go_is_used_meanwhile(
                 loop.call_soon_threadsafe(store.touch, touched)
             return going
 
-        monkeypatch.setattr("kakeya.precache.disk_upkeep.victims", chosen)
+        monkeypatch.setattr("kakeya.prefix.disk.upkeep.victims", chosen)
         clock.advance(60)
         await put_all(store, made[3:])
         assert touched == [made[0][0].id]

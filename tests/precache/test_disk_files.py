@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.precache.disk_files import QUARANTINE, BlockFolder
-from kakeya.precache.disk_index import name_of
-from kakeya.precache.disk_wipe import Removal
-from kakeya.precache.kvb import DamagedBlock, StoredBlock, file_bytes
-from kakeya.precache.retention import Retention
+from kakeya.generation.retention import Retention
+from kakeya.prefix.disk.files import QUARANTINE, BlockFolder
+from kakeya.prefix.disk.index import name_of
+from kakeya.prefix.disk.kvb import DamagedBlock, StoredBlock, file_bytes
+from kakeya.prefix.disk.wipe import Removal
 from tests.precache.disk_world import Made, block_of
 
 AT = 1_700_000_000.0

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kakeya.precache.blocks import ROOT, BlockId
-from kakeya.precache.disk_index import (
+from kakeya.generation.retention import Retention
+from kakeya.prefix.disk.index import (
     DiskIndex,
     Entry,
     IndexView,
@@ -23,8 +23,8 @@ from kakeya.precache.disk_index import (
     untold,
     victims,
 )
-from kakeya.precache.kvb import Head, Seal
-from kakeya.precache.retention import Retention
+from kakeya.prefix.disk.kvb import Head, Seal
+from kakeya.prefix.names.blocks import ROOT, BlockId
 from tests.precache.disk_world import FINGERPRINT, block_of
 
 OTHER = bytes(32)

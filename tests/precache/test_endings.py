@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.precache.blocks import BlockChain
-from kakeya.precache.endings import Endings, ending_chain, ending_of
-from kakeya.precache.pieces import pieces_of
+from kakeya.prefix.names.blocks import BlockChain
+from kakeya.prefix.names.endings import Endings, ending_chain, ending_of
+from kakeya.prefix.names.pieces import pieces_of
 
 BLOCK = 4
 SEED = bytes(range(32))

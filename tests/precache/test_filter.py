@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument, PeerProtocol
-from kakeya.precache.filter import MAX_BITS, MAX_BYTES, Filter
+from kakeya.prefix.peers.filter import MAX_BITS, MAX_BYTES, Filter
 
 ids = st.lists(st.binary(min_size=32, max_size=32), max_size=30)
 widths = st.integers(1, MAX_BITS // 8).map(lambda n: 8 * n)

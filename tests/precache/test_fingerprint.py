@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.precache.fingerprint import KvFingerprint, fingerprint_of
+from kakeya.prefix.names.fingerprint import KvFingerprint, fingerprint_of
 from kakeya.v1 import distributed_pb2 as pb
 
 OURS = KvFingerprint(

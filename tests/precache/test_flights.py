@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kakeya.decoding.acceptance import agreeing
-from kakeya.precache.blocks import BlockChain, BlockId
-from kakeya.precache.flights import UNASKED_S, Flight, Flights, Lead, Patience, Wait
-from kakeya.precache.pieces import Piece, pieces_of
+from kakeya.decoding.draft.acceptance import agreeing
+from kakeya.prefix.names.blocks import BlockChain, BlockId
+from kakeya.prefix.names.pieces import Piece, pieces_of
+from kakeya.prefix.request.flights import UNASKED_S, Flight, Flights, Lead, Patience, Wait
 
 CHAIN = BlockChain(bytes(32), 4)
 PATIENCE = Patience(fair_s=10.0, brisk_s=1.0, least_shared=2)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kakeya.precache.keys import (
+from kakeya.prefix.names.keys import (
     ANY_SLOT,
     SYSTEM_PREFIX,
     CacheKeys,

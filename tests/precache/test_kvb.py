@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.precache.kvb import (
+from kakeya.generation.retention import Retention
+from kakeya.prefix.disk.kvb import (
     HEADER_LIMIT_BYTES,
     MAGIC,
     PART_BYTES,
@@ -27,7 +28,6 @@ from kakeya.precache.kvb import (
     write_block,
     written_bytes,
 )
-from kakeya.precache.retention import Retention
 from tests.precache.disk_world import Made, block_of
 
 ids = st.binary(min_size=32, max_size=32)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.precache.meet import Meeting, Side, is_sooner, is_worth_while
+from kakeya.prefix.peers.two_sided import Meeting, Side, is_sooner, is_worth_while
 
 SECONDS = st.floats(0.001, 10.0)
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from kakeya.fleet.cards import CacheOffer, Offer
-from kakeya.fleet.convert import from_wire, to_wire
-from kakeya.precache.filter import MAX_BYTES, Filter
-from kakeya.precache.peer_cards import LOOK_S, MAX_OWN_CACHES, REFRESH_S, OwnCaches, holders
+from kakeya.fleet.cards.cards import CacheOffer, Offer
+from kakeya.fleet.cards.convert import from_wire, to_wire
+from kakeya.prefix.peers.cards import LOOK_S, MAX_OWN_CACHES, REFRESH_S, OwnCaches, holders
+from kakeya.prefix.peers.filter import MAX_BYTES, Filter
 
 from . import peer_world as w
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.precache.peer_choice import (
+from kakeya.prefix.peers.choice import (
     RATE_KEPT_S,
     Hit,
     Holder,
@@ -18,7 +18,7 @@ from kakeya.precache.peer_choice import (
     is_worth_taking,
     to_ask,
 )
-from kakeya.precache.peer_seams import LEAST_SLACK_S, LOOKUP_S, MOST_LOOKUP_S, SLACK_S, usable
+from kakeya.prefix.peers.seams import LEAST_SLACK_S, LOOKUP_S, MOST_LOOKUP_S, SLACK_S, usable
 
 from .peer_world import BLOCK_BYTES, BLOCK_TOKENS, wanted
 

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from kakeya.core.errors import PeerUnavailable
-from kakeya.precache.peer_fetch import PeerFetch
-from kakeya.precache.peer_seams import Wanted
-from kakeya.precache.peer_service import PrefillCacheService, ServiceLimits
+from kakeya.prefix.peers.fetch import PeerFetch
+from kakeya.prefix.peers.seams import Wanted
+from kakeya.prefix.peers.service import PrefillCacheService, ServiceLimits
 from kakeya.v1 import distributed_pb2 as pb
 
 from . import peer_world as w

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kakeya.precache.peer_service import PrefillCacheService
+from kakeya.prefix.peers.service import PrefillCacheService
 
 from . import peer_world as w
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.precache.peer_numbers import is_finite
+from kakeya.prefix.peers.numbers import is_finite
 
 TOKENS, HEADS, WIDTH = 4, 2, 3
 ROW = HEADS * WIDTH

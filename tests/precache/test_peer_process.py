@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.precache.peer_choice import Holder
+from kakeya.prefix.peers.choice import Holder
 
 from . import peer_world as w
 

@@ -8,9 +8,9 @@ import grpc
 import pytest
 
 from kakeya.core.errors import Denied
-from kakeya.precache.peer_auth import FleetKey, tenant_key
-from kakeya.precache.peer_leases import LeaseLimits
-from kakeya.precache.peer_service import ServiceLimits
+from kakeya.prefix.peers.auth import FleetKey, tenant_key
+from kakeya.prefix.peers.leases import LeaseLimits
+from kakeya.prefix.peers.service import ServiceLimits
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import PrefillCacheServiceStub
 from tests.fakes import SettableClock

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.precache.peer_standing import (
+from kakeya.prefix.peers.standing import (
     FAILURES,
     FIRST_PAUSE_S,
     LIE_S,

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import PeerUnavailable
-from kakeya.memory.policy import Level
-from kakeya.precache import prewarm
-from kakeya.precache.prewarm import Prewarmer
-from kakeya.precache.retention import Retention
-from kakeya.precache.warming import Kind, Outcome, Prefix, Report, Tokens, Warmed
+from kakeya.generation.retention import Retention
+from kakeya.memory.arbiter.policy import Level
+from kakeya.prefix.warm import prewarm
+from kakeya.prefix.warm.prewarm import Prewarmer
+from kakeya.prefix.warm.warming import Kind, Outcome, Prefix, Report, Tokens, Warmed
 from tests.fakes import FakeClock
 
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.precache.retention import BlockClass, Retention, retention_named, weightier
+from kakeya.generation.retention import BlockClass, Retention, retention_named, weightier
 
 
 def test_windows_are_five_minutes_an_hour_and_a_day() -> None:

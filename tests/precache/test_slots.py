@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kakeya.core.errors import Conflict, InvalidArgument
-from kakeya.precache.keys import derive_slot_id
-from kakeya.precache.retention import Retention
-from kakeya.precache.slots import (
+from kakeya.generation.retention import Retention
+from kakeya.prefix.names.keys import derive_slot_id
+from kakeya.prefix.warm.slots import (
     ConversationRegistry,
     auto_parallel,
     least_loaded,

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.units import MIB, pack_ids
-from kakeya.precache.block_node import BlockFacts
-from kakeya.precache.blocks import BlockChain
-from kakeya.precache.eviction import Age
-from kakeya.precache.retention import BlockClass, Retention
-from kakeya.precache.tree import MAX_TAILS, PrefixTree
-from kakeya.precache.tree_answer import Insertion
+from kakeya.generation.retention import BlockClass, Retention
+from kakeya.prefix.names.blocks import BlockChain
+from kakeya.prefix.tree.answer import Insertion
+from kakeya.prefix.tree.eviction import Age
+from kakeya.prefix.tree.node import BlockFacts
+from kakeya.prefix.tree.tree import MAX_TAILS, PrefixTree
 
 SIZE = 4
 CHAIN = BlockChain(bytes(32), SIZE)

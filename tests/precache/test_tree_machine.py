@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kakeya.core.units import pack_ids
-from kakeya.precache.block_node import BlockFacts, Node
-from kakeya.precache.blocks import BlockChain
-from kakeya.precache.retention import BlockClass, Retention
-from kakeya.precache.tree import MAX_TAILS, PrefixTree
-from kakeya.precache.tree_answer import Gone, Pin
+from kakeya.generation.retention import BlockClass, Retention
+from kakeya.prefix.names.blocks import BlockChain
+from kakeya.prefix.tree.answer import Gone, Pin
+from kakeya.prefix.tree.node import BlockFacts, Node
+from kakeya.prefix.tree.tree import MAX_TAILS, PrefixTree
 
 SIZE = 4
 CHAIN = BlockChain(bytes(32), SIZE)

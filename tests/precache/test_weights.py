@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import Cancelled, InvalidArgument
-from kakeya.precache.weights import weights_digest, weights_state
+from kakeya.prefix.names.weights import weights_digest, weights_state
 
 
 def model(folder: Path, data: bytes = bytes(100_000)) -> Path:

@@ -10,10 +10,10 @@ import grpc.aio
 import pytest
 
 from kakeya.core.clock import SystemClock
-from kakeya.runtime.client import Client
-from kakeya.runtime.precache import NoPrecache
-from kakeya.runtime.service import RuntimeService
-from kakeya.runtime.store import SessionLimits, SessionStore
+from kakeya.prefix.seam import NoPrecache
+from kakeya.sessions.client import Client
+from kakeya.sessions.service import RuntimeService
+from kakeya.sessions.store import SessionLimits, SessionStore
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub, add_RuntimeServiceServicer_to_server
 from kakeya.wire.channels import Keepalive
 from tests.runtime.toy import HashServedModel, ToyDirectory, ToyRouter

@@ -10,11 +10,11 @@ import pytest
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError, Denied, PeerUnavailable
-from kakeya.node.listeners import Listeners
-from kakeya.runtime.client import Client
-from kakeya.runtime.generation import ServedModel
+from kakeya.generation.request import ServedModel
+from kakeya.sessions.client import Client
 from kakeya.v1.runtime_pb2_grpc import add_RuntimeServiceServicer_to_server
 from kakeya.wire.security import CertRole
+from kakeya.wire.server.listeners import Listeners
 from tests.runtime.conftest import Node, running_node
 from tests.wire.certificates import Fleet, write
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import QueueFull
-from kakeya.runtime.crowd import Crowd
+from kakeya.generation.fair_bound import Crowd
 
 
 @given(

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.runtime.generation import Sampling
-from kakeya.runtime.parameters import read_parameters
+from kakeya.generation.request import Sampling
+from kakeya.sessions.parameters import read_parameters
 from kakeya.v1 import runtime_pb2 as pb
 from tests.runtime.test_session import new_session
 

@@ -11,12 +11,11 @@ import grpc.aio
 import pytest
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.precache.keys import CacheKeys
-from kakeya.precache.retention import Retention
-from kakeya.precache.warming import Outcome, Report, Warmed
-from kakeya.runtime.client import Client
-from kakeya.runtime.generation import ModelState, Priority
-from kakeya.runtime.precache import (
+from kakeya.generation.caller import PRIORITY, peer_host
+from kakeya.generation.request import ModelState, Priority
+from kakeya.generation.retention import Retention
+from kakeya.prefix.names.keys import CacheKeys
+from kakeya.prefix.seam import (
     CACHE_KEY,
     CONVERSATION,
     PREFIX,
@@ -28,8 +27,9 @@ from kakeya.runtime.precache import (
     read_metadata,
     read_retention,
 )
-from kakeya.runtime.precache_service import PrecacheService
-from kakeya.runtime.share import PRIORITY, peer_host
+from kakeya.prefix.warm.warming import Outcome, Report, Warmed
+from kakeya.sessions.client import Client
+from kakeya.sessions.prefix_service import PrecacheService
 from kakeya.v1 import precache_pb2 as pb
 from kakeya.v1 import runtime_pb2
 from kakeya.v1.precache_pb2_grpc import PrecacheServiceStub, add_PrecacheServiceServicer_to_server

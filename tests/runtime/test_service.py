@@ -23,8 +23,8 @@ from kakeya.core.errors import (
     PeerUnavailable,
     Refused,
 )
-from kakeya.runtime.client import Client, GenerateEnd
-from kakeya.runtime.generation import ModelState, Sampling, Tokens
+from kakeya.generation.request import ModelState, Sampling, Tokens
+from kakeya.sessions.client import Client, GenerateEnd
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
 from tests.fakes import FakeClock

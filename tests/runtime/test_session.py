@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import CapacityExhausted, ConfigError, InvalidArgument, InvariantBroken
 from kakeya.core.ids import SessionId
-from kakeya.runtime import session as rooms
-from kakeya.runtime.generation import ModelFacts
-from kakeya.runtime.session import Session, window_for
+from kakeya.generation.request import ModelFacts
+from kakeya.sessions import session as rooms
+from kakeya.sessions.session import Session, window_for
 from tests.runtime.toy import HashServedModel
 
 FACTS = ModelFacts(

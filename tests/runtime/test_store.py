@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from kakeya.core.errors import CapacityExhausted, Conflict, InvariantBroken, NotFound, Refused
-from kakeya.runtime.generation import ModelFacts
-from kakeya.runtime.store import SessionLimits, SessionStore
+from kakeya.generation.request import ModelFacts
+from kakeya.sessions.store import SessionLimits, SessionStore
 from tests.fakes import FakeClock
 from tests.runtime.toy import HashServedModel
 

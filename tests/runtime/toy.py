@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 from kakeya.core.errors import NotFound, PeerUnavailable
 from kakeya.core.units import pack_ids
-from kakeya.runtime.generation import (
+from kakeya.generation.request import (
     AdaptedId,
     DecodeRequest,
     Done,

@@ -15,10 +15,10 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.serving.body import OFFLOAD_BYTES, parse_body
-from kakeya.serving.edge import Admission, Edge, Forbidden
-from kakeya.serving.exchange import Limits
-from kakeya.serving.metrics import HttpMetrics
+from kakeya.gateway.http.body import OFFLOAD_BYTES, parse_body
+from kakeya.gateway.http.connection import Limits
+from kakeya.gateway.http.edge import Admission, Edge, Forbidden
+from kakeya.gateway.metrics import HttpMetrics
 from tests.serving.toy import Pace, ToyModel, make_folder, serving
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

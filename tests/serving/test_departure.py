@@ -11,9 +11,9 @@ from starlette.types import Message
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import Cancelled
-from kakeya.runtime.generation import ModelState
-from kakeya.serving.exchange import Connection, Limits
-from kakeya.serving.stream import KEEPALIVE
+from kakeya.gateway.http.connection import Connection, Limits
+from kakeya.gateway.openai.stream import KEEPALIVE
+from kakeya.generation.request import ModelState
 from tests.serving.toy import Pace, ToyModel, make_folder, serving, until
 
 PREFILL = Pace(prefill_s=60.0)

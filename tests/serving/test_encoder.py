@@ -17,7 +17,7 @@ from tokenizers.normalizers import NFC, Lowercase, Prepend, Replace, Sequence
 from tokenizers.pre_tokenizers import Metaspace, Whitespace
 from tokenizers.processors import TemplateProcessing
 
-from kakeya.serving.encoder import Encoder
+from kakeya.text.encoder import Encoder
 from tests.serving.toy import CountingTokenizer
 
 TINY = Path(__file__).parents[2] / "kakeya" / "models" / "kakeya-tiny"

@@ -8,10 +8,10 @@ import openai
 import pytest
 from blockbuster import BlockingError
 
+from kakeya.backends.engine.process import SocketFolder
 from kakeya.core import errors
-from kakeya.runtime.generation import ModelState
-from kakeya.serving.backends.engine_process import SocketFolder
-from kakeya.serving.gateway import Standing
+from kakeya.gateway.app import Standing
+from kakeya.generation.request import ModelState
 from tests.serving.toy import Pace, ToyModel, make_folder, serving
 
 SAID = "hello world, 日本語 😀 and so on."

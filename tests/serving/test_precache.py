@@ -8,17 +8,17 @@ from hashlib import sha256
 import pytest
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.precache.cuts import marked, unmarked
-from kakeya.precache.keys import CacheKeys
-from kakeya.precache.retention import Retention
-from kakeya.precache.warming import Outcome, Report, TokenSource, Warmed
-from kakeya.runtime.generation import ModelState, Priority
-from kakeya.runtime.precache import CacheUse, Claim
-from kakeya.serving.marker import Marker
-from kakeya.serving.openai import parse_chat
-from kakeya.serving.prefix_text import encode_prefix
-from kakeya.serving.template import ChatTemplate
-from kakeya.serving.text import TextModel
+from kakeya.gateway.openai.requests import parse_chat
+from kakeya.generation.cuts import marked, unmarked
+from kakeya.generation.request import ModelState, Priority
+from kakeya.generation.retention import Retention
+from kakeya.prefix.names.keys import CacheKeys
+from kakeya.prefix.seam import CacheUse, Claim
+from kakeya.prefix.warm.warming import Outcome, Report, TokenSource, Warmed
+from kakeya.text.marker import Marker
+from kakeya.text.prefix import encode_prefix
+from kakeya.text.template import ChatTemplate
+from kakeya.text.text import TextModel
 from tests.serving.toy import ToyModel, make_folder, serving
 
 SAID = "hello world, 日本語 😀"

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kakeya.precache.cuts import unmarked
-from kakeya.serving.prefix_text import encode_ahead, encode_prefix
-from kakeya.serving.prompt_cuts import LEAST_TOKENS
-from kakeya.serving.text import TextModel
+from kakeya.generation.cuts import unmarked
+from kakeya.text.cuts_of_chat import LEAST_TOKENS
+from kakeya.text.prefix import encode_ahead, encode_prefix
+from kakeya.text.text import TextModel
 from tests.serving.toy import make_folder
 
 PLAIN = (

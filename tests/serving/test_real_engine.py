@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.runtime.generation import ModelState
-from kakeya.serving.backends.engine_backend import EngineBackend
+from kakeya.backends.engine.backend import EngineBackend
+from kakeya.generation.request import ModelState
 from tests.serving.toy import serving, until
 
 TINY = Path(__file__).parents[2] / "kakeya" / "models" / "kakeya-tiny"

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from kakeya.core.clock import SystemClock
-from kakeya.serving.gateway import build_app
-from kakeya.serving.server import serve_http
+from kakeya.gateway.app import build_app
+from kakeya.gateway.http.server import serve_http
 from tests.serving.toy import Directory, Pace, Router, ToyModel, make_folder, serving
 
 BODY = {"model": "toy", "prompt": "hi", "max_tokens": 20}

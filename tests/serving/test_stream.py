@@ -10,10 +10,10 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.runtime.generation import Done, Progress, StopReason, Tokens, Usage
-from kakeya.serving.answer import Answer
-from kakeya.serving.stream import ChunkWriter, usage_body
-from kakeya.serving.text import TextModel
+from kakeya.gateway.answer import Answer
+from kakeya.gateway.openai.stream import ChunkWriter, usage_body
+from kakeya.generation.request import Done, Progress, StopReason, Tokens, Usage
+from kakeya.text.text import TextModel
 from tests.serving.toy import make_folder
 
 

@@ -18,10 +18,10 @@ from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, Strip
 from tokenizers.models import BPE
 
 from kakeya.core.errors import InvalidArgument, Unsupported
-from kakeya.serving import text as text_module
-from kakeya.serving.prompt_bound import PromptBound, TooManyTokens
-from kakeya.serving.template import ChatTemplate, load_template, special_tokens
-from kakeya.serving.text import (
+from kakeya.text import text as text_module
+from kakeya.text.bound import PromptBound, TooManyTokens
+from kakeya.text.template import ChatTemplate, load_template, special_tokens
+from kakeya.text.text import (
     OFFLOAD_CHARS,
     StopMatcher,
     TextModel,

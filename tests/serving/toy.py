@@ -21,7 +21,10 @@ from tokenizers.trainers import BpeTrainer
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import InvalidArgument, NotFound, PeerUnavailable
-from kakeya.runtime.generation import (
+from kakeya.gateway.app import Standing, build_app
+from kakeya.gateway.http.connection import Limits
+from kakeya.gateway.http.server import serve_http
+from kakeya.generation.request import (
     AdaptedId,
     DecodeRequest,
     Done,
@@ -36,10 +39,7 @@ from kakeya.runtime.generation import (
     Tokens,
     Usage,
 )
-from kakeya.runtime.precache import NoPrecache, Precache
-from kakeya.serving.exchange import Limits
-from kakeya.serving.gateway import Standing, build_app
-from kakeya.serving.server import serve_http
+from kakeya.prefix.seam import NoPrecache, Precache
 
 TEMPLATE = (
     "{% for message in messages %}"

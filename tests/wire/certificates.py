@@ -6,9 +6,9 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from kakeya.fleet.authority import authority_of, new_fleet
-from kakeya.fleet.card_trust import FleetTrust
-from kakeya.fleet.identity import Identity
+from kakeya.fleet.identity.authority import authority_of, new_fleet
+from kakeya.fleet.identity.identity import Identity
+from kakeya.fleet.identity.trust import FleetTrust
 from kakeya.wire.security import CertRole, TlsMaterial
 from kakeya.wire.tls import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
 

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.garbage import spare_what_is_there
-from kakeya.fleet.card_trust import FleetTrust
-from kakeya.fleet.identity import load_identity
-from kakeya.fleet.registry import CapabilityRegistry
-from kakeya.fleet.service import CapabilityService, register
-from kakeya.fleet.sync import Sync
-from kakeya.node.listeners import Listeners, NetworkLimits
-from kakeya.wire.admission import CallerLimits
+from kakeya.fleet.gossip.service import CapabilityService, register
+from kakeya.fleet.gossip.sync import Sync
+from kakeya.fleet.identity.identity import load_identity
+from kakeya.fleet.identity.trust import FleetTrust
+from kakeya.fleet.view.registry import CapabilityRegistry
+from kakeya.wire.server.caller_limits import CallerLimits
+from kakeya.wire.server.listeners import Listeners, NetworkLimits
 from tests.fleet.nodes import make_registry
 
 TICK_S = 0.002

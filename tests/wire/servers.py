@@ -13,7 +13,6 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from grpc_health.v1 import health_pb2
 
 from kakeya.core.clock import Clock, SystemClock
-from kakeya.node.listeners import Listeners, NetworkLimits
 from kakeya.v1 import (
     adapters_pb2,
     distributed_pb2,
@@ -23,10 +22,11 @@ from kakeya.v1 import (
     precache_pb2,
     runtime_pb2,
 )
-from kakeya.wire.admission import CallerLimits
-from kakeya.wire.authorization import current_caller
 from kakeya.wire.channels import Keepalive
 from kakeya.wire.security import Caller, CertRole, TlsMaterial
+from kakeya.wire.server.authorization import current_caller
+from kakeya.wire.server.caller_limits import CallerLimits
+from kakeya.wire.server.listeners import Listeners, NetworkLimits
 from tests.wire.certificates import Fleet
 
 FILES = (

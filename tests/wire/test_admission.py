@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import Refused
-from kakeya.wire.admission import Admission, Budget, CallerLimits, TokenBucket
+from kakeya.wire.server.caller_limits import Admission, Budget, CallerLimits, TokenBucket
 from tests.fakes import FakeClock
 
 STEPS = st.lists(st.floats(0, 20, allow_nan=False), min_size=1, max_size=200)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import Refused
-from kakeya.wire.connections import Connections, surplus
-from kakeya.wire.hangup import Peer, hang_up, open_peers, peer_of
+from kakeya.wire.server.connections import Connections, surplus
+from kakeya.wire.server.sockets import Peer, hang_up, open_peers, peer_of
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.v1 import runtime_pb2 as pb
-from kakeya.wire.fitted import fitted, in_metadata
+from kakeya.wire.encode import fitted, in_metadata
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kakeya.wire.hangup import open_peers
+from kakeya.wire.server.sockets import open_peers
 
 TRY = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 

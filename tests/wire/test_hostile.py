@@ -21,7 +21,7 @@ import grpc.aio
 import pytest
 
 from kakeya.core.units import MIB
-from kakeya.fleet.identity import save_identity
+from kakeya.fleet.identity.identity import save_identity
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.wire.security import TlsMaterial
 from tests.fleet.nodes import make_wire

@@ -13,20 +13,20 @@ from pathlib import Path
 import grpc.aio
 
 from kakeya.core.clock import SystemClock
-from kakeya.fleet.card_trust import FleetTrust
-from kakeya.fleet.cards import Card, Endpoint, Offer
-from kakeya.fleet.identity import Identity
-from kakeya.fleet.registry import CapabilityRegistry
-from kakeya.fleet.service import add_capability_service
-from kakeya.node.doctor.dials import Dialler
-from kakeya.node.doctor.examiner import Examiner, FleetView
-from kakeya.node.doctor.machine import Machine, Output
-from kakeya.node.doctor.service import CheckBackService
-from kakeya.node.listeners import Listeners
-from kakeya.node.machine import platform_name
+from kakeya.core.host import platform_name
+from kakeya.doctor.dials import Dialler
+from kakeya.doctor.examiner import Examiner, FleetView
+from kakeya.doctor.machine import Machine, Output
+from kakeya.doctor.service import CheckBackService
+from kakeya.fleet.cards.cards import Card, Endpoint, Offer
+from kakeya.fleet.gossip.service import add_capability_service
+from kakeya.fleet.identity.identity import Identity
+from kakeya.fleet.identity.trust import FleetTrust
+from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.v1.fleet_pb2_grpc import add_DoctorServiceServicer_to_server
 from kakeya.wire.channels import Channels, Keepalive
 from kakeya.wire.security import TlsMaterial
+from kakeya.wire.server.listeners import Listeners
 
 GOOD_TEST = (
     '{"mlx": "0.32.4", "device": "cpu", "blas": true, "same_tokens": true, '

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import PeerProtocol
-from kakeya.fleet.cards import Endpoint
-from kakeya.node.doctor import checks
-from kakeya.node.doctor.checks import CertificateDates, Protocols
-from kakeya.node.doctor.dials import Dial, Outcome, Shown, outcome_of
-from kakeya.node.doctor.report import (
+from kakeya.doctor import checks
+from kakeya.doctor.checks import CertificateDates, Protocols
+from kakeya.doctor.dials import Dial, Outcome, Shown, outcome_of
+from kakeya.doctor.report import (
     Level,
     Line,
     Report,
@@ -24,7 +23,8 @@ from kakeya.node.doctor.report import (
     shell,
     warning,
 )
-from kakeya.node.doctor.way_checks import Here, Peer, check_back, check_path, check_way
+from kakeya.doctor.way_checks import Here, Peer, check_back, check_path, check_way
+from kakeya.fleet.cards.cards import Endpoint
 
 DAY = 86_400.0
 NOW = 1_700_000_000.0

@@ -20,11 +20,11 @@ import grpc.aio
 import pytest
 from rich.console import Console
 
+from kakeya.cli.doctor import ask_node, examine_alone, printable, show_report
 from kakeya.core.errors import KakeyaError, PeerUnavailable
+from kakeya.doctor.examiner import Examiner
+from kakeya.doctor.report import Level, Report, fault, ok, warning
 from kakeya.node.datadir import LOCK, RUN
-from kakeya.node.doctor.command import ask_node, examine_alone, printable, show_report
-from kakeya.node.doctor.examiner import Examiner
-from kakeya.node.doctor.report import Level, Report, fault, ok, warning
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import ControlServiceServicer, add_ControlServiceServicer_to_server
 from kakeya.wire.status import abort
@@ -37,7 +37,7 @@ def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
         "-m",
-        "kakeya.node.cli",
+        "kakeya.cli.main",
         "doctor",
         "--data-dir",
         str(folder),

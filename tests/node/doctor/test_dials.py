@@ -16,9 +16,9 @@ import grpc.aio
 import pytest
 
 from kakeya.core.clock import SystemClock
-from kakeya.fleet.authority import authority_of, new_fleet
-from kakeya.fleet.identity import Identity
-from kakeya.node.doctor.dials import Dial, Dialler, Outcome
+from kakeya.doctor.dials import Dial, Dialler, Outcome
+from kakeya.fleet.identity.authority import authority_of, new_fleet
+from kakeya.fleet.identity.identity import Identity
 from tests.netns import needs_netns, network
 from tests.node.doctor.small_nodes import (
     closed_port,
@@ -209,7 +209,7 @@ async def test_a_connection_without_a_peer_or_a_reason_failed(
 _DIAL = """
 import asyncio, sys
 from kakeya.core.clock import SystemClock
-from kakeya.node.doctor.dials import Dialler
+from kakeya.doctor.dials import Dialler
 dialler = Dialler(SystemClock(), limit_s=1.0)
 for address in sys.argv[1:]:
     found = asyncio.run(dialler.connect(address))

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kakeya.core.errors import InvalidArgument, NotFound
-from kakeya.fleet.authority import authority_of, new_fleet
-from kakeya.fleet.cards import Endpoint
-from kakeya.node.doctor.machine import Machine, Output
-from kakeya.node.doctor.report import Level, Line, Report, decode_report
+from kakeya.doctor.machine import Machine, Output
+from kakeya.doctor.report import Level, Line, Report, decode_report
+from kakeya.fleet.cards.cards import Endpoint
+from kakeya.fleet.identity.authority import authority_of, new_fleet
 from tests.node.doctor.small_nodes import (
     SmallNode,
     closed_port,

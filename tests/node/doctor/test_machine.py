@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kakeya.node.doctor import machine as machine_module
-from kakeya.node.doctor.machine import Machine, Output, listen_fault, run_program
-from kakeya.node.doctor.report import Level, Line
+from kakeya.doctor import machine as machine_module
+from kakeya.doctor.machine import Machine, Output, listen_fault, run_program
+from kakeya.doctor.report import Level, Line
 from tests.node.doctor.small_nodes import GOOD_TEST, no_program
 from tests.node.doctor.test_machine_checks import MINI_AS_DELIVERED
 
@@ -28,7 +28,7 @@ async def test_the_self_test_passes_in_a_child_and_mlx_stays_out_of_this_process
     assert mlx.level is Level.OK or "busy" in mlx.detail, mlx
     assert find(lines, "ring").level is Level.OK
     assert find(lines, "disk").level is not Level.FAULT
-    code = "import sys, kakeya.node.doctor.examiner, kakeya.node.doctor.command; "
+    code = "import sys, kakeya.doctor.examiner, kakeya.cli.doctor; "
     check = await run_program(
         (sys.executable, "-c", code + "assert 'mlx.core' not in sys.modules"), 20
     )

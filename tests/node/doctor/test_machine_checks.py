@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from kakeya.core.units import GIB, MIB
-from kakeya.fleet.addresses import Priority
-from kakeya.fleet.ring import RingEnvironment
-from kakeya.node.doctor import machine_checks as checks
-from kakeya.node.doctor.machine import Output, read_self_test
-from kakeya.node.doctor.machine_checks import FileFact, SelfTest
-from kakeya.node.doctor.report import Level
-from kakeya.node.interfaces import Interface
+from kakeya.doctor import machine_checks as checks
+from kakeya.doctor.machine import Output, read_self_test
+from kakeya.doctor.machine_checks import FileFact, SelfTest
+from kakeya.doctor.report import Level
+from kakeya.fleet.paths.addresses import Priority
+from kakeya.fleet.paths.interfaces import Interface
+from kakeya.fleet.placement.ring import RingEnvironment
 
 MINI_AS_DELIVERED = """System-wide power settings:
 Currently in use:

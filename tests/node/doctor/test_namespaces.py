@@ -22,7 +22,7 @@ FLAGS = ("--proposer", "ngram", "--no-mdns", "--exchange-interval", "0.5")
 
 
 def kakeya(machine: Machine, data: Path, *arguments: str) -> tuple[int, str, str]:
-    command = ("-m", "kakeya.node.cli", *arguments, "--data-dir", str(data))
+    command = ("-m", "kakeya.cli.main", *arguments, "--data-dir", str(data))
     done = machine.python(*command, limit_s=60)
     return done.returncode, done.stdout, done.stderr
 

@@ -13,10 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from kakeya.fleet.addresses import read_literal
-from kakeya.fleet.authority import authority_of, new_fleet
-from kakeya.fleet.cards import Endpoint
-from kakeya.node.doctor.service import (
+from kakeya.doctor.service import (
     MAX_ADDRESSES,
     MAX_DIALS_EACH,
     NOT_TOLD,
@@ -25,6 +22,9 @@ from kakeya.node.doctor.service import (
     choose_target,
     source_of,
 )
+from kakeya.fleet.cards.cards import Endpoint
+from kakeya.fleet.identity.authority import authority_of, new_fleet
+from kakeya.fleet.paths.addresses import read_literal
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import DoctorServiceStub
 from kakeya.wire.channels import Keepalive

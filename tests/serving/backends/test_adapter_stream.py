@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from kakeya.backends.engine.client import EngineClient
 from kakeya.core.errors import (
     DeadlineExceeded,
     KakeyaError,
@@ -21,10 +22,9 @@ from kakeya.core.errors import (
     PeerUnavailable,
     UnknownMethod,
 )
-from kakeya.engine.adapter_loads import AdapterLoads
-from kakeya.engine.adapters import LoadedAdapter
-from kakeya.memory.page_ref import PageRef
-from kakeya.serving.backends.engine_client import EngineClient
+from kakeya.engine.adapters.loads import AdapterLoads
+from kakeya.engine.adapters.slots import LoadedAdapter
+from kakeya.memory.pages.page_ref import PageRef
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1 import engine_pb2_grpc
 from kakeya.wire.channels import Keepalive

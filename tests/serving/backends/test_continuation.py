@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import PeerProtocol
-from kakeya.runtime.generation import (
+from kakeya.generation.continuation import Continuation
+from kakeya.generation.request import (
     DecodeRequest,
     Done,
     Progress,
@@ -16,7 +17,6 @@ from kakeya.runtime.generation import (
     Tokens,
     Usage,
 )
-from kakeya.serving.backends.continuation import Continuation
 from tests.runtime.toy import expected
 
 

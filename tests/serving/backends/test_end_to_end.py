@@ -13,7 +13,7 @@ import pytest
 from blockbuster import blockbuster_ctx
 
 from kakeya.core.errors import PeerUnavailable
-from kakeya.runtime.generation import ModelState, Sampling
+from kakeya.generation.request import ModelState, Sampling
 from tests.runtime.conftest import running_node
 from tests.runtime.toy import expected
 from tests.serving.backends.test_engine_backend import FAST, _lines, backend, is_alive, until

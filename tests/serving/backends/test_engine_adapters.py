@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from kakeya.adapters.files.base import read_base
+from kakeya.adapters.files.packed import Precision, pack
+from kakeya.backends.engine.backend import EngineBackend
 from kakeya.core.errors import Conflict, KakeyaError, MemoryRefused, NotFound
-from kakeya.memory.adapter_base import read_base
-from kakeya.memory.adapter_format import Precision, pack
-from kakeya.memory.arena import PageArena
-from kakeya.memory.content import ContentType, PageConfig
-from kakeya.memory.page_ref import PageRef
-from kakeya.memory.pins import Block
-from kakeya.runtime.generation import DecodeRequest, Tokens
-from kakeya.serving.backends.engine_backend import EngineBackend
+from kakeya.generation.request import DecodeRequest, Tokens
+from kakeya.memory.pages.content import ContentType, PageConfig
+from kakeya.memory.pages.page_ref import PageRef
+from kakeya.memory.pages.pins import Block
+from kakeya.memory.pages.shared_arena import PageArena
 from tests.engine.adapter_rig import FOLDERS, NAMES, TINY
 from tests.serving.backends.test_engine_limits import PATIENT
 

@@ -16,8 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES, SocketFolder
+from kakeya.backends.engine.restart import RestartPolicy
 from kakeya.core.errors import ConfigError, InvalidArgument, PeerUnavailable, QueueFull
-from kakeya.runtime.generation import (
+from kakeya.generation.request import (
     DecodeRequest,
     Done,
     EngineStats,
@@ -27,9 +30,6 @@ from kakeya.runtime.generation import (
     StopReason,
     Tokens,
 )
-from kakeya.serving.backends.engine_backend import EngineBackend, EngineOptions
-from kakeya.serving.backends.engine_process import MAX_SOCKET_PATH_BYTES, SocketFolder
-from kakeya.serving.backends.restart import RestartPolicy
 from kakeya.wire.channels import Keepalive
 from tests.runtime.toy import expected
 

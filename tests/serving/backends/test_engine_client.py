@@ -9,10 +9,10 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from kakeya.backends.engine import client as engine_client
+from kakeya.backends.engine.client import EngineClient, Limits
 from kakeya.core.errors import PeerUnavailable
-from kakeya.runtime.generation import DecodeRequest
-from kakeya.serving.backends import engine_client
-from kakeya.serving.backends.engine_client import EngineClient, Limits
+from kakeya.generation.request import DecodeRequest
 from kakeya.v1 import engine_pb2_grpc
 from kakeya.wire.channels import Keepalive
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kakeya.backends.engine.backend import EngineBackend
+from kakeya.backends.engine.client import Limits
 from kakeya.core.errors import (
     InvalidArgument,
     MemoryRefused,
@@ -19,10 +21,8 @@ from kakeya.core.errors import (
     UnknownMethod,
 )
 from kakeya.core.process import resident_bytes
-from kakeya.memory.page_ref import PageRef
-from kakeya.runtime.generation import DecodeRequest, Done, Tokens
-from kakeya.serving.backends.engine_backend import EngineBackend
-from kakeya.serving.backends.engine_client import Limits
+from kakeya.generation.request import DecodeRequest, Done, Tokens
+from kakeya.memory.pages.page_ref import PageRef
 from tests.mlx.random_models import write_model
 from tests.serving.backends.test_engine_backend import FAST, backend, until
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.serving.backends.restart import Exit, GiveUp, RestartIn, RestartPolicy
+from kakeya.backends.engine.restart import Exit, GiveUp, RestartIn, RestartPolicy
 
 KILLED = Exit(returncode=-9)
 

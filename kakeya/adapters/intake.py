@@ -1,0 +1,99 @@
+"""Examines what is registered: packed, compared with its base, and within what engines take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kakeya.adapters.files.base import BaseShapes, read_base
+from kakeya.adapters.files.packed import Precision, digest, pack, unpack
+from kakeya.adapters.files.store import AdapterRecord
+from kakeya.adapters.registry import check_client, check_name
+from kakeya.core.errors import InvalidArgument, NotFound
+from kakeya.core.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be registered: an adapter in a folder, for a base."""
+
+    name: str
+    base: str
+    folder: Path
+    owner: str = ""
+    precision: Precision = Precision.INT8
+
+
+class AdapterIntake:
+    """`bases` says which models may have adapters, and where each lies."""
+
+    def __init__(
+        self,
+        bases: Callable[[], Mapping[str, str]],
+        *,
+        most_rank: int,
+        most_bytes: int,
+        wall: Callable[[], float],
+    ) -> None:
+        self._bases = bases
+        self._most_rank = most_rank
+        self._most_bytes = most_bytes
+        self._wall = wall
+
+    async def take(self, wanted: Wanted) -> tuple[AdapterRecord, bytes]:
+        """Pack an adapter and describe it. Raises InvalidArgument, and NotFound for the base."""
+        check_name(wanted.name)
+        check_client(wanted.owner)
+        shapes = await self._base(wanted.base)
+        return await asyncio.to_thread(self._examined, wanted, shapes)
+
+    async def fingerprint(self, base: str) -> str:
+        """Of the weights of a base as they lie on disk now; "" where they cannot be read."""
+        try:
+            return (await self._base(base)).fingerprint
+        except (InvalidArgument, NotFound):
+            return ""
+
+    async def _base(self, base: str) -> BaseShapes:
+        """Read each time: weights may be replaced under their name."""
+        folders = self._bases()
+        if base not in folders:
+            known = ", ".join(folders) or "none"
+            raise NotFound(f"this node decodes with no model {base[:80]!r}; there are: {known}")
+        folder = Path(folders[base])
+        if not await asyncio.to_thread(folder.is_dir):
+            raise InvalidArgument(
+                f"{base} is not on this disk yet; use it once, then add adapters for it"
+            )
+        return await asyncio.to_thread(read_base, folder)
+
+    def _examined(self, wanted: Wanted, shapes: BaseShapes) -> tuple[AdapterRecord, bytes]:
+        packed = pack(wanted.folder, wanted.precision, base=shapes.fingerprint)
+        adapter = unpack(packed)
+        shapes.check(adapter)
+        if adapter.rank > self._most_rank:
+            raise InvalidArgument(
+                f"the adapter has rank {adapter.rank}, and engines are started for at most "
+                f"{self._most_rank}; set adapters.rank (KAKEYA_ADAPTERS_RANK) to "
+                f"{adapter.rank} and start the node again"
+            )
+        if len(packed) > self._most_bytes:
+            raise InvalidArgument(
+                f"the adapter takes {format_bytes(len(packed))}, and pages hold at most "
+                f"{format_bytes(self._most_bytes)} in a row; raise adapters.slab_mb "
+                "(KAKEYA_ADAPTERS_SLAB_MB) and start the node again"
+            )
+        record = AdapterRecord(
+            name=wanted.name,
+            base=wanted.base,
+            owner=wanted.owner,
+            rank=adapter.rank,
+            precision=adapter.precision.value,
+            digest=digest(packed),
+            packed_bytes=len(packed),
+            fingerprint=shapes.fingerprint,
+            registered_at=round(self._wall(), 3),
+        )
+        return record, packed

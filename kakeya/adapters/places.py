@@ -1,0 +1,361 @@
+"""Where adapters are, carried out: from disk to pages, from pages to a slot of an engine, and back.
+
+    cold -> warm    read and check in a thread, lay in pages, commit       one flight for each
+    warm -> hot     pin for the engine, have it read the pages, unpin
+
+Who moves, and when, is decided elsewhere (`memory/adapters.py`, `adapter_line.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from kakeya.adapters.files.packed import PackedAdapter, unpack
+from kakeya.adapters.files.store import AdapterRecord, AdapterStore, BaseReplaced
+from kakeya.adapters.tiers import Adapter, AdapterTable, Tier
+from kakeya.core.errors import (
+    Conflict,
+    InvalidArgument,
+    LoadFailed,
+    MemoryRefused,
+    OutOfPages,
+    PageFreed,
+    PeerUnavailable,
+)
+from kakeya.core.log import event
+from kakeya.generation.request import ModelFacts
+from kakeya.memory.pages.content import ContentPriority, ContentType
+from kakeya.memory.pages.node_arena import NodeArena
+from kakeya.memory.pages.page_ref import PageRef
+from kakeya.memory.pages.pins import Block
+from kakeya.memory.pages.pool import Tenant
+
+_log = logging.getLogger(__name__)
+_LOAD_TIMEOUT_S = 30.0
+_TRIES = 3
+"""Pages may be taken for others between laying an adapter there and pinning it."""
+
+
+LendSlots = Callable[[str, int], Awaitable[bool]]
+"""Lends a model's engine so many bytes for its slots; False = not all of it now."""
+
+
+async def none_lent(_base: str, _size: int) -> bool:
+    """Where engines have no bounds."""
+    return False
+
+
+class AdapterEngine(Protocol):
+    """What of an engine is needed here; `EngineBackend` has it."""
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process; None while there is none."""
+        ...
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """What it said of its model."""
+        ...
+
+    async def ready(self, timeout_s: float) -> ModelFacts:
+        """Wait until it serves."""
+        ...
+
+    async def load_adapter(
+        self,
+        adapter_id: str,
+        ref: PageRef,
+        timeout_s: float,
+        instead_of: str = "",
+        sent: Callable[[], None] | None = None,
+    ) -> int:
+        """Take an adapter from pages into a slot, or into that of another one; what is asked of
+        the engine from `sent` on comes behind it, and something will be."""
+        ...
+
+    async def unload_adapter(self, adapter_id: str) -> bool:
+        """Free a slot."""
+        ...
+
+    async def adapters(self) -> tuple[str, ...]:
+        """What is in its slots."""
+        ...
+
+
+def slot_bytes(packed: PackedAdapter, facts: ModelFacts) -> int:
+    """What slots for all layers that an adapter names take in an engine, at the most."""
+    features = sum(tensor.in_size + tensor.out_size for tensor in packed.tensors)
+    is_half = facts.device != "cpu" and facts.dtype in ("float16", "bfloat16")
+    return (facts.adapter_slots + 1) * facts.adapter_rank * features * (2 if is_half else 4)
+
+
+class AdapterPlaces:
+    """Carries out moves, and keeps the table true. Lives on the event loop."""
+
+    def __init__(
+        self,
+        table: AdapterTable,
+        store: AdapterStore,
+        arena: NodeArena,
+        record_of: Callable[[str], AdapterRecord],
+        lend_slots: LendSlots = none_lent,
+    ) -> None:
+        """`record_of` finds what is known of an adapter by the id that the table has."""
+        self._table = table
+        self._store = store
+        self._arena = arena
+        self._record_of = record_of
+        self._lend_slots = lend_slots
+        self._slot_bytes: dict[str, int] = {}
+        self._holder = arena.holder("adapters")
+        self._tenants = {
+            Tier.COLD: self._tenant(ContentPriority.LORA_COLD),
+            Tier.WARM: self._tenant(ContentPriority.LORA_WARM),
+            Tier.HOT: self._tenant(ContentPriority.LORA_HOT),
+        }
+        self._blocks: dict[Adapter, Block] = {}
+        self._adapters: dict[Block, Adapter] = {}
+        self._flights: dict[Adapter, asyncio.Task[None]] = {}
+        self._wanted: Counter[Adapter] = Counter()
+        self._pids: dict[str, int | None] = {}
+        self.moves = dict.fromkeys(Tier, 0)
+
+    # --- engines
+
+    def engine_changed(self, base: str, pid: int | None) -> None:
+        """Note which process serves a model now: another one has empty slots."""
+        if pid is not None:
+            self._arena.engine_changed(base, pid)
+        if self._pids.get(base) != pid:
+            self._pids[base] = pid
+            self._slot_bytes.pop(base, None)
+            self._table.emptied(base)
+
+    def is_up(self, base: str) -> bool:
+        """Whether a model's engine is there."""
+        return self._pids.get(base) is not None
+
+    def is_flying(self, adapter: Adapter) -> bool:
+        """Whether it is on its way into pages now."""
+        return adapter in self._flights
+
+    # --- moves
+
+    @contextmanager
+    def wanted(self, adapter: Adapter) -> Iterator[None]:
+        """Meanwhile a request waits for an adapter: idle models may have to go for its pages."""
+        self._wanted[adapter] += 1
+        try:
+            yield
+        finally:
+            self._wanted[adapter] -= 1
+            if not self._wanted[adapter]:
+                del self._wanted[adapter]
+
+    async def warm(self, adapter: Adapter) -> None:
+        """Lay an adapter in pages. Raises LoadFailed, OutOfPages."""
+        if adapter.is_warm:
+            return
+        flight = self._flights.get(adapter)
+        if flight is None:
+            flight = asyncio.ensure_future(self._lay(adapter))
+            self._flights[adapter] = flight
+            flight.add_done_callback(lambda done: self._landed(adapter, done))
+        await asyncio.shield(flight)
+
+    async def heat(
+        self,
+        adapter: Adapter,
+        engine: AdapterEngine,
+        out: Adapter | None,
+        sent: Callable[[], None] | None,
+    ) -> None:
+        """Bring an adapter into a slot, from which `out` goes; one call of the engine does both.
+
+        `sent`, for who will send something behind it, is called when the engine was asked for it
+        and nothing speaks against it: it has made slots before, and this adapter did not fail the
+        last time.
+        Raises BaseReplaced, what `warm` raises, PeerUnavailable when the engine ends, Conflict
+        when `out` is still in use there, and what the engine finds wrong.
+        """
+        pid = engine.pid
+        if pid is None or pid != self._pids.get(adapter.base):
+            raise PeerUnavailable(f"the engine of {adapter.base} was restarted", retry_after_s=1.0)
+        facts = engine.facts
+        problem = self._record_of(adapter.adapter_id).problem_with(
+            facts.base_fingerprint if facts else ""
+        )
+        if problem:
+            raise BaseReplaced(problem)
+        is_certain = adapter.base in self._slot_bytes and not adapter.is_doubtful
+        with self._leaving(out):
+            try:
+                size = await self._load(adapter, engine, pid, out, sent if is_certain else None)
+            except MemoryRefused:
+                adapter.is_coming = False  # what is sent from now on is behind no load
+                if await self._reconcile(adapter.base, engine):
+                    size = await self._load(adapter, engine, pid, out)
+                elif facts is None or not await self._make_room(adapter, facts):
+                    raise
+                else:
+                    size = await self._load_into_room(adapter, engine, pid, out)
+        await self._settle(adapter.base, size * (facts.adapter_slots + 1) if facts else 0)
+        if self._pids.get(adapter.base) != pid:
+            raise PeerUnavailable(f"the engine of {adapter.base} ended", retry_after_s=1.0)
+        self._table.entered_slot(adapter)
+        self.moves[Tier.HOT] += 1
+
+    def cool(self, adapter: Adapter) -> None:
+        """Take an adapter out of the pages, unless an engine reads it now."""
+        block = self._blocks.get(adapter)
+        if block is None or block.is_pinned:
+            return
+        self._arena.free(block)
+        self._forget(block)
+        self.moves[Tier.COLD] += 1
+
+    def rank(self) -> None:
+        """Tell the pages what adapters are worth, by their ratings."""
+        for adapter, block in self._blocks.items():
+            tenant = self._tenants[adapter.rating]
+            if block.tenant is not tenant:
+                self._arena.move(block, tenant)
+
+    async def aclose(self) -> None:
+        """End what flies."""
+        flights = tuple(self._flights.values())
+        for flight in flights:
+            flight.cancel()
+        await asyncio.gather(*flights, return_exceptions=True)
+
+    # --- inside
+
+    @contextmanager
+    def _leaving(self, out: Adapter | None) -> Iterator[None]:
+        """What `out` is after its slot was asked for: in it yet where the engine refused, out of
+        it otherwise. Where no answer came it may be there still, and is a stray then."""
+        try:
+            yield
+        except (Conflict, InvalidArgument, LoadFailed, MemoryRefused, OutOfPages):
+            raise
+        except BaseException:
+            if out is not None:
+                self._table.left_slot(out)
+            raise
+        if out is not None:
+            self._table.left_slot(out)
+
+    async def _lay(self, adapter: Adapter) -> None:
+        packed = await asyncio.to_thread(self._store.load, self._record_of(adapter.adapter_id))
+        tenant = self._tenants[adapter.rating]
+        with await self._arena.prepare(
+            tenant, len(packed), self._holder, lambda: adapter in self._wanted
+        ) as filling:
+            filling.view[:] = packed
+            filling.commit()
+        self._blocks[adapter] = filling.block
+        self._adapters[filling.block] = adapter
+        self._table.entered_pages(adapter)
+        self.moves[Tier.WARM] += 1
+
+    def _landed(self, adapter: Adapter, flight: asyncio.Task[None]) -> None:
+        self._flights.pop(adapter, None)
+        if not flight.cancelled():
+            flight.exception()  # whoever waits has it; nobody may
+
+    async def _load(
+        self,
+        adapter: Adapter,
+        engine: AdapterEngine,
+        pid: int,
+        out: Adapter | None,
+        sent: Callable[[], None] | None = None,
+    ) -> int:
+        """Have the engine read the pages; what one slot takes there now."""
+        instead_of = out.adapter_id if out is not None else ""
+        length = self._record_of(adapter.adapter_id).packed_bytes
+        for _ in range(_TRIES):
+            await self.warm(adapter)
+            block = self._blocks.get(adapter)
+            if block is None:
+                continue
+            try:
+                hold = self._arena.hold(block, self._arena.engine(adapter.base, pid))
+            except PageFreed:
+                continue
+            with hold:
+                ref = self._arena.ref(block, length)
+                return await engine.load_adapter(
+                    adapter.adapter_id, ref, _LOAD_TIMEOUT_S, instead_of, sent
+                )
+        raise OutOfPages(
+            f"the pages of adapter {adapter.adapter_id} were taken {_TRIES} times before its "
+            "engine could read them",
+            retry_after_s=1.0,
+        )
+
+    async def _make_room(self, adapter: Adapter, facts: ModelFacts) -> bool:
+        """Ask for what slots of all layers that an adapter names would take beside those that are
+        there; an engine that was refused it has no KV to spare for them."""
+        await self.warm(adapter)
+        block = self._blocks.get(adapter)
+        if block is None:
+            return False
+        length = self._record_of(adapter.adapter_id).packed_bytes
+        more = slot_bytes(unpack(self._arena.view(block, length), is_trusted=True), facts)
+        known = self._slot_bytes.get(adapter.base, 0)
+        if await self._lend_slots(adapter.base, known + more):
+            return True
+        await self._lend_slots(adapter.base, known)
+        return False
+
+    async def _load_into_room(
+        self, adapter: Adapter, engine: AdapterEngine, pid: int, out: Adapter | None
+    ) -> int:
+        """Load, and give back what was lent for it and not needed."""
+        try:
+            size = await self._load(adapter, engine, pid, out)
+        except BaseException:
+            await self._lend_slots(adapter.base, self._slot_bytes.get(adapter.base, 0))
+            raise
+        self._slot_bytes.pop(adapter.base, None)
+        return size
+
+    async def _settle(self, base: str, size: int) -> None:
+        """Have it counted what the slots of an engine take, when that has become more."""
+        if size > self._slot_bytes.get(base, 0):
+            self._slot_bytes[base] = size
+            await self._lend_slots(base, size)
+
+    async def _reconcile(self, base: str, engine: AdapterEngine) -> bool:
+        """Free the slots of which nothing is known here, as after an answer that came too late;
+        whether there were any."""
+        strays = [one for one in await engine.adapters() if not self._is_known(one)]
+        for adapter_id in strays:
+            event(_log, "freeing a slot that nobody knows of", model=base, adapter=adapter_id)
+            await engine.unload_adapter(adapter_id)
+        return bool(strays)
+
+    def _is_known(self, adapter_id: str) -> bool:
+        """Whether an engine should have it, or is being given it now."""
+        if adapter_id not in self._table:
+            return False
+        adapter = self._table.get(adapter_id)
+        return adapter.is_hot or adapter.is_moving
+
+    def _tenant(self, priority: ContentPriority) -> Tenant:
+        return self._arena.tenant(
+            ContentType.LORA_WEIGHT, "adapters", self._forget, priority=priority
+        )
+
+    def _forget(self, block: Block) -> None:
+        adapter = self._adapters.pop(block, None)
+        if adapter is not None:
+            self._blocks.pop(adapter, None)
+            self._table.left_pages(adapter)

@@ -1,0 +1,286 @@
+"""The agent's end of the socket to one engine child: EngineService as our own values."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from kakeya.backends.engine.adapter_stream import AdapterStream
+from kakeya.backends.engine.convert import (
+    decode_to_wire,
+    facts_from_wire,
+    footprint_from_wire,
+    frame_from_wire,
+    frames_of,
+    page_ref_to_wire,
+    stats_from_wire,
+)
+from kakeya.core.clock import Clock, SystemClock
+from kakeya.core.errors import InvariantBroken, KakeyaError, PeerProtocol, PeerUnavailable
+from kakeya.core.tasks import is_cancelled
+from kakeya.core.units import pack_ids
+from kakeya.decoding.draft.proposer import Draft
+from kakeya.generation.request import (
+    DecodeRequest,
+    Done,
+    EngineStats,
+    Footprint,
+    Frame,
+    KvExchange,
+    KvOffer,
+    ModelFacts,
+)
+from kakeya.memory.pages.page_ref import PageRef
+from kakeya.v1 import engine_pb2 as pb
+from kakeya.v1.engine_pb2_grpc import EngineServiceStub
+from kakeya.wire.channels import ENGINE_MESSAGE_BYTES, Keepalive, Option, message_options
+from kakeya.wire.status import error_from_status, rpc_status
+
+LEND_S = 5.0
+"""An engine that does not come round to it for so long has given up to wait."""
+CLOSE_GRACE_S = 1.0
+"""Streams of a dead engine end by themselves; this is how long they may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What an engine may occupy, in bytes; 0 = as it is.
+
+    `memory_bytes` bounds the process, `cache_bytes` buffers that no array uses, `kv_bytes` the KV
+    of running and kept sequences together.
+    """
+
+    memory_bytes: int = 0
+    cache_bytes: int = 0
+    kv_bytes: int = 0
+
+    def merged(self, newer: Limits) -> Limits:
+        """These, where `newer` leaves them as they are."""
+        return Limits(
+            memory_bytes=newer.memory_bytes or self.memory_bytes,
+            cache_bytes=newer.cache_bytes or self.cache_bytes,
+            kv_bytes=newer.kv_bytes or self.kv_bytes,
+        )
+
+
+def _options(keepalive: Keepalive) -> tuple[Option, ...]:
+    kept = tuple(pair for pair in keepalive.client_options() if "reconnect" not in pair[0])
+    # The child binds its socket when it is ready to: look often, it costs one connect(2).
+    quick: tuple[Option, ...] = (
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.min_reconnect_backoff_ms", 50),
+        ("grpc.max_reconnect_backoff_ms", 250),
+        ("grpc.use_local_subchannel_pool", 1),
+    )
+    return kept + quick + message_options(ENGINE_MESSAGE_BYTES)
+
+
+_NOTHING = KvOffer()
+
+
+class EngineClient:
+    """Calls one engine. A new child gets a new socket and a new client."""
+
+    def __init__(
+        self, name: str, address: str, keepalive: Keepalive, clock: Clock | None = None
+    ) -> None:
+        self._name = name
+        self._channel = grpc.aio.insecure_channel(address, options=_options(keepalive))
+        self._stub = EngineServiceStub(self._channel)
+        self._park_ids = itertools.count(1)
+        self._loads = AdapterStream(name, self._stub, self._failure_of, clock or SystemClock())
+
+    async def describe(self, timeout_s: float) -> ModelFacts:
+        """Ask for the model's facts; waits for the socket, but not for a model that loads.
+
+        Raises DeadlineExceeded while there is no socket, PeerUnavailable while it loads.
+        """
+        with self._told():
+            reply = await self._stub.Describe(
+                pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=True
+            )
+        return facts_from_wire(reply)
+
+    async def decode(
+        self, request: DecodeRequest, timeout_s: float, offer: KvOffer = _NOTHING
+    ) -> AsyncGenerator[Frame, None]:
+        """Stream the frames of one decode. Closing the iterator cancels the call.
+
+        Raises PeerUnavailable when the engine is lost, InvariantBroken when it found a law broken,
+        PeerProtocol for a stream without an end.
+        """
+        park_id = next(self._park_ids) if request.kv is not None else 0
+        after_load = self._loads.under_way(request.adapter_id)
+        parking: set[asyncio.Task[None]] = set()
+        with self._told():  # it may have been closed during the offer
+            asked = decode_to_wire(request, offer, park_id, after_load)
+            call = self._stub.Decode(asked, timeout=timeout_s)
+        try:
+            with self._told():
+                async for message in call:
+                    for response in frames_of(message):
+                        frame = frame_from_wire(response, request.kv)
+                        if response.HasField("park") and request.kv is not None:
+                            lending = self._lend(park_id, response.park, request.kv)
+                            parking.add(task := asyncio.create_task(lending))
+                            task.add_done_callback(parking.discard)
+                        if frame is None:
+                            continue
+                        yield frame
+                        if isinstance(frame, Done):
+                            return
+            raise PeerProtocol(f"{self._name}: the decode stream ended without a done frame")
+        finally:
+            call.cancel()
+            for task in parking:
+                task.cancel()
+
+    async def _lend(self, park_id: int, asked: pb.KvPark, kv: KvExchange) -> None:
+        """Answer a generation that asks for pages for its KV, or that gives them back."""
+        pages = await kv.park(tuple(asked.lengths))
+        if not asked.lengths:
+            return
+        request = pb.LendPagesRequest(
+            park_id=park_id, pages=map(page_ref_to_wire, pages), number=asked.number
+        )
+        # Where it does not come through, the engine goes on without pages.
+        with contextlib.suppress(KakeyaError), self._told():
+            await self._stub.LendPages(request, timeout=LEND_S)
+
+    async def draft(
+        self,
+        prefix: Sequence[int],
+        size: int,
+        *,
+        seed: int | None,
+        temperature: float | None,
+        timeout_s: float,
+    ) -> Draft:
+        """Draft at most `size` tokens after `prefix` with this engine's model."""
+        request = pb.DraftRequest(
+            token_ids_le32=pack_ids(prefix), size=size, seed=seed, temperature=temperature
+        )
+        with self._told():
+            reply = await self._stub.Draft(request, timeout=timeout_s)
+        return Draft(
+            source=self._name,
+            tokens=tuple(reply.token_ids),
+            confidence=tuple(reply.confidence),
+            forward_passes=reply.forward_passes,
+            peak_activation_bytes=reply.peak_activation_bytes,
+            draft_us=reply.draft_us,
+        )
+
+    async def release(self, kv_key: str, timeout_s: float) -> None:
+        """Forget the KV of one key."""
+        with self._told():
+            await self._stub.Release(pb.ReleaseRequest(kv_key=kv_key), timeout=timeout_s)
+
+    async def stats(self, timeout_s: float) -> EngineStats:
+        """Live numbers."""
+        with self._told():
+            reply = await self._stub.Stats(pb.StatsRequest(), timeout=timeout_s)
+        return stats_from_wire(reply)
+
+    async def set_limits(self, limits: Limits, timeout_s: float) -> Footprint:
+        """Bound what the engine may occupy; 0 = unchanged.
+
+        Raises MemoryRefused when its model alone takes more, InvalidArgument for a KV bound in
+        which no sequence fits.
+        """
+        request = pb.SetLimitsRequest(
+            memory_bytes=limits.memory_bytes,
+            cache_bytes=limits.cache_bytes,
+            kv_bytes=limits.kv_bytes,
+        )
+        with self._told():
+            return footprint_from_wire(await self._stub.SetLimits(request, timeout=timeout_s))
+
+    async def shrink(self, size: int, timeout_s: float) -> Footprint:
+        """Have the engine give `size` bytes back, as far as nobody uses them."""
+        with self._told():
+            reply = await self._stub.Shrink(pb.ShrinkRequest(bytes=size), timeout=timeout_s)
+        return footprint_from_wire(reply)
+
+    async def load_adapter(
+        self,
+        adapter_id: str,
+        ref: PageRef,
+        timeout_s: float,
+        instead_of: str = "",
+        sent: Callable[[], None] | None = None,
+    ) -> int:
+        """Have the engine take an adapter from pages, into the slot of another one that is idle;
+        returns the bytes that it takes there. `sent` is called when it was asked for: a decode with
+        that adapter from then on comes behind it, and ends with NotFound where the load fails. One
+        should come then, as the engine answers a little later for it.
+
+        Raises MemoryRefused without a slot or room, InvalidArgument when it does not fit the
+        model, Conflict when the other one is in use, UnknownMethod when the engine takes no
+        adapters.
+        """
+        load = pb.AdapterLoad(
+            adapter_id=adapter_id,
+            pages=page_ref_to_wire(ref),
+            instead_of=instead_of,
+            is_followed=sent is not None,
+        )
+        return (await self._loads.load(load, timeout_s, sent)).bytes
+
+    async def unload_adapter(self, adapter_id: str, timeout_s: float) -> bool:
+        """Free an adapter's slot; False where it had none. Raises Conflict for one in use."""
+        request = pb.UnloadAdapterRequest(adapter_id=adapter_id)
+        with self._told():
+            return (await self._stub.UnloadAdapter(request, timeout=timeout_s)).was_loaded
+
+    async def answers(self, timeout_s: float) -> bool:
+        """Whether the engine's event loop answers within `timeout_s`; its model may be busy."""
+        return await self.silent_s(timeout_s) is not None
+
+    async def silent_s(self, timeout_s: float) -> float | None:
+        """How long its model thread has been at one piece of work; None without an answer."""
+        try:
+            with self._told():
+                reply = await self._stub.Describe(pb.DescribeRequest(), timeout=timeout_s)
+        except KakeyaError:
+            return None
+        return reply.model_thread_silent_seconds
+
+    async def aclose(self) -> None:
+        """Close the channel; running streams get a moment to end by themselves."""
+        await self._loads.aclose()  # it does not end by itself
+        await self._channel.close(grace=CLOSE_GRACE_S)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Tell in our own errors how a call failed. Closing the channel cancels its calls: to their
+        callers the engine is lost, and they themselves are not cancelled."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise self._failure_of(*rpc_status(error)) from None
+        except grpc.aio.UsageError:
+            raise PeerUnavailable(f"{self._name}: the connection was closed") from None
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            raise PeerUnavailable(f"{self._name}: the connection was closed") from None
+
+    def _failure_of(
+        self, code: grpc.StatusCode | None, details: str, said: Mapping[str, str]
+    ) -> KakeyaError:
+        match code:
+            case grpc.StatusCode.CANCELLED:
+                # An engine that shuts down cancels its calls: it is lost all the same.
+                return PeerUnavailable(f"{self._name}: {details}")
+            case grpc.StatusCode.FAILED_PRECONDITION:
+                kind, _, detail = details.partition(": ")
+                return InvariantBroken(kind, detail)
+            case _:
+                return error_from_status(code, details, said, self._name)

@@ -1,0 +1,299 @@
+"""The life of one engine child: started, waited for, probed, restarted, given up.
+
+It owns the state of a served model. A child that hangs, or whose model thread does, is found by a
+probe and killed, so that every fault becomes the one that is handled: an exit.
+
+    LOADING -> READY -> RESTARTING -> READY ...     FAILED: given up     STOPPED: closed by us
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kakeya.backends.engine.client import EngineClient, Limits
+from kakeya.backends.engine.process import Command, EngineProcess, SocketFolder
+from kakeya.backends.engine.restart import Exit, GiveUp, Plan, RestartIn, RestartPolicy
+from kakeya.core.clock import Clock
+from kakeya.core.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    KakeyaError,
+    MemoryRefused,
+    PeerUnavailable,
+)
+from kakeya.core.log import event
+from kakeya.core.tasks import Supervisor, TaskHealth
+from kakeya.generation.request import ModelFacts, ModelState
+from kakeya.wire.channels import Keepalive
+
+_log = logging.getLogger(__name__)
+EXIT_NOTICE_S = 0.25
+"""A killed child breaks its streams a moment before its exit is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Times and bounds of one backend."""
+
+    start_timeout_s: float = 600.0
+    """From the spawn until the model is described; the largest models load for minutes."""
+    resume_timeout_s: float = 60.0
+    """How long a generation waits for an engine, at its start and after each loss."""
+    decode_timeout_s: float = 3600.0
+    draft_timeout_s: float = 5.0
+    call_timeout_s: float = 5.0
+    """Of all calls but Decode, Draft and LoadAdapter, which have their own."""
+    probe_interval_s: float = 5.0
+    probe_timeout_s: float = 10.0
+    """An engine that misses this `max_missed_probes` times in a row is killed."""
+    max_step_s: float = 60.0
+    """A model thread longer than this at one piece of work misses its probe, whoever answers.
+    The longest honest one is a draft behind a prefix of a whole context: seconds."""
+    max_missed_probes: int = 2
+    stop_grace_s: float = 0.5
+    """From SIGTERM to SIGKILL. An engine has nothing to save, and its callers had their grace."""
+    max_running: int = 8
+    max_waiting: int = 64
+    max_losses_in_a_row: int = 3
+    """A generation that loses this many engines without a token between them is given up."""
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    keepalive: Keepalive = field(default_factory=Keepalive)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Engine:
+    """A child that serves."""
+
+    process: EngineProcess
+    client: EngineClient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """Which child to run. `env` None inherits the agent's, `runtime_dir` None is the system's."""
+
+    model_id: str
+    command: Command
+    runtime_dir: Path | None = None
+    env: Mapping[str, str] | None = None
+
+
+class EngineLife:
+    """Runs one child after the other; `on_change` is called after each change of `state`."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        options: EngineOptions,
+        *,
+        clock: Clock,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._spec = spec
+        self._model_id = spec.model_id
+        self._options = options
+        self._clock = clock
+        self._on_change = on_change
+        self._tasks = Supervisor(clock)
+        self._changed = asyncio.Event()
+        self._deaths: tuple[float, ...] = ()
+        self._next_start_mono = 0.0
+        self._process: EngineProcess | None = None
+        self._is_asked_to_end = False
+        self.limits = Limits()
+        """Set in each engine before it serves."""
+        self.state = ModelState.LOADING
+        self.last_error = ""
+        self.engine: Engine | None = None
+        self.pid: int | None = None
+        self.facts: ModelFacts | None = None
+        self.restarts = 0
+
+    def start(self) -> None:
+        """Begin to load."""
+        self._tasks.start(f"engine {self._model_id}", self._supervise)
+
+    async def aclose(self) -> None:
+        """End the child for good."""
+        self._move(ModelState.STOPPED, "")
+        await self._tasks.aclose()
+
+    def health(self) -> tuple[TaskHealth, ...]:
+        """The supervising task."""
+        return self._tasks.health()
+
+    async def serving(self, timeout_s: float, *, other_than: Engine | None = None) -> Engine:
+        """Wait for an engine that serves, and is not the one given. Raises PeerUnavailable."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.engine is None or self.engine is other_than:
+                    if self.state in (ModelState.FAILED, ModelState.STOPPED):
+                        raise self.unavailable()
+                    await self._changed.wait()
+                return self.engine
+        except TimeoutError:
+            raise self.unavailable() from None
+
+    async def is_lost(self, engine: Engine, error: PeerUnavailable) -> bool:
+        """Find out what a broken stream means; an engine that does not answer is killed."""
+        if self.engine is not engine or await engine.process.has_exited_within(EXIT_NOTICE_S):
+            return True
+        if await engine.client.answers(self._options.call_timeout_s):
+            return False
+        engine.process.kill(f"answered neither a decode nor a probe ({error.message})")
+        return True
+
+    def end(self, cause: str) -> None:
+        """Have the child end in order and another one start at once: no fault, and no death."""
+        if self._process is None or self._is_asked_to_end:
+            return
+        self._is_asked_to_end = True
+        self.engine = None
+        self._process.end(cause)
+        self._move(ModelState.RESTARTING, f"it was asked to end because it {cause}")
+
+    def kill(self, cause: str) -> None:
+        """End the child at once; `cause` completes "because it ..."."""
+        if self._process is not None:
+            self._process.kill(cause)
+
+    def unavailable(self) -> PeerUnavailable:
+        """The error for a caller that cannot be served now."""
+        because = f": {self.last_error}" if self.last_error else ""
+        return PeerUnavailable(
+            f"model {self._model_id} is {self.state.value}{because}",
+            retry_after_s=self.retry_after_s(),
+        )
+
+    def retry_after_s(self) -> float | None:
+        """When another try may be worth it; None = not before a person acts."""
+        if self.state in (ModelState.FAILED, ModelState.STOPPED):
+            return None
+        load_s = self.facts.load_s if self.facts else 5.0
+        return max(1.0, self._next_start_mono - self._clock.mono() + load_s)
+
+    async def _supervise(self) -> None:
+        try:
+            folder = await asyncio.to_thread(SocketFolder, self._spec.runtime_dir)
+            try:
+                while isinstance(plan := await self._run_engine(folder.next_socket()), RestartIn):
+                    await self._clock.sleep(plan.delay_s)
+                    self.restarts += 1
+            finally:
+                await asyncio.to_thread(folder.remove)
+        except ConfigError as error:
+            self._move(ModelState.FAILED, error.message)
+
+    async def _run_engine(self, socket: Path) -> Plan:
+        """Run one child from its spawn to its end and decide what follows."""
+        process = await EngineProcess.start(
+            self._model_id, self._spec.command, socket, self._spec.env
+        )
+        client = EngineClient(self._model_id, process.address, self._options.keepalive, self._clock)
+        self.pid = process.pid
+        self._process = process
+        self._is_asked_to_end = False
+        watch = asyncio.create_task(self._attend(process, client), name=f"attend {self._model_id}")
+        try:
+            ended = await process.exited()
+            return self._after_exit(ended)
+        finally:
+            self.engine = None
+            self._process = None
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            try:
+                await process.aclose(self._options.stop_grace_s)
+            finally:
+                self.pid = None  # not before it is gone: until then it may write to its pages
+            await client.aclose()
+
+    def _after_exit(self, ended: Exit) -> Plan:
+        now = self._clock.mono()
+        self.engine = None
+        self.pid = None
+        if self._is_asked_to_end:
+            self._next_start_mono = now
+            self._move(ModelState.RESTARTING, f"it ended by {ended.describe()}")
+            return RestartIn(delay_s=0.0, reason=ended.describe())
+        plan = self._options.restart.after_exit(now, ended, self._deaths)
+        self._deaths = (*self._options.restart.recent(now, self._deaths), now)
+        match plan:
+            case RestartIn():
+                self._next_start_mono = now + plan.delay_s
+                self._move(ModelState.RESTARTING, plan.reason)
+            case GiveUp():
+                self._move(ModelState.FAILED, plan.reason)
+        return plan
+
+    async def _attend(self, process: EngineProcess, client: EngineClient) -> None:
+        """Wait for the model, then probe; a child that fails either is killed."""
+        try:
+            facts = await self._described(client)
+            if self.limits != Limits():
+                facts = await self._limited(client, facts)
+        except KakeyaError as error:
+            process.kill(f"could not be made ready: {error.message}")
+            return
+        self.engine = Engine(process, client)
+        self.facts = facts
+        self._move(ModelState.READY, "")
+        process.kill(await self._probed_until_ill(client))
+
+    async def _limited(self, client: EngineClient, facts: ModelFacts) -> ModelFacts:
+        """Bound a new engine before it serves; what it says of itself may depend on that."""
+        try:
+            await client.set_limits(self.limits, self._options.call_timeout_s)
+        except MemoryRefused as refusal:
+            # It serves all the same: who watches its footprint knows what it occupies.
+            event(
+                _log,
+                "limits refused",
+                level=logging.WARNING,
+                model=self._model_id,
+                error=refusal.message,
+            )
+            return facts
+        return await client.describe(self._options.call_timeout_s)
+
+    async def _probed_until_ill(self, client: EngineClient) -> str:
+        """Probe until too many are missed in a row; return what was wrong with the last one."""
+        missed, wrong = 0, ""
+        while missed < self._options.max_missed_probes:
+            await self._clock.sleep(self._options.probe_interval_s)
+            silent_s = await client.silent_s(self._options.probe_timeout_s)
+            if silent_s is None:
+                wrong = f"answered no probe within {self._options.probe_timeout_s:g} s"
+            elif silent_s > self._options.max_step_s:
+                wrong = f"was at one step of its model for {silent_s:.3g} s"
+            else:
+                missed, wrong = 0, ""
+            missed += bool(wrong)
+        return wrong
+
+    async def _described(self, client: EngineClient) -> ModelFacts:
+        started = self._clock.mono()
+        step_s = 5.0
+        while (left_s := self._options.start_timeout_s - (self._clock.mono() - started)) > 0:
+            try:
+                return await client.describe(min(step_s, left_s))
+            except DeadlineExceeded:
+                waited_s = self._clock.mono() - started
+                event(_log, "model is loading", model=self._model_id, seconds=waited_s)
+            except PeerUnavailable:
+                await self._clock.sleep(0.05)
+        raise DeadlineExceeded(f"it took longer than {self._options.start_timeout_s:g} s")
+
+    def _move(self, state: ModelState, reason: str) -> None:
+        if self.state is ModelState.STOPPED:
+            return
+        self.state = state
+        self.last_error = reason
+        event(_log, f"model {state.value}", model=self._model_id, reason=reason or "-")
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        self._on_change()

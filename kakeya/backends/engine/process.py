@@ -1,0 +1,183 @@
+"""One engine child as an operating system process: spawned, listened to, ended, never left behind.
+
+The child leads its own session, so a Ctrl-C at the terminal reaches the agent alone. Its stdin is
+a pipe that only the agent holds: when the agent is gone, however it went, the child reads
+end-of-file and exits. What it writes to stdout and stderr goes into the agent's log line by line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from kakeya.backends.engine.restart import Exit
+from kakeya.core.errors import ConfigError
+from kakeya.core.log import event
+
+_log = logging.getLogger("kakeya.child")
+_CHILD_RECORD = re.compile(r"\d\d:\d\d:\d\d (debug|info|warning|error|critical) +(.*)")
+"""A line of `core.log` in a child: stamp, level, the rest."""
+MAX_SOCKET_PATH_BYTES = 100
+"""sun_path holds 104 bytes on macOS and 108 on Linux, with the terminating zero."""
+_MAX_LINE_BYTES = 2000
+_DRAIN_S = 0.2
+
+Command = Callable[[Path], Sequence[str]]
+"""Builds the command line of a child that is to serve on the given socket."""
+
+
+class SocketFolder:
+    """A private folder for the sockets of one backend; each child gets a new name in it."""
+
+    def __init__(self, parent: Path | None = None) -> None:
+        try:
+            self._path = Path(tempfile.mkdtemp(prefix="kakeya-", dir=parent))
+        except OSError as error:
+            raise ConfigError(
+                f"no folder for engine sockets can be made in {parent}: {error.strerror}"
+            ) from None
+        self._made = 0
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._path
+
+    def next_socket(self) -> Path:
+        """A path that no earlier child had. Raises ConfigError when it is too long for a socket."""
+        self._made += 1
+        socket = self._path / f"{self._made}.sock"
+        length = len(os.fsencode(socket))
+        if length > MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(
+                f"the socket path {socket} has {length} bytes and a unix socket takes at most "
+                f"{MAX_SOCKET_PATH_BYTES}: choose a shorter runtime folder or TMPDIR"
+            )
+        return socket
+
+    def remove(self) -> None:
+        """Delete the folder and whatever is in it."""
+        shutil.rmtree(self._path, ignore_errors=True)
+
+
+class EngineProcess:
+    """A running child. Its owner awaits `aclose`, which leaves neither process nor socket."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, socket: Path) -> None:
+        self._name = name
+        self._process = process
+        self._socket = socket
+        self._last_line = ""
+        self._cause = ""
+        self._relay = asyncio.create_task(self._relay_output(), name=f"output of {name}")
+        self._wait = asyncio.create_task(process.wait(), name=f"exit of {name}")
+
+    @classmethod
+    async def start(
+        cls, name: str, command: Command, socket: Path, env: Mapping[str, str] | None = None
+    ) -> Self:
+        """Spawn the child. Raises ConfigError when there is no such program."""
+        arguments = [str(argument) for argument in command(socket)]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *arguments,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+                env=env,
+            )
+        except OSError as error:
+            raise ConfigError(f"{arguments[0]} cannot be run: {error.strerror}") from None
+        return cls(name, process, socket)
+
+    @property
+    def pid(self) -> int:
+        """Process id, also of its group."""
+        return self._process.pid
+
+    @property
+    def address(self) -> str:
+        """Where gRPC finds it."""
+        return f"unix:{self._socket}"
+
+    async def exited(self) -> Exit:
+        """Wait for the end and say how it was."""
+        returncode = await asyncio.shield(self._wait)
+        await asyncio.wait((self._relay,), timeout=_DRAIN_S)
+        return Exit(returncode=returncode, last_line=self._last_line, cause=self._cause)
+
+    async def has_exited_within(self, timeout_s: float) -> bool:
+        """Whether it ends in that time by itself."""
+        await asyncio.wait((self._wait,), timeout=timeout_s)
+        return self._wait.done()
+
+    def end(self, cause: str) -> None:
+        """Ask it to end; `cause` completes "because it ..." in the account of its exit."""
+        self._cause = self._cause or cause
+        self._signal(signal.SIGTERM)
+
+    def kill(self, cause: str) -> None:
+        """End it at once; `cause` completes "because it ..." in the account of its exit."""
+        self._cause = self._cause or cause
+        self._signal(signal.SIGKILL)
+
+    async def aclose(self, grace_s: float) -> None:
+        """End it: SIGTERM, then SIGKILL after `grace_s`; remove its socket."""
+        try:
+            if not self._wait.done():
+                self._signal(signal.SIGTERM)
+                await asyncio.wait((self._wait,), timeout=grace_s)
+        finally:
+            if not self._wait.done():
+                self._signal(signal.SIGKILL)
+        await asyncio.to_thread(self._socket.unlink, missing_ok=True)
+        await asyncio.shield(self._wait)
+        await asyncio.wait((self._relay,), timeout=_DRAIN_S)
+        self._relay.cancel()
+        await asyncio.gather(self._relay, return_exceptions=True)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:
+            try:
+                os.killpg(self._process.pid, number)
+            except ProcessLookupError:
+                return
+
+    async def _relay_output(self) -> None:
+        if self._process.stdout is None:
+            return
+        async for line in _lines(self._process.stdout):
+            level = logging.INFO
+            if record := _CHILD_RECORD.fullmatch(line):
+                level = logging.getLevelNamesMapping()[record[1].upper()]
+                line = record[2]
+            self._last_line = line
+            event(_log, line, level=level, child=self._name, pid=self._process.pid)
+
+
+async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Non-empty lines, ended by newline or carriage return; over-long ones are cut into pieces."""
+    pending = b""
+    while chunk := await reader.read(65536):
+        *complete, pending = re.split(rb"[\r\n]+", pending + chunk)
+        if len(pending) > _MAX_LINE_BYTES:
+            complete.append(pending)
+            pending = b""
+        for line in complete:
+            if text := _text(line):
+                yield text
+    if text := _text(pending):
+        yield text
+
+
+def _text(line: bytes) -> str:
+    return line[:_MAX_LINE_BYTES].decode("utf-8", errors="replace").strip()

@@ -1,0 +1,190 @@
+"""The models of a node that engine children run: their names, commands and sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES, Command
+from kakeya.backends.resident import ResidentModel
+from kakeya.config.config import AdapterConfig
+from kakeya.core.clock import Clock
+from kakeya.core.errors import NotFound
+from kakeya.core.log import event
+from kakeya.gateway.app import Standing
+from kakeya.generation.request import ModelFacts, ModelState
+from kakeya.generation.spec import ModelSpec, Role, resolve
+from kakeya.memory.api import MemoryArbiter
+from kakeya.mlx.numerics.blas import HINT
+
+_log = logging.getLogger(__name__)
+_SOCKET_NAME_BYTES = 32
+"""Of a folder and a socket below the folder of all sockets."""
+EngineCommand = Callable[[ModelSpec, str], Command]
+"""Builds the command of the child that serves a model, given what the model was resolved to."""
+
+
+def engine_command(
+    log_format: str, identity: Path | None = None, *, adapters: AdapterConfig | None = None
+) -> EngineCommand:
+    """Return the command of the engine that is part of this package.
+
+    `identity` is the folder of the node's keys, which need not exist yet: engines dial the peers
+    that draft for them by themselves. `adapters` is what engines that decode have slots for, which
+    take no memory before the first adapter comes; None = none.
+    """
+    keys = ("--identity", str(identity)) if identity else ()
+    slots: tuple[str, ...] = ()
+    if adapters is not None and adapters.slots:
+        slots = ("--adapter-slots", str(adapters.slots), "--adapter-rank", str(adapters.rank))
+
+    def for_model(spec: ModelSpec, resolved: str) -> Command:
+        def on_socket(socket: Path) -> Sequence[str]:
+            return (
+                *(sys.executable, "-m", "kakeya.node.engine_main"),
+                *("--socket", str(socket)),
+                *("--model", resolved),
+                *("--model-id", spec.model_id),
+                *("--log-format", log_format),
+                *keys,
+                *(slots if spec.role is Role.VERIFIER else ()),
+            )
+
+        return on_socket
+
+    return for_model
+
+
+def sockets_folder(data_dir: Path) -> Path | None:
+    """Where a node's engine sockets lie; None where their paths would be too long to bind."""
+    folder = data_dir / "run"
+    room = MAX_SOCKET_PATH_BYTES - len(os.fsencode(folder))
+    return folder if room >= _SOCKET_NAME_BYTES else None
+
+
+def _make_anew(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+class Engines:
+    """The models by name, and how their engines are made. Who starts and ends engines is
+    `EngineHandler`, when the arbiter says so.
+
+    Models that need no engine (n-grams) have a spec here and no model. `on_change` is called after
+    each change of a model's state.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ModelSpec],
+        command: EngineCommand,
+        memory: MemoryArbiter,
+        *,
+        clock: Clock,
+        options: EngineOptions,
+        on_change: Callable[[], None],
+        sockets: Path | None = None,
+    ) -> None:
+        """Sockets lie in `sockets`, or in the system's temporary folder.
+
+        Raises ConfigError for a model that cannot be found.
+        """
+        self._sockets = sockets
+        self._specs = tuple(specs)
+        self._on_change = on_change
+        self._options = options
+        self._clock = clock
+        self._has_hinted = False
+        self._followers: list[Callable[[ResidentModel], None]] = []
+        engines = [spec for spec in specs if not spec.is_ngram]
+        self.sources = {spec.model_id: resolve(spec) for spec in engines}
+        """The folder, or the Hugging Face id, of each model that has an engine."""
+        self._commands = {
+            spec.model_id: command(spec, self.sources[spec.model_id]) for spec in engines
+        }
+        self._models = {
+            spec.model_id: ResidentModel(spec, memory, clock=clock, on_change=self._changed)
+            for spec in engines
+        }
+
+    async def prepare(self) -> None:
+        """Make the folder of the sockets anew."""
+        if self._sockets is not None:
+            # The node holds its data directory, so what lies there was left by a killed one.
+            await asyncio.to_thread(_make_anew, self._sockets)
+
+    def follow(self, follower: Callable[[ResidentModel], None]) -> None:
+        """Call `follower` after each change of a model's state, an engine's end included."""
+        self._followers.append(follower)
+
+    def use(self, options: EngineOptions) -> None:
+        """Make engines with these from now on."""
+        self._options = options
+
+    def make(self, model_id: str) -> EngineBackend:
+        """A fresh backend of a model, not started yet. Raises NotFound."""
+        model = self.get(model_id)
+        return EngineBackend(
+            model_id,
+            self._commands[model_id],
+            options=self._options,
+            clock=self._clock,
+            on_change=lambda _: model.engine_changed(),
+            runtime_dir=self._sockets,
+        )
+
+    def get(self, model_id: str) -> ResidentModel:
+        """Find a model that has an engine. Raises NotFound."""
+        if model_id not in self._models:
+            known = ", ".join(self._models) or "none"
+            raise NotFound(f"no model of this node is called {model_id[:80]!r}; there are {known}")
+        return self._models[model_id]
+
+    def models(self) -> tuple[tuple[ModelSpec, ResidentModel | None], ...]:
+        """Every configured model; None for one that needs no engine."""
+        return tuple((spec, self._models.get(spec.model_id)) for spec in self._specs)
+
+    def of_role(self, role: Role) -> tuple[ResidentModel, ...]:
+        """The models of a role, in the order they were configured."""
+        return tuple(model for model in self._models.values() if model.role is role)
+
+    def proposers(self) -> tuple[Standing, ...]:
+        """Every configured model that only drafts; n-grams always can."""
+        return tuple(
+            Standing(model_id=spec.model_id, state=ModelState.READY)
+            if model is None
+            else Standing(model_id=spec.model_id, state=model.state, last_error=model.last_error)
+            for spec, model in self.models()
+            if spec.role is Role.PROPOSER
+        )
+
+    def offered(self) -> tuple[tuple[Role, ModelFacts], ...]:
+        """What a request would get now, with the facts of each model."""
+        return tuple(
+            (model.role, model.facts)
+            for model in self._models.values()
+            if model.facts is not None and model.can_serve
+        )
+
+    def _changed(self, model: ResidentModel) -> None:
+        facts = model.facts
+        is_slow = model.state is ModelState.READY and facts and not facts.blas_accelerated
+        if is_slow and not self._has_hinted:
+            self._has_hinted = True  # it is about the machine: once is enough
+            event(
+                _log,
+                "OpenBLAS is missing: prompts are read 10 to 40 times slower than they could be; "
+                f"{HINT}, then start the node again",
+                level=logging.WARNING,
+                model=model.model_id,
+            )
+        for follower in self._followers:
+            follower(model)
+        self._on_change()

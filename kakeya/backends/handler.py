@@ -1,0 +1,123 @@
+"""Loads and unloads engine children when the arbiter says so: the handler of text and draft models.
+
+A load is a fresh backend: child started, model described, footprint measured, child bounded by its
+lease and watched. An unload ends the child. A child that dies in between is its backend's matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.watch import EngineWatch
+from kakeya.backends.engines import Engines
+from kakeya.backends.sizes import LeaseSize, Lent
+from kakeya.core.errors import InvalidArgument, InvariantBroken, KakeyaError, PeerUnavailable
+from kakeya.core.log import event
+from kakeya.core.process import resident_bytes
+from kakeya.core.units import MIB
+from kakeya.generation.request import DecodeRequest, Frame
+from kakeya.memory.api import MemoryArbiter
+from kakeya.memory.arbiter.capability import Loaded
+from kakeya.memory.estimate.history import SizeHistory
+
+_log = logging.getLogger(__name__)
+CACHE_BYTES = 256 * MIB
+"""The most that an engine keeps of buffers that no array uses."""
+
+
+class EngineHandler:
+    """See the module; `sizes` by model id are what each is lent."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        sizes: Mapping[str, LeaseSize],
+        history: SizeHistory,
+        watch: EngineWatch,
+        options: EngineOptions,
+        arbiter: MemoryArbiter,
+    ) -> None:
+        self._engines = engines
+        self._sizes = sizes
+        self._history = history
+        self._watch = watch
+        self._arbiter = arbiter
+        self._start_timeout_s = options.start_timeout_s
+
+    async def load(self, model_key: str) -> Loaded:
+        """Start a child and wait until it serves. Raises PeerUnavailable when it was given up."""
+        model = self._engines.get(model_key)
+        backend = self._engines.make(model_key)
+        model.opened(backend)
+        try:
+            await backend.start()
+            await backend.ready(self._start_timeout_s)
+            lent = await self._lend(model_key, backend, model.capability)
+            await self._bound(model_key, backend, lent)
+            facts = await backend.ready(self._start_timeout_s)
+        except BaseException as problem:
+            model.closed()
+            if isinstance(problem, Exception):
+                model.load_failed(str(problem))
+            await backend.aclose()
+            model.ended()
+            raise
+        model.settled(facts)
+        self._watch.attach(model_key, backend, lent.bytes, capability=model.capability)
+        return Loaded(
+            backend=backend, measured_bytes=lent.bytes, unfilled_bytes=lent.unfilled_bytes
+        )
+
+    async def unload(self, model_key: str, backend: object) -> None:
+        """End the child; returns when its memory is the system's again."""
+        engine = _engine(backend)
+        self._watch.detach(model_key)
+        model = self._engines.get(model_key)
+        if model.backend is engine:
+            model.closed()
+        await engine.aclose()
+        model.ended()
+
+    async def run(self, backend: object, payload: object) -> object:
+        """Run a DecodeRequest to its end; the frames, as a tuple. Raises InvalidArgument."""
+        if not isinstance(payload, DecodeRequest):
+            raise InvalidArgument(f"{type(payload).__name__} is no DecodeRequest", param="payload")
+        frames: list[Frame] = [frame async for frame in _engine(backend).decode(payload)]
+        return tuple(frames)
+
+    async def _lend(self, model_id: str, backend: EngineBackend, kind: str) -> Lent:
+        pid = backend.pid
+        footprint = None if pid is None else await asyncio.to_thread(resident_bytes, pid)
+        size = self._sizes[model_id]
+        if footprint:
+            self._history.note(size.estimate.digest, kind, footprint)
+        ledger = self._arbiter.status()
+        lent = size.lent(footprint, ledger.free_bytes - ledger.promised_bytes)
+        # It counts before the engine is told of it: nobody else is given the same room meanwhile.
+        self._arbiter.measure(kind, model_id, lent.bytes, unfilled_bytes=lent.bytes)
+        return lent
+
+    async def _bound(self, model_id: str, backend: EngineBackend, lent: Lent) -> None:
+        cache_bytes = min(CACHE_BYTES, lent.bytes // 4)
+        try:
+            await backend.set_limits(lent.bytes, cache_bytes, lent.kv_bytes)
+        except PeerUnavailable:
+            pass  # it died just now; the next child is bounded before it serves
+        except KakeyaError as problem:
+            # It is watched all the same, and ended when it outgrows what it was lent.
+            event(
+                _log,
+                "engine not bounded",
+                level=logging.WARNING,
+                model=model_id,
+                error=problem.message,
+            )
+
+
+def _engine(backend: object) -> EngineBackend:
+    if not isinstance(backend, EngineBackend):
+        raise InvariantBroken("text and draft models are engines", repr(backend))
+    return backend

@@ -1,0 +1,389 @@
+"""A model of this node, in memory or not: what callers keep while engines come and go.
+
+    decode    holds a lease while it runs; who comes while the model is not there waits in the
+              arbiter's line until it is loaded
+    draft     holds a lease too, but only of what is there: nobody waits for a draft
+    failed    an engine that was given up leaves the ledger; the next request after a pause loads
+              anew, each pause longer than the one before
+
+Whether and when a model is loaded is the arbiter's decision; `EngineHandler` carries it out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from kakeya.backends.engine.backend import EngineBackend
+from kakeya.backends.terms import DRAFT_TERMS, decode_terms
+from kakeya.core.clock import Clock
+from kakeya.core.errors import InvariantBroken, PeerUnavailable
+from kakeya.decoding.draft.proposer import Draft
+from kakeya.generation.request import DecodeRequest, EngineStats, Frame, ModelFacts, ModelState
+from kakeya.generation.spec import ModelSpec, Role
+from kakeya.memory.api import PLAIN, Handle, MemoryArbiter, Terms
+from kakeya.memory.arbiter.events import CapabilityRun
+from kakeya.memory.arbiter.plan import FOREVER
+from kakeya.memory.arbiter.resident import Resident, ResidentKey, State
+from kakeya.prefix.request.exchange import PrefixExchange
+
+TEXT, DRAFT = "text", "draft"
+"""The capabilities of verifiers and of draft models."""
+CAPABILITY_OF = {Role.VERIFIER: TEXT, Role.PROPOSER: DRAFT}
+PATIENCE_S = 120.0
+"""How long a request without a deadline of its own waits for its model."""
+PAUSES_S = (30.0, 60.0, 120.0, 300.0)
+"""After the 1st, 2nd, ... failure within half an hour; the last one repeats."""
+_FAILURES_COUNT_S = 1800.0
+
+
+class Prefixes(Protocol):
+    """What keeps the KV of prompts; `NodePrefixes` does."""
+
+    def exchange(self, seat: ResidentModel, request: DecodeRequest) -> PrefixExchange | None:
+        """The part of a request in this; None = it has none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    reason: str
+    until_mono: float
+
+
+class ResidentModel:
+    """A `ServedModel`, and a proposer for peers, on top of one engine after the other."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        memory: MemoryArbiter,
+        *,
+        clock: Clock,
+        on_change: Callable[[ResidentModel], None],
+    ) -> None:
+        self._spec = spec
+        self._memory = memory
+        self._clock = clock
+        self._on_change = on_change
+        self._facts: ModelFacts | None = None
+        self._failure: _Failure | None = None
+        self._failed_mono: list[float] = []
+        self._earlier_restarts = 0
+        self._asking = 0
+        self._is_expected = True
+        self._is_settled = False
+        self._ending: EngineBackend | None = None
+        self.backend: EngineBackend | None = None
+        """The live engine; None while the model is not in memory."""
+        self.prefixes: Prefixes | None = None
+        """What keeps the KV of prompts; None = nothing does."""
+
+    # What callers see.
+
+    @property
+    def model_id(self) -> str:
+        """The name that callers use."""
+        return self._spec.model_id
+
+    @property
+    def role(self) -> Role:
+        """What it is served for."""
+        return self._spec.role
+
+    @property
+    def capability(self) -> str:
+        """Its capability in the arbiter."""
+        return CAPABILITY_OF[self._spec.role]
+
+    @property
+    def resident(self) -> Resident | None:
+        """Its line in the ledger; None = it is not in memory."""
+        return self._memory.find(self.capability, self.model_id)
+
+    @property
+    def state(self) -> ModelState:
+        """Where it is in its life now."""
+        if self.backend is not None and self.backend.state is not ModelState.STOPPED:
+            is_ready = self.backend.state is ModelState.READY
+            return ModelState.LOADING if is_ready and not self._is_settled else self.backend.state
+        if self._failure is not None:
+            return ModelState.FAILED
+        resident = self.resident
+        is_coming = resident is not None and resident.state is State.LOADING
+        return ModelState.LOADING if is_coming or self._is_expected else ModelState.UNLOADED
+
+    @property
+    def last_error(self) -> str:
+        """Why it is FAILED or RESTARTING, in one sentence; "" otherwise."""
+        if self.backend is not None and self.backend.last_error:
+            return self.backend.last_error
+        return self._failure.reason if self._failure else ""
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """What its last engine said of it; None before the first one was ready."""
+        if self.backend is not None and self.backend.facts is not None:
+            return self.backend.facts
+        return self._facts
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a request that comes now is going to be served."""
+        state = self.state
+        if state is ModelState.READY:
+            return True
+        is_away = state is ModelState.UNLOADED or (state is ModelState.LOADING and self.facts)
+        if not is_away or self.role is not Role.VERIFIER:
+            return False
+        return self._memory.would_grant(self.capability, self.model_id)
+
+    @property
+    def pid(self) -> int | None:
+        """Its engine's process id, also while that ends; None while there is none."""
+        backend = self.backend or self._ending
+        return None if backend is None else backend.pid
+
+    @property
+    def restarts(self) -> int:
+        """How often an engine was started again after its death."""
+        return self._earlier_restarts + (self.backend.restarts if self.backend else 0)
+
+    @property
+    def running(self) -> int:
+        """Decodes that hold a place."""
+        return 0 if self.backend is None else self.backend.running
+
+    @property
+    def waiting(self) -> int:
+        """Decodes that wait for the model or for a place."""
+        return self._asking + (self.backend.waiting if self.backend else 0)
+
+    async def ready(self, timeout_s: float) -> ModelFacts:
+        """What is known of the model; one that was never in memory is loaded.
+
+        Raises PeerUnavailable (with retry_after_s) when it will not be, and what the arbiter
+        raises.
+        """
+        self._refuse_failed()
+        if self._facts is None:
+            async with self.lend(timeout_s):
+                pass
+        if self.facts is None:
+            raise InvariantBroken("a loaded model has facts", self.model_id)
+        return self.facts
+
+    async def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
+        """Stream frames; exactly one Done, last. Closing the iterator stops the work in one step.
+
+        Raises what the engine's decode raises, MemoryRefused and DrainTimeout when no room can be
+        made, DeadlineExceeded when the request's own time is over or too short for a load.
+        """
+        exchange = self.prefixes.exchange(self, request) if self.prefixes is not None else None
+        decoded = self._decode(request) if exchange is None else exchange.run(self._decode)
+        async with aclosing(decoded) as frames:
+            async for frame in frames:
+                yield frame
+
+    async def _decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
+        """Decode on the model's engine, which is held meanwhile."""
+        began_mono = self._clock.mono()
+        async with self.lend(terms=decode_terms(request)) as backend:
+            asked = request.after(self._clock.mono() - began_mono)
+            async with aclosing(backend.decode(asked)) as frames:
+                with self._run():
+                    async for frame in frames:
+                        yield frame
+
+    async def draft(
+        self,
+        prefix: Sequence[int],
+        size: int,
+        *,
+        seed: int | None = None,
+        temperature: float | None = None,
+    ) -> Draft:
+        """Draft with this model if it is in memory. Raises PeerUnavailable where it is not."""
+        handle = self._memory.try_acquire(self.capability, self.model_id, DRAFT_TERMS)
+        if handle is None:
+            raise PeerUnavailable(f"draft model {self.model_id} is not in memory now")
+        with handle, self._run():
+            backend = _backend_of(handle)
+            return await backend.draft(prefix, size, seed=seed, temperature=temperature)
+
+    async def release(self, kv_key: str) -> None:
+        """Forget the KV kept under a key; unknown keys and models that are away are fine."""
+        if self.backend is not None:
+            await self.backend.release(kv_key)
+
+    async def is_past(self, pid: int) -> bool:
+        """Whether the engine process answered from its model thread: it is past calls that were
+        cut off before."""
+        backend = self.backend
+        if backend is None or backend.pid != pid:
+            return False
+        return await backend.footprint() is not None and backend.pid == pid
+
+    async def stats(self) -> EngineStats:
+        """Live numbers; zeros while no engine is up."""
+        return EngineStats() if self.backend is None else await self.backend.stats()
+
+    # What the handler tells.
+
+    def opened(self, backend: EngineBackend) -> None:
+        """An engine begins to load."""
+        self._is_expected = False
+        self._is_settled = False
+        self.backend = backend
+        self._on_change(self)
+
+    def settled(self, facts: ModelFacts) -> None:
+        """It is loaded, measured and within its limits."""
+        self._facts = facts
+        self._failure = None
+        self._is_settled = True
+        self._on_change(self)
+
+    def closed(self) -> None:
+        """Its engine is about to be ended."""
+        if self.backend is not None:
+            self._facts = self.backend.facts or self._facts
+            self._earlier_restarts += self.backend.restarts
+            self._ending = self.backend
+        self.backend = None
+        self._on_change(self)
+
+    def ended(self) -> None:
+        """The process of its engine is gone."""
+        self._ending = None
+        self._on_change(self)
+
+    def not_expected(self) -> None:
+        """There was no room to load it at the start."""
+        if self._is_expected:
+            self._is_expected = False
+            self._on_change(self)
+
+    def load_failed(self, reason: str) -> None:
+        """It could not be loaded."""
+        if self.may_load:
+            self._fail(reason)
+        self._on_change(self)
+
+    def engine_changed(self) -> None:
+        """Its engine's state changed. One that was given up leaves memory once nobody uses it."""
+        backend = self.backend
+        if backend is not None and backend.state is ModelState.FAILED:
+            self._fail(backend.last_error)
+            self._drop_failed()
+        self._on_change(self)
+
+    @property
+    def may_load(self) -> bool:
+        """Whether a load may be tried: it has not failed just now."""
+        return self._failure is None or self._clock.mono() >= self._failure.until_mono
+
+    @property
+    def may_come_back(self) -> bool:
+        """Whether it is loaded without a request when there is room: one that drafts always, one
+        that verifies if it was never tried."""
+        if self.role is Role.PROPOSER:
+            return self.may_load
+        return self._facts is None and self._failure is None
+
+    # How it is held.
+
+    @asynccontextmanager
+    async def lend(
+        self, patience_s: float = PATIENCE_S, terms: Terms = PLAIN
+    ) -> AsyncIterator[EngineBackend]:
+        """Hold the model's engine, which is started for it if need be.
+
+        Waits for `patience_s`, where the terms have no time of their own. Raises as `decode`.
+        """
+        self._refuse_failed()
+        limit_s = patience_s if terms.timeout_s == FOREVER else None
+        try:
+            async with AsyncExitStack() as stack:
+                handle = self._at_hand(terms)
+                if handle is not None:
+                    stack.enter_context(handle)
+                else:
+                    lease = self._memory.acquire(self.capability, self.model_id, terms)
+                    handle = await self._in_time(limit_s, stack.enter_async_context(lease))
+                yield _backend_of(handle)
+        finally:
+            self._drop_failed()
+
+    def _at_hand(self, terms: Terms) -> Handle | None:
+        """A handle of what is in memory and stays: no way through the line, which costs more than
+        bringing an adapter in. None = wait."""
+        if terms.timeout_s <= 0:
+            return None
+        return self._memory.try_acquire(self.capability, self.model_id, terms)
+
+    @contextmanager
+    def _run(self) -> Iterator[None]:
+        """Tell the arbiter's listeners of a run, as it does of those that it makes itself."""
+        began_mono, is_failed = self._clock.mono(), True
+        try:
+            yield
+            is_failed = False
+        finally:
+            run_s = self._clock.mono() - began_mono
+            key = ResidentKey(self.capability, self.model_id)
+            self._memory.tell(CapabilityRun(key=key, run_s=run_s, is_failed=is_failed))
+
+    async def _in_time(
+        self, limit_s: float | None, way: Coroutine[object, object, Handle]
+    ) -> Handle:
+        self._asking += 1
+        try:
+            async with asyncio.timeout(limit_s):
+                return await way
+        except TimeoutError:
+            raise PeerUnavailable(
+                f"model {self.model_id} is {self.state.value} and was not ready within "
+                f"{limit_s:.3g} s; ask again later",
+                retry_after_s=5.0,
+            ) from None
+        finally:
+            self._asking -= 1
+
+    # How it fails.
+
+    def _fail(self, reason: str) -> None:
+        now = self._clock.mono()
+        self._failed_mono = [at for at in self._failed_mono if now - at < _FAILURES_COUNT_S]
+        pause_s = PAUSES_S[min(len(self._failed_mono), len(PAUSES_S) - 1)]
+        self._failed_mono.append(now)
+        self._failure = _Failure(reason, now + pause_s)
+
+    def _refuse_failed(self) -> None:
+        if self._failure is not None and not self.may_load:
+            raise PeerUnavailable(
+                f"model {self.model_id} is failed: {self._failure.reason}; it is tried again later",
+                retry_after_s=max(1.0, self._failure.until_mono - self._clock.mono()),
+            )
+
+    def _drop_failed(self) -> None:
+        resident = self.resident
+        if self._failure is not None and resident is not None and resident.is_idle:
+            self._memory.unload(self.capability, self.model_id)
+
+
+def _backend_of(handle: Handle) -> EngineBackend:
+    backend = handle.backend
+    if not isinstance(backend, EngineBackend):
+        raise InvariantBroken("text and draft models are engines", f"{handle.key}: {backend!r}")
+    return backend

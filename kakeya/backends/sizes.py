@@ -1,0 +1,181 @@
+"""What the models of a node are going to occupy: the lease that each gets.
+
+    lease    what the engine takes right after its load (an estimate, then what was measured), and
+             room for keys and values
+
+The room for keys and values is meant for `KV_TOKENS` tokens of sessions, less where the budget is
+small: an engine computes anew what it had to forget.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from kakeya.config.config import MemoryConfig
+from kakeya.core.errors import ConfigError, KakeyaError
+from kakeya.core.host import unified_memory_bytes
+from kakeya.core.log import event
+from kakeya.core.units import GIB, MIB, format_bytes
+from kakeya.memory.arbiter.policy import budget_bytes, check_fixed
+from kakeya.memory.estimate.estimate import Estimate, estimate_source, stated
+from kakeya.memory.estimate.history import SizeHistory
+from kakeya.memory.machine.machine import LinuxMachine, Run, run_command
+from kakeya.memory.machine.panics import Profile
+
+_log = logging.getLogger(__name__)
+KV_TOKENS = 32_768
+"""Tokens of all sessions of a model together; four times what the shipped models hold."""
+MIN_KV_TOKENS = 2_048
+"""With less than that a model serves nothing of use."""
+WINDOWS = 4
+"""Sequences for whose sliding windows there is room beside the tokens."""
+UNKNOWN_KV_BYTES = 256 * MIB
+"""Of a model of which nothing but the name is known."""
+
+
+class Lent(NamedTuple):
+    """What an engine is lent, in bytes; `kv_bytes` of it are for keys and values, and
+    `unfilled_bytes` are not used yet."""
+
+    bytes: int
+    kv_bytes: int
+    unfilled_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSize:
+    """What a model is lent, in bytes. The estimate is of a sequence of MIN_KV_TOKENS."""
+
+    estimate: Estimate
+    kv_bytes: int
+    """For keys and values, and never more than that: the engine is held to it."""
+
+    @property
+    def bytes(self) -> int:
+        """What is lent before anything was measured."""
+        return self.estimate.base_bytes + self.kv_bytes
+
+    @property
+    def least_kv_bytes(self) -> int:
+        """With less than that it serves nothing of use."""
+        return min(self.kv_bytes, self.estimate.kv_bytes)
+
+    def lent(self, footprint_bytes: int | None, free_bytes: int) -> Lent:
+        """What is lent to an engine that occupies so much before its first request.
+
+        Where it is more than was estimated, and more than is free, sessions get less room.
+        """
+        base = max(self.estimate.base_bytes, (footprint_bytes or 0) + self.estimate.work_bytes)
+        over = max(0, base - self.estimate.base_bytes - max(0, free_bytes))
+        kv_bytes = max(self.least_kv_bytes, self.kv_bytes - over)
+        lent = base + kv_bytes
+        return Lent(lent, kv_bytes, max(0, lent - (footprint_bytes or base)))
+
+
+def node_budget(
+    config: MemoryConfig, profile: Profile, *, platform: str = sys.platform, run: Run = run_command
+) -> int:
+    """The most that a node's models may occupy together, in bytes.
+
+    Blocks. Raises ConfigError when that is nothing.
+    """
+    total = unified_memory_bytes()
+    limited = LinuxMachine().limited() if platform == "linux" else None
+    if limited is not None:
+        total = min(total, limited.total_bytes)
+    return budget_bytes(
+        total_bytes=total,
+        configured_bytes=config.budget_bytes,
+        metal_limit_bytes=_metal_limit(total, run) if platform == "darwin" else None,
+        reserve_bytes=int(config.reserve_bytes * profile.reserve_factor),
+    )
+
+
+def _metal_limit(total_bytes: int, run: Run) -> int:
+    """What Metal lets one process keep wired: what the owner of the machine set, else the share
+    that the system takes by itself."""
+    try:
+        limit_mb = run(("sysctl", "-n", "iogpu.wired_limit_mb")).strip()
+    except KakeyaError:
+        limit_mb = ""
+    if limit_mb.isdecimal() and int(limit_mb) > 0:
+        return int(limit_mb) * MIB
+    return total_bytes * 3 // 4 if total_bytes > 36 * GIB else total_bytes * 2 // 3
+
+
+def lease_size(estimate: Estimate, budget: int, pages_bytes: int = 0) -> LeaseSize:
+    """The lease of a model within a budget, of which sessions leave so much to pages; the estimate
+    is of a sequence of MIN_KV_TOKENS."""
+    per_token, least = estimate.kv_bytes_per_token, estimate.kv_bytes
+    windows = least - MIN_KV_TOKENS * per_token
+    wanted = KV_TOKENS * per_token + WINDOWS * windows if per_token else UNKNOWN_KV_BYTES
+    return LeaseSize(estimate, min(wanted, max(least, budget - pages_bytes - estimate.base_bytes)))
+
+
+def check_named(setting: str, named: Iterable[str], models: Collection[str]) -> None:
+    """Raise ConfigError when a setting names a model that is not there."""
+    unknown = [model_id for model_id in named if model_id not in models]
+    if unknown:
+        raise ConfigError(
+            f"{setting} names {unknown[0]!r}; the models of this node are {', '.join(models)}"
+        )
+
+
+def check_pinned(
+    pinned: Collection[str], sizes: Mapping[str, LeaseSize], others: Iterable[str], budget: int
+) -> None:
+    """Raise ConfigError for a pinned model that is not there, and when beside those that are one of
+    `others`, which take turns, could never be loaded."""
+    check_named("memory.pinned", pinned, sizes)
+    if pinned:
+        fixed = {model_id: sizes[model_id].bytes for model_id in pinned}
+        turns = {one: sizes[one].bytes for one in others if one not in fixed}
+        largest = max(turns, key=turns.__getitem__, default="")
+        check_fixed(fixed | ({largest: turns[largest]} if largest else {}), budget)
+
+
+def lease_sizes(
+    sources: Mapping[str, tuple[str, str]],
+    budget: int,
+    *,
+    history: SizeHistory,
+    hub: Path | None,
+    stated_bytes: Mapping[str, int] = MappingProxyType({}),
+    pages_bytes: int = 0,
+    platform: str = sys.platform,
+) -> dict[str, LeaseSize]:
+    """The lease of each model; `sources` are, by name, what it is resolved to and its capability.
+    `pages_bytes` are left for pages beside the sessions of a model.
+
+    Blocks. Raises ConfigError for a model that does not fit the budget by itself, and where a size
+    is stated of one that is not there. One of which only the name is known is not judged by it.
+    """
+    check_named("memory.sizes_mb", stated_bytes, sources)
+    sizes = {}
+    for model_id, (source, kind) in sources.items():
+        estimate = estimate_source(
+            source,
+            hub=hub,
+            kv_tokens=MIN_KV_TOKENS,
+            widens=platform != "darwin",
+            history=history,
+            kind=kind,
+        )
+        if model_id in stated_bytes:
+            estimate = stated(estimate, stated_bytes[model_id])
+        elif estimate.problem:
+            event(_log, "size is a guess", level=logging.WARNING, problem=estimate.problem)
+        size = sizes[model_id] = lease_size(estimate, budget, pages_bytes)
+        if size.bytes > budget and estimate.source != "name":
+            raise ConfigError(
+                f"model {model_id} needs {format_bytes(size.bytes)} with little room for sessions "
+                f"(weights {format_bytes(estimate.weights_bytes)}), and the memory budget is "
+                f"{format_bytes(budget)}; choose a smaller model or a larger --memory-budget"
+            )
+    return sizes

@@ -1,0 +1,133 @@
+"""A whole node as a child process on loopback: for the demo, for benchmarks, for tests.
+
+It runs the real daemon with free ports and a folder of its own. Its log is a file in that folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from kakeya.cli.node_api import NodeApi
+from kakeya.core.errors import PeerUnavailable
+
+_READY = re.compile(r"kakeya-node ready node_id=(\S+) grpc=(\S+) http=(\S+)\n")
+_TAIL_CHARS = 2000
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
+
+
+class NodeProcess:
+    """A node from spawn to exit: an `async with` that stops it by SIGTERM, then SIGKILL."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        program: Sequence[str] = (sys.executable, "-m", "kakeya.node.daemon"),
+        start_s: float = 30.0,
+        stop_s: float = 12.0,
+    ) -> None:
+        """`flags` are those of `kakeya-node`; both addresses default to free loopback ports."""
+        self._folder = folder
+        self._command = [*program, "--data-dir", str(folder / "data")]
+        for flag in ("--bind", "--http"):
+            self._command += [] if flag in flags else [flag, "127.0.0.1:0"]
+        self._command += flags
+        self._start_s = start_s
+        self._stop_s = stop_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._is_told = False
+        self.node_id = ""
+        self.grpc = ""
+        self.http = ""
+
+    async def __aenter__(self) -> Self:
+        log = await asyncio.to_thread(self._open_log)
+        self._is_told = False
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, stdout=asyncio.subprocess.PIPE, stderr=log
+            )
+        finally:
+            log.close()
+        try:
+            await self._read_ready_line()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    @property
+    def log_file(self) -> Path:
+        """Where its stderr goes."""
+        return self._folder / "node.log"
+
+    @property
+    def api(self) -> NodeApi:
+        """Its HTTP interface."""
+        return NodeApi(address=self.http)
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 before the start."""
+        return self._process.pid if self._process else 0
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, unless it is gone."""
+        if self._process is not None and self._process.returncode is None:
+            self._is_told |= number in _ENDING
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+    async def wait(self) -> int:
+        """Wait for its end and return its exit status, negative for a signal."""
+        return -1 if self._process is None else await self._process.wait()
+
+    async def stop(self) -> int:
+        """Stop it and return its exit status.
+
+        What was told to end gets no second signal: by that a node leaves at once, with 1.
+        """
+        if not self._is_told:
+            self.send(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(self._stop_s):
+                return await self.wait()
+        except TimeoutError:
+            self.send(signal.SIGKILL)
+            return await self.wait()
+
+    async def _read_ready_line(self) -> None:
+        line = ""
+        if self._process is not None and self._process.stdout is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._start_s):
+                    line = (await self._process.stdout.readline()).decode()
+        match = _READY.fullmatch(line)
+        if match is None:
+            tail = await asyncio.to_thread(self._log_tail)
+            raise PeerUnavailable(f"the node did not start: {tail or 'it said nothing'}")
+        self.node_id, self.grpc, self.http = match.groups()
+
+    def _open_log(self) -> IO[bytes]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return self.log_file.open("ab")
+
+    def _log_tail(self) -> str:
+        return self.log_file.read_text("utf-8", "replace")[-_TAIL_CHARS:].strip()

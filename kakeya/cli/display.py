@@ -1,0 +1,274 @@
+"""Tables of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeGuard
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kakeya.cli.demo import Row
+from kakeya.cli.memory_tables import show_memory
+from kakeya.core.units import format_bytes
+
+Json = Mapping[str, object]
+_console = Console()
+_ID_CHARS, _LONG_ID_CHARS = 8, 40
+"""Ids that are keys' have 52 characters; eight of them tell a desk's nodes apart."""
+_SILENCE = {
+    "asymmetric": ", answers others but not this node",
+    "fleet_wide": ", answers nobody",
+}
+
+
+def show_status(status: Json, *, clear: bool) -> None:
+    """Print the node, its models and the fleet as it sees it."""
+    if clear:
+        _console.clear()
+    status = _printable(status)
+    node, fleet = _object(status, "node"), _object(status, "fleet")
+    _console.print(
+        f"[bold]{escape(_name(node))}[/bold]  grpc {node.get('grpc')}  http {node.get('http')}  "
+        f"pid {node.get('pid')}  up {_seconds(node.get('uptime_s'))}",
+        highlight=False,
+    )
+    identity = fleet.get("identity")
+    if is_object(identity):
+        _console.print(
+            f"fleet {identity.get('fleet')}, {identity.get('role')}"
+            f"{' and authority' if identity.get('is_authority') else ''}; certificate valid for "
+            f"{identity.get('certificate_days')} days",
+            highlight=False,
+            markup=False,
+        )
+    _console.print(_models(_objects(status, "models")))
+    show_memory(_object(status, "memory"), _console)
+    _show_adapters(_object(status, "adapters"))
+    _show_prefixes(_object(status, "prefixes"))
+    _show_precache(_object(status, "precache"))
+    _console.print(_nodes(_objects(fleet, "nodes")))
+    warnings = fleet.get("warnings")
+    for warning in warnings if isinstance(warnings, list) else ():
+        _console.print(f"[yellow]warning[/yellow]  {escape(str(warning))}", highlight=False)
+
+
+def _show_adapters(adapters: Json) -> None:
+    """One line each, where there are adapters, and pages."""
+    pages = _object(adapters, "pages")
+    if pages.get("total"):
+        _console.print(
+            f"pages  {pages['total']}: {pages.get('pinned')} pinned, {pages.get('evictable')} "
+            f"evictable, {pages.get('free')} free; fragmentation {pages.get('fragmentation')}",
+            highlight=False,
+            markup=False,
+        )
+    if not adapters.get("registered"):
+        return
+    parts = [f"{adapters['registered']} registered", f"{adapters.get('warm')} in pages"]
+    models = _object(adapters, "models")
+    for base in models:
+        found = _object(models, base)
+        hot = found.get("hot")
+        held = len(hot) if isinstance(hot, list) else 0
+        parts.append(
+            f"{base}: {held} in {found.get('slots')} slots, {found.get('waiting')} waiting"
+        )
+    _console.print(f"adapters  {'; '.join(parts)}", highlight=False, markup=False)
+
+
+def _show_prefixes(prefixes: Json) -> None:
+    """One line, where KV of prompts was kept or found."""
+    pages, disk = _object(prefixes, "pages"), _object(prefixes, "disk")
+    hit, computed = prefixes.get("hit_tokens"), prefixes.get("computed_tokens")
+    if not (pages.get("blocks") or disk.get("blocks") or hit or computed):
+        return
+    parts = [f"{pages.get('blocks')} blocks in pages ({_bytes(pages.get('bytes')) or '0 B'})"]
+    if disk:
+        parts.append(f"{disk.get('blocks')} on disk ({_bytes(disk.get('bytes')) or '0 B'})")
+    parts.append(f"{hit} prompt tokens found, {computed} computed")
+    if prefixes.get("waiting"):
+        parts.append(f"{prefixes['waiting']} requests wait for others' prompts")
+    if disk.get("problem"):
+        parts.append(f"disk: {disk['problem']}")
+    _console.print(f"prefixes  {'; '.join(parts)}", highlight=False, markup=False)
+
+
+def _show_precache(precache: Json) -> None:
+    """One line, where something is kept warm or a conversation is open; then what to look at."""
+    prewarms = _object(precache, "prewarms")
+    if not (precache.get("conversations") or precache.get("kept") or prewarms.get("failed")):
+        return
+    parts = [f"{precache.get('conversations')} conversations", f"{precache.get('kept')} kept warm"]
+    parts.append(f"{prewarms.get('warm')} prefixes warmed, {prewarms.get('failed')} failed")
+    _console.print(f"precache  {'; '.join(parts)}", highlight=False, markup=False)
+    for slots in _objects(precache, "slots"):
+        if slots.get("warning"):
+            line = f"[yellow]warning[/yellow]  {escape(str(slots.get('model_id')))}: "
+            _console.print(f"{line}{escape(str(slots['warning']))}", highlight=False)
+
+
+def show_plan(plan: Json) -> None:
+    """Print who verifies, who drafts, and whom each policy would ask."""
+    plan = _printable(plan)
+    placed = plan.get("placement")
+    if is_object(placed):
+        where = "on the same node" if placed.get("colocated") else "on another node"
+        _console.print(
+            f"verify  {placed.get('verifier_model')} on {placed.get('verifier_node')} "
+            f"({placed.get('verifier_address')})\n"
+            f"draft   {placed.get('proposer_model')} on {placed.get('proposer_node')} "
+            f"({placed.get('proposer_address')}), {where}",
+            highlight=False,
+            markup=False,
+        )
+    else:
+        _console.print(f"no plan: {plan.get('reason')}", highlight=False, markup=False)
+    for model, policies in _object(plan, "drafts").items():
+        if is_object(policies):
+            for policy, sources in policies.items():
+                names = ", ".join(sources) if isinstance(sources, list) else ""
+                line = f"{model}, policy {policy}: {names or 'nobody'}"
+                _console.print(line, highlight=False, markup=False)
+
+
+def _models(models: Iterable[Json]) -> Table:
+    table = Table("model", "role", "state", "tokens/s", "weights", "restarts", title="models")
+    for model in models:
+        state = str(model.get("state"))
+        error = model.get("error")
+        table.add_row(
+            escape(str(model.get("model_id"))),
+            escape(str(model.get("role"))),
+            escape(f"{state}: {error}" if error else state),
+            _speed(model.get("tokens_per_second")),
+            _bytes(model.get("weight_bytes")),
+            str(model.get("restarts", "")),
+        )
+    return table
+
+
+def _nodes(nodes: Iterable[Json]) -> Table:
+    table = Table(title="fleet")
+    for heading in ("node", "address", "heard", "platform", "memory", "offers"):
+        table.add_column(heading, overflow="fold")
+    for node in nodes:
+        offers = "\n".join(
+            f"{model.get('model_id')} ({model.get('role')})" for model in _objects(node, "models")
+        )
+        heard = "this node" if node.get("is_self") else f"{_seconds(node.get('age_s'))} ago"
+        if node.get("is_suspect"):
+            heard += _SILENCE.get(str(node.get("doubt")), ", does not answer")
+        table.add_row(
+            escape(_name(node)),
+            escape(_way(node)),
+            heard,
+            escape(str(node.get("platform"))),
+            _bytes(node.get("memory_bytes")),
+            escape(offers),
+        )
+    return table
+
+
+def _name(node: Json) -> str:
+    """The label with the first letters of an id that is a key's; any other id as it is."""
+    node_id, label = str(node.get("node_id")), str(node.get("label") or "")
+    short = node_id[:_ID_CHARS] if len(node_id) > _LONG_ID_CHARS else node_id
+    return f"{label} ({short})" if label else short
+
+
+def _way(node: Json) -> str:
+    route = node.get("route")
+    if not is_object(route):
+        return str(node.get("grpc_address"))
+    downgraded = ", downgraded" if route.get("is_downgraded") else ""
+    return f"{route.get('address')} ({route.get('network') or 'unnamed'}{downgraded})"
+
+
+def is_object(value: object) -> TypeGuard[Mapping[str, object]]:
+    """Whether a JSON value is an object."""
+    return isinstance(value, dict)
+
+
+def _printable(source: Json) -> Json:
+    """The same without what would drive a terminal: nodes choose most of the words themselves."""
+    return {_plain(key): _plain_value(value) for key, value in source.items()}
+
+
+def _plain_value(value: object) -> object:
+    if isinstance(value, str):
+        return _plain(value)
+    if isinstance(value, list):
+        return [_plain_value(item) for item in value]
+    return _printable(value) if is_object(value) else value
+
+
+def _plain(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _object(source: Json, key: str) -> Json:
+    value = source.get(key)
+    return value if is_object(value) else {}
+
+
+def _objects(source: Json, key: str) -> list[Json]:
+    value = source.get(key)
+    return [item for item in value if is_object(item)] if isinstance(value, list) else []
+
+
+def _speed(value: object) -> str:
+    return f"{value:.0f}" if isinstance(value, int | float) and value else ""
+
+
+def _bytes(value: object) -> str:
+    return format_bytes(value) if isinstance(value, int | float) and value else ""
+
+
+def _seconds(value: object) -> str:
+    return f"{value:.0f} s" if isinstance(value, int | float) else "?"
+
+
+def show_demo(rows: Sequence[Row]) -> None:
+    """Print what each way of drafting brought."""
+    table = Table(title="one generation, four ways to draft (greedy; median of the runs)")
+    for heading in ("text", "way"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("tokens/s", "x plain", "accepted/ verified", "tokens/ step"):
+        table.add_column(heading, justify="right")
+    table.add_column("identical")
+    for row in rows:
+        table.add_row(
+            row.text,
+            row.way,
+            f"{row.tokens_per_second:.0f}",
+            f"{row.speedup:.2f}",
+            _acceptance(row),
+            f"{row.tokens_per_step:.2f}",
+            "yes" if row.identical else "[bold red]NO[/bold red]",
+        )
+    _console.print(table)
+
+
+def _acceptance(row: Row) -> str:
+    if row.acceptance is not None:
+        return f"{row.accepted}/{row.verified} ({row.acceptance:.0%})"
+    if row.shadowed:
+        rate = row.shadow_hits / row.shadowed
+        return f"not used: {row.shadow_hits}/{row.shadowed} ({rate:.0%})"
+    return "-"
+
+
+@contextmanager
+def demo_progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
+    """Show progress on stderr; yields what to call with a text and the part that is done."""
+    if quiet:
+        yield lambda text, part: None
+        return
+    columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=1.0)
+        yield lambda text, part: progress.update(task, description=text, completed=part)

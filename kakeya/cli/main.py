@@ -1,0 +1,232 @@
+"""The command line beside the daemon: status, plan, generate, demo, doctor, and the fleet's own.
+
+Each command finds the node that runs in the data directory, or takes `--node HOST:PORT`, the
+address of a node's HTTP interface. Exit status: 0 done, 1 the node said no or is not there, 2 the
+command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from kakeya.cli import adapters as adapter_cli
+from kakeya.cli import cache as cache_cli
+from kakeya.cli import fleet as fleet_cli
+from kakeya.cli import leases as lease_cli
+from kakeya.cli.node_api import NodeApi, find_node
+from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
+from kakeya.node.datadir import default_folder
+
+_WATCH_S = 1.0
+DOCTOR = "what is wrong with this node, its peers and the ways between them"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    options = _parser().parse_args(argv)
+    try:
+        return _run(options)
+    except ConfigError as wrong:
+        print(f"kakeya: {wrong.message}", file=sys.stderr)
+        return 2
+    except KakeyaError as failed:
+        print(f"kakeya: {failed.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has enough; Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "demo":
+        from kakeya.cli.demo import run_demo
+
+        return run_demo(as_json=options.json)
+    folder = Path(options.data_dir) if options.data_dir else _default_folder()
+    if options.command == "doctor":
+        from kakeya.cli import doctor
+
+        return doctor.run(options, folder)
+    if options.command == "lease":
+        return lease_cli.run(options)
+    for run in (fleet_cli.run, adapter_cli.run, cache_cli.run):
+        status = run(options)
+        if status is not None:
+            return status
+    node = find_node(options.node, folder)
+    match options.command:
+        case "status":
+            return _status(node, as_json=options.json, watch=options.watch)
+        case "plan":
+            return _plan(node, as_json=options.json)
+        case _:
+            return _generate(node, options)
+
+
+def _default_folder() -> Path:
+    return default_folder(os.environ, platform=sys.platform, home=Path.home())
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"kakeya: {message}; see {self.prog} --help\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="kakeya", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    status = _command(commands, "status", "what the node serves and whom it sees")
+    status.add_argument("--watch", action="store_true", help="show it again every second")
+    _command(commands, "plan", "who would verify and who would draft, and why")
+    generate = _command(commands, "generate", "continue a text, streamed to stdout")
+    generate.add_argument("--prompt", metavar="TEXT", help="the text to continue (else stdin)")
+    generate.add_argument("--model", default="", metavar="ID", help="default: the node's first")
+    generate.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    generate.add_argument("--temperature", type=_number, default=0.0, metavar="T")
+    generate.add_argument("--seed", type=int, default=0, metavar="N")
+    generate.add_argument(
+        "--draft", default="auto", metavar="POLICY", help="auto, off, ngram, peer, MODEL@HOST:PORT"
+    )
+    demo = commands.add_parser("demo", help="two nodes on this machine, four ways to draft")
+    demo.add_argument("--json", action="store_true", help="print one JSON object, no table")
+    fleet_cli.add_parsers(commands)
+    adapter_cli.add_parsers(commands)
+    cache_cli.add_parsers(commands)
+    lease_cli.add_parsers(commands)
+    doctor = commands.add_parser(
+        "doctor",
+        help=DOCTOR,
+        description=f"{DOCTOR}; exit status 0 without a fault, 1 with one",
+        allow_abbrev=False,
+    )
+    doctor.add_argument(
+        "peer", nargs="?", default="", metavar="PEER", help="label, node id or HOST:PORT (all)"
+    )
+    doctor.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[_Parser], name: str, text: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    command.add_argument("--node", default="", metavar="HOST:PORT", help="HTTP address of a node")
+    command.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    return command
+
+
+def _status(node: NodeApi, *, as_json: bool, watch: bool) -> int:
+    while True:
+        seen = node.get("/api/v1/status")
+        if as_json:
+            print(json.dumps(seen), flush=True)
+        else:
+            from kakeya.cli.display import show_status
+
+            show_status(seen, clear=watch)
+        if not watch:
+            return 0
+        time.sleep(_WATCH_S)
+
+
+def _plan(node: NodeApi, *, as_json: bool) -> int:
+    plan = node.get("/api/v1/fleet").get("plan")
+    if not isinstance(plan, dict):
+        raise KakeyaError(f"{node.address} tells no plan; is it a Kakeya node of this version?")
+    if as_json:
+        print(json.dumps(plan))
+    else:
+        from kakeya.cli.display import show_plan
+
+        show_plan(plan)
+    return 0 if plan.get("placement") else 1
+
+
+def _number(written: str) -> float:
+    try:
+        number = float(written)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{written!r} is no number; give one from 0 to 2")
+    return number
+
+
+def _generate(node: NodeApi, options: argparse.Namespace) -> int:
+    prompt = sys.stdin.read() if options.prompt is None else options.prompt
+    if not prompt:
+        raise InvalidArgument("the prompt is empty; give a text with --prompt or on stdin")
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # how Python reads other bytes
+        raise InvalidArgument("the prompt is not UTF-8; give a text with --prompt or on stdin")
+    body = {
+        "model": options.model or _default_model(node),
+        "prompt": prompt,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "seed": options.seed,
+        "draft_policy": options.draft,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    text: list[str] = []
+    usage: dict[str, object] = {}
+    for event in node.stream("/v1/completions", body):
+        piece = _text_of(event)
+        text.append(piece)
+        if not options.json:
+            print(piece, end="", flush=True)
+        found = event.get("usage")
+        usage = found if isinstance(found, dict) else usage
+    if options.json:
+        print(json.dumps({"model": body["model"], "text": "".join(text), "usage": usage}))
+    else:
+        print()
+        print(_account(usage), file=sys.stderr)
+    return 0
+
+
+def _default_model(node: NodeApi) -> str:
+    models = node.get("/v1/models").get("data")
+    if not isinstance(models, list) or not models:
+        raise KakeyaError(
+            f"the node at {node.address} decodes with no model; start one with --model ID_OR_PATH"
+        )
+    return str(models[0]["id"])
+
+
+def _text_of(event: Mapping[str, object]) -> str:
+    choices = event.get("choices")
+    return str(choices[0].get("text", "")) if isinstance(choices, list) and choices else ""
+
+
+def _account(usage: Mapping[str, object]) -> str:
+    """One line for a person: tokens, speed, and what drafting brought."""
+    ours = usage.get("kakeya")
+    tokens = int(str(usage.get("completion_tokens", 0)))
+    if not isinstance(ours, dict) or not tokens:
+        return f"{tokens} tokens"
+    decode_s = max(1e-9, (ours["total_ms"] - ours["prefill_ms"]) / 1000)
+    line = f"{tokens} tokens, {tokens / decode_s:.0f} tokens/s"
+    line += f", prompt of {usage.get('prompt_tokens')} read in {ours['prefill_ms']:.0f} ms"
+    if ours["verified"]:
+        rate = ours["accepted"] / ours["verified"]
+        line += f"; drafts: {ours['accepted']} of {ours['verified']} accepted ({rate:.0%})"
+        line += f", {tokens / max(1, ours['forwards']):.2f} tokens per verify step"
+    return line
+
+
+if __name__ == "__main__":
+    sys.exit(main())

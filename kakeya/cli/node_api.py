@@ -1,0 +1,135 @@
+"""How command line tools reach a node: its address, and HTTP calls whose failures are sentences.
+
+Standard library only, so that `kakeya status` answers at once.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kakeya.core.errors import ConfigError, KakeyaError, PeerProtocol, PeerUnavailable
+from kakeya.core.settings import Illegal, peer_address, split_address
+from kakeya.node.datadir import find_running
+
+_ANSWER_S = 10.0
+_STREAM_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeApi:
+    """One node's HTTP interface at HOST:PORT."""
+
+    address: str
+
+    def get(self, path: str) -> dict[str, object]:
+        """Fetch a JSON object. Raises PeerError with what the node said."""
+        connection = self._connect(_ANSWER_S)
+        try:
+            answer = self._ask(connection, "GET", path, b"")
+            return _object(self.address, self._read(answer))
+        finally:
+            connection.close()
+
+    def stream(self, path: str, body: Mapping[str, object]) -> Iterator[dict[str, object]]:
+        """Post a request and yield the objects of its server-sent events. Raises PeerError."""
+        connection = self._connect(_STREAM_S)
+        try:
+            answer = self._ask(connection, "POST", path, json.dumps(body).encode())
+            while line := self._read_line(answer):
+                data = line.strip().removeprefix(b"data: ")
+                if data == b"[DONE]":
+                    return
+                if line.startswith(b"data: "):
+                    yield _checked(self.address, _object(self.address, data))
+            raise PeerUnavailable(f"the node at {self.address} ended in the middle of its answer")
+        finally:
+            connection.close()
+
+    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        host, port = split_address(self.address)
+        return http.client.HTTPConnection(host, port, timeout=timeout_s)
+
+    def _ask(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes
+    ) -> http.client.HTTPResponse:
+        headers = {"content-type": "application/json"} if body else {}
+        try:
+            connection.request(method, path, body or None, headers)
+            answer = connection.getresponse()
+        except (OSError, http.client.HTTPException) as problem:
+            raise self._gone(problem) from problem
+        if answer.status != http.client.OK:
+            raise KakeyaError(_refusal(self.address, answer.status, self._read(answer)))
+        return answer
+
+    def _read(self, answer: http.client.HTTPResponse) -> bytes:
+        try:
+            return answer.read()
+        except (OSError, http.client.HTTPException) as problem:
+            raise self._gone(problem) from problem
+
+    def _read_line(self, answer: http.client.HTTPResponse) -> bytes:
+        try:
+            return answer.readline()
+        except (OSError, http.client.HTTPException) as problem:
+            raise self._gone(problem) from problem
+
+    def _gone(self, problem: Exception) -> PeerUnavailable:
+        reason = str(problem) or repr(problem)
+        if isinstance(problem, OSError) and problem.strerror:
+            reason = problem.strerror
+        elif isinstance(problem, http.client.BadStatusLine):  # it holds what the other side wrote
+            reason = "what listens there does not speak it, as a node's gRPC port does not"
+        return PeerUnavailable(
+            f"no node answers HTTP at {self.address}: {reason}; "
+            "start one with kakeya-node, or give the address of one with --node"
+        )
+
+
+def find_node(address: str, folder: Path) -> NodeApi:
+    """Return the node that was named, else the one that runs in `folder`.
+
+    Raises ConfigError for an address that is none, PeerUnavailable when no node runs.
+    """
+    if address:
+        bare = address.removeprefix("http://").rstrip("/")
+        try:
+            return NodeApi(address=peer_address(bare))
+        except Illegal as problem:
+            raise ConfigError(f"--node: {problem}") from problem
+    running = find_running(folder)
+    if running is None:
+        raise PeerUnavailable(
+            f"no node runs in {folder}; start one with kakeya-node (from a clone: "
+            "./scripts/kakeya-node), or name one with --node HOST:PORT or --data-dir DIR"
+        )
+    return NodeApi(address=running.http)
+
+
+def _object(address: str, data: bytes) -> dict[str, object]:
+    try:
+        found = json.loads(data)
+    except ValueError as problem:
+        raise PeerProtocol(f"{address} answered no JSON; is it a Kakeya node?") from problem
+    if not isinstance(found, dict):
+        raise PeerProtocol(f"{address} answered JSON that is no object; is it a Kakeya node?")
+    return found
+
+
+def _checked(address: str, event: dict[str, object]) -> dict[str, object]:
+    error = event.get("error")
+    if isinstance(error, dict):
+        raise KakeyaError(f"{address}: {error.get('message')}")
+    return event
+
+
+def _refusal(address: str, status: int, body: bytes) -> str:
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = body[:200].decode("utf-8", "replace") or "no reason given"
+    return f"{address} answered {status}: {message}"

@@ -1,0 +1,1 @@
+"""Speculative decoding for programs that bring a verifier of their own."""

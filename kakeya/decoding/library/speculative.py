@@ -1,0 +1,250 @@
+"""Speculative decoding for a program that brings its own verifier.
+
+`SpeculativeDecoder` is the loop over `Decoding`: ask for a draft, verify it, commit. The engine
+has a loop of its own, which pipelines plain steps; both commit by the same rule, so both give the
+tokens of plain decoding whatever the proposer says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, Self
+
+import grpc
+
+from kakeya.core.clock import Clock, SystemClock
+from kakeya.core.errors import InvalidArgument
+from kakeya.decoding.control.controller import DraftController
+from kakeya.decoding.control.shadow import ShadowScorer
+from kakeya.decoding.draft.decoder import Decoding
+from kakeya.decoding.draft.proposer import Draft, Proposer
+from kakeya.decoding.remote.remote import PROPOSAL_TIMEOUT_S, RemoteProposer
+
+BLOCK_SIZE = 8
+
+
+class Verifier(Protocol):
+    """The model whose tokens count."""
+
+    def verify(self, history: Sequence[int], draft: Sequence[int]) -> Sequence[int]:
+        """The model's own next token after `history + draft[:i]`, for i = 0..len(draft).
+
+        Keeps its KV between calls and rolls it back by itself: the next history begins with
+        this one and goes on as it was decided, which may differ from the draft. The same
+        arguments give the same tokens.
+        """
+        ...
+
+
+class Placement(Protocol):
+    """Where a proposer was placed; the fleet's plan is one."""
+
+    @property
+    def proposer_address(self) -> str:
+        """HOST:PORT of its node."""
+        ...
+
+    @property
+    def proposer_model(self) -> str:
+        """The model id it is served under."""
+        ...
+
+    @property
+    def proposer_is_extended(self) -> bool:
+        """Whether its node understands our wire extensions."""
+        ...
+
+
+@dataclass(slots=True)
+class SpecDecodingStats:
+    """Counts over all generations of a decoder; tokens, unless said.
+
+    `drafted` is what proposers offered, `verified` what had a row in a forward, `accepted` what
+    was right of it; `verified_at[i]` and `accepted_at[i]` count depth i of the drafts.
+    """
+
+    forwards: int = 0
+    committed: int = 0
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0
+    failures: int = 0
+    verified_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted of the verified."""
+        return self.accepted / self.verified if self.verified else 0.0
+
+    @property
+    def tau(self) -> float:
+        """Tokens committed per forward; 1 is plain decoding."""
+        return self.committed / self.forwards if self.forwards else 0.0
+
+    def count(self, verified: int, accepted: int, committed: int) -> None:
+        """Add one forward."""
+        self.forwards += 1
+        self.committed += committed
+        self.verified += verified
+        self.accepted += accepted
+        while len(self.verified_at) < verified:
+            self.verified_at.append(0)
+            self.accepted_at.append(0)
+        for depth in range(verified):
+            self.verified_at[depth] += 1
+            self.accepted_at[depth] += depth < accepted
+
+
+class SpeculativeDecoder:
+    """Decodes with drafts of at most `block_size` tokens.
+
+    Without a controller every drafted token is verified. With one, only those that pay, and the
+    rest is scored in the shadow. A proposer that fails counts as one that abstains, unless
+    `on_proposer_error` is "raise": then its error ends the generator, with `history` whole; the
+    generation may go on from there with another proposer.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        proposer: Proposer,
+        *,
+        stop_token_ids: frozenset[int] = frozenset(),
+        context_tokens: int,
+        vocab_size: int | None = None,
+        block_size: int = BLOCK_SIZE,
+        controller: DraftController | None = None,
+        on_proposer_error: Literal["plain", "raise"] = "plain",
+        clock: Clock | None = None,
+    ) -> None:
+        if block_size < 1:
+            raise InvalidArgument(f"block_size is {block_size}, it must be at least 1")
+        self.stats = SpecDecodingStats()
+        self.history: list[int] = []
+        self.proposer = proposer
+        self._verifier = verifier
+        self._stop_token_ids = stop_token_ids
+        self._context_tokens = context_tokens
+        self._vocab_size = vocab_size
+        self._block_size = block_size
+        self._controller = controller
+        self._on_proposer_error = on_proposer_error
+        self._clock = clock or SystemClock()
+
+    def generate(self, prompt: Sequence[int], max_tokens: int) -> Iterator[int]:
+        """Yield tokens until a stop token (yielded too), max_tokens or the end of the context.
+
+        `history` holds the prompt and what was committed, also after an error.
+        """
+        decoding = Decoding(
+            prompt,
+            max_tokens=max_tokens,
+            stop_token_ids=self._stop_token_ids,
+            context_tokens=self._context_tokens,
+        )
+        self.history = decoding.history
+        shadow = ShadowScorer(self._controller) if self._controller is not None else None
+        while decoding.finish is None:
+            draft = self._draft(decoding)
+            block = draft.tokens[: self._rows(draft, decoding.room(), shadow)]
+            yield from self._step(decoding, draft, block)
+            if shadow is not None:
+                shadow.settle(decoding.history)
+        if shadow is not None:
+            shadow.close(decoding.history)
+
+    def _step(self, decoding: Decoding, draft: Draft, block: tuple[int, ...]) -> tuple[int, ...]:
+        began = self._clock.mono()
+        selected = self._verifier.verify(decoding.history, block)
+        seconds = self._clock.mono() - began
+        commit = decoding.commit(block, selected)
+        self.stats.count(len(block), commit.accepted, len(commit.tokens))
+        if self._controller is not None:
+            self._controller.observe_forward(1 + len(block), seconds)
+            if block:
+                self._controller.observe_verified(draft, len(block), commit.accepted)
+        return commit.tokens
+
+    def _draft(self, decoding: Decoding) -> Draft:
+        size = min(self._block_size, decoding.room())
+        if size == 0 or (self._controller and not self._controller.wants(self.proposer.name)):
+            return Draft(source=self.proposer.name)
+        began = self._clock.mono()
+        try:
+            draft = self.proposer.propose(decoding.history, size)
+        except Exception:  # whatever a proposer does, decoding goes on
+            self.stats.failures += 1
+            if self._on_proposer_error == "raise":
+                raise
+            draft = Draft(source=self.proposer.name)
+        if self._controller is not None:
+            self._controller.observe_wait(self.proposer.name, self._clock.mono() - began)
+        self.stats.drafted += len(draft.tokens)
+        return self._in_vocabulary(draft)
+
+    def _in_vocabulary(self, draft: Draft) -> Draft:
+        """Cut the draft at the first id that the verifier does not have."""
+        top = self._vocab_size
+        if top is None or all(0 <= token < top for token in draft.tokens):
+            return draft
+        valid = next(at for at, token in enumerate(draft.tokens) if not 0 <= token < top)
+        return replace(draft, tokens=draft.tokens[:valid], confidence=draft.confidence[:valid])
+
+    def _rows(self, draft: Draft, room: int, shadow: ShadowScorer | None) -> int:
+        most = min(len(draft.tokens), room, self._block_size)
+        if self._controller is None or shadow is None:
+            return most
+        rows = min(self._controller.rows(draft), most)
+        if rows == 0:
+            shadow.hold(draft, len(self.history))
+        return rows
+
+
+class DistributedSpeculativeDecoder(SpeculativeDecoder):
+    """A SpeculativeDecoder whose proposer is another node's."""
+
+    @classmethod
+    def from_placement(
+        cls,
+        placement: Placement,
+        *,
+        verifier: Verifier,
+        context_tokens: int,
+        stop_token_ids: frozenset[int] = frozenset(),
+        block_size: int = BLOCK_SIZE,
+        controller: DraftController | None = None,
+        on_proposer_error: Literal["plain", "raise"] = "raise",
+        channel: grpc.Channel | None = None,
+        timeout_s: float = PROPOSAL_TIMEOUT_S,
+        vocab_size: int | None = None,
+    ) -> Self:
+        """Connect to the placed proposer; by default its failures are raised.
+
+        A RemoteProposerError then leaves the verifier and `history` as they were committed: plan
+        again and go on from there. Without a `channel` the decoder has its own; see `close`.
+        """
+        proposer = RemoteProposer(
+            placement.proposer_address,
+            placement.proposer_model,
+            channel=channel,
+            timeout_s=timeout_s,
+            vocab_size=vocab_size,
+            extended=placement.proposer_is_extended,
+        )
+        return cls(
+            verifier,
+            proposer,
+            stop_token_ids=stop_token_ids,
+            context_tokens=context_tokens,
+            vocab_size=vocab_size,
+            block_size=block_size,
+            controller=controller,
+            on_proposer_error=on_proposer_error,
+        )
+
+    def close(self) -> None:
+        """Close the connection to the proposer, if it is the decoder's own."""
+        if isinstance(self.proposer, RemoteProposer):
+            self.proposer.close()

@@ -1,0 +1,1 @@
+"""Drafts from what the text itself repeats, at no cost of a model."""

@@ -1,0 +1,74 @@
+"""Drafts for one text out of the text itself, as long as they may be of use.
+
+Text that does not repeat still has its short matches, by chance: nearly each token occurred before,
+once a text is long. To copy, price and judge a draft for each costs more than the step can lose. So
+once a draft was not worth a row, matches as long as that or shorter are passed over, until what one
+of them would have drafted first comes true. A draft whose first token is wrong yields nothing:
+where that never happens, nothing is missed; and where it does, the next match is looked at.
+
+    match      longer than the one in vain    as long or shorter
+    last came true       offered                   offered
+    last did not         offered                   passed over
+
+A token of a text that is passed over costs its place in the index and one comparison. Where
+nothing has been offered for long, a few tokens go there at once: with a batch of rows, what Python
+does once more for each token is a hundredth of the step. Such a text's next span is drafted that
+much later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kakeya.core.ids import NGRAM
+from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.ngram.ngram import NGramIndex
+
+_QUIET_TOKENS = 16
+"""After so many without an offer, and without one that would have come true, it looks at fewer."""
+LOOK_TOKENS = 8
+"""At one in so many."""
+
+
+class NGramSource:
+    """Of one growing text; `has_offer` tells whether it would draft now. Not thread-safe."""
+
+    __slots__ = ("_expected", "_index", "_match", "_quiet", "_vain", "_waiting", "has_offer")
+
+    def __init__(self) -> None:
+        self.has_offer = False
+        self._index = NGramIndex()
+        self._expected: int | None = None  # what the match of now would draft first
+        self._match = 0  # length of that match, 0 = there is none
+        self._vain = 0  # matches up to this length are passed over
+        self._waiting: list[int] = []  # the end of the text, not yet in the index
+        self._quiet = 0  # tokens since it last offered something, or would have rightly
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append to the text."""
+        waiting = self._waiting
+        waiting += tokens
+        if self._quiet >= _QUIET_TOKENS and len(waiting) < LOOK_TOKENS:
+            return
+        if waiting and waiting[0] == self._expected:
+            self._vain = self._quiet = 0
+        index = self._index
+        index.extend(waiting)
+        self._quiet += len(waiting)
+        waiting.clear()
+        self._expected, self._match = index.next_token()
+        self.has_offer = self._match > self._vain
+        if self.has_offer:
+            self._quiet = 0
+
+    def draft(self, size: int) -> Draft | None:
+        """At most `size` tokens that may follow; None where it has nothing to offer."""
+        if size < 1 or not self.has_offer:
+            return None
+        tokens, match_length = self._index.draft(size)
+        return Draft(source=NGRAM, tokens=tuple(tokens), match_length=match_length)
+
+    def pass_over(self) -> None:
+        """What it offers now was not worth a row: no more of that until a match comes true."""
+        self._vain = max(self._vain, self._match)
+        self.has_offer = False

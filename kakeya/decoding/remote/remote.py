@@ -1,0 +1,291 @@
+"""Drafts from a peer's ProposerService: blocking by block, or in advance of need.
+
+`RemoteProposer` is a Proposer like any other, over one reused channel, with a deadline on every
+call and a circuit breaker. What it says is checked here and verified token by token later, so a
+wrong, hostile or half-dead peer costs time, never a token. `RemoteDraftBook` (draft_book.py) asks
+through `begin` and `finish` without blocking.
+
+Not thread-safe: one thread drafts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import grpc
+
+from kakeya.core.clock import Clock, SystemClock
+from kakeya.core.errors import InvalidArgument, PeerError, PeerProtocol
+from kakeya.decoding.draft.convert import PADDING_ID, draft_from_wire, request_to_wire
+from kakeya.decoding.draft.proposer import BlockProposal, Draft, ProposerStats, SamplingNoise
+from kakeya.decoding.remote.breaker import BreakerState, CircuitBreaker
+from kakeya.decoding.remote.draft_book import RemoteDraftBook
+from kakeya.decoding.remote.sender import PendingDraft, Sender
+from kakeya.v1 import distributed_pb2 as pb
+from kakeya.v1 import distributed_pb2_grpc as rpc
+from kakeya.v1.drafts_pb2 import DraftStreamRequest, DraftStreamResponse
+from kakeya.v1.drafts_pb2_grpc import DraftStreamServiceStub
+from kakeya.wire.channels import sync_channel
+from kakeya.wire.security import TlsMaterial
+
+__all__ = ["MalformedDraft", "PendingDraft", "RemoteDraftBook", "RemoteProposer"]
+__all__ += ["RemoteProposerError"]
+
+PROPOSAL_TIMEOUT_S = 2.0
+"""The longest that one call may take; drafts that take longer never pay."""
+STREAM_TIMEOUT_S = 3600.0
+"""The longest that one stream lasts; drafts on it are timed each for itself."""
+
+
+class StreamCall(Protocol):
+    """The call of a stream, as gRPC's threads make it."""
+
+    def __iter__(self) -> Iterator[DraftStreamResponse]: ...
+
+    def initial_metadata(self) -> object:
+        """Wait for the server to take the call, or for its end."""
+        ...
+
+    def code(self) -> grpc.StatusCode | None:
+        """How it ended; waits for the end."""
+        ...
+
+    def cancel(self) -> object:
+        """End it."""
+        ...
+
+
+class Ended(Protocol):
+    """A request, unary or on a stream."""
+
+    @property
+    def block_size(self) -> int:
+        """How many tokens it asked for."""
+        ...
+
+    def result(self) -> pb.ProposeBlockResponse:
+        """The answer of a request that has ended. Raises what it ended with."""
+        ...
+
+    def abandon(self) -> None:
+        """Give it up."""
+        ...
+
+
+class RemoteProposerError(PeerError):
+    """The peer gave no usable draft. `status` is its gRPC status, if the call ended with one."""
+
+    code = "remote_proposer"
+    retryable = True
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: grpc.StatusCode | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.status = status
+
+
+class MalformedDraft(RemoteProposerError, PeerProtocol):
+    """The peer answered what no correct proposer answers."""
+
+
+class RemoteProposer:
+    """The proposer `model_id` of the node at `address`; "" is that node's default.
+
+    `extended=False` for nodes without our wire extensions: they answer full blocks, in which
+    nobody can tell padding from drafts. Token ids from `vocab_size` on are refused. With `tls` the
+    peer must show a certificate for `server_name`. A given `channel` stays the caller's to close.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        model_id: str = "",
+        *,
+        channel: grpc.Channel | None = None,
+        timeout_s: float = PROPOSAL_TIMEOUT_S,
+        vocab_size: int | None = None,
+        extended: bool = True,
+        tls: TlsMaterial | None = None,
+        server_name: str = "",
+        breaker: CircuitBreaker | None = None,
+        rng: random.Random | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.name = f"{model_id}@{address}"
+        self.stats = ProposerStats()
+        self.extended = extended
+        self.clock = clock or SystemClock()
+        self.breaker = breaker or CircuitBreaker(rng or random.Random())
+        self.model_id = model_id
+        self.timeout_s = timeout_s
+        self._streams_from_mono = 0.0
+        self._vocab_size = vocab_size
+        self._sender = Sender(f"draft-{model_id}")
+        self._owns_channel = channel is None
+        self._channel = channel or sync_channel(address, tls=tls, server_name=server_name)
+        self._stub = rpc.ProposerServiceStub(self._channel)
+        self._streams = DraftStreamServiceStub(self._channel)
+
+    def propose(self, prefix: Sequence[int], size: int) -> Draft:
+        """Draft at most `size` tokens. Raises RemoteProposerError, InvalidArgument."""
+        return self._ask(prefix, size, 1)
+
+    def propose_block(
+        self, committed: Sequence[int], block_size: int, num_steps: int = 1
+    ) -> BlockProposal:
+        """Draft exactly `block_size` tokens, of which `num_valid` are meant."""
+        draft = self._ask(committed, block_size, num_steps)
+        return BlockProposal(
+            token_ids=draft.tokens + (PADDING_ID,) * (block_size - len(draft.tokens)),
+            num_valid=len(draft.tokens),
+            forward_passes=draft.forward_passes,
+            diffusion_steps=draft.diffusion_steps,
+            peak_activation_bytes=draft.peak_activation_bytes,
+        )
+
+    def begin(
+        self, prefix: Sequence[int], size: int, *, noise: SamplingNoise | None = None
+    ) -> PendingDraft | None:
+        """Send a request and return at once; None while the breaker is open.
+
+        `prefix` must stay as it is until the request has left; `noise` is of a sampled decode.
+        """
+        _check(prefix, size, 1)
+        if not self.admit():
+            return None
+        pending = PendingDraft(size, self.clock)
+
+        def start() -> grpc.Future[pb.ProposeBlockResponse]:
+            request = self._request(prefix, size, 1, noise)
+            return self._stub.ProposeBlock.future(request, timeout=self.timeout_s)
+
+        self._sender.send(pending, start)
+        return pending
+
+    def admit(self) -> bool:
+        """Count a request, which is then sent; False while the breaker is open."""
+        admitted = self.breaker.admit(self.clock.mono())
+        self.stats.calls += admitted
+        return admitted
+
+    def finish(self, pending: Ended) -> Draft:
+        """Read the answer of a call that has ended. Raises RemoteProposerError."""
+        try:
+            response = pending.result()
+        except PeerProtocol as failure:
+            self._count_failure()
+            raise MalformedDraft(failure.message) from failure
+        except (
+            grpc.RpcError,
+            grpc.FutureTimeoutError,
+            grpc.FutureCancelledError,
+            ValueError,
+        ) as failure:
+            raise self._failed(failure) from failure
+        return self._read(response, pending.block_size)
+
+    def abandon(self, pending: Ended) -> None:
+        """Give a call up; the server drops it if it has not begun."""
+        pending.abandon()
+        self.breaker.withdrawn()
+
+    def prepare(self, prefix: Sequence[int], *, noise: SamplingNoise | None) -> None:
+        """Nothing to prepare: each call tells the whole prefix."""
+
+    def leave(self) -> None:
+        """Nothing to leave."""
+
+    def may_stream(self) -> bool:
+        """Whether a stream is worth a try now; a plain peer has none."""
+        closed = self.breaker.state is BreakerState.CLOSED
+        return self.extended and closed and self.clock.mono() >= self._streams_from_mono
+
+    def delay_streams(self, seconds: float) -> None:
+        """Try no stream for so long; thread-safe."""
+        self._streams_from_mono = self.clock.mono() + seconds
+
+    def stream(self, requests: Iterator[DraftStreamRequest]) -> StreamCall:
+        """Open a stream; its failures come when it is read."""
+        return self._streams.DraftStream(requests, timeout=STREAM_TIMEOUT_S)
+
+    def soon(self, job: Callable[[], None]) -> None:
+        """Have something done on the sender's thread."""
+        self._sender.run(job)
+
+    def close(self) -> None:
+        """End the sending thread, and the channel if it is the proposer's own."""
+        self._sender.close()
+        if self._owns_channel:
+            self._channel.close()
+
+    def _ask(self, prefix: Sequence[int], size: int, num_steps: int) -> Draft:
+        _check(prefix, size, num_steps)
+        request = self._request(prefix, size, num_steps)
+        began = self.clock.mono()
+        if not self.breaker.admit(began):
+            raise self._refused(began)
+        self.stats.calls += 1
+        try:
+            response = self._stub.ProposeBlock(request, timeout=self.timeout_s)
+        except grpc.RpcError as failure:
+            raise self._failed(failure) from failure
+        finally:
+            self.stats.wait_s += self.clock.mono() - began
+        return self._read(response, size)
+
+    def _request(
+        self,
+        prefix: Sequence[int],
+        size: int,
+        num_steps: int,
+        noise: SamplingNoise | None = None,
+    ) -> pb.ProposeBlockRequest:
+        return request_to_wire(
+            prefix, size, num_steps, self.model_id, extended=self.extended, noise=noise
+        )
+
+    def _read(self, response: pb.ProposeBlockResponse, size: int) -> Draft:
+        try:
+            draft = draft_from_wire(response, size, self.name, self._vocab_size)
+        except PeerProtocol as failure:
+            self._count_failure()
+            raise MalformedDraft(failure.message) from failure
+        self.breaker.succeeded()
+        self.stats.drafted += len(draft.tokens)
+        self.stats.abstained += not draft.tokens
+        self.stats.forward_passes += draft.forward_passes
+        self.stats.diffusion_steps += draft.diffusion_steps
+        return draft
+
+    def _failed(self, failure: Exception) -> RemoteProposerError:
+        self._count_failure()
+        status = failure.code() if isinstance(failure, grpc.Call) else None
+        details = failure.details() if isinstance(failure, grpc.Call) else repr(failure)
+        named = status.name if status is not None else "no status"
+        return RemoteProposerError(f"{self.name}: {named}: {details}", status=status)
+
+    def _count_failure(self) -> None:
+        self.stats.failures += 1
+        self.breaker.failed(self.clock.mono())
+
+    def _refused(self, now: float) -> RemoteProposerError:
+        trying = self.breaker.state is BreakerState.TRYING
+        wait_s = 0.0 if trying else max(0.0, self.breaker.retry_mono - now)
+        return RemoteProposerError(
+            f"{self.name} failed several times in a row; it is asked again in {wait_s:.1f} s",
+            retry_after_s=wait_s,
+        )
+
+
+def _check(prefix: Sequence[int], size: int, num_steps: int) -> None:
+    if not len(prefix):
+        raise InvalidArgument("the prefix is empty: there is nothing to continue")
+    if size < 1 or num_steps < 1:
+        raise InvalidArgument(f"block size {size}, num_steps {num_steps}: both must be at least 1")

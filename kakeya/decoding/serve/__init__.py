@@ -1,0 +1,1 @@
+"""The services that answer other nodes' requests for drafts."""

@@ -1,0 +1,252 @@
+"""One dial, taken apart: did the network let it through, did a node answer, was it believed.
+
+gRPC says UNAVAILABLE to all of it. So a dial is made twice: by hand, which yields the system's
+errno, and through a channel as gossip opens it, but anew, so that no connection that is already
+open hides what a new one would meet. Where that fails after the first succeeded, a bare TLS
+handshake tells whether the other side is encrypted and what its certificate says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import grpc
+import grpc.aio
+from cryptography import x509
+
+from kakeya.core.clock import Clock
+from kakeya.core.settings import Illegal, split_address
+from kakeya.v1.distributed_pb2 import GetNodeCapabilityRequest
+from kakeya.v1.distributed_pb2_grpc import CapabilityServiceStub
+from kakeya.wire.channels import Channels, Keepalive
+
+DIAL_S = 2.0
+"""For the whole of one dial; a node on a desk answers within milliseconds."""
+_KEEPALIVE = Keepalive(interval_s=11.0)
+"""Other than gossip's: gRPC lets channels of equal options share a connection and its backoff."""
+
+
+class Outcome(StrEnum):
+    """How a dial went; the first five are about a connection that was made."""
+
+    ANSWERED = "answered"
+    SILENT = "silent"
+    UNTRUSTED = "untrusted"
+    DENIED = "denied"
+    NO_NODE = "no_node"
+    REFUSED = "refused"
+    TIMEOUT = "timeout"
+    HOST_UNREACHABLE = "host_unreachable"
+    NO_ROUTE = "no_route"
+    FORBIDDEN = "forbidden"
+    FAILED = "failed"
+
+
+# Numbers as each system has them: a peer's errno is read here by the peer's system.
+_BY_ERRNO: Mapping[str, Mapping[int, Outcome]] = {
+    "darwin": {
+        61: Outcome.REFUSED,
+        60: Outcome.TIMEOUT,
+        65: Outcome.HOST_UNREACHABLE,
+        64: Outcome.HOST_UNREACHABLE,
+        51: Outcome.NO_ROUTE,
+        50: Outcome.NO_ROUTE,
+        49: Outcome.NO_ROUTE,
+        1: Outcome.FORBIDDEN,
+        13: Outcome.FORBIDDEN,
+    },
+    "linux": {
+        111: Outcome.REFUSED,
+        110: Outcome.TIMEOUT,
+        113: Outcome.HOST_UNREACHABLE,
+        112: Outcome.HOST_UNREACHABLE,
+        101: Outcome.NO_ROUTE,
+        100: Outcome.NO_ROUTE,
+        99: Outcome.NO_ROUTE,
+        1: Outcome.FORBIDDEN,
+        13: Outcome.FORBIDDEN,
+    },
+}
+_TIMEOUT_ERRNO = {"darwin": 60, "linux": 110}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """Dates of the certificate that the other side showed, wall seconds."""
+
+    not_before_at: float
+    not_after_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dial:
+    """One attempt. `errno` 0 = the system named none; `node_id` is who answered.
+
+    `shown` is looked at only where trust failed; None = no certificate was shown.
+    """
+
+    address: str
+    outcome: Outcome
+    rtt_ms: float = 0.0
+    errno: int = 0
+    error: str = ""
+    node_id: str = ""
+    shown: Shown | None = None
+
+
+def system_of(platform: str) -> str:
+    """Read `darwin-arm64` or `linux` as the name of a system whose errnos are known; else ""."""
+    name = platform.partition("-")[0]
+    return name if name in _BY_ERRNO else ""
+
+
+def outcome_of(number: int, platform: str) -> Outcome:
+    """What an errno of a failed connect means on a system."""
+    return _BY_ERRNO.get(system_of(platform), {}).get(number, Outcome.FAILED)
+
+
+class Dialler:
+    """Dials addresses as a node would, each time with a connection of its own."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        open_channels: Callable[[Keepalive], Channels] = Channels,
+        limit_s: float = DIAL_S,
+        platform: str = sys.platform,
+    ) -> None:
+        """`open_channels` makes channels that are secured as the node's own are."""
+        self._clock = clock
+        self._open_channels = open_channels
+        self._limit_s = limit_s
+        self._platform = platform
+
+    async def dial(self, address: str) -> Dial:
+        """Connect and ask who is there. Never raises for what the network does."""
+        ends_mono = self._clock.mono() + self._limit_s
+        reached = await self.connect(address)
+        if reached.outcome is not Outcome.ANSWERED:
+            return reached
+        try:
+            async with self.channel(address) as channel:
+                answer = await CapabilityServiceStub(channel).GetNodeCapability(
+                    GetNodeCapabilityRequest(), timeout=max(0.1, ends_mono - self._clock.mono())
+                )
+        except grpc.aio.AioRpcError as failure:
+            return await self._explain(reached, failure)
+        return replace(reached, node_id=answer.node.node_id)
+
+    async def connect(self, address: str) -> Dial:
+        """Make a bare connection and drop it; `ANSWERED` then only says that it was made."""
+        try:
+            host, port = split_address(address)
+        except Illegal as problem:
+            return Dial(address=address, outcome=Outcome.FAILED, error=str(problem))
+        started = self._clock.mono()
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await _connect(host, port)
+        except TimeoutError:
+            number = _TIMEOUT_ERRNO.get(system_of(self._platform), 0)
+            words = f"no answer within {self._limit_s:g} s"
+            return Dial(address=address, outcome=Outcome.TIMEOUT, errno=number, error=words)
+        except OSError as problem:
+            return self._failed(address, problem)
+        rtt_ms = (self._clock.mono() - started) * 1000
+        return Dial(address=address, outcome=Outcome.ANSWERED, rtt_ms=rtt_ms)
+
+    @asynccontextmanager
+    async def channel(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
+        """Open a new connection to an address, closed at the end."""
+        channels = self._open_channels(_KEEPALIVE)
+        try:
+            yield channels.get(address)
+        finally:
+            await channels.aclose()
+
+    def _failed(self, address: str, problem: OSError) -> Dial:
+        number = problem.errno or 0
+        outcome = outcome_of(number, self._platform) if number > 0 else Outcome.FAILED
+        words = os.strerror(number) if number > 0 else problem.strerror or str(problem)
+        return Dial(address=address, outcome=outcome, errno=max(0, number), error=words)
+
+    async def _explain(self, reached: Dial, failure: grpc.aio.AioRpcError) -> Dial:
+        words = failure.details() or failure.code().name
+        match failure.code():
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                return replace(reached, outcome=Outcome.SILENT, error=words)
+            case grpc.StatusCode.UNAVAILABLE:
+                shown = await self._peek(reached.address)
+                return replace(reached, outcome=Outcome.UNTRUSTED, error=words, shown=shown)
+            case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
+                return replace(reached, outcome=Outcome.DENIED, error=words)
+            case _:
+                return replace(reached, outcome=Outcome.NO_NODE, error=words)
+
+    async def _peek(self, address: str) -> Shown | None:
+        """Look at the certificate that is shown there, believing nothing."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        context.set_alpn_protocols(["h2"])
+        host, port = split_address(address)
+        try:
+            async with asyncio.timeout(self._limit_s / 2):
+                _, writer = await asyncio.open_connection(host, port, ssl=context)
+        except (OSError, TimeoutError):  # ssl.SSLError is an OSError
+            return None
+        handshake: ssl.SSLObject = writer.get_extra_info("ssl_object")
+        shown = handshake.getpeercert(binary_form=True)
+        writer.transport.abort()
+        return _dates(shown) if shown else None
+
+
+async def _connect(host: str, port: int) -> None:
+    """Connect to any address of a host and let go. Raises the first OSError, with its errno."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    failures: list[OSError] = []
+    for family, kind, protocol, _, where in found:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setblocking(False)
+            try:
+                await loop.sock_connect(probe, where)
+                _check_peer(probe)
+            except OSError as failure:
+                failures.append(failure)
+            else:
+                return
+    raise failures[0]
+
+
+def _check_peer(probe: socket.socket) -> None:
+    """Raise what became of a connect that is said to be made and has no peer.
+
+    Linux may say that a socket is ready a moment before it says what is wrong with it, and who
+    looks between the two finds no error.
+    """
+    try:
+        probe.getpeername()
+    except OSError as failure:
+        number = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or failure.errno
+        raise OSError(number, os.strerror(number or 0)) from None
+
+
+def _dates(certificate: bytes) -> Shown | None:
+    try:
+        read = x509.load_der_x509_certificate(certificate)
+    except ValueError:
+        return None
+    return Shown(
+        not_before_at=read.not_valid_before_utc.timestamp(),
+        not_after_at=read.not_valid_after_utc.timestamp(),
+    )

@@ -1,0 +1,307 @@
+"""The running node's examination: of itself, of its peers, and by its peers.
+
+    itself     the machine; the own addresses, dialled; certificate, clock, id
+    each peer  every endpoint dialled anew, then the peer is asked to dial back (DoctorService)
+
+Everything runs side by side and ends within `LIMIT_S`, whatever does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import grpc
+import grpc.aio
+
+from kakeya.core.clock import Clock
+from kakeya.core.settings import is_loopback
+from kakeya.doctor import checks, machine_checks, way_checks
+from kakeya.doctor.checks import CertificateDates, Protocols
+from kakeya.doctor.dials import Dial, Dialler, Outcome, outcome_of
+from kakeya.doctor.machine import Machine
+from kakeya.doctor.mends import JOIN, UPDATE
+from kakeya.doctor.report import Line, Report, encode_report, fault, ok, shell, warning
+from kakeya.doctor.service import MAX_ADDRESSES, NOT_YOURS
+from kakeya.doctor.targets import MAX_PEERS, Target, find_targets, name_of, ways_of
+from kakeya.doctor.way_checks import Here, Peer
+from kakeya.fleet.cards.cards import PROTOCOL_MAX, PROTOCOL_MIN, Card, Endpoint
+from kakeya.fleet.identity.identity import Identity
+from kakeya.fleet.view.registry import CapabilityRegistry
+from kakeya.v1 import fleet_pb2 as pb
+from kakeya.v1.fleet_pb2_grpc import DoctorServiceStub
+
+LIMIT_S = 9.0
+_BACK_S = 4.0
+"""For one check from the other side: its dials take at most 3 s, side by side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetView:
+    """What only the running node knows; each is asked anew at each examination.
+
+    `skews` are seconds by which peers' clocks are ahead, by node id; `route` is the address that
+    calls to a node take now. `is_revoked` is asked with a node id, `why_not_dial` with an address
+    of a card: "" or the reason against it.
+    """
+
+    identity: Callable[[], Identity | None]
+    is_revoked: Callable[[str], bool]
+    skews: Callable[[], Mapping[str, float]]
+    route: Callable[[Card], str]
+    why_not_dial: Callable[[str], str] = lambda address: ""
+
+
+class Examiner:
+    """Examines on request; holds nothing between two examinations."""
+
+    def __init__(
+        self,
+        registry: CapabilityRegistry,
+        view: FleetView,
+        machine: Machine,
+        *,
+        clock: Clock,
+        dialler: Dialler,
+        limit_s: float = LIMIT_S,
+    ) -> None:
+        self._registry = registry
+        self._view = view
+        self._machine = machine
+        self._clock = clock
+        self._dialler = dialler
+        self._limit_s = limit_s
+
+    async def examine_json(self, peer: str) -> str:
+        """Examine as `examine` does; the report is JSON text, as ControlService answers it."""
+        return encode_report(await self.examine(peer))
+
+    async def examine(self, peer: str) -> Report:
+        """Examine this node and one peer (HOST:PORT, node id, its beginning, label); "" = all.
+
+        Raises NotFound and InvalidArgument for a peer that cannot be meant.
+        """
+        started_mono = self._clock.mono()
+        own, *others = self._registry.snapshot(mono=started_mono)
+        targets = find_targets(peer, others)
+        if self._view.is_revoked(self._registry.node_id):
+            targets = ()  # each of them would say the same
+        async with asyncio.TaskGroup() as group:
+            parts = [
+                group.create_task(self._bounded("machine", self._machine.examine())),
+                group.create_task(self._bounded("own addresses", self._examine_self(own))),
+            ]
+            for target in targets:
+                work = self._examine_peer(target)
+                parts.append(group.create_task(self._bounded("peer", work, target.peer.name)))
+        lines = [line for part in parts for line in part.result()]
+        lines += self._judge_fleet(others, peer)
+        seconds = self._clock.mono() - started_mono
+        return Report(node=name_of(own), lines=tuple(lines), seconds=seconds)
+
+    async def _bounded(
+        self, what: str, work: Coroutine[None, None, Sequence[Line]], peer: str = ""
+    ) -> Sequence[Line]:
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await work
+        except TimeoutError:
+            again = shell("kakeya", "doctor", *((peer,) if peer else ()))
+            detail = f"not examined within {self._limit_s:g} s: this machine or the peer is busy"
+            return (warning(what, detail, again, peer=peer),)
+
+    # --- this node
+
+    async def _examine_self(self, own: Card) -> list[Line]:
+        now = self._clock.wall()
+        me = Peer(name=name_of(own), node_id=own.node_id, platform=own.platform)
+        is_revoked = self._view.is_revoked(self._registry.node_id)
+        # Nor does a revoked node believe itself.
+        dials = [] if is_revoked else await self._dial_all(ways_of(own))
+        lines = [check_own_address(dial, me) for _, dial in dials]
+        identity = self._view.identity()
+        if identity is not None:
+            dates = CertificateDates(
+                identity.not_before_at, identity.renew_at, identity.not_after_at
+            )
+            lines.append(checks.check_certificate(dates, now, self._machine.platform))
+        member = checks.check_membership(
+            is_member=identity is not None,
+            is_revoked=is_revoked,
+            is_exposed=any(not is_loopback(way.address) for way, _ in dials),
+        )
+        clock = checks.check_own_clock(self._view.skews(), self._machine.platform)
+        conflicts = [c.address for c in self._registry.conflicts(now) if c.is_own]
+        ids = checks.check_conflicts(conflicts, data_dir=str(self._machine.data_dir))
+        return [line for line in (*lines, member, clock, ids) if line is not None]
+
+    def _judge_fleet(self, others: Sequence[Card], wanted: str) -> list[Line]:
+        if wanted or self._view.is_revoked(self._registry.node_id):
+            return []
+        if not others:
+            detail = "no other node is known; the two-sided checks need one"
+            is_in_fleet = self._view.identity() is not None
+            return [warning("peers", detail, shell("kakeya", "invite" if is_in_fleet else "init"))]
+        left = len(others) - MAX_PEERS
+        if left > 0:
+            detail = f"{MAX_PEERS} of {len(others)} were looked at; name one to look at it"
+            return [ok("peers", detail)]
+        return []
+
+    # --- a peer
+
+    async def _examine_peer(self, target: Target) -> list[Line]:
+        reasons = self._reasons_against(target)
+        dials = await self._dial_all([w for w in target.ways if w.address not in reasons])
+        target = self._with_card(target, dials)
+        peer = target.peer
+        if peer.node_id and self._view.is_revoked(peer.node_id):
+            return [checks.revoked_peer(peer)]
+        lines = [way_checks.not_dialled(a, reason, peer) for a, reason in reasons.items()]
+        lines += await self._judge_ways(dials, peer)
+        used = self._view.route(target.card) if target.card else target.ways[0].address
+        path = way_checks.check_path(used, dials, peer)
+        working = [dial for _, dial in dials if dial.outcome is Outcome.ANSWERED]
+        if path is None or not working:
+            return lines
+        lines.append(path)
+        address = used if any(dial.address == used for dial in working) else working[0].address
+        return lines + await self._ask_back(address, target)
+
+    def _reasons_against(self, target: Target) -> dict[str, str]:
+        """Why addresses are not dialled that only the peer itself names, not a person."""
+        if target.card is None:
+            return {}
+        why_not = self._view.why_not_dial
+        reasons = {way.address: why_not(way.address) for way in target.ways}
+        return {address: reason for address, reason in reasons.items() if reason}
+
+    async def _dial_all(self, ways: Sequence[Endpoint]) -> list[tuple[Endpoint, Dial]]:
+        dials = await asyncio.gather(*(self._dialler.dial(way.address) for way in ways))
+        return list(zip(ways, dials, strict=True))
+
+    def _with_card(self, target: Target, dials: Sequence[tuple[Endpoint, Dial]]) -> Target:
+        """Find the card of a node that was named by its address only, once it answered."""
+        if target.card is not None:
+            return target
+        node_id = next((dial.node_id for _, dial in dials if dial.node_id), "")
+        card = self._registry.get(node_id, mono=self._clock.mono()) if node_id else None
+        if card is None:
+            return replace(target, peer=replace(target.peer, node_id=node_id))
+        peer = Peer(name=name_of(card), node_id=card.node_id, platform=card.platform)
+        return replace(target, peer=peer, card=card)
+
+    async def _judge_ways(self, dials: Sequence[tuple[Endpoint, Dial]], peer: Peer) -> list[Line]:
+        now, interfaces = self._clock.wall(), await asyncio.to_thread(self._machine.interfaces)
+        is_member = self._view.identity() is not None
+        works = any(dial.outcome is Outcome.ANSWERED for _, dial in dials)
+        lines = []
+        for way, dial in dials:
+            host = way.address.rpartition(":")[0].strip("[]")
+            needs_ping = (
+                dial.outcome is Outcome.HOST_UNREACHABLE and self._machine.platform == "darwin"
+            )
+            here = Here(
+                platform=self._machine.platform,
+                python=self._machine.python,
+                is_member=is_member,
+                link_to=machine_checks.link_to(host, interfaces),
+                pings=await self._machine.pings(host) if needs_ping else None,
+            )
+            line = way_checks.check_way(way, dial, peer, here, now=now, others_work=works)
+            lines.append(line)
+        return lines
+
+    async def _ask_back(self, address: str, target: Target) -> list[Line]:
+        peer = target.peer
+        request = pb.CheckBackRequest(
+            addresses=self._own_addresses(address), sent_at_unix=self._clock.wall()
+        )
+        try:
+            async with self._dialler.channel(address) as channel:
+                answer = await DoctorServiceStub(channel).CheckBack(request, timeout=_BACK_S)
+        except grpc.aio.AioRpcError as failure:
+            return [_no_answer(failure, peer)]
+        # The peer looks at its clock last of all, so only the way back lies between.
+        skew_s = answer.answered_at_unix - self._clock.wall()
+        return self._judge_back(answer, skew_s, address, target)
+
+    def _own_addresses(self, peer_address: str) -> list[str]:
+        """Where the peer should find us; loopback means something else on another machine."""
+        with_loopback = is_loopback(peer_address)
+        addresses = [way.address for way in ways_of(self._registry.own)]
+        return [a for a in addresses if with_loopback or not is_loopback(a)][:MAX_ADDRESSES]
+
+    def _judge_back(
+        self, answer: pb.CheckBackResponse, skew_s: float, address: str, target: Target
+    ) -> list[Line]:
+        peer = target.peer
+        here = Here(platform=self._machine.platform, python=self._machine.python)
+        dials = [_from_wire(result, peer) for result in answer.dials]
+        works = any(dial.outcome is Outcome.ANSWERED for dial in dials)
+        found: list[Line | None] = [
+            way_checks.check_back(dial, peer, here, others_work=works)
+            for dial in dials
+            if dial.error != NOT_YOURS or not works
+        ]
+        own = self._registry.own
+        theirs = Protocols(answer.protocol_min, answer.protocol_max)
+        age_s = answer.caller_age_s if answer.caller_age_s >= 0 else None
+        suspects = self._registry.suspects()
+        found += [
+            checks.check_skew(skew_s, own.ttl_s, peer),
+            checks.check_protocol(
+                Protocols(PROTOCOL_MIN, PROTOCOL_MAX), theirs, answer.version, peer
+            ),
+            checks.check_seen(age_s, own.ttl_s, address, peer),
+            checks.check_suspicion(
+                peer, of_them=peer.node_id in suspects, of_us=answer.is_caller_suspect
+            ),
+            checks.check_ring(
+                own.ring_address, target.card.ring_address if target.card else "", peer
+            ),
+        ]
+        if answer.conflicts:
+            found.append(
+                checks.check_conflicts(answer.conflicts, data_dir=str(self._machine.data_dir))
+            )
+        return [line for line in found if line is not None]
+
+
+def check_own_address(dial: Dial, me: Peer) -> Line:
+    """Judge a dial of this node to an address of its own: is it this node that answers there?"""
+    what = f"answers at {dial.address}"
+    if dial.outcome is Outcome.ANSWERED and dial.node_id == me.node_id:
+        return ok(what, f"this node does, after {dial.rtt_ms:.1f} ms")
+    match dial.outcome:
+        case Outcome.ANSWERED:
+            detail = f"another node does: {dial.node_id}"
+            command = shell("kakeya-node", "--advertise", "HOST:PORT")
+        case Outcome.UNTRUSTED | Outcome.DENIED:
+            detail = f"this node does not believe its own certificate: {dial.error}"
+            command = JOIN
+        case _:
+            detail = f"this node's card says so, and it is not there: {dial.error}"
+            command = shell("kakeya-node", "--bind", dial.address)
+    return fault(what, detail, command)
+
+
+def _no_answer(failure: grpc.aio.AioRpcError, peer: Peer) -> Line:
+    if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+        detail = f"{peer.name} cannot check back: its version knows no doctor"
+        return warning("checked back", detail, UPDATE, on=peer.name, peer=peer.name)
+    words = failure.details() or failure.code().name
+    detail = f"{peer.name} was asked to check back and did not: {words}"
+    return warning("checked back", detail, shell("kakeya", "doctor", peer.name), peer=peer.name)
+
+
+def _from_wire(result: pb.DialResult, peer: Peer) -> Dial:
+    outcome = Outcome.ANSWERED if result.is_reached else outcome_of(result.errno, peer.platform)
+    return Dial(
+        address=result.address,
+        outcome=outcome,
+        rtt_ms=result.rtt_ms,
+        errno=result.errno,
+        error=result.error,
+    )

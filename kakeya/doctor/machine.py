@@ -1,0 +1,189 @@
+"""Collects facts of this machine and has them judged; works with and without a running node.
+
+Every collector is bounded in time and tells a failure as a fact. Files and interfaces are looked
+at in a thread; programs (pmset, ping, the mlx self-test) are children that end with their limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kakeya.core.settings import Illegal, split_address
+from kakeya.doctor import machine_checks as judge
+from kakeya.doctor.machine_checks import FileFact, SelfTest
+from kakeya.doctor.report import Line, warning
+from kakeya.fleet.identity.identity import FOLDER as IDENTITY
+from kakeya.fleet.paths.interfaces import Interface, read_interfaces
+from kakeya.fleet.placement.ring import probe_ring_environment
+from kakeya.generation.spec import EMBEDDED_FOLDER
+
+SELF_TEST_S = 8.0
+_PROGRAM_S = 3.0
+_TEST_MODEL = EMBEDDED_FOLDER / "kakeya-tiny-draft"
+_KEYS = f"{IDENTITY}/*key.pem"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What a program printed and how it ended; `status` None = it had to be killed."""
+
+    status: int | None
+    stdout: str
+    stderr: str
+
+
+RunProgram = Callable[[Sequence[str], float], Awaitable[Output | None]]
+"""Runs a program with a limit in seconds; None = there is no such program."""
+
+
+async def run_program(command: Sequence[str], limit_s: float) -> Output | None:
+    """Run a program in a thread and collect what it prints; it does not outlive its limit.
+
+    A caller that is cancelled does not end it before: a child that asyncio spawns cannot be
+    cancelled safely while it starts.
+    """
+    return await asyncio.to_thread(_run, command, limit_s)
+
+
+def _run(command: Sequence[str], limit_s: float) -> Output | None:
+    try:
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s, check=False
+        )
+    except OSError:
+        return None
+    except subprocess.TimeoutExpired:
+        return Output(status=None, stdout="", stderr="")
+    return Output(
+        status=ended.returncode,
+        stdout=ended.stdout.decode("utf-8", "replace"),
+        stderr=ended.stderr.decode("utf-8", "replace"),
+    )
+
+
+class Machine:
+    """This machine as the doctor sees it."""
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        environ: Mapping[str, str],
+        platform: str = sys.platform,
+        python: str = sys.executable,
+        run: RunProgram = run_program,
+    ) -> None:
+        """`environ` is that of the process that is examined: a ring is described there."""
+        self.data_dir = data_dir
+        self.platform = platform
+        self.python = python
+        self._environ = environ
+        self._run = run
+
+    async def examine(self) -> tuple[Line, ...]:
+        """Collect and judge everything; takes at most `SELF_TEST_S` and a little."""
+        test, sleep, files = await asyncio.gather(
+            self._self_test(), self._sleep(), asyncio.to_thread(self._look)
+        )
+        found = [
+            *files,
+            sleep,
+            judge.check_ring_probe(probe_ring_environment(self._environ), self._environ),
+            judge.check_blas(test, self.platform),
+            judge.check_mlx(test, self.python),
+        ]
+        return tuple(line for line in found if line is not None)
+
+    async def pings(self, host: str) -> bool | None:
+        """Whether a host answers a ping; None = this machine has no ping."""
+        flags = ("-t", "1") if self.platform == "darwin" else ("-W", "1")
+        output = await self._run(("ping", "-c", "1", *flags, host), _PROGRAM_S)
+        return None if output is None else output.status == 0
+
+    def interfaces(self) -> tuple[Interface, ...]:
+        """Every address by which peers may reach this machine."""
+        return read_interfaces(self.platform)
+
+    async def _self_test(self) -> SelfTest:
+        command = (self.python, "-m", "kakeya.mlx.selftest", str(_TEST_MODEL))
+        output = await self._run(command, SELF_TEST_S)
+        return read_self_test(output)
+
+    async def _sleep(self) -> Line | None:
+        if self.platform != "darwin":
+            return None
+        output = await self._run(("pmset", "-g"), _PROGRAM_S)
+        return judge.check_sleep(judge.parse_pmset(output.stdout if output else ""))
+
+    def _look(self) -> tuple[Line, ...]:
+        existing = self.data_dir
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+        try:
+            disk = judge.check_disk(shutil.disk_usage(existing).free, self.data_dir)
+            files = judge.check_files(_files(self.data_dir), self.data_dir, os.getuid())
+        except OSError as problem:
+            reason = problem.strerror or str(problem)
+            line = warning("files", f"{self.data_dir}: {reason}", "kakeya-node --data-dir DIR")
+            return (judge.check_networks(self.interfaces(), self.platform), line)
+        return (judge.check_networks(self.interfaces(), self.platform), disk, files)
+
+
+def _files(folder: Path) -> list[FileFact]:
+    """Mode and owner of what keeps others out; nothing where no node ran yet."""
+    facts = []
+    for path in (folder, folder / "node.json", folder / IDENTITY, *folder.glob(_KEYS)):
+        with contextlib.suppress(FileNotFoundError):
+            found = path.lstat()
+            facts.append(FileFact(path=path, mode=found.st_mode & 0o777, uid=found.st_uid))
+    return facts
+
+
+def read_self_test(output: Output | None) -> SelfTest:
+    """Read what the self-test's child left behind."""
+    if output is None:
+        return SelfTest(error="python could not be started")
+    if output.status is None:
+        return SelfTest(error=f"not done within {SELF_TEST_S:g} s", is_unfinished=True)
+    if output.status != 0:
+        lines = output.stderr.strip().splitlines()
+        return SelfTest(error=lines[-1] if lines else f"it ended with status {output.status}")
+    try:
+        found = json.loads(output.stdout)
+        return SelfTest(
+            mlx=str(found["mlx"]),
+            device=str(found["device"]),
+            has_blas=bool(found["blas"]),
+            same_tokens=bool(found["same_tokens"]),
+            difference=float(found["difference"]),
+            scale=float(found["scale"]),
+        )
+    except (ValueError, KeyError, TypeError) as problem:
+        return SelfTest(error=f"its answer cannot be read: {problem!r}")
+
+
+def listen_fault(address: str) -> int:
+    """Try to listen on an address; return the errno that forbids it, 0 when nothing does."""
+    try:
+        host, port = split_address(address)
+        family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            probe.listen(1)
+    except OSError as problem:
+        return problem.errno or errno.EINVAL
+    except Illegal:
+        return errno.EINVAL
+    return 0

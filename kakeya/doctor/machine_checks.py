@@ -1,0 +1,199 @@
+"""Judges this machine: sleep, disk, files, ports, arithmetic, networks. Pure."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kakeya.core.units import GIB, MIB, format_bytes
+from kakeya.doctor.mends import is_mac, show_listener
+from kakeya.doctor.report import Line, fault, ok, shell, warning
+from kakeya.fleet.paths.interfaces import Interface
+from kakeya.fleet.placement.ring import RingEnvironment
+from kakeya.mlx.numerics.blas import HINT
+
+DISK_WARNING_BYTES = GIB
+DISK_FAULT_BYTES = 64 * MIB
+"""Less, and the node's own small files are no longer safe to write."""
+_PMSET_ROW = re.compile(r"^\s+(\w[\w ]*?)\s+(\d+)(?:\s+\(.*\))?\s*$", re.MULTILINE)
+_SAME = 1e-3
+"""Of the largest logit: rounding differs with the shape of a product, a wrong row is far off."""
+_PRIVATE = 0o077
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfTest:
+    """What the child said of mlx; `error` "" = it said it. `is_unfinished`: it took too long."""
+
+    mlx: str = ""
+    device: str = ""
+    has_blas: bool = False
+    same_tokens: bool = False
+    difference: float = 0.0
+    scale: float = 0.0
+    error: str = ""
+    is_unfinished: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFact:
+    """One file or folder of the data directory."""
+
+    path: Path
+    mode: int
+    uid: int
+
+
+# --- sleep
+
+
+def parse_pmset(text: str) -> dict[str, int]:
+    """Read the settings in use out of `pmset -g`."""
+    _, _, in_use = text.partition("Currently in use:")
+    return {name: int(value) for name, value in _PMSET_ROW.findall(in_use)}
+
+
+def check_sleep(settings: Mapping[str, int]) -> Line:
+    """Judge a Mac's power settings, as `parse_pmset` reads them: a node must not sleep."""
+    if "sleep" not in settings:
+        return warning("sleep", "pmset did not tell the power settings", "pmset -g")
+    minutes = settings["sleep"]
+    wrong, change = [], []
+    if minutes:
+        wrong.append(f"this Mac sleeps after {minutes} min without a user, and its models with it")
+        change += ["sleep", "0"]
+        if not settings.get("womp", 1):
+            wrong.append("the network does not wake it")
+            change += ["womp", "1"]
+        if settings.get("powernap", 0):
+            wrong.append("power nap makes it appear and vanish meanwhile")
+            change += ["powernap", "0"]
+    if settings.get("disksleep", 0):
+        wrong.append(f"its disk sleeps after {settings['disksleep']} min")
+        change += ["disksleep", "0"]
+    if not wrong:
+        return ok("sleep", "this Mac stays awake")
+    return warning("sleep", "; ".join(wrong), shell("sudo", "pmset", "-a", *change))
+
+
+# --- files
+
+
+def check_disk(free_bytes: int, folder: Path) -> Line:
+    """Judge the room on the disk of the data directory."""
+    room = f"{format_bytes(free_bytes)} free for {folder}"
+    largest = "du -xh -d 2 ~ | sort -h | tail -20"
+    if free_bytes < DISK_FAULT_BYTES:
+        return fault("disk", f"only {room}: the node cannot keep its state safely", largest)
+    if free_bytes < DISK_WARNING_BYTES:
+        return warning("disk", f"only {room}: no model can be downloaded", largest)
+    return ok("disk", room)
+
+
+def check_files(facts: Sequence[FileFact], folder: Path, uid: int) -> Line:
+    """Judge whether the data directory and what is secret in it belong to this user alone."""
+    if not facts:
+        return ok("files", f"no node ran in {folder} yet")
+    foreign = [fact for fact in facts if fact.uid != uid]
+    if foreign:
+        detail = f"{foreign[0].path} belongs to user {foreign[0].uid}, and this is user {uid}"
+        return fault("files", detail, shell("sudo", "chown", "-R", str(uid), str(folder)))
+    open_ones = [fact for fact in facts if fact.mode & _PRIVATE]
+    if not open_ones:
+        return ok("files", f"{folder} is open to its owner alone")
+    worst = max(open_ones, key=lambda fact: (fact.path.name.endswith("key.pem"), fact.path.name))
+    detail = f"other users can use {worst.path} (mode {worst.mode & 0o777:o})"
+    command = shell("chmod", "-R", "go-rwx", str(folder))
+    if worst.path.name.endswith("key.pem"):
+        return fault("files", f"{detail}, a private key", command)
+    return warning("files", detail, command)
+
+
+def check_port(flag: str, address: str, number: int) -> Line:
+    """Judge whether a node that is started now could listen there; `number` 0 = it could."""
+    what = f"port {address}"
+    port = address.rpartition(":")[2]
+    match number:
+        case 0:
+            return ok(what, "free")
+        case errno.EADDRINUSE:
+            detail = f"another program listens there; end it, or start the node with {flag}"
+            return fault(what, detail, show_listener(port))
+        case errno.EADDRNOTAVAIL:
+            detail = "no interface of this machine has that address"
+            return fault(what, detail, shell("kakeya-node", flag, f"127.0.0.1:{port}"))
+        case _:
+            detail = f"cannot be listened on (errno {number}); ports below 1024 are root's"
+            return fault(what, detail, shell("kakeya-node", flag, "127.0.0.1:0"))
+
+
+# --- arithmetic
+
+
+def check_blas(test: SelfTest, platform: str) -> Line | None:
+    """Judge whether mlx multiplies fast on a CPU; None where that is not known."""
+    if test.error:
+        return None
+    if is_mac(platform):
+        return ok("blas", "Accelerate")
+    if test.has_blas:
+        return ok("blas", "OpenBLAS")
+    detail = "OpenBLAS is missing: prompts are read 10 to 40 times slower than they could be"
+    return warning("blas", detail, f"sudo {HINT}")
+
+
+def check_mlx(test: SelfTest, python: str) -> Line:
+    """Judge whether mlx runs here and computes a batch of two as it does each row alone."""
+    reinstall = shell(python, "-m", "pip", "install", "--upgrade", "mlx", "mlx-lm")
+    if test.is_unfinished:
+        detail = f"the self-test was {test.error}: the machine is busy, or mlx hangs"
+        return warning("mlx", detail, "kakeya doctor")
+    if test.error:
+        return fault("mlx", f"the self-test did not pass: {test.error}", reinstall)
+    where = f"mlx {test.mlx} on {test.device}"
+    if not test.same_tokens or not test.difference <= _SAME * max(1.0, test.scale):
+        detail = (
+            f"{where} computes other numbers for two rows at once than for each alone "
+            f"(by {test.difference:.2g} of {test.scale:.2g}): batched answers would be wrong"
+        )
+        return fault("mlx", detail, reinstall)
+    return ok("mlx", f"{where}: two rows at once give what each gives alone")
+
+
+def check_ring_probe(ring: RingEnvironment, environ: Mapping[str, str]) -> Line:
+    """Judge the mlx.distributed ring of this process; being in none is nothing wrong."""
+    if ring.is_available:
+        return ok("ring", f"rank {ring.rank} of {ring.world_size} ({ring.backend})")
+    if not environ.get("MLX_RANK"):
+        return ok("ring", "none: not started by mlx.launch, and needed by no feature")
+    detail = f"started by mlx.launch, and yet in no ring: {ring.failure_reason}"
+    return warning("ring", detail, "mlx.launch --hostfile HOSTS.json scripts/kakeya-node")
+
+
+# --- networks
+
+
+def link_to(host: str, interfaces: Sequence[Interface]) -> str:
+    """The own interface on whose network a host is; "" = on none of them."""
+    try:
+        wanted = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return ""
+    return next((own.name for own in interfaces if wanted in own.link), "")
+
+
+def check_networks(interfaces: Sequence[Interface], platform: str) -> Line:
+    """Judge whether this machine is on any network that peers share."""
+    if not interfaces:
+        command = "networksetup -listallhardwareports" if is_mac(platform) else "ip address"
+        return warning("networks", "none: only this machine itself can reach this node", command)
+    named = [
+        f"{own.ip} on {own.name} ({own.priority.network})"
+        for own in interfaces
+        if not (own.ip.version == 6 and own.ip.is_link_local)
+    ]
+    return ok("networks", "; ".join(named) or "link-local addresses alone")

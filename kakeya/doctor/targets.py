@@ -1,0 +1,77 @@
+"""Whom an examination is about: peers by the names that people use. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kakeya.core.errors import InvalidArgument, NotFound
+from kakeya.core.settings import Illegal, nearest, peer_address
+from kakeya.doctor.way_checks import Peer
+from kakeya.fleet.cards.cards import Card, Endpoint
+
+MAX_PEERS = 8
+"""Looked at when none is named; a desk has fewer."""
+_SHORT_ID_CHARS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A peer to look at and the ways to it; without a card it is an address and nothing more."""
+
+    peer: Peer
+    ways: tuple[Endpoint, ...]
+    card: Card | None = None
+
+
+def name_of(card: Card) -> str:
+    """What people call a node: its label, else its id, of which the beginning is enough."""
+    if card.label:
+        return card.label
+    return card.node_id if len(card.node_id) <= 40 else card.node_id[:_SHORT_ID_CHARS]
+
+
+def ways_of(card: Card) -> tuple[Endpoint, ...]:
+    """Every way to a node, the one it names first among them, each address once."""
+    ways = {way.address: way for way in card.endpoints if way.address}
+    if card.grpc_address:
+        ways.setdefault(card.grpc_address, Endpoint(card.grpc_address))
+    return tuple(ways.values())
+
+
+def find_targets(wanted: str, cards: Sequence[Card]) -> tuple[Target, ...]:
+    """Find what a person named among the cards of peers; "" means everybody, up to `MAX_PEERS`.
+
+    A node id, the beginning of one, a label or HOST:PORT. Raises NotFound and InvalidArgument.
+    """
+    if not wanted:
+        return tuple(_target(card) for card in cards[:MAX_PEERS])
+    for matches in (
+        [card for card in cards if card.node_id == wanted],
+        [card for card in cards if any(way.address == wanted for way in ways_of(card))],
+        [card for card in cards if card.label.casefold() == wanted.casefold()],
+        [card for card in cards if card.node_id.startswith(wanted)],
+    ):
+        if len(matches) > 1:
+            ids = ", ".join(card.node_id[:_SHORT_ID_CHARS] for card in matches)
+            raise InvalidArgument(f"{wanted!r} names {len(matches)} nodes: {ids}; give more of one")
+        if matches:
+            return (_target(matches[0]),)
+    return (_stranger(wanted, cards),)
+
+
+def _target(card: Card) -> Target:
+    peer = Peer(name=name_of(card), node_id=card.node_id, platform=card.platform)
+    return Target(peer=peer, ways=ways_of(card), card=card)
+
+
+def _stranger(wanted: str, cards: Sequence[Card]) -> Target:
+    try:
+        address = peer_address(wanted)
+    except Illegal:
+        near = nearest(wanted, [name_of(card) for card in cards])
+        raise NotFound(
+            f"no live node is called {wanted!r}{near}; give a label, a node id or its beginning "
+            "(kakeya status shows them), or HOST:PORT"
+        ) from None
+    return Target(peer=Peer(name=address), ways=(Endpoint(address),))

@@ -1,0 +1,277 @@
+"""Judges dials: from this node to a peer's endpoints, from the peer to ours. Pure.
+
+A way that does not work is a warning while another way to the same node does, and a fault
+otherwise: gossip and drafts need one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kakeya.doctor.dials import Dial, Outcome
+from kakeya.doctor.mends import (
+    JOIN,
+    LOCAL_NETWORK,
+    OPEN_LOCAL_NETWORK,
+    is_mac,
+    open_port,
+    set_clock,
+    show_listener,
+    show_route,
+    span,
+)
+from kakeya.doctor.report import Level, Line, ok, shell, warning
+from kakeya.fleet.cards.cards import Endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here:
+    """This machine, as far as dials depend on it.
+
+    `link_to` is the own interface on whose network the dialled host is, "" = none; `pings` says
+    whether the host answers ping, None = not tried.
+    """
+
+    platform: str
+    python: str
+    is_member: bool = False
+    link_to: str = ""
+    pings: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """The node that is looked at; `name` is for people, `node_id` "" = not known yet."""
+
+    name: str
+    node_id: str = ""
+    platform: str = ""
+
+
+class _Cause(NamedTuple):
+    """Why a dial failed, the command that mends it, and whether to type it at the peer."""
+
+    detail: str
+    command: str
+    is_theirs: bool = False
+
+
+def check_way(
+    way: Endpoint, dial: Dial, peer: Peer, here: Here, *, now: float, others_work: bool
+) -> Line:
+    """Judge a dial from this node to one endpoint of a peer."""
+    what = f"reach {way.address}" + (f" ({way.network})" if way.network else "")
+    if dial.outcome is Outcome.ANSWERED and dial.node_id in (peer.node_id, ""):
+        return ok(what, f"answers after {dial.rtt_ms:.1f} ms", peer=peer.name)
+    if dial.outcome is Outcome.ANSWERED and not peer.node_id:
+        return ok(what, f"{dial.node_id} answers after {dial.rtt_ms:.1f} ms", peer=peer.name)
+    cause = _cause(dial, peer, here, now)
+    return _bad(what, cause, peer, others_work=others_work)
+
+
+def not_dialled(address: str, reason: str, peer: Peer) -> Line:
+    """Tell of an address that a card names and that this node never dials of its own accord."""
+    return ok(f"reach {address}", f"not dialled, nor ever used: {reason}", peer=peer.name)
+
+
+def _cause(dial: Dial, peer: Peer, here: Here, now: float) -> _Cause:
+    match dial.outcome:
+        case Outcome.ANSWERED:
+            return _Cause(
+                f"another node answers there: {dial.node_id}; the address was given to it since",
+                "kakeya status",
+            )
+        case Outcome.UNTRUSTED:
+            return _cause_of_distrust(dial, here, now)
+        case Outcome.DENIED:
+            return _Cause(f"the node there answers and refuses this one: {dial.error}", JOIN)
+        case Outcome.SILENT | Outcome.NO_NODE | Outcome.REFUSED:
+            return _cause_at_port(dial)
+        case _:
+            return _cause_in_network(dial, peer, here)
+
+
+def _cause_at_port(dial: Dial) -> _Cause:
+    """The machine is there; the port is not a node's."""
+    port = _port(dial.address)
+    if dial.outcome is Outcome.REFUSED:
+        return _Cause(
+            f"the machine is there and refuses port {port}: no node listens at that address",
+            shell("kakeya-node", "--bind", dial.address),
+            is_theirs=True,
+        )
+    if dial.outcome is Outcome.SILENT:
+        detail = (
+            f"port {port} takes the connection and says nothing: the node there hangs, or another "
+            "program has the port"
+        )
+    else:
+        detail = f"another program answers on port {port} ({dial.error})"
+    return _Cause(detail, show_listener(port), is_theirs=True)
+
+
+def _cause_in_network(dial: Dial, peer: Peer, here: Here) -> _Cause:
+    """No connection was made."""
+    host, port = _host(dial.address), _port(dial.address)
+    match dial.outcome:
+        case Outcome.TIMEOUT:
+            return _Cause(
+                f"no answer at all: a firewall there drops calls to port {port}, or the machine "
+                "sleeps or is off",
+                open_port(peer.platform or here.platform, port),
+                is_theirs=True,
+            )
+        case Outcome.HOST_UNREACHABLE if is_mac(here.platform) and (here.link_to or here.pings):
+            seen = f"{host} is on the network of {here.link_to}" if here.link_to else "it pings"
+            return _Cause(
+                f"macOS keeps this node from the local network (errno {dial.errno} though {seen}):"
+                f" {LOCAL_NETWORK}",
+                OPEN_LOCAL_NETWORK,
+            )
+        case Outcome.HOST_UNREACHABLE:
+            return _Cause(
+                f"no machine has the address {host} now ({_errno(dial)}): it is off, asleep or on "
+                "another network",
+                shell("ping", "-c", "3", host),
+            )
+        case Outcome.NO_ROUTE:
+            return _Cause(
+                f"this machine has no way to {host} ({_errno(dial)}): join the same network, or "
+                "plug the cable in",
+                show_route(here.platform, host),
+            )
+        case Outcome.FORBIDDEN:
+            return _Cause(
+                f"this machine forbids the call ({_errno(dial)}): a firewall rule or a sandbox",
+                open_port(here.platform, port, here.python),
+            )
+        case _:
+            return _Cause(f"the call failed: {_errno(dial)}", show_route(here.platform, host))
+
+
+def _cause_of_distrust(dial: Dial, here: Here, now: float) -> _Cause:
+    """The network let the dial through, and one of the two nodes did not believe the other."""
+    shown = dial.shown
+    if shown is not None and not here.is_member:
+        return _Cause("the node there belongs to a fleet, and this one to none", JOIN)
+    if shown is not None and now > shown.not_after_at:
+        detail = f"its certificate ended {span(now - shown.not_after_at)} ago ({dial.error})"
+        return _Cause(detail, JOIN, is_theirs=True)
+    if shown is not None and now < shown.not_before_at:
+        return _Cause(
+            f"its certificate begins only in {span(shown.not_before_at - now)}: one of the two "
+            "clocks is wrong, likely this one",
+            set_clock(here.platform),
+        )
+    if shown is not None:
+        detail = f"its certificate is in date, yet one of the two is not believed ({dial.error})"
+        return _Cause(f"{detail}: another fleet, or revoked", JOIN, is_theirs=True)
+    if here.is_member:
+        detail = f"it shows no certificate ({dial.error}): it belongs to no fleet"
+        return _Cause(detail, JOIN, is_theirs=True)
+    detail = f"port {_port(dial.address)} ends the connection ({dial.error})"
+    return _Cause(detail, show_listener(_port(dial.address)), is_theirs=True)
+
+
+def check_path(used: str, ways: Sequence[tuple[Endpoint, Dial]], peer: Peer) -> Line | None:
+    """Judge whether calls take the best way that works; None when none works."""
+    working = {way.address: (way, dial) for way, dial in ways if dial.outcome is Outcome.ANSWERED}
+    if not working:
+        return None
+    best, best_dial = min(working.values(), key=lambda pair: (_rank(pair[0]), pair[1].rtt_ms))
+    wished = min((way for way, _ in ways), key=_rank)
+    if used in working and _rank(working[used][0]) > _rank(best):
+        way, dial = working[used]
+        return warning(
+            "path",
+            f"calls go over {_named(way)} ({dial.rtt_ms:.1f} ms) although {_named(best)} works "
+            f"({best_dial.rtt_ms:.1f} ms); a node takes the better way back within 30 s",
+            shell("kakeya", "doctor", peer.name),
+            peer=peer.name,
+        )
+    if _rank(wished) < _rank(best):
+        return warning(
+            "path",
+            f"calls go over {_named(best)} because {_named(wished)} does not work",
+            _mend_link(wished, peer),
+            peer=peer.name,
+        )
+    of = f", the best of {len(ways)} ways" if len(ways) > 1 else ""
+    return ok("path", f"calls go over {_named(best)}{of}", peer=peer.name)
+
+
+def check_back(dial: Dial, peer: Peer, here: Here, *, others_work: bool) -> Line:
+    """Judge a dial from the peer to one address of this node."""
+    what = f"reached at {dial.address}"
+    if dial.outcome is Outcome.ANSWERED:
+        detail = f"{peer.name} reaches this node after {dial.rtt_ms:.1f} ms"
+        return ok(what, detail, peer=peer.name)
+    return _bad(what, _cause_of_back(dial, peer, here), peer, others_work=others_work)
+
+
+def _cause_of_back(dial: Dial, peer: Peer, here: Here) -> _Cause:
+    match dial.outcome:
+        case Outcome.TIMEOUT:
+            return _Cause(
+                f"{peer.name} gets no answer: the firewall of this machine drops what comes",
+                open_port(here.platform, _port(dial.address), here.python),
+            )
+        case Outcome.REFUSED:
+            return _Cause(
+                f"{peer.name} is refused: this node does not listen on that address",
+                shell("kakeya-node", "--bind", dial.address),
+            )
+        case Outcome.HOST_UNREACHABLE if is_mac(peer.platform):
+            return _Cause(
+                f"{peer.name} is a Mac that cannot call this node (errno {dial.errno}), which "
+                f"calls it: there, {LOCAL_NETWORK}",
+                OPEN_LOCAL_NETWORK,
+                is_theirs=True,
+            )
+        case Outcome.HOST_UNREACHABLE | Outcome.NO_ROUTE:
+            return _Cause(
+                f"{peer.name} has no way to that address ({_errno(dial)})",
+                show_route(peer.platform, _host(dial.address)),
+                is_theirs=True,
+            )
+        case _:
+            return _Cause(f"{peer.name} says: {dial.error}", "kakeya doctor", is_theirs=True)
+
+
+def _bad(what: str, cause: _Cause, peer: Peer, *, others_work: bool) -> Line:
+    return Line(
+        level=Level.WARNING if others_work else Level.FAULT,
+        what=what,
+        detail=cause.detail,
+        command=cause.command,
+        on=peer.name if cause.is_theirs else "",
+        peer=peer.name,
+    )
+
+
+def _rank(way: Endpoint) -> int:
+    return way.priority or 1 << 30
+
+
+def _named(way: Endpoint) -> str:
+    return f"{way.network} {way.address}" if way.network else way.address
+
+
+def _mend_link(way: Endpoint, peer: Peer) -> str:
+    if way.network == "thunderbolt":
+        return shell("networksetup", "-setdhcp", "Thunderbolt Bridge")
+    return shell("kakeya", "doctor", peer.name)
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
+
+
+def _errno(dial: Dial) -> str:
+    return f"errno {dial.errno}: {dial.error}" if dial.errno else dial.error

@@ -1,0 +1,1 @@
+"""The adapters in an engine's slots: loads from pages, and which sequence uses which."""

@@ -1,0 +1,163 @@
+"""Which adapter is in which slot of the engine, and who computes with it.
+
+A slot that a running sequence uses is never written. An adapter that is loaded again with another
+content gets another slot: sequences that began with the old one end with it, new ones use the new
+one, and the old slot is free when its last sequence has ended. Belongs to the model thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kakeya.adapters.files.packed import PackedAdapter
+from kakeya.core.errors import (
+    Conflict,
+    InvalidArgument,
+    KakeyaError,
+    MemoryRefused,
+    NotFound,
+    PageFreed,
+)
+from kakeya.core.units import format_bytes
+from kakeya.engine.adapters.pages import ReadAdapter
+from kakeya.engine.model import AdapterBank
+from kakeya.engine.queue.room import RETRY_S
+
+
+@dataclass(slots=True, eq=False)
+class AdapterUse:
+    """An adapter in a slot; `content` is equal only for equal adapters, `users` run with it."""
+
+    adapter_id: str
+    slot: int
+    content: str
+    users: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedAdapter:
+    """Where an adapter is, and what it takes there."""
+
+    slot: int
+    nbytes: int
+
+
+class EngineAdapters:
+    """Fills slots, and lends adapters to sequences."""
+
+    def __init__(
+        self,
+        bank: AdapterBank,
+        room_bytes: Callable[[], int | None] = lambda: None,
+        grown: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`room_bytes` is what new slots may take, None = without a bound; `grown` is called when
+        there are some."""
+        self._bank = bank
+        self._room_bytes = room_bytes
+        self._grown = grown
+        self._loaded: dict[str, AdapterUse] = {}
+        self._free = list(range(bank.count, 0, -1))
+
+    def load(self, adapter_id: str, read: ReadAdapter, instead_of: str = "") -> LoadedAdapter:
+        """Take an adapter into a slot; a no-op for one that is there.
+
+        `instead_of` is idle and leaves its slot. Raises MemoryRefused without a free slot or room
+        for it, InvalidArgument when it does not fit the model, Conflict when `instead_of` is in
+        use; nothing is changed then. PageFreed when `read` was closed, or its pages went meanwhile.
+        """
+        if not adapter_id:
+            raise InvalidArgument("an adapter needs a name", param="adapter_id")
+        adapter = read.adapter
+        if adapter is None:
+            raise PageFreed(f"adapter {adapter_id!r} was to be loaded when its pages were let go")
+        try:
+            return self._load(adapter_id, adapter, read, instead_of)
+        except KakeyaError as refusal:
+            # Whoever has the error would hold views of the pages with its frames.
+            raise refusal.with_traceback(None) from None
+
+    def unload(self, adapter_id: str) -> bool:
+        """Free a slot; False where it held none. Raises Conflict for one in use."""
+        self._check_idle(adapter_id)
+        held = self._loaded.pop(adapter_id, None)
+        if held is None:
+            return False
+        self._free.append(held.slot)
+        return True
+
+    def ids(self) -> tuple[str, ...]:
+        """What is in a slot."""
+        return tuple(self._loaded)
+
+    def enter(self, adapter_id: str) -> AdapterUse:
+        """Begin to compute with an adapter, until `leave`. Raises NotFound."""
+        held = self._loaded.get(adapter_id)
+        if held is None:
+            raise NotFound(f"adapter {adapter_id!r} is not loaded in this engine; load it first")
+        held.users += 1
+        return held
+
+    def leave(self, use: AdapterUse) -> None:
+        """End it; once for each `enter`."""
+        use.users -= 1
+        if not use.users and self._loaded.get(use.adapter_id) is not use:
+            self._free.append(use.slot)
+
+    def _load(
+        self, adapter_id: str, adapter: PackedAdapter, read: ReadAdapter, instead_of: str
+    ) -> LoadedAdapter:
+        held = self._loaded.get(adapter_id)
+        if instead_of == adapter_id:
+            instead_of = ""
+        self._check_idle(instead_of)
+        if held is not None and held.content == read.content:
+            self.unload(instead_of)
+        else:
+            self._check_room(adapter)
+            self.unload(instead_of)
+            slot = self._slot_for(adapter_id, held)
+            before = self._bank.nbytes
+            try:
+                self._bank.load(slot, adapter)
+                # The agent may have given up to wait, and the pages with it.
+                read.check()
+            except BaseException:
+                self._free.append(slot)
+                if held is not None and held.slot == slot:
+                    del self._loaded[adapter_id]
+                raise
+            held = self._loaded[adapter_id] = AdapterUse(adapter_id, slot, read.content)
+            if self._bank.nbytes != before:
+                self._grown()
+        return LoadedAdapter(slot=held.slot, nbytes=self._bank.slot_bytes())
+
+    def _check_idle(self, adapter_id: str) -> None:
+        held = self._loaded.get(adapter_id)
+        if held is not None and held.users:
+            raise Conflict(
+                f"{held.users} generations compute with adapter {adapter_id!r}; "
+                "unload it when they have ended"
+            )
+
+    def _check_room(self, adapter: PackedAdapter) -> None:
+        """The first adapter that names a layer allocates all slots of that layer."""
+        missing = self._bank.missing_bytes(adapter)
+        room = self._room_bytes() if missing else None
+        if room is not None and missing > room:
+            raise MemoryRefused(
+                f"slots for this adapter's layers take {format_bytes(missing)}, and the engine's "
+                f"limit leaves {format_bytes(room)}",
+                retry_after_s=RETRY_S,
+            )
+
+    def _slot_for(self, adapter_id: str, held: AdapterUse | None) -> int:
+        if held is not None and not held.users:
+            return held.slot
+        if not self._free:
+            raise MemoryRefused(
+                f"no slot for adapter {adapter_id!r}: all {self._bank.count} hold one; "
+                "unload another first"
+            )
+        return self._free.pop()

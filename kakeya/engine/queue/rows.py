@@ -1,0 +1,99 @@
+"""A generation from its arrival to its end: what was submitted, and what is known of it since."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kakeya.core.errors import KakeyaError
+from kakeya.engine.job import DecodeJob, EngineFrame
+from kakeya.engine.queue.policy import Claim
+from kakeya.engine.steps.sequence import Launch, SequenceRun, Step
+from kakeya.memory.pages.page_ref import PageRef
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One submitted generation. `cancel` may be called from any thread."""
+
+    job: DecodeJob
+    on_frame: Callable[[EngineFrame], None]
+    on_error: Callable[[KakeyaError], None]
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+    _tell: Callable[[], None] = lambda: None
+
+    def cancel(self) -> None:
+        """End it before its next step; what it committed stays in its KV."""
+        self._cancelled.set()
+        self._tell()
+
+    def tell(self, call: Callable[[], None]) -> None:
+        """Have somebody told, on the thread that cancels it; at once if that was done."""
+        self._tell = call
+        if self.cancelled:
+            call()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody gave it up."""
+        return self._cancelled.is_set()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Row(Claim):
+    """A generation; `run` once it has begun, and while it is parked too.
+
+    `launch` is a plain step that is due and waits for the others'.
+    """
+
+    ticket: Ticket
+    run: SequenceRun | None = None
+    steps: Iterator[Step] = field(default_factory=lambda: iter(()))
+    launch: Launch | None = None
+    placed_s: float = 0.0
+    chunk_ended_s: float = 0.0
+    """When its last chunk was done."""
+    headroom: int = 0
+    """Tokens that it can still make with the room that is set aside for it."""
+    pages: tuple[PageRef, ...] | None = None
+    """Lent for its KV while it is parked, () = there are none; `asked_s` is when they were asked
+    for."""
+    asked_s: float | None = None
+    asks: int = 0
+    is_stowed: bool = False
+    """Its KV lies in them."""
+    has_drafts: bool = False
+    is_prefilling: bool = False
+    has_spoken: bool = False
+    is_over: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV it holds."""
+        return 0 if self.run is None else self.run.length
+
+    @property
+    def prompt_left(self) -> int:
+        """Tokens of its prompt that are to be computed."""
+        return max(0, len(self.ticket.job.token_ids) - 1 - self.length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Who gets a place now; `parks` of those that run make place for it, then `drops` of those
+    that are parked lose their KV."""
+
+    row: Row
+    parks: tuple[Row, ...] = ()
+    drops: tuple[Row, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How busy the thread is. `batch_rows` were in the last shared forward, 0 = none was yet, 1 =
+    it failed, and sequences take turns; parked sequences are among the waiting."""
+
+    running: int
+    waiting: int
+    batch_rows: int = 0

@@ -1,0 +1,1 @@
+"""What the engine computes next: prefill, draft, verify, commit, for every sequence that runs."""

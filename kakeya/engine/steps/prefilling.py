@@ -1,0 +1,106 @@
+"""The prompts that are being computed, beside the sequences that decode: whose chunk comes next.
+
+Between two rounds of those that decode, chunks are computed as they fit the time that these can
+wait (`policy`). While one has not said its first word yet, prompts are held back for a few rounds:
+it says it soon. What chunks take is told to `pace`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from kakeya.engine.queue.pace import Pace
+from kakeya.engine.queue.policy import SPECULATIVE, is_chunk_due
+from kakeya.engine.queue.queue import Line
+from kakeya.engine.queue.rows import Row
+
+_HELD_BACK_ROUNDS = 2
+"""A sequence says its first word two rounds after its prompt was done."""
+
+
+class Prefilling:
+    """Belongs to the model thread. `rows` prefill; `chunks` were computed in all, and `round_s` is
+    what this round has spent on prompts."""
+
+    __slots__ = (
+        "_began_s",
+        "_chunks_in_round",
+        "_ended_s",
+        "_first",
+        "_held_back",
+        "_line",
+        "_pace",
+        "_timer",
+        "chunks",
+        "round_s",
+        "rows",
+    )
+
+    def __init__(self, line: Line, pace: Pace, timer: Callable[[], float]) -> None:
+        self.rows: list[Row] = []
+        self.chunks = 0
+        self.round_s = 0.0
+        self._line = line
+        self._pace = pace
+        self._timer = timer
+        self._chunks_in_round = self._held_back = 0
+        self._began_s = 0.0
+        self._first = 0
+        # When the last chunk was done; None = the time from there to the next one tells nothing.
+        self._ended_s: float | None = None
+
+    def enter(self, row: Row) -> None:
+        """A row has a place now; it joins if something of its prompt is to be computed."""
+        row.is_prefilling = row.prompt_left > 0 or row.ticket.job.max_tokens == 0
+        if row.is_prefilling:
+            self.rows.append(row)
+
+    def leave(self, row: Row) -> None:
+        """A row has no place any more."""
+        if row in self.rows:
+            self.rows.remove(row)
+
+    def begin_round(self) -> None:
+        """Those that decode take their turns."""
+        self._chunks_in_round, self.round_s = 0, 0.0
+
+    def due(self, running: Collection[Row]) -> Row | None:
+        """Whose chunk comes before the next round; None = nobody's."""
+        is_beside = len(self.rows) < len(running)
+        row = self._line.next_chunk(
+            self.rows, self.chunks, self._timer(), somebody_decodes=is_beside
+        )
+        if row is None or not is_beside:
+            return row
+        is_mute = self._held_back < _HELD_BACK_ROUNDS and any(
+            not one.has_spoken and not one.is_prefilling for one in running
+        )
+        chunks, next_s = self._chunks_in_round, self._line.chunk_s(row)
+        is_due = is_chunk_due(chunks, self.round_s, next_s, somebody_is_mute=is_mute)
+        self._held_back = 0 if is_due or chunks else self._held_back + 1
+        return row if is_due else None
+
+    def begin_chunk(self, row: Row) -> None:
+        """The chunk of a row is computed now; `end_chunk` says when that is over."""
+        self._began_s, self._first = self._timer(), row.length
+        self.chunks += 1
+        self._chunks_in_round += 1
+        row.served = self.chunks
+
+    def end_chunk(self, row: Row) -> None:
+        """The chunk was computed, or the row is over."""
+        now_s = self._timer()
+        took_s = now_s - self._began_s
+        self.round_s += took_s
+        if self._ended_s is not None and row.priority != SPECULATIVE:
+            self._pace.interleaved(took_s, self._began_s - self._ended_s)
+        self._ended_s, row.chunk_ended_s = None, now_s
+        if row.is_over:
+            return
+        self._pace.computed(self._first, row.length, took_s)
+        row.work_s = self._line.prompt_s(row)
+        if not row.prompt_left and row.ticket.job.max_tokens:
+            row.is_prefilling = False
+            self.rows.remove(row)
+        if self.rows and row.priority != SPECULATIVE:
+            self._ended_s = now_s

@@ -1,0 +1,388 @@
+"""The model thread: sequences take turns on one model, and share the forwards that they can share.
+
+Everything that touches the model runs here, on one thread: sequences, drafts for peers and
+questions (between steps, first come first served). In a round each sequence that decodes has one
+turn: a block with drafts, in a forward of its own, or a plain step, which those that are to take
+one take together at the end. Then a chunk of a prompt is computed, or as many as fit the time that
+those that decode can wait; while nobody decodes, one after the other. Who joins or leaves changes
+nothing for the others.
+
+Who gets a place, whose chunk is next and who makes place for whom is said in `policy`; who waits is
+kept in `line`. A sequence that makes place is parked between two of its steps: its KV stays as long
+as there is room, then lies in pages (see `parking`), and it goes on from there.
+
+Other threads hand in work through a queue and get frames through a callback. A cancelled sequence
+ends before its next step. A fault ends the sequence that it happened in, never the thread. When
+those that run outgrow the KV bound, or the memory limit, nobody computes until the weakest made
+place (see `room`, `limits`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from kakeya.core.errors import KakeyaError
+from kakeya.core.log import event
+from kakeya.engine.faults import as_kakeya_error
+from kakeya.engine.inbox import Inbox
+from kakeya.engine.job import DoneFrame, EngineFrame, ExportedFrame, ImportedFrame, TokensFrame
+from kakeya.engine.kv.parking import Parking
+from kakeya.engine.limits import Limits
+from kakeya.engine.model import Model
+from kakeya.engine.queue.pace import Pace
+from kakeya.engine.queue.policy import OUTPUT_WEIGHT, ROUND_S, weakest
+from kakeya.engine.queue.queue import Line
+from kakeya.engine.queue.rows import Load, Row, Ticket
+from kakeya.engine.steps.prefilling import Prefilling
+from kakeya.engine.steps.sequence import Launch, SequenceRun, SequenceTools
+from kakeya.engine.steps.shared_forwards import SharedForwards
+
+__all__ = ["Load", "Scheduler", "Ticket"]
+_log = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
+_TIDY_EVERY_UNITS = 512
+_ASIDES = (ImportedFrame, ExportedFrame)
+"""Frames between which nothing is computed that counts as a turn."""
+
+
+class Scheduler:
+    """Owns the running sequences. Construct anywhere; `run` is the thread's body."""
+
+    def __init__(
+        self,
+        model: Model,
+        tools: SequenceTools,
+        *,
+        max_running: int,
+        limits: Limits | None = None,
+    ) -> None:
+        self.limits = limits or Limits(model, tools.slots)
+        self._room = self.limits.room
+        self._model = model
+        self._tools = tools
+        self._inbox = Inbox(tools.timer)
+        self._pace = Pace(model.facts)
+        self._line = Line(
+            self._room,
+            tools.slots,
+            model.facts,
+            self._pace,
+            places=max_running,
+            memory_bytes=self.limits.room_bytes,
+        )
+        self._parking = Parking(self._line, model.facts, tools.timer, lost=self._lose)
+        self.limits.drop_parked = self._parking.drop_until
+        self.lend = self._parking.lend
+        self._running: list[Row] = []
+        self._prefilling = Prefilling(self._line, self._pace, tools.timer)
+        self._turns: deque[Row] = deque()
+        self._forwards = SharedForwards(model, tools.controller, tools.timer)
+        self._latest: Row | None = None
+        self._is_device_idle = True
+        self._keeps_limit = True
+        self._units = 0
+
+    def submit(self, ticket: Ticket) -> None:
+        """Queue a generation; thread-safe."""
+        self._inbox.submit(ticket)
+
+    def call(self, work: Callable[[], _Answer]) -> Future[_Answer]:
+        """Run `work` on the model thread between two steps; thread-safe."""
+        return self._inbox.call(work)
+
+    def settled(self) -> Future[None]:
+        """Done once no KV is to go that waits for pages; thread-safe."""
+        future: Future[None] = Future()
+        self._inbox.call(lambda: self._parking.when_settled(lambda: _finish(future)))
+        return future
+
+    def stop(self) -> None:
+        """Make `run` return after the current step; thread-safe."""
+        self._inbox.stop()
+
+    def load(self) -> Load:
+        """How many sequences run and wait; read on the model thread."""
+        return Load(
+            running=len(self._running),
+            waiting=len(self._line.waiting),
+            batch_rows=self._forwards.last_rows,
+        )
+
+    def silent_s(self) -> float:
+        """How long the thread has been at one piece of work; 0 while it has none. Thread-safe."""
+        return self._inbox.silent_s()
+
+    def run(self) -> None:
+        """Work until `stop`."""
+        while (now_s := self._accept()) is not None:
+            if self._parking.settle(now_s):
+                self._keeps_limit = self.limits.holds()
+            if self._running and not (self._keeps_limit and self._room.holds):
+                self._relieve(now_s)
+                continue
+            if self._line.is_due(now_s):
+                self._admit(now_s)
+            if self._running:
+                self._turn()
+            else:
+                self._parking.wait()
+        for row in [*self._running, *self._line.parked]:
+            self._end(row)
+
+    def _accept(self) -> float | None:
+        """Take everything from the inbox; wait for it only when there is nothing to run.
+
+        Returns the time, None once it is to stop.
+        """
+        is_idle = not self._running and not self._line.waiting
+        for item in self._inbox.items(is_idle=is_idle):
+            if item is None:
+                return None
+            if isinstance(item, Ticket):
+                self._arrive(item, self._inbox.read_s)
+            else:
+                self._do(item)
+        return self._inbox.read_s
+
+    def _do(self, work: Callable[[], None]) -> None:
+        work()
+        # It may have changed the bounds.
+        self._line.stir()
+
+    def _arrive(self, ticket: Ticket, now_s: float) -> None:
+        try:
+            self._line.arrive(ticket, self._running, now_s)
+        except KakeyaError as refusal:
+            ticket.on_error(refusal)
+
+    def _admit(self, now_s: float) -> None:
+        """Let in who can enter, and out of the line who has to go."""
+        for row, failure in self._line.gone(self._running, now_s):
+            if failure is None:
+                self._end(row)
+            else:
+                self._abandon(row, failure)
+        while (entry := self._line.next_entry(self._running, now_s)) is not None:
+            for row in entry.parks:
+                self._park(row)
+            if self._parking.are_coming(entry, now_s):
+                return
+            for row in entry.drops:
+                self._parking.drop(row)
+            self._place(entry.row, now_s)
+            if self._prefilling.round_s > ROUND_S and len(self._running) > len(
+                self._prefilling.rows
+            ):
+                # KV from pages is taken while a sequence begins: others wait for that too.
+                return
+
+    def _place(self, row: Row, now_s: float) -> None:
+        """Begin a sequence, or go on with a parked one."""
+        began_s = self._tools.timer()
+        self._line.enter(row)
+        row.placed_s, row.headroom, row.served = now_s, 0, self._prefilling.chunks
+        self._running.append(row)
+        ticket, job = row.ticket, row.ticket.job
+        if row.run is not None and not self._parking.resume(row):
+            return
+        try:
+            if row.run is None:
+                row.run = SequenceRun(self._model, self._tools, job)
+                row.steps = row.run.steps()
+                if job.kv_blocks:
+                    # What was taken of them: who pinned them waits for this.
+                    imported = next(row.steps)
+                    if isinstance(imported, ImportedFrame):
+                        ticket.on_frame(imported)
+        except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
+            self._abandon(row, as_kakeya_error(failure))
+            return
+        # Of one that was parked, the time since its last step measures nothing.
+        row.run.resumed(None)
+        self._room.enter(row, job, row.length)
+        self._line.charge(row)
+        self._prefilling.enter(row)
+        self._prefilling.round_s += self._tools.timer() - began_s
+
+    def _park(self, row: Row) -> None:
+        """Take the place of a running sequence, between two of its steps."""
+        self._forget(row)
+        self._room.park(row, row.length)
+        self._line.park(row)
+
+    def _turn(self) -> None:
+        """One unit of work: the block of a row, what all share after the last, or a chunk."""
+        self._units += 1
+        if self._units % _TIDY_EVERY_UNITS == 0:
+            self._model.tidy()
+        row = self._due_prompt() if self._prefilling.rows and not self._turns else None
+        if row is not None:
+            self._prefill(row)
+        elif self._running:
+            self._step()
+        # Once a unit: what an ended row held is free when nothing here refers to the row any more.
+        self._keeps_limit = self.limits.holds()
+
+    def _step(self) -> None:
+        """Turns of rows that decode, up to one that computes something; the last one of a round
+        launches what all share. A plain step that is due waits for that, and costs nothing."""
+        if not self._turns:
+            self._turns.extend(row for row in self._running if not row.is_prefilling)
+            self._forwards.share(len(self._turns))
+            self._prefilling.begin_round()
+        while self._turns and self._only_waits(self._turns.popleft()):
+            pass
+        if not self._turns:
+            self._launch([row for row in self._running if row.launch is not None])
+
+    def _only_waits(self, row: Row) -> bool:
+        """The turn of one row; whether it wants no more than its plain step launched."""
+        if row.launch is not None:
+            return True
+        # A plain step that has company is not measured anyway.
+        is_measured = row.has_drafts or len(self._running) == 1
+        if is_measured and row is not self._latest and row.run is not None:
+            row.run.resumed(self._tools.timer() if self._is_device_idle else None)
+            self._latest = row
+        self._advance(row)
+        if row.launch is None:
+            self._forwards.worked_apart()
+            self._is_device_idle = True
+        return row.launch is not None
+
+    def _due_prompt(self) -> Row | None:
+        """Whose chunk of a prompt comes before the next round; None = nobody's."""
+        for one in [one for one in self._prefilling.rows if one.ticket.cancelled]:
+            self._end(one)
+        return self._prefilling.due(self._running)
+
+    def _prefill(self, row: Row) -> None:
+        """A chunk of the prompt whose turn it is."""
+        self._prefilling.begin_chunk(row)
+        self._forwards.worked_apart()
+        self._latest, self._is_device_idle = row, True
+        self._advance(row)
+        self._prefilling.end_chunk(row)
+
+    def _advance(self, row: Row) -> None:
+        """Go on with a row up to its next tokens, chunk, or plain step that it wants launched."""
+        if row.ticket.cancelled:
+            self._end(row)
+            return
+        try:
+            step = next(row.steps, None)
+            while isinstance(step, _ASIDES):
+                row.ticket.on_frame(step)
+                step = next(row.steps, None)
+        except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
+            self._abandon(row, as_kakeya_error(failure))
+            return
+        if isinstance(step, Launch):
+            row.launch = step
+        elif step is None:
+            self._end(row)
+        else:
+            self._tell(row, step)
+
+    def _tell(self, row: Row, frame: EngineFrame) -> None:
+        """Hand a frame on, and note what the row has come to with it."""
+        row.ticket.on_frame(frame)
+        if isinstance(frame, TokensFrame):
+            made = len(frame.token_ids)
+            row.has_spoken, row.expires_s = True, math.inf
+            row.account.pay(OUTPUT_WEIGHT * made)
+            row.headroom -= made
+            if row.headroom < 0:
+                self._grow(row)
+        elif isinstance(frame, DoneFrame):
+            self._pace.ended(self._tools.timer() - row.placed_s)
+            self._end(row)
+
+    def _grow(self, row: Row) -> None:
+        """It has come to the end of what was set aside for it."""
+        self._room.grown(row, row.length)
+        row.headroom = self._room.headroom_tokens(row, row.length)
+
+    def _launch(self, rows: list[Row]) -> None:
+        """Launch the plain steps that are due, together where that can be, and go on with each."""
+        for row in [row for row in rows if row.ticket.cancelled]:
+            self._end(row)
+            rows.remove(row)
+        has_company = len(self._running) > 1
+        if rows:
+            self._is_device_idle = False
+        if has_company:
+            self._latest = None
+        for row, failure in self._forwards.launch(rows, has_company=has_company):
+            self._abandon(row, as_kakeya_error(failure))
+        for row in rows:
+            if not row.is_over:
+                row.launch = None
+                self._advance(row)
+        self._forwards.observe(len(rows))
+
+    def _relieve(self, now_s: float) -> None:
+        """Bring those that run a step closer to their bounds: what is parked goes first."""
+        if self._parking.is_due:
+            self._parking.wait()
+            return
+        self._make_place(now_s)
+        self._keeps_limit = self.limits.holds()
+
+    def _make_place(self, now_s: float) -> None:
+        if held := self._line.holding:
+            self._parking.drop_soon(held[-1], now_s)
+        elif len(self._running) > 1:
+            self._park(weakest(self._running))
+        else:
+            self._abandon(self._running[0], self.limits.refusal())
+
+    def _lose(self, row: Row) -> None:
+        self._abandon(row, self.limits.parked_refusal())
+
+    def _abandon(self, row: Row, failure: KakeyaError) -> None:
+        """End a sequence without keeping its KV: nobody knows what it holds, or its room is due."""
+        self._leave(row)
+        if row.run is not None:
+            row.run.abandon()
+        row.ticket.on_error(failure)
+
+    def _end(self, row: Row) -> None:
+        self._leave(row)
+        try:
+            if row.run is not None:
+                if row.is_stowed:
+                    row.run.abandon()
+                else:
+                    row.run.finish()
+        except Exception as failure:  # noqa: BLE001 - KV that cannot be kept is only speed
+            event(_log, "kv dropped", level=logging.WARNING, error=repr(failure))
+
+    def _leave(self, row: Row) -> None:
+        row.is_over, row.launch = True, None
+        if row in self._running:
+            self._forget(row)
+            self._line.ended(row)
+        elif row.number in self._line.waiting:
+            self._line.leave(row)
+        self._room.leave(row)
+
+    def _forget(self, row: Row) -> None:
+        """It has no place any more."""
+        self._line.refund(row)
+        self._running.remove(row)
+        self._prefilling.leave(row)
+        if row in self._turns:
+            self._turns.remove(row)
+        if row is self._latest:
+            self._latest = None
+
+
+def _finish(future: Future[None]) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_result(None)

@@ -1,0 +1,348 @@
+"""One generation on the model thread, as a generator of steps: frames, and launches between them.
+
+    prefill   the part of the history that no KV covers, kept here or taken from blocks, in chunks
+              on a fixed grid that is finer behind a long context and at the request's cuts, all
+              but the last token; a frame each, so a cancellation is noticed in between; blocks are
+              exported on the way
+    first     a plain step alone, told at once: nothing else is launched or drafted before; where
+              the logits that it gives are known, what it selects is told even before it is done
+    flight    plain steps in a pipeline: the next row is launched before this one is read
+    quiet     nothing in flight; the last committed token is pending
+
+From flight, a draft is entered confirm-first: the row in flight is read, and only when it equals
+the first drafted token are the others verified. From quiet, a block is verified at once. Drafts
+that are not verified are scored against what plain decoding emits, for free.
+
+A plain step is launched by who runs the generator, so that many sequences can share its forward:
+`steps` yields a `Launch`, and goes on once that was done; `frames` is `steps` of one that is alone.
+
+Law, checked after each step: the KV holds `committed - 1` tokens, plus the row in flight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kakeya.core.errors import InvariantBroken, NotFound
+from kakeya.decoding.control.controller import DraftController
+from kakeya.decoding.draft.decoder import Decoding, FinishReason
+from kakeya.decoding.draft.proposer import Draft
+from kakeya.engine.adapters.slots import AdapterUse, EngineAdapters
+from kakeya.engine.job import (
+    DecodeJob,
+    DoneFrame,
+    EngineFrame,
+    ImportedFrame,
+    LogitsFrame,
+    TokensFrame,
+)
+from kakeya.engine.kv.slots import KvSlots
+from kakeya.engine.model import Model, SequenceState
+from kakeya.engine.steps.drafting import NOTHING, Drafting, RemoteBooks
+from kakeya.engine.steps.prompt import Prompt
+
+
+@dataclass(slots=True)
+class Violations:
+    """Laws that did not hold, counted over the engine's life."""
+
+    cache_length: int = 0
+    position: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceTools:
+    """What all sequences of an engine share."""
+
+    slots: KvSlots
+    controller: DraftController
+    books: RemoteBooks
+    violations: Violations
+    max_draft_rows: int
+    timer: Callable[[], float] = time.perf_counter
+    adapters: EngineAdapters | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Launch:
+    """A plain step that is due: of `token`, or of what the step before it will select.
+
+    `is_shared` says afterwards that other sequences were in the same forward; `keeps_logits`: what
+    it gives is wanted, see `SequenceState.launch`.
+    """
+
+    state: SequenceState
+    token: int | None
+    is_shared: bool = False
+    keeps_logits: bool = False
+
+    def alone(self) -> None:
+        """Launch it in a forward of its own."""
+        self.state.launch(self.token, keeps_logits=self.keeps_logits)
+
+
+Step: TypeAlias = EngineFrame | Launch
+
+
+class SequenceRun:
+    """The life of one generation; made and used on the model thread only. `state` is its KV."""
+
+    def __init__(self, model: Model, tools: SequenceTools, job: DecodeJob) -> None:
+        facts = model.facts
+        job.check(facts.vocab_size, facts.context_tokens)
+        self._tools = tools
+        self._job = job
+        self._decoding = Decoding(
+            job.token_ids,
+            max_tokens=max(1, job.max_tokens),
+            stop_token_ids=job.stop_token_ids,
+            context_tokens=facts.context_tokens,
+        )
+        self._adapter = _enter(tools, job.adapter_id)
+        self._lender = tools.adapters
+        try:
+            content = self._adapter.content if self._adapter else ""
+            self._prompt = Prompt(model, tools.slots, job, self._decoding.history, content)
+            self.state = self._prompt.state
+            self.state.select_with(job.sampling)
+            self.state.adapt(self._adapter.slot if self._adapter else 0)
+            # Last: what it opens is closed by `finish` and `abandon`, which need the rest.
+            self._drafting = Drafting(
+                job.sources, tools.controller, tools.books, facts.vocab_size, job.sampling
+            )
+        except BaseException:
+            self._leave_adapter()
+            raise
+        self._finished = False
+        self._forwards = 0
+        self._drafted = self._verified = self._accepted = 0
+        self._prefill_s = 0.0
+        self._mark_s: float | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV it holds."""
+        return self.state.length
+
+    def frames(self) -> Iterator[EngineFrame]:
+        """Do one step per `next`, alone on the model; the last frame is a DoneFrame."""
+        for step in self.steps():
+            if isinstance(step, Launch):
+                step.alone()
+            else:
+                yield step
+
+    def steps(self) -> Iterator[Step]:
+        """As `frames`, but a plain step is launched by the caller before the next `next`."""
+        timer = self._tools.timer
+        started = timer()
+        if self._job.kv_blocks:
+            yield ImportedFrame(tokens=self._prompt.imported_tokens)
+        self._drafting.prepare(self._decoding.history)
+        yield from self._prompt.computed()
+        self._prefill_s = timer() - started
+        if self._job.max_tokens:
+            yield from self._first_step()
+            if self._decoding.finish is None:
+                self._drafting.begin(self._decoding.history)
+        self._mark_s = timer()
+        while self._decoding.finish is None and self._job.max_tokens:
+            tokens, comparable_rows = yield from self._step()
+            now = timer()
+            if comparable_rows and self._mark_s is not None:
+                self._tools.controller.observe_forward(comparable_rows, now - self._mark_s)
+            self._mark_s = now
+            self._check_length()
+            yield TokensFrame(token_ids=tokens)
+        done = self._done(timer() - started)
+        self.finish()
+        yield done
+
+    def resumed(self, mark_s: float | None) -> None:
+        """Others worked since its last step: what that took is not what a step of its own takes.
+
+        `mark_s` is when its own work begins; None = the device is still busy with others', and the
+        next step measures nothing. Neither does it where a row has been in flight meanwhile.
+        """
+        self._mark_s = None if self.state.in_flight() else mark_s
+
+    def finish(self) -> None:
+        """Keep the KV under the job's key. Done by the run itself, or by who cancels it."""
+        if self._finished:
+            return
+        self._finished = True
+        self._drafting.close()
+        try:
+            while self.state.in_flight():
+                self.state.collect()
+        finally:
+            self._leave_adapter()
+        self._prompt.keep()
+
+    def abandon(self) -> None:
+        """Drop the KV: after a fault nobody knows what it holds."""
+        self._finished = True
+        self._drafting.close()
+        self._leave_adapter()
+
+    def _leave_adapter(self) -> None:
+        """Let the slot go, once; `_adapter` stays, since it tells whose the KV is."""
+        if self._lender is not None and self._adapter is not None:
+            self._lender.leave(self._adapter)
+            self._lender = None
+
+    def _first_step(self) -> Generator[Step, None, None]:
+        """Commit the first token and tell of it.
+
+        It waits for nothing else: to index a long prompt for drafts takes as long as a forward, and
+        so does it to launch another step on devices that make the caller wait for that. Nor does it
+        wait for its own step where what that gives is known; its KV is needed then only if another
+        token is to follow.
+        """
+        last, is_known = self._decoding.history[-1], bool(self._job.logits)
+        if is_known:
+            known = self.state.selected_from(self._job.logits)
+            self._decoding.commit((), (known,))
+            yield TokensFrame(token_ids=(known,))
+            if self._decoding.finish is not None:
+                return
+        keeps_logits = self._job.wants_logits and self._prompt.is_exact and not is_known
+        yield Launch(self.state, last, keeps_logits=keeps_logits)
+        self._forwards += 1
+        token = self.state.collect()
+        if not is_known:
+            self._decoding.commit((), (token,))
+        self._check_length()
+        if is_known:
+            return
+        yield TokensFrame(token_ids=(token,))
+        if keeps_logits and (logits := self.state.take_logits()):
+            yield LogitsFrame(logits=logits)
+
+    def _step(self) -> Generator[Launch, None, tuple[tuple[int, ...], int]]:
+        """Commit at least one token.
+
+        Returns what was committed, and the rows of the forward that the step's time is a fair
+        sample for; 0 where it is none (the pipeline was filling or running dry, or others were in
+        the forward).
+        """
+        draft, rows = self._choose()
+        in_flight = self.state.in_flight() > 0
+        if rows == 0:
+            token, is_steady = yield from self._plain_step(draft)
+            return (token,), 1 if in_flight and is_steady else 0
+        if in_flight:
+            return self._confirm(draft, rows), 0
+        return self._block(draft, draft.tokens[:rows]), rows + 1
+
+    def _choose(self) -> tuple[Draft, int]:
+        """The best draft of this moment, and how many of its tokens deserve a row."""
+        if not self._drafting.has_offer():
+            return NOTHING, 0  # what could be verified is not worth finding out at every token
+        room = min(self._decoding.room(), self._tools.max_draft_rows)
+        if self.state.in_flight() == 0:
+            room = min(room, self.state.verifiable_rows() - 1)
+        else:
+            room = min(room, self.state.verifiable_rows())
+        return self._drafting.choose(self._decoding.history, room)
+
+    def _plain_step(self, draft: Draft) -> Generator[Launch, None, tuple[int, bool]]:
+        """Commit one token; also returns whether another step was launched meanwhile, and alone."""
+        state, decoding = self.state, self._decoding
+        is_steady = False
+        if state.in_flight() == 0:
+            first = Launch(state, decoding.history[-1])
+            yield first
+            self._forwards += 1
+        if decoding.room() > 0:
+            # Another token is needed after this one: start it before reading this one.
+            ahead = Launch(state, None)
+            yield ahead
+            self._forwards += 1
+            is_steady = not ahead.is_shared
+        self._drafting.shadow(draft)
+        token = state.collect()
+        decoding.commit((), (token,))
+        self._drafting.extend((token,))
+        return token, is_steady
+
+    def _confirm(self, draft: Draft, rows: int) -> tuple[int, ...]:
+        """Read the row in flight; verify the rest of the draft only if it guessed that row."""
+        token = self.state.collect()
+        self._decoding.commit((), (token,))
+        self._drafting.extend((token,))
+        if token != draft.tokens[0]:
+            self._score(draft, offered=1, accepted=0)
+            return (token,)
+        if self._decoding.finish is not None:
+            return (token,)
+        block = draft.tokens[1 : min(rows, 1 + self._decoding.room())]
+        if not block:
+            return (token,)
+        return (token, *self._block(draft, block, confirmed=1))
+
+    def _block(self, draft: Draft, block: tuple[int, ...], confirmed: int = 0) -> tuple[int, ...]:
+        """Verify `block` after the pending token in one forward; roll the rejected rows back."""
+        state, decoding = self.state, self._decoding
+        if block:
+            self._drafting.ahead(decoding.history, block)
+        selected = state.verify((decoding.history[-1], *block))
+        self._forwards += 1
+        commit = decoding.commit(block, selected)
+        surplus = 1 + len(block) - commit.kept_rows
+        if not state.trim(surplus):
+            raise InvariantBroken("trim", f"{surplus} verified rows could not be trimmed again")
+        self._score(draft, confirmed + len(block), confirmed + commit.accepted)
+        self._drafting.extend(commit.tokens)
+        return commit.tokens
+
+    def _score(self, draft: Draft, offered: int, accepted: int) -> None:
+        """Count a draft of which `offered` leading tokens met the verifier's own."""
+        self._drafted += len(draft.tokens)
+        self._verified += offered
+        self._accepted += accepted
+        self._drafting.verified(draft, offered, accepted)
+
+    def _check_length(self) -> None:
+        """Hold the law of the module's head against what the cache layers say."""
+        state, committed = self.state, len(self._decoding.history)
+        expected = committed - 1 + state.in_flight()
+        if state.length != expected:
+            self._tools.violations.position += 1
+            raise InvariantBroken(
+                "position", f"KV holds {state.length} tokens, the history asks for {expected}"
+            )
+        if state.layer_length() != state.length:
+            self._tools.violations.cache_length += 1
+            raise InvariantBroken(
+                "cache_length",
+                f"cache layers hold {state.layer_length()} tokens, expected {state.length}",
+            )
+
+    def _done(self, total_s: float) -> DoneFrame:
+        finish = self._decoding.finish if self._job.max_tokens else FinishReason.MAX_TOKENS
+        if finish is None:
+            raise InvariantBroken("finish", "a generation ended without a reason")
+        return DoneFrame(
+            reason=finish,
+            prefill_s=self._prefill_s,
+            total_s=total_s,
+            cached_tokens=self._prompt.cached_tokens,
+            forwards=self._forwards,
+            drafted=self._drafted,
+            verified=self._verified,
+            accepted=self._accepted,
+            sources=self._drafting.tallies(),
+        )
+
+
+def _enter(tools: SequenceTools, adapter_id: str) -> AdapterUse | None:
+    """The adapter to compute with; None for the model alone. Raises NotFound."""
+    if not adapter_id:
+        return None
+    if tools.adapters is None:
+        raise NotFound(f"adapter {adapter_id!r} is not loaded: this engine takes no adapters")
+    return tools.adapters.enter(adapter_id)

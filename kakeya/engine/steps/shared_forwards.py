@@ -1,0 +1,125 @@
+"""Plain steps of several sequences in one forward, and what such a forward takes.
+
+Who shares it is said by the scheduler, round by round. Its time is measured over rounds in which
+the same number of sequences did nothing else: the draft controller weighs blocks against that.
+
+Where one fails, each goes on alone at once. If that fails for one of them, it was its fault, and it
+ends; else they take turns for a while, at each failure in a row for twice as long.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+from kakeya.core.log import event
+from kakeya.decoding.control.controller import DraftController
+from kakeya.engine.model import Model
+from kakeya.engine.queue.rows import Row
+
+_log = logging.getLogger(__name__)
+TURNS_S = 1.0
+"""So long sequences take turns after a forward of several failed."""
+MOST_TURNS_S = 64.0
+"""However often it fails: a forward that fails costs about as much as one that does not."""
+
+
+class SharedForwards:
+    """Of one model; belongs to the model thread. `last_rows` shared the last one, 0 = none yet,
+    1 = it failed and they take turns."""
+
+    def __init__(
+        self, model: Model, controller: DraftController, timer: Callable[[], float]
+    ) -> None:
+        self.last_rows = 0
+        self._model = model
+        self._controller = controller
+        self._timer = timer
+        self._batch_rows = max(1, model.facts.batch_rows)
+        self._turns_s = TURNS_S
+        self._together_at_s = -math.inf
+        self._apart = 0
+        self._rows = 0
+        self._began_s = 0.0
+
+    def share(self, decoding: int) -> None:
+        """A round begins in which so many sequences decode: as many would share a plain step."""
+        rows = self._most_rows()
+        self._controller.share(1 if rows == 1 else min(rows, decoding))
+
+    def worked_apart(self) -> None:
+        """Something else was computed in this round."""
+        self._apart += 1
+
+    def launch(self, rows: Sequence[Row], *, has_company: bool) -> list[tuple[Row, Exception]]:
+        """Launch the plain step of each row; returns those where it failed, with the reason."""
+        failed: list[tuple[Row, Exception]] = []
+        size = self._most_rows()
+        for start in range(0, len(rows), size):
+            group = rows[start : start + size]
+            problem = self._launch_together(group) if len(group) > 1 else None
+            if len(group) > 1 and problem is None:
+                continue
+            faulty = self._launch_each(group, has_company=has_company)
+            if problem is not None and not faulty:
+                self._take_turns(len(group), problem)
+            failed += faulty
+        return failed
+
+    def observe(self, rows: int) -> None:
+        """So many rows shared the round's forwards: learn what it took, if that was all of it."""
+        if rows < 2:
+            self._rows = self._apart = 0
+            return
+        now_s = self._timer()
+        if self._apart == 0 and rows == self._rows and rows <= self._most_rows():
+            self._controller.observe_shared(rows, now_s - self._began_s)
+        self._rows, self._began_s, self._apart = rows, now_s, 0
+
+    def _most_rows(self) -> int:
+        """How many share a forward now."""
+        return self._batch_rows if self._timer() >= self._together_at_s else 1
+
+    def _take_turns(self, rows: int, problem: Exception) -> None:
+        """It failed for several, and for each alone it does not."""
+        self.last_rows = 1
+        self._together_at_s = self._timer() + self._turns_s
+        event(
+            _log,
+            "sequences take turns for a while: a forward of several failed",
+            level=logging.WARNING,
+            rows=rows,
+            seconds=self._turns_s,
+            error=repr(problem),
+        )
+        self._turns_s = min(2 * self._turns_s, MOST_TURNS_S)
+
+    def _launch_together(self, rows: Sequence[Row]) -> Exception | None:
+        """One forward for all; why that failed, and each is as it was."""
+        launches = [row.launch for row in rows if row.launch is not None]
+        states = [launch.state for launch in launches]
+        try:
+            self._model.launch_together(states, [launch.token for launch in launches])
+        except Exception as failure:  # noqa: BLE001 - each may still be able to go on alone
+            return failure
+        self._turns_s = TURNS_S
+        for launch in launches:
+            launch.is_shared = True
+        self.last_rows = len(rows)
+        return None
+
+    def _launch_each(
+        self, rows: Sequence[Row], *, has_company: bool
+    ) -> list[tuple[Row, Exception]]:
+        failed: list[tuple[Row, Exception]] = []
+        for row in rows:
+            if row.launch is None:
+                continue
+            try:
+                row.launch.alone()
+            except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
+                failed.append((row, failure))
+            # Others take their turns before it is read: that is no measure of a plain step.
+            row.launch.is_shared = has_company
+        return failed

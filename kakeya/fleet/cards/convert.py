@@ -1,0 +1,364 @@
+"""Cards to and from the wire: the only place of the fleet that knows the messages.
+
+A batch of cards is `repeated field 1` of its message. It is split into the bytes of each card by
+a scan of the outermost tags, so one unreadable card costs only itself, and an honest relay hands
+on exactly what it got. Joining is the reverse: bytes that are kept are never encoded again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from kakeya.core.errors import Refused
+from kakeya.core.ids import ModelId, NodeId
+from kakeya.core.units import MIB, format_bytes
+from kakeya.fleet.cards.cards import (
+    MAX_CACHES,
+    MAX_CARD_BYTES,
+    MAX_ENDPOINTS,
+    MAX_FILTER_BYTES,
+    MAX_MODELS,
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
+    CacheOffer,
+    Card,
+    CardFault,
+    Endpoint,
+    Offer,
+    OfferedModel,
+)
+from kakeya.fleet.cards.framing import (
+    FIXED64,
+    LENGTH,
+    read_length,
+    read_number,
+    skip_field,
+    write_number,
+)
+from kakeya.v1 import distributed_pb2 as pb
+
+MAX_BATCH_BYTES = 2 * MIB
+MAX_BATCH_CARDS = 4096
+MAX_FIELDS = 2 * MAX_BATCH_CARDS
+"""Outermost fields of a message, unknown ones included: hollow ones of two bytes would else keep
+the scan busy for a second."""
+ANCHOR_BYTES = 8
+_CARD_TAG = 1 << 3 | LENGTH
+_BEATS_TAG = 100 << 3 | LENGTH
+_SENT_AT_TAG = 101 << 3 | FIXED64
+
+
+class MalformedCard(ValueError):
+    """Bytes that are no card. `fault` says which way."""
+
+    def __init__(self, fault: CardFault) -> None:
+        super().__init__(fault.value)
+        self.fault = fault
+
+
+class Batch(NamedTuple):
+    """A full exchange, cards unread: `beats` is a serialized Heartbeats, `sent_at` 0 = not told."""
+
+    cards: list[bytes]
+    beats: bytes = b""
+    sent_at: float = 0.0
+
+
+def split_cards(message: bytes) -> list[bytes]:
+    """Split a batch into the bytes of its cards, unread.
+
+    Raises Refused for a batch above 2 MiB or 4096 cards, InvalidArgument for broken framing.
+    """
+    return split_batch(message).cards
+
+
+def split_batch(message: bytes) -> Batch:
+    """Split a batch into its cards and what a node of ours says beside them. Raises as above."""
+    check_size(message)
+    cards: list[bytes] = []
+    beats, sent_at = b"", 0.0
+    at, end, fields = 0, len(message), 0
+    while at < end:
+        at = _read_run(message, at, _CARD_TAG, cards)
+        if at >= end or len(cards) > MAX_BATCH_CARDS:
+            break
+        fields = _count_field(fields)
+        tag, at = read_number(message, at)
+        if tag == _CARD_TAG:
+            length, at = read_length(message, at)
+            cards.append(message[at : at + length])
+            at += length
+        elif tag == _BEATS_TAG:
+            length, at = read_length(message, at)
+            beats = message[at : at + length]
+            at += length
+        else:
+            if tag == _SENT_AT_TAG and at + 8 <= end:
+                sent_at = struct.unpack_from("<d", message, at)[0]
+            at = skip_field(message, tag, at)
+    if len(cards) > MAX_BATCH_CARDS:
+        raise Refused(f"a batch holds at most {MAX_BATCH_CARDS} cards")
+    return Batch(cards, beats, sent_at)
+
+
+def scan_cards(message: bytes, field: int) -> list[bytes]:
+    """The bytes in one field of a gossip message, unread. Raises as `check_counts` does."""
+    check_size(message)
+    found: list[bytes] = []
+    at, end, fields, wanted = 0, len(message), 0, field << 3 | LENGTH
+    while at < end:
+        at = _read_run(message, at, wanted, found)
+        if at >= end or len(found) > MAX_BATCH_CARDS:
+            break
+        fields = _count_field(fields)
+        tag, at = read_number(message, at)
+        if tag == wanted:
+            length, at = read_length(message, at)
+            found.append(message[at : at + length])
+            at += length
+        else:
+            at = skip_field(message, tag, at)
+    if len(found) > MAX_BATCH_CARDS:
+        raise _too_many(field, MAX_BATCH_CARDS)
+    return found
+
+
+def _read_run(message: bytes, at: int, tag: int, found: list[bytes]) -> int:
+    """Add the contents of fields with a tag of one byte that follow each other; where they end.
+
+    Most of a message is such a run. Anything unusual ends it, and is for the careful to read.
+    """
+    end = len(message)
+    while at + 1 < end and message[at] == tag and len(found) <= MAX_BATCH_CARDS:
+        length, start = message[at + 1], at + 2
+        if length > 0x7F:
+            more = message[start] if start < end else 0x80
+            if more > 0x7F:
+                break
+            length, start = length & 0x7F | more << 7, start + 1
+        at_next = start + length
+        if at_next > end:
+            break
+        found.append(message[start:at_next])
+        at = at_next
+    return at
+
+
+def join_batch(wires: Iterable[bytes], beats: bytes, sent_at: float) -> bytes:
+    """Make the message that `split_batch` splits; plain nodes read the cards of it."""
+    return b"".join(
+        (
+            join_cards(wires),
+            write_number(_BEATS_TAG),
+            write_number(len(beats)),
+            beats,
+            write_number(_SENT_AT_TAG),
+            struct.pack("<d", sent_at),
+        )
+    )
+
+
+def check_size(message: bytes) -> None:
+    """Raise Refused for a gossip message above 2 MiB."""
+    if len(message) > MAX_BATCH_BYTES:
+        raise Refused(
+            f"a gossip message of {format_bytes(len(message))} is too large; "
+            f"at most {format_bytes(MAX_BATCH_BYTES)} are read"
+        )
+
+
+def check_counts(message: bytes, limits: Mapping[int, int]) -> None:
+    """Bound how often each of these fields occurs, before a parser makes an object of each.
+
+    Raises Refused for more, InvalidArgument for broken framing.
+    """
+    check_size(message)
+    counts = dict.fromkeys(limits, 0)
+    at, end, fields = 0, len(message), 0
+    while at < end:
+        fields = _count_field(fields)
+        tag, at = read_number(message, at)
+        at = skip_field(message, tag, at)
+        field = tag >> 3
+        if field in counts:
+            counts[field] += 1
+            if counts[field] > limits[field]:
+                raise _too_many(field, limits[field])
+
+
+def _too_many(field: int, limit: int) -> Refused:
+    return Refused(f"a gossip message holds field {field} at most {limit} times")
+
+
+def join_cards(wires: Iterable[bytes]) -> bytes:
+    """Make the message of which `split_cards` gives back these cards."""
+    parts: list[bytes] = []
+    for wire in wires:
+        parts += (_head(len(wire)), wire)
+    return b"".join(parts)
+
+
+@functools.cache
+def _head(length: int) -> bytes:
+    """The tag and length before a card; there are no more than a card has bytes."""
+    return b"\x0a" + write_number(length)
+
+
+def _count_field(fields: int) -> int:
+    if fields >= MAX_FIELDS:
+        raise Refused(f"a gossip message holds at most {MAX_FIELDS} fields")
+    return fields + 1
+
+
+def from_wire(wire: bytes) -> Card:
+    """Read one card. Raises MalformedCard for bytes that no correct peer sends."""
+    if len(wire) > MAX_CARD_BYTES:
+        raise MalformedCard(CardFault.OVERSIZE)
+    try:
+        message = pb.NodeCapability.FromString(wire)
+    except DecodeError as failure:
+        raise MalformedCard(CardFault.MALFORMED) from failure
+    # Before each becomes an object: hollow ones of two bytes are thousands in one card.
+    if len(message.models) > MAX_MODELS:
+        raise MalformedCard(CardFault.TOO_MANY_MODELS)
+    if len(message.endpoints) > MAX_ENDPOINTS:
+        raise MalformedCard(CardFault.TOO_MANY_ENDPOINTS)
+    digest = hashlib.sha256(wire).digest()
+    anchor = message.beat_anchor
+    return Card(
+        wire,
+        digest,
+        int.from_bytes(digest[:8], "little"),
+        NodeId(message.node_id),
+        message.incarnation,
+        message.announced_at_unix,
+        message.ttl_seconds,
+        message.grpc_address,
+        message.ring_address,
+        message.platform,
+        message.unified_memory_bytes,
+        message.mlx_version,
+        tuple([_model_from_wire(model) for model in message.models]),
+        message.protocol_min,
+        message.protocol_max,
+        message.label,
+        message.life,
+        message.is_authority,
+        int.from_bytes(anchor, "little") if len(anchor) == ANCHOR_BYTES else None,
+        _endpoints_from_wire(message.endpoints) if message.endpoints else (),
+        message.is_careful,
+        _caches_from_wire(message.caches) if message.caches else (),
+    )
+
+
+def _model_from_wire(model: pb.ModelCapability) -> OfferedModel:
+    return OfferedModel(
+        ModelId(model.model_id),
+        model.role,
+        model.quantization,
+        _positive(model.tokens_per_second),
+        model.vocabulary_digest,
+    )
+
+
+def _endpoints_from_wire(ways: Iterable[pb.NodeEndpoint]) -> tuple[Endpoint, ...]:
+    return tuple(
+        Endpoint(way.address, way.network, way.priority, _positive(way.measured_rtt_ms))
+        for way in ways
+    )
+
+
+def _caches_from_wire(caches: Sequence[pb.CacheCapability]) -> tuple[CacheOffer, ...]:
+    """The first few: a hint costs its reader a lookup at most, and so does one that is left out."""
+    return tuple(
+        CacheOffer(
+            compatibility=cache.compatibility.SerializeToString(deterministic=True),
+            filter=cache.bloom_filter if len(cache.bloom_filter) <= MAX_FILTER_BYTES else b"",
+            blocks=cache.entry_count,
+            used_bytes=cache.cache_bytes_used,
+            free_bytes=cache.cache_bytes_free,
+            epoch=cache.cache_epoch,
+        )
+        for cache in caches[:MAX_CACHES]
+    )
+
+
+def _positive(measured: float) -> float:
+    """A claimed figure that sorts: what is no finite positive number counts as not measured."""
+    return measured if 0.0 < measured < math.inf else 0.0
+
+
+def to_wire(
+    node_id: str,
+    offer: Offer,
+    *,
+    incarnation: int,
+    announced_at: float,
+    life: int = 0,
+    anchor: bytes = b"",
+) -> bytes:
+    """Encode an own card, with the protocol range of this build and no signature yet."""
+    message = pb.NodeCapability(
+        node_id=node_id,
+        grpc_address=offer.grpc_address,
+        ring_address=offer.ring_address,
+        platform=offer.platform,
+        unified_memory_bytes=offer.unified_memory_bytes,
+        mlx_version=offer.mlx_version,
+        models=_models_to_wire(offer.models),
+        announced_at_unix=announced_at,
+        ttl_seconds=offer.ttl_s,
+        incarnation=incarnation,
+        protocol_min=PROTOCOL_MIN,
+        protocol_max=PROTOCOL_MAX,
+        label=offer.label,
+        life=life,
+        is_authority=offer.is_authority,
+        is_careful=offer.is_careful,
+        beat_anchor=anchor,
+        endpoints=[
+            pb.NodeEndpoint(
+                address=way.address,
+                network=way.network,
+                priority=way.priority,
+                measured_rtt_ms=way.rtt_ms,
+            )
+            for way in offer.endpoints
+        ],
+        caches=[cache_to_wire(cache, offer.grpc_address) for cache in offer.caches],
+    )
+    return message.SerializeToString(deterministic=True)
+
+
+def cache_to_wire(cache: CacheOffer, address: str) -> pb.CacheCapability:
+    """Say what is cached, and where."""
+    return pb.CacheCapability(
+        compatibility=pb.CacheCompatibility.FromString(cache.compatibility),
+        cache_address=address,
+        cache_bytes_used=cache.used_bytes,
+        cache_bytes_free=cache.free_bytes,
+        entry_count=cache.blocks,
+        cache_epoch=cache.epoch,
+        bloom_filter=cache.filter,
+        default_compression=pb.COMPRESSION_CODEC_NONE,
+    )
+
+
+def _models_to_wire(models: Sequence[OfferedModel]) -> list[pb.ModelCapability]:
+    return [
+        pb.ModelCapability(
+            model_id=model.model_id,
+            role=pb.CapabilityRole.ValueType(model.role),
+            quantization=model.quantization,
+            tokens_per_second=model.tokens_per_second,
+            vocabulary_digest=model.vocabulary_digest,
+        )
+        for model in models
+    ]

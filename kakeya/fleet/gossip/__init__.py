@@ -1,0 +1,3 @@
+"""How views travel: rounds, digests and exchanges between two nodes. Lost, repeated or reordered
+messages delay a view and never corrupt it.
+"""

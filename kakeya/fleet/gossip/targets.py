@@ -1,0 +1,90 @@
+"""Whom a gossip round talks to, as a pure choice.
+
+Seeds are hints from a person and are tried until they are live; sightings are hints from the local
+network; nothing else is special about either. An expired address costs one call a round, and is
+what heals a partition longer than a TTL.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain, islice
+
+from kakeya.fleet.cards.convert import MAX_BATCH_CARDS
+
+DEFAULT_FANOUT = 2
+"""At a round each 10 s views of a hundred nodes hold no card older than 58 s then, of a thousand
+none older than 76 s, with 30 % of the messages lost (`scripts/simulate`); the TTL is 120 s."""
+MAX_SIGHTINGS = 2
+MAX_DIALS = 8
+"""In one round beside the seeds, whatever cards and the local network claim."""
+
+
+def choose_targets(
+    *,
+    live: Sequence[str],
+    remembered: Collection[str],
+    seeds: Collection[str],
+    own: Collection[str],
+    fanout: int,
+    rng: random.Random,
+    sightings: Collection[str] = (),
+    may_dial: Callable[[str], bool] = lambda address: True,
+) -> tuple[str, ...]:
+    """Choose every seed that is not live, `fanout` live addresses, two sightings, one lost address.
+
+    Only seeds, which a person typed, are dialled without asking `may_dial`. The same addresses, the
+    live ones in the same order, and the same rng state give the same answer. Of the live only those
+    that are drawn are looked at, unless there is something else to tell from them.
+    """
+    others = {*seeds, *sightings, *remembered}
+    living = others.intersection(live) if others else others
+    chosen = [a for a in dict.fromkeys(seeds) if a not in living and a not in own]
+    taken = set(chosen) | set(own)
+
+    def draw(addresses: Sequence[str], count: int) -> list[str]:
+        drawn: list[str] = []
+        for address in in_random_order(addresses, rng):
+            if len(drawn) >= count:
+                break
+            if address not in taken and (may_dial(address) or address in seeds):
+                taken.add(address)
+                drawn.append(address)
+        return drawn
+
+    dialled = draw(live, fanout)
+    dialled += draw(sorted(set(sightings) - living), MAX_SIGHTINGS)
+    dialled += draw(sorted(set(remembered) - living), 1)
+    return (*chosen, *dialled[:MAX_DIALS])
+
+
+def in_random_order(items: Sequence[str], rng: random.Random) -> Iterator[str]:
+    """Draw without putting back; costs only as many draws as are taken."""
+    moved: dict[int, str] = {}
+    for left in range(len(items), 0, -1):
+        at, last = rng.randrange(left), left - 1
+        yield moved[at] if at in moved else items[at]
+        moved[at] = moved[last] if last in moved else items[last]
+
+
+def fit_batch(wires: list[bytes], max_bytes: int, rng: random.Random) -> list[bytes]:
+    """Keep the first card and as many others, from a random one on, as fit in one message.
+
+    Each round begins anew, so a view that is larger than a message still reaches everybody.
+    """
+    per_card_overhead = 4
+    if (
+        len(wires) <= MAX_BATCH_CARDS
+        and sum(map(len, wires)) + per_card_overhead * len(wires) <= max_bytes
+    ):
+        return wires
+    own, *others = wires
+    batch, size = [own], len(own) + per_card_overhead
+    first = rng.randrange(len(others)) if others else 0
+    for wire in chain(islice(others, first, None), islice(others, first)):
+        size += len(wire) + per_card_overhead
+        if size > max_bytes or len(batch) >= MAX_BATCH_CARDS:
+            break
+        batch.append(wire)
+    return batch

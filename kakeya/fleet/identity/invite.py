@@ -1,0 +1,243 @@
+"""Invites: the token that takes a machine into a fleet, and the proofs that both ends give.
+
+    token    kakeya-<base64url of: 1 | expiry | hash of the CA's key, 16 B | secret, 16 B |
+             HOST:PORT,... | checksum, 4 B>
+
+    joiner   -> CSR, HMAC(secret; CA hash, CSR)                "I was given the token"
+    inviter  <- certificate, CA, ..., HMAC(secret; CSR, all)   "I made the token"
+
+The secret never crosses the wire, and the connection needs no encryption: nothing in it is secret,
+and nothing can be changed. An invite takes in one key. The same key may ask again until the invite
+ends, because an answer can be lost; wrong proofs are counted and cost the invite nothing.
+
+Decisions only, with `now` of a clock that does not jump; sockets are `node/door.py`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import secrets
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kakeya.core.errors import Denied, InvalidArgument, Refused, Unauthenticated
+from kakeya.fleet.identity.authority import Authority
+from kakeya.fleet.identity.certificates import Request
+from kakeya.wire.security import CertRole
+from kakeya.wire.tls import fleet_name
+
+VALID_S = 15 * 60.0
+MAX_VALID_S = 24 * 3600.0
+MAX_LIVE = 16
+"""Invites that live at once; each wrong proof is compared with all of them."""
+_MAX_REMEMBERED = 64
+"""Invites that are over, to tell a late joiner why it is refused."""
+SECRET_BYTES = CA_HASH_BYTES = 16
+MAX_ADDRESSES = 8
+_PREFIX = "kakeya-"
+_VERSION = 1
+_HEAD = struct.Struct(f">BI{CA_HASH_BYTES}s{SECRET_BYTES}s")
+_CHECK_BYTES = 4
+_PURPOSE_ASK, _PURPOSE_ANSWER = b"kakeya-join-ask", b"kakeya-join-answer"
+AGAIN = "run `kakeya invite` on the fleet's authority and join with the new token"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """What the owner carries from the inviting machine to the joining one."""
+
+    addresses: tuple[str, ...]
+    ca_hash: bytes
+    secret: bytes = field(repr=False)
+    expires_at: float
+
+    @property
+    def fleet(self) -> str:
+        """The name of the fleet that it leads into."""
+        return fleet_name(self.ca_hash)
+
+
+def encode_token(token: Token) -> str:
+    """Write a token as one word that any shell takes as it is."""
+    head = _HEAD.pack(_VERSION, int(token.expires_at), token.ca_hash, token.secret)
+    content = head + ",".join(token.addresses).encode()
+    packed = content + hashlib.sha256(content).digest()[:_CHECK_BYTES]
+    return _PREFIX + base64.urlsafe_b64encode(packed).decode("ascii").rstrip("=")
+
+
+def decode_token(text: str) -> Token:
+    """Read a token; line breaks that a paste brought in do not matter. Raises InvalidArgument."""
+    word = "".join(text.split())
+    if not word.startswith(_PREFIX):
+        raise InvalidArgument(
+            f"{word[:24]!r} is no token; paste the whole line that `kakeya invite` printed, "
+            f"which begins with {_PREFIX}"
+        )
+    try:
+        return _unpack(word.removeprefix(_PREFIX))
+    except (ValueError, struct.error):
+        raise InvalidArgument(
+            "the token is damaged; paste the whole line that `kakeya invite` printed"
+        ) from None
+
+
+def _unpack(word: str) -> Token:
+    packed = base64.b64decode(word + "=" * (-len(word) % 4), altchars=b"-_", validate=True)
+    content, check = packed[:-_CHECK_BYTES], packed[-_CHECK_BYTES:]
+    if hashlib.sha256(content).digest()[:_CHECK_BYTES] != check:
+        raise ValueError("checksum")
+    version, expires_at, ca_hash, secret = _HEAD.unpack_from(content)
+    addresses = tuple(content[_HEAD.size :].decode().split(","))
+    if version != _VERSION or not all(addresses) or len(addresses) > MAX_ADDRESSES:
+        raise ValueError("content")
+    return Token(addresses=addresses, ca_hash=ca_hash, secret=secret, expires_at=expires_at)
+
+
+def proof_of_request(secret: bytes, *, ca_hash: bytes, csr: bytes) -> bytes:
+    """What a joiner sends beside its request."""
+    return _mac(secret, _PURPOSE_ASK, ca_hash[:CA_HASH_BYTES], csr)
+
+
+def proof_of_answer(
+    secret: bytes,
+    *,
+    csr: bytes,
+    certificate: bytes,
+    authority: bytes,
+    peers: Sequence[str],
+    revocations: bytes,
+) -> bytes:
+    """What the inviter sends beside its answer to that very request."""
+    told = [peer.encode() for peer in peers]
+    return _mac(secret, _PURPOSE_ANSWER, csr, certificate, authority, revocations, *told)
+
+
+def is_same_proof(one: bytes, other: bytes) -> bool:
+    """Compare in a time that tells nothing."""
+    return hmac.compare_digest(one, other)
+
+
+def _mac(secret: bytes, purpose: bytes, *parts: bytes) -> bytes:
+    mac = hmac.new(secret, purpose, hashlib.sha256)
+    for part in parts:
+        mac.update(struct.pack(">I", len(part)) + part)
+    return mac.digest()
+
+
+@dataclass(slots=True, kw_only=True)
+class Invite:
+    """One invite. `taken_by` is the node id whose key it took in; "" = nobody yet."""
+
+    secret: bytes = field(repr=False)
+    role: CertRole
+    ends_mono: float
+    taken_by: str = ""
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InviteStats:
+    """Counts since the start."""
+
+    made: int = 0
+    admitted: int = 0
+    wrong_proofs: int = 0
+    refused: int = 0
+
+
+class Invites:
+    """The invites of one authority. They live in memory: a restart of the node ends them."""
+
+    def __init__(
+        self,
+        authority: Authority,
+        *,
+        is_revoked: Callable[[str], bool],
+        draw: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        self._authority = authority
+        self._is_revoked = is_revoked
+        self._draw = draw
+        self._invites: list[Invite] = []
+        self._made = self._admitted = self._wrong_proofs = self._refused = 0
+
+    @property
+    def stats(self) -> InviteStats:
+        """Counts since the start."""
+        return InviteStats(
+            made=self._made,
+            admitted=self._admitted,
+            wrong_proofs=self._wrong_proofs,
+            refused=self._refused,
+        )
+
+    def make(self, role: CertRole, *, valid_s: float, mono: float) -> Invite:
+        """Make an invite. Raises InvalidArgument for its length, Refused when too many live."""
+        if not 0 < valid_s <= MAX_VALID_S:
+            raise InvalidArgument(
+                f"an invite of {valid_s:g} s is not possible; give 1 to {MAX_VALID_S:g} s"
+            )
+        if sum(mono < invite.ends_mono for invite in self._invites) >= MAX_LIVE:
+            raise Refused(f"{MAX_LIVE} invites live already; wait until one ends")
+        invite = Invite(secret=self._draw(SECRET_BYTES), role=role, ends_mono=mono + valid_s)
+        over = [each for each in self._invites if each.ends_mono <= mono]
+        live = [each for each in self._invites if each.ends_mono > mono]
+        self._invites = [*over[-_MAX_REMEMBERED:], *live, invite]
+        self._made += 1
+        return invite
+
+    def end_mono(self) -> float:
+        """When the last invite ends."""
+        return max((invite.ends_mono for invite in self._invites), default=0.0)
+
+    def admit(self, csr: bytes, proof: bytes, *, mono: float) -> tuple[Invite, Request]:
+        """Decide whether a request is let in; the first key that comes takes the invite.
+
+        Raises Unauthenticated for a wrong proof, Denied for an invite that is over, taken, or for
+        a revoked key, InvalidArgument for a request that is none.
+        """
+        invite = self._find(csr, proof)
+        try:
+            request = self._judge(invite, csr, mono)
+        except (Denied, InvalidArgument):
+            self._refused += 1
+            raise
+        if not invite.taken_by:
+            self._admitted += 1
+        invite.taken_by, invite.label = request.node_id, request.label
+        return invite, request
+
+    def _find(self, csr: bytes, proof: bytes) -> Invite:
+        ca_hash = self._authority.key_hash
+        for invite in reversed(self._invites):
+            expected = proof_of_request(invite.secret, ca_hash=ca_hash, csr=csr)
+            if is_same_proof(expected, proof):
+                return invite
+        self._wrong_proofs += 1
+        raise Unauthenticated(
+            f"fleet {fleet_name(ca_hash)} does not know this token: it was made before this node "
+            f"last started, or by another fleet; {AGAIN}"
+        )
+
+    def _judge(self, invite: Invite, csr: bytes, mono: float) -> Request:
+        if mono >= invite.ends_mono:
+            raise Denied(f"the token expired {_minutes(mono - invite.ends_mono)} ago; {AGAIN}")
+        request = self._authority.read(csr)
+        if invite.taken_by not in ("", request.node_id):
+            raise Denied(
+                f"the token was used already, by {invite.label}; each token takes in one machine: "
+                f"{AGAIN}"
+            )
+        if self._is_revoked(request.node_id):
+            raise Denied(
+                "the key of this machine was revoked in this fleet; move its identity folder away "
+                "and join with a new one"
+            )
+        return request
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,260 @@
+"""The door through which machines join: a port of its own, open only while an invite lives.
+
+Plain, because a joiner holds no certificate yet; `fleet/invite.py` says why that is safe. What a
+stranger can do here is send a few KiB and have one HMAC per invite computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
+from kakeya.core.host import join_address
+from kakeya.core.log import event
+from kakeya.core.tasks import Supervisor
+from kakeya.core.units import KIB
+from kakeya.fleet.identity.authority import Authority
+from kakeya.fleet.identity.invite import (
+    CA_HASH_BYTES,
+    MAX_ADDRESSES,
+    VALID_S,
+    Invites,
+    InviteStats,
+    Token,
+    encode_token,
+    proof_of_answer,
+)
+from kakeya.fleet.identity.trust import FleetTrust
+from kakeya.v1 import fleet_pb2 as pb
+from kakeya.wire.channels import Keepalive, message_options
+from kakeya.wire.security import CertRole
+from kakeya.wire.server.connections import surplus
+from kakeya.wire.server.sockets import accepted, hang_up
+from kakeya.wire.status import abort
+
+_log = logging.getLogger(__name__)
+SERVICE_NAME = "kakeya.v1.JoinService"
+_MAX_REQUEST_BYTES = 16 * KIB
+_MAX_PEERS = 16
+_MAX_OF_ONE_HOST = 16
+"""Connections; a machine joins with one."""
+_LOOK_EVERY_S = 2.0
+_TELL_EVERY_S = 1.0
+Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """A token as its owner pastes it."""
+
+    token: str = field(repr=False)
+    expires_at: float
+
+
+class Door:
+    """Invites, and the listener that serves them. `aclose` shuts it at once.
+
+    `hosts` are the addresses, without ports, under which this machine is to be joined; `peers` are
+    members to gossip with first.
+    """
+
+    def __init__(
+        self,
+        authority: Authority,
+        trust: FleetTrust,
+        *,
+        hosts: Callable[[], Sequence[str]],
+        peers: Callable[[], Sequence[str]],
+        clock: Clock,
+        port: int = 0,
+    ) -> None:
+        """`port` 0 = one that the system chooses at each opening."""
+        self._authority = authority
+        self._trust = trust
+        self._hosts = hosts
+        self._peers = peers
+        self._clock = clock
+        self._port = port
+        self._invites = Invites(authority, is_revoked=trust.is_revoked)
+        self._server: grpc.aio.Server | None = None
+        self._addresses: tuple[str, ...] = ()
+        self._opened = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._told_mono = -math.inf
+
+    @property
+    def stats(self) -> InviteStats:
+        """Counts since the start."""
+        return self._invites.stats
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where the door stands open now; empty = shut."""
+        return self._addresses
+
+    def start(self, supervisor: Supervisor) -> None:
+        """Shut the door, from now on, whenever the last invite has ended; let nobody block it."""
+        supervisor.start("door", self._shut_in_time)
+        supervisor.start("crowd at the door", self._thin_out)
+
+    async def invite(self, role: CertRole, valid_s: float = VALID_S) -> Invitation:
+        """Make an invite and open the door for it.
+
+        Raises ConfigError when no address can be opened, InvalidArgument, Refused.
+        """
+        async with self._turn:
+            if self._server is None:
+                await self._open()
+            invite = self._invites.make(role, valid_s=valid_s, mono=self._clock.mono())
+            self._opened.set()
+            expires_at = self._clock.wall() + valid_s
+            token = Token(
+                addresses=self._addresses,
+                ca_hash=self._authority.key_hash[:CA_HASH_BYTES],
+                secret=invite.secret,
+                expires_at=expires_at,
+            )
+        event(_log, "invite made", role=role, valid_s=valid_s, addresses=",".join(self._addresses))
+        return Invitation(token=encode_token(token), expires_at=expires_at)
+
+    async def aclose(self) -> None:
+        """Shut the door, whatever invites live."""
+        async with self._turn:
+            await self._shut()
+
+    async def _open(self) -> None:
+        options = dict(Keepalive().server_options() + message_options(_MAX_REQUEST_BYTES))
+        options |= {
+            "grpc.max_concurrent_streams": 8,
+            "grpc.server_handshake_timeout_ms": 5000,
+            "grpc.max_connection_idle_ms": 30_000,
+        }
+        server = grpc.aio.server(options=tuple(options.items()))
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            "Join": grpc.unary_unary_rpc_method_handler(self._join)
+        }
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),)
+        )
+        self._addresses = self._bind(server)
+        await server.start()
+        self._server = server
+        event(_log, "join port open", addresses=",".join(self._addresses))
+
+    def _bind(self, server: grpc.aio.Server) -> tuple[str, ...]:
+        bound = []
+        for host in list(self._hosts())[:MAX_ADDRESSES]:
+            try:
+                port = server.add_insecure_port(join_address(host, self._port))
+            except RuntimeError:  # gRPC says no more than that it failed
+                event(_log, "no join port here", level=logging.WARNING, host=host)
+            else:
+                bound.append(join_address(host, port))
+        if not bound:
+            raise ConfigError(
+                "no address of this machine can take a join port; start the node with --bind and "
+                "an address that the new machine reaches"
+            )
+        return tuple(bound)
+
+    async def _shut(self) -> None:
+        server, self._server, self._addresses = self._server, None, ()
+        self._opened.clear()
+        if server is not None:
+            await server.stop(None)
+            event(_log, "join port shut")
+
+    async def _shut_in_time(self) -> None:
+        while True:
+            await self._opened.wait()
+            left_s = self._invites.end_mono() - self._clock.mono()
+            if left_s > 0:
+                await self._clock.sleep(left_s)
+                continue
+            async with self._turn:
+                if self._invites.end_mono() <= self._clock.mono():
+                    await self._shut()
+
+    async def _thin_out(self) -> None:
+        """Keep strangers' idle connections from taking all the files that this process may open."""
+        while True:
+            await self._opened.wait()
+            await self._clock.sleep(_LOOK_EVERY_S)
+            ports = {int(address.rpartition(":")[2]) for address in self._addresses}
+            crowd = surplus(await asyncio.to_thread(accepted, ports), (), _MAX_OF_ONE_HOST)
+            if crowd:
+                closed = await asyncio.to_thread(hang_up, frozenset(crowd))
+                event(
+                    _log,
+                    "closed connections to the join port of hosts that hold too many",
+                    level=logging.WARNING,
+                    closed=closed,
+                    first=crowd[0],
+                )
+
+    async def _join(self, request: bytes, context: Context) -> bytes:
+        try:
+            return self._admit(request, context.peer()).SerializeToString()
+        except KakeyaError as refusal:
+            self._tell_of(refusal, context.peer())
+            await abort(context, refusal)
+            raise
+
+    def _tell_of(self, refusal: KakeyaError, peer: str) -> None:
+        # Who tries many tokens must not fill the disk with log lines; `stats` count all of them.
+        mono = self._clock.mono()
+        if mono - self._told_mono < _TELL_EVERY_S:
+            return
+        self._told_mono = mono
+        event(
+            _log,
+            "refused to join",
+            level=logging.WARNING,
+            peer=peer,
+            reason=refusal.message,
+            wrong_proofs=self.stats.wrong_proofs,
+            refused=self.stats.refused,
+        )
+
+    def _admit(self, request: bytes, peer: str) -> pb.JoinResponse:
+        """Decide and answer in one go: no second joiner can come between."""
+        try:
+            asked = pb.JoinRequest.FromString(request)
+        except DecodeError as problem:
+            raise InvalidArgument("the request to join cannot be read") from problem
+        invite, wanted = self._invites.admit(asked.csr, asked.proof, mono=self._clock.mono())
+        certificate = self._authority.issue(wanted, role=invite.role, now=self._clock.wall())
+        peers = tuple(dict.fromkeys(self._peers()))[:_MAX_PEERS]
+        _, revocations = self._trust.revocations
+        proof = proof_of_answer(
+            invite.secret,
+            csr=asked.csr,
+            certificate=certificate,
+            authority=self._authority.certificate,
+            peers=peers,
+            revocations=revocations,
+        )
+        event(
+            _log,
+            "joined",
+            label=wanted.label,
+            node_id=wanted.node_id,
+            role=invite.role,
+            peer=peer,
+        )
+        return pb.JoinResponse(
+            certificate=certificate,
+            authority=self._authority.certificate,
+            proof=proof,
+            peers=peers,
+            revocations=revocations,
+        )

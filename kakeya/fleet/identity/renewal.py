@@ -1,0 +1,162 @@
+"""Renewing certificates: one's own at two thirds of its life, and, as the authority, others'.
+
+Asked of a live node whose card says that it holds the CA key. A card may lie, so an answer counts
+only when it is the fleet's certificate for this very key; else the next node is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import grpc.aio
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import KakeyaError, NotFound, PeerProtocol
+from kakeya.core.log import event
+from kakeya.core.tasks import Supervisor
+from kakeya.fleet.identity.certificates import Untrusted, make_request, read_key
+from kakeya.fleet.identity.identity import Identity, duration, renewed, save_certificate
+from kakeya.fleet.identity.trust import FleetTrust
+from kakeya.v1 import fleet_pb2 as pb
+from kakeya.v1.fleet_pb2_grpc import MembershipServiceServicer, MembershipServiceStub
+from kakeya.wire.channels import Channels
+from kakeya.wire.security import Caller
+from kakeya.wire.status import abort, error_from_rpc
+
+_log = logging.getLogger(__name__)
+_TIMEOUT_S = 10.0
+_LOOK_S = 3600.0
+"""At most between two looks at the clock, which may have been set meanwhile."""
+Context = grpc.aio.ServicerContext[pb.RenewRequest, pb.RenewResponse]
+Certify = Callable[[bytes, Caller], bytes]
+"""Makes the certificate (PEM) that a request (DER) asks for, or refuses its caller."""
+
+
+class Renewal:
+    """Keeps one node's certificate from running out, without a restart.
+
+    `authorities` gives the addresses of live nodes that say they hold the CA key; `own_authority`
+    certifies on the node that does itself.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        trust: FleetTrust,
+        *,
+        authorities: Callable[[], Sequence[str]],
+        own_authority: Certify | None,
+        channels: Channels,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._data_dir = data_dir
+        self._trust = trust
+        self._authorities = authorities
+        self._own_authority = own_authority
+        self._channels = channels
+        self._clock = clock
+        self._rng = rng
+
+    def start(self, supervisor: Supervisor) -> None:
+        """Renew in time from now on."""
+        supervisor.start("certificate", self._run)
+
+    async def renew(self) -> Identity:
+        """Renew now. Raises what the last node that was asked answered, OSError from the disk."""
+        identity = self._trust.identity
+        csr = make_request(read_key(identity.tls.key), identity.label)
+        new = await self._ask(identity, csr)
+        await asyncio.to_thread(save_certificate, self._data_dir, new)
+        self._trust.adopt(new)
+        left = duration(new.not_after_at - self._clock.wall())
+        event(_log, "own certificate renewed", valid_for=left)
+        return new
+
+    async def _ask(self, identity: Identity, csr: bytes) -> Identity:
+        if self._own_authority is not None:
+            own = Caller(node_id=identity.node_id, role=identity.role, address="")
+            return renewed(identity, self._own_authority(csr, own), self._clock.wall())
+        addresses = list(self._authorities())
+        self._rng.shuffle(addresses)
+        failure: KakeyaError = NotFound("no live node of the fleet holds its CA key")
+        for address in addresses:
+            stub = MembershipServiceStub(self._channels.get(address))
+            try:
+                answer = await stub.Renew(pb.RenewRequest(csr=csr), timeout=_TIMEOUT_S)
+                return renewed(identity, answer.certificate, self._clock.wall())
+            except grpc.aio.AioRpcError as refusal:
+                failure = error_from_rpc(refusal, address)
+            except Untrusted as problem:
+                failure = PeerProtocol(f"{address} issued no usable certificate: {problem}")
+        raise failure
+
+    async def _run(self) -> None:
+        failures = 0
+        while True:
+            now = self._clock.wall()
+            pause_s = pause_before_renewal(self._trust.identity, now, failures)
+            await self._clock.sleep(pause_s)
+            if not is_renewal_due(self._trust.identity, self._clock.wall()):
+                continue
+            try:
+                await self.renew()
+                failures = 0
+            except (KakeyaError, Untrusted, OSError) as failure:
+                failures += 1
+                self._warn(failure)
+
+    def _warn(self, failure: Exception) -> None:
+        identity, now = self._trust.identity, self._clock.wall()
+        fault = identity.fault_at(now)
+        left = duration(max(0.0, identity.not_after_at - now))
+        event(
+            _log,
+            fault or f"certificate not renewed; it ends in {left}",
+            level=logging.ERROR if fault else logging.WARNING,
+            problem=failure,
+        )
+
+
+def is_renewal_due(identity: Identity, now: float) -> bool:
+    """Whether a new certificate is needed.
+
+    A clock that was ahead by months may have made the authority issue itself one that begins in
+    months, by which it would be shut out of its own fleet. It alone can mend that without a peer.
+    """
+    return now >= identity.renew_at or (identity.is_authority and now < identity.not_before_at)
+
+
+def pause_before_renewal(identity: Identity, now: float, failures: int) -> float:
+    """How long to wait before the next look: to the renewal, or after a failed one; 0 = try now.
+
+    Tries after a failure come ever later, up to an hour, but ten fit in what is left of the life.
+    """
+    if not is_renewal_due(identity, now):
+        return min(identity.renew_at - now, _LOOK_S)
+    if failures == 0:
+        return 0.0
+    left_s = max(identity.not_after_at - now, 0.0)
+    backoff_s = min(60.0 * 2 ** min(failures - 1, 6), _LOOK_S)
+    return max(1.0, min(backoff_s, left_s / 10) if left_s else _LOOK_S)
+
+
+class MembershipService(MembershipServiceServicer):
+    """Renews certificates; `caller` says who makes the call that is being handled."""
+
+    def __init__(self, certify: Certify, *, caller: Callable[[], Caller]) -> None:
+        self._certify = certify
+        self._caller = caller
+
+    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
+        """Certify the caller's key for another life."""
+        try:
+            certificate = self._certify(request.csr, self._caller())
+        except KakeyaError as refusal:
+            await abort(context, refusal)
+            raise
+        return pb.RenewResponse(certificate=certificate)

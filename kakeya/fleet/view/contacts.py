@@ -1,0 +1,59 @@
+"""Whom this node met itself, and where: by certificate, not by what others say.
+
+What relays tell can be old: the card and beats of a node that is gone look as alive to a newcomer
+as they did then. And any card can name any address. So a node is met when it called here, or
+answered a call, under its own certificate; and only an answer says that it is at an address.
+
+Values only; a fleet without identities has no use for them.
+"""
+
+from __future__ import annotations
+
+from kakeya.core.ids import NodeId
+from kakeya.fleet.cards.cards import MAX_ENDPOINTS
+
+MAX_PLACES = MAX_ENDPOINTS + 1
+"""Of one node: its address and its endpoints. Who answers at more keeps the latest."""
+
+
+class Meetings:
+    """Met nodes and their addresses; the owner forgets nodes that it no longer holds."""
+
+    def __init__(self) -> None:
+        self._places: dict[NodeId, dict[str, None]] = {}
+        self._at: dict[str, NodeId] = {}
+
+    def has(self, node_id: str) -> bool:
+        """Whether a node was met since it was heard of last."""
+        return node_id in self._places
+
+    def at(self, address: str) -> NodeId | None:
+        """Which node answered at an address last."""
+        return self._at.get(address)
+
+    def met(self, node_id: NodeId) -> None:
+        """Note that a node called here."""
+        self._places.setdefault(node_id, {})
+
+    def answered(self, node_id: NodeId, address: str) -> None:
+        """Note that a node answered at an address."""
+        before = self._at.get(address)
+        if before is not None and before != node_id:
+            self._places[before].pop(address, None)
+        places = self._places.setdefault(node_id, {})
+        places.pop(address, None)
+        places[address] = None
+        self._at[address] = node_id
+        if len(places) > MAX_PLACES:
+            self.missed(node_id, next(iter(places)))
+
+    def missed(self, node_id: NodeId, address: str) -> None:
+        """Note that a node no longer answers at an address; it stays met."""
+        if self._at.get(address) == node_id:
+            del self._at[address]
+            self._places[node_id].pop(address, None)
+
+    def forget(self, node_id: NodeId) -> None:
+        """Forget a node that is over."""
+        for address in self._places.pop(node_id, {}):
+            del self._at[address]

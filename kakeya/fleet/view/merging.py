@@ -1,0 +1,152 @@
+"""Takes batches of cards and beats into a view, and hears in them what is said of this node.
+
+It holds nothing of its own: what is taken goes to `peers.py`, and what follows from a card of ours
+that somebody else holds to `own.py`. Nothing here awaits, reads a clock or logs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from kakeya.core.ids import NodeId
+from kakeya.fleet.cards.cards import Card, CardFault, CardTrust, is_liars
+from kakeya.fleet.cards.convert import MalformedCard, from_wire
+from kakeya.fleet.view.beats import MAX_BEATS, Beats, Told
+from kakeya.fleet.view.own_card import OwnCard
+from kakeya.fleet.view.peers import Peers
+from kakeya.fleet.view.slices import Slices
+
+SLICE_CARDS = 64
+"""Cards that are read and judged between two pauses: 1 to 5 ms."""
+LATENCY_S = 5.0
+"""How much younger than it was a beat may seem: the longest that an exchange takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeReport:
+    """What a batch of cards and beats did to the view.
+
+    `beaten` counts the nodes that beat anew. `conflicts` are newly found addresses of other nodes
+    that speak with our id. `has_own` says that the batch held a card of ours, `has_jumped` that it
+    was an earlier life's and our incarnation went above.
+    """
+
+    changed: tuple[NodeId, ...] = ()
+    dropped: Mapping[CardFault, int] = field(default_factory=dict)
+    beaten: int = 0
+    conflicts: tuple[str, ...] = ()
+    has_own: bool = False
+    has_jumped: bool = False
+
+
+class Merger:
+    """Merges into the peers of one own card; with `trust`, only signed cards and proven beats."""
+
+    def __init__(self, own_card: OwnCard, peers: Peers, trust: CardTrust | None) -> None:
+        self._own_card = own_card
+        self._peers = peers
+        self._trust = trust
+
+    def merging(
+        self, wires: Iterable[bytes], beats: Beats, *, now: float, mono: float
+    ) -> Slices[MergeReport]:
+        """Take each card that is valid and newer than what is held, then the beats."""
+        places: dict[int, int] | None = None
+        changed: list[NodeId] = []
+        dropped: Counter[CardFault] = Counter()
+        own: list[tuple[Card, Told | None]] = []
+        for count, card in enumerate(self._read(wires, dropped, mono), 1):
+            if count % SLICE_CARDS == 0:
+                yield
+            places = beats.places() if places is None else places
+            told = beats.entry(places.get(card.key, len(beats)))
+            if card.node_id == self._own_card.node_id:
+                taken: bool | CardFault = self._fault_of_own(card, now, mono) or False
+                if not taken:
+                    own.append((card, told))
+            else:
+                taken = self._peers.take(card, told, now=now, mono=mono)
+            if isinstance(taken, CardFault):
+                dropped[taken] += 1
+            elif taken:
+                changed.append(card.node_id)
+        beaten = self._peers.hear(beats, now=now, mono=mono)
+        heard = [self._hear_own(card, told, now, mono) for card, told in own]
+        has_jumped = any(
+            self._own_card.jump_above(card, now) for card, is_other in heard if not is_other
+        )
+        if has_jumped:
+            self._own_card.restamp(now=now, mono=mono)
+        return MergeReport(
+            changed=tuple(changed),
+            dropped=dropped,
+            beaten=beaten,
+            conflicts=self._news_of_impostors([card for card, other in heard if other], now),
+            has_own=bool(own),
+            has_jumped=has_jumped,
+        )
+
+    def _read(
+        self, wires: Iterable[bytes], dropped: Counter[CardFault], mono: float
+    ) -> Iterator[Card]:
+        """The cards that are not held, up to where a batch shows that a liar made it.
+
+        In a fleet with identities no honest node passes on two cards of one node, nor forged ones.
+        """
+        met: set[NodeId] = set()
+        for wire in wires:
+            card, is_held = self._peers.known(wire)
+            if is_held:
+                continue
+            if self._trust is not None and is_liars(dropped):
+                return
+            try:
+                card = card or from_wire(wire)
+            except MalformedCard as failure:
+                dropped[failure.fault] += 1
+                self._peers.unwanted.refuse(_key_of(wire), MAX_BEATS, mono)
+                continue
+            if self._trust is not None and card.node_id in met:
+                dropped[CardFault.REPEATED] += 1
+                continue
+            met.add(card.node_id)
+            yield card
+
+    # --- hearing of ourselves
+
+    def _fault_of_own(self, card: Card, now: float, mono: float) -> CardFault | None:
+        # Whoever lacks our key must make us believe neither in a twin nor in an earlier life.
+        fault = None if self._trust is None else self._trust.fault_of(card, now)
+        if fault is not None:
+            self._peers.unwanted.refuse(card.key, MAX_BEATS, mono)
+        return fault
+
+    def _hear_own(
+        self, card: Card, told: Told | None, now: float, mono: float
+    ) -> tuple[Card, bool]:
+        """The card and whether another process speaks by it, rather than an earlier life."""
+        own = self._own_card
+        if card.life == own.life or card.grpc_address in own.addresses:
+            self._peers.unwanted.refuse(card.key, MAX_BEATS, mono)
+            return card, False
+        if told is None or not self._is_vouched_for(card, told):
+            return card, card.announced_at > own.started_at
+        return card, mono - told.age_s > own.started_mono + LATENCY_S
+
+    def _is_vouched_for(self, card: Card, told: Told) -> bool:
+        # Anybody can say any age; a beat beyond the card itself takes its owner.
+        if self._trust is None:
+            return True
+        return told.number > 0 and self._peers.held.proves(card, told)
+
+    def _news_of_impostors(self, cards: list[Card], now: float) -> tuple[str, ...]:
+        note = self._peers.conflicts.note
+        addresses = dict.fromkeys(card.grpc_address for card in cards)
+        return tuple(a for a in addresses if note(self._own_card.node_id, a, is_own=True, now=now))
+
+
+def _key_of(wire: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(wire).digest()[:8], "little")

@@ -1,0 +1,231 @@
+"""The own card: what this node says of itself, stamped, sealed and kept alive by beats.
+
+A new body is made when the offer changes, when its chain of beats is used up, and, while a node
+that knows no beats is in the fleet, whenever the last one grows old, for such nodes go by stamps.
+Between bodies the node beats, at most once a second. Never taken from gossip.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from kakeya.core.errors import InvalidArgument
+from kakeya.core.ids import NodeId
+from kakeya.fleet.cards.cards import (
+    FAREWELL_TTL_S,
+    MAX_AHEAD_S,
+    MAX_INCARNATION,
+    Card,
+    CardTrust,
+    Offer,
+    fault_of,
+)
+from kakeya.fleet.cards.convert import MalformedCard, from_wire, to_wire
+from kakeya.fleet.view.beats import MAX_BEATS, Chain
+
+MAX_JUMP_S = 24 * 3600.0
+"""How far above our own clock an earlier life of ours is believed to have been."""
+BEAT_S = 1.0
+"""Beats within this time are one, however many peers ask."""
+DEFENCE_S = 2.0
+"""Between two beats that answer accusations; one refutes every accusation before it."""
+PLAIN_AGE_S = 8.0
+"""When a body is made anew for nodes that go by its stamp: once in each default interval."""
+_STEP_S = 0.001
+_KEYS_KEPT = 64
+
+
+class OwnCard:
+    """One life of this node. `incarnation` counts its starts and may be raised by what is heard."""
+
+    def __init__(
+        self,
+        node_id: NodeId,
+        offer: Offer,
+        *,
+        now: float,
+        mono: float,
+        incarnation: int,
+        stamp: float,
+        trust: CardTrust | None,
+        entropy: Callable[[int], bytes],
+    ) -> None:
+        self.node_id = node_id
+        self.incarnation = incarnation
+        self.life = int.from_bytes(entropy(8), "little") or 1
+        self.started_at, self.started_mono = now, mono
+        self.is_leaving = False
+        self._trust, self._entropy = trust, entropy
+        self._stamped_at = stamp if stamp < now + MAX_JUMP_S else 0.0
+        self._stamped_mono = mono
+        self._addresses: set[str] = set()
+        self._keys: deque[int] = deque(maxlen=_KEYS_KEPT)
+        self._chain: Chain | None = None
+        self._defended_mono = float("-inf")
+        self.announce(offer, now=now, mono=mono)
+
+    # --- queries
+
+    @property
+    def card(self) -> Card:
+        """The body as last made."""
+        return self._card
+
+    @property
+    def offer(self) -> Offer:
+        """What was last announced."""
+        return self._offer
+
+    @property
+    def number(self) -> int:
+        """The latest beat of the body."""
+        return self._number
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the beats come with proofs: in a fleet with identities."""
+        return self._chain is not None
+
+    @property
+    def proof(self) -> int:
+        """What proves the latest beat; 0 in a fleet without identities."""
+        return self._chain.proof(self._number) if self._chain else 0
+
+    @property
+    def beat_mono(self) -> float:
+        """When this node beat last."""
+        return self._beat_mono
+
+    @property
+    def stamped_at(self) -> float:
+        """The last stamp; it never goes back within an incarnation."""
+        return self._stamped_at
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        """Every address that this life announced."""
+        return frozenset(self._addresses)
+
+    def has_key(self, key: int) -> bool:
+        """Whether a body of this life, one of the last 64, has the key."""
+        return key in self._keys
+
+    # --- saying something
+
+    def announce(self, offer: Offer, *, now: float, mono: float) -> Card:
+        """Make a new body. Raises InvalidArgument for an offer that peers would drop."""
+        # Stamps go on at the pace of the monotonic clock at least, so a wall clock that was set
+        # back neither repeats a stamp nor lets the card age out at the peers.
+        elapsed_s = max(mono - self._stamped_mono, _STEP_S)
+        announced_at = max(now, self._stamped_at + elapsed_s)
+        chain = None if self._trust is None else Chain(self.life, self._entropy)
+        wire = to_wire(
+            self.node_id,
+            offer,
+            incarnation=self.incarnation,
+            announced_at=announced_at,
+            life=self.life,
+            anchor=b"" if chain is None else chain.anchor,
+        )
+        if self._trust is not None:
+            wire = self._trust.seal(wire)
+        self._card = self._checked(wire, offer, announced_at)
+        self._offer, self._chain, self._number = offer, chain, 0
+        self._stamped_at, self._stamped_mono = announced_at, mono
+        self._beat_mono = mono
+        self._addresses.add(offer.grpc_address)
+        self._keys.append(self._card.key)
+        return self._card
+
+    def restamp(self, *, now: float, mono: float) -> Card:
+        """Say the same again in a new body."""
+        return self.announce(self._offer, now=now, mono=mono)
+
+    def stamp_age_s(self, mono: float) -> float:
+        """Seconds since the card was stamped."""
+        return mono - self._stamped_mono
+
+    def beat(self, *, now: float, mono: float, for_plain: bool = False) -> None:
+        """Show that this node lives; `for_plain`, to nodes that go by stamps too.
+
+        After a farewell it does nothing.
+        """
+        if self.is_leaving:
+            return
+        is_old = for_plain and mono - self._stamped_mono >= PLAIN_AGE_S
+        if is_old or self._number >= MAX_BEATS:
+            self.restamp(now=now, mono=mono)
+        elif mono - self._beat_mono >= BEAT_S:
+            self.beat_anew(now=now, mono=mono)
+
+    def defend(self, *, now: float, mono: float) -> None:
+        """Beat, however short ago the last one was: somebody doubts that this node lives.
+
+        Not more often than `DEFENCE_S`, or who accuses all the time would use up the chain.
+        """
+        if mono - self._defended_mono >= DEFENCE_S:
+            self._defended_mono = mono
+            self.beat_anew(now=now, mono=mono)
+
+    def beat_anew(self, *, now: float, mono: float) -> None:
+        """Beat however short ago the last one was."""
+        if self.is_leaving:
+            return
+        if self._number >= MAX_BEATS:
+            self.restamp(now=now, mono=mono)
+        else:
+            self._number += 1
+            self._beat_mono = mono
+
+    def farewell(self, *, now: float, mono: float) -> Card:
+        """Make the last body: no models, and gone from all views in ten seconds."""
+        offer = replace(self._offer, models=(), caches=(), ttl_s=FAREWELL_TTL_S)
+        self.is_leaving = False
+        card = self.announce(offer, now=now, mono=mono)
+        self.is_leaving = True
+        return card
+
+    def _checked(self, wire: bytes, offer: Offer, announced_at: float) -> Card:
+        try:
+            card = from_wire(wire)
+            fault = fault_of(card, announced_at)
+        except MalformedCard as failure:
+            fault = failure.fault
+        if fault is not None:
+            raise InvalidArgument(
+                f"the own card would be dropped by every peer as {fault}: {offer!r}"
+            )
+        return card
+
+    # --- hearing of oneself
+
+    def runs_ahead(self, now: float) -> bool:
+        """Whether the stamps run ahead of the own clock by more than peers allow.
+
+        A clock was ahead and got repaired, or it was right and has been set back.
+        """
+        return self._stamped_at > now + MAX_AHEAD_S
+
+    def begin_anew(self, *, now: float, mono: float) -> None:
+        """Go back to the wall clock, in a new incarnation that orders above the old stamps."""
+        self.incarnation += 1
+        self._stamped_at, self._stamped_mono = 0.0, mono
+        self.restamp(now=now, mono=mono)
+
+    def jump_above(self, card: Card, now: float) -> bool:
+        """Order above an earlier life of this node; returns whether that took a jump.
+
+        The next body shows it.
+        """
+        is_countable = math.isfinite(card.announced_at) and card.incarnation < MAX_INCARNATION - 1
+        if card.life == self.life or not is_countable or not card.is_newer_than(self._card):
+            return False
+        self.incarnation = max(self.incarnation, card.incarnation + 1)
+        # Peers that hold that card may live by a clock that is ahead of ours, and refuse a stamp
+        # below theirs as too old: go on from there. `begin_anew` undoes it if they do not.
+        if card.announced_at < now + MAX_JUMP_S:
+            self._stamped_at = max(self._stamped_at, card.announced_at)
+        return True

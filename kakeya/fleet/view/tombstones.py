@@ -1,0 +1,195 @@
+"""What a registry remembers of nodes that it does not hold: where they were, what is over.
+
+remembered   addresses of expired peers, dialled again for a day, so that partitions heal
+tombstones   how far each expired node had come; what is no later was kept alive by nobody but
+             relays, and does not return
+unwanted     keys of cards that were replaced or refused, not to be asked for again
+Memory       what a node writes to its disk: enough to find the fleet and order its own cards
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kakeya.core.ids import NodeId
+from kakeya.fleet.cards.cards import MAX_TTL_S, Card, is_dialable
+
+REMEMBER_S = 24 * 3600.0
+"""How long an expired peer's address is dialled again: a night or a day without power."""
+TOMBSTONE_S = 2 * MAX_TTL_S
+"""Longer than any relay can hold a card that nobody beats for."""
+REFUSED_S = 300.0
+"""After which a card that was refused is looked at again: the reason may have passed."""
+MAX_REPLACED = 16
+"""Replaced cards of one node that are remembered: more bodies than it makes in a TTL."""
+
+
+class Sighting(NamedTuple):
+    """Where a peer was, and when it was last known to live (wall clock)."""
+
+    node_id: NodeId
+    address: str
+    last_seen_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What a registry wants back at its next start. `stamp` is the last that it gave a card."""
+
+    stamp: float = 0.0
+    incarnation: int = 0
+    peers: tuple[Sighting, ...] = ()
+
+
+class Remembered:
+    """Where nodes that are gone were, bounded: the longest gone is forgotten first.
+
+    One place for each node: who claims the address of another, or many in turn, makes nobody else
+    be forgotten.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._places: OrderedDict[NodeId, Sighting] = OrderedDict()
+
+    def add(self, sighting: Sighting) -> None:
+        """Remember where a node was, if it can be dialled."""
+        if is_dialable(sighting.address):
+            self._places[sighting.node_id] = sighting
+            self._places.move_to_end(sighting.node_id)
+            while len(self._places) > self._limit:
+                self._places.popitem(last=False)
+
+    def drop(self, node_id: NodeId) -> None:
+        """Forget a node: it lives, or is to be forgotten."""
+        self._places.pop(node_id, None)
+
+    def forget_old(self, now: float) -> None:
+        """Forget what was seen too long ago."""
+        for node_id in [n for n, s in self._places.items() if now - s.last_seen_at > REMEMBER_S]:
+            del self._places[node_id]
+
+    def at(self, now: float) -> tuple[Sighting, ...]:
+        """Every place of the last 24 h."""
+        return tuple(s for s in self._places.values() if now - s.last_seen_at <= REMEMBER_S)
+
+
+class Tombstone(NamedTuple):
+    """How far a node had come when it expired."""
+
+    incarnation: int
+    announced_at: float
+    key: int
+    number: int
+    until_mono: float
+
+
+class Tombstones:
+    """Nodes that expired, bounded: the longest gone is forgotten first."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._stones: OrderedDict[NodeId, Tombstone] = OrderedDict()
+
+    def bury(self, card: Card, number: int, mono: float) -> None:
+        """Note that a node expired with this card at this beat."""
+        self._stones[card.node_id] = Tombstone(
+            card.incarnation, card.announced_at, card.key, number, mono + TOMBSTONE_S
+        )
+        self._stones.move_to_end(card.node_id)
+        while len(self._stones) > self._limit:
+            self._stones.popitem(last=False)
+
+    def holds_down(self, card: Card, number: int, mono: float) -> bool:
+        """Whether a card at a (proven) beat is no later than what expired here."""
+        stone = self._stones.get(card.node_id)
+        if stone is None or mono > stone.until_mono:
+            return False
+        if card.key == stone.key:
+            return number <= stone.number
+        mine, theirs = card.incarnation, card.announced_at
+        return (mine, theirs) <= (stone.incarnation, stone.announced_at)
+
+    def raise_up(self, node_id: NodeId) -> None:
+        """Forget the tombstone of a node that is back."""
+        self._stones.pop(node_id, None)
+
+    def forget_old(self, mono: float) -> None:
+        """Forget what expired long ago."""
+        while self._stones:
+            node_id, stone = next(iter(self._stones.items()))
+            if mono <= stone.until_mono:
+                return
+            del self._stones[node_id]
+
+
+class _Refused(NamedTuple):
+    above: int
+    until_mono: float
+
+
+class Replaced(NamedTuple):
+    """What is left of a card that a newer one of its node replaced: enough to tell who beats it."""
+
+    node_id: NodeId
+    life: int
+    grpc_address: str
+    anchor: int | None
+    number: int
+    since_mono: float
+
+
+class Unwanted:
+    """Keys of cards that were looked at and are not asked for again, bounded.
+
+    A replaced card is never wanted; a refused one is, once it beat on or some time went by. Of
+    one node's replaced cards only the latest are kept: who makes new ones all the time pushes
+    out nobody else's.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._refused: OrderedDict[int, _Refused] = OrderedDict()
+        self._replaced: OrderedDict[int, Replaced] = OrderedDict()
+        self._keys: dict[NodeId, deque[int]] = {}
+        """Of each node's replaced cards, the longest known first."""
+
+    def refuse(self, key: int, number: int, mono: float) -> None:
+        """Note that a card at this beat was dropped."""
+        self._refused[key] = _Refused(number, mono + REFUSED_S)
+        while len(self._refused) > self._limit:
+            self._refused.popitem(last=False)
+
+    def forgive(self) -> None:
+        """Look again at all that was refused: the reason lay here."""
+        self._refused.clear()
+
+    def replace(self, card: Card, number: int, mono: float) -> None:
+        """Note that a newer card took the place of one."""
+        if card.key not in self._replaced:
+            keys = self._keys.setdefault(card.node_id, deque())
+            keys.append(card.key)
+            if len(keys) > MAX_REPLACED:
+                del self._replaced[keys.popleft()]
+        self._replaced[card.key] = Replaced(
+            card.node_id, card.life, card.grpc_address, card.anchor, number, mono
+        )
+        while len(self._replaced) > self._limit:
+            _, oldest = self._replaced.popitem(last=False)
+            keys = self._keys[oldest.node_id]
+            keys.popleft()
+            if not keys:
+                del self._keys[oldest.node_id]
+
+    def replaced(self, key: int) -> Replaced | None:
+        """The replaced card with a key."""
+        return self._replaced.get(key)
+
+    def wants(self, key: int, number: int, mono: float) -> bool:
+        """Whether to ask for a card that somebody holds at this beat."""
+        if key in self._replaced:
+            return False
+        refused = self._refused.get(key)
+        return refused is None or number > refused.above or mono > refused.until_mono

@@ -1,0 +1,231 @@
+"""The HTTP gateway of a node: one Starlette application over the models of a directory.
+
+    GET  /v1/models, /v1/models/{id}     what is served
+    POST /v1/chat/completions            OpenAI chat, streamed or not
+    POST /v1/completions                 OpenAI completions, streamed or not
+    POST /v1/precache                    have a prefix warm before it is asked for
+    GET  /healthz                        200 while the process lives
+    GET  /readyz                         200 when the default model serves (or, on a node that
+                                         only drafts, all that draft), else 503 and why
+    GET  /metrics                        Prometheus
+    GET  /api/v1/status, /api/v1/fleet   what the node tells of itself; fleet is its `fleet` entry
+
+Parsing is in `openai`, running in `generation`, admission and errors in `edge`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import Metric
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kakeya.core.clock import Clock
+from kakeya.gateway.generation import GenerationRoute, Generations, client_of
+from kakeya.gateway.http.connection import Limits
+from kakeya.gateway.http.edge import Admission, Edge, refuse_route
+from kakeya.gateway.metrics import CONTENT_TYPE, HttpMetrics
+from kakeya.gateway.openai.requests import parse_chat, parse_completion
+from kakeya.gateway.precache import PrecacheRoute
+from kakeya.generation.request import DraftRouter, ModelDirectory, ModelState, ServedModel
+from kakeya.prefix.seam import NoPrecache, Precache
+from kakeya.text.text import Texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where a model that is not decoded with is in its life."""
+
+    model_id: str
+    state: ModelState
+    last_error: str = ""
+
+
+def build_app(
+    directory: ModelDirectory,
+    router: DraftRouter,
+    *,
+    status: Callable[[], Mapping[str, object]],
+    clock: Clock,
+    rng: random.Random,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+    hosts: frozenset[str] = frozenset(),
+    collect: Callable[[], Iterable[Metric]] = tuple,
+    proposers: Callable[[], Sequence[Standing]] = tuple,
+    unready: Callable[[], str] = str,
+    precache: Precache = NoPrecache(),  # noqa: B008 - it has no state
+    texts: Texts | None = None,
+) -> Starlette:
+    """Build the application.
+
+    `status` is what /api/v1/status shows; `hosts` are names and addresses, without ports, that the
+    node may be called by beside loopback and the address that a connection came in by; `collect`
+    gives the metrics of other floors per scrape; `proposers` are the configured models that only
+    draft; `unready` says why the node as a whole does not serve now, "" while it does.
+    `texts` are those that others of the node use too; None = nobody does.
+    """
+    metrics = HttpMetrics(collect)
+    texts = texts or Texts(clock.wall)
+    generations = Generations(
+        directory,
+        router,
+        texts=texts,
+        metrics=metrics,
+        limits=limits,
+        clock=clock,
+        rng=rng,
+        precache=precache,
+    )
+    gateway = Gateway(
+        directory,
+        generations,
+        PrecacheRoute(generations, precache, texts),
+        status=status,
+        proposers=proposers,
+        unready=unready,
+        metrics=metrics,
+        created_at=int(clock.wall()),
+    )
+    app = Starlette(
+        routes=gateway.routes(),
+        middleware=[
+            Middleware(
+                Edge,
+                admission=Admission(hosts=frozenset(host.lower() for host in hosts)),
+                metrics=metrics,
+                mono=clock.mono,
+            ),
+        ],
+        exception_handlers={HTTPException: refuse_route},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class Gateway:
+    """The endpoints that answer at once."""
+
+    def __init__(
+        self,
+        directory: ModelDirectory,
+        generations: Generations,
+        precache: PrecacheRoute,
+        *,
+        status: Callable[[], Mapping[str, object]],
+        proposers: Callable[[], Sequence[Standing]],
+        unready: Callable[[], str],
+        metrics: HttpMetrics,
+        created_at: int,
+    ) -> None:
+        self._directory = directory
+        self._generations = generations
+        self._precache = precache
+        self._status = status
+        self._proposers = proposers
+        self._unready = unready
+        self._metrics = metrics
+        self._created_at = created_at
+
+    def routes(self) -> list[Route]:
+        """Every path that is served."""
+        chat = GenerationRoute("chat", parse_chat, self._generations)
+        completion = GenerationRoute("completion", parse_completion, self._generations)
+        return [
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", completion, methods=["POST"]),
+            Route("/v1/precache", self._precache, methods=["POST"]),
+            Route("/v1/models", self.list_models),
+            Route("/v1/models/{model_id:path}", self.describe_model),
+            Route("/healthz", self.health),
+            Route("/readyz", self.readiness),
+            Route("/metrics", self.metrics),
+            Route("/api/v1/status", self.node_status),
+            Route("/api/v1/fleet", self.fleet),
+        ]
+
+    async def list_models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        models = [self._model_body(model.model_id) for model in self._directory.verifiers()]
+        adapted = self._directory.adapted(client_of(request.scope))
+        models += [self._model_body(one.model_id) | {"parent": one.parent} for one in adapted]
+        return _json({"object": "list", "data": models})
+
+    async def describe_model(self, request: Request) -> Response:
+        """GET /v1/models/{id}."""
+        client = client_of(request.scope)
+        found = self._generations.find(request.path_params["model_id"], client).model_id
+        adapted = self._directory.adapted(client) if ":" in found else ()
+        parents = [{"parent": one.parent} for one in adapted if one.model_id == found]
+        return _json(self._model_body(found) | (parents[0] if parents else {}))
+
+    async def health(self, request: Request) -> Response:
+        """GET /healthz."""
+        return _json({"status": "ok"})
+
+    async def readiness(self, request: Request) -> Response:
+        """GET /readyz."""
+        model = self._decisive_model()
+        if model is None:
+            body = {"ready": False, "model": None, "state": None, "reason": "no model is served"}
+            return _json(body, 503)
+        reason = self._unready()
+        if not reason and not _is_ready(model):
+            reason = model.last_error or f"the model is {model.state}"
+        body = {
+            "ready": not reason,
+            "model": model.model_id,
+            "state": model.state.value,
+            "reason": reason,
+        }
+        return _json(body, 503 if reason else 200)
+
+    def _decisive_model(self) -> ServedModel | Standing | None:
+        """The default model; on a node that only drafts, a model that does not yet, or any."""
+        if models := self._directory.verifiers():
+            return models[0]
+        proposers = self._proposers()
+        waited_for = (model for model in proposers if not _is_ready(model))
+        return next(waited_for, proposers[0] if proposers else None)
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+        return Response(
+            self._metrics.text(), media_type=None, headers={"content-type": CONTENT_TYPE}
+        )
+
+    async def node_status(self, request: Request) -> Response:
+        """GET /api/v1/status."""
+        return _json(self._status())
+
+    async def fleet(self, request: Request) -> Response:
+        """GET /api/v1/fleet."""
+        return _json(self._status().get("fleet", {}))
+
+    def _model_body(self, model_id: str) -> dict[str, object]:
+        return {
+            "id": model_id,
+            "object": "model",
+            "created": self._created_at,
+            "owned_by": "kakeya",
+        }
+
+
+def _is_ready(model: ServedModel | Standing) -> bool:
+    """Whether a request that comes now finds the model, or has it loaded."""
+    if model.state is ModelState.READY:
+        return True
+    return model.state is ModelState.UNLOADED and not isinstance(model, Standing)
+
+
+def _json(value: object, status: int = 200) -> Response:
+    headers = {"retry-after": "1"} if status == 503 else None
+    body = json.dumps(value, default=str)
+    return Response(body, status, headers=headers, media_type="application/json")

@@ -1,0 +1,190 @@
+"""One HTTP exchange at the ASGI level: body within limits, events out, a client that leaves.
+
+A client that leaves costs nothing more: from then on the work is cancelled at its next await,
+whether it loads, prefills or decodes, and whether the answer streams or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import Cancelled, Unsupported
+from kakeya.core.units import MIB, format_bytes
+from kakeya.gateway.http.edge import BodyTimeout, BodyTooLarge
+from kakeya.gateway.openai.stream import KEEPALIVE
+
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one client may cost."""
+
+    body_bytes: int = 4 * MIB
+    body_s: float = 30.0
+    """From the head to the last byte of the body."""
+    ready_s: float = 120.0
+    """How long a request waits for a model that loads or restarts."""
+    keepalive_s: float = 5.0
+    """A stream without an event for so long gets a comment, so that nobody takes it for dead."""
+    stall_s: float = 60.0
+    """A client that takes nothing of its stream for so long has left."""
+    generations: int = 256
+    """At once; more are told to come again."""
+
+
+async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
+    """Read the whole body. Raises BodyTooLarge, BodyTimeout, Unsupported, Cancelled."""
+    headers = Headers(scope=scope)
+    encoding = headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise Unsupported(f"Content-Encoding {encoding!r} is not supported; send plain JSON")
+    announced = headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > limits.body_bytes:
+        raise _too_large(f"{announced[:20]} bytes", limits)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Cancelled("the client left before its request was whole")
+                body += message.get("body", b"")
+                if len(body) > limits.body_bytes:
+                    raise _too_large("more", limits)
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError as fault:
+        raise BodyTimeout(
+            f"{len(body)} bytes of the body came within {limits.body_s:g} s, and not its end"
+        ) from fault
+
+
+class Connection:
+    """The client of one request, while it is being worked for: `async with`.
+
+    When the client leaves, the task inside is cancelled and the `async with` raises Cancelled.
+    A streaming one also sends keepalive comments, beginning the response if need be.
+    """
+
+    def __init__(
+        self, receive: Receive, send: Send, *, is_stream: bool, clock: Clock, limits: Limits
+    ) -> None:
+        self._receive = receive
+        self._send = send
+        self._is_stream = is_stream
+        self._clock = clock
+        self._limits = limits
+        self._helpers: list[asyncio.Task[None]] = []
+        self._work: asyncio.Task[object] | None = None
+        self.has_left = False
+        """Whether the client was given up."""
+        self._is_over = False
+        self._is_quiet = True
+        self._writes_since_mono: list[float] = []
+        self.is_started = False
+
+    async def __aenter__(self) -> Self:
+        self._work = asyncio.current_task()
+        self._helpers.append(asyncio.create_task(self._watch()))
+        if self._is_stream:
+            self._helpers.append(asyncio.create_task(self._keep_alive()))
+            self._helpers.append(asyncio.create_task(self._watch_stall()))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_over = True
+        for helper in self._helpers:
+            helper.cancel()
+        try:
+            await asyncio.gather(*self._helpers, return_exceptions=True)
+        except asyncio.CancelledError:
+            if not self.has_left:
+                raise
+        if not self.has_left or self._work is None:
+            return
+        if self._work.uncancel() == 0 and kind is not None:
+            raise Cancelled("the client left") from value
+
+    async def send_event(self, event: bytes) -> None:
+        """Send bytes of the event stream, beginning the response first if need be."""
+        self._is_quiet = False
+        since = self._clock.mono()
+        self._writes_since_mono.append(since)
+        try:
+            if not self.is_started:
+                await self._start()
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        finally:
+            self._writes_since_mono.remove(since)
+
+    async def end(self, last: bytes) -> None:
+        """Send the last bytes; from here on the client may leave.
+
+        Raises Cancelled when it does not take them in time.
+        """
+        try:
+            async with asyncio.timeout(self._limits.stall_s):
+                if not self.is_started:
+                    await self._start()
+                self.finish()
+                await self._send({"type": "http.response.body", "body": last, "more_body": False})
+        except TimeoutError as fault:
+            raise Cancelled("the client did not take the end of its stream") from fault
+
+    def finish(self) -> None:
+        """Stop watching: what is still to be sent is the end."""
+        self._is_over = True
+
+    async def _start(self) -> None:
+        self.is_started = True
+        start = {"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS}
+        await self._send(start)
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._abandon()
+
+    async def _keep_alive(self) -> None:
+        """Send comments into silence; a comment that nobody takes is bounded like any event."""
+        while not self._is_over:
+            await self._clock.sleep(self._limits.keepalive_s)
+            if self._is_quiet and not self._writes_since_mono and not self._is_over:
+                await self.send_event(KEEPALIVE)
+            self._is_quiet = True
+
+    async def _watch_stall(self) -> None:
+        """Give a client up that has let one write wait for too long, whoever wrote."""
+        while not self._is_over:
+            now = self._clock.mono()
+            waited_s = now - min(self._writes_since_mono, default=now)
+            if waited_s >= self._limits.stall_s:
+                self._abandon()
+                return
+            await self._clock.sleep(min(self._limits.keepalive_s, self._limits.stall_s - waited_s))
+
+    def _abandon(self) -> None:
+        if not self._is_over and not self.has_left and self._work is not None:
+            self.has_left = True
+            self._work.cancel()
+
+
+def _too_large(size: str, limits: Limits) -> BodyTooLarge:
+    return BodyTooLarge(f"the body has {size}; at most {format_bytes(limits.body_bytes)} is read")

@@ -1,0 +1,159 @@
+"""The HTTP server: uvicorn with httptools on a socket that the node bound, as a context manager.
+
+It installs no signal handlers and writes no logs of its own. What the parser refuses is answered in
+JSON like every other error; a connection that does not finish its request's head in time, or sends
+an oversized one, is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from kakeya.core.units import KIB
+from kakeya.gateway.http.edge import error_body
+
+HEAD_S = 5.0
+"""From the first byte on a connection, or none at all, to the end of the request's head."""
+HEAD_BYTES = 32 * KIB
+IDLE_S = 75.0
+"""A kept-alive connection without a request; longer than common proxies keep theirs."""
+_FORCED_S = 2.0
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's connection with JSON refusals and limits on the request's head."""
+
+    head_s = HEAD_S
+    _head_bytes = 0
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_is_whole()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = 0
+        self._expect_head()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(name)
+        self._count(value)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._head_is_whole()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP request."""
+        body = error_body(msg, 400, code="invalid_http")
+        self.transport.write(
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        self.transport.close()
+
+    def _count(self, piece: bytes) -> None:
+        self._head_bytes += len(piece)
+        if self._head_bytes > HEAD_BYTES:  # the parser turns this into send_400_response
+            raise ValueError(f"the request's head is over {HEAD_BYTES} bytes")
+
+    def _expect_head(self) -> None:
+        self._head_is_whole()
+        self._head_timer = self.loop.call_later(self.head_s, self.transport.close)
+
+    def _head_is_whole(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers, that tells when it accepts."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepts = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.accepts.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """A running server. `stop` may be called more than once."""
+
+    def __init__(self, server: _Server, serving: asyncio.Task[None]) -> None:
+        self._server = server
+        self._serving = serving
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept no more, let running requests end for `grace_s`, then cut them off."""
+        self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
+        self._server.should_exit = True
+        await asyncio.wait((self._serving,))
+        state = self._server.server_state
+        if state.tasks:
+            await asyncio.wait(state.tasks, timeout=_FORCED_S)
+        for connection in list(state.connections):
+            connection.transport.abort()
+        self._serving.result()
+
+
+@asynccontextmanager
+async def serve_http(
+    app: ASGIApp, sock: socket.socket, *, grace_s: float = 0.0, head_s: float = HEAD_S
+) -> AsyncIterator[HttpServer]:
+    """Serve `app` on a bound socket until the context ends, with `grace_s` for what then runs.
+
+    Takes the socket over and closes it.
+    """
+
+    class Protocol(_Protocol):
+        """A connection of this server."""
+
+    Protocol.head_s = head_s
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # faults are logged by the edge
+    config = uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=int(IDLE_S),
+    )
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    accepts = asyncio.create_task(server.accepts.wait())
+    await asyncio.wait((serving, accepts), return_when=asyncio.FIRST_COMPLETED)
+    accepts.cancel()
+    if serving.done():
+        serving.result()
+    running = HttpServer(server, serving)
+    try:
+        yield running
+    finally:
+        await running.stop(grace_s)

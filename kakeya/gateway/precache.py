@@ -1,0 +1,172 @@
+"""POST /v1/precache: have a prefix warm before anybody waits for it.
+
+    model               as for /v1/chat/completions
+    messages | prompt   what requests will begin with; messages that end with the user's are a whole
+                        request, others end where the user's next message begins
+    tools               what a chat template shows the model beside the messages
+    conversation_id, prompt_cache_key
+                        whom it is for, as in the requests that will come
+    retention           "short" (default) | "long" | "extended" (default with pin): for how long it
+                        is of use
+    pin                 true: nothing takes its place until then, or until it is sent again without
+
+The answer tells what became of it. A prefix that could not be warmed is no error: the requests that
+begin with it compute it. What cannot be meant is a 400 that names the field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope, Send
+
+from kakeya.core.errors import InvalidArgument, Unsupported
+from kakeya.gateway.generation import Generations, client_of
+from kakeya.gateway.http.body import flag, parse_body, shown
+from kakeya.gateway.http.connection import read_body
+from kakeya.gateway.http.edge import send_json
+from kakeya.gateway.openai.cache_params import read_keys, retention
+from kakeya.gateway.openai.requests import parse_messages, parse_model, parse_prompt, parse_tools
+from kakeya.gateway.openai.share_params import share_of
+from kakeya.gateway.openai.stream import compact
+from kakeya.generation.request import ModelFacts, ServedModel
+from kakeya.prefix.names.keys import CacheKeys, Segment, hash_stable_prefix, resolve_key
+from kakeya.prefix.seam import CacheUse, Claim, Precache, facts_at_hand, warmed_for
+from kakeya.prefix.warm.warming import Report
+from kakeya.text.bound import TooManyTokens
+from kakeya.text.prefix import encode_ahead
+from kakeya.text.prompt import check_prompt, most_prompt_tokens, raw_ids, too_long
+from kakeya.text.template import Message, Tool
+from kakeya.text.text import Texts
+
+_FIELDS = frozenset(
+    {"model", "messages", "prompt", "tools", "conversation_id", "prompt_cache_key"}
+    | {"retention", "pin"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecacheRequest:
+    """A body of POST /v1/precache: either messages, with tools, or a prompt."""
+
+    model: str
+    use: CacheUse
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    prompt: str | tuple[int, ...] = ""
+    is_pinned: bool = False
+
+
+def parse_precache(body: Mapping[str, object]) -> PrecacheRequest:
+    """Read a request. Raises InvalidArgument or Unsupported naming the field."""
+    for name, value in body.items():
+        if name not in _FIELDS and value is not None:
+            raise Unsupported(f"{shown(name)} is not supported; leave it out", param=name)
+    use = CacheUse(keys=read_keys(body), retention=retention(body, "retention"))
+    is_chat = body.get("messages") is not None
+    if is_chat == (body.get("prompt") is not None):
+        given = "both were given" if is_chat else "neither was given"
+        raise InvalidArgument(f"give messages or a prompt, one of them: {given}", param="messages")
+    tools = parse_tools(body.get("tools"))
+    if tools and not is_chat:
+        raise InvalidArgument("tools need messages; a prompt carries its own", param="tools")
+    return PrecacheRequest(
+        model=parse_model(body.get("model")),
+        use=use,
+        messages=parse_messages(body["messages"]) if is_chat else (),
+        tools=tools,
+        prompt="" if is_chat else parse_prompt(body["prompt"]),
+        is_pinned=flag(body, "pin"),
+    )
+
+
+def segments_of(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Segment]:
+    """The pieces of a prefix, all of them stable: it is what it is filed under without a key."""
+    pieces = [_json(list(tools))] if tools else []
+    pieces += [_json(dict(message)) for message in messages]
+    return [Segment(content=piece, stable=True) for piece in pieces]
+
+
+class PrecacheRoute:
+    """The ASGI application behind the path."""
+
+    def __init__(self, generations: Generations, precache: Precache, texts: Texts) -> None:
+        self._generations = generations
+        self._precache = precache
+        self._texts = texts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        generations = self._generations
+        body = await read_body(scope, receive, generations.limits)
+        asked = await parse_body(body, parse_precache)
+        client = client_of(scope)
+        model = generations.find(asked.model, client)
+        with generations.admitted(share_of(client, scope)):
+            async with generations.connection(receive, send, is_stream=False) as connection:
+                report = await self._warm(asked, model, client)
+                connection.finish()
+        await send_json(send, 200, compact(_answer(asked, model, report)))
+
+    async def _warm(self, asked: PrecacheRequest, model: ServedModel, client: str) -> Report:
+        facts = await facts_at_hand(model)
+        if isinstance(facts, Report):
+            return facts
+        token_ids = await self._encode(asked, facts)
+        claim = Claim(model_id=model.model_id, facts=facts, client=client, use=_filed(asked))
+
+        async def tokens() -> Sequence[int]:
+            return token_ids
+
+        return await self._precache.warm(claim, tokens, is_pinned=asked.is_pinned)
+
+    async def _encode(self, asked: PrecacheRequest, facts: ModelFacts) -> Sequence[int]:
+        model = await self._texts.get(facts.model_path)
+        at_most = most_prompt_tokens(facts)
+        if asked.messages:
+            try:
+                token_ids: Sequence[int] = await encode_ahead(
+                    model, asked.messages, tools=asked.tools, at_most=at_most
+                )
+            except TooManyTokens as fault:
+                raise too_long(f"at least {fault.least_tokens}", facts) from None
+        else:
+            token_ids = await raw_ids(asked.prompt, model, facts)
+        check_prompt(len(token_ids), facts)
+        return token_ids
+
+
+def _filed(asked: PrecacheRequest) -> CacheUse:
+    """What the prefix is filed under: what its sender says, or else its own content."""
+    if asked.use.keys != CacheKeys():
+        return asked.use
+    segments = (
+        segments_of(asked.messages, asked.tools)
+        if asked.messages
+        else [Segment(content=_json(asked.prompt), stable=True)]
+    )
+    own = CacheKeys(segment_hash=hash_stable_prefix(segments) or "")
+    return CacheUse(keys=own, retention=asked.use.retention)
+
+
+def _answer(asked: PrecacheRequest, model: ServedModel, report: Report) -> dict[str, object]:
+    return {
+        "object": "precache",
+        "model": model.model_id,
+        "status": report.outcome.value,
+        "reason": report.reason,
+        "key": resolve_key(_filed(asked).keys),
+        "retention": warmed_for(asked.use, is_pinned=asked.is_pinned).label,
+        "pinned": report.is_pinned,
+        "usage": {
+            "prompt_tokens": report.warmed.tokens,
+            "prompt_tokens_details": {"cached_tokens": report.warmed.cached},
+            "computed_tokens": report.warmed.computed,
+        },
+    }
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

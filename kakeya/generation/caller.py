@@ -1,0 +1,39 @@
+"""Who asks, and how urgently, as the doors read it: what fair shares and the order of work go by.
+
+A caller is its own word for itself where nobody proves it; without a word it is the machine that it
+calls from. It is for shares alone: what a caller may do is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kakeya.core.errors import InvalidArgument
+from kakeya.generation.request import Priority
+
+PRIORITY = "x-kakeya-priority"
+"""Metadata of a gRPC call: 0 or urgent, 1 or normal, 2 or batch."""
+ASKABLE = (Priority.URGENT, Priority.NORMAL, Priority.BATCH)
+"""What a caller may ask for; speculative work is the node's own."""
+_WORDS: Mapping[str, Priority] = {
+    word: priority for priority in ASKABLE for word in (str(int(priority)), priority.name.lower())
+}
+
+
+def read_priority(metadata: Iterable[tuple[str, str | bytes]]) -> Priority:
+    """How urgent a gRPC call says it is; absent is NORMAL. Raises InvalidArgument."""
+    said = next((value for key, value in metadata if key == PRIORITY), "")
+    if not said:
+        return Priority.NORMAL
+    if not isinstance(said, str) or said not in _WORDS:
+        raise InvalidArgument(
+            f"{PRIORITY} is {str(said)[:40]!r}; it must be one of {', '.join(_WORDS)}",
+            param=PRIORITY,
+        )
+    return _WORDS[said]
+
+
+def peer_host(peer: str) -> str:
+    """The machine in what gRPC calls a peer, as ipv4:10.0.0.7:50312; the whole of it elsewhere."""
+    kind, _, address = peer.partition(":")
+    return address.rpartition(":")[0] if kind in ("ipv4", "ipv6") else peer

@@ -1,0 +1,121 @@
+"""One generation across several engines: what was committed, and what is left to ask for.
+
+An engine may die in the middle. The tokens that it streamed are committed; the next engine gets
+the history with them appended, the rest of the budget and the same seed. Noise is keyed by
+position, so the tokens are the same as without the death. The deadline is one of the first token:
+it goes on counting over a death before that, and means nothing to an engine that comes after.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kakeya.core.errors import PeerProtocol
+from kakeya.generation.request import (
+    DecodeRequest,
+    Done,
+    Frame,
+    Progress,
+    StopReason,
+    Tokens,
+    Usage,
+)
+
+
+class Continuation:
+    """Follows the frames of one generation; `now` is monotonic seconds."""
+
+    def __init__(self, request: DecodeRequest, now: float) -> None:
+        self._request = request
+        self._committed: list[int] = []
+        self._started_mono = now
+        self._first_token_mono: float | None = None
+        self._steps = 0
+        self._was_interrupted = False
+        self.losses_in_a_row = 0
+
+    def take(self, frame: Frame, now: float) -> Frame | None:
+        """Record a frame and return it as the caller should see it; None hides it.
+
+        Raises PeerProtocol when an engine commits more than it was asked for.
+        """
+        match frame:
+            case Progress():
+                return frame if not self._committed else None
+            case Tokens():
+                self._commit(frame.token_ids, now)
+                return frame
+            case Done():
+                return replace(frame, usage=self._total(frame.usage, now))
+
+    def interrupt(self) -> None:
+        """Note that the engine was lost."""
+        self._was_interrupted = True
+        self.losses_in_a_row += 1
+
+    def left_s(self, now: float) -> float | None:
+        """How long the first token may still take; None = the caller did not say, or has it."""
+        if self._committed:
+            return None
+        return self._request.after(now - self._started_mono).deadline_s
+
+    def rest(self, now: float) -> DecodeRequest:
+        """What the next engine is asked for."""
+        asked = replace(self._request, deadline_s=self.left_s(now))
+        if not self._committed:
+            return asked
+        return replace(
+            asked,
+            token_ids=[*self._request.token_ids, *self._committed],
+            max_tokens=self._request.max_tokens - len(self._committed),
+        )
+
+    def finish(self, context_tokens: int, now: float) -> Done | None:
+        """The last frame, if the tokens committed so far end the generation by themselves."""
+        reason = self._reason(context_tokens)
+        return None if reason is None else Done(reason=reason, usage=self._total(Usage(), now))
+
+    def _reason(self, context_tokens: int) -> StopReason | None:
+        if self._committed and self._committed[-1] in self._request.stop_token_ids:
+            return StopReason.STOP_TOKEN
+        if self._committed and len(self._committed) >= self._request.max_tokens:
+            return StopReason.MAX_TOKENS
+        if self._committed and self._length() >= context_tokens:
+            return StopReason.CONTEXT_FULL
+        return None
+
+    def _length(self) -> int:
+        return len(self._request.token_ids) + len(self._committed)
+
+    def _commit(self, token_ids: tuple[int, ...], now: float) -> None:
+        self._committed.extend(token_ids)
+        if len(self._committed) > self._request.max_tokens:
+            raise PeerProtocol(
+                f"the engine committed {len(self._committed)} tokens, "
+                f"asked for at most {self._request.max_tokens}"
+            )
+        self._steps += 1
+        self.losses_in_a_row = 0
+        if self._first_token_mono is None:
+            self._first_token_mono = now
+
+    def _total(self, last: Usage, now: float) -> Usage:
+        """Usage of all engines together. A lost one gave no account: its steps are counted here.
+
+        What the last one found may reach into what was decoded; of the prompt, one token at least
+        was computed.
+        """
+        if not self._was_interrupted:
+            return last
+        first = self._first_token_mono if self._first_token_mono is not None else now
+        accepted = len(self._committed) - self._steps
+        return replace(
+            last,
+            prefill_s=first - self._started_mono,
+            total_s=now - self._started_mono,
+            cached_tokens=min(last.cached_tokens, len(self._request.token_ids) - 1),
+            forwards=max(last.forwards, self._steps),
+            drafted=max(last.drafted, accepted),
+            verified=max(last.verified, accepted),
+            accepted=max(last.accepted, accepted),
+        )

@@ -1,0 +1,389 @@
+"""The one owner of models in memory, as programs and plug-ins use it.
+
+    async with MemoryArbiter(budget=4 * GIB, clock=SystemClock()) as arbiter:
+        arbiter.register(capability)
+        answer = await arbiter.request("vision-describe", "tiny-vl", image)
+        async with arbiter.acquire("vision-describe", "tiny-vl") as handle:
+            for frame in frames:
+                await handle.run(frame)
+
+A model is loaded by the first who needs it and shared; while somebody holds it, it is not taken
+away; afterwards it stays until its room is needed. Loading a model on one's own is not allowed:
+nobody could count it.
+
+Who measures: a handler's `load` returns what it measured, an engine's later growth comes by
+`measure`, the machine's state by `observe` (see `pressure`). Who owns the live models: this object;
+a backend is reached through a handle only, as long as it is held. An active session holds a handle.
+A job in another process is a capability of its own role, whose load is to note the holder, or,
+where nobody asked, `hold`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from kakeya.core import errors
+from kakeya.core.clock import Clock
+from kakeya.core.log import event
+from kakeya.core.tasks import Supervisor, TaskHealth
+from kakeya.memory.arbiter.arbiter import Arbiter
+from kakeya.memory.arbiter.capability import Capability
+from kakeya.memory.arbiter.events import Event, Evicted, Listeners, MemoryPressure
+from kakeya.memory.arbiter.handle import PLAIN, Handle, Shelf, Terms
+from kakeya.memory.arbiter.keeper import FORCE_S, Keeper, TenantSource, within
+from kakeya.memory.arbiter.plan import FOREVER, Ask, Reason, Snapshot
+from kakeya.memory.arbiter.policy import Level, Rules
+from kakeya.memory.arbiter.resident import ROOM, VISION, LeaseId, Resident, ResidentKey, Role
+from kakeya.memory.arbiter.runner import Runner
+from kakeya.memory.embeddings import TENANT, VisionEmbedding, VisionEmbeddingCache
+from kakeya.memory.machine.pressure import Reading
+
+__all__ = ["GRACE_S", "PLAIN", "Handle", "MemoryArbiter", "Terms"]
+_log = logging.getLogger(__name__)
+GRACE_S = 10.0
+"""How long the end waits for those who still use a model."""
+
+
+class MemoryArbiter:
+    """See the module. One for each node, on one event loop, between `async with`."""
+
+    def __init__(
+        self,
+        *,
+        budget: int,
+        clock: Clock,
+        rules: Rules | None = None,
+        embeddings: VisionEmbeddingCache | None = None,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._clock = clock
+        self._grace_s = grace_s
+        self._arbiter = Arbiter(budget, rules=rules)
+        self._capabilities: dict[str, Capability] = {}
+        self._roles: dict[str, Role] = {}
+        self._listeners = Listeners()
+        self._shelf = Shelf(self._capabilities, clock)
+        self._keeper = Keeper(
+            self._arbiter, models=self._shelf, listeners=self._listeners, clock=clock
+        )
+        self._embeddings = embeddings or VisionEmbeddingCache(mono=clock.mono)
+        self._keeper.add_tenant(self._embeddings)
+        self._listeners.add(self._forget_images)
+        self._runner = Runner(clock=clock, listeners=self._listeners)
+        self._tasks: Supervisor | None = None
+        self._is_over = False
+
+    async def __aenter__(self) -> Self:
+        self._start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.shutdown()
+
+    # What plug-ins do.
+
+    def register(self, capability: Capability) -> None:
+        """Take over a capability. Raises Conflict when its name has a handler already, or its
+        role's name means another role."""
+        if self._is_over:
+            raise errors.Refused(f"the arbiter is shutting down; {capability.name} is not taken")
+        if capability.name in self._capabilities:
+            raise errors.Conflict(f"capability {capability.name!r} is already registered")
+        role = capability.role
+        if self._roles.setdefault(role.name, role) != role:
+            raise errors.Conflict(
+                f"role {role.name!r} of {capability.name!r} is known with another meaning; use "
+                "that one, or choose another name"
+            )
+        self._capabilities[capability.name] = capability
+
+    async def request(
+        self, capability: str, model_key: str, payload: object, terms: Terms = PLAIN
+    ) -> object:
+        """Acquire, run, release. Cancelling it cancels the run, or gives up the place in the line.
+
+        Raises NotFound, MemoryRefused, DrainTimeout, QueueFull, LoadFailed, DeadlineExceeded (at
+        once, when loading and running usually take longer), and what the run raises.
+        """
+        key = self._key(capability, model_key)
+        self._check_time(key, terms, self._runner.usual_s(key) or 0.0)
+        work = self._serve(key, payload, terms, self._clock.mono() + terms.timeout_s)
+        late = errors.DeadlineExceeded(
+            f"{key} did not answer within {terms.timeout_s:.3g} s; allow more time"
+        )
+        return await within(self._clock, terms.timeout_s, work, late)
+
+    @asynccontextmanager
+    async def acquire(
+        self, capability: str, model_key: str, terms: Terms = PLAIN
+    ) -> AsyncIterator[Handle]:
+        """Hold a model for many calls. `timeout_s` covers the way to the handle only.
+
+        Raises what `request` raises, but for the run.
+        """
+        key = self._key(capability, model_key)
+        self._check_time(key, terms, 0.0)
+        handle = await self._handle(key, terms, self._clock.mono() + terms.timeout_s)
+        try:
+            yield handle
+        finally:
+            handle.release()
+
+    def try_acquire(self, capability: str, model_key: str, terms: Terms = PLAIN) -> Handle | None:
+        """A handle of what is in memory and nobody ahead waits to see go; None = not now.
+
+        It never loads and never waits: for who would rather do without.
+        """
+        key = self._key(capability, model_key)
+        lease = self._arbiter.lend(key, terms.priority, self._clock.mono())
+        return None if lease is None else Handle(self, key, lease)
+
+    def on_event(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Tell `listener` what happens, until what is returned is called."""
+        return self._listeners.add(listener)
+
+    def cached_embedding(self, key: str) -> VisionEmbedding | None:
+        """Projected tokens of an image that was seen lately; see `embeddings.embedding_key`."""
+        return self._embeddings.get(key)
+
+    def cache_embedding(self, key: str, embedding: VisionEmbedding) -> None:
+        """Keep an image's projected tokens for a while: in room that nobody needs, else in the
+        place of older ones."""
+        self._embeddings.put(key, embedding, partial(self.may_grow, TENANT))
+        self.grown(TENANT)
+
+    # What the node does.
+
+    async def preload(self, capability: str, model_key: str, terms: Terms = PLAIN) -> bool:
+        """Begin to load before anybody asks, if there is room to spare; False = not now."""
+        key = self._key(capability, model_key)
+        self._keeper.count_tenants()
+        taken, outcome = self._arbiter.preload(self._ask(key, terms, FOREVER), self._clock.mono())
+        self._keeper.take(outcome)
+        return taken
+
+    def unload(self, capability: str, model_key: str) -> None:
+        """Begin to unload. Raises NotFound, and Conflict while it is in use."""
+        key = ResidentKey(capability, model_key)
+        self._keeper.take(self._arbiter.unload(key, self._clock.mono()))
+
+    def measure(self, capability: str, model_key: str, size: int, unfilled_bytes: int = 0) -> None:
+        """Tell what a loaded model occupies by now. `unfilled_bytes` of it are lent to it and not
+        yet used: the machine still shows them as available."""
+        key = ResidentKey(capability, model_key)
+        now = self._clock.mono()
+        self._keeper.take(self._arbiter.measure(key, size, now, unfilled_bytes=unfilled_bytes))
+
+    def unlearn(self, capability: str, model_key: str) -> None:
+        """Forget what was learnt of a model that never comes back; one in memory is left."""
+        key = ResidentKey(capability, model_key)
+        self._arbiter.unlearn(key)
+        self._shelf.unlearn(key)
+
+    def observe(self, reading: Reading) -> None:
+        """Tell how the machine is; at each poll, whether it changed or not."""
+        before = self._arbiter.snapshot().level
+        self._keeper.count_tenants()
+        outcome = self._arbiter.observe(
+            reading.level,
+            reading.available_bytes,
+            self._clock.mono(),
+            spare_bytes=reading.spare_bytes,
+        )
+        if reading.level is not before:
+            event(
+                _log,
+                "memory pressure",
+                level=logging.INFO if reading.level is Level.NOMINAL else logging.WARNING,
+                pressure=reading.level.name.lower(),
+                source=reading.source,
+            )
+            self._listeners.tell(MemoryPressure(level=reading.level, source=reading.source))
+        self._keeper.take(outcome)
+
+    def hold(self, holder: str, size: int, unfilled_bytes: int = 0) -> None:
+        """Tell what another process occupies by now; 0 = nothing more. `unfilled_bytes` as in
+        `measure`."""
+        now = self._clock.mono()
+        self._keeper.take(self._arbiter.hold(holder, size, now, unfilled_bytes=unfilled_bytes))
+
+    def tell(self, happened: Event) -> None:
+        """Tell the listeners what happened to what is in memory, done by somebody else."""
+        self._listeners.tell(happened)
+
+    def set_budget(self, budget: int) -> None:
+        """Change the budget; what idles goes when it has become too small."""
+        self._keeper.take(self._arbiter.set_budget(budget, self._clock.mono()))
+
+    def add_tenant(self, source: TenantSource) -> None:
+        """Count a cache, an arena or sessions, and ask them to shrink when room is needed."""
+        self._keeper.add_tenant(source)
+
+    def remove_tenant(self, name: str) -> None:
+        """Count a tenant no longer. One that is not there is fine."""
+        self._keeper.remove_tenant(name)
+
+    def may_grow(self, name: str, size: int) -> bool:
+        """Reserve bytes that nobody needs for a tenant that wants to grow; False = not now.
+
+        They stay reserved until the tenant reports that it grew by them, or until `grown`. Nothing
+        is evicted for it, and nobody who waits is robbed. Raises NotFound for an unknown tenant.
+        """
+        self._keeper.count_tenants()
+        return self._arbiter.may_grow(name, size)
+
+    async def make_room(self, name: str, size: int, timeout_s: float) -> None:
+        """Reserve bytes for a tenant that somebody waits for; what idles goes for it, in its turn.
+
+        As `may_grow` otherwise; for one growth of a tenant at a time. Raises MemoryRefused,
+        DeadlineExceeded, Refused at the end, NotFound for an unknown tenant.
+        """
+        ask = Ask(
+            key=ResidentKey(ROOM.name, name),
+            role=ROOM,
+            estimate_bytes=size,
+            deadline_mono=self._clock.mono() + timeout_s,
+            may_displace_text=True,
+        )
+        try:
+            await self._keeper.lease(ask)
+        except BaseException:  # it may have been granted in the moment in which its asker left
+            self.grown(name)
+            raise
+
+    def grown(self, name: str) -> None:
+        """End a tenant's reservation: it has grown, or it will not."""
+        self._keeper.count_tenants()
+        self._keeper.take(self._arbiter.grown(name, self._clock.mono()))
+
+    def find(self, capability: str, model_key: str) -> Resident | None:
+        """One resident of the ledger; None = it is not in memory."""
+        return self._arbiter.find(ResidentKey(capability, model_key))
+
+    def would_grant(self, capability: str, model_key: str) -> bool:
+        """Whether a request of normal priority would be served if it came now, at once or in its
+        turn, without others having to let go for it. Changes nothing. Raises NotFound."""
+        key = self._key(capability, model_key)
+        return self._arbiter.would_grant(self._ask(key, PLAIN, FOREVER), self._clock.mono())
+
+    def status(self) -> Snapshot:
+        """The ledger."""
+        self._keeper.count_tenants()
+        return self._arbiter.snapshot()
+
+    def health(self) -> tuple[TaskHealth, ...]:
+        """The background task that carries out what is decided."""
+        return self._tasks.health() if self._tasks else ()
+
+    async def shutdown(self) -> None:
+        """Refuse new requests, wait for those in use, unload everything. A second call does
+        nothing. Who does not release in time loses the model: its runs are cancelled first."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._keeper.take(self._arbiter.stop(self._clock.mono()))
+        if self._tasks is None:
+            return
+        try:
+            if await self._keeper.drain(self._grace_s):
+                await self._end_by_force()
+        finally:
+            await self._tasks.aclose()
+
+    # What handles do.
+
+    def backend(self, key: ResidentKey) -> object:
+        """The live model of a key that is leased. Raises Conflict when it was taken by the end."""
+        if key not in self._shelf.backends:
+            raise errors.Conflict(f"{key} is gone: the arbiter was shut down")
+        return self._shelf.backends[key]
+
+    async def run_held(self, key: ResidentKey, payload: object) -> object:
+        """Run on a key that is leased."""
+        capability = self._capabilities[key.capability]
+        return await self._runner.run(key, capability, self.backend(key), payload)
+
+    def retain(self, lease: LeaseId) -> LeaseId:
+        """One more lease for who holds one."""
+        return self._arbiter.retain(lease, self._clock.mono())
+
+    def release(self, lease: LeaseId) -> None:
+        """Give a lease back."""
+        self._keeper.count_tenants()
+        self._keeper.take(self._arbiter.release(lease, self._clock.mono()))
+
+    # How a request goes.
+
+    def _start(self) -> None:
+        if self._is_over or self._tasks is not None:
+            raise errors.Conflict("an arbiter cannot start after shutdown, nor twice; make another")
+        self._tasks = Supervisor(self._clock)
+        self._tasks.start("memory keeper", self._keeper.run)
+
+    def _key(self, capability: str, model_key: str) -> ResidentKey:
+        if capability not in self._capabilities:
+            known = ", ".join(sorted(self._capabilities)) or "none"
+            raise errors.NotFound(f"no capability registered as {capability!r}; known: {known}")
+        if self._tasks is None:
+            raise errors.Conflict("the arbiter was not started; use it inside `async with`")
+        return ResidentKey(capability, model_key)
+
+    def _ask(self, key: ResidentKey, terms: Terms, deadline_mono: float) -> Ask:
+        capability = self._capabilities[key.capability]
+        return Ask(
+            key=key,
+            role=capability.role,
+            estimate_bytes=capability.estimate(key.model_key),
+            priority=terms.priority,
+            warmth=terms.warmth or capability.warmth_of(key.model_key),
+            deadline_mono=deadline_mono,
+            may_displace_text=terms.may_displace_text,
+        )
+
+    def _check_time(self, key: ResidentKey, terms: Terms, run_s: float) -> None:
+        needed_s = run_s + self._shelf.usual_load_s(key)
+        if terms.timeout_s < needed_s:
+            raise errors.DeadlineExceeded(
+                f"too long: {key} is estimated to take {needed_s:.3g} s to load and run, and the "
+                f"deadline is {terms.timeout_s:.3g} s; allow more time, or keep it warm"
+            )
+
+    async def _serve(
+        self, key: ResidentKey, payload: object, terms: Terms, deadline_mono: float
+    ) -> object:
+        async with self._runner.turn_to_ask(key, self._capabilities[key.capability]):
+            with await self._handle(key, terms, deadline_mono):
+                return await self.run_held(key, payload)
+
+    async def _handle(self, key: ResidentKey, terms: Terms, deadline_mono: float) -> Handle:
+        lease = await self._keeper.lease(self._ask(key, terms, deadline_mono))
+        return Handle(self, key, lease)
+
+    async def _end_by_force(self) -> None:
+        await self._runner.cancel_all()
+        await self._keeper.cancel_loads()
+        for key in await self._keeper.drain(FORCE_S):
+            event(
+                _log,
+                "model is still held at the end; it is unloaded",
+                level=logging.WARNING,
+                model=str(key),
+            )
+            await self._keeper.unload_now(key)
+
+    def _forget_images(self, happened: Event) -> None:
+        """Under pressure, vision gives up its projected images with its weights."""
+        if isinstance(happened, Evicted) and happened.reason is Reason.PRESSURE:
+            role = self._capabilities[happened.key.capability].role
+            if role.name == VISION.name:
+                self._embeddings.clear()

@@ -1,0 +1,400 @@
+"""The arbiter: decides who is in memory. Every method is one event; its `Outcome` is what follows.
+
+It never awaits, logs or touches a model. The keeper tells it what happened, performs what it
+answers, and asks again at `next_wake_mono`. A lease is written down in the decision that grants it,
+a reservation in the decision that plans a load, so nothing can come between.
+
+After each event the line is walked (see `line`), then pressure and overdue idlers are looked at.
+What was DRAINING for a request that no longer waits is READY again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+
+from kakeya.core import errors
+from kakeya.memory.arbiter import queue as line
+from kakeya.memory.arbiter.drain_gate import Doors
+from kakeya.memory.arbiter.ledger import Ledger
+from kakeya.memory.arbiter.plan import Ask, Grant, Outcome, Plan, Reason, Refusal, Snapshot
+from kakeya.memory.arbiter.planning import Answer, Planner
+from kakeya.memory.arbiter.policy import Level, Rules, Shrink, Tenant
+from kakeya.memory.arbiter.reclaim import Taking
+from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, Resident, ResidentKey, State
+from kakeya.memory.arbiter.tickets import Tickets
+
+
+class Arbiter:
+    """Decides for one node. `now` is monotonic, in seconds, and the same clock throughout."""
+
+    def __init__(self, budget: int, *, rules: Rules | None = None) -> None:
+        self._ledger = Ledger(budget)
+        self._rules = rules or Rules()
+        self._planner = Planner(self._ledger)
+        self._taking = Taking(self._ledger, self._planner, self._rules)
+        self._tickets = Tickets()
+        self._doors = Doors(self._rules)
+        self._holders: dict[LeaseId, ResidentKey] = {}
+        self._measured: dict[ResidentKey, int] = {}
+        self._is_stopping = False
+
+    # What is asked.
+
+    def ask(self, ask: Ask, now: float) -> tuple[LeaseId, Outcome]:
+        """Put a request at the end of the line. It is granted or refused under this number, in
+        this outcome or a later one, exactly once."""
+        lease = LeaseId(self._planner.number())
+        self._tickets.enter(line.Ticket(lease, self._learnt(ask), now, now))
+        return lease, self.settle(now)
+
+    def withdraw(self, lease: LeaseId, now: float) -> Outcome:
+        """The asker left: out of the line, or, where the lease was granted just now, released."""
+        if self._tickets.pop(lease, None) is None and lease in self._holders:
+            return self.release(lease, now)
+        return self.settle(now)
+
+    def retain(self, lease: LeaseId, now: float) -> LeaseId:
+        """One more lease for who holds one; it needs no place in the line.
+
+        Raises NotFound when the lease is not held.
+        """
+        resident = self._ledger.get(self._holder(lease))
+        another = LeaseId(self._planner.number())
+        self._ledger.put(resident.leased(another, resident.leases[lease], now))
+        self._holders[another] = resident.key
+        return another
+
+    def release(self, lease: LeaseId, now: float) -> Outcome:
+        """Give a lease back. Raises NotFound when it is not held."""
+        resident = self._ledger.get(self._holder(lease))
+        del self._holders[lease]
+        self._ledger.put(resident.released(lease, now))
+        return self.settle(now)
+
+    def preload(self, ask: Ask, now: float) -> tuple[bool, Outcome]:
+        """Load without a request: only at nominal pressure, into room that is free, that nobody
+        waits for, and, but for text, whose use makes no pressure. False = not now. What is resident
+        is kept warm from now."""
+        resident = self._ledger.find(ask.key)
+        if resident is not None:
+            if not resident.is_open:
+                return resident.state is State.LOADING, Outcome()
+            self._ledger.put(replace(resident, last_used_mono=now))
+            return True, self.settle(now)
+        ask = self._learnt(ask)
+        others = sum(one.role.name == ask.role.name for one in self._ledger.residents)
+        has_place = ask.role.places is None or others < ask.role.places
+        room = self._ledger.spare_bytes if ask.role.yields else self._ledger.free_bytes
+        if not (self._is_calm and has_place and 0 < ask.estimate_bytes <= room):
+            return False, self.settle(now)
+        plan = replace(self._planner.load(ask, line.Load(), now), is_preload=True)
+        return True, self._settle(Answer(plans=[plan]), now)
+
+    def unload(self, key: ResidentKey, now: float) -> Outcome:
+        """Evict at somebody's wish. Raises NotFound, and Conflict when it is in use or loading."""
+        resident = self._ledger.get(key)
+        if resident.is_leaving:
+            return self.settle(now)
+        if not resident.is_idle:
+            used = f"{len(resident.leases)} leases" if resident.leases else resident.state.value
+            raise errors.Conflict(f"{key} cannot be unloaded now: {used}; release it first")
+        answer = Answer(plans=[self._planner.eviction((resident,), Reason.RELEASE)])
+        return self._settle(answer, now)
+
+    def stop(self, now: float) -> Outcome:
+        """Refuse whoever waits or asks from now on. Leases stay; see `clear`."""
+        self._is_stopping = True
+        return self.settle(now)
+
+    def clear(self, now: float) -> Outcome:
+        """Plan the end of every idle resident; nothing is left when all leases were released."""
+        idle = tuple(one for one in self._ledger.residents if one.is_idle)
+        plans = [self._planner.eviction(idle, Reason.SHUTDOWN)] if idle else []
+        return self._settle(Answer(plans=plans), now)
+
+    def lend(self, key: ResidentKey, priority: RequestPriority, now: float) -> LeaseId | None:
+        """A lease of what is there and stays; None = it is not, or others wait for its room."""
+        resident = self._ledger.find(key)
+        if resident is None or resident.state is not State.READY or self._is_stopping:
+            return None
+        lease = LeaseId(self._planner.number())
+        self._ledger.put(resident.leased(lease, priority, now))
+        self._holders[lease] = key
+        return lease
+
+    def would_grant(self, ask: Ask, now: float) -> bool:
+        """Whether a request would be served that came now, at once or in its turn: it would not
+        have to wait for others to let go, not even as the first in line."""
+        return deepcopy(self).rehearse(ask, now)
+
+    def rehearse(self, ask: Ask, now: float) -> bool:
+        """The same, by asking: only a copy is to be used for that."""
+        lease, outcome = self.ask(ask, now)
+        ticket = self._tickets.get(lease)
+        if ticket is not None and not ticket.is_stuck:
+            ticket.go_first()
+            outcome = self.settle(now)
+        is_refused = any(one.lease == lease for one in outcome.refusals)
+        return not is_refused and (ticket is None or not ticket.is_stuck)
+
+    def may_grow(self, name: str, size: int) -> bool:
+        """Reserve bytes for a tenant, if there is room that nobody waits for and whose use makes no
+        pressure. Raises NotFound."""
+        if size < 0:
+            raise errors.InvalidArgument(f"{name!r} cannot grow by {size} bytes; 0 or more is due")
+        if not self._is_calm or size > self._ledger.spare_bytes:
+            return False
+        self._ledger.grow(name, size)
+        return True
+
+    def grown(self, name: str, now: float) -> Outcome:
+        """End a tenant's reservation."""
+        self._ledger.grown(name)
+        return self.settle(now)
+
+    # What is so.
+
+    def observe(
+        self,
+        level: Level,
+        available_bytes: int | None,
+        now: float,
+        spare_bytes: int | None = None,
+    ) -> Outcome:
+        """A reading of the machine. Worth telling although nothing changed: low pressure that
+        lasts takes one thing after the other. `spare_bytes` may be taken while the machine stays
+        calm; below 0, so much has to come back; None = not known."""
+        self._taking.press(level, None if spare_bytes is None else max(0, -spare_bytes))
+        self._ledger.observe(available_bytes, spare_bytes)
+        return self.settle(now)
+
+    def report(self, tenant: Tenant) -> None:
+        """What a tenant holds by now. Takes effect with the next event."""
+        self._ledger.report(tenant)
+
+    def hold(self, holder: str, size: int, now: float, *, unfilled_bytes: int = 0) -> Outcome:
+        """What another process occupies by now, asked or not; 0 = nothing more. `unfilled_bytes` of
+        it are not used yet."""
+        self._ledger.hold(holder, size, unfilled_bytes)
+        return self.settle(now)
+
+    def set_budget(self, budget: int, now: float) -> Outcome:
+        """Another budget. When more is committed, idle residents go."""
+        self._ledger.budget_bytes = budget
+        return self.settle(now)
+
+    def forget(self, name: str, now: float) -> Outcome:
+        """A tenant is there no longer."""
+        self._ledger.forget(name)
+        return self.settle(now)
+
+    def measure(
+        self, key: ResidentKey, size: int, now: float, *, unfilled_bytes: int = 0
+    ) -> Outcome:
+        """What a resident occupies by now; also the estimate of its next load."""
+        self._ledger.measured(self._ledger.get(key), size, unfilled_bytes)
+        self._measured[key] = size
+        return self.settle(now)
+
+    def unlearn(self, key: ResidentKey) -> None:
+        """Forget what a model took that never comes back."""
+        if self._ledger.find(key) is None:
+            self._measured.pop(key, None)
+
+    # How plans go on.
+
+    def begin_load(self, plan: Plan, now: float) -> tuple[bool, Outcome]:
+        """All that had to go has gone. False = do not load: it is room for a tenant, which has it
+        now; or nobody waits for it any more, pressure came up, or more is committed than the budget
+        holds, and the requests wait for a better plan."""
+        self._fit_planned(now)
+        resident = self._planner.begin(plan)
+        if resident is None:
+            return False, self.settle(now)
+        is_refused = self._level is Level.CRITICAL and resident.role.yields
+        is_wanted = plan.is_preload or bool(self._tickets.of(resident.key))
+        if is_wanted and not is_refused and not self._is_stopping:
+            if resident.role.is_room:
+                return False, self._room_made(resident, now)
+            return True, self.settle(now)
+        self._ledger.put(resident.moved(State.ABSENT))
+        return False, self.settle(now)
+
+    def loaded(
+        self, key: ResidentKey, size: int | None, now: float, *, unfilled_bytes: int = 0
+    ) -> Outcome:
+        """A load succeeded; `size` is what it occupies, None = not measured.
+
+        It is for all who wait for it by now, whoever waits for its room, so that models in turns
+        are not loaded once for each. Under critical pressure a role that yields is refused still.
+        """
+        resident, answer = self._ledger.get(key), Answer()
+        if size is not None:
+            resident = self._ledger.measured(resident, size, unfilled_bytes)
+            self._measured[key] = size
+        resident = replace(resident.moved(State.READY), loaded_mono=now, last_used_mono=now)
+        self._ledger.put(resident)
+        is_refused = self._level is Level.CRITICAL and resident.role.yields
+        for ticket in self._tickets.of(key):
+            if is_refused:
+                self._refuse(ticket, line.critical(ticket.ask, self._rules), answer)
+            elif now < ticket.ask.deadline_mono:
+                self._lend(ticket, answer, now)
+        return self._settle(answer, now)
+
+    def load_failed(
+        self, key: ResidentKey, error: Callable[[], errors.KakeyaError], now: float
+    ) -> Outcome:
+        """A load failed: all who wait for it are refused. The next request tries again."""
+        self._ledger.put(self._ledger.get(key).moved(State.ABSENT))
+        answer = Answer()
+        for ticket in self._tickets.of(key):
+            self._refuse(ticket, error(), answer)
+        return self._settle(answer, now)
+
+    def unloaded(self, key: ResidentKey, now: float) -> Outcome:
+        """A resident has left and its bytes are given back."""
+        self._ledger.gone(self._ledger.get(key))
+        return self.settle(now)
+
+    def shrunk(self, shrink: Shrink, tenant: Tenant, now: float) -> Outcome:
+        """A tenant did what it could of a shrink, and holds this now."""
+        self._ledger.shrunk(shrink, tenant)
+        return self.settle(now)
+
+    # What is to be seen.
+
+    def find(self, key: ResidentKey) -> Resident | None:
+        """The resident of a key; None = absent."""
+        return self._ledger.find(key)
+
+    def snapshot(self) -> Snapshot:
+        """The whole ledger."""
+        ledger = self._ledger
+        return Snapshot(
+            budget_bytes=ledger.budget_bytes,
+            committed_bytes=ledger.committed_bytes,
+            free_bytes=ledger.free_bytes,
+            spare_bytes=ledger.spare_bytes,
+            promised_bytes=ledger.promised_bytes,
+            available_bytes=ledger.available_bytes,
+            level=self._level,
+            residents=ledger.residents,
+            tenants=ledger.tenants,
+            foreign=ledger.foreign,
+            unfilled_bytes=ledger.unfilled_bytes,
+            waiting=tuple(ticket.ask.key for ticket in self._tickets.values()),
+            kept=self._tickets.kept,
+        )
+
+    def next_wake_mono(self, now: float) -> float | None:
+        """When time alone changes a decision; None = only an event does."""
+        due = (*self._tickets.due(now, self._rules), *self._doors.due(), *self._taking.due())
+        return min((at for at in due if at > now), default=None)
+
+    # How it is decided.
+
+    def settle(self, now: float) -> Outcome:
+        """What follows from the time alone."""
+        return self._settle(Answer(), now)
+
+    def _settle(self, answer: Answer, now: float) -> Outcome:
+        self._fit_planned(now)
+        self._walk(answer, now)
+        self._taking.take(answer, now)
+        return answer.done()
+
+    def _fit_planned(self, now: float) -> None:
+        """Take back loads that have not begun while more is committed than the budget holds: less
+        was given up than was promised, or something grew. Those that are waited for least go first,
+        and who waits for them is in the line again."""
+        ledger = self._ledger
+        if ledger.committed_bytes <= ledger.budget_bytes or not self._planner.planned:
+            return
+
+        urgency = partial(self._tickets.urgency, now=now, rules=self._rules)
+        for key in sorted(self._planner.planned, key=urgency, reverse=True):
+            if ledger.committed_bytes <= ledger.budget_bytes:
+                return
+            self._planner.take_back(key)
+
+    def _walk(self, answer: Answer, now: float) -> None:
+        opened = self._doors.to_open(now)
+        ahead = line.Ahead(opened)
+        self._tickets.lapse(now)
+        for ticket in self._tickets.in_order(now, self._rules):
+            if ticket.kept_until_mono is None:
+                self._serve(ticket, ahead, answer, now)
+            elif (kept := line.keep(ticket, ahead, self._view(now))) is not None:
+                ahead.add(ticket.ask, kept)
+        self._doors.walked(ahead.claims, opened, now)
+        for one in self._ledger.residents:
+            is_claimed = one.key in ahead.claims
+            if one.state is State.READY and is_claimed:
+                self._ledger.put(one.moved(State.DRAINING))
+            elif one.state is State.DRAINING and not one.is_leaving and not is_claimed:
+                self._ledger.put(one.moved(State.READY))
+
+    def _serve(self, ticket: line.Ticket, ahead: line.Ahead, answer: Answer, now: float) -> None:
+        match verdict := line.decide(ticket, ahead, self._view(now)):
+            case line.Lend():
+                self._lend(ticket, answer, now)
+            case line.Load():
+                answer.plans.append(self._planner.load(ticket.ask, verdict, now))
+            case line.Refuse(error, keeps):
+                self._refuse(ticket, error, answer)
+                if isinstance(error, errors.DrainTimeout):
+                    self._tickets.keep(ticket, now + self._rules.place_s)
+                if keeps is not None:
+                    ahead.add(ticket.ask, keeps)
+            case line.Wait():
+                ahead.add(ticket.ask, verdict)
+
+    def _view(self, now: float) -> line.View:
+        return line.View(self._ledger, self._level, self._rules, now, self._is_stopping)
+
+    def _lend(self, ticket: line.Ticket, answer: Answer, now: float) -> None:
+        key = ticket.ask.key
+        resident = self._ledger.get(key).leased(ticket.lease, ticket.ask.priority, now)
+        self._ledger.put(replace(resident, warmth=ticket.ask.warmth))
+        self._holders[ticket.lease] = key
+        del self._tickets[ticket.lease]
+        answer.grants.append(Grant(ticket.lease, key))
+
+    def _refuse(self, ticket: line.Ticket, error: errors.KakeyaError, answer: Answer) -> None:
+        del self._tickets[ticket.lease]
+        answer.refusals.append(Refusal(ticket.lease, error, ticket.ask.key))
+
+    def _room_made(self, resident: Resident, now: float) -> Outcome:
+        """Reserve what is free now for the tenant; who asked first has it, without a lease."""
+        key, answer = resident.key, Answer()
+        ticket = self._tickets.of(key)[0]
+        self._ledger.put(resident.moved(State.ABSENT))
+        try:
+            self._ledger.grow(key.model_key, resident.bytes)
+        except errors.NotFound as gone:
+            self._refuse(ticket, gone, answer)
+        else:
+            del self._tickets[ticket.lease]
+            answer.grants.append(Grant(ticket.lease, key))
+        return self._settle(answer, now)
+
+    @property
+    def _is_calm(self) -> bool:
+        return self._tickets.is_empty and not self._is_stopping and self._level is Level.NOMINAL
+
+    @property
+    def _level(self) -> Level:
+        return self._taking.level
+
+    def _learnt(self, ask: Ask) -> Ask:
+        return replace(ask, estimate_bytes=self._measured.get(ask.key, ask.estimate_bytes))
+
+    def _holder(self, lease: LeaseId) -> ResidentKey:
+        key = self._holders.get(lease)
+        if key is None:
+            raise errors.NotFound(f"lease {lease} is not held; it was released, or never granted")
+        return key

@@ -1,0 +1,96 @@
+"""What a plug-in brings: a capability, that is one handler of one kind of model, and its role.
+
+    class Camera:
+        async def load(self, model_key: str) -> Loaded: ...
+        async def unload(self, model_key: str, backend: object) -> None: ...
+        async def run(self, backend: object, payload: object) -> object: ...
+
+    def capability() -> Capability:  # named by an entry point; called once, on the event loop
+        return Capability(name="vision-describe", role=VISION, handler=Camera(), estimate=sizes)
+
+A distribution offers it with
+
+    [project.entry-points."kakeya.capabilities"]
+    vision-describe = "camera.plugin:capability"
+
+A new capability takes the role that says what it is worth to the node (a re-ranker is an
+`EMBEDDING`), or brings a role of its own, which tells what its eviction costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from kakeya.core import errors
+from kakeya.memory.arbiter.resident import Role, Warmth
+
+MAX_WAITING = 10
+"""Requests that may wait for one model before more are refused; a queue in front holds longer
+lines, and knows their order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A loaded model. `measured_bytes` is what memory really grew by, None = not measured.
+
+    `unfilled_bytes` of them are its own and not yet used, such as room for what it computes later.
+    """
+
+    backend: object
+    measured_bytes: int | None = None
+    unfilled_bytes: int = 0
+
+
+class Handler(Protocol):
+    """Loads, runs and unloads models of one kind. The arbiter calls it; nobody else does.
+
+    Loads and runs of different models overlap. Calls for one model do not, beyond `concurrency`
+    runs, so a handler need not serialise anything.
+    """
+
+    async def load(self, model_key: str) -> Loaded:
+        """Load a model; called once until it is unloaded. Cancelled when the node stops; then it
+        leaves nothing behind."""
+        ...
+
+    async def unload(self, model_key: str, backend: object) -> None:
+        """Give the model's memory back. A second call for the same backend does nothing."""
+        ...
+
+    async def run(self, backend: object, payload: object) -> object:
+        """Serve one request. It ends soon when cancelled, and keeps nothing in the backend that a
+        later run relies on: the model may be loaded anew in between."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """One capability. `estimate` says by model key how many bytes a load is expected to take; it
+    decides until a measurement is there. It answers at once, and for an unknown model it raises
+    what the caller should get.
+    """
+
+    name: str
+    role: Role
+    handler: Handler
+    estimate: Callable[[str], int]
+    warmth: Warmth | None = None
+    """None = kept warm as its role is."""
+    pinned: frozenset[str] = frozenset()
+    """Models that stay once they are loaded."""
+    concurrency: int = 1
+    max_waiting: int = MAX_WAITING
+
+    def __post_init__(self) -> None:
+        if not self.name or self.concurrency < 1 or self.max_waiting < 0:
+            raise errors.InvalidArgument(
+                f"capability {self.name!r} with concurrency {self.concurrency} and "
+                f"{self.max_waiting} waiting; a name, at least 1 and at least 0 are needed"
+            )
+
+    def warmth_of(self, model_key: str) -> Warmth:
+        """How long a model stays without being used, where its callers say nothing of it."""
+        warmth = self.warmth or Warmth(stay_warm_s=self.role.stay_warm_s)
+        return replace(warmth, is_pinned=True) if model_key in self.pinned else warmth

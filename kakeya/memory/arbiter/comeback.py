@@ -1,0 +1,46 @@
+"""When models that pressure took come back: pure, with `now` in monotonic seconds.
+
+Memory has to be calm for a while first; and a model that pressure takes again and again comes back
+later each time, so that it does not itself make the pressure that takes it.
+"""
+
+from __future__ import annotations
+
+from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.resident import ResidentKey
+
+CALM_S = 10.0
+"""Two polls of the machine."""
+LONGEST_S = 640.0
+SETTLED_S = 600.0
+"""Who stayed for so long counts as never taken."""
+
+
+class Comeback:
+    """Told what happens; says who may be loaded without being asked for."""
+
+    def __init__(self) -> None:
+        self._calm_since_mono: float | None = float("-inf")
+        self._pauses: dict[ResidentKey, float] = {}
+        self._taken_mono: dict[ResidentKey, float] = {}
+
+    def pressed(self, level: Level, now: float) -> None:
+        """The level of pressure changed."""
+        self._calm_since_mono = now if level is Level.NOMINAL else None
+
+    def taken(self, key: ResidentKey, now: float) -> None:
+        """Pressure took a model."""
+        before = self._taken_mono.get(key)
+        is_repeated = before is not None and now - before < SETTLED_S
+        pause_s = self._pauses.get(key, CALM_S) * 2 if is_repeated else CALM_S
+        self._pauses[key] = min(LONGEST_S, pause_s)
+        self._taken_mono[key] = now
+
+    def may(self, key: ResidentKey, now: float) -> bool:
+        """Whether a model may be loaded again now."""
+        if self._calm_since_mono is None:
+            return False
+        taken_mono = self._taken_mono.get(key)
+        if taken_mono is None:
+            return True
+        return now - max(taken_mono, self._calm_since_mono) >= self._pauses[key]

@@ -1,0 +1,151 @@
+"""What a caller holds while it uses a model, how it wants to be served, and the live models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from kakeya.core import errors
+from kakeya.core.clock import Clock
+from kakeya.memory.arbiter.capability import Capability, Loaded
+from kakeya.memory.arbiter.plan import FOREVER
+from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, ResidentKey, Warmth
+from kakeya.memory.arbiter.runner import Timings
+
+_LOADS_KEPT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How a caller wants to be served.
+
+    `timeout_s` covers waiting, loading and running. `warmth` overrides the capability's for the
+    model from now on. `may_displace_text` lets the load take the room of text that idles.
+    """
+
+    priority: RequestPriority = RequestPriority.NORMAL
+    timeout_s: float = FOREVER
+    warmth: Warmth | None = None
+    may_displace_text: bool = False
+
+
+PLAIN = Terms()
+
+
+class Shelf:
+    """The live models, by key. Loads and unloads by their handlers; decides nothing."""
+
+    def __init__(self, capabilities: Mapping[str, Capability], clock: Clock) -> None:
+        self._capabilities = capabilities
+        self._clock = clock
+        self._loads: dict[ResidentKey, Timings] = {}
+        self._began_mono: dict[ResidentKey, float] = {}
+        self.backends: dict[ResidentKey, object] = {}
+
+    async def load(self, key: ResidentKey) -> Loaded:
+        """Load by the capability's handler."""
+        began_mono = self._began_mono[key] = self._clock.mono()
+        try:
+            loaded = await self._capabilities[key.capability].handler.load(key.model_key)
+        finally:
+            del self._began_mono[key]
+        self.backends[key] = loaded.backend
+        now = self._clock.mono()
+        self._loads.setdefault(key, Timings(_LOADS_KEPT_S)).add(now - began_mono, now)
+        return loaded
+
+    async def unload(self, key: ResidentKey) -> None:
+        """Unload by the capability's handler: once for each load."""
+        if key in self.backends:
+            backend = self.backends.pop(key)
+            await self._capabilities[key.capability].handler.unload(key.model_key, backend)
+
+    def unlearn(self, key: ResidentKey) -> None:
+        """Forget how long a model took to load that is not there."""
+        if key not in self.backends:
+            self._loads.pop(key, None)
+
+    def usual_load_s(self, key: ResidentKey) -> float:
+        """How long it takes until a model is there, by its last loads, less what a load under way
+        has taken already; 0 = it is, or unknown."""
+        if key in self.backends or key not in self._loads:
+            return 0.0
+        now = self._clock.mono()
+        usual_s = self._loads[key].longest_s(now) or 0.0
+        return max(0.0, usual_s - (now - self._began_mono.get(key, now)))
+
+
+class Lender(Protocol):
+    """Who lent a model: the arbiter."""
+
+    def backend(self, key: ResidentKey) -> object:
+        """The live model of a key that is leased."""
+        ...
+
+    async def run_held(self, key: ResidentKey, payload: object) -> object:
+        """Run on a key that is leased."""
+        ...
+
+    def retain(self, lease: LeaseId) -> LeaseId:
+        """One more lease for who holds one."""
+        ...
+
+    def release(self, lease: LeaseId) -> None:
+        """Take a lease back."""
+        ...
+
+
+class Handle:
+    """The right to use a model until it is released. Each handle is released by itself, once;
+    what is released again does nothing."""
+
+    __slots__ = ("_lease", "_lender", "key")
+
+    def __init__(self, lender: Lender, key: ResidentKey, lease: LeaseId) -> None:
+        self.key = key
+        self._lender = lender
+        self._lease: LeaseId | None = lease
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    @property
+    def backend(self) -> object:
+        """The loaded model, as its handler returned it. Raises Conflict after the release."""
+        self._held("use")
+        return self._lender.backend(self.key)
+
+    async def run(self, payload: object) -> object:
+        """Run a request in the model's lane. Raises Conflict after the release, and QueueFull.
+
+        A run that has begun, or waits for its turn, holds the model although the handle is released
+        meanwhile.
+        """
+        self._held("run")
+        with self.retain():
+            return await self._lender.run_held(self.key, payload)
+
+    def retain(self) -> Handle:
+        """Another handle of the same model, for somebody else to release."""
+        return Handle(self._lender, self.key, self._lender.retain(self._held("retain")))
+
+    def release(self) -> None:
+        """Give the model back."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self._lender.release(lease)
+
+    def _held(self, wish: str) -> LeaseId:
+        if self._lease is None:
+            raise errors.Conflict(f"cannot {wish} {self.key} after release; acquire it again")
+        return self._lease

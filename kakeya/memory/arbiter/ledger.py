@@ -1,0 +1,289 @@
+"""The byte ledger: who occupies what, within which budget. It decides nothing.
+
+    committed   residents that do not leave + tenants less what they were told to give up
+                + foreign bytes: what the budget must hold once all plans are carried out
+    free        the less of budget - committed and what the machine has available, where known,
+                less what loads under way have yet to take, less what is lent and not used yet,
+                and plus what leaves
+    spare       free, without what is only promised, of which so much is left that the machine stays
+                calm: for what nobody needs
+
+The machine's figure is of its last reading; loads and evictions since then are added to it. By how
+much it fell since loads began, as far as they reach, is what they have taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from kakeya.core import errors
+from kakeya.memory.arbiter.policy import Shrink, Tenant
+from kakeya.memory.arbiter.resident import Resident, ResidentKey, State
+
+
+@dataclass(slots=True)
+class Ledger:
+    """One node's bytes."""
+
+    budget_bytes: int
+    available_bytes: int | None = None
+    """What the machine can still give without pressure; None where nobody measures it."""
+    _unloaded_bytes: int | None = None
+    """The same as if loads under way had taken nothing yet."""
+    _margin_bytes: int = 0
+    """What of that has to be left so that there is no pressure."""
+    _residents: dict[ResidentKey, Resident] = field(default_factory=dict)
+    _tenants: dict[str, Tenant] = field(default_factory=dict)
+    _foreign: dict[str, int] = field(default_factory=dict)
+    _foreign_unfilled: dict[str, int] = field(default_factory=dict)
+    """What others hold and do not use yet."""
+    _promised: dict[str, int] = field(default_factory=dict)
+    """What tenants were told to give up, until they say that they did what they could."""
+    _given: dict[str, int] = field(default_factory=dict)
+    """What they hold less by since: they give slab by slab, and are asked meanwhile."""
+    _stubborn: dict[str, int] = field(default_factory=dict)
+    """What tenants had after they gave up less than they had offered: while they have as much,
+    their offers count as nothing, else they would be asked again and again."""
+    _growing: dict[str, int] = field(default_factory=dict)
+    """What is reserved for tenants that grow, less what they grew by since."""
+
+    def __contains__(self, key: ResidentKey) -> bool:
+        return key in self._residents
+
+    def find(self, key: ResidentKey) -> Resident | None:
+        """The resident of a key; None = absent."""
+        return self._residents.get(key)
+
+    def get(self, key: ResidentKey) -> Resident:
+        """The resident of a key. Raises NotFound."""
+        resident = self._residents.get(key)
+        if resident is None:
+            raise errors.NotFound(f"{key} is not resident; see status for what is")
+        return resident
+
+    @property
+    def residents(self) -> tuple[Resident, ...]:
+        """All that are not absent."""
+        return tuple(self._residents.values())
+
+    @property
+    def tenants(self) -> tuple[Tenant, ...]:
+        """All tenants, as if they had given up what they were told to."""
+        return tuple(self._after(tenant) for tenant in self._tenants.values())
+
+    @property
+    def foreign(self) -> dict[str, int]:
+        """Bytes that others hold, by holder."""
+        return dict(self._foreign)
+
+    def put(self, resident: Resident) -> None:
+        """Write down a resident's next state; an absent one is forgotten."""
+        if resident.state is State.READY and resident.measured_bytes is None:
+            self._unloaded_less(self._taken_of(resident.key))
+        if resident.state is State.ABSENT:
+            self._residents.pop(resident.key, None)
+        else:
+            self._residents[resident.key] = resident
+        self._note_unloaded()
+
+    def measured(self, resident: Resident, size: int, unfilled_bytes: int = 0) -> Resident:
+        """Write down what a resident really occupies, and what it does not use of it yet."""
+        if not 0 <= unfilled_bytes <= size:
+            raise errors.InvalidArgument(
+                f"{resident.key} measured {size} bytes, {unfilled_bytes} of them not used yet; "
+                "0 or more, and no more than all, is due"
+            )
+        before = (resident.measured_bytes or 0) - resident.unfilled_bytes
+        grown = size - unfilled_bytes - before
+        corrected = replace(resident, measured_bytes=size, unfilled_bytes=unfilled_bytes)
+        taken = min(self._taken_of(resident.key), max(0, grown))
+        self.put(corrected)
+        self._add_available(taken - grown)
+        self._unloaded_less(taken)
+        return corrected
+
+    def gone(self, resident: Resident) -> None:
+        """Take a resident out, whose bytes are given back."""
+        self.put(resident.moved(State.ABSENT))
+        self._add_available((resident.measured_bytes or 0) - resident.unfilled_bytes)
+
+    def report(self, tenant: Tenant) -> None:
+        """Write down what a tenant says of itself."""
+        name, before = tenant.name, self._tenants.get(tenant.name)
+        self._tenants[name] = tenant
+        if before is None:
+            return
+        if name in self._growing:
+            grown = max(0, tenant.held_bytes - before.held_bytes)
+            self._reserve(name, -min(grown, self._growing[name]))
+            self._add_available(-grown)
+        given = min(max(0, before.held_bytes - tenant.held_bytes), self._outstanding(name))
+        if given:
+            self._given[name] = self._given.get(name, 0) + given
+            self._add_available(given)
+
+    def grow(self, name: str, size: int) -> None:
+        """Reserve bytes for a tenant until it reports them. Raises NotFound."""
+        if name not in self._tenants:
+            raise errors.NotFound(
+                f"no tenant is called {name!r}; there are {sorted(self._tenants)}"
+            )
+        self._reserve(name, size)
+
+    def grown(self, name: str) -> None:
+        """End a tenant's reservation."""
+        self._growing.pop(name, None)
+
+    def forget(self, name: str) -> None:
+        """Take a tenant out with all that is noted of it."""
+        self._tenants.pop(name, None)
+        for notes in (self._promised, self._given, self._stubborn, self._growing):
+            notes.pop(name, None)
+
+    def _reserve(self, name: str, size: int) -> None:
+        self._growing[name] = self._growing.get(name, 0) + size
+        if not self._growing[name]:
+            del self._growing[name]
+
+    def promise(self, shrinks: Iterable[Shrink]) -> None:
+        """Count what tenants are told to give up as free."""
+        for shrink in shrinks:
+            self._promised[shrink.name] = self._promised.get(shrink.name, 0) + shrink.bytes
+
+    def shrunk(self, shrink: Shrink, tenant: Tenant) -> None:
+        """Replace a promise by what the tenant says after it."""
+        before = self._tenants[shrink.name]
+        dropped = max(0, before.held_bytes - tenant.held_bytes)
+        dropped += max(0, before.lent_bytes - tenant.lent_bytes)
+        if self._given.pop(tenant.name, 0) + dropped < shrink.bytes:
+            self._stubborn[tenant.name] = tenant.held_bytes + tenant.lent_bytes
+        left = self._promised.get(shrink.name, 0) - shrink.bytes
+        self._promised[shrink.name] = max(0, left)
+        self._tenants[tenant.name] = tenant
+        self._add_available(dropped)
+
+    def observe(self, available_bytes: int | None, spare_bytes: int | None) -> None:
+        """Write down what the machine can give, and what of it makes no pressure; None = not
+        known."""
+        self.available_bytes = available_bytes
+        self._note_unloaded()
+        self._margin_bytes = 0
+        if available_bytes is not None and spare_bytes is not None:
+            self._margin_bytes = max(0, available_bytes - spare_bytes)
+
+    def hold(self, holder: str, size: int, unfilled_bytes: int = 0) -> None:
+        """Write down what another process occupies, or may; 0 = nothing more."""
+        if not 0 <= unfilled_bytes <= size:
+            raise errors.InvalidArgument(
+                f"{holder!r} holds {size} bytes, {unfilled_bytes} of them not used yet; 0 or more, "
+                "and no more than all, is due"
+            )
+        self._foreign[holder], self._foreign_unfilled[holder] = size, unfilled_bytes
+        if not size:
+            del self._foreign[holder], self._foreign_unfilled[holder]
+
+    @property
+    def has_promises(self) -> bool:
+        """Whether a tenant has not yet given up what it was told to."""
+        return any(self._promised.values())
+
+    @property
+    def committed_bytes(self) -> int:
+        """What the budget must hold once all plans are carried out."""
+        stays = sum(r.bytes for r in self._residents.values() if not r.is_leaving)
+        tenants = sum(tenant.held_bytes for tenant in self.tenants)
+        growing = sum(self._growing.values())
+        return stays + tenants + growing + sum(self._foreign.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """What a load may still take; negative when more is committed than there is."""
+        return self._free_beyond(0)
+
+    @property
+    def spare_bytes(self) -> int:
+        """What may still be taken by who can do without it: nothing that is only promised, which
+        may not be given after all."""
+        return self._free_beyond(self._margin_bytes) - self.promised_bytes
+
+    def _free_beyond(self, margin: int) -> int:
+        free = self.budget_bytes - self.committed_bytes
+        if self.available_bytes is None:
+            return free
+        coming = self._loading_bytes - self._taken_bytes
+        coming += self.unfilled_bytes + sum(self._growing.values())
+        leaving = sum(r.bytes - r.unfilled_bytes for r in self._residents.values() if r.is_leaving)
+        there = self.available_bytes - coming + leaving + self.promised_bytes
+        return min(free, there - margin)
+
+    @property
+    def unfilled_bytes(self) -> int:
+        """What is lent and not used yet, so that the machine still shows it. A load under way
+        counts as a whole elsewhere."""
+        there = (r for r in self._residents.values() if not r.is_leaving)
+        residents = sum(r.unfilled_bytes for r in there if r.state is not State.LOADING)
+        return residents + sum(self._foreign_unfilled.values())
+
+    @property
+    def promised_bytes(self) -> int:
+        """What tenants are still going to give up."""
+        return sum(self._owed(tenant) for tenant in self._tenants.values())
+
+    def _after(self, tenant: Tenant) -> Tenant:
+        if self._is_stubborn(tenant):
+            return replace(tenant, expired_bytes=0, spare_bytes=0, lent_bytes=0)
+        promised = self._owed(tenant)
+        more = self._outstanding(tenant.name) - promised
+        expired = min(promised, tenant.expired_bytes)
+        return replace(
+            tenant,
+            held_bytes=tenant.held_bytes - promised,
+            expired_bytes=tenant.expired_bytes - expired,
+            spare_bytes=tenant.spare_bytes - (promised - expired),
+            lent_bytes=max(0, tenant.lent_bytes - more),
+        )
+
+    def _owed(self, tenant: Tenant) -> int:
+        """What it is still going to give up: no more than it could."""
+        could = 0 if self._is_stubborn(tenant) else tenant.expired_bytes + tenant.spare_bytes
+        return min(self._outstanding(tenant.name), could)
+
+    def _outstanding(self, name: str) -> int:
+        return max(0, self._promised.get(name, 0) - self._given.get(name, 0))
+
+    def _is_stubborn(self, tenant: Tenant) -> bool:
+        return self._stubborn.get(tenant.name) == tenant.held_bytes + tenant.lent_bytes
+
+    @property
+    def _loading_bytes(self) -> int:
+        return sum(r.bytes for r in self._residents.values() if r.state is State.LOADING)
+
+    @property
+    def _taken_bytes(self) -> int:
+        """What the machine shows of loads under way."""
+        if self.available_bytes is None or self._unloaded_bytes is None:
+            return 0
+        return min(self._loading_bytes, max(0, self._unloaded_bytes - self.available_bytes))
+
+    def _taken_of(self, key: ResidentKey) -> int:
+        """As much of that as may be of one load."""
+        resident = self._residents.get(key)
+        if resident is None or resident.state is not State.LOADING:
+            return 0
+        return min(self._taken_bytes, resident.bytes)
+
+    def _unloaded_less(self, size: int) -> None:
+        """What one load took is no longer that of loads under way: it ends."""
+        if self._unloaded_bytes is not None:
+            self._unloaded_bytes = max(0, self._unloaded_bytes - size)
+
+    def _note_unloaded(self) -> None:
+        if self._unloaded_bytes is None or not self._loading_bytes:
+            self._unloaded_bytes = self.available_bytes
+
+    def _add_available(self, size: int) -> None:
+        if self.available_bytes is not None:
+            self.available_bytes = max(0, self.available_bytes + size)
+        if self._unloaded_bytes is not None:
+            self._unloaded_bytes = max(0, self._unloaded_bytes + size)

@@ -1,0 +1,114 @@
+"""Plans in the making: what a plan names is out of everybody else's reach from here on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kakeya.memory.arbiter.ledger import Ledger
+from kakeya.memory.arbiter.plan import (
+    Ask,
+    Eviction,
+    Exhausted,
+    Grant,
+    Outcome,
+    Plan,
+    Reason,
+    Refusal,
+)
+from kakeya.memory.arbiter.policy import Relief, Shrink
+from kakeya.memory.arbiter.queue import Load
+from kakeya.memory.arbiter.resident import Resident, ResidentKey, State
+
+
+@dataclass(slots=True)
+class Answer:
+    """An outcome in the making."""
+
+    grants: list[Grant] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+    exhausted: Exhausted | None = None
+
+    def done(self) -> Outcome:
+        """The outcome."""
+        return Outcome(
+            grants=tuple(self.grants),
+            refusals=tuple(self.refusals),
+            plans=tuple(self.plans),
+            exhausted=self.exhausted,
+        )
+
+
+class Planner:
+    """Writes down in the ledger what its plans take away, and what they promise."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._numbers = 0
+        self._planned: dict[ResidentKey, int] = {}
+
+    def number(self) -> int:
+        """A number that nothing else has: of plans and of leases."""
+        self._numbers += 1
+        return self._numbers
+
+    def load(self, ask: Ask, load: Load, now: float) -> Plan:
+        """Plan a load, and what goes for it."""
+        self._take(tuple(self._ledger.get(eviction.key) for eviction in load.evict), load.shrink)
+        absent = Resident(
+            key=ask.key,
+            role=ask.role,
+            state=State.ABSENT,
+            estimate_bytes=ask.estimate_bytes,
+            warmth=ask.warmth,
+            last_priority=ask.priority,
+            last_used_mono=now,
+        )
+        self._ledger.put(absent.moved(State.LOADING))
+        self._planned[ask.key] = plan_id = self.number()
+        return Plan(
+            plan_id=plan_id,
+            evict=load.evict,
+            shrink=load.shrink,
+            load=ask.key,
+            asked_bytes=load.asked_bytes,
+        )
+
+    @property
+    def planned(self) -> tuple[ResidentKey, ...]:
+        """Whose loads have not begun: nothing of them is in memory, all of it is reserved."""
+        return tuple(self._planned)
+
+    def begin(self, plan: Plan) -> Resident | None:
+        """Whose load begins now, or never; None = the plan was taken back."""
+        if plan.load is None or self._planned.get(plan.load) != plan.plan_id:
+            return None
+        del self._planned[plan.load]
+        return self._ledger.get(plan.load)
+
+    def take_back(self, key: ResidentKey) -> None:
+        """Give up what is reserved for a load that has not begun. What goes for it, goes."""
+        del self._planned[key]
+        self._ledger.put(self._ledger.get(key).moved(State.ABSENT))
+
+    def eviction(self, victims: tuple[Resident, ...], reason: Reason) -> Plan:
+        """Plan the end of residents."""
+        return self.relief(Relief(victims=victims), reason, 0)
+
+    def relief(self, relief: Relief, reason: Reason, asked_bytes: int) -> Plan:
+        """Plan what is taken so that `asked_bytes` become free."""
+        self._take(relief.victims, relief.shrinks)
+        return Plan(
+            plan_id=self.number(),
+            evict=tuple(
+                Eviction(key=one.key, reason=reason, bytes=one.bytes) for one in relief.victims
+            ),
+            shrink=relief.shrinks,
+            asked_bytes=asked_bytes,
+            short_bytes=relief.short_bytes,
+        )
+
+    def _take(self, victims: tuple[Resident, ...], shrinks: tuple[Shrink, ...]) -> None:
+        for victim in victims:
+            self._ledger.put(self._ledger.get(victim.key).leaving())
+        self._ledger.promise(shrinks)

@@ -1,0 +1,328 @@
+"""What goes first: the two orders of eviction, the ladder above them, ageing and the budget.
+
+PRESSURE    (role priority, least urgent, longest unused, id)   the machine lacks memory
+FIT         (least urgent, role priority, longest unused, id)   a request needs room
+
+How urgent a resident is, is its last request's class, one class less for each `stay_warm_s` that
+it idles; leases count as themselves. A waiting request gains a class for each `age_s`, without
+end, so that it passes at last whatever stands before it. What costs least to get back is taken
+before any model:
+
+    expired entries -> live entries of caches -> spare pages -> idle sessions -> models
+
+All functions here are pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from kakeya.core import errors
+from kakeya.core.units import MIB, format_bytes
+from kakeya.memory.arbiter.resident import WORST_RANK, RequestPriority, Resident, ResidentKey, Role
+
+RESERVE_BYTES = 1536 * MIB
+"""Left to the operating system and other programs."""
+
+
+_ALL = 1 << 62
+
+
+class Level(IntEnum):
+    """How short of memory the machine is; the worst of several is their maximum."""
+
+    NOMINAL = 0
+    LOW = 1
+    CRITICAL = 2
+
+
+class Rung(IntEnum):
+    """What a tenant's spare bytes are, in the order in which they are asked back.
+
+    Low pressure alone leaves live cache entries where they are.
+    """
+
+    CACHE = 1
+    PAGES = 2
+    SESSIONS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """What a holder of many small things says of itself: a cache, the page arena, the sessions.
+
+    It gives up expired bytes before spare ones. The rest of what it holds is in use.
+
+    `lent_bytes` are not among what it holds: it has them in room that stays lent to somebody else.
+    Given up, they help a machine that is short, and make room for nobody.
+    """
+
+    name: str
+    rung: Rung
+    held_bytes: int
+    expired_bytes: int = 0
+    spare_bytes: int = 0
+    lent_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        parts = (self.expired_bytes, self.spare_bytes)
+        if min(*parts, self.lent_bytes) < 0 or sum(parts) > self.held_bytes:
+            raise errors.InvalidArgument(
+                f"tenant {self.name!r} holds {self.held_bytes} bytes and would give up "
+                f"{self.expired_bytes} + {self.spare_bytes}; at most what it holds is possible"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Shrink:
+    """That a tenant gives up so many bytes."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """The numbers that decisions use."""
+
+    age_s: float = 5.0
+    """After which a waiting request counts as one class more urgent: the longest wait behind
+    idle equals that are kept warm."""
+    drain_limit_s: float = 10.0
+    """The longest a swap waits for those who use what has to go, before its asker is refused."""
+    return_s: float = 5.0
+    """After which an asker that was refused so is told to come again."""
+    place_s: float = 10.0
+    """How long its place in the line is kept: twice that, since clients are not punctual."""
+    shut_s: float = 60.0
+    """How long a model in use lets nobody new in, at most, for those who wait for its room; twice
+    as long each time that was not enough. Half of what a request waits that says no time."""
+    cooldown_s: float = 5.0
+    """Between two takings while memory is low: one poll, so that the effect is seen first."""
+    exhausted_s: float = 60.0
+    """Between two reports that pressure finds nothing to take."""
+    low_step_bytes: int = 32 * MIB
+    """The least that low pressure asks of a tenant at once; else half of what it can spare."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relief:
+    """What is taken, and by how much it is less than what was asked."""
+
+    shrinks: tuple[Shrink, ...] = ()
+    victims: tuple[Resident, ...] = ()
+    short_bytes: int = 0
+
+
+def budget_bytes(
+    *,
+    total_bytes: int,
+    configured_bytes: int | None = None,
+    metal_limit_bytes: int | None = None,
+    reserve_bytes: int = RESERVE_BYTES,
+) -> int:
+    """The most that all residents may occupy together. Raises ConfigError when that is nothing."""
+    limits = [total_bytes - reserve_bytes, configured_bytes, metal_limit_bytes]
+    budget = min(limit for limit in limits if limit is not None)
+    if budget <= 0:
+        raise errors.ConfigError(
+            f"the memory budget is {format_bytes(budget)}: machine {format_bytes(total_bytes)}, "
+            f"reserve {format_bytes(reserve_bytes)}; configure a smaller reserve or a larger limit"
+        )
+    return budget
+
+
+def check_fixed(fixed: Mapping[str, int], budget: int) -> None:
+    """Raise ConfigError when what never yields (pinned, text) leaves no room by itself."""
+    total = sum(fixed.values())
+    if total >= budget:
+        named = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(fixed.items()))
+        raise errors.ConfigError(
+            f"pinned and text models need {format_bytes(total)} ({named}), the budget is "
+            f"{format_bytes(budget)}; pin less, or choose smaller models"
+        )
+
+
+def periods(seconds: float, each_s: float) -> int:
+    """How many periods have passed; a rounding error before the end of one does not hide it."""
+    return int(seconds / each_s + 1e-9)
+
+
+def resident_rank(resident: Resident, now: float) -> int:
+    """How urgent a resident is: 0 = most. Idleness costs it a class for each `stay_warm_s`."""
+    if resident.leases:
+        return min(priority.rank for priority in resident.leases.values())
+    idle_s = max(0.0, now - resident.last_used_mono)
+    stay_warm_s = resident.warmth.stay_warm_s
+    decay = periods(idle_s, stay_warm_s) if stay_warm_s > 0 else WORST_RANK
+    return min(WORST_RANK, resident.last_priority.rank + decay)
+
+
+def ticket_rank(priority: RequestPriority, waited_s: float, rules: Rules) -> int:
+    """How urgent a waiting request is; below 0 when it waited long."""
+    return priority.rank - periods(max(0.0, waited_s), rules.age_s)
+
+
+def pressure_key(resident: Resident, now: float) -> tuple[int, int, float, ResidentKey]:
+    """The order of leaving when the machine lacks memory."""
+    return (
+        resident.role.priority,
+        -resident_rank(resident, now),
+        resident.last_used_mono,
+        resident.key,
+    )
+
+
+def fit_key(resident: Resident, now: float) -> tuple[int, int, float, ResidentKey]:
+    """The order of leaving when a request needs room."""
+    return (
+        -resident_rank(resident, now),
+        resident.role.priority,
+        resident.last_used_mono,
+        resident.key,
+    )
+
+
+def yields_to(resident: Resident, rank: int, now: float) -> bool:
+    """Whether a request of a rank may take a resident's room: it is more urgent, or an equal of
+    one that idles and is no longer kept warm."""
+    own = resident_rank(resident, now)
+    is_cold = not resident.leases and now - resident.last_used_mono >= resident.warmth.stay_warm_s
+    return own > rank or (own == rank and is_cold)
+
+
+def may_displace(role: Role, resident: Resident, *, may_displace_text: bool) -> bool:
+    """Whether a load in `role` may ever take a resident's room."""
+    if resident.warmth.is_pinned:
+        return False
+    return resident.role.yields or may_displace_text or resident.role.name == role.name
+
+
+def shrink_by(need_bytes: int, tenants: Iterable[Tenant]) -> tuple[Shrink, ...]:
+    """The ladder above the models, climbed until the need is met or it ends."""
+    given: dict[str, int] = {}
+    left = need_bytes
+    climbing = sorted(tenants, key=lambda tenant: (tenant.rung, tenant.name))
+    offers = [(tenant.name, tenant.expired_bytes) for tenant in climbing]
+    offers += [(tenant.name, tenant.spare_bytes) for tenant in climbing]
+    for name, offered in offers:
+        taken = min(offered, left)
+        if taken > 0:
+            given[name] = given.get(name, 0) + taken
+            left -= taken
+    return tuple(Shrink(name, size) for name, size in given.items())
+
+
+def shrinkable_bytes(tenants: Iterable[Tenant]) -> int:
+    """All that `shrink_by` could take."""
+    return sum(shrink.bytes for shrink in shrink_by(_ALL, tenants))
+
+
+def fit(
+    need_bytes: int,
+    candidates: Iterable[Resident],
+    tenants: Iterable[Tenant],
+    key: Callable[[Resident], tuple[int, int, float, ResidentKey]],
+) -> Relief:
+    """Who goes so that `need_bytes` become free: caches, then idle models, then those in use.
+
+    `candidates` may all go. What later choices make superfluous stays, models before caches and
+    pages. `short_bytes` is what is missing when everybody went.
+    """
+    shrinks = shrink_by(need_bytes, tenants)
+    left = need_bytes - sum(shrink.bytes for shrink in shrinks)
+    victims: list[Resident] = []
+    for resident in sorted(candidates, key=lambda one: (bool(one.leases), key(one))):
+        if left <= 0:
+            break
+        victims.append(resident)
+        left -= resident.bytes
+    for resident in victims[::-1]:
+        if left + resident.bytes <= 0:
+            victims.remove(resident)
+            left += resident.bytes
+    shrinks = _without(max(0, -left), shrinks)
+    return Relief(shrinks=shrinks, victims=tuple(victims), short_bytes=max(0, left))
+
+
+def _without(surplus_bytes: int, shrinks: Sequence[Shrink]) -> tuple[Shrink, ...]:
+    """Shrinks less what is too much of them: what is highest on the ladder stays."""
+    kept = []
+    for shrink in reversed(shrinks):
+        spared = min(surplus_bytes, shrink.bytes)
+        surplus_bytes -= spared
+        if spared < shrink.bytes:
+            kept.append(Shrink(shrink.name, shrink.bytes - spared))
+    return tuple(reversed(kept))
+
+
+def relieve(
+    level: Level,
+    residents: Iterable[Resident],
+    tenants: Sequence[Tenant],
+    *,
+    wanted_bytes: int | None,
+    now: float,
+    rules: Rules,
+) -> Relief:
+    """What pressure takes now: never what is in use, pinned or text.
+
+    Low: what expired, and the next thing on the ladder, which is one model at the most. Critical:
+    what expired, all of caches, all models that can go; then pages and idle sessions, as far as
+    `wanted_bytes` are not there yet (None = nobody knows how much is wanted: all of them).
+    """
+    idle = sorted(
+        (r for r in residents if r.is_idle and r.role.yields and not r.warmth.is_pinned),
+        key=lambda resident: pressure_key(resident, now),
+    )
+    tenants = [_with_lent(tenant) for tenant in tenants]
+    match level:
+        case Level.NOMINAL:
+            return Relief()
+        case Level.CRITICAL:
+            given = {
+                t.name: t.expired_bytes + (t.spare_bytes if t.rung is Rung.CACHE else 0)
+                for t in tenants
+            }
+            wanted = _ALL if wanted_bytes is None else wanted_bytes
+            wanted -= sum(given.values()) + sum(one.bytes for one in idle)
+            kept = (replace(t, expired_bytes=0) for t in tenants if t.rung is not Rung.CACHE)
+            for shrink in shrink_by(wanted, kept):
+                given[shrink.name] += shrink.bytes
+            return _relief(given, idle, wanted_bytes)
+        case Level.LOW:
+            given = {t.name: t.expired_bytes for t in tenants}
+            spare = [t for t in tenants if t.rung is not Rung.CACHE and t.spare_bytes > 0]
+            wanted = _ALL if wanted_bytes is None else wanted_bytes - sum(given.values())
+            if wanted <= 0:
+                return _relief(given, (), wanted_bytes)
+            if not spare:
+                return _relief(given, idle[:1], wanted_bytes)
+            first = min(spare, key=lambda tenant: (tenant.rung, tenant.name))
+            step = max(first.spare_bytes // 2, min(first.spare_bytes, rules.low_step_bytes))
+            given[first.name] += min(step, wanted)
+            return _relief(given, (), wanted_bytes)
+
+
+def _with_lent(tenant: Tenant) -> Tenant:
+    """With what it could give up for the machine's sake among what it could give up."""
+    lent = tenant.lent_bytes
+    return replace(
+        tenant,
+        held_bytes=tenant.held_bytes + lent,
+        spare_bytes=tenant.spare_bytes + lent,
+        lent_bytes=0,
+    )
+
+
+def _relief(
+    given: Mapping[str, int], victims: Sequence[Resident], wanted_bytes: int | None
+) -> Relief:
+    freed = sum(given.values()) + sum(one.bytes for one in victims)
+    return Relief(
+        shrinks=tuple(Shrink(name, size) for name, size in given.items() if size > 0),
+        victims=tuple(victims),
+        short_bytes=max(0, (wanted_bytes or 0) - freed),
+    )

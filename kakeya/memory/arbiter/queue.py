@@ -1,0 +1,355 @@
+"""The line of requests that wait for a lease, and what becomes of one of them now.
+
+Those ahead are looked at first, and what they need is out of reach for those behind: the residents
+that go for them (`claims`: no new lease, though they are in use), the places of their role, the
+bytes they will take. So nobody is overtaken by an equal, while requests that want nothing of what
+those ahead want proceed.
+
+A resident has to go for a request
+  by swap   it has a place in the same role, and there is none left
+  to fit    its bytes are needed, and the request is more urgent, or has waited long enough
+
+`Wait.is_stuck` tells waiting for others to let go, which has a limit, from waiting for one's turn.
+At the limit it is refused, and its place in the line kept until it comes again. When it has done
+so once, what it waits for is kept from those behind while it is away, too: those who use a model
+come to an end, and whoever goes on asking is served.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kakeya.core import errors
+from kakeya.core.units import format_bytes
+from kakeya.memory.arbiter.ledger import Ledger
+from kakeya.memory.arbiter.plan import Ask, Eviction, Reason
+from kakeya.memory.arbiter.policy import (
+    Level,
+    Rules,
+    Shrink,
+    fit,
+    fit_key,
+    may_displace,
+    shrinkable_bytes,
+    ticket_rank,
+    yields_to,
+)
+from kakeya.memory.arbiter.resident import LeaseId, Resident, ResidentKey, State
+
+_EVER_S = 1e9
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A request in the line, or its place. Its number becomes the number of its lease."""
+
+    lease: LeaseId
+    ask: Ask
+    asked_mono: float
+    place_mono: float
+    """Since when its place counts: before it asked, where it came again."""
+    kept_until_mono: float | None = None
+    """How long its place is kept without it; None = it is there."""
+    stuck_since_mono: float | None = None
+    stuck_s: float = 0.0
+    """How long it waited for others to let go, before it waited for its turn again."""
+
+    def go_first(self) -> None:
+        """Stand before all others, as if it had waited for longer than anybody does."""
+        self.place_mono = -_EVER_S
+
+    def mark(self, now: float, *, is_stuck: bool) -> None:
+        """Note what it waits for. Two that overtake each other by age both come to their limit."""
+        if self.stuck_since_mono is not None and not is_stuck:
+            self.stuck_s += now - self.stuck_since_mono
+            self.stuck_since_mono = None
+        elif is_stuck and self.stuck_since_mono is None:
+            self.stuck_since_mono = now
+
+    def limit_mono(self, rules: Rules) -> float | None:
+        """When it has waited for others for long enough; None = it does not wait for them now."""
+        since_mono = self.stuck_since_mono
+        return None if since_mono is None else since_mono + rules.drain_limit_s - self.stuck_s
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it waits for others to let go, which has a limit."""
+        return self.stuck_since_mono is not None
+
+    @property
+    def has_come_again(self) -> bool:
+        """Whether it was refused before, and came again as it was told to."""
+        return self.place_mono < self.asked_mono
+
+    def rank(self, now: float, rules: Rules) -> int:
+        """How urgent it is by now."""
+        return ticket_rank(self.ask.priority, now - self.place_mono, rules)
+
+
+@dataclass(slots=True)
+class Ahead:
+    """What those ahead in the line keep from those behind them."""
+
+    opened: frozenset[ResidentKey] = frozenset()
+    """These let in who waits for them, this once, before they have to go."""
+    claims: set[ResidentKey] = field(default_factory=set)
+    roles: set[str] = field(default_factory=set)
+    keys: set[ResidentKey] = field(default_factory=set)
+    held_bytes: int = 0
+
+    def add(self, ask: Ask, wait: Wait) -> None:
+        """Keep what one more request waits for."""
+        self.claims.update(wait.claims)
+        self.roles.add(ask.role.name)
+        self.keys.add(ask.key)
+        self.held_bytes += wait.held_bytes
+
+    def may_go(self, one: Resident) -> bool:
+        """Whether a resident may go for who comes next."""
+        is_open = one.is_open and not (one.leases and one.key in self.opened)
+        return is_open and one.key not in self.claims
+
+
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """The resident is there: a lease at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The model can be loaded once these have gone, and none of them is in use."""
+
+    evict: tuple[Eviction, ...] = ()
+    shrink: tuple[Shrink, ...] = ()
+    asked_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Not now."""
+
+    claims: tuple[ResidentKey, ...] = ()
+    held_bytes: int = 0
+    is_stuck: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Not in any foreseeable time, or not before it comes again: `keeps` is what stays kept from
+    those behind until then."""
+
+    error: errors.KakeyaError
+    keeps: Wait | None = None
+
+
+Verdict = Lend | Load | Wait | Refuse
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a decision looks at."""
+
+    ledger: Ledger
+    level: Level
+    rules: Rules
+    now: float
+    is_stopping: bool
+
+
+def decide(ticket: Ticket, ahead: Ahead, view: View) -> Verdict:
+    """What becomes of a request, which does not wait longer than its deadline and its limit."""
+    ask, now = ticket.ask, view.now
+    if view.is_stopping:
+        return Refuse(errors.Refused(f"the memory arbiter is shutting down; {ask.key} is not lent"))
+    if now >= ask.deadline_mono:
+        return Refuse(
+            errors.DeadlineExceeded(
+                f"{ask.key} was not ready within the {now - ticket.asked_mono:.3g} s that its "
+                "deadline left; allow more time, or keep it warm"
+            )
+        )
+    verdict = consider(ticket, ahead, view)
+    ticket.mark(now, is_stuck=isinstance(verdict, Wait) and verdict.is_stuck)
+    limit_mono = ticket.limit_mono(view.rules)
+    if isinstance(verdict, Wait) and limit_mono is not None and now >= limit_mono:
+        return _stuck(ticket, verdict, view)
+    return verdict
+
+
+def keep(ticket: Ticket, ahead: Ahead, view: View) -> Wait | None:
+    """What is kept from those behind until an asker comes again; None = nothing."""
+    if view.is_stopping or not ticket.has_come_again:
+        return None
+    verdict = consider(ticket, ahead, view)
+    match verdict:
+        case Wait():
+            return verdict
+        case Load():
+            given = sum(one.bytes for one in verdict.evict)
+            claims = tuple(one.key for one in verdict.evict)
+            return Wait(claims=claims, held_bytes=max(0, ticket.ask.estimate_bytes - given))
+        case Lend() | Refuse():
+            return None
+
+
+def consider(ticket: Ticket, ahead: Ahead, view: View) -> Verdict:
+    """What becomes of a request, after those ahead of it."""
+    ask = ticket.ask
+    resident = view.ledger.find(ask.key)
+    if resident is not None and resident.is_open and ask.key not in ahead.claims:
+        return Lend()
+    if resident is not None and resident.state is State.LOADING:
+        return Wait()
+    if view.level is Level.CRITICAL and ask.role.yields:
+        return Refuse(critical(ask, view.rules))
+    if ask.key in ahead.keys:
+        return Wait()
+    if resident is not None:
+        return Wait(held_bytes=ask.estimate_bytes)
+    if ask.role.places is not None and ask.role.name in ahead.roles:
+        return Wait(held_bytes=_more_than(_of_role(ask, view), ask))
+    return _consider_load(ticket, ahead, view)
+
+
+def critical(ask: Ask, rules: Rules) -> errors.MemoryRefused:
+    """The refusal of a load while memory is critical."""
+    return errors.MemoryRefused(
+        f"memory pressure is critical; refusing to load {ask.key}, whose role {ask.role.name!r} "
+        "can do without; ask again when it has passed",
+        retry_after_s=rules.cooldown_s,
+    )
+
+
+def _stuck(ticket: Ticket, wait: Wait, view: View) -> Refuse:
+    """The refusal of a request that waited for others to the limit."""
+    ask, limit_s = ticket.ask, view.rules.drain_limit_s
+    users = [view.ledger.get(key) for key in wait.claims]
+    held = ", ".join(f"{one.key} (refcount={len(one.leases)})" for one in users if one.leases)
+    if held:
+        error = errors.DrainTimeout(
+            f"timeout waiting for {held} to drain: in use for over {limit_s:.3g} s while {ask.key} "
+            f"waits for its room; ask again, the place in the line is kept for "
+            f"{view.rules.place_s:.3g} s",
+            retry_after_s=view.rules.return_s,
+        )
+        return Refuse(error, keeps=wait if ticket.has_come_again else None)
+    return Refuse(
+        errors.MemoryRefused(
+            f"{ask.key} needs {format_bytes(ask.estimate_bytes)}, "
+            f"{format_bytes(max(0, view.ledger.free_bytes))} are free, and the rest is held by "
+            "other programs or by sessions in use; ask again later",
+            retry_after_s=limit_s,
+        )
+    )
+
+
+def _consider_load(ticket: Ticket, ahead: Ahead, view: View) -> Verdict:
+    ask, ledger = ticket.ask, view.ledger
+    swap = _swapped(ask, ahead, view)
+    if not isinstance(swap, tuple):
+        return swap
+    need = ask.estimate_bytes - (ledger.free_bytes - ahead.held_bytes)
+    need -= sum(resident.bytes for resident in swap)
+    rank = ticket.rank(view.now, view.rules)
+    candidates = [
+        one
+        for one in ledger.residents
+        if ahead.may_go(one)
+        and one not in swap
+        and may_displace(ask.role, one, may_displace_text=ask.may_displace_text)
+        and yields_to(one, rank, view.now)
+        and not (ask.role.is_room and one.leases)
+    ]
+    taken = fit(need, candidates, ledger.tenants, lambda one: fit_key(one, view.now))
+    if taken.short_bytes:
+        return _short(ask, view)
+    victims = (*swap, *taken.victims)
+    if any(victim.leases for victim in victims):
+        given = sum(victim.bytes for victim in victims)
+        claims = tuple(victim.key for victim in victims)
+        held = max(0, ask.estimate_bytes - given)
+        return Wait(claims=claims, held_bytes=held, is_stuck=True)
+    evict = [_eviction(one, Reason.SWAP) for one in swap]
+    evict += [
+        _eviction(one, Reason.FIT if one.role.yields else Reason.SWAP) for one in taken.victims
+    ]
+    return Load(evict=tuple(evict), shrink=taken.shrinks, asked_bytes=max(0, need))
+
+
+def _swapped(ask: Ask, ahead: Ahead, view: View) -> tuple[Resident, ...] | Wait | Refuse:
+    """Who goes because the role has no place left."""
+    if ask.role.places is None:
+        return ()
+    there = _of_role(ask, view)
+    over = len(there) + 1 - ask.role.places
+    pinned = [one for one in there if one.warmth.is_pinned]
+    if len(pinned) >= ask.role.places:
+        return Refuse(
+            errors.MemoryRefused(
+                f"role {ask.role.name!r} is taken by {', '.join(str(one.key) for one in pinned)}, "
+                f"which is pinned; unpin it to load {ask.key}"
+            )
+        )
+    movable = [one for one in there if ahead.may_go(one) and not one.warmth.is_pinned]
+    if len(movable) < over:
+        return Wait(held_bytes=_more_than(there, ask))
+    movable.sort(key=lambda one: (bool(one.leases), fit_key(one, view.now)))
+    return tuple(movable[: max(0, over)])
+
+
+def _of_role(ask: Ask, view: View) -> list[Resident]:
+    name = ask.role.name
+    return [one for one in view.ledger.residents if one.role.name == name and not one.is_leaving]
+
+
+def _more_than(there: list[Resident], ask: Ask) -> int:
+    """What a load takes from the free bytes when any of these makes place for it."""
+    return max(0, ask.estimate_bytes - min((one.bytes for one in there), default=0))
+
+
+def _short(ask: Ask, view: View) -> Wait | Refuse:
+    """Too little can be taken now: is there ever going to be enough?"""
+    ledger = view.ledger
+    movable, fixed, lent = 0, 0, 0
+    for one in ledger.residents:
+        if one.is_leaving:
+            continue
+        if may_displace(ask.role, one, may_displace_text=ask.may_displace_text):
+            movable += one.bytes
+        elif one.role.is_lent:
+            lent += one.bytes
+        else:
+            fixed += one.bytes
+    if ask.estimate_bytes + fixed > ledger.budget_bytes:
+        kept = f", of which {format_bytes(fixed)} never yield to it" if fixed else ""
+        way_out = (
+            "lease less, or give the node a larger budget"
+            if ask.role.is_lent
+            else "choose a smaller model or unload one"
+        )
+        return Refuse(
+            errors.MemoryRefused(
+                f"{ask.key} needs {format_bytes(ask.estimate_bytes)}; the budget is "
+                f"{format_bytes(ledger.budget_bytes)}{kept}; {way_out}"
+            )
+        )
+    if ask.estimate_bytes + fixed + lent > ledger.budget_bytes:
+        return Refuse(_lent(ask, lent, view))
+    spare = shrinkable_bytes(ledger.tenants)
+    is_turn = ask.estimate_bytes <= ledger.free_bytes + movable + spare
+    return Wait(held_bytes=ask.estimate_bytes, is_stuck=not is_turn)
+
+
+def _lent(ask: Ask, size: int, view: View) -> errors.MemoryRefused:
+    """The refusal of what has to wait for others to give back what they hold, however long."""
+    held = ", ".join(str(one.key) for one in view.ledger.residents if one.role.is_lent)
+    return errors.MemoryRefused(
+        f"{ask.key} needs {format_bytes(ask.estimate_bytes)}; of the budget of "
+        f"{format_bytes(view.ledger.budget_bytes)}, {format_bytes(size)} are lent to {held}; "
+        "ask again when that has ended",
+        retry_after_s=view.rules.drain_limit_s,
+    )
+
+
+def _eviction(resident: Resident, reason: Reason) -> Eviction:
+    return Eviction(key=resident.key, reason=reason, bytes=resident.bytes)

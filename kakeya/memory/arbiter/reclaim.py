@@ -1,0 +1,101 @@
+"""What is taken without anybody asking for room: what idles too long, what is above the budget,
+what pressure wants back. Told the level of pressure; changes nothing but by plans."""
+
+from __future__ import annotations
+
+from kakeya.memory.arbiter.ledger import Ledger
+from kakeya.memory.arbiter.plan import Exhausted, Reason
+from kakeya.memory.arbiter.planning import Answer, Planner
+from kakeya.memory.arbiter.policy import Level, Rules, fit, pressure_key, relieve
+
+
+class Taking:
+    """Decides what goes now, and when to look again. `level` is the machine's pressure."""
+
+    def __init__(self, ledger: Ledger, planner: Planner, rules: Rules) -> None:
+        self._ledger = ledger
+        self._planner = planner
+        self._rules = rules
+        self._relieved_mono = float("-inf")
+        self._reported_mono = float("-inf")
+        self._wanted: int | None = None
+        self.level = Level.NOMINAL
+
+    def press(self, level: Level, wanted_bytes: int | None) -> None:
+        """Another reading. A higher level takes at once. What is on its way back already is not
+        wanted again; None = nobody knows how much is wanted."""
+        if level > self.level:
+            self._relieved_mono = self._reported_mono = float("-inf")
+        self.level = level
+        self._wanted = None
+        if wanted_bytes is not None:
+            leaving = sum(one.bytes for one in self._ledger.residents if one.is_leaving)
+            self._wanted = max(0, wanted_bytes - leaving - self._ledger.promised_bytes)
+
+    def take(self, answer: Answer, now: float) -> None:
+        """Add what goes now."""
+        self._unload_overdue(answer, now)
+        self._fit_budget(answer, now)
+        self._relieve(answer, now)
+
+    def due(self) -> list[float]:
+        """When time alone makes something go, in monotonic seconds."""
+        due = [
+            one.last_used_mono + one.warmth.unload_after_s
+            for one in self._ledger.residents
+            if one.is_idle and one.warmth.unload_after_s is not None and not one.warmth.is_pinned
+        ]
+        if self.level is not Level.NOMINAL:
+            due.append(self._relieved_mono + self._rules.cooldown_s)
+            due.append(self._reported_mono + self._rules.exhausted_s)
+        return due
+
+    def _unload_overdue(self, answer: Answer, now: float) -> None:
+        overdue = tuple(
+            one
+            for one in self._ledger.residents
+            if one.is_idle
+            and not one.warmth.is_pinned
+            and one.warmth.unload_after_s is not None
+            and now >= one.last_used_mono + one.warmth.unload_after_s
+        )
+        if overdue:
+            answer.plans.append(self._planner.eviction(overdue, Reason.IDLE))
+
+    def _fit_budget(self, answer: Answer, now: float) -> None:
+        """Take back what measurement or other processes brought above the budget."""
+        over = self._ledger.committed_bytes - self._ledger.budget_bytes
+        if over <= 0:
+            return
+        idle = [
+            one
+            for one in self._ledger.residents
+            if one.is_idle and one.role.yields and not one.warmth.is_pinned
+        ]
+        taken = fit(over, idle, self._ledger.tenants, lambda one: pressure_key(one, now))
+        if taken.victims or taken.shrinks:
+            answer.plans.append(self._planner.relief(taken, Reason.FIT, over))
+
+    def _relieve(self, answer: Answer, now: float) -> None:
+        if self.level is Level.NOMINAL:
+            return
+        is_busy = self._ledger.has_promises or any(r.is_leaving for r in self._ledger.residents)
+        is_low = self.level is Level.LOW
+        if is_low and (is_busy or now < self._relieved_mono + self._rules.cooldown_s):
+            return
+        residents, tenants = self._ledger.residents, self._ledger.tenants
+        taken = relieve(
+            self.level, residents, tenants, wanted_bytes=self._wanted, now=now, rules=self._rules
+        )
+        if taken.victims or taken.shrinks:
+            self._relieved_mono = now
+            asked = self._wanted or 0
+            answer.plans.append(self._planner.relief(taken, Reason.PRESSURE, asked))
+            self._wanted = None if self._wanted is None else taken.short_bytes
+        elif self._wanted != 0 and not is_busy and self._is_to_report(now):
+            self._reported_mono = now
+            kept = tuple(one.key for one in residents)
+            answer.exhausted = Exhausted(level=self.level, kept=kept)
+
+    def _is_to_report(self, now: float) -> bool:
+        return now >= self._reported_mono + self._rules.exhausted_s

@@ -1,0 +1,179 @@
+"""The asking side of leases: waits in the line, and settles it where no node grants.
+
+    async with store:
+        borrower = Borrower(store, census, clock=clock, room=machine_room)
+        lease = await borrower.acquire(wish, "train-3f9a", wait_s=60, tell=print)
+        ...
+        await borrower.release(lease.lease_id)
+
+Who dies while it waits or holds needs no farewell: everybody else sees that it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kakeya.core import errors
+from kakeya.core.clock import Clock
+from kakeya.core.units import format_bytes
+from kakeya.memory.leases import rules
+from kakeya.memory.leases.lease import Book, Lease, LeaseState, No, Wish
+from kakeya.memory.leases.processes import Census
+from kakeya.memory.leases.rules import Sight
+from kakeya.memory.leases.store import LeaseStore
+
+POLL_S = 0.25
+LOOK_S = 1.0
+"""How often a waiting process looks who has died."""
+_ANSWER_S = 3.0
+"""What a node has for its answer, however little the caller would wait for room."""
+_PATIENCE_S = 30.0
+"""How long the store, or the system, may be out of order before a waiting process gives up."""
+_BY_CODE: dict[str, type[errors.Refused]] = {
+    kind.code: kind for kind in (errors.MemoryRefused, errors.DrainTimeout, errors.LeaseRefused)
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What a machine has for leases where no node says so. Both may block.
+
+    `budget` is what all may hold, `available` what the machine can give now, None = unknown.
+    """
+
+    budget: Callable[[], int]
+    available: Callable[[], int | None]
+
+
+class Borrower:
+    """Asks for leases in the name of its process. Between `async with store`."""
+
+    def __init__(
+        self, store: LeaseStore, census: Census, *, clock: Clock, room: Room, poll_s: float = POLL_S
+    ) -> None:
+        self._store = store
+        self._census = census
+        self._clock = clock
+        self._room = room
+        self._poll_s = poll_s
+
+    async def acquire(
+        self,
+        wish: Wish,
+        lease_id: str,
+        *,
+        wait_s: float = float("inf"),
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> Lease:
+        """Wait for a lease; `tell` hears what is waited for, whenever that changes.
+
+        Raises DeadlineExceeded, MemoryRefused, LeaseRefused, StoreFailed, and PeerUnavailable where
+        the system does not say who lives. However it ends without
+        a lease, the place in the line is given up.
+        """
+        sight = Sight(boot=self._census.boot, now_mono=self._clock.mono())
+        try:
+            lease = await self._store.change(
+                lambda book: rules.ask(book, wish, lease_id, self._census.own, sight)
+            )
+            return await self._wait(lease, self._clock.mono() + wait_s, tell)
+        except BaseException:  # a change whose asker left may be written all the same
+            await asyncio.shield(self._give_up(lease_id))
+            raise
+
+    async def release(self, lease_id: str) -> None:
+        """Give a lease, or a place in the line, back; a second time does nothing."""
+        await self._store.change(lambda book: (book.without(lease_id), None))
+
+    async def beat(self, lease: Lease) -> Lease:
+        """Say that this process holds it still. Needed each `BEAT_S`, where others cannot see."""
+        found = await asyncio.to_thread(self._census.households, (lease,))
+        house = found[lease.lease_id]
+        return await self._store.change(
+            lambda book: rules.beat(
+                book,
+                lease,
+                self._clock.mono(),
+                processes=house.processes,
+                used_bytes=house.used_bytes,
+            )
+        )
+
+    async def settle(self) -> Book:
+        """Serve the line if no node does; returns the book after it."""
+        book = await self._store.read()
+        sight = await asyncio.to_thread(self._census.look, book, self._clock.mono())
+        available = await asyncio.to_thread(self._room.available)
+        own_budget = await asyncio.to_thread(self._room.budget)
+
+        def settled(book: Book) -> tuple[Book, Book]:
+            after = rules.settle_alone(
+                book,
+                sight,
+                budget_bytes=own_budget if book.budget_bytes is None else book.budget_bytes,
+                available_bytes=available,
+            )
+            return after, after
+
+        if settled(book)[0] is book:
+            return book
+        return await self._store.change(settled)
+
+    async def _give_up(self, lease_id: str) -> None:
+        try:
+            await self.release(lease_id)
+        except errors.KakeyaError:
+            return  # the store is out of order; the others will see that this process is gone
+
+    async def _wait(self, lease: Lease, until_mono: float, tell: Callable[[str], None]) -> Lease:
+        asked_mono = looked_mono = beat_mono = broken_mono = self._clock.mono()
+        looked_mono -= LOOK_S
+        told = ""
+        while True:
+            now = self._clock.mono()
+            try:
+                if now - looked_mono >= LOOK_S:
+                    looked_mono, book = now, await self.settle()
+                else:
+                    book = await self._store.read()
+                mine = book.leases.get(lease.lease_id)
+                if mine is None or now - beat_mono >= rules.BEAT_S:
+                    beat_mono, mine = now, await self.beat(mine or lease)
+                broken_mono = now
+            except rules.OUT_OF_ORDER as problem:
+                now = self._clock.mono()
+                if now >= min(until_mono, broken_mono + _PATIENCE_S):
+                    raise
+                text = problem.message
+            else:
+                if mine.state is LeaseState.GRANTED:
+                    return mine
+                if mine.no is not None:
+                    raise error_of(mine.no)
+                text = mine.note or _asked_whom(book)
+                answer_s = _ANSWER_S if book.granter is not None else 0.0
+                if now >= max(until_mono, asked_mono + answer_s):
+                    raise _too_late(mine, now - asked_mono, text)
+            if text != told:
+                told = text
+                tell(text)
+            await self._clock.sleep(self._poll_s)
+
+
+def error_of(no: No) -> errors.Refused:
+    """The error that a refusal in the book stands for."""
+    kind = _BY_CODE.get(no.code, errors.LeaseRefused)
+    return kind(no.message, retry_after_s=no.retry_after_s)
+
+
+def _asked_whom(book: Book) -> str:
+    return f"node {book.granter.node_id} to make room" if book.granter else "its turn"
+
+
+def _too_late(lease: Lease, waited_s: float, text: str) -> errors.DeadlineExceeded:
+    return errors.DeadlineExceeded(
+        f"no lease of {format_bytes(lease.wish.size_bytes)} within {waited_s:.0f} s; it still "
+        f"waits for {text}; allow more time, or ask for less"
+    )

@@ -1,0 +1,186 @@
+"""Leases as a program beside the node uses them: opens the store, and knows the machine.
+
+async with open_desk(folder, os.environ) as desk:
+    async with desk.hold(Wish(name="train", size_bytes=4 * GIB)) as lease:
+        ...                                   # heartbeats meanwhile; released at the end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kakeya.core import errors
+from kakeya.core.clock import SystemClock
+from kakeya.core.host import unified_memory_bytes
+from kakeya.memory.arbiter.policy import budget_bytes
+from kakeya.memory.leases import rules
+from kakeya.memory.leases.borrower import Borrower, Room
+from kakeya.memory.leases.lease import Book, Lease, LeaseState, Wish
+from kakeya.memory.leases.place import chosen_url, open_lease_store
+from kakeya.memory.leases.processes import Census, Household
+from kakeya.memory.leases.rules import Sight
+from kakeya.memory.leases.store import LeaseStore
+from kakeya.memory.leases.view import describe_lease
+from kakeya.memory.machine.machine import machine_sources
+from kakeya.memory.machine.pressure import worst
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """The book, who of it lives, and what they use."""
+
+    book: Book
+    sight: Sight
+    houses: Mapping[str, Household]
+
+    @property
+    def leases(self) -> tuple[Lease, ...]:
+        """In the order of asking, without the dead."""
+        living = (one for one in self.book.leases.values() if not rules.is_dead(one, self.sight))
+        return tuple(sorted(living, key=lambda one: one.number))
+
+    @property
+    def granted(self) -> tuple[Lease, ...]:
+        """Those that hold memory."""
+        return tuple(one for one in self.leases if one.state is LeaseState.GRANTED)
+
+    def shown(self, lease: Lease) -> dict[str, object]:
+        """One lease as JSON."""
+        house = self.houses.get(lease.lease_id)
+        return describe_lease(lease, house.used_bytes if house else None, self.sight.now_mono)
+
+
+class Desk:
+    """A store of leases that is open between `async with`."""
+
+    def __init__(self, folder: Path, url: str, *, wait_s: float = float("inf")) -> None:
+        self.folder = folder
+        self.url = url
+        self._store: LeaseStore = open_lease_store(folder, url, wait_s=wait_s)
+        self._clock = SystemClock()
+
+    async def __aenter__(self) -> Self:
+        self._census = await asyncio.to_thread(Census)
+        await self._store.__aenter__()
+        room = Room(budget=_machine_budget, available=_available)
+        self._borrower = Borrower(self._store, self._census, clock=self._clock, room=room)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._store.__aexit__(kind, value, trace)
+
+    async def acquire(
+        self,
+        wish: Wish,
+        *,
+        wait_s: float = float("inf"),
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> Lease:
+        """Wait for a lease of this process; see `Borrower.acquire`."""
+        lease_id = f"{_slug(wish.name)}-{secrets.token_hex(4)}"
+        return await self._borrower.acquire(wish, lease_id, wait_s=wait_s, tell=tell)
+
+    async def release(self, lease_id: str) -> None:
+        """Give it back."""
+        await self._borrower.release(lease_id)
+
+    @contextlib.asynccontextmanager
+    async def hold(self, wish: Wish, *, wait_s: float = float("inf")) -> AsyncIterator[Lease]:
+        """A lease of this process for a block, with heartbeats. Raises what `acquire` raises."""
+        lease = await self.acquire(wish, wait_s=wait_s)
+        beating = asyncio.ensure_future(self._beat(lease))
+        try:
+            yield lease
+        finally:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+            await asyncio.shield(self.release(lease.lease_id))
+
+    async def look(self) -> Seen:
+        """Everything as it is now; settles the line where no node does."""
+        with contextlib.suppress(errors.StoreFailed):  # a full disk can still be read
+            await self._borrower.settle()
+        book = await self._store.read()
+        now = self._clock.mono()
+        sight = await asyncio.to_thread(self._census.look, book, now)
+        granted = book.of(LeaseState.GRANTED)
+        houses = await asyncio.to_thread(self._census.households, granted)
+        return Seen(book=book, sight=sight, houses=houses)
+
+    async def clean_up(self) -> tuple[Lease, ...]:
+        """Take out the leases of the dead; returns them."""
+        book = await self._store.read()
+        sight = await asyncio.to_thread(self._census.look, book, self._clock.mono())
+        return await self._store.change(lambda book: rules.expire(book, sight))
+
+    async def begin_drain(self) -> None:
+        """Give no more leases."""
+        sight = Sight(boot=self._census.boot, now_mono=self._clock.mono())
+        pid, now_at = os.getpid(), self._clock.wall()
+        await self._store.change(lambda book: (rules.begin_drain(book, sight, pid, now_at), None))
+
+    async def end_drain(self) -> None:
+        """Give leases again."""
+        await self._store.change(lambda book: (rules.end_drain(book), None))
+
+    async def stop_holders(self) -> tuple[Lease, ...]:
+        """Tell all holders to end, by SIGTERM to each of their processes; returns them."""
+        seen = await self.look()
+        told = []
+        for lease in seen.leases:
+            house = seen.houses.get(lease.lease_id)
+            if lease.state is LeaseState.GRANTED and house is not None:
+                living = [one for one in house.processes if self._census.lives(one)]
+                for process in living:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGTERM)
+                told += [lease] if living else []
+        return tuple(told)
+
+    async def _beat(self, lease: Lease) -> None:
+        while True:
+            await self._clock.sleep(rules.BEAT_S)
+            with contextlib.suppress(*rules.OUT_OF_ORDER):
+                lease = await self._borrower.beat(lease)
+
+
+def open_desk(folder: Path, environ: Mapping[str, str], *, wait_s: float = float("inf")) -> Desk:
+    """The desk of a data directory, whose store the environment or the last node named. `wait_s`
+    is what its leases will be waited for at most.
+
+    Raises ConfigError.
+    """
+    return Desk(folder, chosen_url(folder, environ), wait_s=wait_s)
+
+
+def _machine_budget() -> int:
+    return budget_bytes(total_bytes=unified_memory_bytes())
+
+
+def _available() -> int | None:
+    """What the machine can give before it is short, by all that it says of itself."""
+    return asyncio.run(_read_sources())
+
+
+async def _read_sources() -> int | None:
+    readings = await asyncio.gather(*(source.read() for source in machine_sources()))
+    return worst([one for one in readings if one is not None]).available_bytes
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:24] or "lease"

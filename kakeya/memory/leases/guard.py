@@ -1,0 +1,185 @@
+"""What stays beside a leased command: tells that it lives, ends its lease when all of it is gone.
+
+    python -m kakeya.memory.leases.guard ID    the lease as JSON on stdin; says "ok" when it guards
+
+The command replaces the program that asked for its lease, so nothing stands between it and its
+terminal, its signals and its exit status. This small process is nobody's child, in a session of
+its own: no signal of a terminal reaches it, and the command never waits for a child that it did
+not start. Killed, it is missed by nobody who sees the command's processes; the lease goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from kakeya.core import errors
+from kakeya.core.clock import Clock, SystemClock
+from kakeya.core.tasks import sleep_or_wake
+from kakeya.memory.leases import rules
+from kakeya.memory.leases.codec import decode_lease, encode_lease
+from kakeya.memory.leases.lease import Lease, Process
+from kakeya.memory.leases.place import open_lease_store
+from kakeya.memory.leases.processes import Census, Household
+from kakeya.memory.leases.store import LeaseStore
+
+_START_S = 20.0
+_POLL_S = 1.0
+_PARTING_S = 60.0
+"""How long a store that is out of order is tried to be told of the end."""
+
+
+def start_guard(lease: Lease, folder: Path, url: str) -> None:
+    """Start the guard of a lease that this process holds. Raises StoreFailed. Blocks."""
+    order = {
+        "lease_id": lease.lease_id,
+        "lease": encode_lease(lease),
+        "folder": str(folder.resolve()),
+        "url": url,
+    }
+    # The id is for people who look at their processes.
+    command = [sys.executable, "-m", "kakeya.memory.leases.guard", lease.lease_id]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as started:
+        try:
+            said, _ = started.communicate(json.dumps(order).encode(), timeout=_START_S)
+        except subprocess.TimeoutExpired:
+            said = b""
+            started.kill()
+    if said.strip() != b"ok":
+        raise errors.StoreFailed(
+            f"the guard of lease {lease.lease_id} did not start: {said.decode(errors='replace')}"
+        )
+
+
+class Guard:
+    """Guards one lease until its holder is gone."""
+
+    def __init__(self, store: LeaseStore, census: Census, lease: Lease, *, clock: Clock) -> None:
+        self._store = store
+        self._census = census
+        self._lease = lease
+        self._clock = clock
+        self._ended = asyncio.Event()
+
+    async def run(self, when_ready: Callable[[], None]) -> None:
+        """Guard, with a first heartbeat before `when_ready`; then end the lease."""
+        house = await self._look()
+        await self._beat(house)
+        when_ready()
+        async with _when_ended(self._lease.processes[0], self._ended):
+            await self._watch(house)
+        await self._part()
+
+    async def _watch(self, house: Household) -> None:
+        beat_mono = self._clock.mono()
+        while house.is_alive:
+            # Once the first process has ended, its children are asked for more often.
+            pause_s = _POLL_S if self._ended.is_set() or not _has_pidfd() else rules.BEAT_S
+            wake = asyncio.Event() if self._ended.is_set() else self._ended
+            await sleep_or_wake(self._clock, pause_s, wake)
+            with contextlib.suppress(*rules.OUT_OF_ORDER):
+                house = await self._look()
+                now = self._clock.mono()
+                if house.is_alive and now - beat_mono >= rules.BEAT_S:
+                    beat_mono = now
+                    await self._beat(house)
+
+    async def _look(self) -> Household:
+        # The holder's child for a moment, or again where it adopts orphans: a guard that took
+        # itself for one of the household would guard itself for ever.
+        apart = frozenset({os.getpid()})
+        houses = await asyncio.to_thread(self._census.households, (self._lease,), apart)
+        return houses[self._lease.lease_id]
+
+    async def _beat(self, house: Household) -> None:
+        self._lease = await self._store.change(
+            lambda book: rules.beat(
+                book,
+                self._lease,
+                self._clock.mono(),
+                processes=house.processes,
+                used_bytes=house.used_bytes,
+            )
+        )
+
+    async def _part(self) -> None:
+        until_mono = self._clock.mono() + _PARTING_S
+        while True:
+            try:
+                await self._store.change(lambda book: (book.without(self._lease.lease_id), None))
+            except errors.StoreFailed:
+                if self._clock.mono() >= until_mono:
+                    return  # whoever reads the book sees that nobody of the holder lives
+                await self._clock.sleep(_POLL_S)
+            else:
+                return
+
+
+@contextlib.asynccontextmanager
+async def _when_ended(process: Process, ended: asyncio.Event) -> AsyncIterator[None]:
+    """Set an event at once when a process ends, where the system can tell."""
+    if not _has_pidfd():
+        yield
+        return
+    try:
+        handle = os.pidfd_open(process.pid)
+    except OSError:  # it has ended
+        ended.set()
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def tell() -> None:
+        loop.remove_reader(handle)
+        ended.set()
+
+    loop.add_reader(handle, tell)
+    try:
+        yield
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+
+
+def _has_pidfd() -> bool:
+    return sys.platform == "linux"
+
+
+async def _main(order: dict[str, str]) -> None:
+    lease = decode_lease(order["lease_id"], order["lease"])
+    census = await asyncio.to_thread(Census)
+    async with open_lease_store(Path(order["folder"]), order["url"]) as store:
+        await Guard(store, census, lease, clock=SystemClock()).run(_let_go)
+
+
+def _let_go() -> None:
+    """Say that it guards, and hold nothing of the terminal or the folder it was started in."""
+    sys.stdout.write("ok\n")
+    sys.stdout.flush()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+    os.close(nothing)
+    os.chdir("/")
+
+
+if __name__ == "__main__":
+    if os.fork():  # nobody's child from here on; there is one thread yet
+        os._exit(0)
+    try:
+        asyncio.run(_main(json.load(sys.stdin)))
+    except errors.KakeyaError as problem:
+        sys.stdout.write(problem.message)
+        sys.exit(1)

@@ -1,0 +1,265 @@
+"""Leases of other processes, as the node keeps them: it grants, through its memory arbiter.
+
+    waiting in the book  -> takes its named resources, then a request to the arbiter, which makes
+                            room as for a model: what idles goes, never what is in use
+    granted              -> a resident that is pinned until its holder is gone
+    refused              -> the arbiter's own words, in the book, for the command that waits
+    ended, or died       -> unloaded: the memory is free at once
+
+The book says who holds what; the arbiter is told of it (`lease_jobs`). So a node that starts anew
+counts who holds a lease already, and one that stops leaves all as it is. Of two nodes that share a
+book one grants; both count.
+
+A store that is out of order stops grants, nothing else: who held a lease holds it, and who died is
+seen to be dead all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kakeya.core import errors
+from kakeya.core.clock import Clock
+from kakeya.core.log import event
+from kakeya.core.tasks import Supervisor, TaskHealth, sleep_or_wake
+from kakeya.memory.api import MemoryArbiter
+from kakeya.memory.leases import rules
+from kakeya.memory.leases.jobs import Jobs
+from kakeya.memory.leases.lease import Book, Lease
+from kakeya.memory.leases.place import open_lease_store, remember_url
+from kakeya.memory.leases.processes import Census
+from kakeya.memory.leases.rules import Sight
+from kakeya.memory.leases.store import LeaseStore
+from kakeya.memory.leases.view import describe_lease
+
+_log = logging.getLogger(__name__)
+POLL_S = 0.5
+MEASURE_S = 2.0
+_PAUSE_S = 1.0
+_LEAVE_S = 2.0
+
+
+class LeaseKeeper:
+    """Between `async with`, after the arbiter's start and before anything is loaded."""
+
+    def __init__(
+        self,
+        store: LeaseStore,
+        arbiter: MemoryArbiter,
+        *,
+        clock: Clock,
+        node_id: str,
+        poll_s: float = POLL_S,
+        measure_s: float = MEASURE_S,
+        when_open: Callable[[], None] = lambda: None,
+        make_census: Callable[[], Census] = Census,
+    ) -> None:
+        """`when_open` is called once when the keeper begins; like `make_census`, off the loop."""
+        self._store = store
+        self._arbiter = arbiter
+        self._clock = clock
+        self._node_id = node_id
+        self._poll_s = poll_s
+        self._measure_s = measure_s
+        self._when_open = when_open
+        self._make_census = make_census
+        self._book = Book()
+        self._problem = ""
+        self._changed = asyncio.Event()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        self._census = await asyncio.to_thread(self._make_census)
+        self._jobs = Jobs(self._arbiter, clock=self._clock, write=self._write)
+        async with AsyncExitStack() as stack:
+            await asyncio.to_thread(self._when_open)
+            await stack.enter_async_context(self._store)
+            stack.push_async_callback(self._leave)
+            await self._round()
+            self._tasks = await stack.enter_async_context(Supervisor(self._clock))
+            self._tasks.start("leases", self._follow)
+            self._tasks.start("lease sizes", self._measure_all)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()
+
+    @property
+    def is_granter(self) -> bool:
+        """Whether this node grants; else another one that shares the store does."""
+        return self._is_mine(self._book)
+
+    def health(self) -> tuple[TaskHealth, ...]:
+        """The background tasks."""
+        return self._tasks.health()
+
+    def status(self) -> dict[str, object]:
+        """All leases, as JSON; what is used is what was measured last."""
+        now = self._clock.mono()
+        leases = sorted(self._book.leases.values(), key=lambda one: one.number)
+        return {
+            "store": self._store.place,
+            "is_granter": self.is_granter,
+            "is_drained": self._book.drain is not None,
+            "problem": self._problem,
+            "leases": [self._shown(lease, now) for lease in leases],
+        }
+
+    async def _leave(self) -> None:
+        """Let somebody else grant."""
+        await self._jobs.aclose()
+        own = self._census.own
+        with contextlib.suppress(errors.StoreFailed, TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                await self._store.change(lambda book: (rules.leave_granter(book, own), None))
+
+    async def _follow(self) -> None:
+        while True:
+            self._changed.clear()
+            await sleep_or_wake(self._clock, self._poll_s, self._changed)
+            await self._round()
+
+    async def _measure_all(self) -> None:
+        while True:
+            await self._clock.sleep(self._measure_s)
+            self._jobs.tell_waiting(self._book)
+            held = [job.lease for job in self._jobs.granted()]
+            if held:
+                houses = await asyncio.to_thread(self._census.households, held)
+                self._jobs.measured(houses)
+
+    async def _round(self) -> None:
+        """Read the book, write what has to follow from it, and have the arbiter follow."""
+        now = self._clock.mono()
+        book, is_read = await self._read()
+        sight = await asyncio.to_thread(self._census.look, self._jobs.as_seen(book), now)
+        decided, dead = self._decide(book, sight)
+        if is_read and decided is not book:
+            try:
+                decided, dead = await self._store.change(lambda book: self._decided(book, sight))
+            except errors.StoreFailed as problem:
+                self._tell_problem(problem.message)
+            else:
+                self._tell_problem("")
+        for lease in dead:
+            event(_log, "lease ended with its holder", lease=lease.lease_id, pid=lease.pid)
+        self._book = decided
+        if self._jobs.follow(decided, is_granter=self.is_granter):
+            self._changed.set()  # what was freed is somebody else's turn at once
+
+    async def _read(self) -> tuple[Book, bool]:
+        """The book, and whether it is of now; else the last one, to see in it who died."""
+        try:
+            book = await self._store.read()
+        except errors.StoreFailed as problem:
+            self._tell_problem(problem.message)
+            return self._book, False
+        return book, True
+
+    def _decided(self, book: Book, sight: Sight) -> tuple[Book, tuple[Book, tuple[Lease, ...]]]:
+        """The new book; as the result of the change both it and who died."""
+        decided = self._decide(book, sight)
+        return decided[0], decided
+
+    def _decide(self, book: Book, sight: Sight) -> tuple[Book, tuple[Lease, ...]]:
+        """What this node makes of the book, and who died. Changes nothing else."""
+        book, dead = rules.expire(self._restored(book, sight), sight)
+        budget = self._arbiter.status().budget_bytes
+        granter = book.granter
+        beat_s = sight.now_mono - granter.beat_mono if granter is not None else rules.BEAT_S
+        is_due = beat_s >= rules.BEAT_S or book.budget_bytes != budget
+        if is_due or not self._is_mine(book):
+            book = rules.become_granter(book, self._node_id, self._census.own, budget, sight)
+        if self._is_mine(book):
+            book = rules.take_resources(book)
+            for job in self._jobs.granted():
+                lease = book.leases.get(job.lease.lease_id)
+                if lease is not None and not lease.missing:
+                    # Already so, unless the store was lost before this was written or read.
+                    book = rules.grant(book, lease.lease_id, sight.now_mono)
+            for lease_id, note in self._jobs.notes().items():
+                book = rules.note(book, lease_id, note)
+        return book, dead
+
+    def _restored(self, book: Book, sight: Sight) -> Book:
+        """Who holds a lease holds it, though the store was lost and begun anew: this node granted,
+        and the book does not know it."""
+        if not self._is_mine(self._book) or self._is_mine(book):
+            return book
+        for job in self._jobs.granted():
+            lease = self._book.leases.get(job.lease.lease_id)
+            if lease is not None and lease.lease_id not in book.leases:
+                book, _ = rules.beat(
+                    book,
+                    lease,
+                    sight.now_mono,
+                    processes=lease.processes,
+                    used_bytes=lease.used_bytes,
+                )
+        return replace(book, next_number=max(book.next_number, self._book.next_number))
+
+    async def _write(self, decide: Callable[[Book], Book], until: asyncio.Event) -> None:
+        """Write a change, again and again while the store is out of order."""
+        while not until.is_set():
+            try:
+                await self._store.change(lambda book: (decide(book), None))
+            except errors.StoreFailed as problem:
+                self._tell_problem(problem.message)
+                await self._clock.sleep(_PAUSE_S)
+            else:
+                return
+
+    def _is_mine(self, book: Book) -> bool:
+        return book.granter is not None and book.granter.process == self._census.own
+
+    def _tell_problem(self, problem: str) -> None:
+        if problem and problem != self._problem:
+            event(_log, "leases are not granted", level=logging.WARNING, problem=problem)
+        self._problem = problem
+
+    def _shown(self, lease: Lease, now: float) -> dict[str, object]:
+        job = self._jobs.find(lease.lease_id)
+        used = job.house.used_bytes if job and job.house else None
+        return describe_lease(lease, used, now)
+
+
+def lease_keeper(
+    folder: Path, url: str, arbiter: MemoryArbiter, *, clock: Clock, node_id: str
+) -> LeaseKeeper:
+    """The keeper of a data directory's leases, or of those in the store that `url` names.
+
+    Raises ConfigError.
+    """
+
+    def tell_command_line() -> None:
+        try:
+            remember_url(folder, url)
+        except OSError as problem:
+            event(
+                _log,
+                "lease store not saved; the command line has to be told by KAKEYA_LEASE_STORE",
+                level=logging.WARNING,
+                problem=problem,
+            )
+
+    return LeaseKeeper(
+        open_lease_store(folder, url),
+        arbiter,
+        clock=clock,
+        node_id=node_id,
+        when_open=tell_command_line,
+    )

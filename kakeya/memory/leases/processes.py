@@ -1,0 +1,326 @@
+"""Which processes live, who started whom, and what they occupy, as the operating system says it.
+
+    Linux   /proc/PID/stat: the start in ticks since the boot, which no clock that is set can move
+    macOS   `ps`: the start as it was written down then, in UTC
+
+A process that ended and that nobody waited for is dead: its memory has been given back. All of
+this blocks for a moment; call it off the event loop.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from kakeya.core import errors
+from kakeya.core.process import resident_bytes
+from kakeya.core.units import KIB
+from kakeya.memory.leases.lease import Book, Lease, Process
+from kakeya.memory.leases.rules import Sight
+from kakeya.memory.machine.machine import Run, run_command
+
+MARK = "KAKEYA_LEASE_ID"
+"""In the environment of a leased command and of all that it starts."""
+_PARTS = re.compile(r"^(Pss_Anon|Pss_File):\s+(\d+) kB$", re.MULTILINE)
+_PS = ("env", "TZ=UTC", "LC_ALL=C", "ps")
+_COLUMNS = ("-o", "pid=,ppid=,stat=,lstart=")
+_OUT_OF_ORDER = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Says nothing of the process that was looked for."""
+
+
+class Row(NamedTuple):
+    """A living process: who started it, and when it started."""
+
+    parent: int
+    started: str
+
+
+class Household(NamedTuple):
+    """Who belongs to a holder: who asked comes first, living or not, then all others that live."""
+
+    processes: tuple[Process, ...]
+    used_bytes: int
+    is_alive: bool
+
+
+class ProcessTable(Protocol):
+    """What one kind of system tells."""
+
+    def boot(self) -> str:
+        """Which boot this is: another one each time."""
+        ...
+
+    def space(self) -> str:
+        """Where the pids that are seen from here hold."""
+        ...
+
+    def machine(self) -> str:
+        """The machine, the same at each boot."""
+        ...
+
+    def find(self, pids: Iterable[int]) -> dict[int, Row]:
+        """Those of some processes that live. Raises PeerUnavailable where nobody says so: then
+        none of them may be taken for dead."""
+        ...
+
+    def all(self) -> dict[int, Row]:
+        """All that live."""
+        ...
+
+    def marked(self, value: str) -> list[int]:
+        """Those whose environment carries a mark; [] where that cannot be seen."""
+        ...
+
+    def used_bytes(self, pids: Iterable[int]) -> int:
+        """What processes occupy together."""
+        ...
+
+
+class LinuxProcesses:
+    """By /proc."""
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+
+    def boot(self) -> str:
+        """The kernel's own id of this boot."""
+        return (self._proc / "sys/kernel/random/boot_id").read_text().strip()
+
+    def space(self) -> str:
+        """The boot and the pid namespace."""
+        return f"{self.boot()}/{(self._proc / 'self/ns/pid').readlink()}"
+
+    def machine(self) -> str:
+        """The id that the installation drew, else the host's name."""
+        return _text(Path("/etc/machine-id")).strip() or os.uname().nodename
+
+    def find(self, pids: Iterable[int]) -> dict[int, Row]:
+        """See the contract."""
+        rows = ((pid, self._row(pid)) for pid in pids)
+        return {pid: row for pid, row in rows if row is not None}
+
+    def all(self) -> dict[int, Row]:
+        """See the contract."""
+        return self.find(self._pids())
+
+    def marked(self, value: str) -> list[int]:
+        """See the contract; a process of another user is not seen."""
+        wanted = f"{MARK}={value}".encode()
+        return [
+            pid
+            for pid in self._pids()
+            if wanted in _bytes(self._proc / str(pid) / "environ").split(b"\0")
+        ]
+
+    def used_bytes(self, pids: Iterable[int]) -> int:
+        """Several share pages when one forked the others: then each counts its share."""
+        wanted = tuple(pids)
+        if len(wanted) == 1:
+            return resident_bytes(wanted[0]) or 0
+        return sum(self._share(pid) for pid in wanted)
+
+    def _share(self, pid: int) -> int:
+        parts = _PARTS.findall(_text(self._proc / str(pid) / "smaps_rollup"))
+        if not parts:
+            return resident_bytes(pid) or 0
+        return sum(int(size) * KIB for _, size in parts)
+
+    def _pids(self) -> list[int]:
+        try:
+            return [int(name) for name in os.listdir(self._proc) if name.isdecimal()]  # noqa: PTH208
+        except OSError as problem:
+            raise _unreadable(self._proc, problem) from problem
+
+    def _row(self, pid: int) -> Row | None:
+        fields = _text(self._proc / str(pid) / "stat").rpartition(")")[2].split()
+        if len(fields) < 20:
+            return None
+        if fields[0] in "ZX" and len(_names(self._proc / str(pid) / "task")) < 2:
+            return None
+        return Row(int(fields[1]), fields[19])
+
+
+class MacProcesses:
+    """By `ps` and `sysctl`."""
+
+    def __init__(self, run: Run = run_command) -> None:
+        self._run = run
+        self._boot = ""
+
+    def boot(self) -> str:
+        """The kernel's own id of this boot."""
+        if not self._boot:
+            self._boot = self._run(("sysctl", "-n", "kern.bootsessionuuid")).strip()
+        return self._boot
+
+    def space(self) -> str:
+        """There is one for each boot."""
+        return self.boot()
+
+    def machine(self) -> str:
+        """The hardware's id, else the host's name."""
+        try:
+            text = self._run(("ioreg", "-rd1", "-c", "IOPlatformExpertDevice"))
+        except errors.PeerUnavailable:
+            text = ""
+        found = re.search(r'"IOPlatformUUID" = "([0-9A-Fa-f-]{36})"', text)
+        return found[1] if found else os.uname().nodename
+
+    def find(self, pids: Iterable[int]) -> dict[int, Row]:
+        """See the contract."""
+        wanted = set(pids)
+        if not wanted:
+            return {}
+        # ps fails where it finds nobody: with this process among them that means that it failed.
+        named = ",".join(map(str, sorted(wanted | {os.getpid()})))
+        rows = parse_ps(self._run((*_PS, *_COLUMNS, "-p", named)))
+        return {pid: row for pid, row in rows.items() if pid in wanted}
+
+    def all(self) -> dict[int, Row]:
+        """See the contract."""
+        return parse_ps(self._run((*_PS, "-ax", *_COLUMNS)))
+
+    def marked(self, value: str) -> list[int]:
+        """Environments are not shown on macOS; children are known by having been seen."""
+        del value
+        return []
+
+    def used_bytes(self, pids: Iterable[int]) -> int:
+        """Physical footprints, graphics memory included."""
+        return sum(resident_bytes(pid) or 0 for pid in pids)
+
+
+def parse_ps(text: str) -> dict[int, Row]:
+    """The living processes that `ps -o pid=,ppid=,stat=,lstart=` lists. Raises PeerProtocol."""
+    rows = {}
+    for line in text.splitlines():
+        words = line.split(None, 3)
+        if len(words) < 4 or not (words[0].isdecimal() and words[1].isdecimal()):
+            raise errors.PeerProtocol(f"ps printed {line[:80]!r}; pid, ppid, state, start are due")
+        if not words[2].startswith("Z"):
+            rows[int(words[0])] = Row(int(words[1]), " ".join(words[3].split()))
+    return rows
+
+
+class Census:
+    """What one process sees of leases' holders. `table` None = this system's."""
+
+    def __init__(self, table: ProcessTable | None = None, *, pid: int | None = None) -> None:
+        self._table = table or system_table()
+        self.boot = self._table.boot()
+        self._space = self._table.space()
+        self.own = self.identify(os.getpid() if pid is None else pid)
+
+    def identify(self, pid: int) -> Process:
+        """The process that has a pid now. Raises NotFound."""
+        row = self._table.find((pid,)).get(pid)
+        if row is None:
+            raise errors.NotFound(f"no process {pid} lives")
+        return Process(pid, row.started, self._space)
+
+    def lives(self, process: Process) -> bool | None:
+        """Whether a process lives; None = it cannot be seen from here."""
+        if process.space != self._space:
+            return None
+        row = self._table.find((process.pid,)).get(process.pid)
+        return row is not None and row.started == process.started
+
+    def look(self, book: Book, now_mono: float) -> Sight:
+        """See whose holders live."""
+        mine = [one for one in book.leases.values() if self._is_visible(one)]
+        rows = self._table.find({process.pid for one in mine for process in one.processes})
+        living = {one.lease_id: self._lives(one, rows) for one in mine}
+        granter = book.granter
+        return Sight(
+            boot=self.boot,
+            now_mono=now_mono,
+            living=living,
+            granter_lives=None if granter is None else self.lives(granter.process),
+        )
+
+    def households(
+        self, leases: Iterable[Lease], apart: Collection[int] = ()
+    ) -> dict[str, Household]:
+        """Who belongs to each holder now, and what they occupy, by lease; `apart` are pids that
+        belong to none, whoever started them.
+
+        Its children and theirs, those seen before, and those that carry its mark: a child whose
+        parent ended is nobody's child any more, yet its memory is in use. Holders that cannot be
+        seen from here are left out.
+        """
+        mine = [one for one in leases if self._is_visible(one)]
+        rows = self._table.all() if mine else {}
+        rows = {pid: row for pid, row in rows.items() if pid not in apart}
+        return {one.lease_id: self._household(one, rows) for one in mine}
+
+    def _household(self, lease: Lease, rows: Mapping[int, Row]) -> Household:
+        found = {
+            one.pid
+            for one in lease.processes
+            if one.pid in rows and rows[one.pid].started == one.started
+        }
+        if not found:
+            found = {pid for pid in self._table.marked(lease.lease_id) if pid in rows}
+        _add_children(found, rows)
+        first = lease.processes[0]
+        seen = {Process(pid, rows[pid].started, self._space) for pid in found}
+        used = self._table.used_bytes(sorted(found)) if found else 0
+        return Household((first, *sorted(seen - {first})), used, bool(found))
+
+    def _is_visible(self, lease: Lease) -> bool:
+        return any(process.space == self._space for process in lease.processes)
+
+    def _lives(self, lease: Lease, rows: Mapping[int, Row]) -> bool:
+        for process in lease.processes:
+            row = rows.get(process.pid)
+            if row is not None and row.started == process.started:
+                return True
+        return bool(self._table.marked(lease.lease_id))
+
+
+def system_table(platform: str = sys.platform) -> ProcessTable:
+    """The table of this system."""
+    return MacProcesses() if platform == "darwin" else LinuxProcesses()
+
+
+def _add_children(found: set[int], rows: Mapping[int, Row]) -> None:
+    children: dict[int, list[int]] = {}
+    for pid, row in rows.items():
+        children.setdefault(row.parent, []).append(pid)
+    new = list(found)
+    while new:
+        born = [pid for pid in children.get(new.pop(), ()) if pid not in found]
+        found.update(born)
+        new += born
+
+
+def _text(path: Path) -> str:
+    return _bytes(path).decode("utf-8", "replace")
+
+
+def _bytes(path: Path) -> bytes:
+    """A file's content; nothing where there is none: processes come and go."""
+    try:
+        return path.read_bytes()
+    except OSError as problem:
+        if problem.errno in _OUT_OF_ORDER:
+            raise _unreadable(path, problem) from problem
+        return b""
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - names only
+    except OSError as problem:
+        if problem.errno in _OUT_OF_ORDER:
+            raise _unreadable(folder, problem) from problem
+        return []
+
+
+def _unreadable(path: Path, problem: OSError) -> errors.PeerUnavailable:
+    return errors.PeerUnavailable(f"{path} cannot be read: {problem.strerror}")

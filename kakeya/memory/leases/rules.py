@@ -1,0 +1,299 @@
+"""What happens in the book of leases: pure functions from one book to the next.
+
+    ask -> WAITING -> take each named resource in order -> memory, granted last -> GRANTED
+                 \\-> REFUSED, all that was taken is given back
+    release, withdrawal, death -> no longer in the book
+
+All take resources in one order and memory after them, so nobody waits in a circle. While a node
+lives it grants memory (`grant`), as its arbiter finds room. Without one, whoever waits settles the
+line for all (`settle_alone`): the first in line is not overtaken, so nobody starves.
+
+Every function may run again on a book that changed meanwhile; it then finds nothing left to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from kakeya.core import errors
+from kakeya.core.units import MIB, format_bytes
+from kakeya.memory.arbiter.policy import Rules
+from kakeya.memory.arbiter.resident import ResidentKey, Role, RolePriority
+from kakeya.memory.leases.lease import (
+    Book,
+    Drain,
+    Granter,
+    Lease,
+    LeaseState,
+    No,
+    Process,
+    Wish,
+)
+
+CAPABILITY = "job"
+JOB = Role(
+    name=CAPABILITY,
+    priority=RolePriority(90),
+    eviction="not evicted: it ends by itself, or with its holder",
+    places=None,
+    stay_warm_s=0.0,
+    is_lent=True,
+)
+"""What a lease is to a node's arbiter. It yields, so that critical pressure refuses new ones; one
+that is granted is pinned, so that it is never taken."""
+BEAT_S = 5.0
+EXPIRE_S = 30.0
+"""Six missed beats of a holder that cannot be seen from here."""
+OUT_OF_ORDER = (errors.StoreFailed, errors.PeerUnavailable)
+"""The store, or the system that says who lives, does not answer now; to the next beat it may."""
+_COARSE_BYTES = 16 * MIB
+_RULES = Rules()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """What one process sees of the machine now. `living` says by lease whether anybody of its
+    holder lives; it lacks those that cannot be seen from here, and those that were not looked at.
+    """
+
+    boot: str
+    now_mono: float
+    living: Mapping[str, bool] = field(default_factory=dict)
+    granter_lives: bool | None = None
+
+
+def waits_on(key: ResidentKey, error: errors.KakeyaError) -> bool:
+    """Whether an arbiter's refusal ends nothing: a lease for which there is no room yet stays in
+    the line, and its node asks again by itself."""
+    return key.capability == CAPABILITY and error.retry_after_s is not None
+
+
+# What holders do.
+
+
+def ask(
+    book: Book, wish: Wish, lease_id: str, process: Process, sight: Sight
+) -> tuple[Book, Lease]:
+    """Put a wish at the end of the line. Raises LeaseRefused while leases are drained."""
+    if book.drain is not None and book.drain.boot == sight.boot:
+        raise errors.LeaseRefused(
+            f"no leases are given: they were drained by `kakeya lease drain` (pid "
+            f"{book.drain.pid}); `kakeya lease drain --off` opens them again"
+        )
+    lease = Lease(
+        lease_id=lease_id,
+        number=book.next_number,
+        wish=wish,
+        boot=sight.boot,
+        processes=(process,),
+        asked_mono=sight.now_mono,
+        beat_mono=sight.now_mono,
+    )
+    return replace(book.put(lease), next_number=book.next_number + 1), lease
+
+
+def beat(
+    book: Book, lease: Lease, now_mono: float, *, processes: tuple[Process, ...], used_bytes: int
+) -> tuple[Book, Lease]:
+    """Say that a holder lives, who belongs to it and what it uses.
+
+    A lease that the book has lost (a damaged file, an emptied Redis) is written down again: its
+    memory is in use, whatever the book says.
+    """
+    known = book.leases.get(lease.lease_id, lease)
+    told = replace(known, beat_mono=now_mono, processes=processes, used_bytes=used_bytes)
+    restored = replace(book, next_number=max(book.next_number, told.number + 1))
+    return restored.put(told), told
+
+
+# What grants, refuses and ends.
+
+
+def grant(book: Book, lease_id: str, now_mono: float) -> Book:
+    """Grant memory, last of all; the holder that has left meanwhile is granted nothing."""
+    lease = book.leases.get(lease_id)
+    if lease is None or lease.state is not LeaseState.WAITING:
+        return book
+    if lease.missing:
+        raise errors.InvariantBroken("memory is granted last", f"{lease_id} lacks {lease.missing}")
+    granted = replace(lease, state=LeaseState.GRANTED, granted_mono=now_mono, note="")
+    return book.put(granted)
+
+
+def refuse(book: Book, lease_id: str, no: No) -> Book:
+    """Refuse one that waits, and give back what it had taken."""
+    lease = book.leases.get(lease_id)
+    if lease is None or lease.state is not LeaseState.WAITING:
+        return book
+    return book.put(replace(lease, state=LeaseState.REFUSED, taken=(), note="", no=no))
+
+
+def note(book: Book, lease_id: str, text: str) -> Book:
+    """Tell one that waits what it waits for."""
+    lease = book.leases.get(lease_id)
+    if lease is None or lease.state is not LeaseState.WAITING or lease.note == text:
+        return book
+    return book.put(replace(lease, note=text))
+
+
+def is_dead(lease: Lease, sight: Sight) -> bool:
+    """Whether nobody of a holder is left."""
+    if lease.boot != sight.boot:
+        return True
+    lives = sight.living.get(lease.lease_id)
+    if lives is None:
+        return sight.now_mono - lease.beat_mono > EXPIRE_S
+    return not lives
+
+
+def expire(book: Book, sight: Sight) -> tuple[Book, tuple[Lease, ...]]:
+    """Take out who died, and what an earlier boot left. Returns the leases that ended by it."""
+    dead = tuple(one for one in book.leases.values() if is_dead(one, sight))
+    book = book.without(*(one.lease_id for one in dead))
+    if book.granter is not None and not has_granter(book, sight):
+        book = replace(book, granter=None)
+    if book.drain is not None and book.drain.boot != sight.boot:
+        book = replace(book, drain=None)
+    return book, dead
+
+
+def begin_drain(book: Book, sight: Sight, pid: int, now_at: float) -> Book:
+    """Give no more leases; who waits is refused."""
+    for lease in book.of(LeaseState.WAITING):
+        no = No(code="lease_refused", message="leases were drained while this one waited")
+        book = refuse(book, lease.lease_id, no)
+    if book.drain is not None and book.drain.boot == sight.boot:
+        return book
+    return replace(book, drain=Drain(boot=sight.boot, pid=pid, began_at=now_at))
+
+
+def end_drain(book: Book) -> Book:
+    """Give leases again."""
+    return book if book.drain is None else replace(book, drain=None)
+
+
+# Who grants.
+
+
+def has_granter(book: Book, sight: Sight) -> bool:
+    """Whether a node grants. One that hangs still does: its models are in memory."""
+    granter = book.granter
+    if granter is None or granter.boot != sight.boot:
+        return False
+    if sight.granter_lives is None:
+        return sight.now_mono - granter.beat_mono <= EXPIRE_S
+    return sight.granter_lives
+
+
+def become_granter(
+    book: Book, node_id: str, process: Process, budget_bytes: int, sight: Sight
+) -> Book:
+    """Write a node down as the one that grants, unless another does."""
+    granter = book.granter
+    if granter is not None and granter.process != process and has_granter(book, sight):
+        return book
+    mine = Granter(node_id=node_id, process=process, boot=sight.boot, beat_mono=sight.now_mono)
+    return replace(book, granter=mine, budget_bytes=budget_bytes)
+
+
+def leave_granter(book: Book, process: Process) -> Book:
+    """Take a node out that stops; its budget stays for those who go on without it."""
+    is_mine = book.granter is not None and book.granter.process == process
+    return replace(book, granter=None) if is_mine else book
+
+
+# The line.
+
+
+def line(book: Book) -> tuple[Lease, ...]:
+    """Who waits, the first to be served first: a class of urgency is worth `Rules.age_s` of
+    waiting, so nobody waits for ever, and two never change places."""
+
+    def place(lease: Lease) -> tuple[float, int]:
+        return lease.asked_mono + lease.wish.priority.rank * _RULES.age_s, lease.number
+
+    return tuple(sorted(book.of(LeaseState.WAITING), key=place))
+
+
+def take_resources(book: Book) -> Book:
+    """Hand out named resources that are free, to each in its order; says who waits for which."""
+    for lease in line(book):
+        while lease.missing:
+            wanted = lease.missing[0]
+            holder = book.holder_of(wanted)
+            if holder is not None:
+                book = note(book, lease.lease_id, f"{wanted}, which {called(holder)} has")
+                break
+            lease = lease.taking(wanted)
+            book = book.put(lease)
+    return book
+
+
+def settle_alone(
+    book: Book, sight: Sight, *, budget_bytes: int, available_bytes: int | None
+) -> Book:
+    """Serve the line where no node does; with one, only take out who died.
+
+    `budget_bytes` is what all leases may hold together, `available_bytes` what the machine has to
+    give by now, None = unknown. Both must allow a grant.
+    """
+    book, _ = expire(book, sight)
+    if has_granter(book, sight):
+        return book
+    book = take_resources(book)
+    room = room_bytes(book, budget_bytes, available_bytes)
+    for lease in line(book):
+        size = lease.wish.size_bytes
+        if size > budget_bytes:
+            book = refuse(book, lease.lease_id, too_big(lease, budget_bytes))
+        elif lease.missing:
+            continue
+        elif size <= room:
+            book = grant(book, lease.lease_id, sight.now_mono)
+            room -= size
+        else:
+            book = note(book, lease.lease_id, _wants(lease, book, budget_bytes, room))
+            room = 0  # whoever comes later does not overtake
+    return book
+
+
+def room_bytes(book: Book, budget_bytes: int, available_bytes: int | None) -> int:
+    """What may be granted: the budget less what is held, and no more than the machine has beyond
+    what holders may still grow by."""
+    granted = book.of(LeaseState.GRANTED)
+    room = budget_bytes - sum(one.held_bytes for one in granted)
+    if available_bytes is not None:
+        room = min(room, available_bytes - sum(one.unfilled_bytes for one in granted))
+    return room
+
+
+def too_big(lease: Lease, budget_bytes: int) -> No:
+    """The refusal of what will never fit."""
+    return No(
+        code=errors.MemoryRefused.code,
+        message=f"{lease.wish.name} asks for {format_bytes(lease.wish.size_bytes)}; the budget is "
+        f"{format_bytes(budget_bytes)}; ask for less, or give the node a larger budget",
+    )
+
+
+def called(lease: Lease) -> str:
+    """A lease in words."""
+    return f"{lease.wish.name} (pid {lease.pid})"
+
+
+def holders(book: Book) -> str:
+    """Who holds memory, in words; "" = nobody."""
+    granted = book.of(LeaseState.GRANTED)
+    named = (f"{called(one)} holds {format_bytes(one.held_bytes)}" for one in granted)
+    return ", ".join(named)
+
+
+def _wants(lease: Lease, book: Book, budget_bytes: int, room: int) -> str:
+    # Coarse, so that the book is not written anew for each page that another program takes.
+    free = max(0, room) // _COARSE_BYTES * _COARSE_BYTES
+    held = holders(book) or "other programs hold the rest"
+    return (
+        f"{format_bytes(lease.wish.size_bytes)} of memory: about {format_bytes(free)} of "
+        f"{format_bytes(budget_bytes)} are free, {held}"
+    )

@@ -1,0 +1,301 @@
+"""Pressure: how short of memory the machine is, from several sources, of which the worst counts.
+
+Sources are read every 5 s, and at once when one of them calls. A level rises at the first reading
+that says so, and falls when the figure has recovered by a margin, so that it does not flap.
+
+    a fraction of memory available    at most 15 %: low; at most 5 %: critical
+    own footprint against the budget  over 100 %: low; over 110 %: critical
+    a level that a host dispatches    as it says, until it says otherwise or its time is up
+
+A source that cannot be read has no opinion; the others count. One that measures says how far it is
+from nominal, the margin included: so much is asked back, or may be taken by who can do without. An
+engine above its own lease is no pressure on the machine while the budget holds: see `escalation`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kakeya.core import errors
+from kakeya.core.clock import Clock
+from kakeya.core.log import event
+from kakeya.core.tasks import every
+from kakeya.memory.arbiter.policy import Level
+
+_log = logging.getLogger(__name__)
+POLL_S = 5.0
+MIN_POLL_S = 0.5
+_FOOTPRINT_MARGIN = 0.05
+LEVEL_BY_NATIVE = {
+    "TRIM_MEMORY_RUNNING_LOW": Level.LOW,
+    "TRIM_MEMORY_BACKGROUND": Level.LOW,
+    "TRIM_MEMORY_RUNNING_CRITICAL": Level.CRITICAL,
+    "TRIM_MEMORY_COMPLETE": Level.CRITICAL,
+    "UIApplicationDidReceiveMemoryWarning": Level.CRITICAL,
+}
+"""What hosts on Android and iOS are told by their systems, by the names it has there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a source says. `available_bytes` is what loads may still take before the machine
+    becomes critical, `spare_bytes` what may be taken while its level is nominal for sure: below 0,
+    what has to come back first. None where the source does not know."""
+
+    level: Level
+    source: str
+    available_bytes: int | None = None
+    spare_bytes: int | None = None
+
+
+class PressureSource(Protocol):
+    """One opinion on how short of memory the machine is."""
+
+    @property
+    def name(self) -> str:
+        """For logs and status; two sources of one kind have two names."""
+        ...
+
+    async def read(self) -> Reading | None:
+        """The opinion now; None = no opinion. Must return soon."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waters:
+    """Where a figure that falls becomes low, and critical, and by how much it must recover."""
+
+    low: float = 0.15
+    critical: float = 0.05
+    margin: float = 0.02
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.critical < self.low <= 1 or not 0 <= self.margin < 1:
+            raise errors.ConfigError(
+                f"pressure marks low={self.low} critical={self.critical} margin={self.margin}; "
+                "0 <= critical < low <= 1 and a margin below 1 are needed"
+            )
+
+    def level(self, fraction: float, before: Level) -> Level:
+        """The level of a fraction that is available, after a level."""
+        plain = self._plain(fraction)
+        return plain if plain >= before else min(before, self._plain(fraction - self.margin))
+
+    def calm(self) -> float:
+        """Above it a fraction is nominal, whatever it was before."""
+        return self.low + self.margin
+
+    def _plain(self, fraction: float) -> Level:
+        if fraction <= self.critical:
+            return Level.CRITICAL
+        return Level.LOW if fraction <= self.low else Level.NOMINAL
+
+
+class Memory(NamedTuple):
+    """What a machine, or the part of it that is ours, has."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+class AvailableMemory:
+    """Pressure by the fraction of memory that is available. `probe` measures; see `machine`."""
+
+    def __init__(
+        self, probe: Callable[[], Memory], *, waters: Waters | None = None, name: str = "os"
+    ) -> None:
+        self._probe = probe
+        self._waters = waters or Waters()
+        self._name = name
+        self._level = Level.NOMINAL
+
+    @property
+    def name(self) -> str:
+        """For logs and status."""
+        return self._name
+
+    async def read(self) -> Reading:
+        """Measure, off the loop."""
+        memory = await asyncio.to_thread(self._probe)
+        if memory.total_bytes <= 0:
+            raise errors.InvariantBroken("memory probe", f"total is {memory.total_bytes} bytes")
+        self._level = self._waters.level(memory.available_bytes / memory.total_bytes, self._level)
+        reserve = int(self._waters.critical * memory.total_bytes)
+        calm = int(self._waters.calm() * memory.total_bytes) + 1
+        return Reading(
+            level=self._level,
+            source=self._name,
+            available_bytes=max(0, memory.available_bytes - reserve),
+            spare_bytes=memory.available_bytes - calm,
+        )
+
+
+class Footprint:
+    """Pressure by what a node's processes really occupy against what they may together.
+
+    `probe` returns both; it is called on the loop, and must not block.
+    """
+
+    def __init__(
+        self, probe: Callable[[], tuple[int, int]], *, low: float = 1.0, critical: float = 1.1
+    ) -> None:
+        if not 0 < low < critical:
+            raise errors.ConfigError(f"footprint marks {low} and {critical}; 0 < low < critical")
+        self._probe = probe
+        self._low = low
+        self._critical = critical
+        self._level = Level.NOMINAL
+
+    @property
+    def name(self) -> str:
+        """For logs and status."""
+        return "footprint"
+
+    async def read(self) -> Reading | None:
+        """Compare; no opinion while nothing may be occupied."""
+        used, allowed = self._probe()
+        if allowed <= 0:
+            self._level = Level.NOMINAL
+            return None
+        plain = self._plain(used / allowed)
+        if plain < self._level:
+            plain = min(self._level, self._plain(used / allowed + _FOOTPRINT_MARGIN))
+        self._level = plain
+        calm = int((self._low - _FOOTPRINT_MARGIN) * allowed)
+        return Reading(level=plain, source=self.name, spare_bytes=calm - used)
+
+    def _plain(self, ratio: float) -> Level:
+        if ratio > self._critical:
+            return Level.CRITICAL
+        return Level.LOW if ratio > self._low else Level.NOMINAL
+
+
+class DispatchedPressure:
+    """Levels that a host program tells, as its system told it.
+
+    A level stands for `hold_s`, None = until the next: some systems warn, and never say that it is
+    over.
+    """
+
+    def __init__(
+        self, *, mono: Callable[[], float], hold_s: float | None = 60.0, name: str = "dispatched"
+    ) -> None:
+        self._mono = mono
+        self._hold_s = hold_s
+        self._name = name
+        self._level = Level.NOMINAL
+        self._available: int | None = None
+        self._told_mono = 0.0
+        self._called: list[Callable[[], None]] = []
+
+    @property
+    def name(self) -> str:
+        """For logs and status."""
+        return self._name
+
+    def dispatch(self, level: Level | str, free_bytes: int | None = None) -> None:
+        """Tell a level, by itself or by a system's word for it. Raises InvalidArgument."""
+        if isinstance(level, str):
+            if level not in LEVEL_BY_NATIVE:
+                raise errors.InvalidArgument(
+                    f"{level!r} is no memory warning; known are {', '.join(LEVEL_BY_NATIVE)}",
+                    param="level",
+                )
+            level = LEVEL_BY_NATIVE[level]
+        self._level, self._available, self._told_mono = level, free_bytes, self._mono()
+        for call in self._called:
+            call()
+
+    def when_told(self, call: Callable[[], None]) -> None:
+        """Have `call` called at each dispatch."""
+        self._called.append(call)
+
+    async def read(self) -> Reading | None:
+        """The level that stands."""
+        if self._hold_s is not None and self._mono() - self._told_mono >= self._hold_s:
+            self._level, self._available = Level.NOMINAL, None
+        if self._level is Level.NOMINAL and self._available is None:
+            return None
+        return Reading(level=self._level, source=self._name, available_bytes=self._available)
+
+
+def worst(readings: Sequence[Reading]) -> Reading:
+    """The reading that counts: the worst level, the first source of it, the least available, and
+    the least to spare of those of that level; not known where one of them presses and does not
+    know."""
+    if not readings:
+        return Reading(level=Level.NOMINAL, source="none")
+    level = max(reading.level for reading in readings)
+    worst_ones = [reading for reading in readings if reading.level is level]
+    known = [one.available_bytes for one in readings if one.available_bytes is not None]
+    spare = [one.spare_bytes for one in worst_ones if one.spare_bytes is not None]
+    is_known = level is Level.NOMINAL or len(spare) == len(worst_ones)
+    return Reading(
+        level=level,
+        source=worst_ones[0].source,
+        available_bytes=min(known, default=None),
+        spare_bytes=min(spare, default=None) if is_known else None,
+    )
+
+
+class PressureMonitor:
+    """Reads all sources and tells the worst, at each poll whether it changed or not."""
+
+    def __init__(
+        self,
+        sources: Sequence[PressureSource],
+        *,
+        tell: Callable[[Reading], None],
+        clock: Clock,
+        rng: random.Random,
+        poll_s: float = POLL_S,
+    ) -> None:
+        names = [source.name for source in sources]
+        if len(set(names)) < len(names):
+            raise errors.ConfigError(f"pressure sources {names} share a name; each needs its own")
+        if not poll_s >= MIN_POLL_S:
+            raise errors.ConfigError(f"poll_s is {poll_s}; at least {MIN_POLL_S} is needed")
+        self._sources = tuple(sources)
+        self._tell = tell
+        self._clock = clock
+        self._rng = rng
+        self._poll_s = poll_s
+        self._wake = asyncio.Event()
+        self._unreadable: set[str] = set()
+
+    def poll_now(self) -> None:
+        """Read at once; what a source calls that was told something."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        await every(
+            self._poll_s, self.poll, clock=self._clock, rng=self._rng, jitter=0.0, wake=self._wake
+        )
+
+    async def poll(self) -> None:
+        """Read all sources once, and tell."""
+        opinions = await asyncio.gather(*(self._read(source) for source in self._sources))
+        self._tell(worst([opinion for opinion in opinions if opinion is not None]))
+
+    async def _read(self, source: PressureSource) -> Reading | None:
+        try:
+            reading = await source.read()
+        except (errors.KakeyaError, OSError, ValueError) as fault:
+            if source.name not in self._unreadable:
+                self._unreadable.add(source.name)
+                event(
+                    _log,
+                    "memory pressure cannot be read",
+                    level=logging.WARNING,
+                    source=source.name,
+                    error=str(fault),
+                )
+            return None
+        self._unreadable.discard(source.name)
+        return reading

@@ -1,0 +1,81 @@
+"""What the blocks of a pool are worth by now, and what goes first for that. Changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kakeya.memory.pages.content import keep_score
+from kakeya.memory.pages.pins import Block, Now
+from kakeya.memory.pages.table import PageTable
+from kakeya.memory.pages.windows import Segment, Window, WriteBack, cheapest_window
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shrink:
+    """Slabs that can go now, with the blocks that go with them; `short` could not be found."""
+
+    slabs: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    short: int
+
+
+class Worth:
+    """Looks at the blocks of one table, at the time that its pool tells."""
+
+    __slots__ = ("_now", "_table")
+
+    def __init__(self, table: PageTable, now: Now) -> None:
+        self._table = table
+        self._now = now
+
+    def keep(self, block: Block) -> float:
+        """How much a block is worth keeping, in 0..1."""
+        if block.tenant is None:
+            return 0.0
+        return keep_score(
+            age_s=self._now.s - (block.last_used_s() or self._now.s),
+            pages=block.pages,
+            total_pages=self._table.total_pages,
+            priority=block.tenant.priority,
+        )
+
+    def layouts(self) -> Iterator[tuple[int, list[Segment]]]:
+        """Each slab by its number, laid out by address with what its blocks cost to take."""
+        for slab in self._table.slabs():
+            yield slab, self._table.segments(slab, self._cost)
+
+    def cheapest_window(self, pages: int) -> Window | None:
+        """What has to go for so many pages in a row; None = something is in the way everywhere."""
+        found = (cheapest_window(segments, pages) for _, segments in self.layouts())
+        windows = (window for window in found if window is not None)
+        return min(windows, key=lambda window: window.cost, default=None)
+
+    def cheapest_slabs(self, slabs: int) -> Shrink:
+        """Choose slabs without anything pinned or dirty, those whose blocks are worth the least."""
+        costs = []
+        for slab, segments in self.layouts():
+            cost = sum(segment.cost for segment in segments)
+            if not math.isinf(cost):
+                costs.append((cost, slab, [s.block for s in segments if s.block is not None]))
+        chosen = sorted(costs, key=lambda found: found[:2])[:slabs]
+        return Shrink(
+            slabs=tuple(slab for _, slab, _ in chosen),
+            blocks=tuple(block for _, _, blocks in chosen for block in blocks),
+            short=max(0, slabs - len(chosen)),
+        )
+
+    def write_back(self, blocks: Iterable[Block], pages: int) -> WriteBack:
+        """Choose dirty blocks of so many pages that nobody uses, the least worth first."""
+        dirty = [block for block in blocks if block.dirty and not block.is_pinned]
+        chosen: list[Block] = []
+        for block in sorted(dirty, key=self.keep):
+            if pages <= 0:
+                break
+            chosen.append(block)
+            pages -= block.pages
+        return WriteBack(blocks=tuple(chosen), short_pages=max(0, pages))
+
+    def _cost(self, block: Block) -> float:
+        return self.keep(block) if block.is_evictable else math.inf

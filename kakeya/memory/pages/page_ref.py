@@ -1,0 +1,110 @@
+"""What other processes know of a block: where it lies, and the stamp that says it still does.
+
+A `PageRef` travels in messages; a `PageReader` in an engine turns it into bytes. Nothing is
+trusted that the stamp in front of the slab does not confirm: it appears when the block is
+committed, so nobody sees half of one, and goes before its pages are used again.
+
+Two ways to read: `view` without a copy, for who has the owner's word that the block is pinned for
+it, and `read`, a copy that is checked before and after, for who has not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+
+from kakeya.core.errors import Conflict, PageFreed
+from kakeya.memory.pages.slabs import Slab, map_slab, order_memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageRef:
+    """A block by slab name, first page in that slab, and stamp."""
+
+    slab: str
+    slab_pages: int
+    page_bytes: int
+    first: int
+    pages: int
+    length: int  # bytes that mean something, from the beginning of the first page
+    stamp: int
+
+
+class PageReader:
+    """The slabs that this process has mapped. For one thread; a context manager."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, Slab] = {}
+        self._write: dict[str, Slab] = {}
+
+    def view(self, ref: PageRef) -> memoryview:
+        """View a block that is pinned for us; read-only. Raises PageFreed."""
+        slab = self._slab(ref, writable=False)
+        _check(slab, ref)
+        return slab.bytes_of(ref.first, ref.length)
+
+    def check(self, ref: PageRef) -> None:
+        """Raise PageFreed when a block that was viewed went, or its pages hold another by now; on
+        any thread while it is mapped."""
+        order_memory()
+        _check(self._slab(ref, writable=False), ref)
+
+    def read(self, ref: PageRef) -> bytes:
+        """Copy a block, pinned or not. Raises PageFreed when it went, even while we copied."""
+        slab = self._slab(ref, writable=False)
+        _check(slab, ref)
+        order_memory()
+        copied = bytes(slab.bytes_of(ref.first, ref.length))
+        order_memory()
+        _check(slab, ref)
+        return copied
+
+    def fill(self, ref: PageRef) -> memoryview:
+        """View a block that is being prepared for us; writable. Raises Conflict, PageFreed.
+
+        Leave the view before the owner is asked to commit.
+        """
+        slab = self._slab(ref, writable=True)
+        if slab.stamp(ref.first):
+            raise Conflict(f"page {ref.first} of {ref.slab} is committed; only its owner writes it")
+        return slab.bytes_of(ref.first, ref.length)
+
+    def forget(self, slab: str) -> None:
+        """Unmap a slab that its owner took away; harmless when it is not mapped."""
+        for mapped in (self._read, self._write):
+            if slab in mapped:
+                mapped.pop(slab).close()
+
+    def close(self) -> None:
+        """Unmap everything; views that are still open keep their bytes."""
+        for name in {*self._read, *self._write}:
+            self.forget(name)
+
+    def __enter__(self) -> PageReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _slab(self, ref: PageRef, *, writable: bool) -> Slab:
+        mapped = self._write if writable else self._read
+        slab = mapped.get(ref.slab)
+        if slab is None:
+            slab = mapped[ref.slab] = map_slab(
+                ref.slab, pages=ref.slab_pages, page_bytes=ref.page_bytes, writable=writable
+            )
+        return slab
+
+
+def _check(slab: Slab, ref: PageRef) -> None:
+    found = slab.stamp(ref.first)
+    if found != ref.stamp:
+        raise PageFreed(
+            f"page {ref.first} of {ref.slab} has stamp {found}, and {ref.stamp} was meant: "
+            "the block was freed or is not committed"
+        )

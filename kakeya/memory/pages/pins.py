@@ -1,0 +1,197 @@
+"""Blocks, and who holds them: pins that have an owner, and end with it.
+
+    FREE --allocate--> UNPINNED --pin--> PINNED --last unpin--> UNPINNED --evict, free--> FREE
+
+A `Block` is one allocation: pages in a row that come and go together. The object is the handle:
+each allocation has its own, so a handle of freed pages can never mean what lies there now.
+Whoever needs a block opens a `Hold` on it once and counts pins there, as a file is opened once
+and read often. A `Holder` is who may die: an engine, a session, a request. Its end takes back
+exactly its own pins. Pinned is worked out from the holds, so no second count can disagree.
+
+One thread owns all of this; there is no lock, and `pin` and `unpin` are two stores.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from kakeya.core.errors import InvariantBroken, PageFreed
+from kakeya.memory.pages.content import PIN_RULES, ContentType, Unpinning
+
+if TYPE_CHECKING:
+    from kakeya.memory.pages.pool import Tenant
+
+
+class Now:
+    """The time that all parts of one pool share, in monotonic seconds; the pool moves it."""
+
+    __slots__ = ("s",)
+
+    def __init__(self) -> None:
+        self.s = 0.0
+
+
+class Block:
+    """Pages in a row that are allocated and freed together. The pool alone changes it."""
+
+    __slots__ = ("dirty", "first", "holds", "pages", "preparing", "stamp", "tenant", "used_s")
+
+    def __init__(self, first: int, pages: int, stamp: int) -> None:
+        self.first = first
+        self.pages = pages
+        self.stamp = stamp  # never used again, by no block of this pool
+        self.tenant: Tenant | None = None  # None: free
+        self.preparing: Holder | None = None  # who fills it; nobody else sees it yet
+        self.dirty = False  # holds what exists nowhere else
+        self.used_s = 0.0  # when it was allocated, or last touched
+        self.holds: tuple[Hold, ...] = ()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its pages are still its own."""
+        return self.tenant is not None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether anybody needs it to stay; what is being prepared counts."""
+        if self.preparing is not None:
+            return True
+        return bool(self.holds) and any(hold.pins > 0 for hold in self.holds)
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether its pages may be taken now."""
+        return self.tenant is not None and not self.dirty and not self.is_pinned
+
+    @property
+    def pins(self) -> int:
+        """How many pins all holders have on it."""
+        return sum(hold.pins for hold in self.holds)
+
+    def last_used_s(self) -> float:
+        """When it was last allocated, touched, pinned or unpinned."""
+        if not self.holds:
+            return self.used_s
+        return max(self.used_s, max(hold.used_s for hold in self.holds))
+
+    def __repr__(self) -> str:
+        return f"Block({self.first}+{self.pages}, stamp {self.stamp})"
+
+
+class Hold:
+    """One holder's opened block. As a context manager it pins for as long as the body runs."""
+
+    __slots__ = ("_now", "block", "holder", "pins", "used_s")
+
+    def __init__(self, block: Block, holder: Holder, now: Now) -> None:
+        self.block = block
+        self.holder = holder
+        self.pins = 0
+        self.used_s = now.s
+        self._now = now
+
+    def pin(self) -> None:
+        """Keep the block until as many `unpin`. Raises PageFreed."""
+        self.pins += 1
+        self.used_s = self._now.s
+
+    def unpin(self) -> None:
+        """Take one pin back. Raises InvariantBroken when there is none, PageFreed."""
+        pins = self.pins
+        if pins:
+            self.pins = pins - 1
+            self.used_s = self._now.s
+            return
+        raise self._no_pin()
+
+    def renew(self) -> None:
+        """Say that the pinned work still goes on."""
+        self.used_s = self._now.s
+
+    def close(self) -> None:
+        """End the hold with all its pins; harmless when it has ended."""
+        self.holder.drop(self.block)
+
+    def __enter__(self) -> Block:
+        self.pin()
+        return self.block
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.pins > 0:  # not when the holder died meanwhile
+            self.unpin()
+
+    def _no_pin(self) -> PageFreed | InvariantBroken:
+        return InvariantBroken("unpin", f"{self.holder.name} has no pin on {self.block}")
+
+
+class _EndedHold(Hold):
+    """What a hold becomes: of another class, so that those that live need not ask each time."""
+
+    __slots__ = ()
+
+    def pin(self) -> None:
+        raise self._no_pin()
+
+    def _no_pin(self) -> PageFreed:
+        return PageFreed(
+            f"{self.holder.name} holds {self.block} no longer: it was freed, or the holder ended"
+        )
+
+
+class Holder:
+    """Who pins, and may die. Made by the pool, which closes it; see `PagePool.holder`."""
+
+    __slots__ = ("_holds", "_now", "is_open", "name", "preparing")
+
+    def __init__(self, name: str, now: Now) -> None:
+        self.name = name
+        self.is_open = True
+        self.preparing: set[Block] = set()
+        self._holds: dict[Block, Hold] = {}
+        self._now = now
+
+    def hold(self, block: Block) -> Hold:
+        """Open a block, or find it open. Raises PageFreed when it was freed, or we have ended."""
+        found = self._holds.get(block)
+        if found is not None:
+            return found
+        if not self.is_open:
+            raise PageFreed(f"{self.name} has ended and can hold nothing")
+        if block.tenant is None or block.preparing not in (None, self):
+            raise PageFreed(f"{block} is not there to be held: it was freed, or is not committed")
+        hold = Hold(block, self, self._now)
+        self._holds[block] = hold
+        block.holds += (hold,)
+        return hold
+
+    def drop(self, block: Block) -> None:
+        """End our hold on a block, if there is one."""
+        hold = self._holds.pop(block, None)
+        if hold is not None:
+            last_s = self._now.s if hold.pins > 0 else hold.used_s
+            block.used_s = max(block.used_s, last_s)  # what it knew of its use stays known
+            hold.pins = 0
+            hold.__class__ = _EndedHold
+            block.holds = tuple(other for other in block.holds if other is not hold)
+
+    def holds(self) -> tuple[Hold, ...]:
+        """Everything we have open."""
+        return tuple(self._holds.values())
+
+    def drop_all(self) -> int:
+        """End every hold; how many pins that took back."""
+        pins = sum(hold.pins for hold in self._holds.values())
+        for block in tuple(self._holds):
+            self.drop(block)
+        return pins
+
+
+def is_scoped(content: ContentType) -> bool:
+    """Whether a pin on this content ends with a `with` block, so that a long one is a leak."""
+    return PIN_RULES[content].unpinning is Unpinning.SCOPED

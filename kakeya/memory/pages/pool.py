@@ -1,0 +1,398 @@
+"""The pages of an arena: who has which, and what goes when there are too few. Pure: no memory.
+
+What an allocation tries, in order:
+
+    1. a block of exactly this size that was freed lately, at hand   (an exact fit is the best fit)
+    2. the best, or the first, fit among the free ranges, merged first if need be
+    3. evict: for one page the block least worth keeping, for a range the cheapest window
+    4. OutOfPages; then nothing was evicted
+
+The hot calls (`Tenant.page`, `Hold.pin`, `Hold.unpin`) only note what happened; what is noted is
+put into order when a decision needs it.
+
+One thread owns a pool. It tells the time with `at` before it decides, and nothing here waits,
+logs, or knows models and requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kakeya.core.errors import Conflict, InvalidArgument, InvariantBroken, OutOfPages, PageFreed
+from kakeya.memory.pages.age_order import Ageing
+from kakeya.memory.pages.content import PIN_RULES, ContentPriority, ContentType, PageConfig
+from kakeya.memory.pages.eviction import Shrink, Worth
+from kakeya.memory.pages.pins import Block, Hold, Holder, Now, is_scoped
+from kakeya.memory.pages.stats import PoolStats, count_pages
+from kakeya.memory.pages.table import PageTable
+from kakeya.memory.pages.windows import Watermarks, WriteBack
+
+_NOTES = 4096  # file before so many notes pile up
+
+
+class Tenant:
+    """Who allocates: one kind of content for one owner. Made by `PagePool.tenant`."""
+
+    __slots__ = ("_notes", "_pool", "_singles", "content", "owner", "priority")
+
+    def __init__(
+        self, pool: PagePool, content: ContentType, owner: str, priority: ContentPriority
+    ) -> None:
+        self.content = content
+        self.owner = owner
+        self.priority = priority
+        self._pool = pool
+        self._singles, self._notes = pool.at_hand()
+
+    def page(self) -> Block:
+        """Allocate one page, unpinned. Raises OutOfPages."""
+        try:
+            block = self._singles.pop()
+        except IndexError:
+            block = self._pool.next_single()
+        block.tenant = self
+        self._notes.append(block)
+        return block
+
+    def range(self, pages: int) -> Block:
+        """Allocate pages in a row, unpinned. Raises OutOfPages, InvalidArgument."""
+        if pages == 1:
+            return self.page()
+        block = self._pool.next_range(pages)
+        block.tenant = self
+        self._notes.append(block)
+        return block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """What was evicted, and how many pages of what was asked could not be had."""
+
+    blocks: tuple[Block, ...]
+    short_pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """What the end of a holder gave back."""
+
+    pins: int
+    rolled_back: int
+
+
+class PagePool:
+    """All pages of one arena, in slabs of equal size."""
+
+    def __init__(
+        self, config: PageConfig, *, freed: Callable[[Block, bool], None] | None = None
+    ) -> None:
+        """`freed(block, evicted)` is called before the pages of a block can be used again."""
+        self.config = config
+        self.now = Now()
+        self.ownerless = Holder("nobody", self.now)
+        self.evicted_pages = 0
+        self._freed = freed
+        self._table = PageTable(config)
+        self._worth = Worth(self._table, self.now)
+        self._ageing = Ageing(self.now)
+        self._holders: set[Holder] = {self.ownerless}
+        self._watermarks = Watermarks(high=config.high_watermark, low=config.low_watermark)
+
+    # --- time, tenants, holders
+
+    def at(self, now: float) -> None:
+        """Move the time on; `now` in monotonic seconds. What happens next happens then."""
+        self._ageing.file()
+        self._ageing.tidy(2 * self._table.total_pages)
+        self.now.s = max(self.now.s, now)
+
+    def tenant(
+        self, content: ContentType, owner: str, priority: ContentPriority | None = None
+    ) -> Tenant:
+        """Make a tenant; without a priority it has that of its content."""
+        return Tenant(self, content, owner, priority or PIN_RULES[content].priority)
+
+    def holder(self, name: str) -> Holder:
+        """Make a holder: who can pin and prepare until it is closed."""
+        holder = Holder(name, self.now)
+        self._holders.add(holder)
+        return holder
+
+    def close(self, holder: Holder) -> Closed:
+        """End a holder: its pins go, what it was preparing is rolled back; harmless twice."""
+        if holder is self.ownerless:
+            raise InvalidArgument("the holder of pins without an owner cannot be closed")
+        holder.is_open = False
+        self._holders.discard(holder)
+        pins = holder.drop_all()
+        prepared = tuple(holder.preparing)
+        for block in prepared:
+            self.rollback(block)
+        return Closed(pins=pins, rolled_back=len(prepared))
+
+    def end_overdue(self) -> int:
+        """End ownerless pins that are older than the limit; how many ended."""
+        limit = self.config.pin_limit_s
+        old = [h for h in self.ownerless.holds() if h.pins and self.now.s - h.used_s > limit]
+        ended = sum(hold.pins for hold in old)
+        for hold in old:
+            hold.close()
+        return ended
+
+    def overdue(self) -> tuple[Hold, ...]:
+        """Find pins that should have ended with a scope, and were not renewed: to be reported."""
+        limit = self.config.pin_limit_s
+        return tuple(
+            hold
+            for holder in self._holders
+            for hold in holder.holds()
+            if hold.pins > 0
+            and self.now.s - hold.used_s > limit
+            and hold.block.tenant is not None
+            and is_scoped(hold.block.tenant.content)
+        )
+
+    # --- allocation
+
+    def at_hand(self) -> tuple[list[Block], list[Block]]:
+        """Give a tenant the single pages at hand, and the list that notes allocations."""
+        return self._table.singles, self._ageing.notes
+
+    def next_single(self) -> Block:
+        """Find one page, evicting if need be. Raises OutOfPages."""
+        block = self._table.single()
+        if block is None:
+            if self.evict_until_free(1).short_pages:
+                raise self._out_of_pages(1)
+            block = self._table.single()
+        if block is None:
+            raise InvariantBroken("eviction", "a page was evicted, and none is free")
+        return block
+
+    def next_range(self, pages: int) -> Block:
+        """Find pages in a row, evicting if need be. Raises OutOfPages, InvalidArgument."""
+        if not 1 < pages <= self.config.slab_pages:
+            raise InvalidArgument(
+                f"a range of {pages} pages is asked; a slab allows 1..{self.config.slab_pages}"
+            )
+        block = self._table.range(pages)
+        if block is None:
+            self._evict_window(pages)
+            block = self._table.range(pages)
+            self._evict_to(math.ceil(pages * self.config.headroom - 1e-9))
+        if block is None:
+            raise InvariantBroken("eviction", f"{pages} pages were evicted, but not in a row")
+        return block
+
+    def free(self, block: Block) -> None:
+        """Give a block back. Raises PageFreed the second time, Conflict while it is pinned."""
+        if block.tenant is None:
+            raise PageFreed(f"{block} is free already")
+        if block.preparing is not None or (block.holds and block.is_pinned):
+            raise Conflict(f"{block} is pinned {block.pins} times or being filled; unpin it first")
+        self._release(block)
+
+    def prepare(self, tenant: Tenant, pages: int, holder: Holder) -> Block:
+        """Allocate for `holder` to fill: nobody may evict or hold it until `commit`."""
+        if not holder.is_open:
+            raise PageFreed(f"{holder.name} has ended and can prepare nothing")
+        block = tenant.range(pages)
+        block.preparing = holder
+        holder.preparing.add(block)
+        return block
+
+    def prepare_scattered(self, tenant: Tenant, pages: int, holder: Holder) -> tuple[Block, ...]:
+        """Prepare pages that need not be in a row: few blocks while ranges are free, or none.
+
+        Raises OutOfPages, and then has evicted nothing.
+        """
+        if self.free_pages < pages:
+            evictable = sum(block.pages for block in self.blocks() if block.is_evictable)
+            if self.free_pages + evictable < pages:
+                raise self._out_of_pages(pages)
+        taken: list[Block] = []
+        missing = pages
+        while missing:
+            size = max(1, min(missing, self._table.largest_free()))
+            taken.append(self.prepare(tenant, size, holder))
+            missing -= size
+        return tuple(taken)
+
+    def commit(self, block: Block) -> None:
+        """Let all see a prepared block. Raises PageFreed when it was rolled back meanwhile."""
+        self._end_preparing(block)
+        block.used_s = self.now.s
+
+    def rollback(self, block: Block) -> None:
+        """Give a prepared block back as if it had never been. Raises PageFreed, Conflict."""
+        self._end_preparing(block)
+        self._release(block)
+
+    def find(self, first: int, stamp: int) -> Block:
+        """Find a live block by what another process knows of it. Raises PageFreed."""
+        return self._table.find(first, stamp)
+
+    # --- what a tenant says of its blocks
+
+    def touch(self, block: Block) -> None:
+        """Say that a block was used now."""
+        block.used_s = self.now.s
+
+    def move(self, block: Block, tenant: Tenant) -> None:
+        """Give a block to another tenant, as when an adapter cools. Raises PageFreed."""
+        if block.tenant is None:
+            raise PageFreed(f"{block} is free and cannot be moved to {tenant.owner}")
+        block.tenant = tenant
+        self._ageing.notes.append(block)
+
+    def mark_dirty(self, block: Block) -> None:
+        """Say that a block holds what exists nowhere else: it is kept until `mark_clean`."""
+        if block.tenant is None:
+            raise PageFreed(f"{block} is free and cannot be dirty")
+        block.dirty = True
+
+    def mark_clean(self, block: Block) -> None:
+        """Say that a block's content is stored elsewhere too, or worthless."""
+        if block.dirty:
+            block.dirty = False
+            self._ageing.notes.append(block)
+
+    # --- eviction
+
+    def evict_until_free(self, pages: int) -> Eviction:
+        """Evict the least worth until `pages` and the headroom are free, or nothing may go."""
+        evicted = self._evict_to(math.ceil(pages * (1.0 + self.config.headroom) - 1e-9))
+        return Eviction(blocks=tuple(evicted), short_pages=max(0, pages - self._table.free_pages))
+
+    def evict_one(self) -> Block | None:
+        """Evict the block least worth keeping, whatever is free; None when nothing may go."""
+        block = self._ageing.least_worth(self._table.total_pages)
+        if block is not None:
+            self._evict(block)
+        return block
+
+    def write_back(self) -> WriteBack:
+        """Say which dirty blocks to store elsewhere now; none while the watermarks are at rest."""
+        stats = self.stats()
+        held = stats.pinned_pages + stats.dirty_pages
+        wanted = self._watermarks.wanted_pages(held_pages=held, total_pages=stats.total_pages)
+        if not wanted:
+            return WriteBack(blocks=(), short_pages=0)
+        return self._worth.write_back(self.blocks(), wanted)
+
+    # --- slabs
+
+    def grow(self) -> int:
+        """Add one slab; its number. Raises OutOfPages at the configured total."""
+        self.check_growth()
+        return self._table.grow()
+
+    def check_growth(self) -> None:
+        """Look whether one more slab is allowed. Raises OutOfPages."""
+        total, size = self._table.total_pages, self.config.slab_pages
+        if total + size > self.config.total_pages:
+            raise OutOfPages(
+                f"the arena has {total} pages and one more slab of {size} would pass "
+                f"the configured total of {self.config.total_pages}"
+            )
+
+    def plan_shrink(self, slabs: int) -> Shrink:
+        """Choose slabs without anything pinned or dirty, those whose blocks are worth the least."""
+        return self._worth.cheapest_slabs(slabs)
+
+    def remove(self, slab: int) -> tuple[Block, ...]:
+        """Evict what is in a slab and take it away; what was evicted.
+
+        Raises Conflict when something in it is pinned or dirty; then nothing has changed.
+        """
+        if slab not in self._table.slabs():
+            raise InvalidArgument(f"there is no slab {slab}; there are {self._table.slabs()}")
+        blocks = self._table.blocks(slab)
+        held = [block for block in blocks if not block.is_evictable]
+        if held:
+            raise Conflict(f"slab {slab} cannot go: {held[0]} in it is pinned or dirty")
+        for block in blocks:
+            self._evict(block)
+        self._table.remove(slab)
+        return blocks
+
+    def slabs(self) -> tuple[int, ...]:
+        """The numbers of the slabs there are."""
+        return self._table.slabs()
+
+    # --- what there is
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that hold nothing."""
+        return self._table.free_pages
+
+    def has_free(self, pages: int) -> bool:
+        """Whether so many pages in a row are free, so that nobody is evicted for them."""
+        return self._table.has_free(pages)
+
+    def merge(self) -> None:
+        """Merge what lies at hand into the free ranges now, not when a search needs it."""
+        self._table.merge()
+
+    def blocks(self) -> Iterator[Block]:
+        """Every live block, by address."""
+        for slab in self._table.slabs():
+            yield from self._table.blocks(slab)
+
+    def stats(self) -> PoolStats:
+        """Count everything once, without changing anything."""
+        slabs = [self._table.segments(slab) for slab in self._table.slabs()]
+        return count_pages(
+            slabs, slab_pages=self.config.slab_pages, evicted_pages=self.evicted_pages
+        )
+
+    # --- inside
+
+    def _release(self, block: Block, *, evicted: bool = False) -> None:
+        if self._freed is not None:
+            self._freed(block, evicted)
+        for hold in block.holds:
+            hold.holder.drop(block)
+        block.tenant = None
+        self._table.put_back(block)
+        if len(self._ageing.notes) > _NOTES:
+            self._ageing.file()
+
+    def _evict(self, block: Block) -> None:
+        self.evicted_pages += block.pages
+        self._release(block, evicted=True)
+
+    def _end_preparing(self, block: Block) -> None:
+        if block.tenant is None:
+            raise PageFreed(f"{block} was rolled back already")
+        if block.preparing is None:
+            raise Conflict(f"{block} is committed already")
+        block.preparing.preparing.discard(block)
+        block.preparing = None
+
+    def _evict_to(self, free_pages: int) -> list[Block]:
+        evicted: list[Block] = []
+        free = self._table.free_pages
+        while free < free_pages and (block := self.evict_one()) is not None:
+            free += block.pages
+            evicted.append(block)
+        return evicted
+
+    def _evict_window(self, pages: int) -> None:
+        """Make a range of `pages` free. Raises OutOfPages, and then evicts nothing."""
+        window = self._worth.cheapest_window(pages)
+        if window is None:
+            raise self._out_of_pages(pages)
+        for block in window.blocks:
+            self._evict(block)
+
+    def _out_of_pages(self, pages: int) -> OutOfPages:
+        stats = self.stats()
+        return OutOfPages(
+            f"{pages} pages cannot be had: of {stats.total_pages}, {stats.pinned_pages} "
+            f"are pinned, {stats.dirty_pages} dirty, {stats.free_pages} free "
+            f"({stats.largest_free} in a row)"
+        )

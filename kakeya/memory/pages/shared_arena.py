@@ -1,0 +1,327 @@
+"""The page arena: the pool's decisions on real shared memory, and what other processes may see.
+
+Made by the agent, which owns it; engines map its slabs (`page_ref.py`). The pool decides which
+block lies where, the store makes the slabs, and the arena keeps the stamps in front of them true:
+written after a block is committed, cleared before its pages can be used again.
+
+    filling = arena.prepare(tenant, length, holder)   # nobody sees or evicts it
+    filling.view[:] = ...                             # or an engine writes to `filling.ref`
+    ref = filling.commit()                            # all see all of it; or `rollback`
+    hold = arena.hold(ref, engine)                    # somebody asks by what he knows of it
+    with hold: ...                                    # and it stays
+
+The arena grows and shrinks by whole slabs when the ledger says so; it never does of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from types import TracebackType
+
+from kakeya.core.errors import InvalidArgument, OutOfPages, PageFreed
+from kakeya.core.ids import draw_id
+from kakeya.memory.pages.content import PageConfig
+from kakeya.memory.pages.eviction import Shrink
+from kakeya.memory.pages.page_ref import PageRef
+from kakeya.memory.pages.pins import Block, Hold, Holder
+from kakeya.memory.pages.pool import PagePool, Tenant
+from kakeya.memory.pages.slabs import Slab, SlabStore, header_bytes
+from kakeya.memory.pages.stats import PoolStats
+
+LATENCY_BOUNDS_S = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaSnapshot:
+    """What an arena looks like at one moment, for status and metrics."""
+
+    pool: PoolStats
+    slab_bytes: int  # of all slabs, stamps included: what the lease must cover
+    page_bytes: int
+    holds_asked: int
+    holds_stale: int  # asked for a block that had gone
+    overdue_pins: int  # should have ended with their scope
+    rolled_back: int  # blocks, by the end of who filled them
+    latency_counts: tuple[int, ...]  # allocations by LATENCY_BOUNDS_S, and beyond
+    latency_sum_s: float
+
+    @property
+    def pin_contention(self) -> float:
+        """The share of asked holds that came too late, and must be tried on something newer."""
+        return self.holds_stale / self.holds_asked if self.holds_asked else 0.0
+
+
+class Filling:
+    """A block that is being written; as a context manager it rolls back unless committed."""
+
+    __slots__ = ("_arena", "_is_ended", "block", "ref", "view")
+
+    def __init__(self, arena: PageArena, block: Block, ref: PageRef, view: memoryview) -> None:
+        self.block = block
+        self.ref = ref
+        self.view = view
+        self._arena = arena
+        self._is_ended = False
+
+    def commit(self) -> PageRef:
+        """Let everybody see it, whole. Raises PageFreed when its holder has ended."""
+        self._is_ended = True
+        self.view.release()
+        self._arena.commit(self.block)
+        return self.ref
+
+    def rollback(self) -> None:
+        """Give its pages back; harmless when that has happened."""
+        if not self._is_ended:
+            self._is_ended = True
+            self.view.release()
+            if self.block.is_live:
+                self._arena.pool.rollback(self.block)
+
+    def __enter__(self) -> Filling:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.rollback()
+
+
+class PageArena:
+    """Pages in shared memory. One thread owns it; a context manager that takes the slabs away."""
+
+    def __init__(
+        self,
+        config: PageConfig,
+        *,
+        folder: Path,
+        rng: random.Random,
+        evicted: Callable[[Block], None] | None = None,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`folder` lists the slabs of living owners; `evicted` is told before pages are reused."""
+        self.config = config
+        self.pool = PagePool(config, freed=self._freed)
+        token = draw_id("a", rng, 12).replace("-", "")
+        self._store = SlabStore(
+            folder, token, pages=config.slab_pages, page_bytes=config.page_bytes
+        )
+        self._slabs: dict[int, Slab] = {}
+        self._numbers: dict[str, int] = {}  # name -> slab number
+        self._evicted = evicted
+        self._timer = timer
+        self._latency_counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
+        self._latency_sum_s = 0.0
+        self._holds_asked = 0
+        self._holds_stale = 0
+        self._rolled_back = 0
+
+    @property
+    def leftovers(self) -> tuple[str, ...]:
+        """Slabs of dead owners that were removed at the start."""
+        return self._store.leftovers
+
+    def at(self, now: float) -> int:
+        """Move the time on, and end ownerless pins past their limit; how many ended."""
+        self.pool.at(now)
+        return self.pool.end_overdue()
+
+    # --- size
+
+    @property
+    def slab_bytes(self) -> int:
+        """What one slab takes of the ledger."""
+        pages = self.config.slab_pages
+        return header_bytes(pages) + pages * self.config.page_bytes
+
+    def grow(self, slabs: int = 1) -> None:
+        """Add slabs. Raises OutOfPages at the total, or when the machine has no memory for one.
+
+        A slab's memory is there when this returns, which takes a quarter of a millisecond for
+        each MiB: on an event loop, `grow_async`.
+        """
+        for _ in range(slabs):
+            self.pool.check_growth()
+            self._add(self._store.make())
+
+    def shrink(self, slabs: int = 1) -> Shrink:
+        """Take away up to so many slabs, with what lies in them unpinned; what went."""
+        plan, gone = self._take_out(slabs)
+        for slab in gone:
+            self._store.remove(slab)
+        return plan
+
+    async def grow_async(self, slabs: int = 1) -> None:
+        """Grow; another thread waits for the memory. Cancelled, it adds no slab more."""
+        for _ in range(slabs):
+            self.pool.check_growth()
+            making = asyncio.get_running_loop().run_in_executor(None, self._store.make)
+            try:
+                slab = await asyncio.shield(making)
+            except asyncio.CancelledError:
+                making.add_done_callback(self._discard)
+                raise
+            self._add(slab)
+
+    async def shrink_async(self, slabs: int = 1) -> Shrink:
+        """Shrink; another thread gives the memory back."""
+        plan, gone = self._take_out(slabs)
+        for slab in gone:
+            await asyncio.shield(asyncio.to_thread(self._store.remove, slab))
+        return plan
+
+    # --- blocks
+
+    def prepare(self, tenant: Tenant, length: int, holder: Holder) -> Filling:
+        """Allocate `length` bytes for `holder` to fill. Raises OutOfPages, PageFreed."""
+        most = self.config.slab_pages * self.config.page_bytes
+        if not 0 < length <= most:
+            raise InvalidArgument(f"{length} bytes are asked; a block has 1..{most}")
+        started = self._timer()
+        block = self.pool.prepare(tenant, -(-length // self.config.page_bytes), holder)
+        self._observe(self._timer() - started)
+        return Filling(self, block, self.ref(block, length), self.view(block, length))
+
+    def commit(self, block: Block) -> None:
+        """Let other processes see a prepared block. Raises PageFreed, Conflict."""
+        self.pool.commit(block)
+        slab, first = self._at(block)
+        slab.publish(first, block.stamp)
+
+    def hold(self, ref: PageRef, holder: Holder) -> Hold:
+        """Open the block that a process means. Raises PageFreed when it has gone."""
+        with self._asked():
+            return holder.hold(self._find(ref))
+
+    def open(self, block: Block, holder: Holder) -> Hold:
+        """Open a block that is known by itself. Raises PageFreed when it has gone."""
+        with self._asked():
+            return holder.hold(block)
+
+    def close_holder(self, holder: Holder) -> int:
+        """End a holder, as when its process died; how many pins that took back."""
+        closed = self.pool.close(holder)
+        self._rolled_back += closed.rolled_back
+        return closed.pins
+
+    def ref(self, block: Block, length: int | None = None) -> PageRef:
+        """Say what another process needs to know of a block. Raises PageFreed."""
+        if not block.is_live:
+            raise PageFreed(f"{block} was freed")
+        slab, first = self._at(block)
+        return PageRef(
+            slab=slab.name,
+            slab_pages=slab.pages,
+            page_bytes=slab.page_bytes,
+            first=first,
+            pages=block.pages,
+            length=block.pages * slab.page_bytes if length is None else length,
+            stamp=block.stamp,
+        )
+
+    def view(self, block: Block, length: int | None = None) -> memoryview:
+        """View the bytes of a block; writable. Keep it pinned while the view is in use."""
+        if not block.is_live:
+            raise PageFreed(f"{block} was freed")
+        slab, first = self._at(block)
+        return slab.bytes_of(first, block.pages * slab.page_bytes if length is None else length)
+
+    def snapshot(self) -> ArenaSnapshot:
+        """Count everything once."""
+        return ArenaSnapshot(
+            pool=self.pool.stats(),
+            slab_bytes=len(self._slabs) * self.slab_bytes,
+            page_bytes=self.config.page_bytes,
+            holds_asked=self._holds_asked,
+            holds_stale=self._holds_stale,
+            overdue_pins=sum(hold.pins for hold in self.pool.overdue()),
+            rolled_back=self._rolled_back,
+            latency_counts=tuple(self._latency_counts),
+            latency_sum_s=self._latency_sum_s,
+        )
+
+    def close(self) -> None:
+        """Take all slabs away; harmless twice."""
+        self._store.close()
+
+    def __enter__(self) -> PageArena:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Count what became of a wish to open a block."""
+        self._holds_asked += 1
+        try:
+            yield
+        except PageFreed:
+            self._holds_stale += 1
+            raise
+
+    def _add(self, slab: Slab) -> None:
+        try:
+            number = self.pool.grow()
+        except OutOfPages:  # another one grew meanwhile
+            self._store.remove(slab)
+            raise
+        self._slabs[number] = slab
+        self._numbers[slab.name] = number
+
+    def _take_out(self, slabs: int) -> tuple[Shrink, tuple[Slab, ...]]:
+        plan = self.pool.plan_shrink(slabs)
+        for number in plan.slabs:
+            self.pool.remove(number)
+        gone = tuple(self._slabs.pop(number) for number in plan.slabs)
+        for slab in gone:
+            del self._numbers[slab.name]
+        return plan, gone
+
+    def _discard(self, making: asyncio.Future[Slab]) -> None:
+        if making.exception() is None:
+            self._store.remove(making.result())
+
+    def _at(self, block: Block) -> tuple[Slab, int]:
+        number, first = divmod(block.first, self.config.slab_pages)
+        return self._slabs[number], first
+
+    def _find(self, ref: PageRef) -> Block:
+        number = self._numbers.get(ref.slab)
+        if number is None:
+            raise PageFreed(f"slab {ref.slab} is not one of this arena, or went")
+        return self.pool.find(number * self.config.slab_pages + ref.first, ref.stamp)
+
+    def _freed(self, block: Block, evicted: bool) -> None:
+        slab, first = self._at(block)
+        if slab.stamp(first):
+            slab.retract(first)
+        if evicted and self._evicted is not None:
+            self._evicted(block)
+
+    def _observe(self, seconds: float) -> None:
+        self._latency_counts[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
+        self._latency_sum_s += seconds
+
+
+def layout(lengths: Sequence[int], alignment: int) -> tuple[tuple[int, ...], int]:
+    """Place several arrays in one block, each aligned; their offsets, and the bytes of all."""
+    padded = [-(-length // alignment) * alignment for length in lengths]
+    ends = list(accumulate(padded, initial=0))
+    return tuple(ends[:-1]), ends[-1]

@@ -1,0 +1,98 @@
+"""What to take when room is needed: pure choices over what the pool shows.
+
+Two different needs. An allocation needs `n` pages in a row: the window of one slab whose blocks
+are the least worth keeping, all of them free to go, or none at all; so it ends, and never evicts
+in vain. The watermarks watch what nobody could take at once, pinned and dirty pages: from 90 %
+on, dirty blocks are to be written back, faster the fuller it is, until 80 %, and then nothing
+until 90 % is reached again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kakeya.memory.pages.pins import Block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A stretch of one slab: free (no block), or a block with what it costs to take."""
+
+    pages: int
+    block: Block | None = None
+    cost: float = 0.0  # infinite: it may not be taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Blocks whose going leaves a free range that is long enough."""
+
+    blocks: tuple[Block, ...]
+    cost: float
+
+
+def cheapest_window(segments: Sequence[Segment], pages: int) -> Window | None:
+    """The cheapest stretch of one slab that is `pages` long, or None when something blocks all.
+
+    For each beginning the shortest stretch that suffices is looked at: a longer one costs no
+    less. Segments are in the order of their addresses.
+    """
+    best: tuple[float, int, int] | None = None
+    begin, length, cost = 0, 0, 0.0
+    for end, segment in enumerate(segments):
+        if math.isinf(segment.cost):
+            begin, length, cost = end + 1, 0, 0.0
+            continue
+        length += segment.pages
+        cost += segment.cost
+        while length - segments[begin].pages >= pages:
+            length -= segments[begin].pages
+            cost -= segments[begin].cost
+            begin += 1
+        if length >= pages and (best is None or cost < best[0] - 1e-12):
+            best = (cost, begin, end)
+    if best is None:
+        return None
+    cost, begin, end = best
+    blocks = tuple(s.block for s in segments[begin : end + 1] if s.block is not None)
+    return Window(blocks=blocks, cost=max(0.0, cost))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteBack:
+    """Dirty blocks that their tenants should store elsewhere now, the least worth first."""
+
+    blocks: tuple[Block, ...]
+    short_pages: int  # what is above the low watermark and pinned, so out of reach
+
+
+class Watermarks:
+    """Whether writing back is on: from the high watermark on, down to the low one."""
+
+    __slots__ = ("_high", "_low", "is_on")
+
+    def __init__(self, *, high: float, low: float) -> None:
+        self._high = high
+        self._low = low
+        self.is_on = False
+
+    def wanted_pages(self, *, held_pages: int, total_pages: int) -> int:
+        """How many pages to write back in this round; 0 when it is off.
+
+        The share of the excess grows from the low watermark to a full pool, where all of it goes.
+        """
+        if not total_pages:
+            self.is_on = False
+            return 0
+        load = held_pages / total_pages
+        if load >= self._high:
+            self.is_on = True
+        elif load <= self._low:
+            self.is_on = False
+        if not self.is_on:
+            return 0
+        excess = held_pages - self._low * total_pages
+        urgency = (load - self._low) / (1.0 - self._low)
+        return max(1, math.ceil(excess * min(1.0, urgency) - 1e-9))

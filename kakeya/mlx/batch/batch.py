@@ -1,0 +1,269 @@
+"""One forward for a step of many sequences, each with KV of its own.
+
+What costs most, the products with the model's weights, is done once for all rows, [B, 1, D].
+Attention is done in one of two ways (see `rows`):
+
+    row by row       each over its own cache and its own length: nothing is padded or copied, and on
+                     the CPU without a fast BLAS a row has the very bits that it has alone
+    slab by slab     sequences of about one length lie side by side (see `seating`), and one call is
+                     for all of them: a few kernels a layer in place of a dozen a row and layer
+
+The first is for where bits do not depend on the number of rows, and for caches of other kinds than
+KVCache; the second for everything else. A row may verify a block alone in between.
+
+The function of attention of the model's own module hands a `RowCaches` over to it, and has each
+layer begun while Python makes the graph of those behind it. A model whose attention does anything
+else with its cache is found out by `why_by_turns`, which compares rows with each alone when the
+engine starts; its sequences then take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import base
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
+
+from kakeya.decoding.draft.sampling import SamplingParams
+from kakeya.mlx.batch.cache import AloneKV, Attend, Part, RowCaches, SlabKV, SlabRows, split
+from kakeya.mlx.batch.places import Seating
+from kakeya.mlx.batch.shared_prefix import runs
+from kakeya.mlx.batch.slabs import Slab
+from kakeya.mlx.loader import LoadedModel
+from kakeya.mlx.lora import row_slots
+from kakeya.mlx.numerics.attention import attend_far, is_far
+from kakeya.mlx.numerics.grid import is_cpu, sums_alike
+from kakeya.mlx.verifier import Flight, Landing, Verifier, select
+
+BATCH_ROWS = 64
+"""The most rows of one forward; the scheduler's own bound is usually lower."""
+_KINDS = (KVCache, QuantizedKVCache, RotatingKVCache)
+_ATTENTION = "scaled_dot_product_attention"
+_STEP_ROWS = 32
+"""The most rows of one sequence that are a step, or a block of drafts."""
+_LONG_TOKENS = 200
+"""Of one of the rows that are tried: the others see a small part of what it does."""
+_TOLERANCE = 0.02
+"""Of the largest logit: rounding in 16 bits stays below, a row that sees another's KV does not."""
+
+
+def launch_together(
+    model: LoadedModel,
+    states: Sequence[Verifier],
+    tokens: Sequence[int | None],
+    seating: Seating | None = None,
+) -> None:
+    """Launch a plain step of each sequence in one forward; as `Verifier.launch` for each.
+
+    When it raises, the sequences are as before, except those whose caches cannot be trimmed.
+    """
+    if seating is not None:
+        order = seating.arrange(states)
+        states, tokens = [states[at] for at in order], [tokens[at] for at in order]
+    lengths = [state.length for state in states]
+    try:
+        logits = forward_together(model, states, _inputs(states, tokens))
+        selected = _select(logits, [state.sampling for state in states], lengths)
+        mx.async_eval(selected)  # type: ignore[no-untyped-call]
+    except Exception:
+        for state, length in zip(states, lengths, strict=True):
+            _restore(state.cache, length)
+        raise
+    flight = Flight(selected)
+    for index, state in enumerate(states):
+        state.launched(Landing(flight, index))
+
+
+def uses_slabs() -> bool:
+    """Whether sequences that share forwards are to lie in slabs.
+
+    Not where each then has the very bits that it has alone: they are worth more than the time.
+    """
+    return not sums_alike()
+
+
+def why_by_turns(model: LoadedModel, seating: Seating | None = None) -> str:
+    """Why no two sequences may share a forward of this model; "" = up to BATCH_ROWS may.
+
+    Runs short rows together, as `launch_together` would, and each alone. From then on the model
+    can be batched.
+    """
+    kinds = {type(layer) for layer in model.make_cache()}
+    if unknown := sorted(kind.__name__ for kind in kinds.difference(_KINDS)):
+        known = ", ".join(kind.__name__ for kind in _KINDS)
+        return f"it has layers with {', '.join(unknown)}; rows can be kept apart in {known}"
+    hand_over(model.network)
+    try:
+        return _differs(model, seating)
+    except Exception as problem:  # noqa: BLE001 - whatever a model does that cannot be batched
+        return f"rows in one forward fail: {problem or type(problem).__name__}"
+
+
+def _differs(model: LoadedModel, seating: Seating | None) -> str:
+    """How rows in one forward differ from each alone; "" = by no more than rounding.
+
+    One is much longer than the others, and in some of the forwards one is missing.
+    """
+    lengths = (3, min(_LONG_TOKENS, model.context_tokens // 2), 7)
+    texts = [[(position + length) % 4 for position in range(length)] for length in lengths]
+    alone = [Verifier(model) for _ in texts]
+    together = [Verifier(model) for _ in texts]
+    for state, text in zip([*alone, *together], [*texts, *texts], strict=True):
+        state.prefill(text)
+    rows = [mx.array([token], dtype=mx.int32) for token in (1, 3, 2)]
+    for sharing in ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (0, 1, 2)):
+        members = list(sharing)
+        if seating is not None:
+            members = [members[at] for at in seating.arrange([together[at] for at in members])]
+        expected = mx.concatenate([alone[at].step(rows[at]) for at in members])
+        row = mx.concatenate([rows[at] for at in members])
+        found = forward_together(model, [together[at] for at in members], row)
+        for at in members:
+            together[at].appended()
+        share = mx.abs(found - expected).max() / mx.abs(expected).max()
+        if not mx.all(share <= _TOLERANCE).item():  # also where it is no number
+            off = f"{share.item():.2g}"
+            return f"rows in one forward have logits that are off by {off} of the largest"
+        chosen = mx.argmax(expected, axis=-1).astype(mx.int32)
+        for at, token in zip(members, split(chosen, len(members)), strict=True):
+            rows[at] = token
+    return ""
+
+
+def forward_together(model: LoadedModel, states: Sequence[Verifier], row: mx.array) -> mx.array:
+    """Append a row to each sequence, lazily. Shapes: row [B] -> logits [B, V].
+
+    Those that sit in one slab stand next to each other, by their places.
+    """
+    offsets: dict[tuple[int, ...], mx.array] = {}
+    slabs = _slab_rows(states)
+    layers = []
+    for index, caches in enumerate(zip(*(state.cache for state in states), strict=True)):
+        lengths = tuple(int(cache.offset) for cache in caches)
+        if lengths not in offsets:
+            offsets[lengths] = mx.array(lengths, dtype=mx.int32)
+        layers.append(_row_caches(index, caches, slabs, offsets[lengths]))
+    slots = row_slots([state.slot for state in states])
+    return model.forward(row[:, None], layers, slots)[:, -1]
+
+
+def _slab_rows(states: Sequence[Verifier]) -> dict[int, tuple[Slab, SlabRows]]:
+    """The rows that sit in a slab each, by the first of them."""
+    found = {}
+    start = 0
+    for slab, group in groupby(states, lambda state: state.seat and state.seat.slab):
+        rows = list(group)
+        if slab is not None:
+            seats = [state.seat for state in rows if state.seat is not None]
+            places, lengths = [seat.place for seat in seats], [state.length for state in rows]
+            stretches = runs(seats, shares_from=slab.shares_from)
+            found[start] = slab, SlabRows(places, lengths, stretches, total=slab.places)
+        start += len(rows)
+    return found
+
+
+def _row_caches(
+    index: int,
+    caches: Sequence[Any],
+    slabs: Mapping[int, tuple[Slab, SlabRows]],
+    offset: mx.array,
+) -> RowCaches:
+    """A layer's caches, in as few parts as can be."""
+    parts: list[Part] = []
+    starts = []
+    at = 0
+    while at < len(caches):
+        starts.append(at)
+        slab, rows = slabs.get(at, (None, None))
+        if slab is None or rows is None or index not in slab.layers:
+            parts.append(AloneKV(caches[at]))
+            at += 1
+        else:
+            parts.append(SlabKV(rows, slab.layers[index], caches[at : at + rows.count]))
+            at += rows.count
+    return RowCaches(parts, starts[1:], offset)
+
+
+def _inputs(states: Sequence[Verifier], tokens: Sequence[int | None]) -> mx.array:
+    """The rows' tokens, as far as they are known. Shape: [B] int32."""
+    if all(token is None for token in tokens):
+        flight = states[0].newest().flight
+        if flight.selected.size == len(states) and all(
+            state.newest() == (flight, index) for index, state in enumerate(states)
+        ):
+            return flight.selected
+    pairs = zip(states, tokens, strict=True)
+    return mx.concatenate(
+        [s.next_row() if t is None else mx.array([t], dtype=mx.int32) for s, t in pairs]
+    )
+
+
+def _select(
+    logits: mx.array, samplings: Sequence[SamplingParams], lengths: Sequence[int]
+) -> mx.array:
+    """Select each row's token in its own way. Shapes: [B, V] -> [B] int32."""
+    if all(sampling.is_greedy for sampling in samplings):
+        return select(logits, samplings[0], first_position=0)
+    rows = zip(split(logits, len(samplings)), samplings, lengths, strict=True)
+    return mx.concatenate(
+        [select(row, sampling, first_position=length + 1) for row, sampling, length in rows]
+    )
+
+
+def _restore(caches: Sequence[Any], length: int) -> None:
+    """Take back what a forward that failed appended."""
+    for cache in caches:
+        surplus = int(cache.offset) - length
+        if surplus > 0 and cache.is_trimmable():
+            cache.trim(surplus)
+
+
+def hand_over(network: nn.Module) -> None:
+    """Make the attention of the network's own modules ours: it asks a RowCaches, where it is given
+    one. Before anything is computed whose bits matter."""
+    for name in {type(module).__module__ for module in network.modules()}:
+        module = sys.modules[name]
+        if vars(module).get(_ATTENTION) is base.scaled_dot_product_attention:
+            setattr(module, _ATTENTION, _attention)
+
+
+def _attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any,  # noqa: ANN401 - mlx-lm's caches share no public type
+    scale: float,
+    mask: Any,  # noqa: ANN401
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's attention, by rows for a RowCaches, and in two parts behind a long context."""
+    attend: Attend = base.scaled_dot_product_attention
+    is_step = queries.shape[2] <= _STEP_ROWS
+    # A longer piece is part of a prompt: of its last layer nothing but keys and values is needed.
+    _begin(queries if is_step else None, keys, values)
+    if isinstance(cache, RowCaches):
+        found = cache.attend(attend, queries, (keys, values), scale, mask, sinks)
+    elif is_far(queries, keys, mask, sinks):
+        found = attend_far(queries, keys, values, scale)
+    else:
+        found = attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    if is_step:
+        _begin(found)
+    return found
+
+
+def _begin(*arrays: Any) -> None:  # noqa: ANN401 - of quantized keys there are several
+    """Have these computed while Python goes on to the operations behind them, on the CPU.
+
+    There a step of few rows is hundreds of small operations, and to make its graph and to walk
+    through it takes as long as several layers do; without this none of them begins before.
+    """
+    if is_cpu():
+        with contextlib.suppress(ValueError):  # nothing can be computed while a function is traced
+            mx.async_eval(arrays)  # type: ignore[no-untyped-call]

@@ -1,0 +1,85 @@
+"""Whether kin are to read what they share once: tried on the model itself when it is loaded.
+
+On the CPU attention is products of matrices anyway, and it only has to give the same. On a GPU it
+is one fused kernel, whose pass over the same numbers for each row may cost less than the kernels
+that take its place: there it is timed at the least that is to be saved, and whatever saves more
+gains more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+import mlx.core as mx
+
+from kakeya.core.errors import KakeyaError
+from kakeya.core.log import event
+from kakeya.mlx.batch.batch import forward_together
+from kakeya.mlx.batch.places import Seating
+from kakeya.mlx.loader import LoadedModel
+from kakeya.mlx.numerics.grid import is_cpu
+from kakeya.mlx.verifier import Verifier
+
+_log = logging.getLogger(__name__)
+SHARES_FROM = 512
+"""Tokens that need not be read again; of two rows, what they share."""
+_ROWS = 2
+_REPEATS = 5
+_TOLERANCE = 0.02
+"""Of the time: what two equal ones may differ by. Of the largest logit: rounding stays below."""
+
+
+def shares_from(model: LoadedModel) -> int | None:
+    """How many tokens must be saved for kin to share; None = it is not worth it, or not the same.
+
+    None too, with a reason in the log, where it fails. The context is made up, not computed: its
+    content changes no time.
+    """
+    if model.context_tokens < 2 * SHARES_FROM:
+        return None
+    try:
+        return SHARES_FROM if _is_worth_it(model) else None
+    except Exception as problem:  # noqa: BLE001 - whatever it is, rows can attend by themselves
+        event(
+            _log,
+            "what its kin share is read for each",
+            level=logging.WARNING,
+            model=model.model_id,
+            reason=problem.message if isinstance(problem, KakeyaError) else repr(problem),
+        )
+        return None
+
+
+def _is_worth_it(model: LoadedModel) -> bool:
+    states = [Verifier(model) for _ in range(_ROWS)]
+    for number, state in enumerate(states):
+        state.prefill([number])
+        if not state.pretend(SHARES_FROM):
+            return False
+        state.prefill([number + 1, number + 2])
+    seating = Seating()
+    seating.shares_from = SHARES_FROM
+    seating.arrange(states)
+    seats = [state.seat for state in states]
+    if any(seat is None or seat.alike < SHARES_FROM for seat in seats):
+        return False
+    slab = next(seat.slab for seat in seats if seat is not None)
+    row = mx.array(list(range(_ROWS)), dtype=mx.int32)
+    best: dict[int | None, float] = {None: math.inf, SHARES_FROM: math.inf}
+    logits: dict[int | None, mx.array] = {}
+    for _ in range(_REPEATS):
+        for way in best:
+            slab.shares_from = way
+            started = time.perf_counter()
+            logits[way] = forward_together(model, states, row)
+            mx.eval(logits[way])
+            best[way] = min(best[way], time.perf_counter() - started)
+            for state in states:
+                state.appended()
+                state.trim(1)
+    share = mx.abs(logits[SHARES_FROM] - logits[None]).max() / mx.abs(logits[None]).max()
+    is_same = bool((share <= _TOLERANCE).item())  # not where it is no number
+    is_sooner = best[SHARES_FROM] <= best[None] * (1 + _TOLERANCE)
+    return is_same and (is_sooner or is_cpu())

@@ -1,0 +1,1 @@
+"""KV of one sequence, layer by layer, to and from blocks."""

@@ -1,0 +1,3 @@
+"""What decides bits and speed: the grid of prefill, BLAS, attention, checks that batching is exact
+on this machine.
+"""

@@ -1,0 +1,78 @@
+"""Attention in two parts, by products of matrices: what lies in front, and what is a row's own.
+
+mlx's exponential takes most of the time of a softmax on the CPU, and behind a long context that of
+a whole piece of a prompt. Powers of two take a third of it, so there scores are made exponents of
+two; the sum of the weights is taken out of the result, not out of each weight.
+
+A sequence's new tokens behind many others attend so on the CPU. In front of FAR_TOKENS prompts
+keep the bits that mlx-lm gives them, though they would gain as well.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mlx.core as mx
+
+from kakeya.mlx.numerics.grid import FAR_TOKENS, is_cpu, is_split_far
+
+_LOG2_E = math.log2(math.e)
+
+
+def score_scale(scale: float) -> float:
+    """What kin's queries are multiplied with, for the scores that `weigh` is given."""
+    return scale * _LOG2_E if is_cpu() else scale
+
+
+def weigh(common: mx.array, own: mx.array) -> tuple[mx.array, mx.array, mx.array | None]:
+    """The weights of scores, and what their products with values are to be divided by, if at all.
+
+    Shapes: [groups, a * b, T], [groups, a, b, S] -> the same, [groups, a, b, 1]. Sums in float32.
+    """
+    if is_cpu():
+        return _powers(common, own)
+    groups, _, shared = common.shape
+    scores = mx.concatenate([common, own.reshape(groups, -1, own.shape[-1])], axis=-1)
+    weights = mx.softmax(scores, axis=-1, precise=True)
+    return weights[..., :shared], weights[..., shared:].reshape(own.shape), None
+
+
+def _powers(common: mx.array, own: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """`weigh`, where scores are exponents of two."""
+    common, own = common.astype(mx.float32), own.astype(mx.float32)
+    shape = (*own.shape[:3], 1)
+    top = mx.maximum(common.max(axis=-1).reshape(shape), own.max(axis=-1, keepdims=True))
+    common = mx.power(2.0, common - top.reshape(*common.shape[:2], 1))
+    own = mx.power(2.0, own - top)
+    return common, own, common.sum(axis=-1).reshape(shape) + own.sum(axis=-1, keepdims=True)
+
+
+def attend_far(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    """Causal attention of the newest tokens of a sequence, for the CPU.
+
+    Shapes: [1, H, L, D], [1, groups, T, D], [1, groups, T, W] -> [1, H, L, W].
+    """
+    _, heads, count, width = queries.shape
+    groups, past = keys.shape[1], keys.shape[2] - count
+    asked = (queries * (scale * _LOG2_E)).reshape(groups, -1, width)
+    at = mx.arange(count)
+    own = (asked @ keys[0, :, past:].swapaxes(-1, -2)).reshape(groups, -1, count, count)
+    own = mx.where(at <= at[:, None], own, -mx.inf)
+    common, own, total = _powers(asked @ keys[0, :, :past].swapaxes(-1, -2), own)
+    found = common.astype(values.dtype) @ values[0, :, :past]
+    found = found.reshape(*own.shape[:3], -1) + own.astype(values.dtype) @ values[0, :, None, past:]
+    return (found / total).astype(queries.dtype).reshape(1, heads, count, -1)
+
+
+def is_far(queries: mx.array, keys: Any, mask: Any, sinks: mx.array | None) -> bool:  # noqa: ANN401
+    """Whether `attend_far` is for these; what mlx-lm's attention is given."""
+    return (
+        isinstance(keys, mx.array)
+        and keys.shape[2] - queries.shape[2] >= FAR_TOKENS
+        and isinstance(mask, str)
+        and mask == "causal"
+        and sinks is None
+        and queries.shape[0] == 1
+        and is_split_far()
+    )

@@ -1,1 +1,0 @@
-"""`kakeya doctor`: facts are collected by thin shells, judged by pure checks, shown as lines."""

@@ -1,0 +1,308 @@
+"""The fleet half of a node: who it is, whom it sees, whom it believes; built and wired here.
+
+    identity and trust    none on loopback and with --insecure-lan
+    registry, sync        what is known, and what is said of it
+    gossip, prober        the loops that keep it true
+    routes, discovery     which of a node's addresses is used, and where new ones turn up
+    membership            renewal, invites, revocations
+
+Nothing here knows models: the agent says what this node offers and asks what others do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+from prometheus_client.core import Metric
+
+from kakeya.config.config import FleetConfig
+from kakeya.core.clock import Clock
+from kakeya.core.ids import NodeId
+from kakeya.core.tasks import Supervisor
+from kakeya.fleet.cards.cards import Card, Offer
+from kakeya.fleet.gossip.gossip import Gossip, GossipConfig
+from kakeya.fleet.gossip.round import Round
+from kakeya.fleet.gossip.service import CapabilityService, register
+from kakeya.fleet.gossip.sync import Sync
+from kakeya.fleet.identity.identity import load_peers
+from kakeya.fleet.identity.membership import FleetSecurity, Membership
+from kakeya.fleet.identity.renewal import MembershipService
+from kakeya.fleet.identity.trust import FleetTrust
+from kakeya.fleet.liveness.probing import Prober
+from kakeya.fleet.paths.discovery import Discovery
+from kakeya.fleet.paths.routes import Routes
+from kakeya.fleet.view.registry import CapabilityRegistry
+from kakeya.fleet.view.suspicion import Doubt
+from kakeya.node.metrics import fleet_metrics, invite_metrics, route_metrics
+from kakeya.node.reach import Reach
+from kakeya.node.state import NodeState
+from kakeya.node.status import FleetStatus
+from kakeya.v1.fleet_pb2_grpc import add_MembershipServiceServicer_to_server
+from kakeya.wire.channels import Channels
+from kakeya.wire.security import ChannelSecurity
+from kakeya.wire.server.authorization import current_caller
+
+_CERTIFICATES_S = 30.0
+"""Between two looks for certificates of others that have run out."""
+OPEN_FLEET = "open"
+"""How a fleet without identities is announced on the local network."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chances:
+    """Time and chance of a node; `rng` must not draw what has to stay secret."""
+
+    clock: Clock
+    rng: random.Random
+
+
+class FleetPlane:
+    """One node's part in the fleet. `offer` makes the card's content from what is loaded now."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        *,
+        state: NodeState,
+        data_dir: Path,
+        trust: FleetTrust | None,
+        reach: Reach,
+        offer: Offer,
+        chances: Chances,
+        on_round: Callable[[Round], None],
+    ) -> None:
+        """`trust` None = a fleet without identities."""
+        self._clock, self._rng = clock, rng = chances.clock, chances.rng
+        self._closing: set[asyncio.Future[None]] = set()
+        self.reach = reach
+        self.trust = trust
+        self.registry = CapabilityRegistry(
+            state.node_id,
+            offer,
+            now=clock.wall(),
+            mono=clock.mono(),
+            memory=state.memory,
+            trust=self.trust,
+        )
+        self.security: ChannelSecurity | None = None
+        if trust is not None:
+            self.security = FleetSecurity(trust, self.registry.node_at)
+            trust.subscribe(self._forget)
+        self.channels = Channels(security=self.security)
+        self._policy = reach.policy()
+        self.routes = Routes(
+            self.registry,
+            channels=self.channels,
+            clock=clock,
+            may_dial=self._may_dial,
+            on_answer=reach.answered,
+        )
+        self.prober = Prober(
+            self.registry,
+            channels=self.channels,
+            clock=clock,
+            rng=rng,
+            poke=self.poke,
+            route=self.routes.address_for,
+            may_dial=self._may_dial,
+        )
+        self.channels.on_lost = self._connection_lost
+        self.sync = Sync(self.registry, rng=rng, revocations=self.trust, suspicion=self.prober)
+        self.service = CapabilityService(self.registry, self.sync, clock=clock)
+        self.discovery = self._discovery(config, state.node_id)
+        seeds = config.peers + (load_peers(data_dir) if trust else ())
+        self.gossip = Gossip(
+            self.registry,
+            GossipConfig(
+                seeds=tuple(dict.fromkeys(seeds)),
+                interval_s=config.interval_s,
+                fanout=config.fanout,
+            ),
+            channels=self.channels,
+            clock=clock,
+            rng=rng,
+            on_round=self._round_done,
+            sync=self.sync,
+            sightings=self.discovery.sightings if self.discovery else tuple,
+            may_dial=self._may_dial,
+            routes=self.routes.address_for,
+        )
+        self._on_round = on_round
+        self.membership = self._membership(data_dir)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the services of the fleet to one more server."""
+        register(server, self.service, probe=self.prober.answer_probe)
+        if self.membership is not None:
+            renewals = MembershipService(self.membership.certify, caller=current_caller)
+            add_MembershipServiceServicer_to_server(renewals, server)
+
+    def start(self, supervisor: Supervisor) -> None:
+        """Begin to gossip, look around and keep what was found."""
+        self.reach.start(supervisor)
+        self.gossip.start(supervisor)
+        self.prober.start(supervisor)
+        self.routes.start(supervisor)
+        if self.discovery is not None:
+            self.discovery.start(supervisor)
+        if self.membership is not None:
+            self.membership.start(supervisor)
+            supervisor.start("certificates of others", self._watch_certificates)
+
+    def _round_done(self, done: Round) -> None:
+        for outcome in done.outcomes:
+            if not outcome.error:
+                self.reach.answered(outcome.address, outcome.rtt_s * 1000)
+        self._on_round(done)
+
+    def poke(self) -> None:
+        """Ask for a round soon."""
+        self.gossip.poke()
+
+    def call_failed(self, address: str) -> None:
+        """Note that a call to an address broke: its node goes another way, or is in doubt."""
+        cards = self._cards_at(address)
+        self.routes.lost(address)
+        for card in cards:
+            if self.routes.address_for(card) == address:
+                self.registry.mark_failed(card.node_id, mono=self._clock.mono())
+        if not cards:
+            self.registry.mark_failed(address, mono=self._clock.mono())
+        self.prober.lost(address)
+
+    def _connection_lost(self, address: str) -> None:
+        # Idle connections are closed by honest peers too, so this only gives reason to look.
+        self.routes.lost(address)
+        self.prober.lost(address)
+
+    def addresses_changed(self) -> None:
+        """Take over what the reach has now; the agent announces the card anew."""
+        self._policy = self.reach.policy()
+        self.routes.interfaces_changed()
+        if self.discovery is not None:
+            self.discovery.update(hosts=self.reach.hosts, policy=self._policy)
+
+    def why_not_dial(self, address: str) -> str:
+        """Why an address of a card is not dialled; "" = it may be."""
+        return self._policy.may_dial(address)
+
+    def skews(self) -> Mapping[str, float]:
+        """Seconds by which the clocks of peers are ahead of this machine's, by node id."""
+        return {
+            str(node_id): s for node_id, s in self.sync.skews.by_peer(self._clock.mono()).items()
+        }
+
+    def view(self, cards: Sequence[Card]) -> FleetStatus:
+        """What the status tells of the fleet; `cards` as they are now, the own one first."""
+        mono = self._clock.mono()
+        skews = self.sync.skews
+        return FleetStatus(
+            ages={card.node_id: self.registry.age_s(card.node_id, mono=mono) for card in cards},
+            suspects=self.registry.suspects(),
+            doubts=self._doubts(cards),
+            gossip=self.gossip.stats,
+            skews=skews.by_peer(mono),
+            is_clock_wrong=skews.is_own_fault(mono),
+            conflicts=self.registry.conflicts(self._clock.wall()),
+            routes={route.node_id: route for route in self.routes.routes()},
+            sightings=len(self.discovery.sightings()) if self.discovery else None,
+            identity=self.trust.identity if self.trust else None,
+            revoked=self.trust.revoked.node_ids if self.trust else (),
+        )
+
+    def _doubts(self, cards: Sequence[Card]) -> Mapping[NodeId, Doubt]:
+        book = self.registry.suspicions
+        found = ((card.node_id, book.doubt_of(card.grpc_address)) for card in cards)
+        return {node_id: doubt for node_id, doubt in found if doubt is not None}
+
+    def metrics(self) -> Iterator[Metric]:
+        """What the fleet half counts."""
+        known = len(self.registry.snapshot(mono=self._clock.mono()))
+        suspects = len(self.registry.suspects())
+        yield from fleet_metrics(known, suspects, self.gossip.stats, self.service.stats)
+        mdns = self.discovery.stats if self.discovery else None
+        if self.membership is not None and self.membership.door is not None:
+            yield from invite_metrics(self.membership.door.stats)
+        yield from route_metrics(self.routes.downgrades, mdns)
+
+    def live_peers(self) -> Sequence[Card]:
+        """Everybody but this node."""
+        return self.registry.snapshot(mono=self._clock.mono())[1:]
+
+    async def aclose(self) -> None:
+        """Close what is open; the loops end with their supervisor."""
+        if self.membership is not None:
+            await self.membership.aclose()
+        await self.channels.aclose()
+
+    def _may_dial(self, address: str) -> bool:
+        return not self._policy.may_dial(address)
+
+    def _forget(self, revoked: Collection[str]) -> None:
+        """Let go of nodes that the fleet took out, and tell it."""
+        self.let_go()
+        self.poke()
+
+    async def _watch_certificates(self) -> None:
+        # A connection is checked once, when it is made, and stays open for weeks.
+        while True:
+            await self._clock.sleep(_CERTIFICATES_S)
+            self.let_go()
+
+    def let_go(self) -> int:
+        """Let go of nodes that are trusted no more, as they were revoked or did not renew their
+        certificates: of their cards and the channels to them. Returns how many there were.
+
+        By a clock that is far ahead all certificates have run out, the own one among them; then
+        nobody is judged by it.
+        """
+        now = self._clock.wall()
+        if self.trust is None or now > self.trust.identity.not_after_at:
+            return 0
+        cards = self.live_peers()
+        fallen = set(self.registry.recheck(now, mono=self._clock.mono()))
+        gone = [card for card in cards if card.node_id in fallen]
+        for card in gone:
+            for address in card.addresses:
+                # Another node may be there, of which this one only said that it was itself.
+                node_id = card.node_id if self._cards_at(address) else ""
+                closing = asyncio.ensure_future(self.channels.discard(address, node_id))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+        return len(gone)
+
+    def _cards_at(self, address: str) -> list[Card]:
+        return [card for card in self.live_peers() if address in card.addresses]
+
+    def _discovery(self, config: FleetConfig, node_id: str) -> Discovery | None:
+        if not (config.mdns and self.reach.is_networked):
+            return None
+        return Discovery(
+            NodeId(node_id),
+            fleet=self.trust.identity.fleet if self.trust else OPEN_FLEET,
+            port=self.reach.port,
+            hosts=self.reach.hosts,
+            policy=self._policy,
+            clock=self._clock,
+            rng=self._rng,
+            on_change=self.poke,
+        )
+
+    def _membership(self, data_dir: Path) -> Membership | None:
+        if self.trust is None:
+            return None
+        return Membership(
+            data_dir,
+            self.trust,
+            cards=lambda: self.registry.snapshot(mono=self._clock.mono()),
+            hosts=lambda: self.reach.hosts,
+            channels=self.channels,
+            clock=self._clock,
+            rng=self._rng,
+            route=self.routes.address_for,
+        )

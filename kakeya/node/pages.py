@@ -1,0 +1,194 @@
+"""What lies in the pages of a node, as a part of the agent: the arena, adapters, prefixes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from prometheus_client.core import Metric
+
+from kakeya.backends.resident import ResidentModel
+from kakeya.config.config import AdapterConfig, PrecacheConfig
+from kakeya.core.clock import Clock
+from kakeya.core.tasks import TaskHealth
+from kakeya.generation.request import ModelState
+from kakeya.generation.spec import Role
+from kakeya.memory.estimate.estimate import estimate_source
+from kakeya.memory.estimate.size_file import hub_folder
+from kakeya.memory.pages import node_arena as pages
+from kakeya.memory.pages.node_arena import NodeArena, page_config
+from kakeya.memory.pages.slabs import header_bytes
+from kakeya.node.adapters import NodeAdapters
+from kakeya.node.memory import NodeMemory
+from kakeya.prefix.peers.auth import FleetKey
+from kakeya.prefix.prefixes import NodePrefixes
+from kakeya.prefix.warm.recall import PrefixStart, Recalled
+
+ARENA_FOLDER = "arena"
+BLOCK_TOKENS = 256
+"""The most that a block of KV has."""
+_BLOCKS_A_SLAB = 2
+"""So that one fits though it is somewhat larger than its estimate."""
+
+
+def least_bytes(adapters: AdapterConfig, precache: PrecacheConfig) -> int:
+    """What pages need beside a model: one slab, as the ledger counts it; 0 = nothing is in any."""
+    if not (adapters.slots or precache.memory_bytes):
+        return 0
+    slab = page_config(
+        adapters.slab_bytes, adapters.warm_bytes, page_bytes=adapters.page_bytes, fit=adapters.fit
+    )
+    return header_bytes(slab.slab_pages) + slab.slab_pages * slab.page_bytes
+
+
+class NodePages:
+    """An `async with`, entered when the node's memory is and left before it."""
+
+    def __init__(
+        self,
+        adapters: AdapterConfig,
+        precache: PrecacheConfig,
+        memory: NodeMemory,
+        *,
+        data_dir: Path,
+        fleet_key: FleetKey | None = None,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self.fleet_key = fleet_key
+        self._adapter_config = adapters
+        self._precache_config = precache
+        self._memory = memory
+        self._data_dir = data_dir
+        self._clock = clock
+        self._rng = rng
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            self.arena = await asyncio.to_thread(self._make_arena)
+            stack.push_async_callback(asyncio.to_thread, self.arena.__exit__, None, None, None)
+            self._memory.arbiter.add_tenant(self.arena)
+            stack.callback(self._memory.arbiter.remove_tenant, pages.NAME)
+            self.adapters = await stack.enter_async_context(
+                NodeAdapters(
+                    self._adapter_config,
+                    self._memory,
+                    self.arena,
+                    data_dir=self._data_dir,
+                    clock=self._clock,
+                    rng=self._rng,
+                )
+            )
+            models = self._memory.engines.of_role(Role.VERIFIER)
+            self.prefixes = await stack.enter_async_context(
+                NodePrefixes(
+                    self.arena,
+                    memory_bytes=self._precache_config.memory_bytes,
+                    disk_bytes=self._precache_config.disk_bytes,
+                    data_dir=self._data_dir,
+                    served=lambda: [one.model_id for one in models],
+                    adapters=lambda: {one.digest for one in self.adapters.manager.records()},
+                    adapter_digest=self.adapters.manager.digest_of,
+                    clock=self._clock,
+                    rng=self._rng,
+                    key=self.fleet_key.block_key if self.fleet_key else b"",
+                    tenant=self.fleet_key.tenant if self.fleet_key else "",
+                )
+            )
+            self._start = await stack.enter_async_context(
+                PrefixStart(self.prefixes, clock=self._clock)
+            )
+            self.adapters.manager.follow(self.prefixes.adapter_retired)
+            for model in models:
+                model.prefixes = self.prefixes
+            self._memory.engines.follow(self._engine_changed)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for model in self._memory.engines.of_role(Role.VERIFIER):
+            model.prefixes = None
+        await self._stack.aclose()
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether blocks of KV are exchanged with peers."""
+        return self.prefixes.is_on and self._precache_config.peers
+
+    def tell_recalled(self, recalled: Recalled | None) -> None:
+        """Have somebody told of each history that comes back for a fresh engine; None = nobody."""
+        self._start.recalled = recalled
+
+    def unready(self) -> str:
+        """Why the node puts off that it is ready; "" = it does not."""
+        return self._start.unready()
+
+    def metrics(self) -> Iterator[Metric]:
+        """Of the pages, and of what lies in them."""
+        yield from self.arena.metrics()
+        yield from self.adapters.manager.metrics()
+        yield from self.prefixes.metrics()
+
+    def health(self) -> tuple[TaskHealth, ...]:
+        """Background tasks."""
+        return (
+            *self.adapters.manager.health(),
+            *self.prefixes.health(),
+            *self._start.health(),
+        )
+
+    def _make_arena(self) -> NodeArena:
+        adapters, precache = self._adapter_config, self._precache_config
+        slab_bytes, most_bytes = adapters.slab_bytes, adapters.warm_bytes
+        if precache.memory_bytes:
+            most_bytes += precache.memory_bytes
+            block_bytes = _BLOCKS_A_SLAB * pages.paged_bytes(
+                self._largest_block_bytes(), adapters.page_bytes
+            )
+            slab_bytes = max(slab_bytes, min(block_bytes, precache.memory_bytes))
+        return NodeArena(
+            self._data_dir / ARENA_FOLDER,
+            page_config(
+                slab_bytes,
+                most_bytes,
+                page_bytes=adapters.page_bytes,
+                fit=adapters.fit,
+                headroom=adapters.headroom,
+            ),
+            ledger=self._memory.arbiter,
+            clock=self._clock,
+            rng=self._rng,
+        )
+
+    def _largest_block_bytes(self) -> int:
+        """What a block of any model takes, by its files."""
+        engines = self._memory.engines
+        hub = hub_folder(os.environ, Path.home())
+        return max(
+            (
+                estimate_source(
+                    engines.sources[model.model_id], hub=hub, kv_tokens=BLOCK_TOKENS, widens=False
+                ).kv_bytes
+                for model in engines.of_role(Role.VERIFIER)
+            ),
+            default=0,
+        )
+
+    def _engine_changed(self, model: ResidentModel) -> None:
+        self.arena.engine_changed(model.model_id, model.pid)
+        is_ready = model.state is ModelState.READY
+        self.adapters.manager.engine_changed(model.model_id, model.pid if is_ready else None)
+        if is_ready and model.role is Role.VERIFIER:
+            self._start.ready(model)

@@ -1,0 +1,54 @@
+"""What a node does ahead of requests, as a part of the agent: what it hangs on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from kakeya.config.config import PrecacheConfig
+from kakeya.core.clock import Clock
+from kakeya.generation.request import ModelDirectory
+from kakeya.node.memory import NodeMemory
+from kakeya.node.pages import NodePages
+from kakeya.prefix.warm.ahead import NodePrecache
+from kakeya.prefix.warm.source import ModelSource
+from kakeya.text.text import Texts
+
+
+@asynccontextmanager
+async def node_precache(
+    config: PrecacheConfig,
+    models: ModelDirectory,
+    memory: NodeMemory,
+    pages: NodePages,
+    clock: Clock,
+    rng: random.Random,
+) -> AsyncIterator[NodePrecache]:
+    """Build it over a node's models and pages, and let it hear of both. Raises ConfigError."""
+    arbiter = memory.arbiter
+    source = ModelSource(
+        models,
+        pages.prefixes,
+        adapter=pages.adapters.manager.find,
+        is_needed=lambda: bool(arbiter.status().waiting),
+    )
+    precache = NodePrecache(
+        config,
+        models,
+        source,
+        Texts(clock.wall),
+        usable_bytes=lambda: arbiter.status().budget_bytes,
+        wipe=pages.prefixes.wipe,
+        clock=clock,
+        rng=rng,
+    )
+    async with precache:
+        memory.engines.follow(precache.engine_changed)
+        stop_listening = arbiter.on_event(precache.happened)
+        pages.tell_recalled(precache.recalled)
+        try:
+            yield precache
+        finally:
+            pages.tell_recalled(None)
+            stop_listening()

@@ -1,1 +1,0 @@
-"""What to compute ahead, and where the KV of prefixes lives: in pages, on disk, at peers."""

@@ -1,0 +1,100 @@
+"""Blocks that wait to be written: bounded in bytes, the oldest goes first, each block once.
+
+A payload may be lent (a view of pinned pages): whoever lent it is told once when it is no longer
+needed, whatever became of the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kakeya.generation.retention import Retention
+from kakeya.prefix.disk.kvb import Payload, StoredBlock
+from kakeya.prefix.names.blocks import BlockId
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Waiting:
+    """A block with its payload on the way to disk."""
+
+    block: StoredBlock
+    payload: Payload
+    retention: Retention
+    released: Callable[[], None] | None
+    is_wanted: bool = True  # False: it was forgotten while it was being written
+    _users: int = 0
+    _is_over: bool = False
+
+    def release(self) -> None:
+        """The payload is not needed any more, but by who still reads it."""
+        self._is_over = True
+        self._tell_lender()
+
+    @contextmanager
+    def in_use(self) -> Iterator[Payload]:
+        """Read the payload; it stays what it is meanwhile."""
+        self._users += 1
+        try:
+            yield self.payload
+        finally:
+            self._users -= 1
+            self._tell_lender()
+
+    def _tell_lender(self) -> None:
+        if not self._is_over or self._users:
+            return
+        released, self.released = self.released, None
+        self.payload = b""
+        if released is not None:
+            released()
+
+
+class WriteQueue:
+    """What waits, in the order in which it came."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._waiting: dict[BlockId, Waiting] = {}
+        self.waiting_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def get(self, block_id: BlockId) -> Waiting | None:
+        """The block that waits under this id."""
+        return self._waiting.get(block_id)
+
+    def push(self, item: Waiting) -> list[Waiting]:
+        """Let one wait; returns what had to go for it, released, which may be the item itself."""
+        gone = [one for one in (self.drop(item.block.id),) if one is not None]
+        if item.block.payload_bytes > self._most_bytes:
+            item.release()
+            return [*gone, item]
+        while self.waiting_bytes + item.block.payload_bytes > self._most_bytes:
+            oldest = self.pop()
+            oldest.release()
+            gone.append(oldest)
+        self._waiting[item.block.id] = item
+        self.waiting_bytes += item.block.payload_bytes
+        return gone
+
+    def pop(self) -> Waiting:
+        """Take the oldest out; it is the caller's to release. Raises StopIteration when empty."""
+        block_id = next(iter(self._waiting))
+        item = self._waiting.pop(block_id)
+        self.waiting_bytes -= item.block.payload_bytes
+        return item
+
+    def drop(self, block_id: BlockId) -> Waiting | None:
+        """Take one out that is no longer wanted, released; None = it does not wait."""
+        item = self._waiting.pop(block_id, None)
+        if item is not None:
+            self.waiting_bytes -= item.block.payload_bytes
+            item.release()
+        return item
+
+    def clear(self) -> list[Waiting]:
+        """Take everything out, released."""
+        return [gone for block_id in tuple(self._waiting) if (gone := self.drop(block_id))]

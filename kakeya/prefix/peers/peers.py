@@ -1,0 +1,346 @@
+"""Prefix blocks between this node and others: what it serves, asks for, and says on its card.
+
+    serve    PrefillCacheService over `prefix_source.py`, for whoever the table of permissions lets
+    fetch    what a request lacks, before its engine begins; into pages, like blocks from disk
+    card     a filter of the blocks here, made anew now and then
+
+Blocks come from nodes that the fleet trusts: their bytes are checked against what their sender
+said, not computed again. In a fleet with a common key, names and calls are made with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import grpc.aio
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kakeya.config.config import PrecacheConfig
+from kakeya.core.clock import Clock
+from kakeya.core.errors import ConfigError
+from kakeya.core.tasks import Supervisor, every
+from kakeya.fleet.cards.cards import CacheOffer, Card
+from kakeya.fleet.cards.convert import cache_to_wire
+from kakeya.fleet.view.registry import CapabilityRegistry
+from kakeya.generation.retention import BlockClass
+from kakeya.prefix.names.blocks import BlockId
+from kakeya.prefix.names.naming import Naming
+from kakeya.prefix.names.pieces import Piece, longest_at
+from kakeya.prefix.pages.pages import Shelf
+from kakeya.prefix.peers.auth import FleetKey
+from kakeya.prefix.peers.cards import OwnCaches, holders
+from kakeya.prefix.peers.choice import Holder, is_worth_asking
+from kakeya.prefix.peers.fetch import PeerFetch
+from kakeya.prefix.peers.seams import Wanted
+from kakeya.prefix.peers.service import PrefillCacheService
+from kakeya.prefix.peers.sink import PageSink
+from kakeya.prefix.peers.source import NodeSources
+from kakeya.prefix.peers.two_sided import is_worth_while
+from kakeya.prefix.peers.two_sided_fetch import HeldBlocks, Rendezvous
+from kakeya.prefix.prefixes import NodePrefixes
+from kakeya.v1.distributed_pb2 import CacheCapability
+from kakeya.v1.distributed_pb2_grpc import add_PrefillCacheServiceServicer_to_server
+from kakeya.wire.channels import Channels
+
+TICK_S = 2.0
+"""Between two looks for leases that ran out and for a filter that changed."""
+_MAX_KEY_BYTES = 4096
+_LATE_KEPT = 64
+Json = dict[str, object]
+
+
+def read_fleet_key(config: PrecacheConfig, node_id: str) -> FleetKey | None:
+    """The common key of the fleet, where one is configured. Raises ConfigError."""
+    if config.key_file is None:
+        return None
+    try:
+        with Path(config.key_file).open("rb") as file:
+            key = file.read(_MAX_KEY_BYTES).strip()
+    except OSError as problem:
+        raise ConfigError(
+            f"{config.key_file}: the fleet key cannot be read: {problem.strerror or problem}"
+        ) from problem
+    return FleetKey(key=key, tenant=config.tenant, node_id=node_id)
+
+
+class Ways(Protocol):
+    """Which of a node's addresses is called."""
+
+    def address_for(self, card: Card) -> str:
+        """Where to reach the node of a card now."""
+        ...
+
+
+class Neighbourhood(Protocol):
+    """What of the fleet is needed here; `FleetPlane` has it."""
+
+    @property
+    def registry(self) -> CapabilityRegistry:
+        """Who is there."""
+        ...
+
+    @property
+    def channels(self) -> Channels:
+        """How they are called."""
+        ...
+
+    @property
+    def routes(self) -> Ways:
+        """Where they are called."""
+        ...
+
+    def why_not_dial(self, address: str) -> str:
+        """Why an address of a card is not dialled; "" = it may be."""
+        ...
+
+    def call_failed(self, address: str) -> None:
+        """Note that a call to an address broke."""
+        ...
+
+
+class PrefixPeers:
+    """See the module. Implements `Elsewhere`; lives on the event loop."""
+
+    def __init__(
+        self,
+        plane: Neighbourhood,
+        prefixes: NodePrefixes,
+        *,
+        fleet_key: FleetKey | None,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._plane = plane
+        self._pages = prefixes.pages
+        self._clock = clock
+        self._rng = rng
+        self._holder = self._pages.arena.holder("prefixes from peers")
+        self._sources = NodeSources(prefixes.pages, prefixes.store)
+        self._own = OwnCaches(self._sources)
+        self._late: OrderedDict[BlockId, Holder] = OrderedDict()
+        """By the last block of a history: who was late a moment ago, before it was computed."""
+        self.service = PrefillCacheService(
+            plane.registry.node_id,
+            self._sources,
+            summary=self._summary,
+            clock=clock,
+            draw=lambda: secrets.token_hex(16),
+            fleet_key=fleet_key,
+        )
+        self._fetch = PeerFetch(
+            channel_for=self._channel,
+            clock=clock,
+            rng=rng,
+            fleet_key=fleet_key,
+            on_lost=plane.call_failed,
+        )
+
+    @property
+    def caches(self) -> tuple[CacheOffer, ...]:
+        """What the card says of blocks here."""
+        return self._own.offered
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Serve peers on one more server."""
+        add_PrefillCacheServiceServicer_to_server(self.service, server)
+
+    def start(self, supervisor: Supervisor, on_change: Callable[[], None]) -> None:
+        """Look after leases and the filter; `on_change` is told when the card has more to say."""
+
+        async def tend() -> None:
+            self.service.sweep()
+            self._sources.renew()
+            nodes = 1 + len(self._plane.registry.live_peers(mono=self._clock.mono()))
+            if self._own.refresh(self._clock.mono(), nodes=nodes):
+                self.service.epoch = self._own.epoch
+                on_change()
+
+        async def run() -> None:
+            await every(TICK_S, tend, clock=self._clock, rng=self._rng)
+
+        supervisor.start("prefixes and peers", run)
+
+    def drain(self) -> None:
+        """End all leases: the node is stopping."""
+        self.service.drain()
+
+    # --- as Elsewhere
+
+    async def fetch(
+        self,
+        shelf: Shelf,
+        naming: Naming,
+        pieces: Sequence[Piece],
+        have: int,
+        block_class: BlockClass,
+    ) -> Collection[BlockId]:
+        """Bring whole blocks from the first that is not here on into pages, sooner than they would
+        be computed; which came."""
+        wanted = _wanted(naming, pieces, have)
+        found = self.holders(wanted)
+        if not found or self._fetch.prefers_meeting(wanted, found) is not None:
+            return ()
+        sink = PageSink(self._pages, shelf, naming, pieces, block_class, self._holder)
+        late: list[Holder] = []
+        await self._fetch.fetch(wanted, found, sink, late=late.append)
+        if late:
+            self._late[wanted.ids[-1]] = max(late, key=lambda holder: holder.blocks)
+            if len(self._late) > _LATE_KEPT:
+                self._late.popitem(last=False)
+        return sink.came
+
+    async def rendezvous(
+        self,
+        shelf: Shelf,
+        naming: Naming,
+        pieces: Sequence[Piece],
+        have: int,
+        block_class: BlockClass,
+        joined: Callable[[list[BlockId]], None],
+    ) -> Rendezvous | None:
+        """Begin to fetch from the end, where that and computing together are sooner than either
+        alone, or where a peer was late before; `joined` is told what came. End it when the request
+        is over."""
+        wanted = _wanted(naming, pieces, have)
+        holder = self._late.pop(wanted.ids[-1], None)
+        if holder is None:
+            holder = self._fetch.prefers_meeting(wanted, self.holders(wanted))
+        if holder is None or not is_worth_while(wanted.missing, block_s=wanted.block_s):
+            return None
+
+        def counted(came: list[BlockId]) -> None:
+            self._fetch.met()
+            joined(came)
+
+        sink = PageSink(self._pages, shelf, naming, pieces, block_class, self._holder)
+        held = HeldBlocks(sink)
+        made = Rendezvous(held, counted)
+        made.begin(asyncio.ensure_future(self._meet(made, held, wanted, holder)))
+        return made
+
+    async def _meet(
+        self, made: Rendezvous, held: HeldBlocks, wanted: Wanted, holder: Holder
+    ) -> None:
+        """Fetch from the end beside an engine that does not wait for it."""
+        found = await self._fetch.approach(wanted, holder)
+        if found is not None:
+            hit, meeting = found
+            made.agree(meeting)
+            await self._fetch.fetch_back(hit, wanted, meeting, held, made.look)
+
+    def holders(self, wanted: Wanted) -> list[Holder]:
+        """The nodes whose cards name blocks of a history that are not here, if it is worth it."""
+        if not is_worth_asking(wanted):
+            return []
+        registry = self._plane.registry
+        cards = registry.live_peers(mono=self._clock.mono())
+        caching = [card for card in cards if card.caches]
+        if not caching:
+            return []
+        suspects = registry.suspects()
+        return holders(
+            (card for card in caching if card.node_id not in suspects),
+            wanted.fingerprint,
+            wanted.ids,
+            wanted.have,
+            address_of=self._address,
+        )
+
+    # --- what there is
+
+    def status(self) -> Json:
+        """What was served and fetched, as JSON."""
+        fetched, served = self._fetch.stats, self.service.stats
+        return {
+            "asked": fetched.asked,
+            "hits": fetched.hits,
+            "met": fetched.met,
+            "failures": fetched.failures + fetched.late,
+            "fetched_blocks": fetched.blocks,
+            "fetched_tokens": fetched.tokens,
+            "fetched_bytes": fetched.bytes,
+            "lookups": served.lookups,
+            "served_blocks": served.blocks_served,
+            "served_bytes": served.bytes_served,
+            "leases": len(self.service.leases),
+            "leased_bytes": self.service.leases.pinned_bytes,
+        }
+
+    def metrics(self) -> Iterator[Metric]:
+        """The same for Prometheus."""
+        fetched, served = self._fetch.stats, self.service.stats
+        events = CounterMetricFamily(
+            "kakeya_prefix_peer_events",
+            "What was asked of peers and by them",
+            labels=["event"],
+        )
+        for name, count in (
+            ("asked", fetched.asked),
+            ("hit", fetched.hits),
+            ("failed", fetched.failures),
+            ("late", fetched.late),
+            ("met", fetched.met),
+            ("looked_up", served.lookups),
+            ("leased", served.hits),
+            ("gone", served.blocks_gone),
+            ("declined", served.declined),
+        ):
+            events.add_metric([name], count)
+        moved = CounterMetricFamily(
+            "kakeya_prefix_peer_bytes", "Blocks that came and went, in bytes", labels=["direction"]
+        )
+        moved.add_metric(["fetched"], fetched.bytes)
+        moved.add_metric(["served"], served.bytes_served)
+        yield from (events, moved)
+        yield CounterMetricFamily(
+            "kakeya_prefix_peer_wait_seconds",
+            "Time that requests waited for blocks of peers",
+            value=fetched.wait_s,
+        )
+        yield GaugeMetricFamily(
+            "kakeya_prefix_peer_leased_bytes",
+            "Blocks that leases of peers keep from eviction",
+            value=self.service.leases.pinned_bytes,
+        )
+
+    # --- inside
+
+    def _channel(self, holder: Holder) -> grpc.aio.Channel:
+        return self._plane.channels.get(holder.address, holder.node_id)
+
+    def _address(self, card: Card) -> str:
+        address = self._plane.routes.address_for(card)
+        return "" if self._plane.why_not_dial(address) else address
+
+    def _summary(self) -> tuple[CacheCapability, ...]:
+        address = self._plane.registry.offer.grpc_address
+        return tuple(self._told(cache_to_wire(cache, address)) for cache in self.caches)
+
+    def _told(self, cache: CacheCapability) -> CacheCapability:
+        cache.load = self.service.load
+        cache.tokens_served = self.service.stats.tokens_served
+        return cache
+
+
+def _wanted(naming: Naming, pieces: Sequence[Piece], have: int) -> Wanted:
+    @functools.cache
+    def tails(blocks: int) -> tuple[BlockId, ...]:
+        behind = longest_at(pieces, blocks)
+        return naming.chain.tail_ids(behind.parent, behind.tokens) if behind is not None else ()
+
+    return Wanted(
+        fingerprint=naming.fingerprint,
+        ids=tuple(piece.id for piece in pieces if not piece.is_tail),
+        have=have,
+        block_bytes=naming.block_bytes,
+        state_bytes=naming.state_bytes,
+        prefill_tokens_per_s=naming.prefill_tokens_per_s,
+        tails=tails,
+    )

@@ -1,0 +1,3 @@
+"""One request and its KV: what is found, waited for, computed and kept. One prefix is computed
+once, however many requests need it.
+"""

@@ -1,0 +1,161 @@
+"""What whole prompts end in, kept by the node: in memory for requests, on disk for the next start.
+
+A request takes what is in memory and waits for no disk. What was used last comes back from there
+once, after a start. On disk it lies among the blocks, for as long as these, and counts as they do.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from kakeya.core.clock import Clock
+from kakeya.core.units import pack_ids
+from kakeya.generation.request import DecodeRequest
+from kakeya.generation.retention import Retention
+from kakeya.prefix.disk.kvb import StoredBlock
+from kakeya.prefix.disk.transfer import PrefixDisk
+from kakeya.prefix.names.blocks import ROOT
+from kakeya.prefix.names.endings import LOGIT_BYTES, Ending, Endings
+from kakeya.prefix.names.naming import LOGITS, Naming
+from kakeya.prefix.names.pieces import Piece
+from kakeya.prefix.pages.counts import PrefixCounts
+
+_HOLDS = "logits"
+_RECALLED = 512
+"""Files that are read at a start, at most."""
+
+
+class PrefixEndings:
+    """See the module. Lives on the event loop."""
+
+    def __init__(self, disk: PrefixDisk | None, *, clock: Clock) -> None:
+        self._disk = disk
+        self._clock = clock
+        self._kept = Endings()
+        self._is_recalled = False
+
+    @property
+    def count(self) -> int:
+        """Prompts whose logits are in memory."""
+        return len(self._kept)
+
+    @property
+    def held_bytes(self) -> int:
+        """What these take."""
+        return self._kept.held_bytes
+
+    def takes(self, size: int) -> bool:
+        """Whether logits of so many bytes can be kept."""
+        return size <= self._kept.limit_bytes
+
+    def find(self, ending: Ending, retention: Retention) -> bytes:
+        """The logits of a prompt, for a request that uses them; b"" = they are not known."""
+        logits = self._kept.find(ending.id)
+        if logits and self._disk is not None and retention.is_on_disk:
+            self._disk.store.touch((ending.id,), retention)
+        return logits
+
+    def keep(self, naming: Naming, ending: Ending, logits: bytes, retention: Retention) -> None:
+        """Keep the logits of a prompt, on disk too where its blocks may be there."""
+        if self._kept.keep(ending.id, logits) and self._disk is not None and retention.is_on_disk:
+            self._disk.keep_payload(self._described(naming, ending, logits, retention), logits)
+
+    async def recall(self) -> None:
+        """Bring back what was used last before this start; once."""
+        if self._disk is None or self._is_recalled:
+            return
+        self._is_recalled = True
+        store, room = self._disk.store, self._kept.limit_bytes
+        ours = (entry for entry in store.entries() if entry.block.facts.get("holds") == _HOLDS)
+        wanted = []
+        for entry in heapq.nlargest(_RECALLED, ours, key=lambda entry: entry.used_mono):
+            room -= entry.block.payload_bytes
+            if room < self._kept.held_bytes:
+                break
+            wanted.append(entry.block.id)
+        for ending_id in reversed(wanted):  # what was used last is the last to go
+            found = await store.get(ending_id)
+            if found is not None and store.has(ending_id):  # it may have been wiped meanwhile
+                self._kept.keep(ending_id, bytes(found[1]))
+
+    def clear(self) -> None:
+        """Forget all of it; files are their store's."""
+        self._kept.clear()
+
+    def _described(
+        self, naming: Naming, ending: Ending, logits: bytes, retention: Retention
+    ) -> StoredBlock:
+        fingerprint = naming.fingerprint
+        return StoredBlock(
+            id=ending.id,
+            parent=ROOT,  # nothing has to stay for it, nor does it for anything
+            fingerprint=naming.ending_seed,
+            facts={
+                "model_id": fingerprint.model_id + LOGITS,
+                "adapter": fingerprint.adapter,
+                "tenant": fingerprint.tenant,
+                "holds": _HOLDS,
+            },
+            index=0,
+            packed_ids=pack_ids((ending.token_id,)),
+            payload_bytes=len(logits),
+            retention=retention,
+            created_at=self._clock.wall(),
+        )
+
+
+class RequestEnding:
+    """What one request has to do with it. `is_wanted`: its engine is to tell what it ends in."""
+
+    def __init__(
+        self, endings: PrefixEndings, counts: PrefixCounts, request: DecodeRequest
+    ) -> None:
+        self._endings = endings
+        self._counts = counts
+        self._request = request
+        self._wanted: tuple[Naming, Ending] | None = None
+        self._is_offered = False
+        self._is_answered = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """See the class."""
+        return self._wanted is not None
+
+    def offered(
+        self,
+        naming: Naming,
+        pieces: Sequence[Piece],
+        token_ids: Sequence[int],
+        vocab_size: int,
+    ) -> bytes:
+        """The logits for the engine that is asked now; b"" = they are not known, or of no use."""
+        self.ended()
+        if self._request.max_tokens == 0 or self._is_answered:
+            return b""
+        ending = naming.ending(pieces, token_ids)
+        if ending is None:
+            return b""
+        logits = self._endings.find(ending, self._request.kv_retention)
+        self._is_offered = bool(logits)
+        if not logits and self._endings.takes(LOGIT_BYTES * vocab_size):
+            self._wanted = naming, ending
+        return logits
+
+    def told(self, logits: bytes) -> None:
+        """The engine says what the prompt ends in."""
+        wanted, self._wanted = self._wanted, None
+        if wanted is not None:
+            self._endings.keep(*wanted, logits, self._request.kv_retention)
+
+    def answered(self) -> None:
+        """Its first token came."""
+        if not self._is_answered:
+            self._is_answered = True
+            self._counts.logits_reused += self._is_offered
+
+    def ended(self) -> None:
+        """No more comes from the engine that was asked."""
+        self._wanted = None
+        self._is_offered = False

@@ -1,0 +1,386 @@
+"""One request and its KV: what its engine begins from, what it fills, and whom it waits for.
+
+    approach   before a place at the engine is taken: claim what is missing, or wait for who
+               computes it
+    offer      for each engine process that is asked: wait as before, bring blocks from disk and
+               peers, pin what is here, prepare pages for what will be computed
+    imported, exported, history_logits, ended          as the engine tells
+    run        what the caller sees of it, which tells too
+
+An engine may still write to pages, or read from them, for a moment after its call was cut off. So
+what it was given then stays out of everybody's reach until it has come round to other work, or its
+process is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from kakeya.core.errors import KakeyaError
+from kakeya.core.log import event
+from kakeya.generation.cuts import is_cut
+from kakeya.generation.kv_pages import KvPages
+from kakeya.generation.request import (
+    DecodeRequest,
+    Done,
+    Frame,
+    KvOffer,
+    Priority,
+    Progress,
+    Tokens,
+)
+from kakeya.generation.retention import BlockClass
+from kakeya.memory.pages.page_ref import PageRef
+from kakeya.memory.pages.shared_arena import Filling
+from kakeya.prefix.names.blocks import BlockId
+from kakeya.prefix.names.pieces import Piece, path_to
+from kakeya.prefix.pages.counts import Source
+from kakeya.prefix.pages.reach import carries_state, reach_of
+from kakeya.prefix.peers.two_sided_fetch import Rendezvous
+from kakeya.prefix.request.context import PrefixTools
+from kakeya.prefix.request.endings import RequestEnding
+from kakeya.prefix.request.grant import EngineSeat, Fill, Given
+from kakeya.prefix.request.turns import Turn
+from kakeya.prefix.tree.node import BlockFacts
+
+_log = logging.getLogger(__name__)
+MAX_WAITING = 256
+"""Requests that wait for others' blocks before they have a place; each looks at each block."""
+Decode = Callable[[DecodeRequest], AsyncGenerator[Frame, None]]
+
+
+class Superseded(Exception):
+    """A more urgent request computes what this one was about to, and it comes back to wait; or a
+    peer brought the rest of the prompt, and it comes back with that."""
+
+
+class PrefixExchange:
+    """A `KvExchange`; `with` it, a request is known to the others that want the same."""
+
+    def __init__(self, tools: PrefixTools, seat: EngineSeat, request: DecodeRequest) -> None:
+        self._tools = tools
+        self._seat = seat
+        self._request = request
+        self._can_yield = request.max_tokens == 0
+        self._turn = Turn(
+            tools.turns,
+            seat.model_id,
+            urgency=int(request.priority),
+            can_yield=self._can_yield,
+        )
+        self._given: Given | None = None
+        self._ending = RequestEnding(tools.endings, tools.counts, request)
+        self._rendezvous: Rendezvous | None = None
+        self._has_more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_answering = False
+        self._cached_tokens: int | None = None
+        self._is_counted = False
+        self._from_peers: dict[BlockId, Source] = {}
+        is_speculative = request.priority is Priority.SPECULATIVE
+        self._block_class = BlockClass.SPECULATIVE if is_speculative else BlockClass.USER
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.ended()
+        self._turn.leave()
+
+    @property
+    def given(self) -> Given | None:
+        """What is at an engine now."""
+        return self._given
+
+    # --- for who serves the request
+
+    async def run(self, decode: Decode) -> AsyncGenerator[Frame, None]:
+        """Decode the request in its turn. Raises what `decode` raises."""
+        clock, deadline_s = self._tools.turns.clock, self._request.deadline_s
+        began_mono = clock.mono()
+        until_mono = None if deadline_s is None else began_mono + deadline_s
+        with self:
+            while True:
+                self._has_more = asyncio.get_running_loop().create_future()
+                await self._approach(until_mono)
+                asked = replace(self._request.after(clock.mono() - began_mono), kv=self)
+                try:
+                    async with aclosing(decode(asked)) as frames:
+                        while (frame := await self._next(frames)) is not None:
+                            self._saw(frame)
+                            yield frame
+                except Superseded:
+                    continue
+                return
+
+    async def _approach(self, until_mono: float | None) -> None:
+        """Claim what is missing, or wait while another one computes it, until a time at most.
+
+        Of very many, the rest goes on to where places are given out, and refused.
+        """
+        naming = self._tools.names.known(self._seat.model_id, self._request.adapter_id)
+        if naming is not None and self._tools.turns.waiting < MAX_WAITING:
+            request = self._request
+            await self._turn.stand(naming, request.token_ids, request.cuts, until_mono)
+
+    def _joined(self, came: list[BlockId]) -> None:
+        """A peer brought all that the engine has not computed yet."""
+        self._from_peers.update(dict.fromkeys(came, Source.PEER))
+        if not self._has_more.done():
+            self._has_more.set_result(None)
+
+    def _meet_nobody(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.end()
+            self._rendezvous = None
+
+    async def _next(self, frames: AsyncGenerator[Frame, None]) -> Frame | None:
+        """The next frame, None behind the last. Raises Superseded once somebody more urgent took
+        over, or a peer brought the rest."""
+        if not self._can_yield and self._is_answering:
+            return await anext(frames, None)
+        coming = asyncio.ensure_future(anext(frames, None))
+        waits: list[asyncio.Future[Any]] = [coming]
+        if self._can_yield:
+            waits.append(asyncio.ensure_future(self._turn.superseded.wait()))
+        has_come = False
+        try:
+            await asyncio.wait((*waits, self._has_more), return_when=asyncio.FIRST_COMPLETED)
+            has_come = coming.done()
+        finally:
+            if not has_come or len(waits) > 1:
+                for wait in waits:
+                    wait.cancel()
+                await asyncio.gather(*waits, return_exceptions=True)
+        if not has_come:
+            raise Superseded
+        return coming.result()
+
+    def _saw(self, frame: Frame) -> None:
+        match frame:
+            case Progress():
+                self._turn.heard()
+                self._pass(frame.computed_tokens)
+                self._cached_tokens = frame.cached_tokens
+            case Tokens():
+                if not self._is_answering and self._cached_tokens is not None:
+                    self._count(self._cached_tokens)  # its caller may leave before the end
+                self._is_answering = True
+                self._ending.answered()
+                self._meet_nobody()
+                self._over()
+            case Done():
+                self._over()
+                self._count(frame.usage.cached_tokens)
+
+    # --- for who asks engines
+
+    async def offer(self, token_ids: Sequence[int], pid: int) -> KvOffer:
+        """Blocks of this history, pinned for the engine process, and pages for others."""
+        self.ended()
+        try:
+            return await self._offer(token_ids, pid)
+        except KakeyaError as problem:
+            event(
+                _log,
+                "a prompt is computed without blocks",
+                level=logging.WARNING,
+                model=self._seat.model_id,
+                reason=problem.message,
+            )
+            self.ended()
+            return KvOffer()
+
+    def imported(self, tokens: int) -> None:
+        """The engine took so many tokens, and needs the blocks no longer."""
+        if self._given is not None:
+            self._given.took(tokens, self._tools.pages)
+            self._turn.heard()
+
+    def exported(self, index: int, tokens: int) -> None:
+        """The engine filled the pages of a block, or of a tail with so many tokens."""
+        given = self._given
+        fill = given.fills.pop((index, tokens), None) if given is not None else None
+        if given is None or fill is None:
+            return
+        piece, naming = fill.piece, given.naming
+        facts = BlockFacts(
+            token_ids=piece.packed,
+            nbytes=fill.filling.block.pages * fill.filling.ref.page_bytes,
+            recompute_s=naming.compute_s(piece.count),
+            has_state=fill.has_state,
+            block_class=self._block_class,
+            retention=self._request.kv_retention,
+        )
+        ids = path_to(self._turn.pieces, piece)
+        is_taken = self._tools.pages.commit(given.shelf, ids, index, fill.filling, facts)
+        self._turn.heard()
+        self._tools.turns.landed(piece.id)
+        if is_taken:
+            self._tools.landed(given.shelf, piece.id)
+        if self._rendezvous is not None and not piece.is_tail:
+            self._rendezvous.computed(index + 1)
+
+    def history_logits(self, logits: bytes) -> None:
+        """The engine says what the prompt ends in."""
+        self._ending.told(logits)
+
+    async def park(self, lengths: Sequence[int]) -> tuple[PageRef, ...]:
+        """Pages for KV of this generation, which is set aside; see the protocol."""
+        given, pages = self._given, self._tools.pages
+        if given is None:
+            return ()
+        given.unpark(pages)
+        asked = given.parks
+        # Nor does what is set aside put out what all others stand on.
+        if sum(map(pages.arena.paged_bytes, lengths)) > max(
+            pages.free_bytes, pages.budget_bytes // 2
+        ):
+            return ()
+        came: list[Filling] = []
+        try:
+            for length in lengths:
+                filling = await pages.prepare(given.naming, length, given.holder)
+                if filling is None:
+                    break
+                came.append(filling)
+            if len(came) == len(lengths) and self._given is given and given.parks == asked:
+                given.parked, came = came, []
+                return tuple(filling.ref for filling in given.parked)
+        finally:
+            for filling in came:
+                pages.give_back(filling)
+        return ()
+
+    def ended(self) -> None:
+        """No more comes from this engine process."""
+        self._meet_nobody()
+        self._ending.ended()
+        given, self._given = self._given, None
+        if given is not None:
+            self._turn.give_up()
+            self._tools.let_go(given, self._seat)
+
+    # --- inside
+
+    def _count(self, cached_tokens: int) -> None:
+        """Count the tokens of the prompt, once."""
+        if self._given is not None and not self._is_counted:
+            self._is_counted = True
+            self._given.count(cached_tokens, self._tools.counts)
+
+    def _pass(self, computed_tokens: int) -> None:
+        """What was computed and not exported a block later will not be: nobody shall wait for it,
+        as where an engine goes on from KV that it decoded."""
+        given = self._given
+        if given is None:
+            return
+        size = given.naming.block_tokens
+        passed = [
+            fill.piece.id
+            for (index, _), fill in given.fills.items()
+            if (index + 2) * size <= computed_tokens
+        ]
+        if passed:
+            self._turn.give_up(passed)
+
+    def _over(self) -> None:
+        """The prompt is computed: what was not filled goes back at once."""
+        if self._given is not None and self._given.over(self._tools.pages):
+            self._turn.give_up()
+
+    async def _offer(self, token_ids: Sequence[int], pid: int) -> KvOffer:
+        tools, turn, facts = self._tools, self._turn, self._seat.facts
+        naming = None
+        if facts is not None:
+            naming = await tools.names.find(facts, pid, self._request.adapter_id)
+        if facts is None or naming is None:
+            turn.leave()
+            return KvOffer()
+        shelf = tools.pages.shelf(naming)
+        origins = dict(self._from_peers)
+        while True:
+            await turn.stand(naming, token_ids, self._request.cuts)
+            origins.update(await tools.bring(shelf, naming, turn.pieces, self._block_class))
+            if not turn.is_superseded:
+                break
+        if self._seat.pid != pid:
+            return KvOffer()  # it ended meanwhile; who asks it will find out
+        holder = tools.pages.arena.engine(self._seat.model_id, pid)
+        given = self._given = Given(pid, holder, shelf, naming, len(token_ids))
+        blocks = self._blocks(given, origins)
+        exports = await self._exports(given)
+        if not self._is_answering and not self._from_peers and self._given is given:
+            self._rendezvous = await tools.meet(
+                shelf, naming, turn.pieces, self._block_class, self._joined
+            )
+        logits = self._ending.offered(naming, turn.pieces, token_ids, facts.vocab_size)
+        turn.asked()
+        return KvOffer(
+            blocks=blocks, exports=exports, logits=logits, wants_logits=self._ending.is_wanted
+        )
+
+    def _blocks(self, given: Given, origins: Mapping[BlockId, Source]) -> tuple[KvPages, ...]:
+        """Pin what is here of the history."""
+        pages, shelf, naming = self._tools.pages, given.shelf, given.naming
+        found = reach_of(shelf, self._turn.pieces, naming, in_ram=True)
+        pages.touch(
+            shelf,
+            [node.id for node, _ in found],
+            block_class=self._block_class,
+            retention=self._request.kv_retention,
+        )
+        given.pins = pages.hold([node for node, _ in found], given.holder)
+        given.kept = shelf.tree.pin([node.id for node, _ in found[: len(given.pins)]])
+        blocks = []
+        for (node, tokens), hold in zip(found, given.pins, strict=False):
+            length = node.payload.length if node.payload else 0
+            blocks.append(
+                KvPages(
+                    index=node.index,
+                    pages=pages.arena.ref(hold.block, length),
+                    has_state=node.has_state and tokens == node.tokens,
+                    tokens=0 if tokens == naming.block_tokens else tokens,
+                    is_cut=is_cut(node.facts.token_ids, tokens),
+                )
+            )
+            given.offered.append((tokens, origins.get(node.id, Source.PAGES)))
+        return tuple(blocks)
+
+    async def _exports(self, given: Given) -> tuple[KvPages, ...]:
+        """Prepare pages for what this request claimed, as far as there are any."""
+        pieces, wanted, pages = self._turn.pieces, self._turn.claimed(), self._tools.pages
+        # One long prompt does not put out what all others stand on, and what nobody waits for
+        # puts out nothing.
+        is_speculative = self._request.priority is Priority.SPECULATIVE
+        room = max(pages.free_bytes, 0 if is_speculative else pages.budget_bytes // 2)
+        for piece in wanted:
+            has_state = carries_state(given.naming, pieces, piece)
+            length = given.naming.size(piece.count, has_state=has_state)
+            room -= pages.arena.paged_bytes(length)
+            if room < 0 and (is_speculative or given.fills):
+                break
+            filling = await pages.prepare(given.naming, length, given.holder)
+            if filling is None:
+                break
+            given.fills[_place(piece)] = Fill(piece, filling, has_state)
+        self._turn.give_up(piece.id for piece in wanted if _place(piece) not in given.fills)
+        return tuple(
+            KvPages(index=index, pages=fill.filling.ref, has_state=fill.has_state, tokens=tokens)
+            for (index, tokens), fill in given.fills.items()
+        )
+
+
+def _place(piece: Piece) -> tuple[int, int]:
+    """What an engine calls a piece: its index, and its tokens where it is no whole block."""
+    return piece.index, piece.count if piece.is_tail else 0

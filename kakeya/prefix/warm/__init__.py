@@ -1,0 +1,3 @@
+"""What to compute before it is requested: declared prompts, next turns, and what was warm before a
+restart. It yields to every request.
+"""

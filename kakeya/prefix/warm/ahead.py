@@ -1,0 +1,364 @@
+"""What a node does ahead of requests: slots of conversations, prefixes after their turns, declared
+prompts, and that none of them is forgotten while it is of use.
+
+    request      a conversation has the slot of its model that is least loaded
+    turn ended   what the next turn begins with is warmed
+    model ready  the prompts that are declared for it are warmed, after each load anew
+    sweep        conversations that idle too long give their slot back, with what the engine holds
+                 of them, and are looked after no more; declared prompts whose text is another by
+                 now, for their files or for the date that a template writes, are warmed anew
+
+A model's engine keeps one KV for each slot; what a slot does not have is found in pages by its
+content. An `async with`; `Precache` is what the doors see of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from prometheus_client.core import Metric
+
+from kakeya.backends.resident import ResidentModel
+from kakeya.config.config import PrecacheConfig
+from kakeya.core.clock import Clock
+from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
+from kakeya.core.log import event
+from kakeya.core.tasks import Supervisor, TaskHealth, every
+from kakeya.core.units import pack_ids
+from kakeya.generation.request import ModelDirectory, ModelFacts, ModelState
+from kakeya.generation.retention import BlockClass, Retention
+from kakeya.memory.arbiter.events import Event, MemoryPressure
+from kakeya.prefix.names.keys import SYSTEM_PREFIX, derive_slot_id, resolve_key, sanitise
+from kakeya.prefix.seam import AT_HAND_S, Claim, Wiped, facts_at_hand, warmed_for
+from kakeya.prefix.warm.declared_prompts import DeclaredPrompt
+from kakeya.prefix.warm.prewarm import Prewarmer
+from kakeya.prefix.warm.slots import (
+    Conversation,
+    ConversationRegistry,
+    auto_parallel,
+    fitting_parallel,
+    slot_key,
+)
+from kakeya.prefix.warm.view import Json, describe_precache, precache_metrics
+from kakeya.prefix.warm.warming import Kind, Prefix, Report, TokenSource, WarmSource
+from kakeya.text.prefix import encode_ahead
+from kakeya.text.prompt import most_prompt_tokens
+from kakeya.text.text import Texts
+
+_log = logging.getLogger(__name__)
+_Slot = tuple[str, str]
+"""A model, and what its engine keeps the KV of the slot under."""
+_PIN = "pin:"
+"""Begins the keys of pins, and no other key."""
+
+
+class NodePrecache:
+    """See the module.
+
+    `usable_bytes` is the memory that slots may be counted from; `wipe` lets go of all blocks of KV;
+    `texts` are for HTTP too.
+    """
+
+    def __init__(
+        self,
+        config: PrecacheConfig,
+        models: ModelDirectory,
+        source: WarmSource,
+        texts: Texts,
+        *,
+        usable_bytes: Callable[[], int],
+        wipe: Callable[[], Awaitable[Wiped]],
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._config = config
+        self._wipe = wipe
+        self._models = models
+        self.texts = texts
+        self._usable_bytes = usable_bytes
+        self._clock = clock
+        self._rng = rng
+        self._registry = ConversationRegistry()
+        self._prewarmer = Prewarmer(source, clock=clock, keep_alive_s=config.keep_alive_s)
+        self._tasks = Supervisor(clock)
+        self._warmed_pids: dict[str, int | None] = {}
+        self._told_crowded: set[str] = set()
+        self._used_by: dict[_Slot, str] = {}
+        self._rendered: dict[int, bytes] = {}
+        """Digests of what declared prompts were rendered to last; b"" = they could not be."""
+
+    async def __aenter__(self) -> Self:
+        """Raises ConfigError for a declared prompt whose files or model cannot be used."""
+        await asyncio.to_thread(self._check_prompts)
+        self._tasks.start("prewarm", self._prewarmer.run)
+        self._tasks.start("conversations", self._sweep_forever)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._tasks.aclose()
+
+    # What the doors see.
+
+    def kv_key(self, claim: Claim) -> str:
+        """Name the KV that a generation continues and leaves; "" = none, content decides."""
+        key = resolve_key(claim.use.keys)
+        if key is None:
+            return ""
+        parallel, most = self._parallels(claim.facts)
+        if not claim.use.keys.conversation_id:
+            kv_key = slot_key(derive_slot_id(key, parallel))
+            self._used_by[claim.facts.model_id, kv_key] = _file_name(claim)
+            return kv_key
+        retention = claim.use.retention or Retention.LONG
+        conversation = self._registry.open(
+            claim.facts.model_id,
+            _file_name(claim),
+            self._clock.mono(),
+            parallel=parallel,
+            most=most,
+            retention=retention,
+        )
+        self._used_by[conversation.model_id, conversation.kv_key] = _file_name(claim)
+        self._forget(self._registry.overflow())
+        self._tell_crowded(conversation.model_id)
+        self._prewarmer.used(_file_name(claim))
+        return conversation.kv_key
+
+    def turn_ended(self, claim: Claim, tokens: TokenSource) -> None:
+        """Have the beginning of the next request warm, when there is time."""
+        if not claim.use.is_empty:
+            self._prewarmer.submit(self._prefix(claim, tokens), Kind.TURN)
+
+    async def warm(self, claim: Claim, tokens: TokenSource, *, is_pinned: bool = False) -> Report:
+        """Have a prefix warm, and say what became of it.
+
+        What is pinned has a key of its own, which turns of its conversation leave alone.
+        """
+        if claim.use.keys.conversation_id:
+            self.kv_key(claim)
+        prefix = self._prefix(claim, tokens)
+        pin_key = f"{_PIN}{prefix.key}"
+        if is_pinned:
+            prefix = replace(
+                prefix,
+                key=pin_key,
+                retention=warmed_for(claim.use, is_pinned=True),
+                block_class=BlockClass.SYSTEM,
+                is_kept=True,
+                is_pinned=True,
+            )
+        else:
+            self._prewarmer.forget(pin_key)
+        return await self._prewarmer.ask(prefix)
+
+    async def wipe(self) -> Wiped:
+        """Let go of all KV: of idle conversations in engines, in pages, on disk. What is declared
+        is warmed again at its time; nothing else comes back by itself."""
+        self._prewarmer.wipe(lambda key: key.startswith(SYSTEM_PREFIX))
+        for slot in tuple(self._used_by):
+            await self._release(slot)
+        wiped = await self._wipe()
+        event(_log, "kept KV was wiped", blocks=wiped.blocks, files=wiped.files)
+        if wiped.kept:
+            event(
+                _log,
+                "files of KV cannot be removed; the next start finds them",
+                level=logging.ERROR,
+                files=len(wiped.kept),
+                first=wiped.kept[0],
+            )
+        return wiped
+
+    # What the node tells.
+
+    def engine_changed(self, model: ResidentModel) -> None:
+        """A model's state changed: once a fresh engine is ready, its prompts are warmed."""
+        if model.state is not ModelState.READY:
+            return
+        if self._warmed_pids.get(model.model_id) == model.pid:
+            return
+        self._warmed_pids[model.model_id] = model.pid
+        if model.facts is not None:
+            self.texts.renew(model.facts.model_path)
+        self.warm_declared(model.model_id)
+
+    async def recalled(self, facts: ModelFacts, histories: Sequence[Sequence[int]]) -> None:
+        """KV of these came back: who sends their text again shall not wait for its tokens either.
+
+        Raises Unsupported for a model without a tokenizer.
+        """
+        text = await self.texts.get(facts.model_path)
+        await asyncio.to_thread(text.learn, histories)
+
+    def warm_declared(self, model_id: str) -> None:
+        """Warm the prompts of a model, and of its adapters."""
+        for index, prompt in enumerate(self._config.prompts):
+            named = self._named(prompt)
+            if model_id in (named, named.rpartition(":")[0]):
+                self._submit(index, prompt)
+
+    def _submit(self, index: int, prompt: DeclaredPrompt) -> None:
+        prefix = Prefix(
+            key=f"{SYSTEM_PREFIX}/{index}",
+            model_id=self._named(prompt),
+            tokens=functools.partial(self._declared_tokens, index, prompt),
+            block_class=BlockClass.SYSTEM,
+            is_kept=True,
+        )
+        self._prewarmer.submit(prefix, Kind.KEPT)
+
+    def happened(self, told: Event) -> None:
+        """Something happened in memory."""
+        if isinstance(told, MemoryPressure):
+            self._prewarmer.pressed(told.level)
+
+    # What it tells.
+
+    def status(self) -> Json:
+        """Slots, conversations and what was warmed, as JSON."""
+        return describe_precache(
+            self._registry.status(),
+            len(self._registry),
+            self._prewarmer.stats,
+            prompts=len(self._config.prompts),
+        )
+
+    def metrics(self) -> Iterator[Metric]:
+        """The same for Prometheus."""
+        yield from precache_metrics(self._registry.status(), self._prewarmer.stats)
+
+    def health(self) -> tuple[TaskHealth, ...]:
+        """Its background tasks."""
+        return self._tasks.health()
+
+    # How.
+
+    def _prefix(self, claim: Claim, tokens: TokenSource) -> Prefix:
+        return Prefix(
+            key=_file_name(claim),
+            model_id=claim.model_id,
+            tokens=tokens,
+            retention=warmed_for(claim.use, is_pinned=False),
+            is_kept=self._is_open(claim),
+            client=claim.client,
+        )
+
+    def _is_open(self, claim: Claim) -> bool:
+        """Whether it is of a conversation, and that was not closed meanwhile; notes its use."""
+        name, now = _file_name(claim), self._clock.mono()
+        return self._registry.get(claim.facts.model_id, name, now) is not None
+
+    def _parallels(self, facts: ModelFacts) -> tuple[int, int]:
+        """How many slots a model has, and how many memory would hold."""
+        sizes = self._usable_bytes(), facts.kv_bytes_per_token, facts.context_tokens
+        return self._config.parallel or auto_parallel(*sizes), fitting_parallel(*sizes)
+
+    def _tell_crowded(self, model_id: str) -> None:
+        status = self._registry.status()[model_id]
+        if status.is_crowded and model_id not in self._told_crowded:
+            self._told_crowded.add(model_id)
+            event(
+                _log,
+                "more conversations than slots; they take each other's decoded KV",
+                level=logging.WARNING,
+                model=model_id,
+                slots=status.parallel,
+                recommended=status.recommended,
+            )
+
+    async def _declared_tokens(self, index: int, prompt: DeclaredPrompt) -> Sequence[int]:
+        """Render a declared prompt as it stands on disk now."""
+        self._rendered[index] = b""
+        facts = await self._models.get(self._named(prompt)).ready(AT_HAND_S)
+        tokens = await self._render(prompt, facts)
+        self._rendered[index] = _digest(tokens)
+        return tokens
+
+    async def _render(self, prompt: DeclaredPrompt, facts: ModelFacts) -> Sequence[int]:
+        said = await asyncio.to_thread(prompt.read)
+        text = await self.texts.get(facts.model_path)
+        messages = [{"role": role, "content": content} for role, content in said.messages]
+        at_most = most_prompt_tokens(facts)
+        tokens = await encode_ahead(text, messages, tools=said.tools, at_most=at_most)
+        if len(tokens) > at_most:
+            raise InvalidArgument(
+                f"the declared prompt has {len(tokens)} tokens; {facts.model_id} takes {at_most}"
+            )
+        return tokens
+
+    def _named(self, prompt: DeclaredPrompt) -> str:
+        verifiers = self._models.verifiers()
+        return prompt.model or (verifiers[0].model_id if verifiers else "")
+
+    def _check_prompts(self) -> None:
+        served = {model.model_id for model in self._models.verifiers()}
+        for index, prompt in enumerate(self._config.prompts):
+            named = self._named(prompt)
+            if named not in served and named.rpartition(":")[0] not in served:
+                known = ", ".join(sorted(served)) or "none"
+                raise ConfigError(
+                    f"precache.prompts: prompt {index} is for model {named!r}, which this node "
+                    f"does not decode with; it has {known}"
+                )
+            prompt.read()
+
+    async def _sweep_forever(self) -> None:
+        await every(self._config.sweep_s, self.sweep, clock=self._clock, rng=self._rng)
+
+    async def sweep(self) -> None:
+        """Let go of conversations that idle for longer than they may, and look whether declared
+        prompts say something else by now."""
+        idle = self._registry.evict_idle(self._clock.mono())
+        self._forget(idle)
+        for one in idle:
+            slot = one.model_id, one.kv_key
+            if self._used_by.get(slot) == one.conversation_id:
+                await self._release(slot)
+        for index, prompt in enumerate(self._config.prompts):
+            # One that cannot be read is perhaps being written; its next load tells.
+            with contextlib.suppress(KakeyaError):
+                if index in self._rendered and await self._is_another(index, prompt):
+                    self._submit(index, prompt)
+
+    async def _is_another(self, index: int, prompt: DeclaredPrompt) -> bool:
+        """Whether a declared prompt is not what it was; of a model that is away its load tells."""
+        facts = await facts_at_hand(self._models.get(self._named(prompt)))
+        if isinstance(facts, Report):
+            return False
+        return _digest(await self._render(prompt, facts)) != self._rendered[index]
+
+    async def _release(self, slot: _Slot) -> None:
+        """Have an engine drop what it holds of a slot; what came of prompts is in blocks."""
+        self._used_by.pop(slot, None)
+        model_id, kv_key = slot
+        with contextlib.suppress(KakeyaError):  # the model is gone, and its KV with it
+            await self._models.get(model_id).release(kv_key)
+
+    def _forget(self, closed: Sequence[Conversation]) -> None:
+        for conversation in closed:
+            self._prewarmer.forget(conversation.conversation_id)
+
+
+def _digest(tokens: Sequence[int]) -> bytes:
+    return hashlib.sha256(pack_ids(tokens)).digest()
+
+
+def _file_name(claim: Claim) -> str:
+    """What the prefix of a claim is filed under: nobody else's has this name."""
+    key = resolve_key(claim.use.keys) or "none"
+    owner = f"|{sanitise(claim.client)}" if claim.client else ""
+    return f"{key}|{claim.model_id}{owner}"

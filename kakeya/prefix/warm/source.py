@@ -1,0 +1,193 @@
+"""Computes prefixes with the models of this node, behind everybody's requests: `WarmSource`.
+
+A model is not loaded for it, and where one waits for room in memory, it gives way: it would hold
+the one that has to leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from kakeya.adapters.files.store import AdapterRecord
+from kakeya.core.errors import Denied, InvariantBroken, NotFound
+from kakeya.core.units import format_bytes
+from kakeya.generation.cuts import unmarked
+from kakeya.generation.request import (
+    DecodeRequest,
+    Done,
+    ModelDirectory,
+    ModelFacts,
+    Priority,
+)
+from kakeya.generation.retention import BlockClass, Retention
+from kakeya.prefix.seam import facts_at_hand
+from kakeya.prefix.warm.warming import Outcome, Prefix, Report, Tokens, Warmed
+
+
+class KeptPrefixes(Protocol):
+    """What keeps KV in pages: `NodePrefixes`. An adapter is named as its engine knows it."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any KV is kept."""
+        ...
+
+    def keep(
+        self,
+        model_id: str,
+        adapter_id: str,
+        token_ids: Sequence[int],
+        retention: Retention,
+        *,
+        block_class: BlockClass,
+        pin: str = "",
+    ) -> int:
+        """Refresh what is there of a prefix; how many tokens from its beginning. With a name for
+        a pin, it is pinned in place of what had that name."""
+        ...
+
+    @property
+    def most_pinned_bytes(self) -> int:
+        """What all pins may take together."""
+        ...
+
+    def pinned_bytes(
+        self, model_id: str, adapter_id: str, token_ids: Sequence[int], pin: str
+    ) -> int:
+        """What all pins take, with what is there of a prefix that is to have this one."""
+        ...
+
+    def release(self, pin: str) -> None:
+        """End a pin."""
+        ...
+
+    def free_bytes(self) -> int:
+        """What KV that nobody asked for may take."""
+        ...
+
+    def bytes_of(self, facts: ModelFacts, tokens: int) -> int:
+        """What so many more tokens of a model would take."""
+        ...
+
+
+class ModelSource:
+    """See the module.
+
+    `adapter` finds an adapter for a client; `is_needed` says whether a model waits for room.
+    """
+
+    def __init__(
+        self,
+        models: ModelDirectory,
+        prefixes: KeptPrefixes,
+        *,
+        adapter: Callable[[str, str], AdapterRecord],
+        is_needed: Callable[[], bool],
+    ) -> None:
+        self._models = models
+        self._prefixes = prefixes
+        self._adapter = adapter
+        self._is_needed = is_needed
+
+    async def refuse(self, prefix: Prefix) -> Report | None:
+        """Why this cannot be computed now."""
+        if not self._prefixes.is_on:
+            reason = "this node keeps no prefixes: precache.memory_mb is 0"
+            return Report(outcome=Outcome.NO_ROOM, reason=reason)
+        try:
+            facts = await facts_at_hand(self._models.get(prefix.model_id, prefix.client))
+        except (NotFound, Denied) as unknown:
+            return Report(outcome=Outcome.AWAY, reason=unknown.message)
+        if isinstance(facts, Report):
+            return facts
+        if not facts.kv_block_tokens:
+            reason = f"the KV of {facts.model_id} cannot be kept in blocks"
+            return Report(outcome=Outcome.NO_ROOM, reason=reason)
+        return _GIVES_WAY if self._is_needed() else None
+
+    async def keep(self, prefix: Prefix, tokens: Tokens) -> int:
+        """Refresh what is there of a prefix."""
+        return self._keep(prefix, tokens, pin="")
+
+    async def refuse_pin(self, prefix: Prefix, tokens: Tokens, missing: int) -> Report | None:
+        """Why this cannot be pinned: all pins together may take a part of the pages."""
+        prefixes = self._prefixes
+        needed_bytes = prefixes.pinned_bytes(*self._names(prefix), tokens, prefix.key)
+        if missing > 0:
+            facts = await facts_at_hand(self._models.get(prefix.model_id, prefix.client))
+            if isinstance(facts, Report):
+                return facts
+            needed_bytes += prefixes.bytes_of(facts, missing)
+        if needed_bytes <= prefixes.most_pinned_bytes:
+            return None
+        reason = (
+            f"pins would take {format_bytes(needed_bytes)}, and may take "
+            f"{format_bytes(prefixes.most_pinned_bytes)} together, which is half of "
+            f"precache.memory_mb: send others without pin, or wait until they end"
+        )
+        return Report(outcome=Outcome.NO_ROOM, reason=reason)
+
+    def pin(self, prefix: Prefix, tokens: Tokens) -> None:
+        """Let nothing take the place of what is there."""
+        self._keep(prefix, tokens, pin=prefix.key)
+
+    def _keep(self, prefix: Prefix, tokens: Tokens, *, pin: str) -> int:
+        base, adapter_id = self._names(prefix)
+        return self._prefixes.keep(
+            base,
+            adapter_id,
+            tokens,
+            prefix.retention,
+            block_class=prefix.block_class,
+            pin=pin,
+        )
+
+    async def has_room(self, prefix: Prefix, tokens: int) -> bool:
+        """Whether so many more tokens fit without taking anybody's place."""
+        facts = await facts_at_hand(self._models.get(prefix.model_id, prefix.client))
+        if isinstance(facts, Report):
+            return False
+        return self._prefixes.bytes_of(facts, tokens) <= self._prefixes.free_bytes()
+
+    async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed | Report:
+        """Have the engine compute what is not there. Raises what a decode raises.
+
+        It counts to nobody's share: nobody asked for it.
+        """
+        token_ids, cuts = unmarked(tokens)
+        request = DecodeRequest(
+            token_ids=token_ids,
+            max_tokens=0,
+            priority=Priority.SPECULATIVE,
+            cuts=cuts,
+            kv_retention=prefix.retention,
+        )
+        model = self._models.get(prefix.model_id, prefix.client)
+        async with aclosing(model.decode(request)) as frames:
+            async for frame in frames:
+                if isinstance(frame, Done):
+                    cached = min(frame.usage.cached_tokens, len(tokens) - 1)
+                    computed = len(tokens) - 1 - cached
+                    return Warmed(tokens=len(tokens), cached=cached, computed=computed)
+                if self._is_needed():
+                    return _GIVES_WAY
+        raise InvariantBroken("stream", "a decode ended without its done frame")
+
+    def unpin(self, key: str) -> None:
+        """End the pin of a key."""
+        self._prefixes.release(key)
+
+    def _names(self, prefix: Prefix) -> tuple[str, str]:
+        """The base and the adapter of a model as its engine knows them."""
+        if any(model.model_id == prefix.model_id for model in self._models.verifiers()):
+            return prefix.model_id, ""
+        try:
+            record = self._adapter(prefix.model_id, prefix.client)
+        except (NotFound, Denied):  # removed meanwhile: nothing of it is there
+            return prefix.model_id, ""
+        return record.base, record.version
+
+
+_GIVES_WAY = Report(outcome=Outcome.PRESSURE, reason="a model waits for room in memory")

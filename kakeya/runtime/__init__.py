@@ -1,1 +1,0 @@
-"""The agent's side of decoding: sessions with token histories, and RuntimeService."""

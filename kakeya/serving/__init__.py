@@ -1,1 +1,0 @@
-"""The HTTP gateway, its dialects, and the backends that run models for it."""

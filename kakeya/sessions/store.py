@@ -1,0 +1,189 @@
+"""The sessions of one node: who may be created, who is idle too long, one operation at a time.
+
+Unknown, closed and expired ids answer with one sentence, so an id tells nothing to who guesses
+it. A full store refuses new sessions; it never takes one away from its owner.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import CapacityExhausted, Conflict, InvariantBroken, NotFound, Refused
+from kakeya.core.ids import SessionId, draw_id
+from kakeya.generation.request import ModelFacts, ServedModel
+from kakeya.sessions.session import Session, window_for
+
+CAPACITY = 256
+"""Sessions; a history of a full context is some 100 kB. Further ones are refused, none evicted."""
+IDLE_TTL_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """Bounds of the store and of each session."""
+
+    capacity: int = CAPACITY
+    idle_ttl_s: float = IDLE_TTL_S
+    sink_tokens: int = 4
+    window_tokens: int | None = None
+    """None: a history may fill the model's context, and is then cut to about half of it, so that
+    its KV survives the turns until it is full again. A given window is the limit as well: once it
+    is full, every turn cuts, and computes sink and window anew; the log says so each time."""
+    sweep_interval_s: float = 15.0
+    model_wait_s: float = 10.0
+    """How long CreateSession waits for a model that is loading."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionCounts:
+    """Sessions over the store's life; `active` is now."""
+
+    active: int = 0
+    created: int = 0
+    closed: int = 0
+    expired: int = 0
+    failed: int = 0
+    refused: int = 0
+
+
+class SessionStore:
+    """Owns every session and each change of who runs what."""
+
+    def __init__(self, *, clock: Clock, rng: random.Random, limits: SessionLimits) -> None:
+        self._clock = clock
+        self._rng = rng
+        self._limits = limits
+        self._sessions: dict[SessionId, Session] = {}
+        self._created = self._closed = self._expired = self._failed = self._refused = 0
+
+    @property
+    def limits(self) -> SessionLimits:
+        """Its bounds."""
+        return self._limits
+
+    @property
+    def counts(self) -> SessionCounts:
+        """Counts at this moment."""
+        return SessionCounts(
+            active=len(self._sessions),
+            created=self._created,
+            closed=self._closed,
+            expired=self._expired,
+            failed=self._failed,
+            refused=self._refused,
+        )
+
+    def sessions(self) -> tuple[Session, ...]:
+        """Every session, oldest first."""
+        return tuple(self._sessions.values())
+
+    def check_room(self) -> None:
+        """Raise CapacityExhausted when another session would be one too many."""
+        if len(self._sessions) < self._limits.capacity:
+            return
+        self._refused += 1
+        soonest = min(
+            (self._limits.idle_ttl_s - session.idle_s(self._clock.mono()))
+            for session in self._sessions.values()
+        )
+        raise CapacityExhausted(
+            f"all {self._limits.capacity} sessions of this node are in use: "
+            f"close one, or wait until an idle one expires",
+            retry_after_s=max(1.0, soonest),
+        )
+
+    def create(
+        self, model: ServedModel, facts: ModelFacts, *, stop_token_ids: frozenset[int], label: str
+    ) -> Session:
+        """Open a session on a model. Raises CapacityExhausted when the store is full."""
+        self.check_room()
+        window = window_for(
+            facts.context_tokens, self._limits.sink_tokens, self._limits.window_tokens
+        )
+        session = Session(
+            session_id=self._draw(),
+            model=model,
+            facts=facts,
+            window=window,
+            stop_token_ids=stop_token_ids,
+            label=label,
+            used_mono=self._clock.mono(),
+        )
+        session.idle.set()
+        self._sessions[session.session_id] = session
+        self._created += 1
+        return session
+
+    def get(self, session_id: str) -> Session:
+        """Find a session. Raises NotFound for unknown, closed and expired ids alike."""
+        session = self._sessions.get(SessionId(session_id))
+        if session is None or self._is_expired(session, self._clock.mono()):
+            raise NotFound(
+                f"no session {session_id[:64]!r}: it was never created here, was closed or expired"
+            )
+        return session
+
+    @contextmanager
+    def operation(self, session_id: str, name: str) -> Iterator[Session]:
+        """Hold a session for one operation.
+
+        Raises NotFound, Conflict while another one runs, InvariantBroken for a failed session.
+        A law that breaks inside fails the session.
+        """
+        session = self.get(session_id)
+        if session.is_busy:
+            raise Conflict(
+                f"session {session_id} is busy with {session.operation}: "
+                f"{name} can run once that has ended"
+            )
+        if session.failure:
+            raise InvariantBroken("session_failed", f"{session.failure}; begin a new session")
+        session.operation = name
+        session.idle.clear()
+        try:
+            yield session
+        except InvariantBroken as broken:
+            session.fail(broken)
+            self._failed += 1
+            raise
+        finally:
+            session.operation = ""
+            session.idle.set()
+            session.used_mono = self._clock.mono()
+
+    def close(self, session_id: str) -> Session:
+        """Remove a session and return it. Raises NotFound, or Conflict while it is in use."""
+        session = self.get(session_id)
+        if session.is_busy:
+            raise Conflict(
+                f"session {session_id} is busy with {session.operation}: cancel that, then close"
+            )
+        del self._sessions[session.session_id]
+        self._closed += 1
+        return session
+
+    def expired(self, now: float) -> tuple[Session, ...]:
+        """The sessions that are idle for the TTL or longer; one in use never is."""
+        return tuple(s for s in self._sessions.values() if self._is_expired(s, now))
+
+    def sweep(self) -> tuple[Session, ...]:
+        """Remove the expired sessions and return them."""
+        gone = self.expired(self._clock.mono())
+        for session in gone:
+            del self._sessions[session.session_id]
+        self._expired += len(gone)
+        return gone
+
+    def _is_expired(self, session: Session, now: float) -> bool:
+        return not session.is_busy and now - session.used_mono >= self._limits.idle_ttl_s
+
+    def _draw(self) -> SessionId:
+        for _ in range(8):
+            session_id = SessionId(draw_id("ses", self._rng, length=20))
+            if session_id not in self._sessions:
+                return session_id
+        raise Refused("the random source repeats itself, no session id could be drawn")

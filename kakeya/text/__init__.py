@@ -1,0 +1,3 @@
+"""Text to token ids and back: templates, encoders, stop strings. It loads a tokenizer, never a
+model.
+"""

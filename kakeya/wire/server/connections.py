@@ -1,0 +1,150 @@
+"""Which connections each caller has open here, learned from its calls.
+
+gRPC tells of no connection, only of calls; which of them still are open is asked of the sockets
+(`hangup.py`), and only when it matters. A caller at its limit loses the connection that it left
+idle the longest, so a node that came back by a new path is heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kakeya.core.errors import Refused
+from kakeya.wire.server import sockets as hangup
+from kakeya.wire.server.sockets import Peer
+
+_TIDY_EVERY = 256
+"""New connections between two looks for those that have closed."""
+_ANSWER_S = 1.0
+"""How long a refused connection stays open, so that its caller reads why."""
+
+
+def surplus(open_now: Sequence[Peer], known: Collection[Peer], limit: int) -> tuple[Peer, ...]:
+    """Which connections to close so that no host has more than `limit`: never the known ones.
+
+    A host that opens connections and makes no call has no account to pay from; this bounds it.
+    """
+    by_host: dict[str, list[Peer]] = defaultdict(list)
+    for peer in open_now:
+        by_host[peer.rpartition(":")[0]].append(peer)
+    return tuple(
+        peer
+        for peers in by_host.values()
+        for peer in [peer for peer in peers if peer not in known][: max(0, len(peers) - limit)]
+    )
+
+
+@dataclass(slots=True)
+class _Link:
+    """One connection: how many calls run on it, and until when its caller may use it."""
+
+    calls: int = 0
+    ends_at: float = math.inf
+
+
+class Connections:
+    """Counts and closes; `limit` is for each caller. `hang_up` and `open_peers` reach sockets."""
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        open_peers: Callable[[], frozenset[Peer]] = hangup.open_peers,
+        hang_up: Callable[[Collection[Peer]], int] = hangup.hang_up,
+    ) -> None:
+        self._limit = limit
+        self._open_peers = open_peers
+        self._hang_up = hang_up
+        self._held: dict[str, OrderedDict[Peer, _Link]] = {}
+        self._noted = 0
+
+    async def admit(self, caller: str, peer: Peer, *, ends_at: float = math.inf) -> None:
+        """Note a connection before its first call. Raises Refused for one too many.
+
+        `ends_at` is when the certificate runs out that the caller showed on it (wall seconds).
+        """
+        known = self._held[caller].get(peer) if caller in self._held else None
+        if known is not None:
+            known.ends_at = ends_at  # it may be a new connection by the port of an old one
+            return
+        self._noted += 1
+        is_full = len(self._held.get(caller, ())) >= self._limit
+        if is_full or self._noted % _TIDY_EVERY == 0:
+            self._forget_all_but(await asyncio.to_thread(self._open_peers))
+        held = self._held.setdefault(caller, OrderedDict())
+        if len(held) >= self._limit and peer not in held:
+            self._make_room(caller, held, peer)
+        held.setdefault(peer, _Link(ends_at=ends_at))
+
+    @contextmanager
+    def call(self, caller: str, peer: Peer) -> Iterator[None]:
+        """Hold one call that came over an admitted connection."""
+        held = self._held.setdefault(caller, OrderedDict())
+        link = held.setdefault(peer, _Link())
+        link.calls += 1
+        held.move_to_end(peer)
+        try:
+            yield
+        finally:
+            link.calls -= 1
+
+    def of(self, caller: str) -> tuple[Peer, ...]:
+        """The connections that a caller was last known to have, least recently used first."""
+        return tuple(self._held.get(caller, ()))
+
+    def callers(self) -> tuple[str, ...]:
+        """Everyone who was last known to have a connection."""
+        return tuple(self._held)
+
+    def known(self) -> frozenset[Peer]:
+        """Every connection over which a call came."""
+        return frozenset(peer for held in self._held.values() for peer in held)
+
+    def drop(self, caller: str) -> int:
+        """Close all connections of a caller, whatever runs on them; return how many."""
+        held = self._held.pop(caller, OrderedDict())
+        self._close(tuple(held))
+        return len(held)
+
+    def drop_ended(self, now: float) -> int:
+        """Close the connections whose certificates have run out; return how many."""
+        gone = [
+            (caller, peer)
+            for caller, held in self._held.items()
+            for peer, link in held.items()
+            if now > link.ends_at
+        ]
+        for caller, peer in gone:
+            del self._held[caller][peer]
+            if not self._held[caller]:
+                del self._held[caller]
+        self._close({peer for _, peer in gone})
+        return len(gone)
+
+    def _make_room(self, caller: str, held: OrderedDict[Peer, _Link], newcomer: Peer) -> None:
+        idle = next((peer for peer, link in held.items() if not link.calls), None)
+        if idle is None:
+            asyncio.get_running_loop().call_later(_ANSWER_S, self._close, (newcomer,))
+            raise Refused(
+                f"{caller} has {len(held)} connections in use here and may have {self._limit}; "
+                "send calls over one of them"
+            )
+        del held[idle]
+        self._close((idle,))
+
+    def _close(self, peers: Collection[Peer]) -> None:
+        """Begin to hang up; in a thread, since it looks through all files of the process."""
+        if peers:
+            asyncio.get_running_loop().run_in_executor(None, self._hang_up, peers)
+
+    def _forget_all_but(self, open_now: Collection[Peer]) -> None:
+        for caller, held in list(self._held.items()):
+            for peer in [peer for peer in held if peer not in open_now]:
+                del held[peer]
+            if not held:
+                del self._held[caller]

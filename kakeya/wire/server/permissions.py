@@ -1,0 +1,98 @@
+"""Who may call what: every method of every service that a node of the fleet can meet.
+
+A method that is not here is for nobody. Members are the nodes, clients send prompts, admins are
+people who run the fleet; admins may do everything but speak for a node in gossip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kakeya.wire.security import CertRole
+from kakeya.wire.server.authorization import NOBODY, Permission
+from kakeya.wire.server.caller_limits import Budget
+
+_NODES = frozenset({CertRole.MEMBER})
+_FLEET = frozenset({CertRole.MEMBER, CertRole.ADMIN})
+_USERS = frozenset({CertRole.CLIENT, CertRole.ADMIN})
+_ALL = frozenset(CertRole)
+
+_EXCHANGE = Permission(roles=_NODES, budget=Budget.EXCHANGE)
+_GOSSIP = Permission(roles=_FLEET, budget=Budget.GOSSIP)
+_MEMBERS = Permission(roles=_FLEET)
+_RUNTIME = Permission(roles=_USERS)
+_HEALTH = Permission(roles=_ALL)
+# Minting invites is no business of other processes and users of this machine: they lack the
+# owner's key, and cannot open the socket in the data directory.
+_CONTROL = Permission(roles=frozenset({CertRole.ADMIN}), loopback=False, open=False)
+
+_SERVICES: Mapping[str, Mapping[str, Permission]] = {
+    "kakeya.v1.CapabilityService": {
+        "ExchangeCapabilities": _EXCHANGE,
+        "GetNodeCapability": _GOSSIP,
+    },
+    "kakeya.v1.GossipService": {"Sync": _EXCHANGE, "Push": _EXCHANGE, "Probe": _GOSSIP},
+    "kakeya.v1.MembershipService": {"Renew": _GOSSIP},
+    "kakeya.v1.DoctorService": {"CheckBack": _GOSSIP},
+    "kakeya.v1.ProposerService": {"ProposeBlock": _MEMBERS},
+    "kakeya.v1.DraftStreamService": {"DraftStream": _MEMBERS},
+    "kakeya.v1.PrefillCacheService": {
+        "GetCacheSummary": _MEMBERS,
+        "LookupPrefix": _MEMBERS,
+        "FetchBlocks": _MEMBERS,
+        "PublishBlock": _MEMBERS,
+    },
+    "kakeya.v1.PrefillWorkerService": {
+        "SubmitPrefillJob": _MEMBERS,
+        "GetPrefillJobStatus": _MEMBERS,
+        "CancelPrefillJob": _MEMBERS,
+    },
+    "kakeya.v1.DFlashProposerService": {
+        "Restore": _MEMBERS,
+        "SeedContext": _MEMBERS,
+        "DraftBlock": _MEMBERS,
+        "ExtendContext": _MEMBERS,
+        "CloseSession": _MEMBERS,
+    },
+    "kakeya.v1.RuntimeService": {
+        "CreateSession": _RUNTIME,
+        "AppendTokens": _RUNTIME,
+        "Generate": _RUNTIME,
+        "CloseSession": _RUNTIME,
+        "GetSessionInfo": _RUNTIME,
+    },
+    "kakeya.v1.PrecacheService": {"Warm": _RUNTIME, "Wipe": _CONTROL},
+    "kakeya.v1.ControlService": {
+        "Invite": _CONTROL,
+        "Revoke": _CONTROL,
+        "Examine": _CONTROL,
+        "DispatchPressure": _CONTROL,
+    },
+    "kakeya.v1.AdapterService": {
+        "RegisterAdapter": _CONTROL,
+        "ListAdapters": _CONTROL,
+        "RemoveAdapter": _CONTROL,
+    },
+    # Served on a port of its own while an invite lives, to those who have no certificate yet.
+    "kakeya.v1.JoinService": {"Join": NOBODY},
+    # Served by engine children on their own sockets.
+    "kakeya.v1.EngineService": {
+        "Describe": NOBODY,
+        "Decode": NOBODY,
+        "Draft": NOBODY,
+        "Release": NOBODY,
+        "Stats": NOBODY,
+        "SetLimits": NOBODY,
+        "Shrink": NOBODY,
+        "LendPages": NOBODY,
+        "LoadAdapters": NOBODY,
+        "UnloadAdapter": NOBODY,
+    },
+    "grpc.health.v1.Health": {"Check": _HEALTH, "List": _HEALTH, "Watch": _HEALTH},
+}
+PERMISSIONS: Mapping[str, Permission] = {
+    f"/{service}/{method}": permission
+    for service, methods in _SERVICES.items()
+    for method, permission in methods.items()
+}
+"""By the path of the call, `/SERVICE/METHOD`."""
