@@ -46,7 +46,7 @@ from kakeya.generation.spec import ModelSpec, Role
 from kakeya.node.adapters import ADAPTER_FOLDER
 from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.pages import NodePages
-from tests.memory.adapter_folders import write_adapter
+from tests.adapters.adapter_folders import write_adapter
 
 TINY = "kakeya-tiny"
 GOALS_S = {Tier.HOT: 100e-6, Tier.WARM: 1e-3, Tier.COLD: 10e-3}

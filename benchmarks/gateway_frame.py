@@ -23,7 +23,7 @@ from kakeya.gateway.answer import Answer
 from kakeya.gateway.openai.stream import ChunkWriter
 from kakeya.generation.request import DecodeRequest, Done, Frame, StopReason, Tokens
 from kakeya.text.text import TextModel
-from tests.serving.toy import ToyModel, make_folder, serving
+from tests.gateway.toy import ToyModel, make_folder, serving
 
 TOKENS = 2000
 ROUNDS = 7

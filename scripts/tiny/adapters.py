@@ -30,7 +30,7 @@ from mlx_lm.utils import load  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BASE = ROOT / "kakeya" / "models" / "kakeya-tiny"
-OUT = ROOT / "tests" / "adapters"
+OUT = ROOT / "tests" / "adapters" / "trained"
 SEED = 20
 ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
 MLP = tuple(f"mlp.{name}_proj" for name in ("gate", "up", "down"))

@@ -18,7 +18,10 @@ from tests.engine.rig import tools
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = ROOT / "kakeya" / "models" / "kakeya-tiny"
-FOLDERS = sorted(path for path in (ROOT / "tests" / "adapters").iterdir() if path.is_dir())
+TRAINED = ROOT / "tests" / "adapters" / "trained"
+FOLDERS = sorted(path for path in TRAINED.iterdir() if path.is_dir())
+    path for path in (ROOT / "tests" / "adapters" / "trained").iterdir() if path.is_dir()
+)
 NAMES = [folder.name for folder in FOLDERS]
 
 

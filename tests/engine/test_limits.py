@@ -27,11 +27,11 @@ from kakeya.engine.steps.scheduler import Scheduler
 from kakeya.memory.estimate.estimate import GROWTH_BYTES, STEP_BYTES
 from kakeya.mlx.loader import load
 from kakeya.mlx.model import MlxModel
+from tests.adapters.adapter_folders import write_adapter
 from tests.engine.adapter_rig import Answer, Ending, take
 from tests.engine.child_engine import ToyModel, ToyState
 from tests.engine.rig import tools
-from tests.engine.test_scheduler import WAIT_S, submit
-from tests.memory.adapter_folders import write_adapter
+from tests.engine.steps.test_scheduler import WAIT_S, submit
 from tests.mlx.random_models import write_model
 
 MIB = 1 << 20

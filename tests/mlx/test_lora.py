@@ -13,8 +13,8 @@ from kakeya.adapters.files.packed import PackedAdapter, PackedTensor
 from kakeya.core.errors import InvalidArgument
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.lora import AdapterSlots
+from tests.mlx.batch.test_batch import random_adapter, slots_of
 from tests.mlx.random_models import write_model
-from tests.mlx.test_batch import random_adapter, slots_of
 
 TOKENS = mx.array([[5, 6, 7, 8]])
 

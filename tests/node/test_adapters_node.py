@@ -31,12 +31,12 @@ from kakeya.node.adapters import NodeAdapters
 from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.pages import NodePages
 from kakeya.sessions.client import Client
-from tests.memory.adapter_folders import tiny_adapter
+from tests.adapters.adapter_folders import tiny_adapter
 from tests.memory.scrapes import DOCS
 from tests.node.nodes import VERIFIER, eventually, model_state, run_cli, verifier_node
 from tests.node.test_memory import TEXT_MODEL
 
-TRAINED = Path(__file__).parents[1] / "adapters"
+TRAINED = Path(__file__).parents[1] / "adapters" / "trained"
 NAMES = ("letter", "march", "query", "recipe", "record", "setting", "shout", "table")
 PROMPT, RECIPE, TALE = "ERROR [4", "Take two", "Once upon a time"
 TOKENS = 40

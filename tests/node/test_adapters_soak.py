@@ -21,8 +21,8 @@ from kakeya.core.clock import SystemClock
 from kakeya.generation.request import DecodeRequest, Done, ServedModel, Tokens
 from kakeya.memory.pages.content import ContentType
 from kakeya.node.adapters import ADAPTER_FOLDER, NodeAdapters
-from tests.memory.adapter_folders import write_adapter
-from tests.node.adapter_world import TINY, world
+from tests.adapters.adapter_folders import write_adapter
+from tests.adapters.world import TINY, world
 from tests.node.test_adapters_node import NAMES, TRAINED, in_process
 
 REGISTERED = 10_000

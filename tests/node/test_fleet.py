@@ -1,280 +1,238 @@
-"""Two real nodes with the embedded models: gossip, drafting across nodes, and what may die.
-
-Everything runs over loopback with engine children, as it does for a person.
-"""
+"""The fleet half of a node: what it shows of others, whom it doubts and whom it lets go."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import signal
-import sys
-import urllib.request
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 
-import grpc.aio
 import pytest
-import pytest_asyncio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kakeya.cli.child import NodeProcess
-from kakeya.cli.demo import texts
-from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, PeerUnavailable
-from kakeya.sessions.client import Client, ClientSession
-from tests.node.nodes import (
-    DRAFTER,
-    VERIFIER,
-    drafter_node,
-    eventually,
-    model_state,
-    offers,
-    run_cli,
-    seen_by,
-    verifier_node,
-)
+from kakeya.cli.display import show_plan, show_status
+from kakeya.config import config
+from kakeya.core.clock import Clock, SystemClock
+from kakeya.fleet.cards.cards import Endpoint, Offer
+from kakeya.fleet.identity.trust import FleetTrust
+from kakeya.fleet.paths.interfaces import source_host
+from kakeya.fleet.paths.round_trips import SETTLE_S, STEPS_MS
+from kakeya.fleet.view.suspicion import Doubt, sign_of
+from kakeya.fleet.view.tombstones import Memory
+from kakeya.node.fleet import Chances, FleetPlane
+from kakeya.node.state import NodeState
+from kakeya.node.status import Json, View, describe
+from kakeya.v1 import distributed_pb2 as pb
+from tests.fakes import SettableClock
+from tests.fleet.members import sealed_card
+from tests.fleet.nodes import make_wire, running_node
+from tests.node.test_reach import Cables, opened
+from tests.wire.certificates import Fleet
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-PROMPT = texts()["code"][:200]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def verifier(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[NodeProcess]:
-    async with verifier_node(tmp_path_factory.mktemp("verifier")) as node:
-        yield node
+HONEST, HOSTILE = "zz-honest", "aa-hostile"
+ADDRESS = "10.0.0.7:50051"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def drafter(
-    verifier: NodeProcess, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[NodeProcess]:
-    async with drafter_node(tmp_path_factory.mktemp("drafter"), verifier) as node:
-        yield node
+@asynccontextmanager
+async def made_plane(
+    folder: Path,
+    *flags: str,
+    bind: str = "127.0.1.1:0",
+    clock: Clock | None = None,
+    trust: FleetTrust | None = None,
+    source: Callable[[str], str] = source_host,
+) -> AsyncIterator[FleetPlane]:
+    """The fleet half of a node, not started."""
+    clock = clock or SystemClock()
+    chances = Chances(clock=clock, rng=random.Random(1))
+    node_id = trust.identity.node_id if trust else "me"
+    cables = Cables("127.0.1.1")
+    async with opened(cables, "--bind", bind, clock=clock, source=source) as rig:
+        made = FleetPlane(
+            (await asyncio.to_thread(config.load, flags, {})).fleet,
+            state=NodeState(node_id=node_id, memory=Memory()),
+            data_dir=folder,
+            trust=trust,
+            reach=rig.reach,
+            offer=Offer(grpc_address="127.0.1.1:1"),
+            chances=chances,
+            on_round=lambda done: None,
+        )
+        yield made
+        await made.aclose()
 
 
-async def generate(
-    node: NodeProcess, policy: str, *, tokens: int = 96, temperature: float = 0.0, seed: int = 7
-) -> list[int]:
-    async with Client(node.grpc) as client, await client.create_session() as session:
-        await session.append(PROMPT)
-        stream = session.generate(tokens, draft_policy=policy, temperature=temperature, seed=seed)
-        return [token async for token in stream]
+@pytest.fixture
+async def plane(tmp_path: Path) -> AsyncIterator[FleetPlane]:
+    async with made_plane(tmp_path, "--no-mdns") as made:
+        yield made
 
 
-async def open_stream(session: ClientSession, policy: str, tokens: int) -> tuple[list[int], object]:
-    """Start a generation and take its first tokens."""
-    await session.append(PROMPT)
-    stream = session.generate(tokens, draft_policy=policy)
-    first = [await anext(stream) for _ in range(8)]
-    return first, stream
-
-
-async def test_two_nodes_know_each_other_within_two_rounds(tmp_path: Path) -> None:
-    """With 30 s between rounds, only the first round and one poke can have done it."""
-    slow = ("--proposer", "ngram", "--exchange-interval", "30")
-    async with NodeProcess(tmp_path / "a", "--node-id", "a", *slow) as first:
-        flags = ("--node-id", "b", "--peer", first.grpc, *slow)
-        async with NodeProcess(tmp_path / "b", *flags) as second:
-            for node in (first, second):
-                await eventually("both are seen", lambda n=node: set(seen_by(n)) == {"a", "b"})
-            assert second.api.get("/api/v1/fleet")["gossip"]["rounds"] <= 2
-
-
-async def test_a_card_offers_what_is_loaded(verifier: NodeProcess, drafter: NodeProcess) -> None:
-    cards = seen_by(drafter)
-    assert offers(cards["verifier"]) == {VERIFIER, "ngram"}
-    assert offers(cards["drafter"]) == {DRAFTER, "ngram"}
-    model = next(m for m in cards["verifier"]["models"] if m["model_id"] == VERIFIER)
-    assert model["role"] == "verifier"
-    assert model["tokens_per_second"] > 0
-    assert cards["verifier"]["memory_bytes"] > 2**28
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-async def test_every_way_to_draft_gives_the_plain_tokens(
-    verifier: NodeProcess, drafter: NodeProcess, temperature: float
-) -> None:
-    plain = await generate(verifier, "off", temperature=temperature)
-    assert len(plain) == 96
-    remote = (f"ngram@{drafter.grpc}", f"{DRAFTER}@{drafter.grpc}")
-    for policy in ("auto", "ngram", "peer", *remote, "ngram@127.0.0.1:1", "nobody@127.0.0.1:1"):
-        assert await generate(verifier, policy, temperature=temperature) == plain, policy
-    if temperature:
-        assert await generate(verifier, "off", temperature=temperature, seed=8) != plain
-
-
-async def test_what_cannot_be_meant_has_the_right_status(verifier: NodeProcess) -> None:
-    async with Client(verifier.grpc) as client:
-        with pytest.raises(NotFound, match=VERIFIER):
-            await client.create_session(model_id="nobody")
-        async with await client.create_session() as session:
-            with pytest.raises(InvalidArgument, match="vocabulary"):
-                await session.append([65535])
-            with pytest.raises(KakeyaError):
-                await anext(session.generate(4))
-            await session.append(PROMPT)
-            with pytest.raises(InvalidArgument, match="MODEL_ID@HOST:PORT"):
-                await anext(session.generate(4, draft_policy="nonsense"))
-            assert len([token async for token in session.generate(4)]) == 4
-
-
-async def test_a_node_that_only_drafts_says_so(drafter: NodeProcess) -> None:
-    async with Client(drafter.grpc) as client:
-        with pytest.raises(NotFound, match="--model"):
-            await client.create_session()
-
-
-async def test_the_command_line_over_a_running_fleet(
-    verifier: NodeProcess, drafter: NodeProcess
-) -> None:
-    node = ("--node", verifier.http)
-    status = await asyncio.to_thread(run_cli, "status", *node)
-    assert status.returncode == 0
-    assert "verifier" in status.stdout
-    assert "drafter" in status.stdout
-    plan = await asyncio.to_thread(run_cli, "plan", *node)
-    assert plan.returncode == 0
-    assert f"draft   {DRAFTER} on drafter" in plan.stdout
-    arguments = ("generate", *node, "--max-tokens", "12")
-    plain = await asyncio.to_thread(run_cli, *arguments, "--prompt", "import os", "--draft", "off")
-    drafted = await asyncio.to_thread(run_cli, *arguments, stdin="import os")
-    assert plain.returncode == drafted.returncode == 0
-    assert plain.stdout == drafted.stdout != ""
-    assert "12 tokens" in plain.stderr
-    refused = await asyncio.to_thread(run_cli, *arguments, "--prompt", "x", "--model", "nobody")
-    assert refused.returncode == 1
-    assert "nobody" in refused.stderr
-
-
-async def test_status_is_watched_until_the_owner_has_seen_enough(verifier: NodeProcess) -> None:
-    watch = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kakeya.cli.main", "status", "--watch", "--json"),
-        *("--node", verifier.http),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    assert watch.stdout is not None
-    seen = [json.loads(await asyncio.wait_for(watch.stdout.readline(), 20)) for _ in range(2)]
-    watch.send_signal(signal.SIGINT)
-    try:
-        _, complaint = await asyncio.wait_for(watch.communicate(), 20)
-    finally:
-        if watch.returncode is None:
-            watch.kill()
-    assert [one["node"]["node_id"] for one in seen] == ["verifier"] * 2
-    assert 0.5 <= seen[1]["node"]["uptime_s"] - seen[0]["node"]["uptime_s"] <= 5
-    assert b"Traceback" not in complaint
-
-
-async def test_every_floor_is_in_the_metrics(verifier: NodeProcess, drafter: NodeProcess) -> None:
-    def scrape() -> str:
-        with urllib.request.urlopen(f"http://{verifier.http}/metrics", timeout=10) as answer:
-            return answer.read().decode()
-
-    text = await asyncio.to_thread(scrape)
-    for line in (
-        "kakeya_fleet_nodes 2.0",
-        'kakeya_model_ready{model="kakeya-tiny"} 1.0',
-        'kakeya_task_running{task="gossip"} 1.0',
-        'kakeya_task_failures_total{task="models"} 0.0',
+async def test_no_mdns_turns_it_off_and_typed_peers_still_count(tmp_path: Path) -> None:
+    peer, clock = ("--peer", "10.0.0.9:50051"), SystemClock()
+    async with (
+        made_plane(tmp_path, *peer, bind="0.0.0.0:0") as looks,
+        made_plane(tmp_path, *peer, "--no-mdns", bind="0.0.0.0:0") as does_not,
     ):
-        assert line in text.splitlines()
-    assert "kakeya_generates_total" in text
-    assert "kakeya_loop_stalls_total" in text
+        assert looks.discovery is not None
+        assert does_not.discovery is None
+        for made in (looks, does_not):
+            assert made.gossip._choose((), now=clock.wall()) == peer[1:]
+        assert status_of(looks)["fleet"]["mdns_sightings"] is not None  # type: ignore[index]
+        assert status_of(does_not)["fleet"]["mdns_sightings"] is None  # type: ignore[index]
 
 
-async def test_a_killed_engine_costs_time_and_no_token(
-    verifier: NodeProcess, drafter: NodeProcess
+def learn(plane: FleetPlane, node_id: str, address: str, *more: str) -> None:
+    clock = SystemClock()
+    endpoints = [Endpoint(way, "lan", 20) for way in (address, *more)]
+    wire = make_wire(node_id, address=address, endpoints=endpoints, at=clock.wall())
+    plane.registry.merge([wire], now=clock.wall(), mono=clock.mono())
+
+
+# --- certificates that run out
+
+
+DAY_S = 86_400.0
+
+
+@pytest.mark.parametrize(
+    ("days", "is_gone"),
+    [(4, False), (6, True), (400, False)],
+    ids=["valid", "run out", "by a clock that is a year ahead"],
+)
+async def test_a_node_that_did_not_renew_its_certificate_is_let_go(
+    tmp_path: Path, days: int, is_gone: bool
 ) -> None:
-    """Row 34: the stream goes on in the next engine; peers see the model go and come back."""
-    plain = await generate(verifier, "off", tokens=600)
-    before = model_state(verifier, VERIFIER)
-    async with Client(verifier.grpc) as client, await client.create_session() as session:
-        first, stream = await open_stream(session, "off", 600)
-        os.kill(before["pid"], signal.SIGKILL)
-        # One round of these nodes is half a second; the rest is for a machine that is busy.
-        gone = asyncio.create_task(
-            eventually(
-                "the card is without the model",
-                lambda: VERIFIER not in offers(seen_by(drafter)["verifier"]),
-                limit_s=0.5 + 1.5,
-                every_s=0.01,
-            )
+    """Its connection was checked when it was opened, and its beats need no certificate."""
+    clock, fleet = SettableClock(), Fleet()
+    async with made_plane(tmp_path, "--no-mdns", clock=clock, trust=fleet.trust) as plane:
+        cards = {}
+        for address, age in ((ADDRESS, timedelta(days=360)), ("10.0.0.8:50051", timedelta())):
+            who = fleet.identity(age=age)
+            cards[address] = sealed_card(who, address)
+        report = plane.registry.merge(cards.values(), now=clock.wall(), mono=clock.mono())
+        assert len(report.changed) == 2
+        for address in cards:
+            plane.channels.get(address)
+        clock.shift_wall(days * DAY_S)
+        assert plane.let_go() == is_gone
+        await asyncio.gather(*plane._closing)
+        left = set(cards) - ({ADDRESS} if is_gone else set())
+        assert {card.grpc_address for card in plane.live_peers()} == left
+        assert plane.channels.addresses == left
+
+
+async def test_words_that_a_member_chose_neither_drive_the_terminal_nor_end_the_command(
+    plane: FleetPlane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b[2J\x1b]0;owned\x07[/red] [bold]"
+    node = {"node_id": evil, "label": evil, "platform": evil, "grpc_address": evil, "age_s": 1.0}
+    model = {"model_id": evil, "role": evil, "state": evil, "error": evil}
+    node |= {"models": [model], "route": {"address": evil, "network": evil}}
+    fleet = {"nodes": [node], "warnings": [evil], "identity": {"fleet": evil}}
+    show_status({"node": node, "models": [model], "fleet": fleet}, clear=False)
+    names = dict.fromkeys(("verifier_model", "verifier_node", "proposer_model"), evil)
+    show_plan({"placement": names, "drafts": {evil: {evil: [evil]}}})
+    show_plan({"reason": evil})
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert shown.count("[bold]") > 5, "shown as it was written"
+
+
+async def test_a_failed_call_doubts_the_node_that_is_reached_there(plane: FleetPlane) -> None:
+    learn(plane, HOSTILE, "10.0.0.8:50051", ADDRESS)
+    learn(plane, HONEST, ADDRESS)
+    plane.call_failed(ADDRESS)
+    assert plane.registry.suspects() == {HONEST}
+
+
+def status_of(plane: FleetPlane) -> Json:
+    cards = plane.registry.snapshot(mono=SystemClock().mono())
+    return describe(
+        View(
+            node_id="me",
+            grpc="127.0.1.1:1",
+            http="127.0.0.1:2",
+            listeners=(),
+            uptime_s=1.0,
+            now=SystemClock().wall(),
+            not_serving="",
+            cards=cards,
+            fleet=plane.view(cards),
+            models=(),
+            state_error="",
+            memory={},
+            adapters={},
+            prefixes={},
+            precache={},
         )
-        assert [*first, *[token async for token in stream]] == plain
-    await gone
-    after = model_state(verifier, VERIFIER)
-    assert after["pid"] != before["pid"]
-    assert after["restarts"] == before["restarts"] + 1
-    await eventually("the model is back", lambda: VERIFIER in offers(seen_by(drafter)["verifier"]))
+    )
 
 
-async def test_a_killed_proposer_costs_time_and_no_token(
-    verifier: NodeProcess, tmp_path: Path
+async def test_a_node_of_another_protocol_is_told_with_both_ranges(plane: FleetPlane) -> None:
+    clock = SystemClock()
+    card = pb.NodeCapability.FromString(make_wire("newer", at=clock.wall()))
+    card.protocol_min, card.protocol_max = 7, 9
+    plane.registry.merge([card.SerializeToString()], now=clock.wall(), mono=clock.mono())
+    learn(plane, "fine", "10.0.0.6:50051")
+    fleet = status_of(plane)["fleet"]
+    assert isinstance(fleet, dict)
+    assert fleet["warnings"] == [
+        "newer speaks versions 7 to 9 of the fleet's protocol and this node 1 to 1; "
+        "update the older one"
+    ]
+
+
+async def test_an_edge_that_only_this_node_lacks_is_told_apart_from_a_dead_node(
+    plane: FleetPlane, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Row 29: drafts stop, the verifier goes on by itself."""
-    plain = await generate(verifier, "off", tokens=300)
-    async with NodeProcess(tmp_path, "--node-id", "mortal", "--proposer", "ngram") as mortal:
-        async with Client(verifier.grpc) as client, await client.create_session() as session:
-            first, stream = await open_stream(session, f"ngram@{mortal.grpc}", 300)
-            mortal.send(signal.SIGKILL)
-            assert await mortal.wait() == -signal.SIGKILL
-            assert [*first, *[token async for token in stream]] == plain
-    assert await generate(verifier, "peer", tokens=300) == plain
+    mono, book = SystemClock().mono(), plane.registry.suspicions
+    learn(plane, "fine", "10.0.0.6:50051")
+    for node_id, address, doubt in (
+        ("behind-a-wall", "10.0.0.8:50051", Doubt.ASYMMETRIC),
+        ("gone", "10.0.0.9:50051", Doubt.FLEET_WIDE),
+    ):
+        learn(plane, node_id, address)
+        card = plane.registry.get(node_id, mono=mono)
+        assert card is not None
+        book.fail(address, card, mono)
+        book.settle(card, sign_of(card), doubt, mono)
+    status = status_of(plane)
+    fleet = status["fleet"]
+    assert isinstance(fleet, dict)
+    assert {card["node_id"]: card["doubt"] for card in fleet["nodes"]} == {
+        "me": None,
+        "fine": None,
+        "behind-a-wall": "asymmetric",
+        "gone": "fleet_wide",
+    }
+    assert [line for line in fleet["warnings"] if "others reach" in line] == [
+        "others reach behind-a-wall and this node does not; `kakeya doctor behind-a-wall` says why"
+    ]
+    show_status(status, clear=False)
+    shown = capsys.readouterr().out.split()  # columns fold, so words
+    assert {"answers", "others", "but", "not", "nobody"} <= set(shown)
+    assert "doctor" in shown
 
 
-async def test_sigterm_lets_a_stream_end_and_tells_the_peers(
-    verifier: NodeProcess, tmp_path: Path
-) -> None:
-    """Row 28: NOT_SERVING, a farewell, new calls refused, what runs ends, exit status 0."""
-    flags = ("--peer", verifier.grpc)
-    async with verifier_node(tmp_path, "--node-id", "leaver", *flags) as leaver:
-        await eventually(
-            "the model is offered", lambda: VERIFIER in offers(seen_by(verifier)["leaver"])
-        )
-        plain = await generate(verifier, "off", tokens=400)
-        async with (
-            Client(leaver.grpc) as client,
-            Client(leaver.grpc) as other,
-            grpc.aio.insecure_channel(leaver.grpc) as channel,
-        ):
-            health = health_pb2_grpc.HealthStub(channel)
-            watch = health.Watch(health_pb2.HealthCheckRequest(service=""))
-            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-            session = await client.create_session()
-            first, stream = await open_stream(session, "off", 400)
-            leaver.send(signal.SIGTERM)
-            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            with pytest.raises(PeerUnavailable):
-                await other.create_session()
-            watch.cancel()
-            assert [*first, *[token async for token in stream]] == plain
-            assert await leaver.wait() == 0
-    card = seen_by(verifier).get("leaver", {"models": [], "ttl_s": 10})
-    assert (card["models"], card["ttl_s"]) == ([], 10)
+async def test_each_answer_of_a_round_is_a_round_trip_of_the_own_network(tmp_path: Path) -> None:
+    clock = SettableClock()
+    async with (
+        running_node("peer") as peer,
+        made_plane(
+            tmp_path, bind="0.0.0.0:0", clock=clock, source=lambda address: "127.0.1.1"
+        ) as plane,
+    ):
+        await plane.gossip.round([peer.address, "127.0.0.1:1"])
+        clock.advance(SETTLE_S + 1)
+        assert plane.reach.settle_round_trips()
+        (way,) = plane.reach.endpoints
+        assert way.rtt_ms in STEPS_MS
 
 
-async def test_a_second_signal_ends_it_at_once(verifier: NodeProcess, tmp_path: Path) -> None:
-    async with verifier_node(tmp_path, "--node-id", "hasty") as hasty:
-        engine = model_state(hasty, VERIFIER)["pid"]
-        async with Client(hasty.grpc) as client:
-            session = await client.create_session()
-            _, stream = await open_stream(session, "off", 4000)
-            hasty.send(signal.SIGTERM)
-            await eventually("it is stopping", lambda: "stopping" in hasty.log_file.read_text())
-            hasty.send(signal.SIGTERM)
-            assert await hasty.wait() == 1
-            with pytest.raises(PeerUnavailable):
-                async for _token in stream:
-                    pass
-    assert "a second signal" in hasty.log_file.read_text()
-    await eventually("the engine ended with it", lambda: not is_alive(engine))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def test_the_table_says_what_the_pages_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = {"total": 8, "free": 4, "pinned": 2, "evictable": 2, "fragmentation": 0.5}
+    show_status({"adapters": {"registered": 0, "pages": pages}}, clear=False)
+    assert "8: 2 pinned, 2 evictable, 4 free; fragmentation 0.5" in capsys.readouterr().out

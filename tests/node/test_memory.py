@@ -38,7 +38,7 @@ from kakeya.memory.estimate.estimate import estimate_model
 from kakeya.memory.machine.panics import FIND_PERIOD_S, KEEP_S
 from kakeya.node.memory import EngineSetup, NodeMemory
 from tests.memory.example_plugin import Question
-from tests.memory.test_panics import panic
+from tests.memory.machine.test_panics import panic
 from tests.memory.worlds import ManualClock
 from tests.node.nodes import (
     DRAFTER,

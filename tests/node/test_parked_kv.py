@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.generation.request import DecodeRequest, Priority, Tokens
-from tests.node.prefix_world import Answer, Node, ask, node, take, text
+from tests.prefix.world import Answer, Node, ask, node, take, text
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 BATCH, URGENT = 1000, 1100

@@ -16,7 +16,7 @@ from kakeya.generation.request import DecodeRequest, Done, KvOffer, Priority, Pr
 from kakeya.generation.spec import ModelSpec, Role
 from kakeya.prefix.pages.counts import Source
 from tests.mlx.random_models import VOCAB, write_model
-from tests.node.prefix_world import Answer, Node, ask, node, take, text
+from tests.prefix.world import Answer, Node, ask, node, take, text
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SHARED = 2000

@@ -18,7 +18,7 @@ import pytest
 from kakeya.cli.child import NodeProcess
 from kakeya.core.units import MIB
 from tests.node.nodes import QUICK, eventually, seen_by, verifier_node
-from tests.node.test_fleet import generate
+from tests.node.test_fleet_of_nodes import generate
 from tests.node.test_overload import linux, resident_bytes, send
 
 HOUR_S = 3600.0

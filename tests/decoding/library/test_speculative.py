@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kakeya.core.errors import InvalidArgument
+from kakeya.decoding.control.controller import DraftController
+from kakeya.decoding.library.speculative import SpeculativeDecoder
+from kakeya.decoding.ngram.ngram import NGramProposer
+from tests.decoding import toys
+from tests.decoding.toys import GREEDY, SAMPLED, VOCAB, HashModel, ToyProposer
+
+PROMPT = [3, 1, 4, 1, 5]
+CONTEXT = 4096
+SOURCES = {
+    "oracle": toys.oracle,
+    "always wrong": toys.always_wrong,
+    "half corrupted": lambda model: toys.corrupted(model, 0.5, random.Random(3)),
+    "empty": toys.empty,
+    "too long": toys.too_long,
+    "out of vocabulary": toys.out_of_vocabulary,
+    "stale": toys.stale,
+    "failing": toys.failing,
+    "killed mid-stream": toys.dying,
+    "n-gram": lambda _: NGramProposer(),
+}
+
+
+def decoder(model: HashModel, proposer, **more) -> SpeculativeDecoder:
+    return SpeculativeDecoder(model, proposer, context_tokens=CONTEXT, vocab_size=VOCAB, **more)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("controlled", [False, True], ids=["fixed block", "controlled"])
+@pytest.mark.parametrize("block_size", [1, 4, 17])
+@pytest.mark.parametrize("source", SOURCES)
+def test_no_draft_source_changes_a_token(source, block_size, controlled, params):
+    model = HashModel(params)
+    drafting = decoder(
+        model,
+        SOURCES[source](HashModel(params)),
+        block_size=block_size,
+        controller=DraftController() if controlled else None,
+    )
+    out = list(drafting.generate(PROMPT, 60))
+    assert out == HashModel(params).plain(PROMPT, 60)
+    assert drafting.history == PROMPT + out
+    assert drafting.stats.committed == 60
+
+
+def test_an_oracle_is_always_accepted_and_needs_the_least_forwards():
+    model = HashModel()
+    drafting = decoder(model, toys.oracle(model), block_size=7)
+    out = list(drafting.generate(PROMPT, 64))
+    assert len(out) == 64
+    assert drafting.stats.accepted == drafting.stats.verified
+    assert model.forwards == drafting.stats.forwards == 8
+    assert drafting.stats.tau == 8.0
+    assert drafting.stats.acceptance == 1.0
+    assert drafting.stats.accepted_at == drafting.stats.verified_at == [8] * 7
+
+
+def test_a_wrong_proposer_costs_rows_but_never_a_forward_more():
+    model = HashModel()
+    drafting = decoder(model, toys.always_wrong(model), block_size=4)
+    list(drafting.generate(PROMPT, 50))
+    assert drafting.stats.accepted == 0
+    assert model.forwards == 50
+    assert model.rows <= 50 * 5
+
+
+def test_with_a_controller_a_wrong_proposer_costs_hardly_a_row():
+    model = HashModel()
+    controller = DraftController()
+    controller.seed_costs({1: 1.0, 2: 1.4, 4: 1.8, 8: 2.5})
+    drafting = decoder(model, toys.always_wrong(model), controller=controller, block_size=8)
+    drafting._clock = type("Still", (), {"mono": staticmethod(lambda: 0.0)})()
+    list(drafting.generate(PROMPT, 200))
+    assert model.forwards == 200
+    assert model.rows <= 210
+
+
+def test_ngrams_are_accepted_on_text_that_repeats():
+    model = HashModel(order=1)
+    drafting = decoder(model, NGramProposer())
+    list(drafting.generate(PROMPT, 300))
+    assert drafting.stats.tau > 5
+
+
+def test_a_stop_token_inside_a_block_ends_the_text():
+    plain = HashModel().plain(PROMPT, 60)
+    stop = plain[37]
+    drafting = decoder(
+        HashModel(), toys.oracle(HashModel()), block_size=16, stop_token_ids=frozenset({stop})
+    )
+    assert list(drafting.generate(PROMPT, 60)) == plain[: plain.index(stop) + 1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9])
+def test_never_more_than_max_tokens(count):
+    drafting = decoder(HashModel(), toys.oracle(HashModel()))
+    assert len(list(drafting.generate(PROMPT, count))) == count
+
+
+def test_no_row_goes_beyond_the_context():
+    model = HashModel()
+    drafting = SpeculativeDecoder(model, toys.oracle(HashModel()), context_tokens=12, block_size=16)
+    assert len(list(drafting.generate(PROMPT, 100))) == 7
+    assert len(model.cache) <= 12
+
+
+def test_drafts_are_only_asked_where_they_can_be_of_use():
+    proposer = toys.oracle(HashModel())
+    list(decoder(HashModel(), proposer).generate(PROMPT, 1))
+    assert proposer.stats.calls == 0
+
+
+def test_an_error_may_be_raised_and_the_generation_goes_on_elsewhere():
+    model = HashModel()
+    first = decoder(model, toys.dying(HashModel(), after=4), on_proposer_error="raise")
+    out: list[int] = []
+    with pytest.raises(ConnectionError):
+        out.extend(first.generate(PROMPT, 80))
+    assert first.history == PROMPT + out
+    assert 0 < len(out) < 80
+    second = decoder(model, NGramProposer())
+    out += second.generate(first.history, 80 - len(out))
+    assert out == HashModel().plain(PROMPT, 80)
+
+
+def test_a_failing_proposer_is_counted():
+    drafting = decoder(HashModel(), toys.failing(HashModel()))
+    list(drafting.generate(PROMPT, 10))
+    assert drafting.stats.failures == 9
+    assert drafting.stats.forwards == 10
+
+
+def test_refuses_a_block_of_nothing():
+    with pytest.raises(InvalidArgument):
+        decoder(HashModel(), ToyProposer(lambda *_: ()), block_size=0)

@@ -1,0 +1,287 @@
+"""mDNS between real processes: in network namespaces where those work, on loopback everywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from zeroconf import IPVersion
+from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
+
+from kakeya.core.clock import SystemClock
+from kakeya.core.tasks import Supervisor
+from kakeya.fleet.paths.addresses import AddressPolicy
+from kakeya.fleet.paths.discovery import MAX_ADDRESSES, MAX_SIGHTINGS, SERVICE, Discovery, mark_of
+from tests import netns
+from tests.fleet.nodes import until
+
+REPO = Path(__file__).parents[3]
+WITHIN_S = 2.0
+HOME = AddressPolicy(is_on_loopback=True)
+
+
+class Watcher:
+    """A discovery in a child process; `wait_for` gives when it saw exactly these addresses."""
+
+    def __init__(self, node_id: str, fleet: str, port: int, hosts: Sequence[str]) -> None:
+        arguments = [node_id, fleet, str(port), ",".join(hosts)]
+        self.command = [sys.executable, "-m", "tests.fleet.child_discovery", *arguments]
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, machine: netns.Machine | None = None) -> None:
+        command = self.command if machine is None else machine.command(*self.command)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=REPO
+        )
+        assert self._line() == "ready"
+
+    def _line(self) -> str:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def wait_for(self, *addresses: str) -> float:
+        while line := self._line():
+            at, *seen = line.split()
+            if seen == sorted(addresses):
+                return float(at)
+        raise AssertionError("it ended")
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(10)
+        if self.process is not None and self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+@dataclass
+class Lan:
+    """Where the watchers of one test live: a host each, and a namespace if there are any."""
+
+    hosts: list[str]
+    machines: list[netns.Machine | None]
+    watchers: list[Watcher] = field(default_factory=list)
+
+    def watch(self, place: int, node_id: str, fleet: str, port: int) -> Watcher:
+        watcher = Watcher(node_id, fleet, port, [self.hosts[place]])
+        self.watchers.append(watcher)
+        watcher.start(self.machines[place])
+        return watcher
+
+
+@contextlib.contextmanager
+def stopped_at_the_end(watchers: list[Watcher]):
+    try:
+        yield
+    finally:
+        for watcher in watchers:
+            watcher.stop()
+
+
+@pytest.fixture(params=["loopback", "namespaces"])
+def lan(request: pytest.FixtureRequest):
+    with contextlib.ExitStack() as stack:
+        if request.param == "loopback":
+            made = Lan(["127.0.0.1"] * 3, [None] * 3)
+        else:
+            if netns.why_not():
+                pytest.skip(netns.why_not())
+            machines = stack.enter_context(netns.network(3))
+            made = Lan([machine.ip for machine in machines], list(machines))
+        stack.enter_context(stopped_at_the_end(made.watchers))
+        yield made
+
+
+def test_nodes_appear_and_disappear_within_two_seconds_and_fleets_do_not_mix(lan: Lan) -> None:
+    first = lan.watch(0, "first", "aaaa", 1001)
+    stranger = lan.watch(2, "stranger", "bbbb", 1003)
+    started = time.monotonic()
+    second = lan.watch(1, "second", "aaaa", 1002)
+    one, two = f"{lan.hosts[0]}:1001", f"{lan.hosts[1]}:1002"
+    # The start of the second process is no part of it.
+    assert first.wait_for(two) - started < WITHIN_S + 1.0
+    second.wait_for(one)
+    leaving = time.monotonic()
+    second.stop()
+    assert first.wait_for() - leaving < WITHIN_S
+    stranger.stop()
+    assert stranger.process is not None
+    assert stranger.process.stdout is not None
+    assert stranger.process.stdout.closed
+
+
+@netns.needs_netns()
+def test_a_node_on_two_links_is_seen_by_its_cable_first() -> None:
+    watchers: list[Watcher] = []
+    with netns.network(3, thunderbolt=True) as (one, two, three), stopped_at_the_end(watchers):
+        here, there = one.cables["thunderbolt0"], two.cables["thunderbolt0"]
+        watchers.append(Watcher("one", "aaaa", 1001, [here, one.ip]))
+        watchers.append(Watcher("two", "aaaa", 1002, [there, two.ip]))
+        watchers.append(Watcher("three", "aaaa", 1003, [three.ip]))
+        for watcher, machine in zip(watchers, (one, two, three), strict=True):
+            watcher.start(machine)
+        # The third machine has a cable to the second only and does not listen on it.
+        watchers[0].wait_for(f"{there}:1002", f"{two.ip}:1002", f"{three.ip}:1003")
+        watchers[2].wait_for(f"{one.ip}:1001", f"{two.ip}:1002")
+
+
+@contextlib.asynccontextmanager
+async def discovering(**options: object) -> AsyncIterator[Discovery]:
+    settings: dict[str, object] = {
+        "fleet": "aaaa",
+        "port": 1001,
+        "hosts": ["127.0.0.1"],
+        "policy": HOME,
+        "clock": SystemClock(),
+        "rng": random.Random(1),
+        **options,
+    }
+    discovery = Discovery("me", **settings)  # type: ignore[arg-type]
+    async with Supervisor(SystemClock()) as tasks:
+        discovery.start(tasks)
+        yield discovery
+
+
+@contextlib.asynccontextmanager
+async def responder() -> AsyncIterator[AsyncZeroconf]:
+    zeroconf = AsyncZeroconf(interfaces=["127.0.0.1"], ip_version=IPVersion.V4Only)
+    try:
+        yield zeroconf
+    finally:
+        await zeroconf.async_close()
+
+
+def instance(
+    name: str,
+    *,
+    fleet: str = "aaaa",
+    port: int = 2000,
+    addresses: Sequence[str] = ("127.0.0.1",),
+    **txt: str | bytes,
+) -> AsyncServiceInfo:
+    return AsyncServiceInfo(
+        SERVICE,
+        f"{name}.{SERVICE}",
+        port=port,
+        properties={"id": name[:8], "fleet": fleet, **txt},
+        server=f"{name}.local.",
+        parsed_addresses=list(addresses),
+    )
+
+
+async def announce(zeroconf: AsyncZeroconf, *infos: AsyncServiceInfo) -> None:
+    sent = [
+        await zeroconf.async_register_service(info, cooperating_responders=True, strict=False)
+        for info in infos
+    ]
+    await asyncio.gather(*sent)
+
+
+async def test_only_what_the_policy_would_dial_is_a_sighting() -> None:
+    async with discovering() as discovery, responder() as hostile:
+        await announce(
+            hostile,
+            instance("aaaaaaaa-0001", addresses=("224.0.0.251", "0.0.0.0", "8.8.8.8")),
+            instance("aaaaaaaa-0002", fleet="bbbb"),
+            instance("aaaaaaaa-0003", port=0),
+            instance("Evil name", port=2003),
+            instance("aaaaaaaa-0004", junk=b"\xff" * 200, port=2004),
+            instance("aaaaaaaa-0005", fleet="a" * 200, port=2005),
+            instance("aaaaaaaa-0006", port=1001),
+            instance("aaaaaaaa-0007", port=2007, addresses=[f"127.0.0.{n}" for n in range(10, 40)]),
+        )
+        await until(lambda: len(discovery.sightings()) == 2 + MAX_ADDRESSES, 5)
+        assert {int(a.rpartition(":")[2]) for a in discovery.sightings()} == {1001, 2004, 2007}
+        assert discovery.stats.ignored >= 3
+        assert discovery.stats.is_running
+
+
+async def test_the_own_address_is_no_sighting() -> None:
+    policy = AddressPolicy(own=frozenset({"127.0.0.1:1001"}), is_on_loopback=True)
+    async with discovering(policy=policy) as discovery, responder() as other:
+        await announce(other, instance("aaaaaaaa-0001", port=1001))
+        await announce(other, instance("aaaaaaaa-0002", port=1002))
+        await until(lambda: bool(discovery.sightings()), 5)
+        assert discovery.sightings() == {"127.0.0.1:1002"}
+
+
+async def test_a_flood_of_names_is_bounded() -> None:
+    """Said to the handler directly: a real flood of thousands takes longer than the suite has."""
+    async with discovering() as discovery, responder() as honest:
+        await announce(honest, instance("zzzzzzzz-0001", port=2001))
+        await until(lambda: discovery.sightings() == {"127.0.0.1:2001"}, 5)
+        for number in range(5000):
+            discovery._keep(f"aaaaaaaa-{number:04x}.{SERVICE}", (f"10.0.0.1:{number + 1}",))
+        assert len(discovery.sightings()) <= MAX_SIGHTINGS
+        for number in range(5000):
+            name = f"bbbbbbbb-{number:04x}.{SERVICE}"
+            discovery._hear(honest.zeroconf, SERVICE, name, _Added())
+        assert len(discovery._lookups) <= 64
+        assert len(discovery.sightings()) <= MAX_SIGHTINGS
+
+
+class _Added:
+    name = "Added"
+
+
+async def test_garbage_on_the_port_disturbs_nothing() -> None:
+    async with discovering() as discovery:
+        await until(lambda: discovery.stats.is_running, 5)
+        rng = random.Random(3)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            local = socket.inet_aton("127.0.0.1")
+            sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, local)
+            for size in range(0, 1400, 7):
+                sender.sendto(rng.randbytes(size), ("224.0.0.251", 5353))
+                sender.sendto(
+                    b"\0\0\x84\0\0\0\xff\xff" + rng.randbytes(size), ("224.0.0.251", 5353)
+                )
+        async with responder() as other:
+            await announce(other, instance("aaaaaaaa-0002", port=2002))
+            await until(lambda: discovery.sightings() == {"127.0.0.1:2002"}, 5)
+
+
+async def test_without_multicast_it_warns_once_and_tries_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Impatient(SystemClock):
+        async def sleep(self, seconds: float) -> None:
+            await asyncio.sleep(0.01)
+
+    with caplog.at_level("WARNING", logger="kakeya"):
+        async with discovering(hosts=["192.0.2.77"], clock=Impatient()) as discovery:
+            await until(lambda: discovery.stats.failures >= 3, 10)
+            assert not discovery.stats.is_running
+            # Once there is an interface, it works.
+            discovery.update(hosts=["127.0.0.1"], policy=HOME)
+            await until(lambda: discovery.stats.is_running, 5)
+    warned = [record for record in caplog.records if "no discovery" in record.getMessage()]
+    assert len(warned) == 1
+
+
+async def test_hosts_that_change_are_announced_anew() -> None:
+    other = random.Random(2)
+    async with discovering(port=1003) as discovery, discovering(port=1004, rng=other) as watcher:
+        await until(lambda: watcher.sightings() == {"127.0.0.1:1003"}, 5)
+        discovery.update(hosts=["127.0.0.1"], policy=HOME)
+        assert discovery.stats.is_running
+        discovery.update(hosts=[], policy=HOME)
+        await until(lambda: not watcher.sightings(), 5)
+
+
+def test_a_node_is_announced_by_eight_letters() -> None:
+    key_bound = "abcdefgh" + "2" * 44
+    assert mark_of(key_bound) == "abcdefgh"
+    assert mark_of("mini-1") != mark_of("mini-2")
+    assert len(mark_of("mini-1")) == 8
