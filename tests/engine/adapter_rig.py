@@ -20,8 +20,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = ROOT / "kakeya" / "models" / "kakeya-tiny"
 TRAINED = ROOT / "tests" / "adapters" / "trained"
 FOLDERS = sorted(path for path in TRAINED.iterdir() if path.is_dir())
-    path for path in (ROOT / "tests" / "adapters" / "trained").iterdir() if path.is_dir()
-)
 NAMES = [folder.name for folder in FOLDERS]
 
 
