@@ -17,7 +17,7 @@ from kakeya.core.units import KIB
 from kakeya.engine.kv.blocks import KvExports, plan_take, take
 from kakeya.engine.model import Model
 from kakeya.engine.steps.pieces import Pieces
-from kakeya.generation.kv_pages import KvPages
+from kakeya.generation.kv import KvPages
 from kakeya.memory.pages.content import ContentType, PageConfig
 from kakeya.memory.pages.shared_arena import Filling, PageArena
 

@@ -32,7 +32,7 @@ from kakeya.core.clock import SystemClock
 from kakeya.core.units import KIB
 from kakeya.engine.kv.blocks import Take, take
 from kakeya.engine.model import LoadedFacts, Model
-from kakeya.generation.kv_pages import KvPages
+from kakeya.generation.kv import KvPages
 from kakeya.memory.pages.content import ContentType, PageConfig
 from kakeya.memory.pages.shared_arena import Filling, PageArena
 from kakeya.prefix.names.blocks import BlockChain, BlockId

@@ -28,10 +28,10 @@ from kakeya.core.errors import (
     PeerUnavailable,
 )
 from kakeya.core.log import event
+from kakeya.generation.kv import PageRef
 from kakeya.generation.request import ModelFacts
 from kakeya.memory.pages.content import ContentPriority, ContentType
 from kakeya.memory.pages.node_arena import NodeArena
-from kakeya.memory.pages.page_ref import PageRef
 from kakeya.memory.pages.pins import Block
 from kakeya.memory.pages.pool import Tenant
 

@@ -9,7 +9,7 @@ from typing import Literal
 from kakeya.core.errors import InvalidArgument
 from kakeya.decoding.draft.decoder import FinishReason
 from kakeya.decoding.draft.sampling import SamplingParams
-from kakeya.generation.kv_pages import KvPages
+from kakeya.generation.kv import KvPages
 from kakeya.prefix.names.endings import LOGIT_BYTES
 
 NORMAL_PRIORITY = 1

@@ -27,8 +27,7 @@ from kakeya.engine.model import Model, ModelDraft
 from kakeya.engine.outbox import FRAME_S, Outbox
 from kakeya.engine.steps.scheduler import Scheduler, Ticket
 from kakeya.engine.steps.sequence import SequenceTools
-from kakeya.generation.kv_pages import KvPages
-from kakeya.memory.pages.page_ref import PageRef
+from kakeya.generation.kv import KvPages, PageRef
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1 import engine_pb2_grpc
 from kakeya.wire.status import abort

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Literal, Protocol
 
-from kakeya.generation.kv_pages import KvPages
+from kakeya.generation.kv import KvExchange
 from kakeya.generation.retention import Retention
-from kakeya.memory.pages.page_ref import PageRef
 
 
 class StopReason(StrEnum):
@@ -65,56 +64,6 @@ class Priority(IntEnum):
     BATCH = 2
     SPECULATIVE = 3
     """Nobody waits for it: prefixes that are warmed ahead."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvOffer:
-    """What one engine process begins from, and the pages that it may fill.
-
-    `logits` are those behind the history, float32, little-endian, b"" = not known;
-    `wants_logits`: the exchange is to be told of them.
-    """
-
-    blocks: tuple[KvPages, ...] = ()
-    exports: tuple[KvPages, ...] = ()
-    logits: bytes = b""
-    wants_logits: bool = False
-
-
-class KvExchange(Protocol):
-    """KV blocks of one generation, between the node's pages and its engines.
-
-    For each engine process that is asked: `offer`, then `imported`, `exported` and `history_logits`
-    as it tells, then `ended`, whatever happened. Never raises: without blocks a prompt is computed.
-    """
-
-    async def offer(self, token_ids: Sequence[int], pid: int) -> KvOffer:
-        """Blocks of this history, pinned for the engine process, and pages for others."""
-        ...
-
-    def imported(self, tokens: int) -> None:
-        """The engine took so many tokens from the offered blocks, and needs them no longer."""
-        ...
-
-    def exported(self, index: int, tokens: int) -> None:
-        """The engine filled the pages of a block, or of a tail with so many tokens; 0 = a block."""
-        ...
-
-    def history_logits(self, logits: bytes) -> None:
-        """The logits behind the history, as an offer is to have them. Shape: [V]."""
-        ...
-
-    async def park(self, lengths: Sequence[int]) -> tuple[PageRef, ...]:
-        """Pages of these lengths, in bytes, for KV of this generation, which is set aside.
-
-        They are its own until the next call, or until `ended`. () = there are none, or, with no
-        lengths, it needs none any more.
-        """
-        ...
-
-    def ended(self) -> None:
-        """No more comes from this engine process."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1048,7 +1048,7 @@ Global___ShrinkRequest: _TypeAlias = ShrinkRequest  # noqa: Y015
 
 @_typing.final
 class PageRef(_message.Message):
-    """A block in shared memory: kakeya/memory/pages/page_ref.py says what the fields mean."""
+    """A block in shared memory: kakeya/generation/kv.py says what the fields mean."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -25,7 +25,7 @@ from kakeya.engine.job import (
 from kakeya.engine.model import LoadedFacts
 from kakeya.engine.steps.sequence import SequenceRun
 from kakeya.generation.cuts import is_cut, marked, usable
-from kakeya.generation.kv_pages import KvPages
+from kakeya.generation.kv import KvPages
 from kakeya.memory.pages.content import ContentType, PageConfig
 from kakeya.memory.pages.shared_arena import Filling, PageArena
 from tests.engine.rig import Rig

@@ -19,11 +19,11 @@ from kakeya.core.errors import NotFound
 from kakeya.core.units import pack_ids
 from kakeya.engine.kv.blocks import plan_take
 from kakeya.engine.steps.pieces import Pieces
+from kakeya.generation.kv import KvOffer
 from kakeya.generation.request import (
     DecodeRequest,
     Done,
     Frame,
-    KvOffer,
     ModelFacts,
     Priority,
     Progress,
@@ -33,7 +33,7 @@ from kakeya.generation.request import (
 )
 from kakeya.generation.retention import Retention
 from kakeya.memory.pages.node_arena import PAGE_BYTES, NodeArena, page_config
-from kakeya.memory.pages.page_ref import PageReader
+from kakeya.memory.pages.reader import PageReader
 from kakeya.prefix.disk.store import FOLDER
 from kakeya.prefix.names.blocks import BlockId
 from kakeya.prefix.pages.counts import Source

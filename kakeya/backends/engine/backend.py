@@ -29,17 +29,16 @@ from kakeya.core.log import event
 from kakeya.core.tasks import TaskHealth
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.continuation import Continuation
+from kakeya.generation.kv import KvOffer, PageRef
 from kakeya.generation.request import (
     DecodeRequest,
     EngineStats,
     Footprint,
     Frame,
-    KvOffer,
     ModelFacts,
     ModelState,
     ServedModel,
 )
-from kakeya.memory.pages.page_ref import PageRef
 
 __all__ = ["EngineBackend", "EngineOptions"]
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from typing import assert_never
 
 from kakeya.core.errors import PeerProtocol
 from kakeya.core.units import pack_ids
-from kakeya.generation.kv_pages import KvPages
+from kakeya.generation.kv import KvExchange, KvOffer, KvPages, PageRef
 from kakeya.generation.request import (
     DecodeRequest,
     Done,
@@ -14,8 +14,6 @@ from kakeya.generation.request import (
     EngineStats,
     Footprint,
     Frame,
-    KvExchange,
-    KvOffer,
     ModelFacts,
     Progress,
     SourceUsage,
@@ -23,7 +21,6 @@ from kakeya.generation.request import (
     Tokens,
     Usage,
 )
-from kakeya.memory.pages.page_ref import PageRef
 from kakeya.v1 import engine_pb2 as pb
 
 _STOP_REASONS: dict[pb.DecodeDone.Reason.ValueType, StopReason] = {

@@ -11,7 +11,8 @@ from functools import partial
 
 from kakeya.adapters.files.packed import PackedAdapter, digest, unpack
 from kakeya.core.errors import KakeyaError
-from kakeya.memory.pages.page_ref import PageReader, PageRef
+from kakeya.generation.kv import PageRef
+from kakeya.memory.pages.reader import PageReader
 
 
 class ReadAdapter:

@@ -26,8 +26,8 @@ from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.engine.model import KvView, LoadedFacts, SequenceState
 from kakeya.engine.steps.pieces import Pieces
-from kakeya.generation.kv_pages import KvPages
-from kakeya.memory.pages.page_ref import PageReader
+from kakeya.generation.kv import KvPages
+from kakeya.memory.pages.reader import PageReader
 
 _log = logging.getLogger(__name__)
 FAULTS = (KakeyaError, OSError, ValueError, LookupError, RuntimeError, MemoryError)

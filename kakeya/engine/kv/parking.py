@@ -25,7 +25,8 @@ from kakeya.engine.kv.blocks import FAULTS
 from kakeya.engine.model import KvView, LoadedFacts
 from kakeya.engine.queue.queue import Line
 from kakeya.engine.queue.rows import Entry, Row
-from kakeya.memory.pages.page_ref import PageReader, PageRef
+from kakeya.generation.kv import PageRef
+from kakeya.memory.pages.reader import PageReader
 
 _log = logging.getLogger(__name__)
 _MOMENT_S = 0.0005

@@ -10,7 +10,7 @@ from kakeya.core.errors import KakeyaError
 from kakeya.engine.job import DecodeJob, EngineFrame
 from kakeya.engine.queue.policy import Claim
 from kakeya.engine.steps.sequence import Launch, SequenceRun, Step
-from kakeya.memory.pages.page_ref import PageRef
+from kakeya.generation.kv import PageRef
 
 
 @dataclass(slots=True, eq=False)

@@ -23,6 +23,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError, OutOfPages
 from kakeya.core.log import event
 from kakeya.core.units import format_bytes
+from kakeya.generation.kv import PageRef
 from kakeya.memory.arbiter.policy import Rung, Tenant
 from kakeya.memory.pages.content import (
     HEADROOM,
@@ -33,7 +34,6 @@ from kakeya.memory.pages.content import (
     PageConfig,
 )
 from kakeya.memory.pages.metrics import page_metrics
-from kakeya.memory.pages.page_ref import PageRef
 from kakeya.memory.pages.pins import Block, Hold, Holder
 from kakeya.memory.pages.pool import Tenant as PageTenant
 from kakeya.memory.pages.queue import PageLine

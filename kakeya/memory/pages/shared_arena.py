@@ -28,9 +28,9 @@ from types import TracebackType
 
 from kakeya.core.errors import InvalidArgument, OutOfPages, PageFreed
 from kakeya.core.ids import draw_id
+from kakeya.generation.kv import PageRef
 from kakeya.memory.pages.content import PageConfig
 from kakeya.memory.pages.eviction import Shrink
-from kakeya.memory.pages.page_ref import PageRef
 from kakeya.memory.pages.pins import Block, Hold, Holder
 from kakeya.memory.pages.pool import PagePool, Tenant
 from kakeya.memory.pages.slabs import Slab, SlabStore, header_bytes

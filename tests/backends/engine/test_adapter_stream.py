@@ -24,7 +24,7 @@ from kakeya.core.errors import (
 )
 from kakeya.engine.adapters.loads import AdapterLoads
 from kakeya.engine.adapters.slots import LoadedAdapter
-from kakeya.memory.pages.page_ref import PageRef
+from kakeya.generation.kv import PageRef
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1 import engine_pb2_grpc
 from kakeya.wire.channels import Keepalive

@@ -21,8 +21,8 @@ from kakeya.core.errors import (
     UnknownMethod,
 )
 from kakeya.core.process import resident_bytes
+from kakeya.generation.kv import PageRef
 from kakeya.generation.request import DecodeRequest, Done, Tokens
-from kakeya.memory.pages.page_ref import PageRef
 from tests.backends.engine.test_backend import FAST, backend, until
 from tests.mlx.random_models import write_model
 

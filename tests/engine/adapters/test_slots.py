@@ -22,9 +22,10 @@ from kakeya.engine.adapters.pages import AdapterPages, ReadAdapter
 from kakeya.engine.adapters.slots import EngineAdapters
 from kakeya.engine.job import DecodeJob, SourceSpec
 from kakeya.engine.steps.scheduler import Scheduler
+from kakeya.generation.kv import PageRef
 from kakeya.memory.pages.content import ContentType, PageConfig
-from kakeya.memory.pages.page_ref import PageReader, PageRef
 from kakeya.memory.pages.pins import Block
+from kakeya.memory.pages.reader import PageReader
 from kakeya.memory.pages.shared_arena import PageArena
 from kakeya.mlx.model import MlxModel
 from tests.engine.adapter_rig import (

@@ -27,8 +27,8 @@ from kakeya.engine.kv.blocks import Take, plan_take, room_tokens
 from kakeya.engine.model import LoadedFacts
 from kakeya.engine.steps.pieces import Pieces, grid_floor
 from kakeya.engine.steps.sequence import SequenceRun
-from kakeya.generation.kv_pages import KvPages
-from kakeya.memory.pages.page_ref import PageReader, PageRef
+from kakeya.generation.kv import KvPages, PageRef
+from kakeya.memory.pages.reader import PageReader
 from tests.engine.child_engine import ToyModel
 from tests.engine.kv_rig import Prefixes, logits_bits
 from tests.engine.rig import Rig, load_rig, tools

@@ -13,9 +13,9 @@ import grpc.aio
 import pytest
 
 from kakeya.backends.engine.convert import decode_to_wire, facts_from_wire, frames_of
-from kakeya.generation.kv_pages import KvPages
-from kakeya.generation.request import DecodeRequest, KvOffer, ModelFacts
-from kakeya.memory.pages.page_ref import PageReader
+from kakeya.generation.kv import KvOffer, KvPages
+from kakeya.generation.request import DecodeRequest, ModelFacts
+from kakeya.memory.pages.reader import PageReader
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from tests.engine.kv.test_blocks import text

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from kakeya.core.errors import PageFreed
-from kakeya.memory.pages.page_ref import PageReader, PageRef
+from kakeya.generation.kv import PageRef
+from kakeya.memory.pages.reader import PageReader
 
 
 class Child:

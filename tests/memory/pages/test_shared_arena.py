@@ -12,10 +12,11 @@ import pytest
 
 from kakeya.core.errors import Conflict, InvalidArgument, OutOfPages, PageFreed
 from kakeya.core.units import KIB
+from kakeya.generation.kv import PageRef
 from kakeya.memory.pages.content import ContentType, PageConfig
-from kakeya.memory.pages.page_ref import PageReader, PageRef
 from kakeya.memory.pages.pins import Block, Holder
 from kakeya.memory.pages.pool import Tenant
+from kakeya.memory.pages.reader import PageReader
 from kakeya.memory.pages.shared_arena import LATENCY_BOUNDS_S, PageArena, layout
 
 PAGE = 512 * KIB

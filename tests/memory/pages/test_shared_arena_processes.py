@@ -16,8 +16,8 @@ import pytest
 
 from kakeya.core.errors import PageFreed
 from kakeya.core.units import KIB
+from kakeya.generation.kv import PageRef
 from kakeya.memory.pages.content import ContentType, PageConfig
-from kakeya.memory.pages.page_ref import PageRef
 from kakeya.memory.pages.shared_arena import PageArena
 
 PAGE = 512 * KIB

@@ -10,24 +10,11 @@ it, and `read`, a copy that is checked before and after, for who has not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import TracebackType
 
 from kakeya.core.errors import Conflict, PageFreed
+from kakeya.generation.kv import PageRef
 from kakeya.memory.pages.slabs import Slab, map_slab, order_memory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageRef:
-    """A block by slab name, first page in that slab, and stamp."""
-
-    slab: str
-    slab_pages: int
-    page_bytes: int
-    first: int
-    pages: int
-    length: int  # bytes that mean something, from the beginning of the first page
-    stamp: int
 
 
 class PageReader:
