@@ -41,7 +41,9 @@ from kakeya.backends.engines import engine_command
 from kakeya.config import config
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.tasks import Supervisor
-from kakeya.generation.request import DecodeRequest, ServedModel, Tokens
+from kakeya.generation.frames import Tokens
+from kakeya.generation.model import ServedModel
+from kakeya.generation.request import DecodeRequest
 from kakeya.generation.spec import ModelSpec, Role
 from kakeya.node.adapters import ADAPTER_FOLDER
 from kakeya.node.memory import EngineSetup, NodeMemory

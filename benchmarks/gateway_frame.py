@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kakeya.gateway.answer import Answer
 from kakeya.gateway.openai.stream import ChunkWriter
-from kakeya.generation.request import DecodeRequest, Done, Frame, StopReason, Tokens
+from kakeya.generation.frames import Done, Frame, StopReason, Tokens
+from kakeya.generation.request import DecodeRequest
 from kakeya.text.text import TextModel
 from tests.gateway.toy import ToyModel, make_folder, serving
 

@@ -34,7 +34,8 @@ import kakeya
 from benchmarks.memory_sight import children
 from kakeya.backends.engine.backend import EngineBackend
 from kakeya.core.process import resident_bytes
-from kakeya.generation.request import DecodeRequest, Tokens
+from kakeya.generation.frames import Tokens
+from kakeya.generation.request import DecodeRequest
 
 MODEL = Path(kakeya.__file__).parent / "models" / "kakeya-tiny-draft"
 READY_S = 120.0

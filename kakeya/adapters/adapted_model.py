@@ -18,15 +18,10 @@ from kakeya.adapters.manager import PATIENCE_S
 from kakeya.core.clock import Clock
 from kakeya.core.errors import Conflict, NotFound, PeerUnavailable
 from kakeya.generation.continuation import Continuation
-from kakeya.generation.request import (
-    DecodeRequest,
-    EngineStats,
-    Frame,
-    ModelFacts,
-    ModelState,
-    ServedModel,
-    Tokens,
-)
+from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
+from kakeya.generation.frames import Frame, Tokens
+from kakeya.generation.model import ServedModel
+from kakeya.generation.request import DecodeRequest
 
 _MOST_LOSSES = 3
 """Engines in a row that may end under a request without a token between them."""

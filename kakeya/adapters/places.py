@@ -28,8 +28,8 @@ from kakeya.core.errors import (
     PeerUnavailable,
 )
 from kakeya.core.log import event
+from kakeya.generation.facts import ModelFacts
 from kakeya.generation.kv import PageRef
-from kakeya.generation.request import ModelFacts
 from kakeya.memory.pages.content import ContentPriority, ContentType
 from kakeya.memory.pages.node_arena import NodeArena
 from kakeya.memory.pages.pins import Block

@@ -18,7 +18,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound
 from kakeya.core.log import event
 from kakeya.gateway.app import Standing
-from kakeya.generation.request import ModelFacts, ModelState
+from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.spec import ModelSpec, Role, resolve
 from kakeya.memory.api import MemoryArbiter
 from kakeya.mlx.numerics.blas import HINT

@@ -18,7 +18,8 @@ from kakeya.core.errors import InvalidArgument, InvariantBroken, KakeyaError, Pe
 from kakeya.core.log import event
 from kakeya.core.process import resident_bytes
 from kakeya.core.units import MIB
-from kakeya.generation.request import DecodeRequest, Frame
+from kakeya.generation.frames import Frame
+from kakeya.generation.request import DecodeRequest
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.capability import Loaded
 from kakeya.memory.estimate.history import SizeHistory

@@ -29,7 +29,9 @@ from kakeya.backends.terms import DRAFT_TERMS, decode_terms
 from kakeya.core.clock import Clock
 from kakeya.core.errors import InvariantBroken, PeerUnavailable
 from kakeya.decoding.draft.proposer import Draft
-from kakeya.generation.request import DecodeRequest, EngineStats, Frame, ModelFacts, ModelState
+from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
+from kakeya.generation.frames import Frame
+from kakeya.generation.request import DecodeRequest
 from kakeya.generation.spec import ModelSpec, Role
 from kakeya.memory.api import PLAIN, Handle, MemoryArbiter, Terms
 from kakeya.memory.arbiter.events import CapabilityRun

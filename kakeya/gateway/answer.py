@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, assert_never
 
-from kakeya.generation.request import Done, Frame, Progress, StopReason, Tokens, Usage
+from kakeya.generation.frames import Done, Frame, Progress, StopReason, Tokens, Usage
 from kakeya.text.text import Detokenizer, StopMatcher
 
 FinishReason = Literal["stop", "length"]

@@ -35,7 +35,8 @@ from kakeya.gateway.http.edge import Admission, Edge, refuse_route
 from kakeya.gateway.metrics import CONTENT_TYPE, HttpMetrics
 from kakeya.gateway.openai.requests import parse_chat, parse_completion
 from kakeya.gateway.precache import PrecacheRoute
-from kakeya.generation.request import DraftRouter, ModelDirectory, ModelState, ServedModel
+from kakeya.generation.facts import ModelState
+from kakeya.generation.model import DraftRouter, ModelDirectory, ServedModel
 from kakeya.prefix.seam import NoPrecache, Precache
 from kakeya.text.text import Texts
 

@@ -48,16 +48,11 @@ from kakeya.gateway.openai.stream import (
     whole_answer,
 )
 from kakeya.generation.cuts import marked
+from kakeya.generation.facts import ModelFacts
 from kakeya.generation.fair_bound import Crowd
-from kakeya.generation.request import (
-    DecodeRequest,
-    DraftRouter,
-    ModelDirectory,
-    ModelFacts,
-    Sampling,
-    ServedModel,
-    Tokens,
-)
+from kakeya.generation.frames import Tokens
+from kakeya.generation.model import DraftRouter, ModelDirectory, ServedModel
+from kakeya.generation.request import DecodeRequest, Sampling
 from kakeya.generation.retention import Retention
 from kakeya.prefix.seam import Claim, Precache
 from kakeya.text.bound import TooManyTokens

@@ -31,7 +31,8 @@ from kakeya.gateway.openai.cache_params import read_keys, retention
 from kakeya.gateway.openai.requests import parse_messages, parse_model, parse_prompt, parse_tools
 from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.openai.stream import compact
-from kakeya.generation.request import ModelFacts, ServedModel
+from kakeya.generation.facts import ModelFacts
+from kakeya.generation.model import ServedModel
 from kakeya.prefix.names.keys import CacheKeys, Segment, hash_stable_prefix, resolve_key
 from kakeya.prefix.seam import CacheUse, Claim, Precache, facts_at_hand, warmed_for
 from kakeya.prefix.warm.warming import Report

@@ -11,15 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kakeya.core.errors import PeerProtocol
-from kakeya.generation.request import (
-    DecodeRequest,
-    Done,
-    Frame,
-    Progress,
-    StopReason,
-    Tokens,
-    Usage,
-)
+from kakeya.generation.frames import Done, Frame, Progress, StopReason, Tokens, Usage
+from kakeya.generation.request import DecodeRequest
 
 
 class Continuation:

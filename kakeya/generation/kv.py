@@ -1,4 +1,4 @@
-"""KV blocks between the pages of a node and its engines: where they lie, and how they are exchanged."""
+"""KV blocks between the pages of a node and its engines: references, offers, and the exchange."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from kakeya.fleet.liveness.duplicate_id import Namesake
 from kakeya.fleet.placement.ring import probe_ring_environment
 from kakeya.gateway.app import build_app
 from kakeya.gateway.http.server import HttpServer, serve_http
-from kakeya.generation.request import Usage
+from kakeya.generation.frames import Usage
 from kakeya.generation.spec import Role
 from kakeya.node.card import Place, make_offer
 from kakeya.node.control import control_socket

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kakeya.core.ids import NGRAM, ModelId
 from kakeya.fleet.cards.cards import Endpoint, Offer, OfferedModel
 from kakeya.fleet.cards.cards import Role as CardRole
-from kakeya.generation.request import ModelFacts
+from kakeya.generation.facts import ModelFacts
 from kakeya.generation.spec import Role
 
 

@@ -9,17 +9,10 @@ from kakeya.adapters.adapted_model import AdaptedModel, Adapters
 from kakeya.adapters.files.store import AdapterRecord
 from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound
-from kakeya.generation.request import (
-    AdaptedId,
-    DecodeRequest,
-    Done,
-    EngineStats,
-    Frame,
-    ModelFacts,
-    ModelState,
-    ServedModel,
-    Usage,
-)
+from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
+from kakeya.generation.frames import Done, Frame, Usage
+from kakeya.generation.model import AdaptedId, ServedModel
+from kakeya.generation.request import DecodeRequest
 
 
 class Models:

@@ -13,7 +13,7 @@ from kakeya.fleet.gossip.gossip import GossipStats
 from kakeya.fleet.gossip.service import ServiceStats
 from kakeya.fleet.identity.invite import InviteStats
 from kakeya.fleet.paths.discovery import DiscoveryStats
-from kakeya.generation.request import ModelState
+from kakeya.generation.facts import ModelState
 from kakeya.generation.spec import ModelSpec
 from kakeya.sessions.service import RuntimeStats
 

@@ -17,7 +17,7 @@ from kakeya.backends.resident import ResidentModel
 from kakeya.config.config import AdapterConfig, PrecacheConfig
 from kakeya.core.clock import Clock
 from kakeya.core.tasks import TaskHealth
-from kakeya.generation.request import ModelState
+from kakeya.generation.facts import ModelState
 from kakeya.generation.spec import Role
 from kakeya.memory.estimate.estimate import estimate_source
 from kakeya.memory.estimate.size_file import hub_folder

@@ -20,7 +20,7 @@ from kakeya.decoding.ngram.ngram import NGramProposer
 from kakeya.decoding.serve.service import ProposerService
 from kakeya.decoding.serve.stream_service import DraftStreamService
 from kakeya.fleet.placement.draft_sources import FleetDrafts
-from kakeya.generation.request import ModelState
+from kakeya.generation.facts import ModelState
 from kakeya.node.control import ControlService, NoFleet
 from kakeya.node.directory import Models
 from kakeya.node.doctor import Doctor

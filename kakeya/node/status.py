@@ -23,7 +23,7 @@ from kakeya.fleet.placement.placement import SpecDecodePlacement, plan_spec_deco
 from kakeya.fleet.view.conflicts import Conflict
 from kakeya.fleet.view.skew import WARN_S
 from kakeya.fleet.view.suspicion import Doubt
-from kakeya.generation.request import ModelFacts
+from kakeya.generation.facts import ModelFacts
 from kakeya.generation.spec import ModelSpec
 
 Json = dict[str, object]

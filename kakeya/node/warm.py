@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from kakeya.config.config import PrecacheConfig
 from kakeya.core.clock import Clock
-from kakeya.generation.request import ModelDirectory
+from kakeya.generation.model import ModelDirectory
 from kakeya.node.memory import NodeMemory
 from kakeya.node.pages import NodePages
 from kakeya.prefix.warm.ahead import NodePrecache

@@ -27,7 +27,8 @@ from prometheus_client.core import Metric
 from kakeya.core.clock import Clock
 from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.generation.cuts import unmarked
-from kakeya.generation.request import DecodeRequest, ModelFacts
+from kakeya.generation.facts import ModelFacts
+from kakeya.generation.request import DecodeRequest
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.memory.pages.node_arena import NodeArena
 from kakeya.prefix.disk.kvb import Facts

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kakeya.core.errors import InvalidArgument, PeerUnavailable
-from kakeya.generation.request import ModelFacts, ModelState, ServedModel
+from kakeya.generation.facts import ModelFacts, ModelState
+from kakeya.generation.model import ServedModel
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
 from kakeya.prefix.warm.warming import Outcome, Report, TokenSource

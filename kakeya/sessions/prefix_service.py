@@ -8,7 +8,8 @@ from hashlib import sha256
 
 from kakeya.core.errors import InvalidArgument, KakeyaError
 from kakeya.core.units import pack_ids
-from kakeya.generation.request import ModelDirectory, ModelFacts
+from kakeya.generation.facts import ModelFacts
+from kakeya.generation.model import ModelDirectory
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
 from kakeya.prefix.seam import CacheUse, Claim, Precache, facts_at_hand

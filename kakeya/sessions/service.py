@@ -23,15 +23,9 @@ from kakeya.core.errors import InvariantBroken, KakeyaError, Refused
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.generation.caller import peer_host, read_priority
-from kakeya.generation.request import (
-    DecodeRequest,
-    Done,
-    DraftRouter,
-    ModelDirectory,
-    Progress,
-    StopReason,
-    Tokens,
-)
+from kakeya.generation.frames import Done, Progress, StopReason, Tokens
+from kakeya.generation.model import DraftRouter, ModelDirectory
+from kakeya.generation.request import DecodeRequest
 from kakeya.generation.retention import Retention
 from kakeya.prefix.seam import Claim, NoPrecache, Precache, read_metadata
 from kakeya.sessions.parameters import read_parameters

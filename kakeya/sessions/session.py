@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 
 from kakeya.core.errors import CapacityExhausted, ConfigError, InvalidArgument, InvariantBroken
 from kakeya.core.ids import SessionId
-from kakeya.generation.request import ModelFacts, ServedModel
+from kakeya.generation.facts import ModelFacts
+from kakeya.generation.model import ServedModel
 
 MAX_PROMPT_TOKENS = 128 * 1024
 """Of one call: what a caller may have checked, copied and computed at one go."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from kakeya.core.clock import Clock
 from kakeya.core.errors import CapacityExhausted, Conflict, InvariantBroken, NotFound, Refused
 from kakeya.core.ids import SessionId, draw_id
-from kakeya.generation.request import ModelFacts, ServedModel
+from kakeya.generation.facts import ModelFacts
+from kakeya.generation.model import ServedModel
 from kakeya.sessions.session import Session, window_for
 
 CAPACITY = 256

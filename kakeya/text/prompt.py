@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.gateway.openai.requests import ContextLengthExceeded
-from kakeya.generation.request import ModelFacts
+from kakeya.generation.facts import ModelFacts
 from kakeya.sessions.session import MAX_PROMPT_TOKENS
 from kakeya.text.bound import TooManyTokens
 from kakeya.text.template import Message, Tool

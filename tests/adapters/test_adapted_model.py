@@ -12,16 +12,9 @@ import pytest
 from kakeya.adapters.adapted_model import AdaptedModel
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import Conflict, InvalidArgument, NotFound, PeerUnavailable
-from kakeya.generation.request import (
-    DecodeRequest,
-    Done,
-    EngineStats,
-    Frame,
-    ModelFacts,
-    ModelState,
-    StopReason,
-    Tokens,
-)
+from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
+from kakeya.generation.frames import Done, Frame, StopReason, Tokens
+from kakeya.generation.request import DecodeRequest
 from tests.adapters.world import TINY, World, settled, world
 from tests.fakes import SettableClock
 

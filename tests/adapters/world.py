@@ -15,8 +15,8 @@ from kakeya.adapters.places import LendSlots, none_lent
 from kakeya.adapters.tiers import TierRules
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import Conflict, KakeyaError, MemoryRefused, PeerUnavailable
+from kakeya.generation.facts import ModelFacts
 from kakeya.generation.kv import PageRef
-from kakeya.generation.request import ModelFacts
 from kakeya.generation.spec import EMBEDDED_FOLDER
 from kakeya.memory.pages.node_arena import PAGE_BYTES, NodeArena, page_config
 from kakeya.memory.pages.reader import PageReader

@@ -18,7 +18,7 @@ from kakeya.cli.child import NodeProcess
 from kakeya.config import config
 from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
-from kakeya.generation.request import ModelState
+from kakeya.generation.facts import ModelState
 from kakeya.generation.spec import ModelSpec, Role
 from kakeya.node.memory import EngineSetup, NodeMemory
 from tests.node.nodes import VERIFIER, eventually, model_state

@@ -11,7 +11,7 @@ from blockbuster import BlockingError
 from kakeya.backends.engine.process import SocketFolder
 from kakeya.core import errors
 from kakeya.gateway.app import Standing
-from kakeya.generation.request import ModelState
+from kakeya.generation.facts import ModelState
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving
 
 SAID = "hello world, 日本語 😀 and so on."

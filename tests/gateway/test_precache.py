@@ -10,7 +10,8 @@ import pytest
 from kakeya.core.errors import InvalidArgument
 from kakeya.gateway.openai.requests import parse_chat
 from kakeya.generation.cuts import marked, unmarked
-from kakeya.generation.request import ModelState, Priority
+from kakeya.generation.facts import ModelState
+from kakeya.generation.request import Priority
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
 from kakeya.prefix.seam import CacheUse, Claim

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kakeya.backends.engine.backend import EngineBackend
-from kakeya.generation.request import ModelState
+from kakeya.generation.facts import ModelState
 from tests.gateway.toy import serving, until
 
 TINY = Path(__file__).parents[2] / "kakeya" / "models" / "kakeya-tiny"

@@ -8,15 +8,8 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import PeerProtocol
 from kakeya.generation.continuation import Continuation
-from kakeya.generation.request import (
-    DecodeRequest,
-    Done,
-    Progress,
-    Sampling,
-    StopReason,
-    Tokens,
-    Usage,
-)
+from kakeya.generation.frames import Done, Progress, StopReason, Tokens, Usage
+from kakeya.generation.request import DecodeRequest, Sampling
 from tests.sessions.toy import expected
 
 

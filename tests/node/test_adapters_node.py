@@ -26,7 +26,9 @@ from kakeya.config import config
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import Denied, NotFound
 from kakeya.core.tasks import Supervisor
-from kakeya.generation.request import DecodeRequest, Done, ModelState, Tokens
+from kakeya.generation.facts import ModelState
+from kakeya.generation.frames import Done, Tokens
+from kakeya.generation.request import DecodeRequest
 from kakeya.node.adapters import NodeAdapters
 from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.pages import NodePages

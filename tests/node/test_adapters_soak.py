@@ -18,7 +18,9 @@ from kakeya.adapters.files.packed import pack
 from kakeya.adapters.files.store import AdapterStore
 from kakeya.adapters.tiers import Tier, TierRules
 from kakeya.core.clock import SystemClock
-from kakeya.generation.request import DecodeRequest, Done, ServedModel, Tokens
+from kakeya.generation.frames import Done, Tokens
+from kakeya.generation.model import ServedModel
+from kakeya.generation.request import DecodeRequest
 from kakeya.memory.pages.content import ContentType
 from kakeya.node.adapters import ADAPTER_FOLDER, NodeAdapters
 from tests.adapters.adapter_folders import write_adapter

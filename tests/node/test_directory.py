@@ -10,18 +10,9 @@ from kakeya.adapters.files.store import AdapterRecord
 from kakeya.adapters.lease import AdapterLease
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import NotFound
-from kakeya.generation.request import (
-    DecodeRequest,
-    Done,
-    EngineStats,
-    Frame,
-    ModelFacts,
-    ModelState,
-    SourceUsage,
-    StopReason,
-    Tokens,
-    Usage,
-)
+from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
+from kakeya.generation.frames import Done, Frame, SourceUsage, StopReason, Tokens, Usage
+from kakeya.generation.request import DecodeRequest
 from kakeya.node.directory import Models, failed_addresses
 
 USAGE = Usage(

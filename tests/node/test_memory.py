@@ -29,7 +29,9 @@ from kakeya.core.clock import SystemClock
 from kakeya.core.process import resident_bytes
 from kakeya.core.tasks import Supervisor
 from kakeya.core.units import MIB
-from kakeya.generation.request import DecodeRequest, Done, Footprint, Frame, ModelState, Priority
+from kakeya.generation.facts import Footprint, ModelState
+from kakeya.generation.frames import Done, Frame
+from kakeya.generation.request import DecodeRequest, Priority
 from kakeya.generation.spec import EMBEDDED_FOLDER, ModelSpec, Role
 from kakeya.memory.arbiter.events import CapabilityRun, Event, MemoryPressure, ModelUnload
 from kakeya.memory.arbiter.policy import Level

@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 
 from kakeya.core.units import KV_BLOCK_TOKENS
-from kakeya.generation.request import DecodeRequest, Priority, Tokens
+from kakeya.generation.frames import Tokens
+from kakeya.generation.request import DecodeRequest, Priority
 from tests.prefix.world import Answer, Node, ask, node, take, text
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

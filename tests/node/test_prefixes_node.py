@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from kakeya.generation.frames import Done, Progress
 from kakeya.generation.kv import KvOffer
-from kakeya.generation.request import DecodeRequest, Done, Priority, Progress
+from kakeya.generation.request import DecodeRequest, Priority
 from kakeya.generation.spec import ModelSpec, Role
 from kakeya.prefix.pages.counts import Source
 from tests.mlx.random_models import VOCAB, write_model

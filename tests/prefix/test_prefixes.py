@@ -19,18 +19,10 @@ from kakeya.core.errors import NotFound
 from kakeya.core.units import pack_ids
 from kakeya.engine.kv.blocks import plan_take
 from kakeya.engine.steps.pieces import Pieces
+from kakeya.generation.facts import ModelFacts
+from kakeya.generation.frames import Done, Frame, Progress, StopReason, Tokens, Usage
 from kakeya.generation.kv import KvOffer
-from kakeya.generation.request import (
-    DecodeRequest,
-    Done,
-    Frame,
-    ModelFacts,
-    Priority,
-    Progress,
-    StopReason,
-    Tokens,
-    Usage,
-)
+from kakeya.generation.request import DecodeRequest, Priority
 from kakeya.generation.retention import Retention
 from kakeya.memory.pages.node_arena import PAGE_BYTES, NodeArena, page_config
 from kakeya.memory.pages.reader import PageReader

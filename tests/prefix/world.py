@@ -15,7 +15,8 @@ from kakeya.backends.resident import ResidentModel
 from kakeya.config import config
 from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
-from kakeya.generation.request import DecodeRequest, Done, Frame, Priority, Tokens, Usage
+from kakeya.generation.frames import Done, Frame, Tokens, Usage
+from kakeya.generation.request import DecodeRequest, Priority
 from kakeya.generation.spec import ModelSpec, Role
 from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.pages import NodePages

@@ -10,7 +10,7 @@ import pytest
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError, Denied, PeerUnavailable
-from kakeya.generation.request import ServedModel
+from kakeya.generation.model import ServedModel
 from kakeya.sessions.client import Client
 from kakeya.v1.runtime_pb2_grpc import add_RuntimeServiceServicer_to_server
 from kakeya.wire.security import CertRole

@@ -12,7 +12,8 @@ import pytest
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.generation.caller import PRIORITY, peer_host
-from kakeya.generation.request import ModelState, Priority
+from kakeya.generation.facts import ModelState
+from kakeya.generation.request import Priority
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
 from kakeya.prefix.seam import (

@@ -23,7 +23,9 @@ from kakeya.core.errors import (
     PeerUnavailable,
     Refused,
 )
-from kakeya.generation.request import ModelState, Sampling, Tokens
+from kakeya.generation.facts import ModelState
+from kakeya.generation.frames import Tokens
+from kakeya.generation.request import Sampling
 from kakeya.sessions.client import Client, GenerateEnd
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import CapacityExhausted, ConfigError, InvalidArgument, InvariantBroken
 from kakeya.core.ids import SessionId
-from kakeya.generation.request import ModelFacts
+from kakeya.generation.facts import ModelFacts
 from kakeya.sessions import session as rooms
 from kakeya.sessions.session import Session, window_for
 from tests.sessions.toy import HashServedModel

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from kakeya.core.errors import CapacityExhausted, Conflict, InvariantBroken, NotFound, Refused
-from kakeya.generation.request import ModelFacts
+from kakeya.generation.facts import ModelFacts
 from kakeya.sessions.store import SessionLimits, SessionStore
 from tests.fakes import FakeClock
 from tests.sessions.toy import HashServedModel

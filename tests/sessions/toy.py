@@ -14,22 +14,10 @@ from hashlib import blake2b
 
 from kakeya.core.errors import NotFound, PeerUnavailable
 from kakeya.core.units import pack_ids
-from kakeya.generation.request import (
-    AdaptedId,
-    DecodeRequest,
-    Done,
-    DraftSource,
-    EngineStats,
-    Frame,
-    ModelFacts,
-    ModelState,
-    Progress,
-    Sampling,
-    ServedModel,
-    StopReason,
-    Tokens,
-    Usage,
-)
+from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
+from kakeya.generation.frames import Done, Frame, Progress, StopReason, Tokens, Usage
+from kakeya.generation.model import AdaptedId, ServedModel
+from kakeya.generation.request import DecodeRequest, DraftSource, Sampling
 
 VOCAB = 97
 EOS = 0

@@ -29,16 +29,11 @@ from kakeya.core.log import event
 from kakeya.core.tasks import TaskHealth
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.continuation import Continuation
+from kakeya.generation.facts import EngineStats, Footprint, ModelFacts, ModelState
+from kakeya.generation.frames import Frame
 from kakeya.generation.kv import KvOffer, PageRef
-from kakeya.generation.request import (
-    DecodeRequest,
-    EngineStats,
-    Footprint,
-    Frame,
-    ModelFacts,
-    ModelState,
-    ServedModel,
-)
+from kakeya.generation.model import ServedModel
+from kakeya.generation.request import DecodeRequest
 
 __all__ = ["EngineBackend", "EngineOptions"]
 _log = logging.getLogger(__name__)

@@ -26,8 +26,10 @@ from kakeya.core.errors import InvariantBroken, KakeyaError, PeerProtocol, PeerU
 from kakeya.core.tasks import is_cancelled
 from kakeya.core.units import pack_ids
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.generation.facts import EngineStats, Footprint, ModelFacts
+from kakeya.generation.frames import Done, Frame
 from kakeya.generation.kv import KvExchange, KvOffer, PageRef
-from kakeya.generation.request import DecodeRequest, Done, EngineStats, Footprint, Frame, ModelFacts
+from kakeya.generation.request import DecodeRequest
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from kakeya.wire.channels import ENGINE_MESSAGE_BYTES, Keepalive, Option, message_options

@@ -6,21 +6,10 @@ from typing import assert_never
 
 from kakeya.core.errors import PeerProtocol
 from kakeya.core.units import pack_ids
+from kakeya.generation.facts import EngineStats, Footprint, ModelFacts
+from kakeya.generation.frames import Done, Frame, Progress, SourceUsage, StopReason, Tokens, Usage
 from kakeya.generation.kv import KvExchange, KvOffer, KvPages, PageRef
-from kakeya.generation.request import (
-    DecodeRequest,
-    Done,
-    DraftSource,
-    EngineStats,
-    Footprint,
-    Frame,
-    ModelFacts,
-    Progress,
-    SourceUsage,
-    StopReason,
-    Tokens,
-    Usage,
-)
+from kakeya.generation.request import DecodeRequest, DraftSource
 from kakeya.v1 import engine_pb2 as pb
 
 _STOP_REASONS: dict[pb.DecodeDone.Reason.ValueType, StopReason] = {

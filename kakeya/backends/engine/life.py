@@ -27,7 +27,7 @@ from kakeya.core.errors import (
 )
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth
-from kakeya.generation.request import ModelFacts, ModelState
+from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.wire.channels import Keepalive
 
 _log = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from kakeya.core.errors import KakeyaError, NotFound
 from kakeya.core.log import event
 from kakeya.core.process import resident_bytes
 from kakeya.core.tasks import Supervisor, TaskHealth
-from kakeya.generation.request import Footprint
+from kakeya.generation.facts import Footprint
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.events import EngineDrained, EngineKilled, EngineShrunk
 from kakeya.memory.arbiter.policy import Level, Rung, Tenant

@@ -22,7 +22,8 @@ from kakeya.core.settings import Illegal, is_loopback, peer_address
 from kakeya.fleet.cards.cards import Card, OfferedModel, Role
 from kakeya.fleet.placement.placement import SpecDecodePlacement, plan_spec_decode_placement
 from kakeya.fleet.view.registry import CapabilityRegistry
-from kakeya.generation.request import DraftSource, ModelFacts
+from kakeya.generation.facts import ModelFacts
+from kakeya.generation.request import DraftSource
 from kakeya.generation.spec import EMBEDDED
 from kakeya.wire.channels import is_local
 

@@ -22,7 +22,7 @@ from json.encoder import encode_basestring
 from typing import Literal
 
 from kakeya.gateway.answer import Answer, FinishReason
-from kakeya.generation.request import SourceUsage, Usage
+from kakeya.generation.frames import SourceUsage, Usage
 
 Dialect = Literal["chat", "completion"]
 

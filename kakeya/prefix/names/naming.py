@@ -20,7 +20,7 @@ from pathlib import Path
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
 from kakeya.core.files import write_atomically
 from kakeya.core.log import event
-from kakeya.generation.request import ModelFacts
+from kakeya.generation.facts import ModelFacts
 from kakeya.prefix.disk.kvb import Facts
 from kakeya.prefix.names.blocks import BlockChain
 from kakeya.prefix.names.endings import Ending, ending_chain, ending_of

@@ -25,8 +25,9 @@ from typing import Any, Self
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.generation.cuts import is_cut
+from kakeya.generation.frames import Done, Frame, Progress, Tokens
 from kakeya.generation.kv import KvOffer, KvPages, PageRef
-from kakeya.generation.request import DecodeRequest, Done, Frame, Priority, Progress, Tokens
+from kakeya.generation.request import DecodeRequest, Priority
 from kakeya.generation.retention import BlockClass
 from kakeya.memory.pages.shared_arena import Filling
 from kakeya.prefix.names.blocks import BlockId

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kakeya.generation.request import ModelFacts
+from kakeya.generation.facts import ModelFacts
 from kakeya.memory.pages.pins import Hold, Holder
 from kakeya.memory.pages.shared_arena import Filling
 from kakeya.prefix.names.naming import Naming

@@ -34,7 +34,8 @@ from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.core.units import pack_ids
-from kakeya.generation.request import ModelDirectory, ModelFacts, ModelState
+from kakeya.generation.facts import ModelFacts, ModelState
+from kakeya.generation.model import ModelDirectory
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.memory.arbiter.events import Event, MemoryPressure
 from kakeya.prefix.names.keys import SYSTEM_PREFIX, derive_slot_id, resolve_key, sanitise

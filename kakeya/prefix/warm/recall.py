@@ -20,7 +20,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError
 from kakeya.core.tasks import Supervisor, TaskHealth
 from kakeya.core.units import MIB
-from kakeya.generation.request import ModelFacts
+from kakeya.generation.facts import ModelFacts
 from kakeya.prefix.prefixes import NodePrefixes
 from kakeya.prefix.request.grant import EngineSeat
 

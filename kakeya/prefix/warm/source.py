@@ -14,13 +14,10 @@ from kakeya.adapters.files.store import AdapterRecord
 from kakeya.core.errors import Denied, InvariantBroken, NotFound
 from kakeya.core.units import format_bytes
 from kakeya.generation.cuts import unmarked
-from kakeya.generation.request import (
-    DecodeRequest,
-    Done,
-    ModelDirectory,
-    ModelFacts,
-    Priority,
-)
+from kakeya.generation.facts import ModelFacts
+from kakeya.generation.frames import Done
+from kakeya.generation.model import ModelDirectory
+from kakeya.generation.request import DecodeRequest, Priority
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.prefix.seam import facts_at_hand
 from kakeya.prefix.warm.warming import Outcome, Prefix, Report, Tokens, Warmed

@@ -20,16 +20,9 @@ from kakeya.backends.engine.backend import EngineBackend, EngineOptions
 from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES, SocketFolder
 from kakeya.backends.engine.restart import RestartPolicy
 from kakeya.core.errors import ConfigError, InvalidArgument, PeerUnavailable, QueueFull
-from kakeya.generation.request import (
-    DecodeRequest,
-    Done,
-    EngineStats,
-    ModelState,
-    Progress,
-    Sampling,
-    StopReason,
-    Tokens,
-)
+from kakeya.generation.facts import EngineStats, ModelState
+from kakeya.generation.frames import Done, Progress, StopReason, Tokens
+from kakeya.generation.request import DecodeRequest, Sampling
 from kakeya.wire.channels import Keepalive
 from tests.sessions.toy import expected
 

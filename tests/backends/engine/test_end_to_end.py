@@ -13,7 +13,8 @@ import pytest
 from blockbuster import blockbuster_ctx
 
 from kakeya.core.errors import PeerUnavailable
-from kakeya.generation.request import ModelState, Sampling
+from kakeya.generation.facts import ModelState
+from kakeya.generation.request import Sampling
 from tests.backends.engine.test_backend import FAST, _lines, backend, is_alive, until
 from tests.sessions.conftest import running_node
 from tests.sessions.toy import expected

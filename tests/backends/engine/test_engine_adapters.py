@@ -16,8 +16,9 @@ from kakeya.adapters.files.base import read_base
 from kakeya.adapters.files.packed import Precision, pack
 from kakeya.backends.engine.backend import EngineBackend
 from kakeya.core.errors import Conflict, KakeyaError, MemoryRefused, NotFound
+from kakeya.generation.frames import Tokens
 from kakeya.generation.kv import PageRef
-from kakeya.generation.request import DecodeRequest, Tokens
+from kakeya.generation.request import DecodeRequest
 from kakeya.memory.pages.content import ContentType, PageConfig
 from kakeya.memory.pages.pins import Block
 from kakeya.memory.pages.shared_arena import PageArena

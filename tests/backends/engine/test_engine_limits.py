@@ -21,8 +21,9 @@ from kakeya.core.errors import (
     UnknownMethod,
 )
 from kakeya.core.process import resident_bytes
+from kakeya.generation.frames import Done, Tokens
 from kakeya.generation.kv import PageRef
-from kakeya.generation.request import DecodeRequest, Done, Tokens
+from kakeya.generation.request import DecodeRequest
 from tests.backends.engine.test_backend import FAST, backend, until
 from tests.mlx.random_models import write_model
 

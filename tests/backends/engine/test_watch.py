@@ -20,14 +20,9 @@ from kakeya.backends.engine.watch import EngineWatch, tenant_name
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import PeerUnavailable
 from kakeya.core.process import resident_bytes
-from kakeya.generation.request import (
-    DecodeRequest,
-    Done,
-    Footprint,
-    ModelState,
-    Sampling,
-    Tokens,
-)
+from kakeya.generation.facts import Footprint, ModelState
+from kakeya.generation.frames import Done, Tokens
+from kakeya.generation.request import DecodeRequest, Sampling
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.capability import Capability, Loaded
 from kakeya.memory.arbiter.events import EngineDrained, EngineKilled, EngineShrunk, MemoryPressure

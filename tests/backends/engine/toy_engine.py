@@ -16,7 +16,8 @@ from pathlib import Path
 import grpc.aio
 
 from kakeya.core.units import unpack_ids
-from kakeya.generation.request import Sampling, StopReason
+from kakeya.generation.frames import StopReason
+from kakeya.generation.request import Sampling
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceServicer, add_EngineServiceServicer_to_server
 from tests.sessions.toy import EOS, VOCAB, expected, next_token

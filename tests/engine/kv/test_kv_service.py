@@ -13,8 +13,9 @@ import grpc.aio
 import pytest
 
 from kakeya.backends.engine.convert import decode_to_wire, facts_from_wire, frames_of
+from kakeya.generation.facts import ModelFacts
 from kakeya.generation.kv import KvOffer, KvPages
-from kakeya.generation.request import DecodeRequest, ModelFacts
+from kakeya.generation.request import DecodeRequest
 from kakeya.memory.pages.reader import PageReader
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub

@@ -9,7 +9,8 @@ from kakeya.core.ids import ModelId
 from kakeya.fleet.cards.cards import Card, Offer, OfferedModel, Role
 from kakeya.fleet.cards.convert import from_wire, to_wire
 from kakeya.fleet.placement.draft_sources import LOCAL_NGRAM, choose_sources
-from kakeya.generation.request import DraftSource, ModelFacts
+from kakeya.generation.facts import ModelFacts
+from kakeya.generation.request import DraftSource
 from tests.fleet.nodes import plain
 
 NOW = 1_700_000_000.0

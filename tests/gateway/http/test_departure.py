@@ -13,7 +13,7 @@ from kakeya.core.clock import SystemClock
 from kakeya.core.errors import Cancelled
 from kakeya.gateway.http.connection import Connection, Limits
 from kakeya.gateway.openai.stream import KEEPALIVE
-from kakeya.generation.request import ModelState
+from kakeya.generation.facts import ModelState
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving, until
 
 PREFILL = Pace(prefill_s=60.0)

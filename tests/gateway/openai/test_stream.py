@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kakeya.gateway.answer import Answer
 from kakeya.gateway.openai.stream import ChunkWriter, usage_body
-from kakeya.generation.request import Done, Progress, StopReason, Tokens, Usage
+from kakeya.generation.frames import Done, Progress, StopReason, Tokens, Usage
 from kakeya.text.text import TextModel
 from tests.gateway.toy import make_folder
 

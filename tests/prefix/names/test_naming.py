@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.generation.request import ModelFacts
+from kakeya.generation.facts import ModelFacts
 from kakeya.prefix.names import naming as prefix_names
 from kakeya.prefix.names.naming import PrefixNames
 from kakeya.prefix.names.weights import weights_state

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kakeya.core.errors import ConfigError
-from kakeya.generation.request import ModelState, Priority
+from kakeya.generation.facts import ModelState
+from kakeya.generation.request import Priority
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.memory.arbiter.events import MemoryPressure
 from kakeya.memory.arbiter.policy import Level

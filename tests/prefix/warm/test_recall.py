@@ -11,7 +11,7 @@ import pytest
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import Unsupported
-from kakeya.generation.request import ModelFacts
+from kakeya.generation.facts import ModelFacts
 from kakeya.memory.pages.node_arena import PAGE_BYTES
 from kakeya.memory.pages.pins import Holder
 from kakeya.memory.pages.shared_arena import Filling

@@ -1,0 +1,88 @@
+"""What an engine tells of its model and of itself: facts of the load, live numbers, its state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """A loaded model, as its engine describes it."""
+
+    model_id: str
+    model_path: str
+    vocab_size: int
+    context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    quantization: str = ""
+    dtype: str = ""
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    kv_fixed_bytes: int = 0
+    mlx_version: str = ""
+    tokens_per_second: float = 0.0
+    prefill_tokens_per_second: float = 0.0
+    load_s: float = 0.0
+    prefill_chunk_tokens: int = 0
+    vocabulary_digest: str = ""
+    device: str = ""
+    blas_accelerated: bool = False
+    adapter_slots: int = 0
+    adapter_rank: int = 0
+    base_fingerprint: str = ""
+    batch_rows: int = 1
+    kv_block_tokens: int = 0
+    kv_block_bytes: int = 0
+    kv_state_bytes: int = 0
+    kv_layout: str = ""
+    kv_exactness: str = ""
+    weights_state: str = ""
+    prefill_grid: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What an engine child occupies now, in bytes; `resident_bytes` includes the others.
+
+    `mlx_cache_bytes` are buffers that no array uses, `idle_kv_bytes` KV that no generation uses:
+    both can be given back. `limit_bytes` is the bound that was set, 0 = none.
+    """
+
+    resident_bytes: int
+    mlx_active_bytes: int = 0
+    mlx_cache_bytes: int = 0
+    idle_kv_bytes: int = 0
+    limit_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Live numbers of an engine child."""
+
+    kv_live_bytes: int = 0
+    kv_entries: int = 0
+    running: int = 0
+    waiting: int = 0
+    mlx_active_bytes: int = 0
+    mlx_peak_bytes: int = 0
+    resident_bytes: int = 0
+    cache_length_violations: int = 0
+    position_violations: int = 0
+    kv_bytes_by_key: dict[str, int] = field(default_factory=dict)
+    footprint: Footprint | None = None
+    adapter_ids: tuple[str, ...] = ()
+    batch_rows: int = 0
+    """Rows of the last forward over several sequences; 0 = there was none yet, 1 = it failed, and
+    they take turns for a while."""
+
+
+class ModelState(StrEnum):
+    """The life of a served model. An unloaded one is not in memory; its next request loads it."""
+
+    LOADING = "loading"
+    READY = "ready"
+    RESTARTING = "restarting"
+    UNLOADED = "unloaded"
+    FAILED = "failed"
+    STOPPED = "stopped"
