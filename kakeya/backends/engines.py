@@ -17,9 +17,9 @@ from kakeya.config.config import AdapterConfig
 from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound
 from kakeya.core.log import event
-from kakeya.gateway.app import Standing
 from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.spec import ModelSpec, Role, resolve
+from kakeya.generation.standing import DraftModelState
 from kakeya.memory.api import MemoryArbiter
 from kakeya.mlx.numerics.blas import HINT
 
@@ -155,12 +155,14 @@ class Engines:
         """The models of a role, in the order they were configured."""
         return tuple(model for model in self._models.values() if model.role is role)
 
-    def proposers(self) -> tuple[Standing, ...]:
+    def proposers(self) -> tuple[DraftModelState, ...]:
         """Every configured model that only drafts; n-grams always can."""
         return tuple(
-            Standing(model_id=spec.model_id, state=ModelState.READY)
+            DraftModelState(model_id=spec.model_id, state=ModelState.READY)
             if model is None
-            else Standing(model_id=spec.model_id, state=model.state, last_error=model.last_error)
+            else DraftModelState(
+                model_id=spec.model_id, state=model.state, last_error=model.last_error
+            )
             for spec, model in self.models()
             if spec.role is Role.PROPOSER
         )

@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from prometheus_client.core import Metric
 from starlette.applications import Starlette
@@ -37,17 +36,9 @@ from kakeya.gateway.openai.requests import parse_chat, parse_completion
 from kakeya.gateway.precache import PrecacheRoute
 from kakeya.generation.facts import ModelState
 from kakeya.generation.model import DraftRouter, ModelDirectory, ServedModel
+from kakeya.generation.standing import DraftModelState
 from kakeya.prefix.seam import NoPrecache, Precache
 from kakeya.text.text import Texts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """Where a model that is not decoded with is in its life."""
-
-    model_id: str
-    state: ModelState
-    last_error: str = ""
 
 
 def build_app(
@@ -60,7 +51,7 @@ def build_app(
     limits: Limits = Limits(),  # noqa: B008 - frozen
     hosts: frozenset[str] = frozenset(),
     collect: Callable[[], Iterable[Metric]] = tuple,
-    proposers: Callable[[], Sequence[Standing]] = tuple,
+    proposers: Callable[[], Sequence[DraftModelState]] = tuple,
     unready: Callable[[], str] = str,
     precache: Precache = NoPrecache(),  # noqa: B008 - it has no state
     texts: Texts | None = None,
@@ -121,7 +112,7 @@ class Gateway:
         precache: PrecacheRoute,
         *,
         status: Callable[[], Mapping[str, object]],
-        proposers: Callable[[], Sequence[Standing]],
+        proposers: Callable[[], Sequence[DraftModelState]],
         unready: Callable[[], str],
         metrics: HttpMetrics,
         created_at: int,
@@ -188,7 +179,7 @@ class Gateway:
         }
         return _json(body, 503 if reason else 200)
 
-    def _decisive_model(self) -> ServedModel | Standing | None:
+    def _decisive_model(self) -> ServedModel | DraftModelState | None:
         """The default model; on a node that only drafts, a model that does not yet, or any."""
         if models := self._directory.verifiers():
             return models[0]
@@ -219,11 +210,11 @@ class Gateway:
         }
 
 
-def _is_ready(model: ServedModel | Standing) -> bool:
+def _is_ready(model: ServedModel | DraftModelState) -> bool:
     """Whether a request that comes now finds the model, or has it loaded."""
     if model.state is ModelState.READY:
         return True
-    return model.state is ModelState.UNLOADED and not isinstance(model, Standing)
+    return model.state is ModelState.UNLOADED and not isinstance(model, DraftModelState)
 
 
 def _json(value: object, status: int = 200) -> Response:

@@ -10,8 +10,8 @@ from blockbuster import BlockingError
 
 from kakeya.backends.engine.process import SocketFolder
 from kakeya.core import errors
-from kakeya.gateway.app import Standing
 from kakeya.generation.facts import ModelState
+from kakeya.generation.standing import DraftModelState
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving
 
 SAID = "hello world, 日本語 😀 and so on."
@@ -345,8 +345,8 @@ async def test_a_node_without_models_is_not_ready():
 
 
 async def test_a_node_that_only_drafts_is_ready_when_all_its_proposers_are():
-    loaded = Standing(model_id="ngram", state=ModelState.READY)
-    late = Standing(model_id="drafter", state=ModelState.RESTARTING, last_error="it died")
+    loaded = DraftModelState(model_id="ngram", state=ModelState.READY)
+    late = DraftModelState(model_id="drafter", state=ModelState.RESTARTING, last_error="it died")
     proposers = [loaded, late]
     async with serving(proposers=lambda: proposers) as served:
         not_yet = await served.http.get("/readyz")

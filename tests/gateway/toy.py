@@ -21,13 +21,14 @@ from tokenizers.trainers import BpeTrainer
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import InvalidArgument, NotFound, PeerUnavailable
-from kakeya.gateway.app import Standing, build_app
+from kakeya.gateway.app import build_app
 from kakeya.gateway.http.connection import Limits
 from kakeya.gateway.http.server import serve_http
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Done, Frame, Progress, SourceUsage, StopReason, Tokens, Usage
 from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import DecodeRequest, DraftSource
+from kakeya.generation.standing import DraftModelState
 from kakeya.prefix.seam import NoPrecache, Precache
 
 TEMPLATE = (
@@ -242,7 +243,7 @@ async def serving(
     status: Callable[[], Mapping[str, object]] = dict,
     hosts: frozenset[str] = frozenset(),
     head_s: float = 5.0,
-    proposers: Callable[[], Sequence[Standing]] = tuple,
+    proposers: Callable[[], Sequence[DraftModelState]] = tuple,
     unready: Callable[[], str] = str,
     precache: Precache = NoPrecache(),  # noqa: B008
 ) -> AsyncIterator[Served]:
