@@ -16,12 +16,12 @@ from kakeya.backends.resident import ResidentModel
 from kakeya.config.config import AdapterConfig
 from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound
+from kakeya.core.hints import INSTALL_OPENBLAS
 from kakeya.core.log import event
 from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.spec import ModelSpec, Role, resolve
 from kakeya.generation.standing import DraftModelState
 from kakeya.memory.api import MemoryArbiter
-from kakeya.mlx.numerics.blas import HINT
 
 _log = logging.getLogger(__name__)
 _SOCKET_NAME_BYTES = 32
@@ -183,7 +183,7 @@ class Engines:
             event(
                 _log,
                 "OpenBLAS is missing: prompts are read 10 to 40 times slower than they could be; "
-                f"{HINT}, then start the node again",
+                f"{INSTALL_OPENBLAS}, then start the node again",
                 level=logging.WARNING,
                 model=model.model_id,
             )

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kakeya.core.hints import INSTALL_OPENBLAS
 from kakeya.core.units import GIB, MIB, format_bytes
 from kakeya.doctor.mends import is_mac, show_listener
 from kakeya.doctor.report import Line, fault, ok, shell, warning
 from kakeya.fleet.paths.interfaces import Interface
 from kakeya.fleet.placement.ring import RingEnvironment
-from kakeya.mlx.numerics.blas import HINT
 
 DISK_WARNING_BYTES = GIB
 DISK_FAULT_BYTES = 64 * MIB
@@ -143,7 +143,7 @@ def check_blas(test: SelfTest, platform: str) -> Line | None:
     if test.has_blas:
         return ok("blas", "OpenBLAS")
     detail = "OpenBLAS is missing: prompts are read 10 to 40 times slower than they could be"
-    return warning("blas", detail, f"sudo {HINT}")
+    return warning("blas", detail, f"sudo {INSTALL_OPENBLAS}")
 
 
 def check_mlx(test: SelfTest, python: str) -> Line:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame
+from kakeya.generation.request import DecodeRequest, DraftSource
 
 
 class ServedModel(Protocol):

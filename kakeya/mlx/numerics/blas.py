@@ -13,8 +13,6 @@ import os
 import sys
 
 _NAMES = ("libopenblas.so.0", "libopenblas.so")
-HINT = "apt-get install libopenblas0-pthread"
-"""The command that makes prefill fast on Debian and its relatives."""
 
 
 def preload_blas(threads: int) -> bool:
