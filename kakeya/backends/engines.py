@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kakeya.adapters.config import AdapterConfig
 from kakeya.backends.engine.backend import EngineBackend, EngineOptions
 from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES, Command
 from kakeya.backends.resident import ResidentModel
-from kakeya.config.config import AdapterConfig
 from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound
 from kakeya.core.hints import INSTALL_OPENBLAS

@@ -17,12 +17,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kakeya.config.config import MemoryConfig
 from kakeya.core.errors import ConfigError, KakeyaError
 from kakeya.core.host import unified_memory_bytes
 from kakeya.core.log import event
 from kakeya.core.units import GIB, MIB, format_bytes
 from kakeya.memory.arbiter.policy import budget_bytes, check_fixed
+from kakeya.memory.config import MemoryConfig
 from kakeya.memory.estimate.estimate import Estimate, estimate_source, stated
 from kakeya.memory.estimate.history import SizeHistory
 from kakeya.memory.machine.machine import LinuxMachine, Run, run_command

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+from kakeya.adapters.config import AdapterConfig
 from kakeya.adapters.tiers import TierRules
 from kakeya.config.sources import CONFIG_FLAG, CONFIG_VARIABLE, parse_flags, read_file
 from kakeya.config.table import (
@@ -68,9 +69,11 @@ from kakeya.core.settings import Sources, is_loopback, nearest
 from kakeya.core.units import KIB, MIB
 from kakeya.fleet.cards.cards import MAX_ID_BYTES, is_valid_node_id
 from kakeya.generation.spec import ModelSpec, parse_model, parse_proposer
+from kakeya.memory.config import MemoryConfig
 from kakeya.memory.pages.content import Fit
 from kakeya.node.datadir import default_folder
-from kakeya.prefix.warm.declared_prompts import DeclaredPrompt
+from kakeya.prefix.config import PrecacheConfig
+from kakeya.sessions.config import SessionConfig
 
 KEEP_ALIVE_LEAST_S, SWEEP_LEAST_S = 30.0, 60.0
 """Shorter periods would only cost: a value below is raised to these."""
@@ -106,76 +109,6 @@ class FleetConfig:
     ttl_s: float
     interval_s: float
     fanout: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionConfig:
-    """How many gRPC sessions there may be, and after how many idle seconds one is forgotten."""
-
-    capacity: int
-    idle_ttl_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryConfig:
-    """How much memory the models may occupy together, and how long one stays unused.
-
-    `budget_bytes` None = what the machine has, less `reserve_bytes` for everything else. Until
-    `stay_warm_s` after its last use a model goes only for what is more urgent or waited long;
-    after `unload_after_s` it goes though nobody needs the room, None = it stays. Models in `pinned`
-    stay whatever comes. `stated_bytes` is what the owner says that models take, by id, where that
-    is not to be estimated. `lease_store` is where leases of other processes are kept, "" = the data
-    directory.
-    """
-
-    budget_bytes: int | None
-    reserve_bytes: int
-    stay_warm_s: float
-    unload_after_s: float | None
-    lease_store: str
-    pinned: tuple[str, ...] = ()
-    stated_bytes: tuple[tuple[str, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterConfig:
-    """LoRA adapters: how many an engine holds at the same time (0 = none are served), their
-    largest rank, how much memory those beside the engines may take, how much of it is taken at
-    once, which is the largest that one adapter may be, and what brings one nearer to its engine.
-
-    The pages that they lie in, which prefixes share: how large one is, which free range is taken,
-    and what share more than is asked for goes where some have to.
-    """
-
-    slots: int
-    rank: int
-    warm_bytes: int
-    slab_bytes: int
-    page_bytes: int
-    fit: Fit
-    headroom: float
-    rules: TierRules
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrecacheConfig:
-    """KV of prefixes that outlives generations: how much memory and disk it may take, 0 = none.
-
-    Conversations share `parallel` slots of a model, 0 = as many as its context and the memory
-    allow. A short-lived prefix is looked after each `keep_alive_s` at the latest, idle
-    conversations each `sweep_s`. Blocks are exchanged with peers if `peers`; where the fleet has a
-    common key in `key_file`, calls for them are signed with it, for one `tenant`.
-    """
-
-    memory_bytes: int
-    disk_bytes: int
-    parallel: int
-    keep_alive_s: float
-    sweep_s: float
-    peers: bool = True
-    key_file: Path | None = None
-    tenant: str = ""
-    prompts: tuple[DeclaredPrompt, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

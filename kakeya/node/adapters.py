@@ -8,9 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kakeya.adapters.config import AdapterConfig
 from kakeya.adapters.manager import AdapterManager
 from kakeya.adapters.places import AdapterEngine
-from kakeya.config.config import AdapterConfig
 from kakeya.core.clock import Clock
 from kakeya.generation.spec import Role
 from kakeya.memory.pages.node_arena import NodeArena

@@ -33,7 +33,6 @@ from kakeya.backends.handler import EngineHandler
 from kakeya.backends.resident import DRAFT, TEXT, ResidentModel
 from kakeya.backends.sizes import LeaseSize, check_pinned, lease_sizes, node_budget
 from kakeya.backends.terms import DRAFT_TERMS
-from kakeya.config.config import MemoryConfig
 from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound
 from kakeya.core.tasks import Supervisor, TaskHealth, every
@@ -51,6 +50,7 @@ from kakeya.memory.arbiter.events import (
 )
 from kakeya.memory.arbiter.plan import Reason
 from kakeya.memory.arbiter.resident import DRAFTER, TEXT_TARGET, ResidentKey, Warmth
+from kakeya.memory.config import MemoryConfig
 from kakeya.memory.estimate.history import SizeHistory, SizeRecord
 from kakeya.memory.estimate.size_file import SizeFile, hub_folder
 from kakeya.memory.leases.keeper import LeaseKeeper, lease_keeper

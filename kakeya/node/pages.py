@@ -13,8 +13,8 @@ from typing import Self
 
 from prometheus_client.core import Metric
 
+from kakeya.adapters.config import AdapterConfig
 from kakeya.backends.resident import ResidentModel
-from kakeya.config.config import AdapterConfig, PrecacheConfig
 from kakeya.core.clock import Clock
 from kakeya.core.tasks import TaskHealth
 from kakeya.generation.facts import ModelState
@@ -26,6 +26,7 @@ from kakeya.memory.pages.node_arena import NodeArena, page_config
 from kakeya.memory.pages.slabs import header_bytes
 from kakeya.node.adapters import NodeAdapters
 from kakeya.node.memory import NodeMemory
+from kakeya.prefix.config import PrecacheConfig
 from kakeya.prefix.peers.auth import FleetKey
 from kakeya.prefix.prefixes import NodePrefixes
 from kakeya.prefix.warm.recall import PrefixStart, Recalled

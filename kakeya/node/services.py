@@ -12,7 +12,6 @@ from grpc_health.v1 import health_pb2_grpc
 
 from kakeya.adapters.service import AdapterService
 from kakeya.backends.resident import ResidentModel
-from kakeya.config.config import SessionConfig
 from kakeya.core.clock import Clock
 from kakeya.core.ids import NGRAM
 from kakeya.core.tasks import Supervisor
@@ -28,6 +27,7 @@ from kakeya.node.fleet import FleetPlane
 from kakeya.node.pages import NodePages
 from kakeya.prefix.peers.peers import PrefixPeers
 from kakeya.prefix.seam import Precache
+from kakeya.sessions.config import SessionConfig
 from kakeya.sessions.prefix_service import PrecacheService
 from kakeya.sessions.service import RuntimeService
 from kakeya.sessions.store import SessionLimits, SessionStore

@@ -6,11 +6,11 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kakeya.config.config import PrecacheConfig
 from kakeya.core.clock import Clock
 from kakeya.generation.model import ModelDirectory
 from kakeya.node.memory import NodeMemory
 from kakeya.node.pages import NodePages
+from kakeya.prefix.config import PrecacheConfig
 from kakeya.prefix.warm.ahead import NodePrecache
 from kakeya.prefix.warm.source import ModelSource
 from kakeya.text.text import Texts

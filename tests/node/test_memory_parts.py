@@ -21,7 +21,7 @@ from kakeya.backends.sizes import (
     node_budget,
 )
 from kakeya.cli.memory_tables import show_memory
-from kakeya.config.config import MemoryConfig, load
+from kakeya.config.config import load
 from kakeya.core import errors
 from kakeya.core.host import unified_memory_bytes
 from kakeya.core.units import GIB, MIB
@@ -39,6 +39,7 @@ from kakeya.memory.arbiter.events import (
 from kakeya.memory.arbiter.plan import Reason, Snapshot
 from kakeya.memory.arbiter.policy import Level, Rung, Tenant
 from kakeya.memory.arbiter.resident import ResidentKey
+from kakeya.memory.config import MemoryConfig
 from kakeya.memory.estimate.estimate import Estimate
 from kakeya.memory.estimate.history import SizeHistory
 from kakeya.memory.log import KEPT, MemoryLog

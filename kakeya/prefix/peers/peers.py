@@ -22,7 +22,6 @@ from typing import Protocol
 import grpc.aio
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kakeya.config.config import PrecacheConfig
 from kakeya.core.clock import Clock
 from kakeya.core.errors import ConfigError
 from kakeya.core.tasks import Supervisor, every
@@ -30,6 +29,7 @@ from kakeya.fleet.cards.cards import CacheOffer, Card
 from kakeya.fleet.cards.convert import cache_to_wire
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.generation.retention import BlockClass
+from kakeya.prefix.config import PrecacheConfig
 from kakeya.prefix.names.blocks import BlockId
 from kakeya.prefix.names.naming import Naming
 from kakeya.prefix.names.pieces import Piece, longest_at

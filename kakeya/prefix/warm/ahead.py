@@ -28,7 +28,6 @@ from typing import Self
 from prometheus_client.core import Metric
 
 from kakeya.backends.resident import ResidentModel
-from kakeya.config.config import PrecacheConfig
 from kakeya.core.clock import Clock
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
 from kakeya.core.log import event
@@ -38,6 +37,7 @@ from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.model import ModelDirectory
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.memory.arbiter.events import Event, MemoryPressure
+from kakeya.prefix.config import PrecacheConfig
 from kakeya.prefix.names.keys import SYSTEM_PREFIX, derive_slot_id, resolve_key, sanitise
 from kakeya.prefix.seam import AT_HAND_S, Claim, Wiped, facts_at_hand, warmed_for
 from kakeya.prefix.warm.declared_prompts import DeclaredPrompt

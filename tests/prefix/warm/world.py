@@ -13,13 +13,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from kakeya.config.config import PrecacheConfig
 from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound, PeerUnavailable
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Done, Frame, Progress, StopReason, Tokens, Usage
 from kakeya.generation.request import DecodeRequest
 from kakeya.generation.retention import BlockClass, Retention
+from kakeya.prefix.config import PrecacheConfig
 from kakeya.prefix.names.keys import CacheKeys
 from kakeya.prefix.seam import CacheUse, Claim, Wiped
 from kakeya.prefix.warm.ahead import NodePrecache
