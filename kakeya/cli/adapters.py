@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from kakeya.core.folders import default_folder
 from kakeya.core.units import format_bytes
-from kakeya.node.datadir import default_folder
 
 if TYPE_CHECKING:  # gRPC takes longer to import than most commands to answer
     from kakeya.v1.adapters_pb2 import AdapterInfo

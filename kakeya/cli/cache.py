@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from kakeya.core.errors import StoreFailed
+from kakeya.core.folders import default_folder
 from kakeya.core.units import format_bytes
-from kakeya.node.datadir import default_folder, find_running, is_held
+from kakeya.node.datadir import find_running, is_held
 
 if TYPE_CHECKING:  # not needed for `kakeya status` to answer
     from kakeya.prefix.disk.files import BlockFolder, Contents, Damage, FoundFile

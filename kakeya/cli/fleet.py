@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from kakeya.core.errors import InvalidArgument
+from kakeya.core.folders import default_folder
 from kakeya.core.host import host_label
 from kakeya.core.units import MIB
-from kakeya.node.datadir import DataDir, default_folder
+from kakeya.node.datadir import DataDir
 
 if TYPE_CHECKING:  # gRPC and X.509 take longer to import than `kakeya status` to answer
     from kakeya.v1.fleet_pb2_grpc import ControlServiceStub

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from kakeya.core.errors import ConfigError
+from kakeya.core.folders import default_folder
 from kakeya.core.units import format_bytes
-from kakeya.node.datadir import default_folder, make_folder
+from kakeya.node.datadir import make_folder
 
 if TYPE_CHECKING:  # not needed for `kakeya status` to answer
     from kakeya.memory.leases.lease import Book, Lease

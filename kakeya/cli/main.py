@@ -23,7 +23,7 @@ from kakeya.cli import fleet as fleet_cli
 from kakeya.cli import leases as lease_cli
 from kakeya.cli.node_api import NodeApi, find_node
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
-from kakeya.node.datadir import default_folder
+from kakeya.core.folders import default_folder
 
 _WATCH_S = 1.0
 DOCTOR = "what is wrong with this node, its peers and the ways between them"

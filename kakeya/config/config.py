@@ -65,13 +65,13 @@ from kakeya.config.table_pages import (
     PRECACHE_TENANT,
 )
 from kakeya.core.errors import ConfigError
+from kakeya.core.folders import default_folder
 from kakeya.core.settings import Sources, is_loopback, nearest
 from kakeya.core.units import KIB, MIB
 from kakeya.fleet.cards.cards import MAX_ID_BYTES, is_valid_node_id
 from kakeya.generation.spec import ModelSpec, parse_model, parse_proposer
 from kakeya.memory.config import MemoryConfig
 from kakeya.memory.pages.content import Fit
-from kakeya.node.datadir import default_folder
 from kakeya.prefix.config import PrecacheConfig
 from kakeya.sessions.config import SessionConfig
 

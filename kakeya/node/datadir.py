@@ -14,7 +14,6 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,15 +26,6 @@ from kakeya.node.state import DamagedState, NodeState, decode_state, encode_stat
 
 _log = logging.getLogger(__name__)
 LOCK, STATE, RUN = "node.lock", "node.json", "node.run.json"
-
-
-def default_folder(environ: Mapping[str, str], *, platform: str, home: Path) -> Path:
-    """Return the data directory of a node that was told none."""
-    if environ.get("KAKEYA_HOME"):
-        return Path(environ["KAKEYA_HOME"]).expanduser()
-    if platform == "darwin":
-        return home / "Library" / "Application Support" / "kakeya"
-    return Path(environ.get("XDG_DATA_HOME") or home / ".local" / "share") / "kakeya"
 
 
 def make_folder(folder: Path) -> None:

@@ -18,17 +18,11 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import ConfigError, Conflict
 from kakeya.core.files import write_atomically
+from kakeya.core.folders import default_folder
 from kakeya.core.ids import NodeId
 from kakeya.fleet.cards.cards import MAX_INCARNATION, is_valid_node_id
 from kakeya.fleet.view.tombstones import Memory, Sighting
-from kakeya.node.datadir import (
-    RUN,
-    STATE,
-    DataDir,
-    RunInfo,
-    default_folder,
-    find_running,
-)
+from kakeya.node.datadir import RUN, STATE, DataDir, RunInfo, find_running
 from kakeya.node.state import DamagedState, NodeState, decode_state, encode_state, next_state
 from tests.laws import law
 
