@@ -9,13 +9,14 @@ from hashlib import sha256
 from kakeya.core.errors import InvalidArgument, KakeyaError
 from kakeya.core.units import pack_ids
 from kakeya.generation.facts import ModelFacts
+from kakeya.generation.limits import MAX_PROMPT_TOKENS
 from kakeya.generation.model import ModelDirectory
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
 from kakeya.prefix.seam import CacheUse, Claim, Precache, facts_at_hand
 from kakeya.prefix.warm.warming import Report
 from kakeya.sessions.service import Context, client_of
-from kakeya.sessions.session import MAX_PROMPT_TOKENS, check_vocabulary
+from kakeya.sessions.session import check_vocabulary
 from kakeya.v1 import precache_pb2 as pb
 from kakeya.v1.precache_pb2_grpc import PrecacheServiceServicer
 from kakeya.wire.status import abort

@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 from kakeya.core.errors import CapacityExhausted, ConfigError, InvalidArgument, InvariantBroken
 from kakeya.core.ids import SessionId
 from kakeya.generation.facts import ModelFacts
+from kakeya.generation.limits import MAX_PROMPT_TOKENS
 from kakeya.generation.model import ServedModel
 
-MAX_PROMPT_TOKENS = 128 * 1024
-"""Of one call: what a caller may have checked, copied and computed at one go."""
 MAX_HISTORY_TOKENS = 1 << 20
 """Of one session: 4 MiB in the agent, far more than any model attends to."""
 MAX_OUTPUT_RESERVE_TOKENS = 1024

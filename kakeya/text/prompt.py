@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.gateway.openai.requests import ContextLengthExceeded
+from kakeya.generation.errors import ContextLengthExceeded
 from kakeya.generation.facts import ModelFacts
-from kakeya.sessions.session import MAX_PROMPT_TOKENS
+from kakeya.generation.limits import MAX_PROMPT_TOKENS
 from kakeya.text.bound import TooManyTokens
 from kakeya.text.template import Message, Tool
 from kakeya.text.text import TextModel

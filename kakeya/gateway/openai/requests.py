@@ -50,12 +50,6 @@ class ModelNotFound(NotFound):
     code = "model_not_found"
 
 
-class ContextLengthExceeded(InvalidArgument):
-    """Prompt and output do not fit into the model's context."""
-
-    code = "context_length_exceeded"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationParams:
     """What both routes share. `max_tokens` None = to the end of the context; `seed` None = draw;
