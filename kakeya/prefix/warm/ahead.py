@@ -23,11 +23,10 @@ import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from prometheus_client.core import Metric
 
-from kakeya.backends.resident import ResidentModel
 from kakeya.core.clock import Clock
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
 from kakeya.core.log import event
@@ -60,6 +59,30 @@ _Slot = tuple[str, str]
 """A model, and what its engine keeps the KV of the slot under."""
 _PIN = "pin:"
 """Begins the keys of pins, and no other key."""
+
+
+class LoadedModel(Protocol):
+    """A model of this node whose engine may have changed."""
+
+    @property
+    def model_id(self) -> str:
+        """The name that callers use."""
+        ...
+
+    @property
+    def state(self) -> ModelState:
+        """Its state now."""
+        ...
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """What its last engine said of it; None before the first one was ready."""
+        ...
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of its engine; None while there is none."""
+        ...
 
 
 class NodePrecache:
@@ -186,7 +209,7 @@ class NodePrecache:
 
     # What the node tells.
 
-    def engine_changed(self, model: ResidentModel) -> None:
+    def engine_changed(self, model: LoadedModel) -> None:
         """A model's state changed: once a fresh engine is ready, its prompts are warmed."""
         if model.state is not ModelState.READY:
             return

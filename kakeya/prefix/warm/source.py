@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from kakeya.adapters.files.store import AdapterRecord
 from kakeya.core.errors import Denied, InvariantBroken, NotFound
 from kakeya.core.units import format_bytes
 from kakeya.generation.cuts import unmarked
@@ -69,6 +68,20 @@ class KeptPrefixes(Protocol):
         ...
 
 
+class RegisteredAdapter(Protocol):
+    """An adapter as its engine knows it."""
+
+    @property
+    def base(self) -> str:
+        """The model that it is for."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """Its name in the engine: another one when its content is another."""
+        ...
+
+
 class ModelSource:
     """See the module.
 
@@ -80,7 +93,7 @@ class ModelSource:
         models: ModelDirectory,
         prefixes: KeptPrefixes,
         *,
-        adapter: Callable[[str, str], AdapterRecord],
+        adapter: Callable[[str, str], RegisteredAdapter],
         is_needed: Callable[[], bool],
     ) -> None:
         self._models = models
