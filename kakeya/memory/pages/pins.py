@@ -14,13 +14,18 @@ One thread owns all of this; there is no lock, and `pin` and `unpin` are two sto
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kakeya.core.errors import InvariantBroken, PageFreed
-from kakeya.memory.pages.content import PIN_RULES, ContentType, Unpinning
+from kakeya.memory.pages.content import PIN_RULES, ContentPriority, ContentType, Unpinning
 
-if TYPE_CHECKING:
-    from kakeya.memory.pages.pool import Tenant
+
+class Allocator(Protocol):
+    """The user of the pool that allocated a block: `pool.Tenant`."""
+
+    content: ContentType
+    owner: str
+    priority: ContentPriority
 
 
 class Now:
@@ -41,7 +46,7 @@ class Block:
         self.first = first
         self.pages = pages
         self.stamp = stamp  # never used again, by no block of this pool
-        self.tenant: Tenant | None = None  # None: free
+        self.tenant: Allocator | None = None  # None: free
         self.preparing: Holder | None = None  # who fills it; nobody else sees it yet
         self.dirty = False  # holds what exists nowhere else
         self.used_s = 0.0  # when it was allocated, or last touched
