@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kakeya.cli.child import NodeProcess
+from kakeya.cli.display import DemoRow, demo_progress, show_demo
 from kakeya.core.errors import DeadlineExceeded
 from kakeya.generation.spec import EMBEDDED_FOLDER
 from kakeya.sessions.client import Client, GenerateSummary
@@ -45,32 +46,8 @@ class Run:
         return len(self.tokens) / max(1e-9, self.summary.total_s - self.summary.prefill_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """All runs of one way on one text: `speedup` is over plain, `acceptance` 0..1.
-
-    Tokens of a source that does not pay are not verified, only compared with what came: of the
-    `shadowed` ones `shadow_hits` were right.
-    """
-
-    text: str
-    way: str
-    tokens_per_second: float
-    speedup: float
-    drafted: int
-    verified: int
-    accepted: int
-    acceptance: float | None
-    shadowed: int
-    shadow_hits: int
-    tokens_per_step: float
-    identical: bool
-
-
 def run_demo(*, as_json: bool) -> int:
     """Run it and print the table, or one JSON object. Returns 1 when any output differs."""
-    from kakeya.cli.display import demo_progress, show_demo
-
     with demo_progress(quiet=as_json) as report:
         rows = asyncio.run(_within_limit(report))
     if as_json:
@@ -83,7 +60,7 @@ def run_demo(*, as_json: bool) -> int:
     return 0 if all(row.identical for row in rows) else 1
 
 
-async def _within_limit(report: Report) -> list[Row]:
+async def _within_limit(report: Report) -> list[DemoRow]:
     try:
         async with asyncio.timeout(_LIMIT_S):
             with tempfile.TemporaryDirectory(prefix="kakeya-demo-") as folder:
@@ -94,7 +71,7 @@ async def _within_limit(report: Report) -> list[Row]:
         ) from None
 
 
-async def _demo(folder: Path, report: Report) -> list[Row]:
+async def _demo(folder: Path, report: Report) -> list[DemoRow]:
     async with AsyncExitStack() as stack:
         report("starting two nodes", 0.0)
         pace = ("--exchange-interval", str(_GOSSIP_S))
@@ -129,7 +106,7 @@ async def _until_planned(verifier: NodeProcess, drafter: NodeProcess) -> None:
 
 async def _measure(
     client: Client, ways: Mapping[str, str], prompts: Mapping[str, Sequence[int]], report: Report
-) -> list[Row]:
+) -> list[DemoRow]:
     runs: dict[tuple[str, str], list[Run]] = {}
     total = (ROUNDS + 1) * len(prompts) * len(ways)
     done = 0
@@ -153,12 +130,12 @@ async def _generate(client: Client, prompt: Sequence[int], policy: str) -> Run:
         return Run(tokens=tuple(tokens), summary=session.last_done)
 
 
-def _row(text: str, way: str, runs: Sequence[Run], plain: Sequence[Run]) -> Row:
+def _row(text: str, way: str, runs: Sequence[Run], plain: Sequence[Run]) -> DemoRow:
     speed = statistics.median(run.tokens_per_second for run in runs)
     verified = sum(run.summary.verified_tokens for run in runs)
     accepted = sum(run.summary.accepted_tokens for run in runs)
     steps = sum(run.summary.forwards for run in runs)
-    return Row(
+    return DemoRow(
         text=text,
         way=way,
         tokens_per_second=round(speed, 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeGuard
 
 from rich.console import Console
@@ -11,7 +12,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kakeya.cli.demo import Row
 from kakeya.cli.memory_tables import show_memory
 from kakeya.core.units import format_bytes
 
@@ -232,7 +232,7 @@ def _seconds(value: object) -> str:
     return f"{value:.0f} s" if isinstance(value, int | float) else "?"
 
 
-def show_demo(rows: Sequence[Row]) -> None:
+def show_demo(rows: Sequence[DemoRow]) -> None:
     """Print what each way of drafting brought."""
     table = Table(title="one generation, four ways to draft (greedy; median of the runs)")
     for heading in ("text", "way"):
@@ -253,7 +253,7 @@ def show_demo(rows: Sequence[Row]) -> None:
     _console.print(table)
 
 
-def _acceptance(row: Row) -> str:
+def _acceptance(row: DemoRow) -> str:
     if row.acceptance is not None:
         return f"{row.accepted}/{row.verified} ({row.acceptance:.0%})"
     if row.shadowed:
@@ -272,3 +272,25 @@ def demo_progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("starting", total=1.0)
         yield lambda text, part: progress.update(task, description=text, completed=part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoRow:
+    """All runs of one way on one text: `speedup` is over plain, `acceptance` 0..1.
+
+    Tokens of a source that does not pay are not verified, only compared with what came: of the
+    `shadowed` ones `shadow_hits` were right.
+    """
+
+    text: str
+    way: str
+    tokens_per_second: float
+    speedup: float
+    drafted: int
+    verified: int
+    accepted: int
+    acceptance: float | None
+    shadowed: int
+    shadow_hits: int
+    tokens_per_step: float
+    identical: bool
