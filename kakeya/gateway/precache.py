@@ -34,8 +34,7 @@ from kakeya.gateway.openai.stream import compact
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.model import ServedModel
 from kakeya.prefix.names.keys import CacheKeys, Segment, hash_stable_prefix, resolve_key
-from kakeya.prefix.seam import CacheUse, Claim, Precache, facts_at_hand, warmed_for
-from kakeya.prefix.warm.warming import Report
+from kakeya.prefix.seam import CacheUse, Claim, Precache, Report, facts_at_hand, warmed_for
 from kakeya.text.bound import TooManyTokens
 from kakeya.text.prefix import encode_ahead
 from kakeya.text.prompt import check_prompt, most_prompt_tokens, raw_ids, too_long

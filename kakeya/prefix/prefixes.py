@@ -31,11 +31,11 @@ from kakeya.generation.facts import ModelFacts
 from kakeya.generation.request import DecodeRequest
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.memory.pages.node_arena import NodeArena
-from kakeya.prefix.disk.kvb import Facts
 from kakeya.prefix.disk.stats import DiskConfig
 from kakeya.prefix.disk.store import FOLDER, BlockStore
 from kakeya.prefix.disk.transfer import PrefixDisk, Recall
 from kakeya.prefix.names.blocks import BlockId
+from kakeya.prefix.names.fingerprint import Facts
 from kakeya.prefix.names.naming import Naming, PrefixNames, paged_kv_bytes
 from kakeya.prefix.names.pieces import Piece
 from kakeya.prefix.pages.counts import PrefixCounts, Source

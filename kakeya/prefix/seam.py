@@ -7,8 +7,9 @@ alone, so nothing here raises but for what cannot be meant.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 from kakeya.core.errors import InvalidArgument, PeerUnavailable
@@ -16,7 +17,6 @@ from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.model import ServedModel
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
-from kakeya.prefix.warm.warming import Outcome, Report, TokenSource
 
 CONVERSATION, SEGMENTS, PREFIX, CACHE_KEY, RETENTION = (
     "x-kakeya-conversation",
@@ -149,3 +149,48 @@ def read_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> CacheUse:
         ),
         retention=read_retention(said[RETENTION], RETENTION) if said.get(RETENTION) else None,
     )
+
+
+Tokens = Sequence[int]
+"""Marked with the cuts of the text (`cuts`); the last one is computed by the request that comes."""
+
+
+TokenSource = Callable[[], Awaitable[Tokens]]
+"""Renders a prefix when its turn has come, on the event loop. Raises KakeyaError."""
+
+
+class Outcome(StrEnum):
+    """What became of a prefix."""
+
+    WARM = "warm"
+    FAILED = "failed"
+    PRESSURE = "skipped_pressure"
+    """Memory is short on this machine."""
+    NO_ROOM = "skipped_room"
+    """It would have to take the place of something else."""
+    AWAY = "skipped_away"
+    """The model is not in memory."""
+    LATE = "skipped_late"
+    """Requests left it too little time."""
+    CROWDED = "skipped_queue"
+    """Too many others wait already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warmed:
+    """Tokens of a prefix: all of them, those that were there already, those computed now."""
+
+    tokens: int = 0
+    cached: int = 0
+    computed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What became of a prefix, and why it was not done, in a sentence. `is_pinned`: nothing takes
+    its place from now on."""
+
+    outcome: Outcome
+    warmed: Warmed = Warmed()
+    is_pinned: bool = False
+    reason: str = ""

@@ -28,8 +28,7 @@ from kakeya.core.errors import PeerProtocol, PeerUnavailable
 from kakeya.generation.caller import PRIORITY
 from kakeya.generation.request import Priority
 from kakeya.generation.retention import Retention
-from kakeya.prefix.seam import CONVERSATION
-from kakeya.prefix.warm.warming import Outcome, Report, Warmed
+from kakeya.prefix.seam import CONVERSATION, Outcome, Report, Warmed
 from kakeya.v1 import precache_pb2
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1.precache_pb2_grpc import PrecacheServiceStub

@@ -13,8 +13,7 @@ from kakeya.generation.limits import MAX_PROMPT_TOKENS
 from kakeya.generation.model import ModelDirectory
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
-from kakeya.prefix.seam import CacheUse, Claim, Precache, facts_at_hand
-from kakeya.prefix.warm.warming import Report
+from kakeya.prefix.seam import CacheUse, Claim, Precache, Report, facts_at_hand
 from kakeya.sessions.service import Context, client_of
 from kakeya.sessions.session import check_vocabulary
 from kakeya.v1 import precache_pb2 as pb

@@ -14,8 +14,7 @@ from kakeya.generation.facts import ModelState
 from kakeya.generation.request import Priority
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
-from kakeya.prefix.seam import CacheUse, Claim
-from kakeya.prefix.warm.warming import Outcome, Report, TokenSource, Warmed
+from kakeya.prefix.seam import CacheUse, Claim, Outcome, Report, TokenSource, Warmed
 from kakeya.text.marker import Marker
 from kakeya.text.prefix import encode_prefix
 from kakeya.text.template import ChatTemplate

@@ -17,7 +17,7 @@ import pytest
 import kakeya.models
 from kakeya.cli.child import NodeProcess
 from kakeya.cli.main import main
-from kakeya.prefix.warm.warming import Outcome
+from kakeya.prefix.seam import Outcome
 from kakeya.sessions.client import Client
 from tests.node.nodes import VERIFIER, eventually, model_state, verifier_node
 

@@ -34,7 +34,7 @@ from kakeya.cli.child import NodeProcess
 from kakeya.core.errors import KakeyaError
 from kakeya.core.process import resident_bytes
 from kakeya.core.units import MIB
-from kakeya.prefix.warm.warming import Outcome
+from kakeya.prefix.seam import Outcome
 from tests.node.nodes import eventually, model_state, run_cli
 from tests.node.soak_load import (
     MODEL,

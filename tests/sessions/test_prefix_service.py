@@ -25,10 +25,12 @@ from kakeya.prefix.seam import (
     CacheUse,
     Claim,
     NoPrecache,
+    Outcome,
+    Report,
+    Warmed,
     read_metadata,
     read_retention,
 )
-from kakeya.prefix.warm.warming import Outcome, Report, Warmed
 from kakeya.sessions.client import Client
 from kakeya.sessions.prefix_service import PrecacheService
 from kakeya.v1 import precache_pb2 as pb

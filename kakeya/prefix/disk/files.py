@@ -35,7 +35,6 @@ from kakeya.prefix.disk.index import (
 )
 from kakeya.prefix.disk.kvb import (
     DamagedBlock,
-    Facts,
     Head,
     Payload,
     StoredBlock,
@@ -46,6 +45,7 @@ from kakeya.prefix.disk.kvb import (
 )
 from kakeya.prefix.disk.wipe import Removal, shards_of, wipe_folder
 from kakeya.prefix.names.blocks import BlockId
+from kakeya.prefix.names.fingerprint import Facts
 
 _BROKEN = frozenset({errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO})
 """What a file answers that will not answer otherwise later."""

@@ -17,8 +17,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kakeya.generation.retention import Retention
-from kakeya.prefix.disk.kvb import Facts, Head, StoredBlock, file_bytes
+from kakeya.prefix.disk.kvb import Head, StoredBlock, file_bytes
 from kakeya.prefix.names.blocks import BlockId
+from kakeya.prefix.names.fingerprint import Facts
 
 SUFFIX = ".kvb"
 TEMPORARY = ".tmp"

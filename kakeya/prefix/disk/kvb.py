@@ -24,13 +24,14 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.units import KIB, MIB, pack_ids, unpack_ids
 from kakeya.generation.retention import Retention, retention_named
 from kakeya.prefix.names.blocks import ID_BYTES, BlockId
+from kakeya.prefix.names.fingerprint import Facts
 
 MAGIC = b"KVB1"
 HEADER_LIMIT_BYTES = 64 * KIB
@@ -40,7 +41,6 @@ ALIGNMENT_BYTES = 64
 _PROLOGUE = struct.Struct("<4sII")
 _FIRST_READ_BYTES = 8 * KIB
 _DIGEST_BYTES = 32
-Facts = Mapping[str, str | int]
 Payload = bytes | bytearray | memoryview
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kakeya.core.errors import InvalidArgument
@@ -204,3 +205,6 @@ def _digest_of(*fields: str) -> bytes:
         sha256.update(len(encoded).to_bytes(4, "little"))
         sha256.update(encoded)
     return sha256.digest()
+
+
+Facts = Mapping[str, str | int]

@@ -21,10 +21,9 @@ from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
 from kakeya.core.files import write_atomically
 from kakeya.core.log import event
 from kakeya.generation.facts import ModelFacts
-from kakeya.prefix.disk.kvb import Facts
 from kakeya.prefix.names.blocks import BlockChain
 from kakeya.prefix.names.endings import Ending, ending_chain, ending_of
-from kakeya.prefix.names.fingerprint import KvFingerprint, fingerprint_of
+from kakeya.prefix.names.fingerprint import Facts, KvFingerprint, fingerprint_of
 from kakeya.prefix.names.pieces import Piece, pieces_of
 from kakeya.prefix.names.weights import weights_digest
 

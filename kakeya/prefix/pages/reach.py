@@ -11,7 +11,6 @@ from kakeya.generation.cuts import unmarked
 from kakeya.prefix.names.naming import Naming
 from kakeya.prefix.names.pieces import Piece, longest_at
 from kakeya.prefix.pages.pages import Lying, Shelf
-from kakeya.prefix.request.flights import Patience
 from kakeya.prefix.tree.node import Node
 
 CHECKPOINT_TOKENS = 4096
@@ -102,14 +101,3 @@ def carries_state(naming: Naming, pieces: Sequence[Piece], piece: Piece) -> bool
     behind = longest_at(pieces, piece.index + 1)
     is_last_whole = behind is None or behind.is_tail
     return is_last_whole or (piece.index + 1) * naming.block_tokens % CHECKPOINT_TOKENS == 0
-
-
-def patience_for(naming: Naming, index: int) -> Patience:
-    """How long the leader of a block may be without a sign, by what one takes to compute."""
-    block_s = naming.compute_s(naming.block_tokens)
-    return Patience(
-        fair_s=min(60.0, max(2.0, 16 * block_s)),
-        brisk_s=min(10.0, 0.25 + 3 * block_s),
-        least_shared=max(1, naming.block_tokens // 8),
-        grain=naming.grain(index),
-    )

@@ -30,10 +30,11 @@ from kakeya.fleet.cards.convert import cache_to_wire
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.generation.retention import BlockClass
 from kakeya.prefix.config import PrecacheConfig
+from kakeya.prefix.disk.store import BlockStore
 from kakeya.prefix.names.blocks import BlockId
 from kakeya.prefix.names.naming import Naming
 from kakeya.prefix.names.pieces import Piece, longest_at
-from kakeya.prefix.pages.pages import Shelf
+from kakeya.prefix.pages.pages import PrefixPages, Shelf
 from kakeya.prefix.peers.auth import FleetKey
 from kakeya.prefix.peers.cards import OwnCaches, holders
 from kakeya.prefix.peers.choice import Holder, is_worth_asking
@@ -44,7 +45,6 @@ from kakeya.prefix.peers.sink import PageSink
 from kakeya.prefix.peers.source import NodeSources
 from kakeya.prefix.peers.two_sided import is_worth_while
 from kakeya.prefix.peers.two_sided_fetch import HeldBlocks, Rendezvous
-from kakeya.prefix.prefixes import NodePrefixes
 from kakeya.v1.distributed_pb2 import CacheCapability
 from kakeya.v1.distributed_pb2_grpc import add_PrefillCacheServiceServicer_to_server
 from kakeya.wire.channels import Channels
@@ -68,6 +68,20 @@ def read_fleet_key(config: PrecacheConfig, node_id: str) -> FleetKey | None:
             f"{config.key_file}: the fleet key cannot be read: {problem.strerror or problem}"
         ) from problem
     return FleetKey(key=key, tenant=config.tenant, node_id=node_id)
+
+
+class HeldPrefixes(Protocol):
+    """The blocks of this node: `NodePrefixes`."""
+
+    @property
+    def pages(self) -> PrefixPages:
+        """Those in pages."""
+        ...
+
+    @property
+    def store(self) -> BlockStore | None:
+        """Those on disk; None where there is none."""
+        ...
 
 
 class Ways(Protocol):
@@ -111,7 +125,7 @@ class PrefixPeers:
     def __init__(
         self,
         plane: Neighbourhood,
-        prefixes: NodePrefixes,
+        prefixes: HeldPrefixes,
         *,
         fleet_key: FleetKey | None,
         clock: Clock,

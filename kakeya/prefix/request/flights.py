@@ -26,6 +26,7 @@ from typing import TypeAlias
 
 from kakeya.generation.cuts import usable
 from kakeya.prefix.names.blocks import BlockId, shared_tokens
+from kakeya.prefix.names.naming import Naming
 from kakeya.prefix.names.pieces import Piece
 
 UNASKED_S = 120.0
@@ -227,3 +228,14 @@ class Flights:
 
 def _gives_way(leader: Flight, flight: Flight) -> bool:
     return leader.can_yield and leader.urgency > flight.urgency
+
+
+def patience_for(naming: Naming, index: int) -> Patience:
+    """How long the leader of a block may be without a sign, by what one takes to compute."""
+    block_s = naming.compute_s(naming.block_tokens)
+    return Patience(
+        fair_s=min(60.0, max(2.0, 16 * block_s)),
+        brisk_s=min(10.0, 0.25 + 3 * block_s),
+        least_shared=max(1, naming.block_tokens // 8),
+        grain=naming.grain(index),
+    )

@@ -15,8 +15,8 @@ from kakeya.prefix.names.naming import Naming
 from kakeya.prefix.names.pieces import Piece
 from kakeya.prefix.pages.counts import PrefixCounts
 from kakeya.prefix.pages.pages import PrefixPages
-from kakeya.prefix.pages.reach import missing_of, patience_for
-from kakeya.prefix.request.flights import Flight, Flights, Lead
+from kakeya.prefix.pages.reach import missing_of
+from kakeya.prefix.request.flights import Flight, Flights, Lead, patience_for
 
 
 class Turns:

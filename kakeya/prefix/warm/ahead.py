@@ -38,7 +38,15 @@ from kakeya.generation.retention import BlockClass, Retention
 from kakeya.memory.arbiter.events import Event, MemoryPressure
 from kakeya.prefix.config import PrecacheConfig
 from kakeya.prefix.names.keys import SYSTEM_PREFIX, derive_slot_id, resolve_key, sanitise
-from kakeya.prefix.seam import AT_HAND_S, Claim, Wiped, facts_at_hand, warmed_for
+from kakeya.prefix.seam import (
+    AT_HAND_S,
+    Claim,
+    Report,
+    TokenSource,
+    Wiped,
+    facts_at_hand,
+    warmed_for,
+)
 from kakeya.prefix.warm.declared_prompts import DeclaredPrompt
 from kakeya.prefix.warm.prewarm import Prewarmer
 from kakeya.prefix.warm.slots import (
@@ -49,7 +57,7 @@ from kakeya.prefix.warm.slots import (
     slot_key,
 )
 from kakeya.prefix.warm.view import Json, describe_precache, precache_metrics
-from kakeya.prefix.warm.warming import Kind, Prefix, Report, TokenSource, WarmSource
+from kakeya.prefix.warm.warming import Kind, Prefix, WarmSource
 from kakeya.text.prefix import encode_ahead
 from kakeya.text.prompt import most_prompt_tokens
 from kakeya.text.text import Texts

@@ -24,17 +24,9 @@ from kakeya.core.errors import InvariantBroken, KakeyaError
 from kakeya.core.log import event
 from kakeya.core.tasks import sleep_or_wake
 from kakeya.memory.arbiter.policy import Level
+from kakeya.prefix.seam import Outcome, Report, Tokens, Warmed
 from kakeya.prefix.warm.deadlines import Deadlines
-from kakeya.prefix.warm.warming import (
-    Kind,
-    Outcome,
-    Prefix,
-    PrewarmStats,
-    Report,
-    Tokens,
-    Warmed,
-    WarmSource,
-)
+from kakeya.prefix.warm.warming import Kind, Prefix, PrewarmStats, WarmSource
 
 _log = logging.getLogger(__name__)
 PREWARM_S = 120.0

@@ -18,8 +18,8 @@ from kakeya.generation.frames import Done
 from kakeya.generation.model import ModelDirectory
 from kakeya.generation.request import DecodeRequest, Priority
 from kakeya.generation.retention import BlockClass, Retention
-from kakeya.prefix.seam import facts_at_hand
-from kakeya.prefix.warm.warming import Outcome, Prefix, Report, Tokens, Warmed
+from kakeya.prefix.seam import Outcome, Report, Tokens, Warmed, facts_at_hand
+from kakeya.prefix.warm.warming import Prefix
 
 
 class KeptPrefixes(Protocol):

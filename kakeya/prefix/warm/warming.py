@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from typing import Protocol
 
 from kakeya.generation.retention import BlockClass, Retention
-
-Tokens = Sequence[int]
-"""Marked with the cuts of the text (`cuts`); the last one is computed by the request that comes."""
-TokenSource = Callable[[], Awaitable[Tokens]]
-"""Renders a prefix when its turn has come, on the event loop. Raises KakeyaError."""
+from kakeya.prefix.seam import Outcome, Report, Tokens, TokenSource, Warmed
 
 
 class Kind(IntEnum):
@@ -24,23 +20,6 @@ class Kind(IntEnum):
     """A conversation as its next request will begin, after each of its turns."""
     KEPT = 2
     """Declared prompts after each load, and whatever comes up to its deadline."""
-
-
-class Outcome(StrEnum):
-    """What became of a prefix."""
-
-    WARM = "warm"
-    FAILED = "failed"
-    PRESSURE = "skipped_pressure"
-    """Memory is short on this machine."""
-    NO_ROOM = "skipped_room"
-    """It would have to take the place of something else."""
-    AWAY = "skipped_away"
-    """The model is not in memory."""
-    LATE = "skipped_late"
-    """Requests left it too little time."""
-    CROWDED = "skipped_queue"
-    """Too many others wait already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,26 +39,6 @@ class Prefix:
     is_kept: bool = False
     is_pinned: bool = False
     client: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Warmed:
-    """Tokens of a prefix: all of them, those that were there already, those computed now."""
-
-    tokens: int = 0
-    cached: int = 0
-    computed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What became of a prefix, and why it was not done, in a sentence. `is_pinned`: nothing takes
-    its place from now on."""
-
-    outcome: Outcome
-    warmed: Warmed = Warmed()
-    is_pinned: bool = False
-    reason: str = ""
 
 
 class WarmSource(Protocol):

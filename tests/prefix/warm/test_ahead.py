@@ -17,9 +17,8 @@ from kakeya.generation.retention import BlockClass, Retention
 from kakeya.memory.arbiter.events import MemoryPressure
 from kakeya.memory.arbiter.policy import Level
 from kakeya.prefix.names.keys import CacheKeys
-from kakeya.prefix.seam import CacheUse
+from kakeya.prefix.seam import CacheUse, Outcome, Report
 from kakeya.prefix.warm.declared_prompts import DeclaredPrompt
-from kakeya.prefix.warm.warming import Outcome, Report
 from tests.fakes import FakeClock
 from tests.gateway.toy import TEMPLATE, make_folder
 from tests.prefix.warm.world import BLOCK, Turn, precache_world, prompt_of

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from kakeya.core.errors import PeerUnavailable
 from kakeya.generation.retention import Retention
 from kakeya.memory.arbiter.policy import Level
+from kakeya.prefix.seam import Outcome, Report, Tokens, Warmed
 from kakeya.prefix.warm import prewarm
 from kakeya.prefix.warm.prewarm import Prewarmer
-from kakeya.prefix.warm.warming import Kind, Outcome, Prefix, Report, Tokens, Warmed
+from kakeya.prefix.warm.warming import Kind, Prefix
 from tests.fakes import FakeClock
 
 
