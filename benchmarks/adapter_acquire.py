@@ -44,7 +44,7 @@ from kakeya.core.tasks import Supervisor
 from kakeya.generation.frames import Tokens
 from kakeya.generation.model import ServedModel
 from kakeya.generation.request import DecodeRequest
-from kakeya.generation.spec import ModelSpec, Role
+from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.node.adapters import ADAPTER_FOLDER
 from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.pages import NodePages
@@ -132,7 +132,7 @@ async def measure(folder: Path, registered: int) -> None:
     facts = await asyncio.to_thread(fill, folder, registered)
     clock = SystemClock()
     settings = await asyncio.to_thread(config.load, ("--data-dir", str(folder)), {})
-    spec = ModelSpec(model_id=TINY, source=TINY, role=Role.VERIFIER)
+    spec = ModelSpec(model_id=TINY, source=TINY, role=ModelRole.VERIFIER)
     setup = EngineSetup(
         command=engine_command("text", adapters=settings.adapters),
         options=EngineOptions(),

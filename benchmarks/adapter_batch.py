@@ -25,11 +25,11 @@ from benchmarks.plain import plain_network  # noqa: E402
 from benchmarks.report import emit, interleaved, median  # noqa: E402
 from kakeya.adapters.files.packed import PackedAdapter, PackedTensor, Precision  # noqa: E402
 from kakeya.decoding.control.controller import DraftController  # noqa: E402
-from kakeya.engine.adapters.slots import AdapterUse  # noqa: E402
+from kakeya.engine.adapters.slots import SlottedAdapter  # noqa: E402
 from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame  # noqa: E402
 from kakeya.engine.kv.slots import KvSlots  # noqa: E402
 from kakeya.engine.steps.drafting import RemoteBooks  # noqa: E402
-from kakeya.engine.steps.scheduler import Scheduler, Ticket  # noqa: E402
+from kakeya.engine.steps.scheduler import QueueTicket, Scheduler  # noqa: E402
 from kakeya.engine.steps.sequence import SequenceTools, Violations  # noqa: E402
 from kakeya.mlx.loader import load  # noqa: E402
 from kakeya.mlx.lora import AdapterSlots  # noqa: E402
@@ -53,11 +53,11 @@ LAYERS = {
 class Loaded:
     """What sequences ask for their adapters; slot n holds the one named n."""
 
-    def enter(self, adapter_id: str) -> AdapterUse:
+    def enter(self, adapter_id: str) -> SlottedAdapter:
         """Nothing is counted here."""
-        return AdapterUse(adapter_id, int(adapter_id), adapter_id)
+        return SlottedAdapter(adapter_id, int(adapter_id), adapter_id)
 
-    def leave(self, use: AdapterUse) -> None:
+    def leave(self, use: SlottedAdapter) -> None:
         """Nothing is counted here."""
 
 
@@ -99,7 +99,7 @@ class Bench:
 
         for prompt, adapter_id in zip(self.prompts, adapters, strict=True):
             job = DecodeJob(token_ids=prompt, max_tokens=TOKENS, adapter_id=adapter_id)
-            scheduler.submit(Ticket(job, on_frame, fail))
+            scheduler.submit(QueueTicket(job, on_frame, fail))
         started = time.perf_counter()
         scheduler.run()
         return ROWS * TOKENS / (time.perf_counter() - started)

@@ -20,7 +20,7 @@ from kakeya.decoding.draft.sampling import SamplingParams  # noqa: E402
 from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, SourceSpec  # noqa: E402
 from kakeya.engine.kv.slots import KvSlots  # noqa: E402
 from kakeya.engine.steps.drafting import RemoteBooks  # noqa: E402
-from kakeya.engine.steps.scheduler import Scheduler, Ticket  # noqa: E402
+from kakeya.engine.steps.scheduler import QueueTicket, Scheduler  # noqa: E402
 from kakeya.engine.steps.sequence import SequenceTools, Violations  # noqa: E402
 from kakeya.mlx.loader import load  # noqa: E402
 from kakeya.mlx.model import MlxModel  # noqa: E402
@@ -67,7 +67,7 @@ class Bench:
             job = DecodeJob(
                 token_ids=prompt, max_tokens=TOKENS, sources=tuple(sources), sampling=sampling
             )
-            scheduler.submit(Ticket(job, on_frame, fail))
+            scheduler.submit(QueueTicket(job, on_frame, fail))
         started, thread_s = time.perf_counter(), time.thread_time()
         scheduler.run()
         took_s = time.perf_counter() - started

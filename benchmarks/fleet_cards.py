@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from kakeya.core.ids import ModelId
 from kakeya.core.units import GIB
-from kakeya.fleet.cards.cards import Card, CardFault, Offer, OfferedModel, Role
+from kakeya.fleet.cards.cards import Card, CardFault, CardRole, Offer, OfferedModel
 from kakeya.fleet.cards.convert import to_wire
 from kakeya.fleet.view.registry import CapabilityRegistry
 
 NOW = 1_700_000_000.0
 MODELS = (
-    OfferedModel(ModelId("Qwen3-1.7B-4bit"), Role.VERIFIER, "4bit", 61.5),
-    OfferedModel(ModelId("kakeya-tiny-draft"), Role.PROPOSER, "", 410.0),
-    OfferedModel(ModelId("ngram"), Role.PROPOSER),
+    OfferedModel(ModelId("Qwen3-1.7B-4bit"), CardRole.VERIFIER, "4bit", 61.5),
+    OfferedModel(ModelId("kakeya-tiny-draft"), CardRole.PROPOSER, "", 410.0),
+    OfferedModel(ModelId("ngram"), CardRole.PROPOSER),
 )
 CERTIFICATE_BYTES = 600
 """What a P-256 certificate and a signature add to a card."""

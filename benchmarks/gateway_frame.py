@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kakeya.gateway.answer import Answer
+from kakeya.gateway.answer import GeneratedAnswer
 from kakeya.gateway.openai.stream import ChunkWriter
 from kakeya.generation.frames import Done, Frame, StopReason, Tokens
 from kakeya.generation.request import DecodeRequest
@@ -58,11 +58,11 @@ def making(folder: Path) -> tuple[float, float]:
     steps = frames(TOKENS)
 
     def ours() -> list[bytes]:
-        answer = Answer(text.detokenizer())
+        answer = GeneratedAnswer(text.detokenizer())
         return [writer.text(answer.take(frame)) for frame in steps]
 
     def plain() -> list[bytes]:
-        answer = Answer(text.detokenizer())
+        answer = GeneratedAnswer(text.detokenizer())
         chunk: dict[str, object] = {"id": "a", "object": "chat.completion.chunk", "created": 1}
         return [
             b"data: %b\n\n"

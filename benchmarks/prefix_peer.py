@@ -37,9 +37,15 @@ from kakeya.memory.pages.content import ContentType, PageConfig
 from kakeya.memory.pages.shared_arena import Filling, PageArena
 from kakeya.prefix.names.blocks import BlockChain, BlockId
 from kakeya.prefix.names.fingerprint import KvFingerprint
-from kakeya.prefix.peers.choice import Holder
+from kakeya.prefix.peers.choice import BlockHolder
 from kakeya.prefix.peers.fetch import PeerFetch
-from kakeya.prefix.peers.seams import TAIL_NAME_BYTES, Loan, Part, SourceUsage, Wanted
+from kakeya.prefix.peers.seams import (
+    TAIL_NAME_BYTES,
+    BlockPart,
+    FingerprintUsage,
+    Loan,
+    MissingBlocks,
+)
 from kakeya.prefix.peers.service import PrefillCacheService
 from kakeya.v1.distributed_pb2_grpc import add_PrefillCacheServiceServicer_to_server
 
@@ -74,11 +80,11 @@ class Prompt:
         return self._chain.ids(range(self.tokens))
 
     @property
-    def tail(self) -> Part:
+    def tail(self) -> BlockPart:
         """What is behind them."""
         tokens = self.tokens % self.block_tokens
         size = self.block_bytes * tokens // self.block_tokens
-        return Part(id=self.tails(len(self.ids))[tokens - 1], tokens=tokens, size=size)
+        return BlockPart(id=self.tails(len(self.ids))[tokens - 1], tokens=tokens, size=size)
 
     @property
     def _chain(self) -> BlockChain:
@@ -89,9 +95,9 @@ class Prompt:
         rest = range(blocks * self.block_tokens, self.tokens)
         return self._chain.tail_ids(self.ids[blocks - 1] if blocks else None, rest)
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> MissingBlocks:
         """All of it, at any price."""
-        return Wanted(
+        return MissingBlocks(
             fingerprint=self.fingerprint,
             ids=self.ids,
             have=0,
@@ -126,7 +132,7 @@ class Source:
         """All, or nothing."""
         return (self._prompt.block_bytes,) * len(ids) if tuple(ids) == self._prompt.ids else ()
 
-    def tail(self, behind: BlockId, names: Sequence[bytes]) -> Part | None:
+    def tail(self, behind: BlockId, names: Sequence[bytes]) -> BlockPart | None:
         """That of the prompt."""
         tail = self._prompt.tail
         return tail if tail.id[:TAIL_NAME_BYTES] in names else None
@@ -143,9 +149,9 @@ class Source:
         """Whole blocks."""
         return self._prompt.ids
 
-    def usage(self) -> SourceUsage:
+    def usage(self) -> FingerprintUsage:
         """How many."""
-        return SourceUsage(blocks=len(self._blocks))
+        return FingerprintUsage(blocks=len(self._blocks))
 
 
 async def serve(prompt: Prompt) -> None:
@@ -207,7 +213,7 @@ class Fetcher:
         assert self._child.stdout is not None
         address = f"127.0.0.1:{int(self._child.stdout.readline())}"
         blocks = len(prompt.ids)
-        self._holder = Holder(node_id="peer", address=address, blocks=blocks)
+        self._holder = BlockHolder(node_id="peer", address=address, blocks=blocks)
         channel = self._run(_channel(address))
         self._fetch = PeerFetch(
             channel_for=lambda holder: channel,

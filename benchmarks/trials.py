@@ -21,10 +21,10 @@ from benchmarks.faults import Faults, inflict
 from benchmarks.virtual_fleet import Pace, VirtualFleet, VirtualNode
 from benchmarks.virtual_time import run_virtual
 from kakeya.core.ids import ModelId
-from kakeya.fleet.cards.cards import OfferedModel, Role
+from kakeya.fleet.cards.cards import CardRole, OfferedModel
 from kakeya.fleet.view.registry import CapabilityRegistry
 
-NEWS = OfferedModel(ModelId("news"), Role.TOOL)
+NEWS = OfferedModel(ModelId("news"), CardRole.TOOL)
 MANY_NODES = 2000
 """From here on not everybody has news at once, and nobody begins knowing a single address: both
 would be as many merges as there are pairs of nodes. News and hours are then one trial."""

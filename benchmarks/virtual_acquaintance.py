@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.virtual_time import NodeClock
 from kakeya.fleet.view.beats import no_beats
-from kakeya.fleet.view.card_table import HeldCards
+from kakeya.fleet.view.card_table import CardTable
 from kakeya.fleet.view.registry import CapabilityRegistry
 
 
@@ -47,7 +47,7 @@ def introduce(
         _forget_own(registry)
 
 
-def _copy(source: HeldCards, target: HeldCards, *, mono: float) -> None:
+def _copy(source: CardTable, target: CardTable, *, mono: float) -> None:
     if len(target) or source._needs_proofs:
         raise RuntimeError("only columns without proofs are copied, and only into empty ones")
     target._count, target._plain = source._count, source._plain

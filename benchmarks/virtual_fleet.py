@@ -23,10 +23,10 @@ from kakeya.fleet.cards.cards import (
     DEFAULT_INTERVAL_S,
     DEFAULT_TTL_S,
     Card,
+    CardRole,
     Endpoint,
     Offer,
     OfferedModel,
-    Role,
 )
 from kakeya.fleet.gossip.gossip import Gossip, GossipConfig
 from kakeya.fleet.gossip.service import CapabilityService, register
@@ -36,12 +36,12 @@ from kakeya.fleet.liveness.probing import Prober
 from kakeya.fleet.view.beats import Floats
 from kakeya.fleet.view.card_table import CardIndex
 from kakeya.fleet.view.registry import CapabilityRegistry
-from kakeya.fleet.view.tombstones import Memory
+from kakeya.fleet.view.tombstones import RegistryState
 
 MODELS = (
-    OfferedModel(ModelId("Qwen3-1.7B-4bit"), Role.VERIFIER, "4bit", 61.5),
-    OfferedModel(ModelId("kakeya-tiny-draft"), Role.PROPOSER, "", 410.0),
-    OfferedModel(ModelId("ngram"), Role.PROPOSER),
+    OfferedModel(ModelId("Qwen3-1.7B-4bit"), CardRole.VERIFIER, "4bit", 61.5),
+    OfferedModel(ModelId("kakeya-tiny-draft"), CardRole.PROPOSER, "", 410.0),
+    OfferedModel(ModelId("ngram"), CardRole.PROPOSER),
 )
 
 
@@ -67,7 +67,7 @@ class VirtualNode:
         self.changed_at = 0.0
         """Loop time of the last start or end."""
         self._fleet, self._seeds = fleet, seeds
-        self._memory = Memory()
+        self._memory = RegistryState()
         self._build()
 
     def _build(self) -> None:

@@ -23,10 +23,10 @@ from kakeya.engine.job import DecodeJob
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.model import LoadedFacts
 from kakeya.engine.queue.pace import Pace
-from kakeya.engine.queue.policy import CLASSES, Claim, is_turn_of_age
+from kakeya.engine.queue.policy import CLASSES, GenerationClaim, is_turn_of_age
 from kakeya.engine.queue.queue import Line
 from kakeya.engine.queue.room import KvRoom
-from kakeya.engine.queue.rows import Row, Ticket
+from kakeya.engine.queue.rows import QueueRow, QueueTicket
 from kakeya.engine.queue.waiting import Waiting
 
 GOAL_US = 20.0
@@ -66,8 +66,8 @@ class Orders:
             (f"client {rng.randrange(clients)}", rng.randrange(3), rng.random(), rng.randrange(40))
             for _ in range(20_000)
         ]
-        self._waiting: Waiting[Claim] = Waiting()
-        self._running: deque[Claim] = deque()
+        self._waiting: Waiting[GenerationClaim] = Waiting()
+        self._running: deque[GenerationClaim] = deque()
         self._count = 0
         for _ in range(depth):
             self._push()
@@ -91,7 +91,7 @@ class Orders:
     def _push(self) -> None:
         self._count += 1
         client, priority, work_s, need_bytes = self._asked[self._count % len(self._asked)]
-        claim = Claim(
+        claim = GenerationClaim(
             account=self._waiting.shares.arrive(client, priority),
             number=self._count,
             arrived_s=0.01 * self._count,
@@ -110,7 +110,7 @@ class Engine:
         slots = KvSlots(1 << 20)
         self._room = KvRoom(slots, FACTS)
         self._line = Line(self._room, slots, FACTS, Pace(FACTS), places=PLACES)
-        self._running: list[Row] = []
+        self._running: list[QueueRow] = []
         self._now_s = 0.0
         prompts = [range(at) for at in range(1, 9_000)]
         self._jobs = [
@@ -149,7 +149,7 @@ class Engine:
     def _arrive(self) -> None:
         self._now_s += 0.01
         job = self._jobs[self._rng.randrange(len(self._jobs))]
-        ticket = Ticket(job, lambda frame: None, lambda error: None)
+        ticket = QueueTicket(job, lambda frame: None, lambda error: None)
         self._line.arrive(ticket, self._running, self._now_s)
 
 

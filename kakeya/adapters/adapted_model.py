@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from kakeya.adapters.files.store import AdapterRecord
-from kakeya.adapters.lease import AdapterLease
+from kakeya.adapters.lease import AdapterUse
 from kakeya.adapters.manager import PATIENCE_S
 from kakeya.core.clock import Clock
 from kakeya.core.errors import Conflict, NotFound, PeerUnavailable
@@ -38,11 +38,11 @@ class Adapters(Protocol):
         """What a client may name."""
         ...
 
-    async def acquire_again(self, record: AdapterRecord, patience_s: float) -> AdapterLease:
+    async def acquire_again(self, record: AdapterRecord, patience_s: float) -> AdapterUse:
         """Lease a version. Raises Conflict when it was removed or replaced meanwhile."""
         ...
 
-    def lost(self, lease: AdapterLease) -> None:
+    def lost(self, lease: AdapterUse) -> None:
         """Note that an engine does not know a leased adapter."""
         ...
 

@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Batch(Generic[Item]):
+class AdapterBatch(Generic[Item]):
     """What runs together: rows with their keys, the most urgent key first."""
 
     rows: tuple[tuple[str, Item], ...]
@@ -73,7 +73,9 @@ class BatchFormer(Generic[Item]):
         """The keys in the order in which they are served."""
         return tuple(sorted(self._pending, key=lambda key: self._urgency(key, now)))
 
-    def form(self, now: float, *, places: int, resident: Collection[str] = ()) -> Batch[Item]:
+    def form(
+        self, now: float, *, places: int, resident: Collection[str] = ()
+    ) -> AdapterBatch[Item]:
         """Take out what runs next: at most the cap, with at most `places` keys that are not
         resident. What does not fit waits on."""
         rows: list[tuple[str, Item]] = []
@@ -86,7 +88,7 @@ class BatchFormer(Generic[Item]):
                 places -= 1
             rows += self._take(key, self._max_rows - len(rows))
         self._length -= len(rows)
-        return Batch(tuple(rows))
+        return AdapterBatch(tuple(rows))
 
     def _urgency(self, key: str, now: float) -> tuple[int, int, float]:
         line = self._pending[key]

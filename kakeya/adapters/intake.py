@@ -16,7 +16,7 @@ from kakeya.core.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class Registration:
     """What is to be registered: an adapter in a folder, for a base."""
 
     name: str
@@ -42,7 +42,7 @@ class AdapterIntake:
         self._most_bytes = most_bytes
         self._wall = wall
 
-    async def take(self, wanted: Wanted) -> tuple[AdapterRecord, bytes]:
+    async def take(self, wanted: Registration) -> tuple[AdapterRecord, bytes]:
         """Pack an adapter and describe it. Raises InvalidArgument, and NotFound for the base."""
         check_name(wanted.name)
         check_client(wanted.owner)
@@ -69,7 +69,7 @@ class AdapterIntake:
             )
         return await asyncio.to_thread(read_base, folder)
 
-    def _examined(self, wanted: Wanted, shapes: BaseShapes) -> tuple[AdapterRecord, bytes]:
+    def _examined(self, wanted: Registration, shapes: BaseShapes) -> tuple[AdapterRecord, bytes]:
         packed = pack(wanted.folder, wanted.precision, base=shapes.fingerprint)
         adapter = unpack(packed)
         shapes.check(adapter)

@@ -10,7 +10,7 @@ from kakeya.adapters.files.store import AdapterRecord
 from kakeya.adapters.tiers import Adapter
 
 
-class AdapterLease:
+class AdapterUse:
     """The right to an adapter, which keeps its slot; a `with` that gives it back, once."""
 
     __slots__ = ("_adapter", "_on_end", "adapter_id", "record")

@@ -23,11 +23,11 @@ from prometheus_client.core import Metric
 
 from kakeya.adapters.files.packed import Precision
 from kakeya.adapters.files.store import AdapterDamaged, AdapterRecord, AdapterStore
-from kakeya.adapters.intake import AdapterIntake, Wanted
-from kakeya.adapters.lease import AdapterLease
+from kakeya.adapters.intake import AdapterIntake, Registration
+from kakeya.adapters.lease import AdapterUse
 from kakeya.adapters.metrics import (
     AcquireTimes,
-    AdapterUse,
+    AdapterSnapshot,
     adapter_metrics,
     line_status,
 )
@@ -132,7 +132,7 @@ class AdapterManager:
         name that is taken (unless replacing). What was replaced or removed just now may come back
         at once: requests that still run with it and the next ones share it.
         """
-        wanted = Wanted(name=name, base=base, folder=folder, owner=owner, precision=precision)
+        wanted = Registration(name=name, base=base, folder=folder, owner=owner, precision=precision)
         record, packed = await self._intake.take(wanted)
         async with self._writing:
             known = self._registry.get(record.model_id)
@@ -200,7 +200,7 @@ class AdapterManager:
 
     async def acquire(
         self, model_id: str, client: str = "", *, patience_s: float = PATIENCE_S
-    ) -> AdapterLease:
+    ) -> AdapterUse:
         """Lease an adapter, brought into a slot of its engine if it is not there.
 
         Raises NotFound, Denied, QueueFull, CapacityExhausted when it got no slot in time,
@@ -216,7 +216,7 @@ class AdapterManager:
 
     async def _acquire(
         self, record: AdapterRecord, patience_s: float, *, is_following: bool = False
-    ) -> AdapterLease:
+    ) -> AdapterUse:
         began_mono = self._clock.mono()
         adapter = self._table.get(record.version)
         tier = adapter.tier
@@ -224,7 +224,7 @@ class AdapterManager:
         if not line.take(adapter, is_following=is_following):
             await line.wait(adapter, patience_s, is_following=is_following)
         self.times[tier].add(self._clock.mono() - began_mono)
-        return AdapterLease(self.released, adapter, record)
+        return AdapterUse(self.released, adapter, record)
 
     def released(self, adapter: Adapter) -> None:
         """Called by leases, when they end."""
@@ -233,7 +233,7 @@ class AdapterManager:
         if adapter.is_retired and not adapter.leases:
             self._tick.set()
 
-    async def acquire_again(self, record: AdapterRecord, patience_s: float) -> AdapterLease:
+    async def acquire_again(self, record: AdapterRecord, patience_s: float) -> AdapterUse:
         """Lease the very version that a request began with, for decodes that come behind its load:
         the engine may read it yet. Where it cannot, a decode ends with NotFound; then call `lost`,
         and this again, which tells why.
@@ -250,7 +250,7 @@ class AdapterManager:
         """Take an adapter out of the pages now, unless an engine reads it. Raises NotFound."""
         self._places.cool(self._table.get(self._registry.named(model_id).version))
 
-    def lost(self, lease: AdapterLease) -> None:
+    def lost(self, lease: AdapterUse) -> None:
         """Note that an engine does not know a leased adapter: it was started anew."""
         adapter = self._table.get(lease.adapter_id)
         self._table.left_slot(adapter)
@@ -276,10 +276,10 @@ class AdapterManager:
             "problems": dict(self._problems),
         }
 
-    def describe(self, record: AdapterRecord) -> AdapterUse:
+    def describe(self, record: AdapterRecord) -> AdapterSnapshot:
         """Where an adapter is, and how much it is used. Raises NotFound when it is gone."""
         adapter = self._table.get(record.version)
-        return AdapterUse(
+        return AdapterSnapshot(
             tier=adapter.tier,
             leases=adapter.leases,
             uses=self._table.uses(adapter, self._clock.mono()),

@@ -22,7 +22,7 @@ BOUNDS_S = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 1.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterUse:
+class AdapterSnapshot:
     """An adapter at one moment: where it is, who uses it now, and how often in the last minute."""
 
     tier: Tier

@@ -33,7 +33,7 @@ from kakeya.generation.kv import PageRef
 from kakeya.memory.pages.content import ContentPriority, ContentType
 from kakeya.memory.pages.node_arena import NodeArena
 from kakeya.memory.pages.pins import Block
-from kakeya.memory.pages.pool import Tenant
+from kakeya.memory.pages.pool import PageOwner
 
 _log = logging.getLogger(__name__)
 _LOAD_TIMEOUT_S = 30.0
@@ -349,7 +349,7 @@ class AdapterPlaces:
         adapter = self._table.get(adapter_id)
         return adapter.is_hot or adapter.is_moving
 
-    def _tenant(self, priority: ContentPriority) -> Tenant:
+    def _tenant(self, priority: ContentPriority) -> PageOwner:
         return self._arena.tenant(
             ContentType.LORA_WEIGHT, "adapters", self._forget, priority=priority
         )

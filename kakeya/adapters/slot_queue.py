@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 
-from kakeya.adapters.batch import AGE_S, Batch, BatchFormer
+from kakeya.adapters.batch import AGE_S, AdapterBatch, BatchFormer
 from kakeya.adapters.places import AdapterEngine, AdapterPlaces
 from kakeya.adapters.tiers import Adapter, AdapterTable, Move, Tier
 from kakeya.core.clock import Clock
@@ -210,7 +210,7 @@ class AdapterLine:
             self._put_back([waiter for _, waiter in batch.rows])
             raise
 
-    async def _seat(self, batch: Batch[_Waiter], engine: AdapterEngine, free: int) -> bool:
+    async def _seat(self, batch: AdapterBatch[_Waiter], engine: AdapterEngine, free: int) -> bool:
         """Bring in all whose turn it is, at the same time; False when nobody got anything."""
         done = self._grant_present(batch)
         jobs = []
@@ -301,7 +301,7 @@ class AdapterLine:
             return
         await self._move(adapter, [], engine, out if len(hot) >= self.slots else None)
 
-    def _grant_present(self, batch: Batch[_Waiter]) -> bool:
+    def _grant_present(self, batch: AdapterBatch[_Waiter]) -> bool:
         """Those whose adapter is in a slot have it; one that yields took its turn like others."""
         present = [waiter for _, waiter in batch.rows if _is_present(waiter.adapter)]
         for waiter in present:
@@ -309,7 +309,7 @@ class AdapterLine:
         self._grant(present)
         return bool(present)
 
-    def _absent(self, batch: Batch[_Waiter]) -> list[list[_Waiter]]:
+    def _absent(self, batch: AdapterBatch[_Waiter]) -> list[list[_Waiter]]:
         """The others, by adapter. Who waits for one that was removed meanwhile is told."""
         groups: dict[Adapter, list[_Waiter]] = {}
         for _, waiter in batch.rows:

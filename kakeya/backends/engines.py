@@ -19,7 +19,7 @@ from kakeya.core.errors import NotFound
 from kakeya.core.hints import INSTALL_OPENBLAS
 from kakeya.core.log import event
 from kakeya.generation.facts import ModelFacts, ModelState
-from kakeya.generation.spec import ModelSpec, Role, resolve
+from kakeya.generation.spec import ModelRole, ModelSpec, resolve
 from kakeya.generation.standing import DraftModelState
 from kakeya.memory.api import MemoryArbiter
 
@@ -53,7 +53,7 @@ def engine_command(
                 *("--model-id", spec.model_id),
                 *("--log-format", log_format),
                 *keys,
-                *(slots if spec.role is Role.VERIFIER else ()),
+                *(slots if spec.role is ModelRole.VERIFIER else ()),
             )
 
         return on_socket
@@ -151,7 +151,7 @@ class Engines:
         """Every configured model; None for one that needs no engine."""
         return tuple((spec, self._models.get(spec.model_id)) for spec in self._specs)
 
-    def of_role(self, role: Role) -> tuple[ResidentModel, ...]:
+    def of_role(self, role: ModelRole) -> tuple[ResidentModel, ...]:
         """The models of a role, in the order they were configured."""
         return tuple(model for model in self._models.values() if model.role is role)
 
@@ -164,10 +164,10 @@ class Engines:
                 model_id=spec.model_id, state=model.state, last_error=model.last_error
             )
             for spec, model in self.models()
-            if spec.role is Role.PROPOSER
+            if spec.role is ModelRole.PROPOSER
         )
 
-    def offered(self) -> tuple[tuple[Role, ModelFacts], ...]:
+    def offered(self) -> tuple[tuple[ModelRole, ModelFacts], ...]:
         """What a request would get now, with the facts of each model."""
         return tuple(
             (model.role, model.facts)

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kakeya.generation.fair_bound import Crowd
+from kakeya.generation.fair_bound import FairBound
 
 
 class Gate:
@@ -23,7 +23,7 @@ class Gate:
     def __init__(self, name: str, *, max_running: int, max_waiting: int) -> None:
         self._name = name
         self._max_running = max_running
-        self._crowd = Crowd(max_running + max_waiting)
+        self._crowd = FairBound(max_running + max_waiting)
         self._is_open = asyncio.Event()
         self._is_open.set()
         self._inside = 0

@@ -32,7 +32,7 @@ from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame
 from kakeya.generation.request import DecodeRequest
-from kakeya.generation.spec import ModelSpec, Role
+from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.memory.api import PLAIN, Handle, MemoryArbiter, Terms
 from kakeya.memory.arbiter.events import CapabilityRun
 from kakeya.memory.arbiter.plan import FOREVER
@@ -41,7 +41,7 @@ from kakeya.prefix.request.exchange import PrefixExchange
 
 TEXT, DRAFT = "text", "draft"
 """The capabilities of verifiers and of draft models."""
-CAPABILITY_OF = {Role.VERIFIER: TEXT, Role.PROPOSER: DRAFT}
+CAPABILITY_OF = {ModelRole.VERIFIER: TEXT, ModelRole.PROPOSER: DRAFT}
 PATIENCE_S = 120.0
 """How long a request without a deadline of its own waits for its model."""
 PAUSES_S = (30.0, 60.0, 120.0, 300.0)
@@ -99,7 +99,7 @@ class ResidentModel:
         return self._spec.model_id
 
     @property
-    def role(self) -> Role:
+    def role(self) -> ModelRole:
         """What it is served for."""
         return self._spec.role
 
@@ -146,7 +146,7 @@ class ResidentModel:
         if state is ModelState.READY:
             return True
         is_away = state is ModelState.UNLOADED or (state is ModelState.LOADING and self.facts)
-        if not is_away or self.role is not Role.VERIFIER:
+        if not is_away or self.role is not ModelRole.VERIFIER:
             return False
         return self._memory.would_grant(self.capability, self.model_id)
 
@@ -299,7 +299,7 @@ class ResidentModel:
     def may_come_back(self) -> bool:
         """Whether it is loaded without a request when there is room: one that drafts always, one
         that verifies if it was never tried."""
-        if self.role is Role.PROPOSER:
+        if self.role is ModelRole.PROPOSER:
             return self.may_load
         return self._facts is None and self._failure is None
 

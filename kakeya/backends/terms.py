@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kakeya.generation.request import DecodeRequest, Priority
+from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.memory.api import Terms
 from kakeya.memory.arbiter.plan import FOREVER
 from kakeya.memory.arbiter.resident import RequestPriority
@@ -10,10 +10,10 @@ from kakeya.memory.arbiter.resident import RequestPriority
 DRAFT_TERMS = Terms(priority=RequestPriority.BATCH)
 """Drafts make a generation faster; everything else is more urgent."""
 _PRIORITIES = {
-    Priority.URGENT: RequestPriority.URGENT,
-    Priority.NORMAL: RequestPriority.NORMAL,
-    Priority.BATCH: RequestPriority.BATCH,
-    Priority.SPECULATIVE: RequestPriority.BATCH,
+    GenerationPriority.URGENT: RequestPriority.URGENT,
+    GenerationPriority.NORMAL: RequestPriority.NORMAL,
+    GenerationPriority.BATCH: RequestPriority.BATCH,
+    GenerationPriority.SPECULATIVE: RequestPriority.BATCH,
 }
 
 

@@ -34,7 +34,7 @@ Report = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class DemoRun:
     """One generation."""
 
     tokens: tuple[int, ...]
@@ -107,7 +107,7 @@ async def _until_planned(verifier: NodeProcess, drafter: NodeProcess) -> None:
 async def _measure(
     client: Client, ways: Mapping[str, str], prompts: Mapping[str, Sequence[int]], report: Report
 ) -> list[DemoRow]:
-    runs: dict[tuple[str, str], list[Run]] = {}
+    runs: dict[tuple[str, str], list[DemoRun]] = {}
     total = (ROUNDS + 1) * len(prompts) * len(ways)
     done = 0
     for round_number in range(ROUNDS + 1):  # the first round warms up and is not counted
@@ -122,15 +122,15 @@ async def _measure(
     return [_row(text, way, runs[text, way], runs[text, plain]) for text in prompts for way in ways]
 
 
-async def _generate(client: Client, prompt: Sequence[int], policy: str) -> Run:
+async def _generate(client: Client, prompt: Sequence[int], policy: str) -> DemoRun:
     async with await client.create_session(model_id=VERIFIER, label="demo") as session:
         await session.append(prompt)
         tokens = [token async for token in session.generate(NEW_TOKENS, draft_policy=policy)]
         assert session.last_done is not None
-        return Run(tokens=tuple(tokens), summary=session.last_done)
+        return DemoRun(tokens=tuple(tokens), summary=session.last_done)
 
 
-def _row(text: str, way: str, runs: Sequence[Run], plain: Sequence[Run]) -> DemoRow:
+def _row(text: str, way: str, runs: Sequence[DemoRun], plain: Sequence[DemoRun]) -> DemoRow:
     speed = statistics.median(run.tokens_per_second for run in runs)
     verified = sum(run.summary.verified_tokens for run in runs)
     accepted = sum(run.summary.accepted_tokens for run in runs)

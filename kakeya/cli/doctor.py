@@ -28,7 +28,15 @@ from kakeya.core.settings import Illegal, peer_address
 from kakeya.doctor.dials import Dialler
 from kakeya.doctor.machine import Machine, listen_fault
 from kakeya.doctor.machine_checks import check_port
-from kakeya.doctor.report import Level, Line, Report, decode_report, fault, shell, warning
+from kakeya.doctor.report import (
+    Examination,
+    Finding,
+    Severity,
+    decode_report,
+    fault,
+    shell,
+    warning,
+)
 from kakeya.doctor.targets import Target, find_targets
 from kakeya.doctor.way_checks import Here, check_way
 from kakeya.node.binding import DEFAULT_PORT
@@ -37,7 +45,7 @@ from kakeya.node.datadir import find_running
 
 _NODE_S = 11.0
 """For the node's examination, which ends by itself before."""
-_STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "bold red"}
+_STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.FAULT: "bold red"}
 
 
 def run(options: argparse.Namespace, folder: Path) -> int:
@@ -52,10 +60,10 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         sys.stdout.write(json.dumps(report.as_json()) + "\n")
     else:
         show_report(report, Console())
-    return 1 if report.level is Level.FAULT else 0
+    return 1 if report.level is Severity.FAULT else 0
 
 
-def examine(peer: str, folder: Path, environ: Mapping[str, str]) -> Report:
+def examine(peer: str, folder: Path, environ: Mapping[str, str]) -> Examination:
     """Have the running node examine; look alone when none runs or it does not answer."""
     running = find_running(folder)
     if running is None:
@@ -68,7 +76,7 @@ def examine(peer: str, folder: Path, environ: Mapping[str, str]) -> Report:
         return asyncio.run(examine_alone(_address_in(peer), folder, environ, line))
 
 
-def ask_node(peer: str, address: str) -> Report:
+def ask_node(peer: str, address: str) -> Examination:
     """Let the node that answers at a control address examine. Raises its KakeyaError."""
     # Only here: without a node the command answers without the time that gRPC takes to import.
     import grpc
@@ -87,8 +95,8 @@ def ask_node(peer: str, address: str) -> Report:
 
 
 async def examine_alone(
-    peer: str, folder: Path, environ: Mapping[str, str], node: Line | None = None
-) -> Report:
+    peer: str, folder: Path, environ: Mapping[str, str], node: Finding | None = None
+) -> Examination:
     """Look at this machine, and at the bare connection to an address; no node helps.
 
     `node` is what was found of a node that runs all the same; None = none does, so that its
@@ -110,7 +118,7 @@ async def examine_alone(
         lines += _check_ports(environ)
         detail = f"none runs in {folder}; what peers see, and what they say of us, needs one"
         lines.append(warning("node", detail, "kakeya-node"))
-    return Report(node="", lines=tuple(lines), seconds=time.monotonic() - started)
+    return Examination(node="", lines=tuple(lines), seconds=time.monotonic() - started)
 
 
 def _address_in(peer: str) -> str:
@@ -121,7 +129,7 @@ def _address_in(peer: str) -> str:
         return ""
 
 
-async def _look_at(target: Target | None, machine: Machine) -> tuple[Line, ...]:
+async def _look_at(target: Target | None, machine: Machine) -> tuple[Finding, ...]:
     if target is None:
         return ()
     way = target.ways[0]
@@ -131,7 +139,7 @@ async def _look_at(target: Target | None, machine: Machine) -> tuple[Line, ...]:
     return (check_way(way, dial, target.peer, here, now=clock.wall(), others_work=False),)
 
 
-def _check_ports(environ: Mapping[str, str]) -> list[Line]:
+def _check_ports(environ: Mapping[str, str]) -> list[Finding]:
     wanted = (
         (BIND.flag, environ.get(BIND.variable) or f"127.0.0.1:{DEFAULT_PORT}"),
         (HTTP.flag, environ.get(HTTP.variable) or HTTP.default),
@@ -142,7 +150,7 @@ def _check_ports(environ: Mapping[str, str]) -> list[Line]:
 # --- shown
 
 
-def show_report(report: Report, console: Console) -> None:
+def show_report(report: Examination, console: Console) -> None:
     """Print the lines of this node, then those of each peer, and what to do about them."""
     peers = dict.fromkeys(line.peer for line in report.lines)
     for peer in sorted(peers, key=bool):
@@ -159,26 +167,26 @@ def show_report(report: Report, console: Console) -> None:
     console.print(Text(f"\n{_verdict(report)}, in {report.seconds:.1f} s"))
 
 
-def _mends(report: Report) -> dict[tuple[str, str], list[Line]]:
+def _mends(report: Examination) -> dict[tuple[str, str], list[Finding]]:
     """Each command once, with the lines that it mends; those that mend faults first."""
-    bad = [line for line in report.lines if line.level is not Level.OK]
-    mends: dict[tuple[str, str], list[Line]] = {}
-    for line in sorted(bad, key=lambda line: line.level is not Level.FAULT):
+    bad = [line for line in report.lines if line.level is not Severity.OK]
+    mends: dict[tuple[str, str], list[Finding]] = {}
+    for line in sorted(bad, key=lambda line: line.level is not Severity.FAULT):
         mends.setdefault((line.command, line.on), []).append(line)
     return mends
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: Examination) -> str:
     counts = Counter(line.level for line in report.lines)
     parts = [
         f"{counts[level]} {level.value}{'s' if counts[level] > 1 else ''}"
-        for level in (Level.FAULT, Level.WARNING)
+        for level in (Severity.FAULT, Severity.WARNING)
         if counts[level]
     ]
     return " and ".join(parts) or "all is well"
 
 
-def _table(lines: list[Line]) -> Table:
+def _table(lines: list[Finding]) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold", max_width=32)

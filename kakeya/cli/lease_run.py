@@ -22,9 +22,9 @@ from typing import NoReturn
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
 from kakeya.core.units import MIB, format_bytes
 from kakeya.memory.arbiter.resident import RequestPriority
-from kakeya.memory.leases.desk import Desk, open_desk
+from kakeya.memory.leases.desk import LeaseDesk, open_desk
 from kakeya.memory.leases.guard import start_guard
-from kakeya.memory.leases.lease import Lease, Wish, in_order
+from kakeya.memory.leases.lease import ProcessLease, Wish, in_order
 from kakeya.memory.leases.processes import MARK
 from kakeya.node.datadir import make_folder
 
@@ -60,7 +60,7 @@ class _Stopped(Exception):
         self.number = number
 
 
-async def _acquire(desk: Desk, wish: Wish, wait_s: float) -> Lease:
+async def _acquire(desk: LeaseDesk, wish: Wish, wait_s: float) -> ProcessLease:
     """Wait, say meanwhile what for, and have the lease guarded."""
     task = asyncio.ensure_future(_wait(desk, wish, wait_s))
     caught: list[int] = []
@@ -81,9 +81,9 @@ async def _acquire(desk: Desk, wish: Wish, wait_s: float) -> Lease:
         raise
 
 
-async def _wait(desk: Desk, wish: Wish, wait_s: float) -> Lease:
+async def _wait(desk: LeaseDesk, wish: Wish, wait_s: float) -> ProcessLease:
     began_mono = time.monotonic()
-    progress = Progress()
+    progress = WaitProgress()
     async with desk:
         try:
             lease = await desk.acquire(wish, wait_s=wait_s, tell=progress.waits_for)
@@ -101,7 +101,7 @@ async def _wait(desk: Desk, wish: Wish, wait_s: float) -> Lease:
         return lease
 
 
-class Progress:
+class WaitProgress:
     """What is waited for, on stderr: one line that is replaced on a terminal, else a line each."""
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ from kakeya.core.units import format_bytes
 from kakeya.node.datadir import make_folder
 
 if TYPE_CHECKING:  # not needed for `kakeya status` to answer
-    from kakeya.memory.leases.lease import Book, Lease
+    from kakeya.memory.leases.lease import Book, ProcessLease
 
 PRIORITIES = "urgent|high|normal|low|batch"
 _WATCH_S = 0.5
@@ -147,7 +147,7 @@ def _drain(folder: Path, options: argparse.Namespace) -> int:
 
 
 async def _drained(folder: Path, options: argparse.Namespace, wait_s: float) -> int:
-    from kakeya.cli.lease_run import Progress
+    from kakeya.cli.lease_run import WaitProgress
     from kakeya.memory.leases.desk import open_desk
     from kakeya.memory.leases.rules import called
 
@@ -160,7 +160,7 @@ async def _drained(folder: Path, options: argparse.Namespace, wait_s: float) -> 
         if options.stop:
             for lease in await desk.stop_holders():
                 print(f"told {called(lease)} to end", file=sys.stderr)
-        progress, until_mono, told = Progress(), time.monotonic() + wait_s, ""
+        progress, until_mono, told = WaitProgress(), time.monotonic() + wait_s, ""
         while held := (await desk.look()).granted:
             text = f"{', '.join(map(called, held))} to end"
             if text != told:
@@ -180,7 +180,7 @@ async def _cleanup(folder: Path, *, as_json: bool) -> int:
     from kakeya.memory.leases.desk import open_desk
     from kakeya.memory.leases.rules import called
 
-    dead: tuple[Lease, ...] = ()
+    dead: tuple[ProcessLease, ...] = ()
     if folder.is_dir():  # noqa: ASYNC240 - one look, by a command that does nothing else
         async with open_desk(folder, os.environ) as desk:
             dead = await desk.clean_up()

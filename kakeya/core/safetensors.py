@@ -35,7 +35,7 @@ _BITS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ArrayEntry:
     """One array of a file: `begin` and `end` count bytes from the beginning of the file."""
 
     dtype: str
@@ -81,7 +81,7 @@ def open_regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
         raise InvalidArgument(f"{path} cannot be read: {problem.strerror or problem}") from None
 
 
-def read_header(path: Path) -> Mapping[str, Entry]:
+def read_header(path: Path) -> Mapping[str, ArrayEntry]:
     """Read which arrays a file holds. Raises InvalidArgument for what is no safetensors file."""
     with open_regular(path) as (file, size):
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -110,7 +110,7 @@ def read_header(path: Path) -> Mapping[str, Entry]:
     return entries
 
 
-def _entry(path: Path, name: str, found: object, first: int) -> Entry:
+def _entry(path: Path, name: str, found: object, first: int) -> ArrayEntry:
     if not isinstance(found, dict):
         raise damaged(path, f"the entry of {name[:80]!r} is not an object")
     dtype, shape, place = found.get("dtype"), found.get("shape"), found.get("data_offsets")
@@ -123,7 +123,7 @@ def _entry(path: Path, name: str, found: object, first: int) -> Entry:
         raise damaged(
             path, f"{name[:80]!r} of shape {shape} in {dtype} is said to be bytes {begin}..{end}"
         )
-    return Entry(dtype=dtype, shape=tuple(shape), begin=first + begin, end=first + end)
+    return ArrayEntry(dtype=dtype, shape=tuple(shape), begin=first + begin, end=first + end)
 
 
 def _are_counts(values: object) -> TypeGuard[list[int]]:

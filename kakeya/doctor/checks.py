@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kakeya.doctor.mends import JOIN, UPDATE, set_clock, span
-from kakeya.doctor.report import Line, fault, ok, shell, warning
+from kakeya.doctor.report import Finding, fault, ok, shell, warning
 from kakeya.doctor.way_checks import Peer
 from kakeya.fleet.placement.ring import ring_path_available
 
@@ -37,7 +37,7 @@ class CertificateDates(NamedTuple):
     not_after_at: float
 
 
-def check_skew(skew_s: float, ttl_s: float, peer: Peer) -> Line:
+def check_skew(skew_s: float, ttl_s: float, peer: Peer) -> Finding:
     """Judge how far the peer's clock is ahead of ours (negative: behind), against our TTL."""
     size = abs(skew_s)
     if size <= SKEW_WARNING_S:
@@ -51,7 +51,7 @@ def check_skew(skew_s: float, ttl_s: float, peer: Peer) -> Line:
     return fault("clocks", detail, command, on=peer.name, peer=peer.name)
 
 
-def check_own_clock(skews: Mapping[str, float], platform: str) -> Line | None:
+def check_own_clock(skews: Mapping[str, float], platform: str) -> Finding | None:
     """Judge the own clock by those of all peers; None when there are too few to outvote it."""
     if len(skews) < _MIN_JUDGES:
         return None
@@ -68,7 +68,7 @@ def check_own_clock(skews: Mapping[str, float], platform: str) -> Line | None:
     )
 
 
-def check_protocol(own: Protocols, theirs: Protocols, version: str, peer: Peer) -> Line:
+def check_protocol(own: Protocols, theirs: Protocols, version: str, peer: Peer) -> Finding:
     """Judge whether the two speak a common protocol, and which of them is the older."""
     if theirs.high == 0:
         detail = f"{peer.name} knows none of our extensions; it is exchanged with in full"
@@ -83,7 +83,7 @@ def check_protocol(own: Protocols, theirs: Protocols, version: str, peer: Peer) 
     return ok("version", f"{peer.name} speaks protocol {theirs}{named}", peer=peer.name)
 
 
-def check_conflicts(conflicts: Sequence[str], *, data_dir: str) -> Line:
+def check_conflicts(conflicts: Sequence[str], *, data_dir: str) -> Finding:
     """Judge whether another process runs under this node's id; `conflicts` say where."""
     if not conflicts:
         return ok("node id", "no other process uses it")
@@ -96,7 +96,7 @@ def check_conflicts(conflicts: Sequence[str], *, data_dir: str) -> Line:
     )
 
 
-def check_seen(age_s: float | None, ttl_s: float, address: str, peer: Peer) -> Line:
+def check_seen(age_s: float | None, ttl_s: float, address: str, peer: Peer) -> Finding:
     """Judge how long ago the peer, who answers at `address`, heard of us; None = never."""
     if age_s is None:
         return warning(
@@ -116,7 +116,7 @@ def check_seen(age_s: float | None, ttl_s: float, address: str, peer: Peer) -> L
     return ok("seen", f"{peer.name} heard of this node {span(age_s)} ago", peer=peer.name)
 
 
-def check_suspicion(peer: Peer, *, of_them: bool, of_us: bool) -> Line | None:
+def check_suspicion(peer: Peer, *, of_them: bool, of_us: bool) -> Finding | None:
     """Judge whether either takes the other for one that does not answer; None = neither."""
     if of_them:
         detail = f"this node finds that {peer.name} does not answer, and gives it no work"
@@ -128,7 +128,7 @@ def check_suspicion(peer: Peer, *, of_them: bool, of_us: bool) -> Line | None:
     return None
 
 
-def check_certificate(dates: CertificateDates, now: float, platform: str) -> Line:
+def check_certificate(dates: CertificateDates, now: float, platform: str) -> Finding:
     """Judge the dates of the own certificate."""
     what = "certificate"
     if now < dates.not_before_at:
@@ -157,7 +157,7 @@ def check_certificate(dates: CertificateDates, now: float, platform: str) -> Lin
     return ok(what, f"valid for {left} more")
 
 
-def check_membership(*, is_member: bool, is_revoked: bool, is_exposed: bool) -> Line | None:
+def check_membership(*, is_member: bool, is_revoked: bool, is_exposed: bool) -> Finding | None:
     """Judge a node that no fleet counts in; None for a member."""
     if is_revoked:
         detail = (
@@ -173,7 +173,7 @@ def check_membership(*, is_member: bool, is_revoked: bool, is_exposed: bool) -> 
     return ok("fleet", "none: this node is for this machine alone; kakeya init begins one")
 
 
-def revoked_peer(peer: Peer) -> Line:
+def revoked_peer(peer: Peer) -> Finding:
     """Say that the fleet took the peer out; whatever else it answers counts for nothing."""
     detail = (
         f"{peer.name} was taken out of this fleet; `kakeya invite` on the fleet's authority "
@@ -182,7 +182,7 @@ def revoked_peer(peer: Peer) -> Line:
     return fault("fleet", detail, JOIN, on=peer.name, peer=peer.name)
 
 
-def check_ring(own: str, theirs: str, peer: Peer) -> Line | None:
+def check_ring(own: str, theirs: str, peer: Peer) -> Finding | None:
     """Judge whether two advertised ring addresses share a ring; None when neither has one."""
     if not own and not theirs:
         return None

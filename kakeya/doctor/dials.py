@@ -34,7 +34,7 @@ _KEEPALIVE = Keepalive(interval_s=11.0)
 """Other than gossip's: gRPC lets channels of equal options share a connection and its backoff."""
 
 
-class Outcome(StrEnum):
+class DialOutcome(StrEnum):
     """How a dial went; the first five are about a connection that was made."""
 
     ANSWERED = "answered"
@@ -51,28 +51,28 @@ class Outcome(StrEnum):
 
 
 # Numbers as each system has them: a peer's errno is read here by the peer's system.
-_BY_ERRNO: Mapping[str, Mapping[int, Outcome]] = {
+_BY_ERRNO: Mapping[str, Mapping[int, DialOutcome]] = {
     "darwin": {
-        61: Outcome.REFUSED,
-        60: Outcome.TIMEOUT,
-        65: Outcome.HOST_UNREACHABLE,
-        64: Outcome.HOST_UNREACHABLE,
-        51: Outcome.NO_ROUTE,
-        50: Outcome.NO_ROUTE,
-        49: Outcome.NO_ROUTE,
-        1: Outcome.FORBIDDEN,
-        13: Outcome.FORBIDDEN,
+        61: DialOutcome.REFUSED,
+        60: DialOutcome.TIMEOUT,
+        65: DialOutcome.HOST_UNREACHABLE,
+        64: DialOutcome.HOST_UNREACHABLE,
+        51: DialOutcome.NO_ROUTE,
+        50: DialOutcome.NO_ROUTE,
+        49: DialOutcome.NO_ROUTE,
+        1: DialOutcome.FORBIDDEN,
+        13: DialOutcome.FORBIDDEN,
     },
     "linux": {
-        111: Outcome.REFUSED,
-        110: Outcome.TIMEOUT,
-        113: Outcome.HOST_UNREACHABLE,
-        112: Outcome.HOST_UNREACHABLE,
-        101: Outcome.NO_ROUTE,
-        100: Outcome.NO_ROUTE,
-        99: Outcome.NO_ROUTE,
-        1: Outcome.FORBIDDEN,
-        13: Outcome.FORBIDDEN,
+        111: DialOutcome.REFUSED,
+        110: DialOutcome.TIMEOUT,
+        113: DialOutcome.HOST_UNREACHABLE,
+        112: DialOutcome.HOST_UNREACHABLE,
+        101: DialOutcome.NO_ROUTE,
+        100: DialOutcome.NO_ROUTE,
+        99: DialOutcome.NO_ROUTE,
+        1: DialOutcome.FORBIDDEN,
+        13: DialOutcome.FORBIDDEN,
     },
 }
 _TIMEOUT_ERRNO = {"darwin": 60, "linux": 110}
@@ -87,14 +87,14 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dial:
+class DialAttempt:
     """One attempt. `errno` 0 = the system named none; `node_id` is who answered.
 
     `shown` is looked at only where trust failed; None = no certificate was shown.
     """
 
     address: str
-    outcome: Outcome
+    outcome: DialOutcome
     rtt_ms: float = 0.0
     errno: int = 0
     error: str = ""
@@ -108,9 +108,9 @@ def system_of(platform: str) -> str:
     return name if name in _BY_ERRNO else ""
 
 
-def outcome_of(number: int, platform: str) -> Outcome:
+def outcome_of(number: int, platform: str) -> DialOutcome:
     """What an errno of a failed connect means on a system."""
-    return _BY_ERRNO.get(system_of(platform), {}).get(number, Outcome.FAILED)
+    return _BY_ERRNO.get(system_of(platform), {}).get(number, DialOutcome.FAILED)
 
 
 class Dialler:
@@ -130,11 +130,11 @@ class Dialler:
         self._limit_s = limit_s
         self._platform = platform
 
-    async def dial(self, address: str) -> Dial:
+    async def dial(self, address: str) -> DialAttempt:
         """Connect and ask who is there. Never raises for what the network does."""
         ends_mono = self._clock.mono() + self._limit_s
         reached = await self.connect(address)
-        if reached.outcome is not Outcome.ANSWERED:
+        if reached.outcome is not DialOutcome.ANSWERED:
             return reached
         try:
             async with self.channel(address) as channel:
@@ -145,12 +145,12 @@ class Dialler:
             return await self._explain(reached, failure)
         return replace(reached, node_id=answer.node.node_id)
 
-    async def connect(self, address: str) -> Dial:
+    async def connect(self, address: str) -> DialAttempt:
         """Make a bare connection and drop it; `ANSWERED` then only says that it was made."""
         try:
             host, port = split_address(address)
         except Illegal as problem:
-            return Dial(address=address, outcome=Outcome.FAILED, error=str(problem))
+            return DialAttempt(address=address, outcome=DialOutcome.FAILED, error=str(problem))
         started = self._clock.mono()
         try:
             async with asyncio.timeout(self._limit_s):
@@ -158,11 +158,13 @@ class Dialler:
         except TimeoutError:
             number = _TIMEOUT_ERRNO.get(system_of(self._platform), 0)
             words = f"no answer within {self._limit_s:g} s"
-            return Dial(address=address, outcome=Outcome.TIMEOUT, errno=number, error=words)
+            return DialAttempt(
+                address=address, outcome=DialOutcome.TIMEOUT, errno=number, error=words
+            )
         except OSError as problem:
             return self._failed(address, problem)
         rtt_ms = (self._clock.mono() - started) * 1000
-        return Dial(address=address, outcome=Outcome.ANSWERED, rtt_ms=rtt_ms)
+        return DialAttempt(address=address, outcome=DialOutcome.ANSWERED, rtt_ms=rtt_ms)
 
     @asynccontextmanager
     async def channel(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
@@ -173,24 +175,24 @@ class Dialler:
         finally:
             await channels.aclose()
 
-    def _failed(self, address: str, problem: OSError) -> Dial:
+    def _failed(self, address: str, problem: OSError) -> DialAttempt:
         number = problem.errno or 0
-        outcome = outcome_of(number, self._platform) if number > 0 else Outcome.FAILED
+        outcome = outcome_of(number, self._platform) if number > 0 else DialOutcome.FAILED
         words = os.strerror(number) if number > 0 else problem.strerror or str(problem)
-        return Dial(address=address, outcome=outcome, errno=max(0, number), error=words)
+        return DialAttempt(address=address, outcome=outcome, errno=max(0, number), error=words)
 
-    async def _explain(self, reached: Dial, failure: grpc.aio.AioRpcError) -> Dial:
+    async def _explain(self, reached: DialAttempt, failure: grpc.aio.AioRpcError) -> DialAttempt:
         words = failure.details() or failure.code().name
         match failure.code():
             case grpc.StatusCode.DEADLINE_EXCEEDED:
-                return replace(reached, outcome=Outcome.SILENT, error=words)
+                return replace(reached, outcome=DialOutcome.SILENT, error=words)
             case grpc.StatusCode.UNAVAILABLE:
                 shown = await self._peek(reached.address)
-                return replace(reached, outcome=Outcome.UNTRUSTED, error=words, shown=shown)
+                return replace(reached, outcome=DialOutcome.UNTRUSTED, error=words, shown=shown)
             case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
-                return replace(reached, outcome=Outcome.DENIED, error=words)
+                return replace(reached, outcome=DialOutcome.DENIED, error=words)
             case _:
-                return replace(reached, outcome=Outcome.NO_NODE, error=words)
+                return replace(reached, outcome=DialOutcome.NO_NODE, error=words)
 
     async def _peek(self, address: str) -> Shown | None:
         """Look at the certificate that is shown there, believing nothing."""

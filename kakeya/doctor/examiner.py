@@ -19,10 +19,10 @@ from kakeya.core.clock import Clock
 from kakeya.core.settings import is_loopback
 from kakeya.doctor import checks, machine_checks, way_checks
 from kakeya.doctor.checks import CertificateDates, Protocols
-from kakeya.doctor.dials import Dial, Dialler, Outcome, outcome_of
+from kakeya.doctor.dials import DialAttempt, Dialler, DialOutcome, outcome_of
 from kakeya.doctor.machine import Machine
 from kakeya.doctor.mends import JOIN, UPDATE
-from kakeya.doctor.report import Line, Report, encode_report, fault, ok, shell, warning
+from kakeya.doctor.report import Examination, Finding, encode_report, fault, ok, shell, warning
 from kakeya.doctor.service import MAX_ADDRESSES, NOT_YOURS
 from kakeya.doctor.targets import MAX_PEERS, Target, find_targets, name_of, ways_of
 from kakeya.doctor.way_checks import Here, Peer
@@ -77,7 +77,7 @@ class Examiner:
         """Examine as `examine` does; the report is JSON text, as ControlService answers it."""
         return encode_report(await self.examine(peer))
 
-    async def examine(self, peer: str) -> Report:
+    async def examine(self, peer: str) -> Examination:
         """Examine this node and one peer (HOST:PORT, node id, its beginning, label); "" = all.
 
         Raises NotFound and InvalidArgument for a peer that cannot be meant.
@@ -98,11 +98,11 @@ class Examiner:
         lines = [line for part in parts for line in part.result()]
         lines += self._judge_fleet(others, peer)
         seconds = self._clock.mono() - started_mono
-        return Report(node=name_of(own), lines=tuple(lines), seconds=seconds)
+        return Examination(node=name_of(own), lines=tuple(lines), seconds=seconds)
 
     async def _bounded(
-        self, what: str, work: Coroutine[None, None, Sequence[Line]], peer: str = ""
-    ) -> Sequence[Line]:
+        self, what: str, work: Coroutine[None, None, Sequence[Finding]], peer: str = ""
+    ) -> Sequence[Finding]:
         try:
             async with asyncio.timeout(self._limit_s):
                 return await work
@@ -113,7 +113,7 @@ class Examiner:
 
     # --- this node
 
-    async def _examine_self(self, own: Card) -> list[Line]:
+    async def _examine_self(self, own: Card) -> list[Finding]:
         now = self._clock.wall()
         me = Peer(name=name_of(own), node_id=own.node_id, platform=own.platform)
         is_revoked = self._view.is_revoked(self._registry.node_id)
@@ -136,7 +136,7 @@ class Examiner:
         ids = checks.check_conflicts(conflicts, data_dir=str(self._machine.data_dir))
         return [line for line in (*lines, member, clock, ids) if line is not None]
 
-    def _judge_fleet(self, others: Sequence[Card], wanted: str) -> list[Line]:
+    def _judge_fleet(self, others: Sequence[Card], wanted: str) -> list[Finding]:
         if wanted or self._view.is_revoked(self._registry.node_id):
             return []
         if not others:
@@ -151,7 +151,7 @@ class Examiner:
 
     # --- a peer
 
-    async def _examine_peer(self, target: Target) -> list[Line]:
+    async def _examine_peer(self, target: Target) -> list[Finding]:
         reasons = self._reasons_against(target)
         dials = await self._dial_all([w for w in target.ways if w.address not in reasons])
         target = self._with_card(target, dials)
@@ -162,7 +162,7 @@ class Examiner:
         lines += await self._judge_ways(dials, peer)
         used = self._view.route(target.card) if target.card else target.ways[0].address
         path = way_checks.check_path(used, dials, peer)
-        working = [dial for _, dial in dials if dial.outcome is Outcome.ANSWERED]
+        working = [dial for _, dial in dials if dial.outcome is DialOutcome.ANSWERED]
         if path is None or not working:
             return lines
         lines.append(path)
@@ -177,11 +177,11 @@ class Examiner:
         reasons = {way.address: why_not(way.address) for way in target.ways}
         return {address: reason for address, reason in reasons.items() if reason}
 
-    async def _dial_all(self, ways: Sequence[Endpoint]) -> list[tuple[Endpoint, Dial]]:
+    async def _dial_all(self, ways: Sequence[Endpoint]) -> list[tuple[Endpoint, DialAttempt]]:
         dials = await asyncio.gather(*(self._dialler.dial(way.address) for way in ways))
         return list(zip(ways, dials, strict=True))
 
-    def _with_card(self, target: Target, dials: Sequence[tuple[Endpoint, Dial]]) -> Target:
+    def _with_card(self, target: Target, dials: Sequence[tuple[Endpoint, DialAttempt]]) -> Target:
         """Find the card of a node that was named by its address only, once it answered."""
         if target.card is not None:
             return target
@@ -192,15 +192,17 @@ class Examiner:
         peer = Peer(name=name_of(card), node_id=card.node_id, platform=card.platform)
         return replace(target, peer=peer, card=card)
 
-    async def _judge_ways(self, dials: Sequence[tuple[Endpoint, Dial]], peer: Peer) -> list[Line]:
+    async def _judge_ways(
+        self, dials: Sequence[tuple[Endpoint, DialAttempt]], peer: Peer
+    ) -> list[Finding]:
         now, interfaces = self._clock.wall(), await asyncio.to_thread(self._machine.interfaces)
         is_member = self._view.identity() is not None
-        works = any(dial.outcome is Outcome.ANSWERED for _, dial in dials)
+        works = any(dial.outcome is DialOutcome.ANSWERED for _, dial in dials)
         lines = []
         for way, dial in dials:
             host = way.address.rpartition(":")[0].strip("[]")
             needs_ping = (
-                dial.outcome is Outcome.HOST_UNREACHABLE and self._machine.platform == "darwin"
+                dial.outcome is DialOutcome.HOST_UNREACHABLE and self._machine.platform == "darwin"
             )
             here = Here(
                 platform=self._machine.platform,
@@ -213,7 +215,7 @@ class Examiner:
             lines.append(line)
         return lines
 
-    async def _ask_back(self, address: str, target: Target) -> list[Line]:
+    async def _ask_back(self, address: str, target: Target) -> list[Finding]:
         peer = target.peer
         request = pb.CheckBackRequest(
             addresses=self._own_addresses(address), sent_at_unix=self._clock.wall()
@@ -235,12 +237,12 @@ class Examiner:
 
     def _judge_back(
         self, answer: pb.CheckBackResponse, skew_s: float, address: str, target: Target
-    ) -> list[Line]:
+    ) -> list[Finding]:
         peer = target.peer
         here = Here(platform=self._machine.platform, python=self._machine.python)
         dials = [_from_wire(result, peer) for result in answer.dials]
-        works = any(dial.outcome is Outcome.ANSWERED for dial in dials)
-        found: list[Line | None] = [
+        works = any(dial.outcome is DialOutcome.ANSWERED for dial in dials)
+        found: list[Finding | None] = [
             way_checks.check_back(dial, peer, here, others_work=works)
             for dial in dials
             if dial.error != NOT_YOURS or not works
@@ -269,16 +271,16 @@ class Examiner:
         return [line for line in found if line is not None]
 
 
-def check_own_address(dial: Dial, me: Peer) -> Line:
+def check_own_address(dial: DialAttempt, me: Peer) -> Finding:
     """Judge a dial of this node to an address of its own: is it this node that answers there?"""
     what = f"answers at {dial.address}"
-    if dial.outcome is Outcome.ANSWERED and dial.node_id == me.node_id:
+    if dial.outcome is DialOutcome.ANSWERED and dial.node_id == me.node_id:
         return ok(what, f"this node does, after {dial.rtt_ms:.1f} ms")
     match dial.outcome:
-        case Outcome.ANSWERED:
+        case DialOutcome.ANSWERED:
             detail = f"another node does: {dial.node_id}"
             command = shell("kakeya-node", "--advertise", "HOST:PORT")
-        case Outcome.UNTRUSTED | Outcome.DENIED:
+        case DialOutcome.UNTRUSTED | DialOutcome.DENIED:
             detail = f"this node does not believe its own certificate: {dial.error}"
             command = JOIN
         case _:
@@ -287,7 +289,7 @@ def check_own_address(dial: Dial, me: Peer) -> Line:
     return fault(what, detail, command)
 
 
-def _no_answer(failure: grpc.aio.AioRpcError, peer: Peer) -> Line:
+def _no_answer(failure: grpc.aio.AioRpcError, peer: Peer) -> Finding:
     if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
         detail = f"{peer.name} cannot check back: its version knows no doctor"
         return warning("checked back", detail, UPDATE, on=peer.name, peer=peer.name)
@@ -296,9 +298,9 @@ def _no_answer(failure: grpc.aio.AioRpcError, peer: Peer) -> Line:
     return warning("checked back", detail, shell("kakeya", "doctor", peer.name), peer=peer.name)
 
 
-def _from_wire(result: pb.DialResult, peer: Peer) -> Dial:
-    outcome = Outcome.ANSWERED if result.is_reached else outcome_of(result.errno, peer.platform)
-    return Dial(
+def _from_wire(result: pb.DialResult, peer: Peer) -> DialAttempt:
+    outcome = DialOutcome.ANSWERED if result.is_reached else outcome_of(result.errno, peer.platform)
+    return DialAttempt(
         address=result.address,
         outcome=outcome,
         rtt_ms=result.rtt_ms,

@@ -22,7 +22,7 @@ from pathlib import Path
 from kakeya.core.settings import Illegal, split_address
 from kakeya.doctor import machine_checks as judge
 from kakeya.doctor.machine_checks import FileFact, SelfTest
-from kakeya.doctor.report import Line, warning
+from kakeya.doctor.report import Finding, warning
 from kakeya.fleet.identity.identity import FOLDER as IDENTITY
 from kakeya.fleet.paths.interfaces import Interface, read_interfaces
 from kakeya.fleet.placement.ring import probe_ring_environment
@@ -91,7 +91,7 @@ class Machine:
         self._environ = environ
         self._run = run
 
-    async def examine(self) -> tuple[Line, ...]:
+    async def examine(self) -> tuple[Finding, ...]:
         """Collect and judge everything; takes at most `SELF_TEST_S` and a little."""
         test, sleep, files = await asyncio.gather(
             self._self_test(), self._sleep(), asyncio.to_thread(self._look)
@@ -120,13 +120,13 @@ class Machine:
         output = await self._run(command, SELF_TEST_S)
         return read_self_test(output)
 
-    async def _sleep(self) -> Line | None:
+    async def _sleep(self) -> Finding | None:
         if self.platform != "darwin":
             return None
         output = await self._run(("pmset", "-g"), _PROGRAM_S)
         return judge.check_sleep(judge.parse_pmset(output.stdout if output else ""))
 
-    def _look(self) -> tuple[Line, ...]:
+    def _look(self) -> tuple[Finding, ...]:
         existing = self.data_dir
         while not existing.exists() and existing != existing.parent:
             existing = existing.parent

@@ -12,7 +12,7 @@ from pathlib import Path
 from kakeya.core.hints import INSTALL_OPENBLAS
 from kakeya.core.units import GIB, MIB, format_bytes
 from kakeya.doctor.mends import is_mac, show_listener
-from kakeya.doctor.report import Line, fault, ok, shell, warning
+from kakeya.doctor.report import Finding, fault, ok, shell, warning
 from kakeya.fleet.paths.interfaces import Interface
 from kakeya.fleet.placement.ring import RingEnvironment
 
@@ -57,7 +57,7 @@ def parse_pmset(text: str) -> dict[str, int]:
     return {name: int(value) for name, value in _PMSET_ROW.findall(in_use)}
 
 
-def check_sleep(settings: Mapping[str, int]) -> Line:
+def check_sleep(settings: Mapping[str, int]) -> Finding:
     """Judge a Mac's power settings, as `parse_pmset` reads them: a node must not sleep."""
     if "sleep" not in settings:
         return warning("sleep", "pmset did not tell the power settings", "pmset -g")
@@ -83,7 +83,7 @@ def check_sleep(settings: Mapping[str, int]) -> Line:
 # --- files
 
 
-def check_disk(free_bytes: int, folder: Path) -> Line:
+def check_disk(free_bytes: int, folder: Path) -> Finding:
     """Judge the room on the disk of the data directory."""
     room = f"{format_bytes(free_bytes)} free for {folder}"
     largest = "du -xh -d 2 ~ | sort -h | tail -20"
@@ -94,7 +94,7 @@ def check_disk(free_bytes: int, folder: Path) -> Line:
     return ok("disk", room)
 
 
-def check_files(facts: Sequence[FileFact], folder: Path, uid: int) -> Line:
+def check_files(facts: Sequence[FileFact], folder: Path, uid: int) -> Finding:
     """Judge whether the data directory and what is secret in it belong to this user alone."""
     if not facts:
         return ok("files", f"no node ran in {folder} yet")
@@ -113,7 +113,7 @@ def check_files(facts: Sequence[FileFact], folder: Path, uid: int) -> Line:
     return warning("files", detail, command)
 
 
-def check_port(flag: str, address: str, number: int) -> Line:
+def check_port(flag: str, address: str, number: int) -> Finding:
     """Judge whether a node that is started now could listen there; `number` 0 = it could."""
     what = f"port {address}"
     port = address.rpartition(":")[2]
@@ -134,7 +134,7 @@ def check_port(flag: str, address: str, number: int) -> Line:
 # --- arithmetic
 
 
-def check_blas(test: SelfTest, platform: str) -> Line | None:
+def check_blas(test: SelfTest, platform: str) -> Finding | None:
     """Judge whether mlx multiplies fast on a CPU; None where that is not known."""
     if test.error:
         return None
@@ -146,7 +146,7 @@ def check_blas(test: SelfTest, platform: str) -> Line | None:
     return warning("blas", detail, f"sudo {INSTALL_OPENBLAS}")
 
 
-def check_mlx(test: SelfTest, python: str) -> Line:
+def check_mlx(test: SelfTest, python: str) -> Finding:
     """Judge whether mlx runs here and computes a batch of two as it does each row alone."""
     reinstall = shell(python, "-m", "pip", "install", "--upgrade", "mlx", "mlx-lm")
     if test.is_unfinished:
@@ -164,7 +164,7 @@ def check_mlx(test: SelfTest, python: str) -> Line:
     return ok("mlx", f"{where}: two rows at once give what each gives alone")
 
 
-def check_ring_probe(ring: RingEnvironment, environ: Mapping[str, str]) -> Line:
+def check_ring_probe(ring: RingEnvironment, environ: Mapping[str, str]) -> Finding:
     """Judge the mlx.distributed ring of this process; being in none is nothing wrong."""
     if ring.is_available:
         return ok("ring", f"rank {ring.rank} of {ring.world_size} ({ring.backend})")
@@ -186,7 +186,7 @@ def link_to(host: str, interfaces: Sequence[Interface]) -> str:
     return next((own.name for own in interfaces if wanted in own.link), "")
 
 
-def check_networks(interfaces: Sequence[Interface], platform: str) -> Line:
+def check_networks(interfaces: Sequence[Interface], platform: str) -> Finding:
     """Judge whether this machine is on any network that peers share."""
     if not interfaces:
         command = "networksetup -listallhardwareports" if is_mac(platform) else "ip address"

@@ -11,7 +11,7 @@ from enum import StrEnum
 from kakeya.core.errors import PeerProtocol
 
 
-class Level(StrEnum):
+class Severity(StrEnum):
     """How bad it is; a fault makes the command's exit status 1."""
 
     OK = "ok"
@@ -19,18 +19,18 @@ class Level(StrEnum):
     FAULT = "fault"
 
 
-_ORDER = tuple(Level)
+_ORDER = tuple(Severity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Finding:
     """One finding.
 
     `command` is the one that mends it, "" exactly when all is well; `on` is the machine to type
     it on, "" = this one. `peer` is the node that was looked at, "" = this one.
     """
 
-    level: Level
+    level: Severity
     what: str
     detail: str
     command: str = ""
@@ -38,19 +38,23 @@ class Line:
     peer: str = ""
 
 
-def ok(what: str, detail: str, *, peer: str = "") -> Line:
+def ok(what: str, detail: str, *, peer: str = "") -> Finding:
     """Say that all is well."""
-    return Line(level=Level.OK, what=what, detail=detail, peer=peer)
+    return Finding(level=Severity.OK, what=what, detail=detail, peer=peer)
 
 
-def warning(what: str, detail: str, command: str, *, on: str = "", peer: str = "") -> Line:
+def warning(what: str, detail: str, command: str, *, on: str = "", peer: str = "") -> Finding:
     """Say what works badly, or soon will."""
-    return Line(level=Level.WARNING, what=what, detail=detail, command=command, on=on, peer=peer)
+    return Finding(
+        level=Severity.WARNING, what=what, detail=detail, command=command, on=on, peer=peer
+    )
 
 
-def fault(what: str, detail: str, command: str, *, on: str = "", peer: str = "") -> Line:
+def fault(what: str, detail: str, command: str, *, on: str = "", peer: str = "") -> Finding:
     """Say what does not work."""
-    return Line(level=Level.FAULT, what=what, detail=detail, command=command, on=on, peer=peer)
+    return Finding(
+        level=Severity.FAULT, what=what, detail=detail, command=command, on=on, peer=peer
+    )
 
 
 def shell(*words: str) -> str:
@@ -59,17 +63,17 @@ def shell(*words: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Examination:
     """What one examination found; `node` is who looked, "" = nobody but the command itself."""
 
     node: str
-    lines: tuple[Line, ...]
+    lines: tuple[Finding, ...]
     seconds: float
 
     @property
-    def level(self) -> Level:
+    def level(self) -> Severity:
         """The worst of its lines."""
-        return max((line.level for line in self.lines), key=_ORDER.index, default=Level.OK)
+        return max((line.level for line in self.lines), key=_ORDER.index, default=Severity.OK)
 
     def as_json(self) -> dict[str, object]:
         """Return it as a JSON object."""
@@ -91,16 +95,16 @@ class Report:
         }
 
 
-def encode_report(report: Report) -> str:
+def encode_report(report: Examination) -> str:
     """Write a report as JSON text."""
     return json.dumps(report.as_json())
 
 
-def decode_report(text: str) -> Report:
+def decode_report(text: str) -> Examination:
     """Read what `encode_report` wrote. Raises PeerProtocol for anything else."""
     try:
         tree = json.loads(text)
-        return Report(
+        return Examination(
             node=str(tree["node"]), lines=_lines(tree["lines"]), seconds=float(tree["seconds"])
         )
     except (ValueError, KeyError, TypeError) as problem:
@@ -110,10 +114,10 @@ def decode_report(text: str) -> Report:
         ) from problem
 
 
-def _lines(items: Sequence[Mapping[str, object]]) -> tuple[Line, ...]:
+def _lines(items: Sequence[Mapping[str, object]]) -> tuple[Finding, ...]:
     return tuple(
-        Line(
-            level=Level(str(item["level"])),
+        Finding(
+            level=Severity(str(item["level"])),
             what=str(item["what"]),
             detail=str(item["detail"]),
             command=str(item["command"]),

@@ -23,7 +23,7 @@ import grpc.aio
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import InvalidArgument, KakeyaError, Refused
-from kakeya.doctor.dials import Dial, Dialler, Outcome
+from kakeya.doctor.dials import DialAttempt, Dialler, DialOutcome
 from kakeya.fleet.cards.cards import PROTOCOL_MAX, PROTOCOL_MIN, Card
 from kakeya.fleet.liveness.pacing import Shares
 from kakeya.fleet.paths.addresses import Ip, Literal, read_literal
@@ -112,7 +112,7 @@ class CheckBackService(DoctorServiceServicer):
 
     async def _dial_all(
         self, addresses: Sequence[str], caller: Caller, source: Literal | None
-    ) -> list[Dial]:
+    ) -> list[DialAttempt]:
         started_mono = self._clock.mono()
         card = self._registry.get(caller.node_id, mono=started_mono)
         dials = await asyncio.gather(
@@ -122,10 +122,10 @@ class CheckBackService(DoctorServiceServicer):
             await self._clock.sleep(started_mono + QUIET_S - self._clock.mono())
         return dials
 
-    async def _dial(self, address: str, card: Card | None, source: Literal | None) -> Dial:
+    async def _dial(self, address: str, card: Card | None, source: Literal | None) -> DialAttempt:
         target = choose_target(address, card, source, self._may_dial)
         if not target.address:
-            return Dial(address=address, outcome=Outcome.FAILED, error=target.reason)
+            return DialAttempt(address=address, outcome=DialOutcome.FAILED, error=target.reason)
         if target.is_source or card is None:
             return replace(await self._dialler.dial(target.address), address=address)
         try:
@@ -133,11 +133,15 @@ class CheckBackService(DoctorServiceServicer):
                 dial = await self._dialler.dial(target.address)
         except TimeoutError:
             dial = None
-        if dial is not None and dial.outcome is Outcome.ANSWERED and dial.node_id == card.node_id:
+        if (
+            dial is not None
+            and dial.outcome is DialOutcome.ANSWERED
+            and dial.node_id == card.node_id
+        ):
             return dial
-        return Dial(address=address, outcome=Outcome.FAILED, error=NOT_TOLD)
+        return DialAttempt(address=address, outcome=DialOutcome.FAILED, error=NOT_TOLD)
 
-    def _answer(self, node_id: str, dials: Sequence[Dial]) -> pb.CheckBackResponse:
+    def _answer(self, node_id: str, dials: Sequence[DialAttempt]) -> pb.CheckBackResponse:
         now, mono = self._clock.wall(), self._clock.mono()
         age_s = self._registry.age_s(node_id, mono=mono) if node_id else None
         return pb.CheckBackResponse(
@@ -207,10 +211,10 @@ def _bare(ip: Ip) -> Ip:
     return mapped or ip
 
 
-def _to_wire(dial: Dial) -> pb.DialResult:
+def _to_wire(dial: DialAttempt) -> pb.DialResult:
     return pb.DialResult(
         address=dial.address,
-        is_reached=dial.outcome is Outcome.ANSWERED,
+        is_reached=dial.outcome is DialOutcome.ANSWERED,
         rtt_ms=dial.rtt_ms,
         error=dial.error,
         errno=dial.errno,

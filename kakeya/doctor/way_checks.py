@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kakeya.doctor.dials import Dial, Outcome
+from kakeya.doctor.dials import DialAttempt, DialOutcome
 from kakeya.doctor.mends import (
     JOIN,
     LOCAL_NETWORK,
@@ -22,7 +22,7 @@ from kakeya.doctor.mends import (
     show_route,
     span,
 )
-from kakeya.doctor.report import Level, Line, ok, shell, warning
+from kakeya.doctor.report import Finding, Severity, ok, shell, warning
 from kakeya.fleet.cards.cards import Endpoint
 
 
@@ -59,50 +59,50 @@ class _Cause(NamedTuple):
 
 
 def check_way(
-    way: Endpoint, dial: Dial, peer: Peer, here: Here, *, now: float, others_work: bool
-) -> Line:
+    way: Endpoint, dial: DialAttempt, peer: Peer, here: Here, *, now: float, others_work: bool
+) -> Finding:
     """Judge a dial from this node to one endpoint of a peer."""
     what = f"reach {way.address}" + (f" ({way.network})" if way.network else "")
-    if dial.outcome is Outcome.ANSWERED and dial.node_id in (peer.node_id, ""):
+    if dial.outcome is DialOutcome.ANSWERED and dial.node_id in (peer.node_id, ""):
         return ok(what, f"answers after {dial.rtt_ms:.1f} ms", peer=peer.name)
-    if dial.outcome is Outcome.ANSWERED and not peer.node_id:
+    if dial.outcome is DialOutcome.ANSWERED and not peer.node_id:
         return ok(what, f"{dial.node_id} answers after {dial.rtt_ms:.1f} ms", peer=peer.name)
     cause = _cause(dial, peer, here, now)
     return _bad(what, cause, peer, others_work=others_work)
 
 
-def not_dialled(address: str, reason: str, peer: Peer) -> Line:
+def not_dialled(address: str, reason: str, peer: Peer) -> Finding:
     """Tell of an address that a card names and that this node never dials of its own accord."""
     return ok(f"reach {address}", f"not dialled, nor ever used: {reason}", peer=peer.name)
 
 
-def _cause(dial: Dial, peer: Peer, here: Here, now: float) -> _Cause:
+def _cause(dial: DialAttempt, peer: Peer, here: Here, now: float) -> _Cause:
     match dial.outcome:
-        case Outcome.ANSWERED:
+        case DialOutcome.ANSWERED:
             return _Cause(
                 f"another node answers there: {dial.node_id}; the address was given to it since",
                 "kakeya status",
             )
-        case Outcome.UNTRUSTED:
+        case DialOutcome.UNTRUSTED:
             return _cause_of_distrust(dial, here, now)
-        case Outcome.DENIED:
+        case DialOutcome.DENIED:
             return _Cause(f"the node there answers and refuses this one: {dial.error}", JOIN)
-        case Outcome.SILENT | Outcome.NO_NODE | Outcome.REFUSED:
+        case DialOutcome.SILENT | DialOutcome.NO_NODE | DialOutcome.REFUSED:
             return _cause_at_port(dial)
         case _:
             return _cause_in_network(dial, peer, here)
 
 
-def _cause_at_port(dial: Dial) -> _Cause:
+def _cause_at_port(dial: DialAttempt) -> _Cause:
     """The machine is there; the port is not a node's."""
     port = _port(dial.address)
-    if dial.outcome is Outcome.REFUSED:
+    if dial.outcome is DialOutcome.REFUSED:
         return _Cause(
             f"the machine is there and refuses port {port}: no node listens at that address",
             shell("kakeya-node", "--bind", dial.address),
             is_theirs=True,
         )
-    if dial.outcome is Outcome.SILENT:
+    if dial.outcome is DialOutcome.SILENT:
         detail = (
             f"port {port} takes the connection and says nothing: the node there hangs, or another "
             "program has the port"
@@ -112,37 +112,37 @@ def _cause_at_port(dial: Dial) -> _Cause:
     return _Cause(detail, show_listener(port), is_theirs=True)
 
 
-def _cause_in_network(dial: Dial, peer: Peer, here: Here) -> _Cause:
+def _cause_in_network(dial: DialAttempt, peer: Peer, here: Here) -> _Cause:
     """No connection was made."""
     host, port = _host(dial.address), _port(dial.address)
     match dial.outcome:
-        case Outcome.TIMEOUT:
+        case DialOutcome.TIMEOUT:
             return _Cause(
                 f"no answer at all: a firewall there drops calls to port {port}, or the machine "
                 "sleeps or is off",
                 open_port(peer.platform or here.platform, port),
                 is_theirs=True,
             )
-        case Outcome.HOST_UNREACHABLE if is_mac(here.platform) and (here.link_to or here.pings):
+        case DialOutcome.HOST_UNREACHABLE if is_mac(here.platform) and (here.link_to or here.pings):
             seen = f"{host} is on the network of {here.link_to}" if here.link_to else "it pings"
             return _Cause(
                 f"macOS keeps this node from the local network (errno {dial.errno} though {seen}):"
                 f" {LOCAL_NETWORK}",
                 OPEN_LOCAL_NETWORK,
             )
-        case Outcome.HOST_UNREACHABLE:
+        case DialOutcome.HOST_UNREACHABLE:
             return _Cause(
                 f"no machine has the address {host} now ({_errno(dial)}): it is off, asleep or on "
                 "another network",
                 shell("ping", "-c", "3", host),
             )
-        case Outcome.NO_ROUTE:
+        case DialOutcome.NO_ROUTE:
             return _Cause(
                 f"this machine has no way to {host} ({_errno(dial)}): join the same network, or "
                 "plug the cable in",
                 show_route(here.platform, host),
             )
-        case Outcome.FORBIDDEN:
+        case DialOutcome.FORBIDDEN:
             return _Cause(
                 f"this machine forbids the call ({_errno(dial)}): a firewall rule or a sandbox",
                 open_port(here.platform, port, here.python),
@@ -151,7 +151,7 @@ def _cause_in_network(dial: Dial, peer: Peer, here: Here) -> _Cause:
             return _Cause(f"the call failed: {_errno(dial)}", show_route(here.platform, host))
 
 
-def _cause_of_distrust(dial: Dial, here: Here, now: float) -> _Cause:
+def _cause_of_distrust(dial: DialAttempt, here: Here, now: float) -> _Cause:
     """The network let the dial through, and one of the two nodes did not believe the other."""
     shown = dial.shown
     if shown is not None and not here.is_member:
@@ -175,9 +175,13 @@ def _cause_of_distrust(dial: Dial, here: Here, now: float) -> _Cause:
     return _Cause(detail, show_listener(_port(dial.address)), is_theirs=True)
 
 
-def check_path(used: str, ways: Sequence[tuple[Endpoint, Dial]], peer: Peer) -> Line | None:
+def check_path(
+    used: str, ways: Sequence[tuple[Endpoint, DialAttempt]], peer: Peer
+) -> Finding | None:
     """Judge whether calls take the best way that works; None when none works."""
-    working = {way.address: (way, dial) for way, dial in ways if dial.outcome is Outcome.ANSWERED}
+    working = {
+        way.address: (way, dial) for way, dial in ways if dial.outcome is DialOutcome.ANSWERED
+    }
     if not working:
         return None
     best, best_dial = min(working.values(), key=lambda pair: (_rank(pair[0]), pair[1].rtt_ms))
@@ -202,35 +206,35 @@ def check_path(used: str, ways: Sequence[tuple[Endpoint, Dial]], peer: Peer) -> 
     return ok("path", f"calls go over {_named(best)}{of}", peer=peer.name)
 
 
-def check_back(dial: Dial, peer: Peer, here: Here, *, others_work: bool) -> Line:
+def check_back(dial: DialAttempt, peer: Peer, here: Here, *, others_work: bool) -> Finding:
     """Judge a dial from the peer to one address of this node."""
     what = f"reached at {dial.address}"
-    if dial.outcome is Outcome.ANSWERED:
+    if dial.outcome is DialOutcome.ANSWERED:
         detail = f"{peer.name} reaches this node after {dial.rtt_ms:.1f} ms"
         return ok(what, detail, peer=peer.name)
     return _bad(what, _cause_of_back(dial, peer, here), peer, others_work=others_work)
 
 
-def _cause_of_back(dial: Dial, peer: Peer, here: Here) -> _Cause:
+def _cause_of_back(dial: DialAttempt, peer: Peer, here: Here) -> _Cause:
     match dial.outcome:
-        case Outcome.TIMEOUT:
+        case DialOutcome.TIMEOUT:
             return _Cause(
                 f"{peer.name} gets no answer: the firewall of this machine drops what comes",
                 open_port(here.platform, _port(dial.address), here.python),
             )
-        case Outcome.REFUSED:
+        case DialOutcome.REFUSED:
             return _Cause(
                 f"{peer.name} is refused: this node does not listen on that address",
                 shell("kakeya-node", "--bind", dial.address),
             )
-        case Outcome.HOST_UNREACHABLE if is_mac(peer.platform):
+        case DialOutcome.HOST_UNREACHABLE if is_mac(peer.platform):
             return _Cause(
                 f"{peer.name} is a Mac that cannot call this node (errno {dial.errno}), which "
                 f"calls it: there, {LOCAL_NETWORK}",
                 OPEN_LOCAL_NETWORK,
                 is_theirs=True,
             )
-        case Outcome.HOST_UNREACHABLE | Outcome.NO_ROUTE:
+        case DialOutcome.HOST_UNREACHABLE | DialOutcome.NO_ROUTE:
             return _Cause(
                 f"{peer.name} has no way to that address ({_errno(dial)})",
                 show_route(peer.platform, _host(dial.address)),
@@ -240,9 +244,9 @@ def _cause_of_back(dial: Dial, peer: Peer, here: Here) -> _Cause:
             return _Cause(f"{peer.name} says: {dial.error}", "kakeya doctor", is_theirs=True)
 
 
-def _bad(what: str, cause: _Cause, peer: Peer, *, others_work: bool) -> Line:
-    return Line(
-        level=Level.WARNING if others_work else Level.FAULT,
+def _bad(what: str, cause: _Cause, peer: Peer, *, others_work: bool) -> Finding:
+    return Finding(
+        level=Severity.WARNING if others_work else Severity.FAULT,
         what=what,
         detail=cause.detail,
         command=cause.command,
@@ -273,5 +277,5 @@ def _port(address: str) -> str:
     return address.rpartition(":")[2]
 
 
-def _errno(dial: Dial) -> str:
+def _errno(dial: DialAttempt) -> str:
     return f"errno {dial.errno}: {dial.error}" if dial.errno else dial.error

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeAlias, TypeVar
 
-from kakeya.engine.queue.rows import Ticket
+from kakeya.engine.queue.rows import QueueTicket
 
 _Answer = TypeVar("_Answer")
-Item: TypeAlias = "Ticket | Callable[[], None] | None"
+Item: TypeAlias = "QueueTicket | Callable[[], None] | None"
 """A generation, work whose failure is its caller's, or None: the thread is to stop."""
 
 
@@ -32,7 +32,7 @@ class Inbox:
         self._began_s: float | None = None
         self.read_s = 0.0
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, ticket: QueueTicket) -> None:
         """Queue a generation; thread-safe."""
         self._items.put(ticket)
 

@@ -40,7 +40,7 @@ _LOOK_EVERY_UNITS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
+class EngineFootprint:
     """What the engine occupies now, in bytes; `limit_bytes` 0 = unbounded."""
 
     resident_bytes: int
@@ -50,7 +50,7 @@ class Footprint:
     limit_bytes: int
 
 
-class Limits:
+class EngineLimits:
     """The bounds of one engine; made and used on the model thread.
 
     `room` says which sequences may run within the KV bound.
@@ -81,7 +81,7 @@ class Limits:
         """What was asked for; what is allowed is less where slots of adapters need it."""
         self._model_bytes = model.memory().active_bytes - self._idle_bytes() - self._slot_bytes()
 
-    def set(self, memory_bytes: int, cache_bytes: int, kv_bytes: int) -> Footprint:
+    def set(self, memory_bytes: int, cache_bytes: int, kv_bytes: int) -> EngineFootprint:
         """Bound memory, spare buffers and KV; 0 = unchanged. What is above and idle goes at once.
 
         Raises MemoryRefused when the model alone takes more, InvalidArgument for a KV bound in
@@ -125,7 +125,7 @@ class Limits:
         left = self._share_bytes - self._model_bytes - self._slot_bytes() - kv
         return max(0, min(room, left))
 
-    def shrink(self, size: int) -> Footprint:
+    def shrink(self, size: int) -> EngineFootprint:
         """Give `size` bytes back, as far as nobody uses them, and tell what is left."""
         missing = size - self._model.memory().cache_bytes
         if missing > 0:
@@ -182,11 +182,11 @@ class Limits:
             return None
         return max(0, self._share_bytes - self._model.memory().active_bytes + self._idle_bytes())
 
-    def footprint(self) -> Footprint:
+    def footprint(self) -> EngineFootprint:
         """What is occupied now."""
         memory = self._model.memory()
         held = memory.active_bytes + memory.cache_bytes
-        return Footprint(
+        return EngineFootprint(
             resident_bytes=self._resident() or held,
             active_bytes=memory.active_bytes,
             cache_bytes=memory.cache_bytes,
@@ -215,7 +215,7 @@ class Limits:
             now = self._tidied()
         self._rest_bytes = self._other_bytes(now)
 
-    def _tidied(self) -> Footprint:
+    def _tidied(self) -> EngineFootprint:
         """Give back what nothing refers to, to the system: the C library keeps pages too."""
         self._model.tidy()
         self._trim()
@@ -235,7 +235,7 @@ class Limits:
             )
         return memory_bytes - other
 
-    def _fit_share(self, now: Footprint) -> None:
+    def _fit_share(self, now: EngineFootprint) -> None:
         """The bound less what else is resident now; KV that is promised can be filled all the
         same, so that it costs spare buffers only."""
         if self._share_bytes is None:
@@ -247,7 +247,7 @@ class Limits:
             self._share_bytes = share
             self._model.limit(share, None)
 
-    def _other_bytes(self, now: Footprint) -> int:
+    def _other_bytes(self, now: EngineFootprint) -> int:
         """What is resident and not the framework's."""
         return max(0, now.resident_bytes - now.active_bytes - now.cache_bytes)
 

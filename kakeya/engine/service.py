@@ -22,10 +22,10 @@ from kakeya.engine.adapters.loads import AdapterLoads
 from kakeya.engine.adapters.pages import AdapterPages
 from kakeya.engine.adapters.slots import EngineAdapters, LoadedAdapter
 from kakeya.engine.job import DecodeJob, SourceSpec
-from kakeya.engine.limits import Footprint
+from kakeya.engine.limits import EngineFootprint
 from kakeya.engine.model import Model, ModelDraft
 from kakeya.engine.outbox import FRAME_S, Outbox
-from kakeya.engine.steps.scheduler import Scheduler, Ticket
+from kakeya.engine.steps.scheduler import QueueTicket, Scheduler
 from kakeya.engine.steps.sequence import SequenceTools
 from kakeya.generation.kv import KvPages, PageRef
 from kakeya.v1 import engine_pb2 as pb
@@ -102,7 +102,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             frame_s = max(FRAME_S, request.frame_ms / 1000)
             outbox = Outbox(asyncio.get_running_loop(), frame_s)
             await self._loads.behind(request.after_load)
-            ticket = Ticket(_job_from_wire(request), outbox.put, outbox.fail)
+            ticket = QueueTicket(_job_from_wire(request), outbox.put, outbox.fail)
             self._scheduler.submit(ticket)
             try:
                 async for response in outbox:
@@ -216,7 +216,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._limits.holds()
         return draft
 
-    async def _footprint(self, context: _Context, work: Callable[[], Footprint]) -> pb.Footprint:
+    async def _footprint(
+        self, context: _Context, work: Callable[[], EngineFootprint]
+    ) -> pb.Footprint:
         try:
             return _footprint_to_wire(await self._on_model_thread(work))
         except KakeyaError as failure:
@@ -325,7 +327,7 @@ def _page_ref(pages: pb.PageRef) -> PageRef:
     )
 
 
-def _footprint_to_wire(footprint: Footprint) -> pb.Footprint:
+def _footprint_to_wire(footprint: EngineFootprint) -> pb.Footprint:
     return pb.Footprint(
         resident_bytes=footprint.resident_bytes,
         mlx_active_bytes=footprint.active_bytes,

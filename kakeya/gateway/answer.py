@@ -15,7 +15,7 @@ from kakeya.text.text import Detokenizer, StopMatcher
 FinishReason = Literal["stop", "length"]
 
 
-class Answer:
+class GeneratedAnswer:
     """What one generation has said so far. `finish_reason` is set once nothing more is to come.
 
     `usage` is the engine's account; None when the answer ended before the engine gave it, at a

@@ -29,8 +29,8 @@ from starlette.routing import Route
 
 from kakeya.core.clock import Clock
 from kakeya.gateway.generation import GenerationRoute, Generations, client_of
-from kakeya.gateway.http.connection import Limits
-from kakeya.gateway.http.edge import Admission, Edge, refuse_route
+from kakeya.gateway.http.connection import HttpLimits
+from kakeya.gateway.http.edge import CallerCheck, Edge, refuse_route
 from kakeya.gateway.metrics import CONTENT_TYPE, HttpMetrics
 from kakeya.gateway.openai.requests import parse_chat, parse_completion
 from kakeya.gateway.precache import PrecacheRoute
@@ -48,7 +48,7 @@ def build_app(
     status: Callable[[], Mapping[str, object]],
     clock: Clock,
     rng: random.Random,
-    limits: Limits = Limits(),  # noqa: B008 - frozen
+    limits: HttpLimits = HttpLimits(),  # noqa: B008 - frozen
     hosts: frozenset[str] = frozenset(),
     collect: Callable[[], Iterable[Metric]] = tuple,
     proposers: Callable[[], Sequence[DraftModelState]] = tuple,
@@ -91,7 +91,7 @@ def build_app(
         middleware=[
             Middleware(
                 Edge,
-                admission=Admission(hosts=frozenset(host.lower() for host in hosts)),
+                admission=CallerCheck(hosts=frozenset(host.lower() for host in hosts)),
                 metrics=metrics,
                 mono=clock.mono,
             ),

@@ -27,9 +27,9 @@ from starlette.types import Receive, Scope, Send
 from kakeya.core.clock import Clock
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
 from kakeya.core.ids import draw_id
-from kakeya.gateway.answer import Answer
+from kakeya.gateway.answer import GeneratedAnswer
 from kakeya.gateway.http.body import parse_body
-from kakeya.gateway.http.connection import Connection, Limits, read_body
+from kakeya.gateway.http.connection import Connection, HttpLimits, read_body
 from kakeya.gateway.http.edge import envelope, send_json, stopping
 from kakeya.gateway.metrics import HttpMetrics
 from kakeya.gateway.openai.requests import (
@@ -49,12 +49,12 @@ from kakeya.gateway.openai.stream import (
 )
 from kakeya.generation.cuts import marked
 from kakeya.generation.facts import ModelFacts
-from kakeya.generation.fair_bound import Crowd
+from kakeya.generation.fair_bound import FairBound
 from kakeya.generation.frames import Tokens
 from kakeya.generation.model import DraftRouter, ModelDirectory, ServedModel
 from kakeya.generation.request import DecodeRequest, Sampling
 from kakeya.generation.retention import Retention
-from kakeya.prefix.seam import Claim, Precache
+from kakeya.prefix.seam import Precache, PrefixClaim
 from kakeya.text.bound import TooManyTokens
 from kakeya.text.prefix import encode_ahead
 from kakeya.text.prompt import chat_ids, check_prompt, most_prompt_tokens, raw_ids
@@ -67,18 +67,18 @@ _WHOLE_FRAME_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class HttpGeneration:
     """One generation, ready to run."""
 
     model: ServedModel
     counted_as: str  # the base of an adapter: metrics have no label for each adapter
     request: DecodeRequest
-    answer: Answer
+    answer: GeneratedAnswer
     answer_id: str
     created_at: int
     began_mono: float
     asked: Request
-    claim: Claim
+    claim: PrefixClaim
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     """The answer so far: as tokens, and as text."""
@@ -99,7 +99,7 @@ class Generations:
         *,
         texts: Texts,
         metrics: HttpMetrics,
-        limits: Limits,
+        limits: HttpLimits,
         clock: Clock,
         rng: random.Random,
         precache: Precache,
@@ -111,7 +111,7 @@ class Generations:
         self._clock = clock
         self._rng = rng
         self._precache = precache
-        self._crowd = Crowd(limits.generations)
+        self._crowd = FairBound(limits.generations)
         self.limits = limits
 
     def connection(self, receive: Receive, send: Send, *, is_stream: bool) -> Connection:
@@ -149,7 +149,7 @@ class Generations:
 
     async def prepare(
         self, dialect: Dialect, asked: Request, model: ServedModel, scope: Scope
-    ) -> Job:
+    ) -> HttpGeneration:
         """Wait for the model, write the prompt in ids, check what only the model can tell."""
         began_mono = self._clock.mono()
         deadline_s = asked.params.deadline_s
@@ -160,7 +160,7 @@ class Generations:
         cuts = await _cuts(asked, token_ids, text, facts)
         params = asked.params
         client = client_of(scope)
-        claim = Claim(model_id=model.model_id, facts=facts, client=client, use=params.cache)
+        claim = PrefixClaim(model_id=model.model_id, facts=facts, client=client, use=params.cache)
         stop_token_ids = text.stop_token_ids | frozenset(facts.eos_token_ids)
         request = DecodeRequest(
             token_ids=token_ids,
@@ -178,11 +178,11 @@ class Generations:
             cuts=cuts,
         ).after(self._clock.mono() - began_mono)
         detokenizer = text.detokenizer()
-        return Job(
+        return HttpGeneration(
             model=model,
             counted_as=facts.model_id,
             request=request,
-            answer=Answer(detokenizer, stops=params.stop, stop_token_ids=stop_token_ids),
+            answer=GeneratedAnswer(detokenizer, stops=params.stop, stop_token_ids=stop_token_ids),
             answer_id=draw_id("chatcmpl" if dialect == "chat" else "cmpl", self._rng, 24),
             created_at=int(self._clock.wall()),
             began_mono=began_mono,
@@ -190,7 +190,7 @@ class Generations:
             claim=claim,
         )
 
-    async def run(self, job: Job) -> AsyncGenerator[str, None]:
+    async def run(self, job: HttpGeneration) -> AsyncGenerator[str, None]:
         """Decode; yields text as it settles, never empty. The caller closes this iterator."""
         model_id, answer = job.counted_as, job.answer
         self._metrics.generation_began(model_id, job.prompt_tokens)
@@ -214,12 +214,12 @@ class Generations:
                 model_id, answer.completion_tokens, is_abandoned=answer.finish_reason is None
             )
 
-    def _turn_ended(self, job: Job) -> None:
+    def _turn_ended(self, job: HttpGeneration) -> None:
         """Have what the next request begins with warm, if this one says what it continues."""
         if not job.claim.use.is_empty:
             self._precache.turn_ended(job.claim, functools.partial(self._next_tokens, job))
 
-    async def _next_tokens(self, job: Job) -> Sequence[int]:
+    async def _next_tokens(self, job: HttpGeneration) -> Sequence[int]:
         """What the next turn of a conversation begins with; elsewhere the prompt, to be repeated.
 
         Marked with its cuts. Nothing where the context has no room for another turn. Raises what
@@ -235,7 +235,7 @@ class Generations:
             return ()
         return token_ids if len(token_ids) <= at_most else ()
 
-    async def _continued(self, job: Job, text: TextModel, at_most: int) -> Sequence[int]:
+    async def _continued(self, job: HttpGeneration, text: TextModel, at_most: int) -> Sequence[int]:
         said = "".join(job.pieces)
         match job.asked:
             case ChatRequest(messages=messages, tools=tools):
@@ -289,7 +289,9 @@ class GenerationRoute:
                 else:
                     await self._whole(prepared, client, send)
 
-    async def _whole(self, prepared: Awaitable[Job], client: Connection, send: Send) -> None:
+    async def _whole(
+        self, prepared: Awaitable[HttpGeneration], client: Connection, send: Send
+    ) -> None:
         job = await prepared
         async with aclosing(self._generations.run(job)) as texts:
             text = "".join([piece async for piece in texts])
@@ -305,7 +307,7 @@ class GenerationRoute:
         client.finish()
         await send_json(send, 200, compact(body))
 
-    async def _stream(self, prepared: Awaitable[Job], client: Connection) -> None:
+    async def _stream(self, prepared: Awaitable[HttpGeneration], client: Connection) -> None:
         try:
             job = await prepared
             writer = ChunkWriter(

@@ -33,8 +33,15 @@ from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.openai.stream import compact
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.model import ServedModel
-from kakeya.prefix.names.keys import CacheKeys, Segment, hash_stable_prefix, resolve_key
-from kakeya.prefix.seam import CacheUse, Claim, Precache, Report, facts_at_hand, warmed_for
+from kakeya.prefix.names.keys import CacheKeys, PromptSegment, hash_stable_prefix, resolve_key
+from kakeya.prefix.seam import (
+    CacheUse,
+    Precache,
+    PrefixClaim,
+    WarmReport,
+    facts_at_hand,
+    warmed_for,
+)
 from kakeya.text.bound import TooManyTokens
 from kakeya.text.prefix import encode_ahead
 from kakeya.text.prompt import check_prompt, most_prompt_tokens, raw_ids, too_long
@@ -82,11 +89,11 @@ def parse_precache(body: Mapping[str, object]) -> PrecacheRequest:
     )
 
 
-def segments_of(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Segment]:
+def segments_of(messages: Sequence[Message], tools: Sequence[Tool]) -> list[PromptSegment]:
     """The pieces of a prefix, all of them stable: it is what it is filed under without a key."""
     pieces = [_json(list(tools))] if tools else []
     pieces += [_json(dict(message)) for message in messages]
-    return [Segment(content=piece, stable=True) for piece in pieces]
+    return [PromptSegment(content=piece, stable=True) for piece in pieces]
 
 
 class PrecacheRoute:
@@ -110,12 +117,12 @@ class PrecacheRoute:
                 connection.finish()
         await send_json(send, 200, compact(_answer(asked, model, report)))
 
-    async def _warm(self, asked: PrecacheRequest, model: ServedModel, client: str) -> Report:
+    async def _warm(self, asked: PrecacheRequest, model: ServedModel, client: str) -> WarmReport:
         facts = await facts_at_hand(model)
-        if isinstance(facts, Report):
+        if isinstance(facts, WarmReport):
             return facts
         token_ids = await self._encode(asked, facts)
-        claim = Claim(model_id=model.model_id, facts=facts, client=client, use=_filed(asked))
+        claim = PrefixClaim(model_id=model.model_id, facts=facts, client=client, use=_filed(asked))
 
         async def tokens() -> Sequence[int]:
             return token_ids
@@ -145,13 +152,13 @@ def _filed(asked: PrecacheRequest) -> CacheUse:
     segments = (
         segments_of(asked.messages, asked.tools)
         if asked.messages
-        else [Segment(content=_json(asked.prompt), stable=True)]
+        else [PromptSegment(content=_json(asked.prompt), stable=True)]
     )
     own = CacheKeys(segment_hash=hash_stable_prefix(segments) or "")
     return CacheUse(keys=own, retention=asked.use.retention)
 
 
-def _answer(asked: PrecacheRequest, model: ServedModel, report: Report) -> dict[str, object]:
+def _answer(asked: PrecacheRequest, model: ServedModel, report: WarmReport) -> dict[str, object]:
     return {
         "object": "precache",
         "model": model.model_id,

@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.generation.request import Priority
+from kakeya.generation.request import GenerationPriority
 
 PRIORITY = "x-kakeya-priority"
 """Metadata of a gRPC call: 0 or urgent, 1 or normal, 2 or batch."""
-ASKABLE = (Priority.URGENT, Priority.NORMAL, Priority.BATCH)
+ASKABLE = (GenerationPriority.URGENT, GenerationPriority.NORMAL, GenerationPriority.BATCH)
 """What a caller may ask for; speculative work is the node's own."""
-_WORDS: Mapping[str, Priority] = {
+_WORDS: Mapping[str, GenerationPriority] = {
     word: priority for priority in ASKABLE for word in (str(int(priority)), priority.name.lower())
 }
 
 
-def read_priority(metadata: Iterable[tuple[str, str | bytes]]) -> Priority:
+def read_priority(metadata: Iterable[tuple[str, str | bytes]]) -> GenerationPriority:
     """How urgent a gRPC call says it is; absent is NORMAL. Raises InvalidArgument."""
     said = next((value for key, value in metadata if key == PRIORITY), "")
     if not said:
-        return Priority.NORMAL
+        return GenerationPriority.NORMAL
     if not isinstance(said, str) or said not in _WORDS:
         raise InvalidArgument(
             f"{PRIORITY} is {str(said)[:40]!r}; it must be one of {', '.join(_WORDS)}",

@@ -20,7 +20,7 @@ from kakeya.core.errors import QueueFull
 RETRY_S = 1.0
 
 
-class Crowd:
+class FairBound:
     """Who is in, of `most` at a time."""
 
     def __init__(self, most: int) -> None:

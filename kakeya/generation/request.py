@@ -44,7 +44,7 @@ class DraftSource:
         return "ngram" if self.kind == "ngram" else f"{self.model_id}@{self.address}"
 
 
-class Priority(IntEnum):
+class GenerationPriority(IntEnum):
     """How urgent a generation is; a more urgent one goes first, and may interrupt a less urgent."""
 
     URGENT = 0
@@ -80,7 +80,7 @@ class DecodeRequest:
     deadline_s: float | None = None
     client: str = ""
     user: str = ""
-    priority: Priority = Priority.NORMAL
+    priority: GenerationPriority = GenerationPriority.NORMAL
     frame_s: float = 0.0
     kv: KvExchange | None = None
     cuts: tuple[int, ...] = ()

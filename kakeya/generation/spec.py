@@ -21,7 +21,7 @@ EMBEDDED = ("kakeya-tiny", "kakeya-tiny-draft")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z", re.ASCII)
 
 
-class Role(StrEnum):
+class ModelRole(StrEnum):
     """What a model is served for."""
 
     VERIFIER = "verifier"
@@ -34,7 +34,7 @@ class ModelSpec:
 
     model_id: str
     source: str
-    role: Role
+    role: ModelRole
 
     @property
     def is_ngram(self) -> bool:
@@ -45,7 +45,7 @@ class ModelSpec:
 def parse_model(raw: object) -> ModelSpec:
     """Read ID_OR_PATH[:ROLE]. Raises Illegal."""
     source, role = _split_role(_text(raw))
-    if source == NGRAM and role is Role.VERIFIER:
+    if source == NGRAM and role is ModelRole.VERIFIER:
         raise Illegal("ngram only drafts; give it as --proposer ngram")
     return ModelSpec(model_id=_model_id(source), source=source, role=role)
 
@@ -53,7 +53,7 @@ def parse_model(raw: object) -> ModelSpec:
 def parse_proposer(raw: object) -> ModelSpec:
     """Read ngram or ID_OR_PATH. Raises Illegal."""
     source = _text(raw)
-    return ModelSpec(model_id=_model_id(source), source=source, role=Role.PROPOSER)
+    return ModelSpec(model_id=_model_id(source), source=source, role=ModelRole.PROPOSER)
 
 
 def resolve(spec: ModelSpec) -> str:
@@ -93,13 +93,13 @@ def _text(raw: object) -> str:
     return raw.strip()
 
 
-def _split_role(text: str) -> tuple[str, Role]:
+def _split_role(text: str) -> tuple[str, ModelRole]:
     source, colon, role = text.rpartition(":")
     if not colon or "/" in role or Path(text).expanduser().exists():
-        return text, Role.VERIFIER
-    if not source or role not in list(Role):
-        raise Illegal(f"{role!r} of {text!r} is no role; give {' or '.join(Role)}")
-    return source, Role(role)
+        return text, ModelRole.VERIFIER
+    if not source or role not in list(ModelRole):
+        raise Illegal(f"{role!r} of {text!r} is no role; give {' or '.join(ModelRole)}")
+    return source, ModelRole(role)
 
 
 def _model_id(source: str) -> str:

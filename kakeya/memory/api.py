@@ -33,11 +33,11 @@ from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth
 from kakeya.memory.arbiter.arbiter import Arbiter
 from kakeya.memory.arbiter.capability import Capability
-from kakeya.memory.arbiter.events import Event, Evicted, Listeners, MemoryPressure
-from kakeya.memory.arbiter.handle import PLAIN, Handle, Shelf, Terms
+from kakeya.memory.arbiter.events import Event, EventListeners, Evicted, MemoryPressure
+from kakeya.memory.arbiter.handle import PLAIN, Handle, LiveModels, Terms
 from kakeya.memory.arbiter.keeper import FORCE_S, Keeper, TenantSource, within
 from kakeya.memory.arbiter.plan import FOREVER, Ask, Reason, Snapshot
-from kakeya.memory.arbiter.policy import Level, Rules
+from kakeya.memory.arbiter.policy import PressureLevel, Rules
 from kakeya.memory.arbiter.resident import ROOM, VISION, LeaseId, Resident, ResidentKey, Role
 from kakeya.memory.arbiter.runner import Runner
 from kakeya.memory.embeddings import TENANT, VisionEmbedding, VisionEmbeddingCache
@@ -66,8 +66,8 @@ class MemoryArbiter:
         self._arbiter = Arbiter(budget, rules=rules)
         self._capabilities: dict[str, Capability] = {}
         self._roles: dict[str, Role] = {}
-        self._listeners = Listeners()
-        self._shelf = Shelf(self._capabilities, clock)
+        self._listeners = EventListeners()
+        self._shelf = LiveModels(self._capabilities, clock)
         self._keeper = Keeper(
             self._arbiter, models=self._shelf, listeners=self._listeners, clock=clock
         )
@@ -204,7 +204,7 @@ class MemoryArbiter:
             event(
                 _log,
                 "memory pressure",
-                level=logging.INFO if reading.level is Level.NOMINAL else logging.WARNING,
+                level=logging.INFO if reading.level is PressureLevel.NOMINAL else logging.WARNING,
                 pressure=reading.level.name.lower(),
                 source=reading.source,
             )

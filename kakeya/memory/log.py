@@ -20,7 +20,7 @@ from kakeya.memory.arbiter.events import (
     RequestRefused,
 )
 from kakeya.memory.arbiter.plan import Exhausted, Reason
-from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.leases.rules import CAPABILITY as JOB
 from kakeya.memory.leases.rules import waits_on
 
@@ -55,7 +55,7 @@ class MemoryLog:
         self._last: deque[Happening] = deque(maxlen=KEPT)
         self._evictions: deque[Happening] = deque(maxlen=KEPT)
         self._is_told_by = "nobody"
-        self._level = Level.NOMINAL
+        self._level = PressureLevel.NOMINAL
 
     @property
     def source(self) -> str:

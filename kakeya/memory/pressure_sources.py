@@ -9,23 +9,23 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import InvalidArgument
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.plan import Snapshot
-from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.arbiter.resident import State
 from kakeya.memory.machine.machine import machine_sources
 from kakeya.memory.machine.pressure import (
     LEVEL_BY_NATIVE,
     DispatchedPressure,
-    Footprint,
+    FootprintPressure,
     PressureMonitor,
 )
 
-LEVELS = tuple(level.name.lower() for level in Level)
+LEVELS = tuple(level.name.lower() for level in PressureLevel)
 
 
-def read_level(word: str) -> Level:
+def read_level(word: str) -> PressureLevel:
     """A level by its own name, or by what a system calls it. Raises InvalidArgument."""
     if word in LEVELS:
-        return Level[word.upper()]
+        return PressureLevel[word.upper()]
     if word in LEVEL_BY_NATIVE:
         return LEVEL_BY_NATIVE[word]
     known = ", ".join((*LEVELS, *LEVEL_BY_NATIVE))
@@ -51,7 +51,7 @@ def pressure_monitor(
 ) -> PressureMonitor:
     """Read all sources and tell the arbiter. Blocks for a moment, to look at the machine."""
     return PressureMonitor(
-        (*machine_sources(), Footprint(lambda: footprint(arbiter.status())), dispatched),
+        (*machine_sources(), FootprintPressure(lambda: footprint(arbiter.status())), dispatched),
         tell=arbiter.observe,
         clock=clock,
         rng=rng,

@@ -16,7 +16,7 @@ import mlx.core as mx
 from kakeya.decoding.draft.sampling import SamplingParams
 from kakeya.engine.model import ModelDraft
 from kakeya.mlx.loader import LoadedModel
-from kakeya.mlx.verifier import Verifier, select
+from kakeya.mlx.verifier import MlxVerifier, select
 
 _KEPT_PREFIXES = 8
 """Streams that a drafter follows at once; each costs its prefix's KV."""
@@ -24,7 +24,7 @@ _KEPT_PREFIXES = 8
 
 @dataclass(slots=True)
 class _Stream:
-    state: Verifier
+    state: MlxVerifier
     tokens: list[int] = field(default_factory=list)
 
 
@@ -83,7 +83,7 @@ class Drafter:
         stream = self._nearest(wanted)
         shared = min(_shared_head(stream.tokens, wanted), len(wanted) - 1)
         if not stream.state.trim(stream.state.length - min(shared, stream.state.length)):
-            stream.state = Verifier(self._model)
+            stream.state = MlxVerifier(self._model)
         for start in range(stream.state.length, len(wanted) - 1, self._chunk):
             stream.state.prefill(wanted[start : min(start + self._chunk, len(wanted) - 1)])
         stream.tokens = wanted
@@ -94,7 +94,7 @@ class Drafter:
         scored = [(_shared_head(stream.tokens, wanted), stream) for stream in self._streams]
         best, stream = max(scored, key=lambda pair: pair[0], default=(0, None))
         if stream is None or best < min(16, len(wanted) - 1):
-            stream = _Stream(Verifier(self._model))
+            stream = _Stream(MlxVerifier(self._model))
         else:
             self._streams.remove(stream)
         self._streams = [stream, *self._streams[: _KEPT_PREFIXES - 1]]

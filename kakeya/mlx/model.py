@@ -27,7 +27,7 @@ from kakeya.engine.model import (
     SequenceState,
 )
 from kakeya.mlx.batch.batch import BATCH_ROWS, hand_over, launch_together, uses_slabs, why_by_turns
-from kakeya.mlx.batch.places import Seating
+from kakeya.mlx.batch.places import PlaceAssignment
 from kakeya.mlx.batch.shared_prefix_probe import shares_from
 from kakeya.mlx.drafts import Drafter
 from kakeya.mlx.kv import layers as kv_layers
@@ -35,7 +35,7 @@ from kakeya.mlx.kv.blocks import KvBlocks, plan_blocks
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import AdapterSlots
 from kakeya.mlx.numerics.grid import Grid, exactness, is_row_exact, nominal_grid
-from kakeya.mlx.verifier import Verifier
+from kakeya.mlx.verifier import MlxVerifier
 
 _log = logging.getLogger(__name__)
 _CHUNKS = (32, 64, 128, 256)
@@ -126,15 +126,15 @@ class MlxModel:
         """Its slots for adapters; None where it has none."""
         return self._loaded.adapters
 
-    def open(self) -> Verifier:
+    def open(self) -> MlxVerifier:
         """A new, empty sequence."""
-        return Verifier(self._loaded, self._blocks)
+        return MlxVerifier(self._loaded, self._blocks)
 
     def launch_together(
         self, states: Sequence[SequenceState], tokens: Sequence[int | None]
     ) -> None:
         """Start a plain step of each sequence in one forward."""
-        rows = cast("Sequence[Verifier]", states)
+        rows = cast("Sequence[MlxVerifier]", states)
         launch_together(self._loaded, rows, tokens, self._seating)
 
     def draft(
@@ -194,13 +194,13 @@ def _blocks(loaded: LoadedModel) -> KvBlocks | None:
         return None
 
 
-def _sharing(loaded: LoadedModel) -> tuple[int, Seating | None]:
+def _sharing(loaded: LoadedModel) -> tuple[int, PlaceAssignment | None]:
     """How many sequences share a forward, and where their KV lies then; None = each in its own.
 
     1, with a reason in the log, where they take turns.
     """
     reason = ""
-    for seating in (Seating(), None) if uses_slabs() else (None,):
+    for seating in (PlaceAssignment(), None) if uses_slabs() else (None,):
         reason = why_by_turns(loaded, seating)
         if not reason:
             if seating is not None:
@@ -240,8 +240,8 @@ class _Probe:
     def _ids(self, count: int) -> list[int]:
         return [(7919 * position) % self.vocab_size for position in range(count)]
 
-    def _warm(self, tokens: int) -> Verifier:
-        state = Verifier(self._loaded)
+    def _warm(self, tokens: int) -> MlxVerifier:
+        state = MlxVerifier(self._loaded)
         state.prefill(self._ids(min(tokens, self._loaded.context_tokens // 2)))
         return state
 
@@ -282,7 +282,7 @@ class _Probe:
                 break
         return max(0.0, best_s / self.chunk_tokens - 1 / rate) / deep
 
-    def _plain(self, state: Verifier) -> float:
+    def _plain(self, state: MlxVerifier) -> float:
         """Seconds of a pipelined plain step; the state ends where it began."""
         before = state.length
         state.launch(0)
@@ -301,7 +301,7 @@ class _Probe:
         state.trim(state.length - before)
         return max(seconds, 1e-6)
 
-    def _block(self, state: Verifier, rows: int) -> float:
+    def _block(self, state: MlxVerifier, rows: int) -> float:
         """Best of a few: seconds of a forward over `rows` rows with its tail trimmed."""
         best = float("inf")
         for _ in range(_REPEATS):

@@ -41,7 +41,7 @@ _FREELY_TRIMMABLE = (*_GROWING, PlacedKV)
 UNBOUNDED_ROWS = 1 << 30
 
 
-class Flight:
+class LaunchedStep:
     """A launched step of one or many rows. Shape: selected [B] int32."""
 
     __slots__ = ("_tokens", "selected")
@@ -60,7 +60,7 @@ class Flight:
 class Landing(NamedTuple):
     """One row of a flight."""
 
-    flight: Flight
+    flight: LaunchedStep
     place: int
 
     def token(self) -> int:
@@ -73,7 +73,7 @@ class Landing(NamedTuple):
         return selected if selected.size == 1 else selected[self.place : self.place + 1]
 
 
-class Verifier:
+class MlxVerifier:
     """Implements `engine.model.SequenceState` on mlx-lm's caches."""
 
     def __init__(self, model: LoadedModel, blocks: KvBlocks | None = None) -> None:
@@ -145,7 +145,7 @@ class Verifier:
         logits = self.step(row)
         selected = self._select(logits, first_position=self._length)
         mx.async_eval(selected)  # type: ignore[no-untyped-call]
-        self._flight.append(Landing(Flight(selected), 0))
+        self._flight.append(Landing(LaunchedStep(selected), 0))
         if keeps_logits:
             self._logits = logits
 

@@ -12,7 +12,7 @@ from kakeya.adapters.config import AdapterConfig
 from kakeya.adapters.manager import AdapterManager
 from kakeya.adapters.places import AdapterEngine
 from kakeya.core.clock import Clock
-from kakeya.generation.spec import Role
+from kakeya.generation.spec import ModelRole
 from kakeya.memory.pages.node_arena import NodeArena
 from kakeya.node.memory import NodeMemory
 
@@ -76,7 +76,7 @@ class NodeAdapters:
             model.model_id: model.facts.model_path
             if model.facts
             else engines.sources[model.model_id]
-            for model in engines.of_role(Role.VERIFIER)
+            for model in engines.of_role(ModelRole.VERIFIER)
         }
 
     def _lend(self, base: str, patience_s: float) -> AbstractAsyncContextManager[AdapterEngine]:

@@ -38,24 +38,24 @@ from kakeya.fleet.cards.cards import Offer
 from kakeya.fleet.gossip.round import Round
 from kakeya.fleet.identity.identity import Identity
 from kakeya.fleet.identity.membership import open_trust
-from kakeya.fleet.liveness.duplicate_id import Namesake
+from kakeya.fleet.liveness.duplicate_id import DuplicateIdWatch
 from kakeya.fleet.placement.ring import probe_ring_environment
 from kakeya.gateway.app import build_app
 from kakeya.gateway.http.server import HttpServer, serve_http
 from kakeya.generation.frames import Usage
-from kakeya.generation.spec import Role
-from kakeya.node.card import Place, make_offer
+from kakeya.generation.spec import ModelRole
+from kakeya.node.card import NodeFacts, make_offer
 from kakeya.node.control import control_socket
 from kakeya.node.datadir import DataDir, RunInfo
-from kakeya.node.directory import Models, failed_addresses
-from kakeya.node.fleet import Chances, FleetPlane
+from kakeya.node.directory import VerifierDirectory, failed_addresses
+from kakeya.node.fleet import Chances, NodeFleet
 from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.overview import Overview
 from kakeya.node.pages import NodePages, least_bytes
-from kakeya.node.reach import Reach
+from kakeya.node.reach import OwnAddresses
 from kakeya.node.services import Services
 from kakeya.node.startup import become_member, begin, tell_command_line, to_remember
-from kakeya.node.state_writer import StateKeeper
+from kakeya.node.state_writer import StateWriter
 from kakeya.node.warm import node_precache
 from kakeya.node.watchdog import LoopWatchdog
 from kakeya.prefix.peers.peers import read_fleet_key
@@ -166,8 +166,8 @@ class Agent:
                 rng=self._rng,
             )
         )
-        self._models = Models(
-            self._engines.of_role(Role.VERIFIER),
+        self._models = VerifierDirectory(
+            self._engines.of_role(ModelRole.VERIFIER),
             self._suspect_failed_drafters,
             self._pages.adapters.manager,
             self._clock,
@@ -216,7 +216,7 @@ class Agent:
             trust=trust,
         )
         stack.push_async_callback(self._listeners.stop, None)
-        self._reach = Reach(
+        self._reach = OwnAddresses(
             config.listen,
             config.fleet,
             has_identity=identity is not None,
@@ -225,7 +225,7 @@ class Agent:
         )
         await self._reach.open(self._listeners)
         await self._open_control()
-        self._plane = FleetPlane(
+        self._plane = NodeFleet(
             config.fleet,
             state=self._state,
             data_dir=self._folder,
@@ -236,7 +236,7 @@ class Agent:
             on_round=self._round_done,
         )
         stack.push_async_callback(self._plane.aclose)
-        self._namesake = Namesake(
+        self._namesake = DuplicateIdWatch(
             self._plane.registry,
             trust,
             self._health,
@@ -247,7 +247,7 @@ class Agent:
         )
         if trust is not None:
             trust.subscribe(lambda _: self._drop_revoked())
-        self._keeper = StateKeeper(
+        self._keeper = StateWriter(
             lambda: to_remember(self._plane.registry, self.node_id, self._clock),
             self._home.save_state,
             saved=None,
@@ -305,7 +305,7 @@ class Agent:
 
     def _offer(self) -> Offer:
         reach = self._reach
-        place = Place(
+        place = NodeFacts(
             label=self._label,
             grpc_address=reach.advertised,
             endpoints=reach.endpoints,
@@ -323,9 +323,11 @@ class Agent:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            verifiers = self._engines.of_role(Role.VERIFIER)
+            verifiers = self._engines.of_role(ModelRole.VERIFIER)
             is_ready = any(model.can_serve for model in verifiers)
-            self._services.follow(self._engines.of_role(Role.PROPOSER), is_runtime_ready=is_ready)
+            self._services.follow(
+                self._engines.of_role(ModelRole.PROPOSER), is_runtime_ready=is_ready
+            )
             offer = replace(self._offer(), caches=self._services.peers.caches)
             self._plane.gossip.announce(offer)
 

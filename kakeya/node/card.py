@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kakeya.core.ids import NGRAM, ModelId
+from kakeya.fleet.cards.cards import CardRole as CardRole
 from kakeya.fleet.cards.cards import Endpoint, Offer, OfferedModel
-from kakeya.fleet.cards.cards import Role as CardRole
 from kakeya.generation.facts import ModelFacts
-from kakeya.generation.spec import Role
+from kakeya.generation.spec import ModelRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class NodeFacts:
     """What a node is beside its models. `ring_address` "" = not in a ring."""
 
     grpc_address: str
@@ -32,10 +32,10 @@ class Place:
     is_careful: bool = False
 
 
-_CARD_ROLES = {Role.VERIFIER: CardRole.VERIFIER, Role.PROPOSER: CardRole.PROPOSER}
+_CARD_ROLES = {ModelRole.VERIFIER: CardRole.VERIFIER, ModelRole.PROPOSER: CardRole.PROPOSER}
 
 
-def make_offer(place: Place, ready: Iterable[tuple[Role, ModelFacts]]) -> Offer:
+def make_offer(place: NodeFacts, ready: Iterable[tuple[ModelRole, ModelFacts]]) -> Offer:
     """Derive the offer from the models that are ready."""
     loaded = tuple(ready)
     models = tuple(

@@ -15,7 +15,7 @@ from kakeya.generation.model import AdaptedId, ServedModel
 from kakeya.generation.request import DecodeRequest
 
 
-class Models:
+class VerifierDirectory:
     """Finds verifiers, alone or with an adapter; the first one is the default.
 
     `on_usage` is told of each whole decode.

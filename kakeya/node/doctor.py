@@ -13,7 +13,7 @@ from kakeya.doctor.dials import Dialler
 from kakeya.doctor.examiner import Examiner, FleetView
 from kakeya.doctor.machine import Machine
 from kakeya.doctor.service import CheckBackService
-from kakeya.node.fleet import FleetPlane
+from kakeya.node.fleet import NodeFleet
 from kakeya.v1.fleet_pb2_grpc import add_DoctorServiceServicer_to_server
 from kakeya.wire.channels import Channels
 
@@ -22,7 +22,7 @@ class Doctor:
     """Built on the fleet half of a node; its dials use connections of their own."""
 
     def __init__(
-        self, plane: FleetPlane, folder: Path, *, clock: Clock, environ: Mapping[str, str]
+        self, plane: NodeFleet, folder: Path, *, clock: Clock, environ: Mapping[str, str]
     ) -> None:
         """`environ` is the node's own."""
         dialler = Dialler(

@@ -39,7 +39,7 @@ from kakeya.fleet.paths.routes import Routes
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.fleet.view.suspicion import Doubt
 from kakeya.node.metrics import fleet_metrics, invite_metrics, route_metrics
-from kakeya.node.reach import Reach
+from kakeya.node.reach import OwnAddresses
 from kakeya.node.state import NodeState
 from kakeya.node.status import FleetStatus
 from kakeya.v1.fleet_pb2_grpc import add_MembershipServiceServicer_to_server
@@ -61,7 +61,7 @@ class Chances:
     rng: random.Random
 
 
-class FleetPlane:
+class NodeFleet:
     """One node's part in the fleet. `offer` makes the card's content from what is loaded now."""
 
     def __init__(
@@ -71,7 +71,7 @@ class FleetPlane:
         state: NodeState,
         data_dir: Path,
         trust: FleetTrust | None,
-        reach: Reach,
+        reach: OwnAddresses,
         offer: Offer,
         chances: Chances,
         on_round: Callable[[Round], None],

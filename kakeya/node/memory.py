@@ -36,7 +36,7 @@ from kakeya.backends.terms import DRAFT_TERMS
 from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound
 from kakeya.core.tasks import Supervisor, TaskHealth, every
-from kakeya.generation.spec import ModelSpec, Role
+from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.memory.api import PLAIN, MemoryArbiter
 from kakeya.memory.arbiter.capability import Capability
 from kakeya.memory.arbiter.comeback import Comeback
@@ -61,7 +61,7 @@ from kakeya.memory.metrics import MemoryCounters, memory_metrics
 from kakeya.memory.plugins import PluginReport, load_capabilities
 from kakeya.memory.pressure_sources import dispatcher, pressure_monitor
 from kakeya.memory.view import Json, describe_memory
-from kakeya.node.state_writer import StateKeeper
+from kakeya.node.state_writer import StateWriter
 
 TEND_S = 2.0
 """Between two looks at which models can come back, and which a request would get by now."""
@@ -152,14 +152,14 @@ class NodeMemory:
         """Raises ConfigError when one model alone, or what is pinned, is larger than the budget."""
         self._history = await asyncio.to_thread(self._file.load)
         self._sizes = await asyncio.to_thread(self._estimate)
-        texts = [model.model_id for model in self.engines.of_role(Role.VERIFIER)]
+        texts = [model.model_id for model in self.engines.of_role(ModelRole.VERIFIER)]
         budget = self.arbiter.status().budget_bytes
         check_pinned(self._config.pinned, self._sizes, texts, budget)
         self._register()
         # A request may load a model as soon as a door is open, which is before `start`.
         await self.engines.prepare()
         async with AsyncExitStack() as stack:
-            self._keeper: StateKeeper[tuple[SizeRecord, ...]] = StateKeeper(
+            self._keeper: StateWriter[tuple[SizeRecord, ...]] = StateWriter(
                 self._history.snapshot,
                 self._file.save,
                 saved=self._history.snapshot(),
@@ -296,7 +296,7 @@ class NodeMemory:
     def _models(self) -> tuple[ResidentModel, ...]:
         """Those that verify first: drafts are of no use without them."""
         of_role = self.engines.of_role
-        return (*of_role(Role.VERIFIER), *of_role(Role.PROPOSER))
+        return (*of_role(ModelRole.VERIFIER), *of_role(ModelRole.PROPOSER))
 
     async def _preload_all(self) -> None:
         pinned = self._config.pinned
@@ -304,7 +304,7 @@ class NodeMemory:
             await self._preload(model)
 
     async def _preload(self, model: ResidentModel) -> None:
-        terms = PLAIN if model.role is Role.VERIFIER else DRAFT_TERMS
+        terms = PLAIN if model.role is ModelRole.VERIFIER else DRAFT_TERMS
         if not await self.arbiter.preload(model.capability, model.model_id, terms):
             model.not_expected()
 

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from kakeya.backends.resident import ResidentModel
 from kakeya.core.tasks import TaskHealth
 from kakeya.fleet.gossip.gossip import GossipStats
-from kakeya.fleet.gossip.service import ServiceStats
+from kakeya.fleet.gossip.service import GossipServiceStats
 from kakeya.fleet.identity.invite import InviteStats
 from kakeya.fleet.paths.discovery import DiscoveryStats
 from kakeya.generation.facts import ModelState
@@ -37,7 +37,7 @@ def model_metrics(models: Sequence[tuple[ModelSpec, ResidentModel | None]]) -> I
 
 
 def fleet_metrics(
-    known: int, suspects: int, gossip: GossipStats, served: ServiceStats
+    known: int, suspects: int, gossip: GossipStats, served: GossipServiceStats
 ) -> Iterator[Metric]:
     """The view of the fleet, and both sides of gossip."""
     yield GaugeMetricFamily("kakeya_fleet_nodes", "Nodes with a live card", value=known)

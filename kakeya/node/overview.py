@@ -10,13 +10,13 @@ from prometheus_client.core import Metric
 from kakeya.core.clock import Clock
 from kakeya.core.tasks import TaskHealth
 from kakeya.node import metrics
-from kakeya.node.fleet import FleetPlane
+from kakeya.node.fleet import NodeFleet
 from kakeya.node.memory import NodeMemory
 from kakeya.node.pages import NodePages
 from kakeya.node.services import Services
 from kakeya.node.state import NodeState
-from kakeya.node.state_writer import StateKeeper
-from kakeya.node.status import Json, View, describe
+from kakeya.node.state_writer import StateWriter
+from kakeya.node.status import Json, NodeView, describe
 from kakeya.node.watchdog import LoopWatchdog
 from kakeya.prefix.warm.ahead import NodePrecache
 from kakeya.wire.server.health import NodeHealth
@@ -30,14 +30,14 @@ class Overview:
     http: str
     started_mono: float
     clock: Clock
-    plane: FleetPlane
+    plane: NodeFleet
     memory: NodeMemory
     pages: NodePages
     precache: NodePrecache
     services: Services
     listeners: Listeners
     health: NodeHealth
-    keeper: StateKeeper[NodeState]
+    keeper: StateWriter[NodeState]
     watchdog: LoopWatchdog
     tasks: Callable[[], Sequence[TaskHealth]]
 
@@ -46,7 +46,7 @@ class Overview:
         plane, mono = self.plane, self.clock.mono()
         cards = plane.registry.snapshot(mono=mono)
         return describe(
-            View(
+            NodeView(
                 node_id=plane.registry.node_id,
                 grpc=plane.reach.grpc,
                 http=self.http,

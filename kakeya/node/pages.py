@@ -18,7 +18,7 @@ from kakeya.backends.resident import ResidentModel
 from kakeya.core.clock import Clock
 from kakeya.core.tasks import TaskHealth
 from kakeya.generation.facts import ModelState
-from kakeya.generation.spec import Role
+from kakeya.generation.spec import ModelRole
 from kakeya.memory.estimate.estimate import estimate_source
 from kakeya.memory.estimate.size_file import hub_folder
 from kakeya.memory.pages import node_arena as pages
@@ -87,7 +87,7 @@ class NodePages:
                     rng=self._rng,
                 )
             )
-            models = self._memory.engines.of_role(Role.VERIFIER)
+            models = self._memory.engines.of_role(ModelRole.VERIFIER)
             self.prefixes = await stack.enter_async_context(
                 NodePrefixes(
                     self.arena,
@@ -119,7 +119,7 @@ class NodePages:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for model in self._memory.engines.of_role(Role.VERIFIER):
+        for model in self._memory.engines.of_role(ModelRole.VERIFIER):
             model.prefixes = None
         await self._stack.aclose()
 
@@ -182,7 +182,7 @@ class NodePages:
                 estimate_source(
                     engines.sources[model.model_id], hub=hub, kv_tokens=BLOCK_TOKENS, widens=False
                 ).kv_bytes
-                for model in engines.of_role(Role.VERIFIER)
+                for model in engines.of_role(ModelRole.VERIFIER)
             ),
             default=0,
         )
@@ -191,5 +191,5 @@ class NodePages:
         self.arena.engine_changed(model.model_id, model.pid)
         is_ready = model.state is ModelState.READY
         self.adapters.manager.engine_changed(model.model_id, model.pid if is_ready else None)
-        if is_ready and model.role is Role.VERIFIER:
+        if is_ready and model.role is ModelRole.VERIFIER:
             self._start.ready(model)

@@ -40,7 +40,7 @@ _GRACE_S = 1.0
 ReadInterfaces = Callable[[str, Collection[str]], tuple[Interface, ...]]
 
 
-class Reach:
+class OwnAddresses:
     """The node's own addresses, opened in `open` and kept up to date from `start` on.
 
     `on_change` is called after the addresses changed, on the loop; it must not wait. `source` tells

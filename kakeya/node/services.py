@@ -21,9 +21,9 @@ from kakeya.decoding.serve.stream_service import DraftStreamService
 from kakeya.fleet.placement.draft_sources import FleetDrafts
 from kakeya.generation.facts import ModelState
 from kakeya.node.control import ControlService, NoFleet
-from kakeya.node.directory import Models
+from kakeya.node.directory import VerifierDirectory
 from kakeya.node.doctor import Doctor
-from kakeya.node.fleet import FleetPlane
+from kakeya.node.fleet import NodeFleet
 from kakeya.node.pages import NodePages
 from kakeya.prefix.peers.peers import PrefixPeers
 from kakeya.prefix.seam import Precache
@@ -48,8 +48,8 @@ class Services:
 
     def __init__(
         self,
-        plane: FleetPlane,
-        models: Models,
+        plane: NodeFleet,
+        models: VerifierDirectory,
         sessions: SessionConfig,
         pages: NodePages,
         precache: Precache,

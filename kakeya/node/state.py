@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kakeya.core.ids import NodeId
 from kakeya.fleet.cards.cards import MAX_INCARNATION, is_dialable, is_valid_node_id
-from kakeya.fleet.view.tombstones import Memory, Sighting
+from kakeya.fleet.view.tombstones import RegistryState, Sighting
 
 STATE_VERSION = 1
 
@@ -28,7 +28,7 @@ class NodeState:
     """The node's name, and what its registry wants back."""
 
     node_id: str
-    memory: Memory
+    memory: RegistryState
 
 
 def encode_state(state: NodeState) -> bytes:
@@ -63,7 +63,7 @@ def _decode(data: bytes) -> NodeState:
     if hashlib.sha256(content.encode()).hexdigest() != outer.get("sha256"):
         raise DamagedState("the checksum does not match")
     fields = json.loads(content)
-    memory = Memory(
+    memory = RegistryState(
         incarnation=int(fields["incarnation"]),
         stamp=float(fields.get("stamp", 0.0)),
         peers=tuple(map(_sighting, fields.get("peers", ()))),
@@ -92,6 +92,6 @@ def next_state(previous: NodeState | None, *, node_id: str, drawn_id: str, now: 
     """
     if previous is None:
         return NodeState(
-            node_id=node_id or drawn_id, memory=Memory(incarnation=max(0, int(now) - 1))
+            node_id=node_id or drawn_id, memory=RegistryState(incarnation=max(0, int(now) - 1))
         )
     return NodeState(node_id=node_id or previous.node_id, memory=previous.memory)

@@ -24,7 +24,7 @@ WARN_S = 60.0
 State = TypeVar("State")
 
 
-class StateKeeper(Generic[State]):
+class StateWriter(Generic[State]):
     """Saves `current()` when it differs from what was saved; `failures` counts, `error` tells.
 
     `save` is called in a thread and raises OSError when it could not; the old file then stays.

@@ -14,13 +14,13 @@ from kakeya.backends.resident import ResidentModel
 from kakeya.core.errors import PlacementError
 from kakeya.core.ids import NodeId
 from kakeya.fleet.cards.cards import PROTOCOL_MAX, PROTOCOL_MIN, Card
-from kakeya.fleet.cards.cards import Role as CardRole
+from kakeya.fleet.cards.cards import CardRole as CardRole
 from kakeya.fleet.gossip.gossip import GossipStats
 from kakeya.fleet.identity.identity import Identity
 from kakeya.fleet.paths.endpoints import Route
 from kakeya.fleet.placement.draft_sources import choose_sources
 from kakeya.fleet.placement.placement import SpecDecodePlacement, plan_spec_decode_placement
-from kakeya.fleet.view.conflicts import Conflict
+from kakeya.fleet.view.conflicts import IdConflict
 from kakeya.fleet.view.skew import WARN_S
 from kakeya.fleet.view.suspicion import Doubt
 from kakeya.generation.facts import ModelFacts
@@ -44,7 +44,7 @@ class FleetStatus:
     gossip: GossipStats
     skews: Mapping[NodeId, float]
     is_clock_wrong: bool
-    conflicts: Sequence[Conflict]
+    conflicts: Sequence[IdConflict]
     routes: Mapping[NodeId, Route]
     sightings: int | None
     identity: Identity | None
@@ -52,7 +52,7 @@ class FleetStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class NodeView:
     """The agent's parts at one moment; `cards` has the own one first.
 
     `not_serving` and `state_error` are sentences, "" when all is well.
@@ -75,7 +75,7 @@ class View:
     state_error: str
 
 
-def describe(view: View) -> Json:
+def describe(view: NodeView) -> Json:
     """Describe the node, its models, the fleet as it sees it, and what it would plan."""
     own, fleet = view.cards[0], view.fleet
     return {
@@ -126,7 +126,7 @@ def _identity(fleet: FleetStatus, now: float) -> Json | None:
     }
 
 
-def _warnings(view: View) -> list[str]:
+def _warnings(view: NodeView) -> list[str]:
     """Say what a person should look at, a sentence each."""
     fleet = view.fleet
     names = {card.node_id: card.label or card.node_id for card in view.cards}
@@ -206,7 +206,7 @@ def _facts(facts: ModelFacts) -> Json:
     }
 
 
-def _card(card: Card, view: View, *, is_own: bool) -> Json:
+def _card(card: Card, view: NodeView, *, is_own: bool) -> Json:
     return {
         "node_id": card.node_id,
         "is_self": is_own,
@@ -255,7 +255,7 @@ def _role_name(role: int) -> str:
         return str(role)
 
 
-def _plan(view: View) -> Json:
+def _plan(view: NodeView) -> Json:
     try:
         placed = plan_spec_decode_placement(view.cards, now=view.now, suspects=view.fleet.suspects)
     except PlacementError as none:
@@ -277,7 +277,7 @@ def _placement(placed: SpecDecodePlacement) -> Json:
     }
 
 
-def _drafts(view: View) -> Mapping[str, Json]:
+def _drafts(view: NodeView) -> Mapping[str, Json]:
     """Say, for each model decoded here, whom each policy would ask."""
     suspects = view.fleet.suspects
     return {

@@ -39,16 +39,16 @@ from kakeya.prefix.names.fingerprint import Facts
 from kakeya.prefix.names.naming import Naming, PrefixNames, paged_kv_bytes
 from kakeya.prefix.names.pieces import Piece
 from kakeya.prefix.pages.counts import PrefixCounts, Source
-from kakeya.prefix.pages.pages import PrefixPages, Shelf
+from kakeya.prefix.pages.pages import FingerprintBlocks, PrefixPages
 from kakeya.prefix.pages.pins import PrefixPins
 from kakeya.prefix.pages.reach import in_pages, reach_of
-from kakeya.prefix.peers.seam import Elsewhere
+from kakeya.prefix.peers.seam import PeerSource
 from kakeya.prefix.peers.two_sided_fetch import Rendezvous
-from kakeya.prefix.request.context import PrefixTools
+from kakeya.prefix.request.context import RequestContext
 from kakeya.prefix.request.endings import PrefixEndings
 from kakeya.prefix.request.exchange import PrefixExchange
 from kakeya.prefix.request.grant import EngineSeat
-from kakeya.prefix.request.revoked import Leaving
+from kakeya.prefix.request.revoked import RevokedGrants
 from kakeya.prefix.request.turns import Turns
 from kakeya.prefix.seam import Wiped
 from kakeya.prefix.view import prefix_metrics, prefix_status
@@ -119,9 +119,9 @@ class NodePrefixes:
             )
             self._disk = PrefixDisk(self.store, self.pages, clock=clock, counts=self.counts)
         self.endings = PrefixEndings(self._disk, clock=clock)
-        self.elsewhere: Elsewhere | None = None
-        self._leaving = Leaving(self.pages, clock)
-        self._tools = PrefixTools(
+        self.elsewhere: PeerSource | None = None
+        self._leaving = RevokedGrants(self.pages, clock)
+        self._tools = RequestContext(
             names=self.names,
             pages=self.pages,
             turns=self.turns,
@@ -286,7 +286,11 @@ class NodePrefixes:
     # --- between the parts
 
     async def _bring(
-        self, shelf: Shelf, naming: Naming, pieces: Sequence[Piece], block_class: BlockClass
+        self,
+        shelf: FingerprintBlocks,
+        naming: Naming,
+        pieces: Sequence[Piece],
+        block_class: BlockClass,
     ) -> dict[BlockId, Source]:
         """Bring pieces from disk, then from peers, as long as that is sooner than computing."""
         origins: dict[BlockId, Source] = {}
@@ -317,7 +321,7 @@ class NodePrefixes:
 
     async def _meet(
         self,
-        shelf: Shelf,
+        shelf: FingerprintBlocks,
         naming: Naming,
         pieces: Sequence[Piece],
         block_class: BlockClass,
@@ -336,7 +340,7 @@ class NodePrefixes:
 
         return await self.elsewhere.rendezvous(shelf, naming, pieces, have, block_class, landed)
 
-    def _landed(self, shelf: Shelf, block_id: BlockId) -> None:
+    def _landed(self, shelf: FingerprintBlocks, block_id: BlockId) -> None:
         if self._disk is not None:
             self._disk.keep(shelf, block_id)
 
@@ -360,7 +364,7 @@ class NodePrefixes:
             if self.store is not None:
                 await self.store.sweep()
 
-    def _stock(self, shelf: Shelf) -> None:
+    def _stock(self, shelf: FingerprintBlocks) -> None:
         if self._disk is not None:
             self._disk.stock(shelf)
 
@@ -376,7 +380,7 @@ class NodePrefixes:
         if self.store is not None:
             self.store.forget(ids)
 
-    def _used(self, shelf: Shelf, ids: Sequence[BlockId], retention: Retention) -> None:
+    def _used(self, shelf: FingerprintBlocks, ids: Sequence[BlockId], retention: Retention) -> None:
         """Blocks are about to be marked as used; what was for memory alone until now is written."""
         if self.store is None or not retention.is_on_disk:
             return

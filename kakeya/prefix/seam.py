@@ -48,7 +48,7 @@ class CacheUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class PrefixClaim:
     """Who asks which model, and what its prompt continues. `model_id` is the name that the caller
     uses; `facts` are those of the model, or of the base of an adapter."""
 
@@ -74,15 +74,17 @@ class Wiped:
 class Precache(Protocol):
     """What a node keeps of prefixes."""
 
-    def kv_key(self, claim: Claim) -> str:
+    def kv_key(self, claim: PrefixClaim) -> str:
         """Name the KV that a generation continues and leaves; "" = none, content decides."""
         ...
 
-    def turn_ended(self, claim: Claim, tokens: TokenSource) -> None:
+    def turn_ended(self, claim: PrefixClaim, tokens: TokenSource) -> None:
         """Have the beginning of the next request warm, when there is time."""
         ...
 
-    async def warm(self, claim: Claim, tokens: TokenSource, *, is_pinned: bool = False) -> Report:
+    async def warm(
+        self, claim: PrefixClaim, tokens: TokenSource, *, is_pinned: bool = False
+    ) -> WarmReport:
         """Have a prefix warm, and say what became of it."""
         ...
 
@@ -94,32 +96,34 @@ class Precache(Protocol):
 class NoPrecache:
     """A node that keeps nothing of prefixes."""
 
-    def kv_key(self, claim: Claim) -> str:
+    def kv_key(self, claim: PrefixClaim) -> str:
         """None."""
         return ""
 
-    def turn_ended(self, claim: Claim, tokens: TokenSource) -> None:
+    def turn_ended(self, claim: PrefixClaim, tokens: TokenSource) -> None:
         """Nothing is warmed."""
 
-    async def warm(self, claim: Claim, tokens: TokenSource, *, is_pinned: bool = False) -> Report:
+    async def warm(
+        self, claim: PrefixClaim, tokens: TokenSource, *, is_pinned: bool = False
+    ) -> WarmReport:
         """Nothing is warmed."""
-        return Report(outcome=Outcome.AWAY, reason="this node keeps no prefixes")
+        return WarmReport(outcome=WarmOutcome.AWAY, reason="this node keeps no prefixes")
 
     async def wipe(self) -> Wiped:
         """There is nothing."""
         return Wiped()
 
 
-async def facts_at_hand(model: ServedModel) -> ModelFacts | Report:
+async def facts_at_hand(model: ServedModel) -> ModelFacts | WarmReport:
     """What is known of a model that is in memory; a report for one that is not, which is not
     loaded for a prefix."""
     if model.state is not ModelState.READY:
         reason = f"model {model.model_id} is {model.state.value}; its first request computes it"
-        return Report(outcome=Outcome.AWAY, reason=reason)
+        return WarmReport(outcome=WarmOutcome.AWAY, reason=reason)
     try:
         return await model.ready(AT_HAND_S)
     except PeerUnavailable as gone:
-        return Report(outcome=Outcome.AWAY, reason=gone.message)
+        return WarmReport(outcome=WarmOutcome.AWAY, reason=gone.message)
 
 
 def warmed_for(use: CacheUse, *, is_pinned: bool) -> Retention:
@@ -159,7 +163,7 @@ TokenSource = Callable[[], Awaitable[Tokens]]
 """Renders a prefix when its turn has come, on the event loop. Raises KakeyaError."""
 
 
-class Outcome(StrEnum):
+class WarmOutcome(StrEnum):
     """What became of a prefix."""
 
     WARM = "warm"
@@ -186,11 +190,11 @@ class Warmed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class WarmReport:
     """What became of a prefix, and why it was not done, in a sentence. `is_pinned`: nothing takes
     its place from now on."""
 
-    outcome: Outcome
+    outcome: WarmOutcome
     warmed: Warmed = Warmed()
     is_pinned: bool = False
     reason: str = ""

@@ -26,9 +26,9 @@ import grpc.aio
 
 from kakeya.core.errors import PeerProtocol, PeerUnavailable
 from kakeya.generation.caller import PRIORITY
-from kakeya.generation.request import Priority
+from kakeya.generation.request import GenerationPriority
 from kakeya.generation.retention import Retention
-from kakeya.prefix.seam import CONVERSATION, Outcome, Report, Warmed
+from kakeya.prefix.seam import CONVERSATION, Warmed, WarmOutcome, WarmReport
 from kakeya.v1 import precache_pb2
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1.precache_pb2_grpc import PrecacheServiceStub
@@ -178,7 +178,7 @@ class Client:
         retention: Retention | None = None,
         pin: bool = False,
         timeout_s: float = 150.0,
-    ) -> Report:
+    ) -> WarmReport:
         """Have a prefix warm before a session asks for it; what became of it.
 
         Without `retention` it is of use for 5 minutes, and with `pin` for a day.
@@ -250,7 +250,7 @@ class ClientSession:
         seed: int | None = None,
         draft_policy: str = "",
         conversation_id: str = "",
-        priority: Priority = Priority.NORMAL,
+        priority: GenerationPriority = GenerationPriority.NORMAL,
         timeout_s: float = 3600.0,
     ) -> AsyncGenerator[int, None]:
         """Yield token ids as they are committed; afterwards `last_done` tells how it went.
@@ -323,9 +323,9 @@ class ClientSession:
         return reply.final_history_length
 
 
-def _report(reply: precache_pb2.WarmResponse, address: str) -> Report:
+def _report(reply: precache_pb2.WarmResponse, address: str) -> WarmReport:
     try:
-        outcome = Outcome(reply.status)
+        outcome = WarmOutcome(reply.status)
     except ValueError:
         raise PeerProtocol(f"{address} says {reply.status[:40]!r} of a prefix") from None
     warmed = Warmed(
@@ -333,7 +333,7 @@ def _report(reply: precache_pb2.WarmResponse, address: str) -> Report:
         cached=reply.cached_token_count,
         computed=reply.computed_token_count,
     )
-    return Report(outcome=outcome, warmed=warmed, is_pinned=reply.pinned, reason=reply.reason)
+    return WarmReport(outcome=outcome, warmed=warmed, is_pinned=reply.pinned, reason=reply.reason)
 
 
 def _summary(done: pb.GenerateDone, dropped: int) -> GenerateSummary:

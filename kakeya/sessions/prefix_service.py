@@ -13,7 +13,7 @@ from kakeya.generation.limits import MAX_PROMPT_TOKENS
 from kakeya.generation.model import ModelDirectory
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
-from kakeya.prefix.seam import CacheUse, Claim, Precache, Report, facts_at_hand
+from kakeya.prefix.seam import CacheUse, Precache, PrefixClaim, WarmReport, facts_at_hand
 from kakeya.sessions.service import Context, client_of
 from kakeya.sessions.session import check_vocabulary
 from kakeya.v1 import precache_pb2 as pb
@@ -66,11 +66,11 @@ class PrecacheService(PrecacheServiceServicer):
             kept=wiped.kept,
         )
 
-    async def _warm(self, request: pb.WarmRequest, client: str) -> Report:
+    async def _warm(self, request: pb.WarmRequest, client: str) -> WarmReport:
         model = self._models.get(request.model_id, client)
         use = _read_use(request)
         facts = await facts_at_hand(model)
-        if isinstance(facts, Report):
+        if isinstance(facts, WarmReport):
             return facts
         token_ids = array("I", request.token_ids)
         _check(token_ids, facts)
@@ -78,7 +78,7 @@ class PrecacheService(PrecacheServiceServicer):
         async def tokens() -> Sequence[int]:
             return token_ids
 
-        claim = Claim(model_id=model.model_id, facts=facts, client=client, use=use)
+        claim = PrefixClaim(model_id=model.model_id, facts=facts, client=client, use=use)
         return await self._precache.warm(claim, tokens, is_pinned=request.pin)
 
 

@@ -27,7 +27,7 @@ from kakeya.generation.frames import Done, Progress, StopReason, Tokens
 from kakeya.generation.model import DraftRouter, ModelDirectory
 from kakeya.generation.request import DecodeRequest
 from kakeya.generation.retention import Retention
-from kakeya.prefix.seam import Claim, NoPrecache, Precache, read_metadata
+from kakeya.prefix.seam import NoPrecache, Precache, PrefixClaim, read_metadata
 from kakeya.sessions.parameters import read_parameters
 from kakeya.sessions.session import Session
 from kakeya.sessions.store import SessionCounts, SessionStore
@@ -245,7 +245,7 @@ class RuntimeService(RuntimeServiceServicer):
             self._turn_ended(session, claim)
         await context.write(pb.GenerateResponse(done=_done_to_wire(done, committed)))
 
-    def _turn_ended(self, session: Session, claim: Claim) -> None:
+    def _turn_ended(self, session: Session, claim: PrefixClaim) -> None:
         if claim.use.is_empty:
             return
         history = session.history
@@ -303,9 +303,9 @@ class RuntimeService(RuntimeServiceServicer):
             event(_log, "idle sessions expired", sessions=len(gone))
 
 
-def _claim(session: Session, context: Context) -> Claim:
+def _claim(session: Session, context: Context) -> PrefixClaim:
     """What a call says of the prefix of its session. Raises InvalidArgument."""
-    return Claim(
+    return PrefixClaim(
         model_id=session.model.model_id,
         facts=session.facts,
         client=client_of(context) or session.client,

@@ -29,7 +29,7 @@ MAX_OUTPUT_RESERVE_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class HistoryCut:
     """When a history is cut before a generation, and to what."""
 
     sink_tokens: int
@@ -51,7 +51,7 @@ class Window:
         return max(0, history_length - self.kept_tokens)
 
 
-def window_for(context_tokens: int, sink_tokens: int, window_tokens: int | None) -> Window:
+def window_for(context_tokens: int, sink_tokens: int, window_tokens: int | None) -> HistoryCut:
     """Fit a window into a model's context.
 
     A given one is the limit too. Without one, a history may fill the context up to a reserve for
@@ -65,7 +65,7 @@ def window_for(context_tokens: int, sink_tokens: int, window_tokens: int | None)
             f"context of {context_tokens}: their sum must stay below it, the window at least 1"
         )
     is_given = window_tokens is not None
-    return Window(
+    return HistoryCut(
         sink_tokens=sink_tokens,
         window_tokens=kept,
         limit_tokens=sink_tokens + kept if is_given else context_tokens,
@@ -80,7 +80,7 @@ class Session:
     session_id: SessionId
     model: ServedModel
     facts: ModelFacts
-    window: Window
+    window: HistoryCut
     stop_token_ids: frozenset[int]
     label: str
     used_mono: float

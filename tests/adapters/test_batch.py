@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kakeya.adapters.batch import AGE_S, MAX_ROWS, Batch, BatchFormer
+from kakeya.adapters.batch import AGE_S, MAX_ROWS, AdapterBatch, BatchFormer
 from kakeya.core.errors import InvalidArgument
 
 KEYS = ("a", "b", "c", "d", "e")
@@ -19,7 +19,7 @@ def filled(**waiting: int) -> BatchFormer[int]:
     return former
 
 
-def keys(batch: Batch[int]) -> list[str]:
+def keys(batch: AdapterBatch[int]) -> list[str]:
     return list(dict.fromkeys(key for key, _ in batch.rows))
 
 

@@ -13,7 +13,7 @@ import pytest
 from kakeya.adapters import slot_queue as adapter_line
 from kakeya.adapters.batch import AGE_S
 from kakeya.adapters.files.store import AdapterRecord, AdapterStore
-from kakeya.adapters.lease import AdapterLease
+from kakeya.adapters.lease import AdapterUse
 from kakeya.adapters.tiers import Adapter, TierRules
 from kakeya.core.errors import CapacityExhausted, KakeyaError, LoadFailed, QueueFull
 from tests.adapters.world import World, settled, waiting, world
@@ -66,7 +66,7 @@ def adapter_of(node: World, model_id: str) -> Adapter:
 
 async def waiting_long(
     node: World, clock: SettableClock, model_id: str, then: Adapter
-) -> asyncio.Task[AdapterLease]:
+) -> asyncio.Task[AdapterUse]:
     """Somebody who waits until another adapter yields."""
     task = asyncio.create_task(node.adapters.acquire(model_id))
     await settled(lambda: waiting(node) == 1)

@@ -19,7 +19,7 @@ from kakeya.config import config
 from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
 from kakeya.generation.facts import ModelState
-from kakeya.generation.spec import ModelSpec, Role
+from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.node.memory import EngineSetup, NodeMemory
 from tests.node.nodes import VERIFIER, eventually, model_state
 
@@ -49,7 +49,7 @@ async def test_the_sockets_of_a_killed_node_go_with_the_next_start() -> None:
 
 async def test_a_model_can_be_loaded_before_the_node_is_wholly_up(tmp_path: Path) -> None:
     """A client that is there when the doors open is not told that its model failed."""
-    spec = ModelSpec(model_id="toy", source=VERIFIER, role=Role.VERIFIER)
+    spec = ModelSpec(model_id="toy", source=VERIFIER, role=ModelRole.VERIFIER)
     with tempfile.TemporaryDirectory(prefix="kk") as home:
         run = Path(home) / "run"
         memory = await asyncio.to_thread(memory_of, [spec], tmp_path, lambda: None, sockets=run)
@@ -86,7 +86,8 @@ async def test_the_hint_at_a_faster_blas_is_logged_once_however_many_models(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     specs = [
-        ModelSpec(model_id=name, source=VERIFIER, role=Role.VERIFIER) for name in ("one", "two")
+        ModelSpec(model_id=name, source=VERIFIER, role=ModelRole.VERIFIER)
+        for name in ("one", "two")
     ]
     changed = asyncio.Event()
     # It looks at the models' folders.
@@ -103,9 +104,9 @@ async def test_n_grams_are_ready_to_draft_and_other_proposers_once_they_are_load
     tmp_path: Path,
 ) -> None:
     specs = [
-        ModelSpec(model_id="ngram", source="ngram", role=Role.PROPOSER),
-        ModelSpec(model_id="drafter", source=VERIFIER, role=Role.PROPOSER),
-        ModelSpec(model_id="decoder", source=VERIFIER, role=Role.VERIFIER),
+        ModelSpec(model_id="ngram", source="ngram", role=ModelRole.PROPOSER),
+        ModelSpec(model_id="drafter", source=VERIFIER, role=ModelRole.PROPOSER),
+        ModelSpec(model_id="decoder", source=VERIFIER, role=ModelRole.VERIFIER),
     ]
     memory = await asyncio.to_thread(memory_of, specs, tmp_path, lambda: None)
     states = {standing.model_id: standing.state for standing in memory.engines.proposers()}

@@ -23,7 +23,7 @@ from rich.console import Console
 from kakeya.cli.doctor import ask_node, examine_alone, printable, show_report
 from kakeya.core.errors import KakeyaError, PeerUnavailable
 from kakeya.doctor.examiner import Examiner
-from kakeya.doctor.report import Level, Report, fault, ok, warning
+from kakeya.doctor.report import Examination, Severity, fault, ok, warning
 from kakeya.node.datadir import LOCK, RUN
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import ControlServiceServicer, add_ControlServiceServicer_to_server
@@ -97,7 +97,7 @@ async def test_alone_it_looks_at_the_machine_and_says_what_needs_a_node(tmp_path
     assert {"disk", "files", "mlx", "ring", "networks", "node"} <= whats
     assert sum(line.what.startswith("port ") for line in report.lines) == 2
     node = next(line for line in report.lines if line.what == "node")
-    assert (node.level, node.command) == (Level.WARNING, "kakeya-node")
+    assert (node.level, node.command) == (Severity.WARNING, "kakeya-node")
 
 
 async def test_alone_it_finds_a_port_that_is_taken_and_dials_an_address(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ async def test_alone_it_finds_a_port_that_is_taken_and_dials_an_address(tmp_path
         bind = f"127.0.0.1:{taken.getsockname()[1]}"
         report = await examine_alone(closed, tmp_path, FREE | {"KAKEYA_BIND": bind})
     lines = {line.what: line for line in report.lines}
-    assert lines[f"port {bind}"].level is Level.FAULT
+    assert lines[f"port {bind}"].level is Severity.FAULT
     assert "refuses port" in lines[f"reach {closed}"].detail
     with pytest.raises(PeerUnavailable, match="only a running one knows who 'some label' is"):
         await examine_alone("some label", tmp_path, FREE)
@@ -173,7 +173,7 @@ def test_a_silent_control_socket_ends_in_time(tmp_path: Path) -> None:
 # --- shown
 
 
-def shown(report: Report, width: int = 70) -> str:
+def shown(report: Examination, width: int = 70) -> str:
     text = io.StringIO()
     show_report(report, Console(file=text, width=width, no_color=True))
     return text.getvalue()
@@ -188,12 +188,12 @@ def test_a_table_then_the_commands_in_one_piece_faults_first() -> None:
         warning("sleep", "it sleeps", "sudo pmset -a sleep 0"),
         fault("reach 10.0.0.5:1", "refused", LONG, on="mini", peer="mini"),
     )
-    text = shown(Report(node="one", lines=lines, seconds=1.25))
+    text = shown(Examination(node="one", lines=lines, seconds=1.25))
     assert LONG in text
     assert text.index("to mend reach 10.0.0.5:1 (on mini):") < text.index("to mend sleep:")
     assert text.rstrip().endswith("1 fault and 1 warning, in 1.2 s")
-    assert "all is well" in shown(Report(node="one", lines=lines[:1], seconds=1))
-    faults = Report(node="one", lines=(lines[2], lines[2]), seconds=1)
+    assert "all is well" in shown(Examination(node="one", lines=lines[:1], seconds=1))
+    faults = Examination(node="one", lines=(lines[2], lines[2]), seconds=1)
     text = shown(faults)
     assert "2 faults, in" in text
     assert text.count(LONG) == 1
@@ -201,7 +201,9 @@ def test_a_table_then_the_commands_in_one_piece_faults_first() -> None:
 
 def test_a_hostile_label_neither_drives_the_terminal_nor_is_markup() -> None:
     evil = "\x1b[2J[bold]x[/bold]\r\n[/]"
-    text = shown(Report(node=evil, lines=(fault(evil, evil, evil, on=evil, peer=evil),), seconds=1))
+    text = shown(
+        Examination(node=evil, lines=(fault(evil, evil, evil, on=evil, peer=evil),), seconds=1)
+    )
     assert "\x1b" not in text
     assert "\r" not in text
     assert "[bold]x[/bold]" in text

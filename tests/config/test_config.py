@@ -12,7 +12,7 @@ from kakeya.config.table import SETTINGS
 from kakeya.core.errors import ConfigError
 from kakeya.core.settings import is_loopback, split_address
 from kakeya.fleet.gossip.targets import DEFAULT_FANOUT
-from kakeya.generation.spec import Role
+from kakeya.generation.spec import ModelRole
 from kakeya.memory.pages.content import Fit, PageConfig
 
 
@@ -21,8 +21,8 @@ def test_without_anything_the_embedded_model_and_ngram_run_on_loopback() -> None
     assert config.listen.bind == ""  # loopback, until there is an identity
     assert config.listen.http == "127.0.0.1:8210"
     assert [(spec.model_id, spec.role) for spec in config.models] == [
-        ("kakeya-tiny", Role.VERIFIER),
-        ("ngram", Role.PROPOSER),
+        ("kakeya-tiny", ModelRole.VERIFIER),
+        ("ngram", ModelRole.PROPOSER),
     ]
     assert (config.fleet.ttl_s, config.fleet.interval_s, config.fleet.fanout) == (
         120,
@@ -51,8 +51,8 @@ def test_repeated_flags_and_comma_variables_become_tuples() -> None:
 def test_a_named_proposer_alone_serves_no_verifier() -> None:
     config = load(["--proposer", "ngram", "--proposer", "kakeya-tiny-draft"], {})
     assert [(spec.model_id, spec.role) for spec in config.models] == [
-        ("ngram", Role.PROPOSER),
-        ("kakeya-tiny-draft", Role.PROPOSER),
+        ("ngram", ModelRole.PROPOSER),
+        ("kakeya-tiny-draft", ModelRole.PROPOSER),
     ]
 
 

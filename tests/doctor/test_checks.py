@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from kakeya.core.errors import PeerProtocol
 from kakeya.doctor import checks
 from kakeya.doctor.checks import CertificateDates, Protocols
-from kakeya.doctor.dials import Dial, Outcome, Shown, outcome_of
+from kakeya.doctor.dials import DialAttempt, DialOutcome, Shown, outcome_of
 from kakeya.doctor.report import (
-    Level,
-    Line,
-    Report,
+    Examination,
+    Finding,
+    Severity,
     decode_report,
     encode_report,
     fault,
@@ -36,29 +36,29 @@ WAY = Endpoint("10.0.0.5:50051", "lan", 20)
 FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 
 
-def dial(outcome: Outcome, number: int = 0, **more: object) -> Dial:
+def dial(outcome: DialOutcome, number: int = 0, **more: object) -> DialAttempt:
     fields: dict[str, object] = {"address": WAY.address, "outcome": outcome, "errno": number}
-    return Dial(**(fields | {"error": "the words"} | more))  # type: ignore[arg-type]
+    return DialAttempt(**(fields | {"error": "the words"} | more))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("number", "platform", "outcome"),
     [
-        (61, "darwin-arm64", Outcome.REFUSED),
-        (65, "darwin", Outcome.HOST_UNREACHABLE),
-        (51, "darwin", Outcome.NO_ROUTE),
-        (60, "darwin", Outcome.TIMEOUT),
-        (111, "linux-x86_64", Outcome.REFUSED),
-        (113, "linux", Outcome.HOST_UNREACHABLE),
-        (101, "linux", Outcome.NO_ROUTE),
-        (110, "linux", Outcome.TIMEOUT),
-        (65, "linux", Outcome.FAILED),
-        (111, "plan9", Outcome.FAILED),
-        (0, "linux", Outcome.FAILED),
+        (61, "darwin-arm64", DialOutcome.REFUSED),
+        (65, "darwin", DialOutcome.HOST_UNREACHABLE),
+        (51, "darwin", DialOutcome.NO_ROUTE),
+        (60, "darwin", DialOutcome.TIMEOUT),
+        (111, "linux-x86_64", DialOutcome.REFUSED),
+        (113, "linux", DialOutcome.HOST_UNREACHABLE),
+        (101, "linux", DialOutcome.NO_ROUTE),
+        (110, "linux", DialOutcome.TIMEOUT),
+        (65, "linux", DialOutcome.FAILED),
+        (111, "plan9", DialOutcome.FAILED),
+        (0, "linux", DialOutcome.FAILED),
     ],
 )
 def test_an_errno_is_read_by_the_system_that_said_it(
-    number: int, platform: str, outcome: Outcome
+    number: int, platform: str, outcome: DialOutcome
 ) -> None:
     assert outcome_of(number, platform) is outcome
 
@@ -70,7 +70,7 @@ def test_an_errno_is_read_by_the_system_that_said_it(
     ("found", "peer", "here", "words", "command", "on"),
     [
         (
-            dial(Outcome.REFUSED, 111),
+            dial(DialOutcome.REFUSED, 111),
             LINUX,
             ON_LINUX,
             "refuses port 50051",
@@ -78,16 +78,16 @@ def test_an_errno_is_read_by_the_system_that_said_it(
             "box",
         ),
         (
-            dial(Outcome.TIMEOUT, 110),
+            dial(DialOutcome.TIMEOUT, 110),
             LINUX,
             ON_LINUX,
             "firewall there drops",
             "sudo ufw allow 50051/tcp",
             "box",
         ),
-        (dial(Outcome.TIMEOUT, 60), MAC, ON_MAC, "firewall there drops", FIREWALL, "mini-2"),
+        (dial(DialOutcome.TIMEOUT, 60), MAC, ON_MAC, "firewall there drops", FIREWALL, "mini-2"),
         (
-            dial(Outcome.HOST_UNREACHABLE, 65),
+            dial(DialOutcome.HOST_UNREACHABLE, 65),
             MAC,
             Here(platform="darwin", python="p", link_to="en0"),
             "Privacy & Security > Local Network",
@@ -95,7 +95,7 @@ def test_an_errno_is_read_by_the_system_that_said_it(
             "",
         ),
         (
-            dial(Outcome.HOST_UNREACHABLE, 65),
+            dial(DialOutcome.HOST_UNREACHABLE, 65),
             MAC,
             Here(platform="darwin", python="p", pings=True),
             "errno 65 though it pings",
@@ -103,7 +103,7 @@ def test_an_errno_is_read_by_the_system_that_said_it(
             "",
         ),
         (
-            dial(Outcome.HOST_UNREACHABLE, 65),
+            dial(DialOutcome.HOST_UNREACHABLE, 65),
             MAC,
             Here(platform="darwin", python="p", pings=False),
             "no machine has the address",
@@ -111,22 +111,29 @@ def test_an_errno_is_read_by_the_system_that_said_it(
             "",
         ),
         (
-            dial(Outcome.HOST_UNREACHABLE, 113),
+            dial(DialOutcome.HOST_UNREACHABLE, 113),
             LINUX,
             Here(platform="linux", python="p", link_to="eth0"),
             "no machine has the address",
             "ping -c 3 10.0.0.5",
             "",
         ),
-        (dial(Outcome.NO_ROUTE, 101), LINUX, ON_LINUX, "no way to", "ip route get 10.0.0.5", ""),
-        (dial(Outcome.NO_ROUTE, 51), MAC, ON_MAC, "no way to", "route -n get 10.0.0.5", ""),
-        (dial(Outcome.FORBIDDEN, 1), LINUX, ON_MAC, "forbids", "/opt/python", ""),
-        (dial(Outcome.FAILED, 5), LINUX, ON_LINUX, "the words", "ip route get", ""),
-        (dial(Outcome.SILENT), LINUX, ON_LINUX, "says nothing", "lsof -nP -iTCP:50051", "box"),
-        (dial(Outcome.NO_NODE), LINUX, ON_LINUX, "another program", "lsof", "box"),
-        (dial(Outcome.DENIED), LINUX, ON_LINUX, "refuses this one", "kakeya join", ""),
         (
-            dial(Outcome.ANSWERED, node_id="other"),
+            dial(DialOutcome.NO_ROUTE, 101),
+            LINUX,
+            ON_LINUX,
+            "no way to",
+            "ip route get 10.0.0.5",
+            "",
+        ),
+        (dial(DialOutcome.NO_ROUTE, 51), MAC, ON_MAC, "no way to", "route -n get 10.0.0.5", ""),
+        (dial(DialOutcome.FORBIDDEN, 1), LINUX, ON_MAC, "forbids", "/opt/python", ""),
+        (dial(DialOutcome.FAILED, 5), LINUX, ON_LINUX, "the words", "ip route get", ""),
+        (dial(DialOutcome.SILENT), LINUX, ON_LINUX, "says nothing", "lsof -nP -iTCP:50051", "box"),
+        (dial(DialOutcome.NO_NODE), LINUX, ON_LINUX, "another program", "lsof", "box"),
+        (dial(DialOutcome.DENIED), LINUX, ON_LINUX, "refuses this one", "kakeya join", ""),
+        (
+            dial(DialOutcome.ANSWERED, node_id="other"),
             LINUX,
             ON_LINUX,
             "another node answers there: other",
@@ -136,15 +143,15 @@ def test_an_errno_is_read_by_the_system_that_said_it(
     ],
 )
 def test_a_way_that_fails_is_told_apart(
-    found: Dial, peer: Peer, here: Here, words: str, command: str, on: str
+    found: DialAttempt, peer: Peer, here: Here, words: str, command: str, on: str
 ) -> None:
     line = check_way(WAY, found, peer, here, now=NOW, others_work=False)
-    assert line.level is Level.FAULT
+    assert line.level is Severity.FAULT
     assert words in line.detail
     assert command in line.command
     assert line.on == on
     spared = check_way(WAY, found, peer, here, now=NOW, others_work=True)
-    assert spared.level is Level.WARNING
+    assert spared.level is Severity.WARNING
 
 
 @pytest.mark.parametrize(
@@ -162,7 +169,7 @@ def test_distrust_names_the_certificate_or_the_clock(
     shown: Shown | None, is_member: bool, words: str, command: str, on: bool
 ) -> None:
     here = Here(platform="darwin", python="p", is_member=is_member)
-    found = dial(Outcome.UNTRUSTED, shown=shown)
+    found = dial(DialOutcome.UNTRUSTED, shown=shown)
     line = check_way(WAY, found, MAC, here, now=NOW, others_work=False)
     assert words in line.detail
     assert command in line.command
@@ -170,28 +177,28 @@ def test_distrust_names_the_certificate_or_the_clock(
 
 
 def test_a_way_that_works_is_fine_and_needs_no_command() -> None:
-    found = dial(Outcome.ANSWERED, node_id="n2", rtt_ms=0.8)
+    found = dial(DialOutcome.ANSWERED, node_id="n2", rtt_ms=0.8)
     line = check_way(WAY, found, MAC, ON_MAC, now=NOW, others_work=True)
-    assert (line.level, line.command) == (Level.OK, "")
+    assert (line.level, line.command) == (Severity.OK, "")
     assert "0.8 ms" in line.detail
 
 
 @pytest.mark.parametrize(
     ("outcome", "number", "words", "command", "on"),
     [
-        (Outcome.TIMEOUT, 60, "firewall of this machine", "/usr/bin/python3", ""),
-        (Outcome.REFUSED, 61, "does not listen", "--bind 10.0.0.5:50051", ""),
-        (Outcome.HOST_UNREACHABLE, 65, "Local Network", "x-apple", "mini-2"),
-        (Outcome.NO_ROUTE, 51, "no way", "route -n get", "mini-2"),
-        (Outcome.FAILED, 0, "the words", "kakeya doctor", "mini-2"),
+        (DialOutcome.TIMEOUT, 60, "firewall of this machine", "/usr/bin/python3", ""),
+        (DialOutcome.REFUSED, 61, "does not listen", "--bind 10.0.0.5:50051", ""),
+        (DialOutcome.HOST_UNREACHABLE, 65, "Local Network", "x-apple", "mini-2"),
+        (DialOutcome.NO_ROUTE, 51, "no way", "route -n get", "mini-2"),
+        (DialOutcome.FAILED, 0, "the words", "kakeya doctor", "mini-2"),
     ],
 )
 def test_what_the_peer_cannot_reach_is_mended_where_the_cause_is(
-    outcome: Outcome, number: int, words: str, command: str, on: str
+    outcome: DialOutcome, number: int, words: str, command: str, on: str
 ) -> None:
     here = Here(platform="darwin", python="/usr/bin/python3")
     line = check_back(dial(outcome, number), MAC, here, others_work=False)
-    assert line.level is Level.FAULT
+    assert line.level is Severity.FAULT
     assert words in line.detail
     assert command in line.command
     assert line.on == on
@@ -200,38 +207,42 @@ def test_what_the_peer_cannot_reach_is_mended_where_the_cause_is(
 CABLE = Endpoint("169.254.1.2:50051", "thunderbolt", 10)
 
 
-def reached(way: Endpoint, rtt_ms: float) -> tuple[Endpoint, Dial]:
-    return way, Dial(address=way.address, outcome=Outcome.ANSWERED, rtt_ms=rtt_ms)
+def reached(way: Endpoint, rtt_ms: float) -> tuple[Endpoint, DialAttempt]:
+    return way, DialAttempt(address=way.address, outcome=DialOutcome.ANSWERED, rtt_ms=rtt_ms)
 
 
-def lost(way: Endpoint) -> tuple[Endpoint, Dial]:
-    return way, Dial(address=way.address, outcome=Outcome.TIMEOUT)
+def lost(way: Endpoint) -> tuple[Endpoint, DialAttempt]:
+    return way, DialAttempt(address=way.address, outcome=DialOutcome.TIMEOUT)
 
 
 @pytest.mark.parametrize(
     ("used", "ways", "level", "words", "command"),
     [
-        (CABLE, [reached(CABLE, 0.2), reached(WAY, 2)], Level.OK, "best of 2", ""),
+        (CABLE, [reached(CABLE, 0.2), reached(WAY, 2)], Severity.OK, "best of 2", ""),
         (
             WAY,
             [reached(CABLE, 0.2), reached(WAY, 2)],
-            Level.WARNING,
+            Severity.WARNING,
             "although thunderbolt",
             "kakeya doctor mini-2",
         ),
         (
             WAY,
             [lost(CABLE), reached(WAY, 2)],
-            Level.WARNING,
+            Severity.WARNING,
             "thunderbolt 169.254.1.2:50051 does not work",
             "networksetup -setdhcp 'Thunderbolt Bridge'",
         ),
-        (WAY, [reached(WAY, 2)], Level.OK, "lan 10.0.0.5", ""),
-        (CABLE, [lost(CABLE), reached(WAY, 2)], Level.WARNING, "does not work", "networksetup"),
+        (WAY, [reached(WAY, 2)], Severity.OK, "lan 10.0.0.5", ""),
+        (CABLE, [lost(CABLE), reached(WAY, 2)], Severity.WARNING, "does not work", "networksetup"),
     ],
 )
 def test_a_slower_path_in_use_is_told(
-    used: Endpoint, ways: list[tuple[Endpoint, Dial]], level: Level, words: str, command: str
+    used: Endpoint,
+    ways: list[tuple[Endpoint, DialAttempt]],
+    level: Severity,
+    words: str,
+    command: str,
 ) -> None:
     line = check_path(used.address, ways, MAC)
     assert line is not None
@@ -250,21 +261,21 @@ def test_there_is_no_path_to_judge_when_none_works() -> None:
 @pytest.mark.parametrize(
     ("skew_s", "level"),
     [
-        (0.0, Level.OK),
-        (5.0, Level.OK),
-        (-5.0, Level.OK),
-        (5.1, Level.WARNING),
-        (-30.0, Level.WARNING),
-        (30.1, Level.FAULT),
-        (-3600.0, Level.FAULT),
+        (0.0, Severity.OK),
+        (5.0, Severity.OK),
+        (-5.0, Severity.OK),
+        (5.1, Severity.WARNING),
+        (-30.0, Severity.WARNING),
+        (30.1, Severity.FAULT),
+        (-3600.0, Severity.FAULT),
     ],
 )
 def test_skew_is_a_warning_from_5_s_and_a_fault_from_a_quarter_of_the_ttl(
-    skew_s: float, level: Level
+    skew_s: float, level: Severity
 ) -> None:
     line = checks.check_skew(skew_s, 120.0, MAC)
     assert line.level is level
-    if level is not Level.OK:
+    if level is not Severity.OK:
         assert ("ahead of" if skew_s > 0 else "behind") in line.detail
         assert line.command == "sudo sntp -sS time.apple.com"
         assert line.on == "mini-2"
@@ -276,14 +287,14 @@ def test_skew_is_a_warning_from_5_s_and_a_fault_from_a_quarter_of_the_ttl(
     ("skews", "level", "words"),
     [
         ({"a": 9.0, "b": 9.0}, None, ""),
-        ({"a": 9.0, "b": 0.0, "c": 0.1}, Level.OK, "agrees"),
-        ({"a": 60.0, "b": 61.0, "c": 0.1}, Level.FAULT, "behind theirs"),
-        ({"a": -60.0, "b": -61.0, "c": -59.0}, Level.FAULT, "ahead of theirs"),
-        ({"a": 60.0, "b": 61.0, "c": 0.1, "d": 0.0}, Level.FAULT, "2 of 4"),
+        ({"a": 9.0, "b": 0.0, "c": 0.1}, Severity.OK, "agrees"),
+        ({"a": 60.0, "b": 61.0, "c": 0.1}, Severity.FAULT, "behind theirs"),
+        ({"a": -60.0, "b": -61.0, "c": -59.0}, Severity.FAULT, "ahead of theirs"),
+        ({"a": 60.0, "b": 61.0, "c": 0.1, "d": 0.0}, Severity.FAULT, "2 of 4"),
     ],
 )
 def test_half_of_three_or_more_peers_blame_the_own_clock(
-    skews: dict[str, float], level: Level | None, words: str
+    skews: dict[str, float], level: Severity | None, words: str
 ) -> None:
     line = checks.check_own_clock(skews, "linux")
     assert (line and line.level) is level
@@ -293,35 +304,35 @@ def test_half_of_three_or_more_peers_blame_the_own_clock(
 @pytest.mark.parametrize(
     ("own", "theirs", "level", "words", "on"),
     [
-        ((1, 1), (1, 1), Level.OK, "protocol 1", ""),
-        ((1, 2), (2, 3), Level.OK, "2 to 3", ""),
-        ((1, 1), (0, 0), Level.OK, "in full", ""),
-        ((1, 1), (2, 3), Level.FAULT, "mini-2 is newer: it speaks protocol 2 to 3", ""),
-        ((3, 4), (1, 2), Level.FAULT, "mini-2 is older: it speaks protocol 1 to 2", "mini-2"),
+        ((1, 1), (1, 1), Severity.OK, "protocol 1", ""),
+        ((1, 2), (2, 3), Severity.OK, "2 to 3", ""),
+        ((1, 1), (0, 0), Severity.OK, "in full", ""),
+        ((1, 1), (2, 3), Severity.FAULT, "mini-2 is newer: it speaks protocol 2 to 3", ""),
+        ((3, 4), (1, 2), Severity.FAULT, "mini-2 is older: it speaks protocol 1 to 2", "mini-2"),
     ],
 )
 def test_versions_that_do_not_overlap_say_who_is_older(
-    own: tuple[int, int], theirs: tuple[int, int], level: Level, words: str, on: str
+    own: tuple[int, int], theirs: tuple[int, int], level: Severity, words: str, on: str
 ) -> None:
     line = checks.check_protocol(Protocols(*own), Protocols(*theirs), "0.1.0", MAC)
     assert line.level is level
     assert words in line.detail
     assert line.on == on
-    assert bool(line.command) is (level is not Level.OK)
+    assert bool(line.command) is (level is not Severity.OK)
 
 
 @pytest.mark.parametrize(
     ("begins", "due", "ends", "level", "words", "command"),
     [
-        (-10, 200, 300, Level.OK, "300 days", ""),
-        (-250, -0.5, 100, Level.OK, "100 days", ""),
-        (-250, -5, 100, Level.WARNING, "not renewed", "kakeya-node"),
-        (-400, -100, -3, Level.FAULT, "3 days ago", "kakeya join TOKEN"),
-        (2, 200, 300, Level.FAULT, "clock of this machine is behind", "timedatectl"),
+        (-10, 200, 300, Severity.OK, "300 days", ""),
+        (-250, -0.5, 100, Severity.OK, "100 days", ""),
+        (-250, -5, 100, Severity.WARNING, "not renewed", "kakeya-node"),
+        (-400, -100, -3, Severity.FAULT, "3 days ago", "kakeya join TOKEN"),
+        (2, 200, 300, Severity.FAULT, "clock of this machine is behind", "timedatectl"),
     ],
 )
 def test_certificate_dates(
-    begins: float, due: float, ends: float, level: Level, words: str, command: str
+    begins: float, due: float, ends: float, level: Severity, words: str, command: str
 ) -> None:
     dates = CertificateDates(NOW + begins * DAY, NOW + due * DAY, NOW + ends * DAY)
     line = checks.check_certificate(dates, NOW, "linux")
@@ -331,18 +342,18 @@ def test_certificate_dates(
 
 
 def test_a_second_process_under_the_id_is_a_fault() -> None:
-    assert checks.check_conflicts([], data_dir="/d").level is Level.OK
+    assert checks.check_conflicts([], data_dir="/d").level is Severity.OK
     line = checks.check_conflicts(["10.0.0.9:50051"], data_dir="/my data")
-    assert line.level is Level.FAULT
+    assert line.level is Severity.FAULT
     assert "10.0.0.9:50051" in line.detail
     assert line.command == "mv '/my data' '/my data.copy'"
 
 
 @pytest.mark.parametrize(
     ("age_s", "level"),
-    [(None, Level.WARNING), (3.0, Level.OK), (60.0, Level.OK), (61.0, Level.WARNING)],
+    [(None, Severity.WARNING), (3.0, Severity.OK), (60.0, Severity.OK), (61.0, Severity.WARNING)],
 )
-def test_how_the_peer_sees_this_node(age_s: float | None, level: Level) -> None:
+def test_how_the_peer_sees_this_node(age_s: float | None, level: Severity) -> None:
     assert checks.check_seen(age_s, 120.0, WAY.address, MAC).level is level
 
 
@@ -351,22 +362,22 @@ def test_suspicion_is_told_from_both_sides() -> None:
     for of_them, of_us in ((True, False), (False, True)):
         line = checks.check_suspicion(MAC, of_them=of_them, of_us=of_us)
         assert line is not None
-        assert line.level is Level.WARNING
+        assert line.level is Severity.WARNING
 
 
 @pytest.mark.parametrize(
     ("own", "theirs", "level"),
     [
         ("", "", None),
-        ("a+ring:0", "b+ring:1", Level.OK),
-        ("a+ring:0", "b+ring:0", Level.WARNING),
-        ("a+ring:0", "b+else:1", Level.WARNING),
-        ("a+ring:0", "", Level.WARNING),
-        ("", "b+ring:1", Level.WARNING),
+        ("a+ring:0", "b+ring:1", Severity.OK),
+        ("a+ring:0", "b+ring:0", Severity.WARNING),
+        ("a+ring:0", "b+else:1", Severity.WARNING),
+        ("a+ring:0", "", Severity.WARNING),
+        ("", "b+ring:1", Severity.WARNING),
     ],
 )
 def test_two_ring_addresses_share_a_ring_or_say_why_not(
-    own: str, theirs: str, level: Level | None
+    own: str, theirs: str, level: Severity | None
 ) -> None:
     line = checks.check_ring(own, theirs, MAC)
     assert (line and line.level) is level
@@ -376,13 +387,13 @@ def test_two_ring_addresses_share_a_ring_or_say_why_not(
     ("is_member", "is_revoked", "is_exposed", "level"),
     [
         (True, False, True, None),
-        (True, True, True, Level.FAULT),
-        (False, False, True, Level.WARNING),
-        (False, False, False, Level.OK),
+        (True, True, True, Severity.FAULT),
+        (False, False, True, Severity.WARNING),
+        (False, False, False, Severity.OK),
     ],
 )
 def test_a_node_that_no_fleet_counts_in_is_told_so(
-    is_member: bool, is_revoked: bool, is_exposed: bool, level: Level | None
+    is_member: bool, is_revoked: bool, is_exposed: bool, level: Severity | None
 ) -> None:
     line = checks.check_membership(
         is_member=is_member, is_revoked=is_revoked, is_exposed=is_exposed
@@ -393,17 +404,19 @@ def test_a_node_that_no_fleet_counts_in_is_told_so(
 # --- laws
 
 
-OUTCOMES = st.sampled_from(list(Outcome))
+OUTCOMES = st.sampled_from(list(DialOutcome))
 TEXTS = st.text(max_size=40)
 
 
 @given(OUTCOMES, TEXTS, TEXTS, st.sampled_from(["darwin", "linux", ""]), st.booleans())
 def test_every_failed_way_has_one_command_and_nothing_of_a_peer_escapes_its_word(
-    outcome: Outcome, host: str, name: str, platform: str, works: bool
+    outcome: DialOutcome, host: str, name: str, platform: str, works: bool
 ) -> None:
     """A hostile card may say anything; what a person pastes must stay the command it looks like."""
     address = f"{host}:1"
-    found = Dial(address=address, outcome=outcome, errno=1, error=host, node_id="somebody else")
+    found = DialAttempt(
+        address=address, outcome=outcome, errno=1, error=host, node_id="somebody else"
+    )
     peer, here = Peer(name=name, node_id="n"), Here(platform=platform, python="p")
     way = Endpoint(address, "lan", 20)
     lines = [
@@ -411,7 +424,7 @@ def test_every_failed_way_has_one_command_and_nothing_of_a_peer_escapes_its_word
         check_back(found, peer, here, others_work=works),
     ]
     for line in lines:
-        if line.level is Level.OK:
+        if line.level is Severity.OK:
             continue
         words = shlex.split(line.command)
         assert words[0] in {"kakeya", "kakeya-node", "sudo", "open", "ping", "ip", "route", "lsof"}
@@ -427,8 +440,8 @@ def test_shell_keeps_a_hostile_word_in_one_piece() -> None:
 
 
 LINES = st.builds(
-    Line,
-    level=st.sampled_from(list(Level)),
+    Finding,
+    level=st.sampled_from(list(Severity)),
     what=TEXTS,
     detail=TEXTS,
     command=TEXTS,
@@ -438,18 +451,20 @@ LINES = st.builds(
 
 
 @given(st.lists(LINES, max_size=5))
-def test_a_report_survives_its_json_and_its_level_is_the_worst(lines: list[Line]) -> None:
-    report = Report(node="n", lines=tuple(lines), seconds=1.5)
+def test_a_report_survives_its_json_and_its_level_is_the_worst(lines: list[Finding]) -> None:
+    report = Examination(node="n", lines=tuple(lines), seconds=1.5)
     assert decode_report(encode_report(report)) == report
-    order = list(Level)
-    assert report.level is max((line.level for line in lines), key=order.index, default=Level.OK)
+    order = list(Severity)
+    assert report.level is max((line.level for line in lines), key=order.index, default=Severity.OK)
 
 
 def test_levels_of_lines() -> None:
-    assert Report(node="", lines=(), seconds=0).level is Level.OK
+    assert Examination(node="", lines=(), seconds=0).level is Severity.OK
     lines = (ok("a", ""), warning("b", "", "c"))
-    assert Report(node="", lines=lines, seconds=0).level is Level.WARNING
-    assert Report(node="", lines=(*lines, fault("d", "", "e")), seconds=0).level is Level.FAULT
+    assert Examination(node="", lines=lines, seconds=0).level is Severity.WARNING
+    assert (
+        Examination(node="", lines=(*lines, fault("d", "", "e")), seconds=0).level is Severity.FAULT
+    )
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"node": "", "lines": [1], "seconds": 0}', "x"])

@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 
 from kakeya.core.clock import SystemClock
-from kakeya.doctor.dials import Dial, Dialler, Outcome
+from kakeya.doctor.dials import DialAttempt, Dialler, DialOutcome
 from kakeya.fleet.identity.authority import authority_of, new_fleet
 from kakeya.fleet.identity.identity import Identity
 from tests.doctor.small_nodes import (
@@ -33,7 +33,7 @@ DAY = 86_400.0
 LIMIT_S = 0.8
 
 
-async def dial(address: str, identity: Identity | None = None) -> Dial:
+async def dial(address: str, identity: Identity | None = None) -> DialAttempt:
     dialler = Dialler(SystemClock(), open_channels=opener(identity), limit_s=LIMIT_S)
     started = time.monotonic()
     found = await dialler.dial(address)
@@ -45,40 +45,40 @@ async def dial(address: str, identity: Identity | None = None) -> Dial:
 async def test_a_node_answers_with_its_id(tmp_path: Path) -> None:
     async with small_node(tmp_path, "mini") as node:
         found = await dial(node.address)
-    assert (found.outcome, found.node_id, found.errno) == (Outcome.ANSWERED, "mini", 0)
+    assert (found.outcome, found.node_id, found.errno) == (DialOutcome.ANSWERED, "mini", 0)
     assert found.rtt_ms > 0
 
 
 async def test_a_closed_port_refuses() -> None:
     with closed_port() as address:
         found = await dial(address)
-    assert found.outcome is Outcome.REFUSED
+    assert found.outcome is DialOutcome.REFUSED
     assert found.errno != 0
 
 
 async def test_a_name_with_several_addresses_keeps_its_errno() -> None:
     with closed_port() as address:
         found = await dial(address.replace("127.0.0.1", "localhost"))
-    assert found.outcome is Outcome.REFUSED
+    assert found.outcome is DialOutcome.REFUSED
 
 
 async def test_a_full_backlog_is_a_timeout() -> None:
     with full_port() as address:
         found = await dial(address)
-    assert found.outcome is Outcome.TIMEOUT
+    assert found.outcome is DialOutcome.TIMEOUT
     assert found.errno != 0
 
 
 async def test_a_port_that_says_nothing_is_silent() -> None:
     with silent_port() as address:
         found = await dial(address)
-    assert found.outcome is Outcome.SILENT
+    assert found.outcome is DialOutcome.SILENT
 
 
 async def test_a_web_server_is_no_node() -> None:
     async with http_port() as address:
         found = await dial(address)
-    assert found.outcome in (Outcome.UNTRUSTED, Outcome.NO_NODE)
+    assert found.outcome in (DialOutcome.UNTRUSTED, DialOutcome.NO_NODE)
     assert found.shown is None
 
 
@@ -90,19 +90,19 @@ async def test_another_grpc_server_is_no_node() -> None:
         found = await dial(f"127.0.0.1:{port}")
     finally:
         await server.stop(None)
-    assert found.outcome is Outcome.NO_NODE
+    assert found.outcome is DialOutcome.NO_NODE
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1", "[::1:5", "host:99999"])
 async def test_what_is_no_address_fails_with_words(address: str) -> None:
     found = await dial(address)
-    assert found.outcome is Outcome.FAILED
+    assert found.outcome is DialOutcome.FAILED
     assert found.error
 
 
 async def test_a_name_that_nobody_knows_fails() -> None:
     found = await dial("no-such-host.invalid:50051")
-    assert found.outcome in (Outcome.FAILED, Outcome.TIMEOUT)
+    assert found.outcome in (DialOutcome.FAILED, DialOutcome.TIMEOUT)
     assert found.error
 
 
@@ -127,7 +127,7 @@ async def test_members_believe_each_other(tmp_path: Path) -> None:
     fleet = new_fleet("a", time.time())
     async with member(tmp_path, fleet) as address:
         found = await dial(address, issue(fleet, "b"))
-    assert (found.outcome, found.node_id) == (Outcome.ANSWERED, fleet.node_id)
+    assert (found.outcome, found.node_id) == (DialOutcome.ANSWERED, fleet.node_id)
 
 
 async def test_an_expired_certificate_is_seen_with_its_date(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ async def test_an_expired_certificate_is_seen_with_its_date(tmp_path: Path) -> N
     expired = issue(fleet, "b", now=time.time() - 100 * DAY, life_s=50 * DAY)
     async with member(tmp_path, expired) as address:
         found = await dial(address, issue(fleet, "c"))
-    assert found.outcome is Outcome.UNTRUSTED
+    assert found.outcome is DialOutcome.UNTRUSTED
     assert found.shown is not None
     assert abs(found.shown.not_after_at - expired.not_after_at) < 2
 
@@ -147,7 +147,7 @@ async def test_a_certificate_from_a_clock_that_is_ahead_is_seen_with_its_date(
     early = issue(fleet, "b", now=time.time() + 30 * DAY)
     async with member(tmp_path, early) as address:
         found = await dial(address, issue(fleet, "c"))
-    assert found.outcome is Outcome.UNTRUSTED
+    assert found.outcome is DialOutcome.UNTRUSTED
     assert found.shown is not None
     assert found.shown.not_before_at > time.time()
 
@@ -156,7 +156,7 @@ async def test_a_foreign_fleet_shows_a_certificate_in_date(tmp_path: Path) -> No
     ours, theirs = new_fleet("a", time.time()), new_fleet("b", time.time())
     async with member(tmp_path, theirs) as address:
         found = await dial(address, ours)
-    assert found.outcome is Outcome.UNTRUSTED
+    assert found.outcome is DialOutcome.UNTRUSTED
     assert found.shown is not None
     assert found.shown.not_before_at < time.time() < found.shown.not_after_at
 
@@ -164,14 +164,14 @@ async def test_a_foreign_fleet_shows_a_certificate_in_date(tmp_path: Path) -> No
 async def test_a_node_of_no_fleet_sees_that_the_other_has_one(tmp_path: Path) -> None:
     async with member(tmp_path, new_fleet("a", time.time())) as address:
         found = await dial(address)
-    assert found.outcome is Outcome.UNTRUSTED
+    assert found.outcome is DialOutcome.UNTRUSTED
     assert found.shown is not None
 
 
 async def test_a_member_sees_that_the_other_has_no_fleet(tmp_path: Path) -> None:
     async with small_node(tmp_path, "plain") as node:
         found = await dial(node.address, new_fleet("a", time.time()))
-    assert found.outcome is Outcome.UNTRUSTED
+    assert found.outcome is DialOutcome.UNTRUSTED
     assert found.shown is None
 
 
@@ -190,7 +190,7 @@ async def test_a_connection_without_a_peer_is_none_and_says_why(
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         found = await Dialler(SystemClock()).connect(f"127.0.0.1:{closed.getsockname()[1]}")
-    assert (found.outcome, found.errno) == (Outcome.REFUSED, errno.ECONNREFUSED)
+    assert (found.outcome, found.errno) == (DialOutcome.REFUSED, errno.ECONNREFUSED)
 
 
 async def test_a_connection_without_a_peer_or_a_reason_failed(
@@ -200,7 +200,7 @@ async def test_a_connection_without_a_peer_or_a_reason_failed(
 
     monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", nothing)
     found = await Dialler(SystemClock()).connect("127.0.0.1:9")
-    assert (found.outcome, found.errno) == (Outcome.FAILED, errno.ENOTCONN)
+    assert (found.outcome, found.errno) == (DialOutcome.FAILED, errno.ENOTCONN)
 
 
 # --- real networks

@@ -10,7 +10,7 @@ import pytest
 
 from kakeya.core.errors import InvalidArgument, NotFound
 from kakeya.doctor.machine import Machine, Output
-from kakeya.doctor.report import Level, Line, Report, decode_report
+from kakeya.doctor.report import Examination, Finding, Severity, decode_report
 from kakeya.fleet.cards.cards import Endpoint
 from kakeya.fleet.identity.authority import authority_of, new_fleet
 from tests.doctor.small_nodes import (
@@ -24,7 +24,7 @@ from tests.doctor.small_nodes import (
 DAY = 86_400.0
 
 
-def find(report: Report, what: str, peer: str | None = None) -> Line:
+def find(report: Examination, what: str, peer: str | None = None) -> Finding:
     """The one line whose subject begins like this."""
     lines = [
         line
@@ -44,13 +44,15 @@ async def test_two_healthy_nodes_have_nothing_to_mend(tmp_path: Path) -> None:
     async with small_node(tmp_path, "one") as one, small_node(tmp_path, "two") as two:
         meet(one, two)
         report = await one.examiner().examine("")
-    assert report.level is Level.OK, [line for line in report.lines if line.level is not Level.OK]
+    assert report.level is Severity.OK, [
+        line for line in report.lines if line.level is not Severity.OK
+    ]
     assert report.node == "one"
     assert {line.peer for line in report.lines} == {"", "two"}
     for what in ("reach ", "reached at", "path", "clocks", "version", "seen"):
-        assert find(report, what, "two").level is Level.OK
+        assert find(report, what, "two").level is Severity.OK
     for what in ("answers at", "node id", "fleet", "disk", "files", "mlx", "ring", "networks"):
-        assert find(report, what, "").level is Level.OK
+        assert find(report, what, "").level is Severity.OK
     assert report.seconds < 9
 
 
@@ -65,7 +67,9 @@ async def test_two_members_examine_each_other_over_tls(tmp_path: Path) -> None:
     ):
         meet(one, two)
         report = await one.examiner().examine(two.registry.node_id)
-    assert report.level is Level.OK, [line for line in report.lines if line.level is not Level.OK]
+    assert report.level is Severity.OK, [
+        line for line in report.lines if line.level is not Severity.OK
+    ]
     assert "364 days" in find(report, "certificate").detail or "365" in str(report.lines)
 
 
@@ -89,7 +93,7 @@ async def test_addresses_that_only_a_peer_names_are_dialled_as_the_policy_says(
             report = await one.examiner().examine("two")
             assert knocks == []
             line = find(report, f"reach {address}", "two")
-            assert line.level is Level.OK
+            assert line.level is Severity.OK
             assert "not dialled" in line.detail
             one.forbidden.clear()  # the control
             await one.examiner().examine("two")
@@ -104,7 +108,7 @@ async def test_a_lonely_node_is_told_that_the_rest_needs_another(
     async with small_node(tmp_path, "one", identity=identity) as one:
         report = await one.examiner().examine("")
     line = find(report, "peers")
-    assert (line.level, line.command) == (Level.WARNING, f"kakeya {command}")
+    assert (line.level, line.command) == (Severity.WARNING, f"kakeya {command}")
 
 
 async def test_a_peer_that_is_gone_is_a_fault_and_told_by_its_cause(tmp_path: Path) -> None:
@@ -120,8 +124,8 @@ async def test_a_peer_that_is_gone_is_a_fault_and_told_by_its_cause(tmp_path: Pa
                 one.meet(two)
                 report = await one.examiner().examine("two")
                 line = find(report, "reach ", "two")
-                assert (line.level, words in line.detail) == (Level.FAULT, True), line
-                assert report.level is Level.FAULT
+                assert (line.level, words in line.detail) == (Severity.FAULT, True), line
+                assert report.level is Severity.FAULT
 
 
 async def test_the_slower_way_in_use_and_a_way_that_does_not_work_are_warnings(
@@ -141,11 +145,11 @@ async def test_the_slower_way_in_use_and_a_way_that_does_not_work_are_warnings(
             slow = await one.examiner().examine("two")
             one.routes["two"] = cable
             fast = await one.examiner().examine("two")
-    assert find(slow, "path").level is Level.WARNING
+    assert find(slow, "path").level is Severity.WARNING
     assert f"although thunderbolt {cable} works" in find(slow, "path").detail
-    assert find(fast, "path").level is Level.OK
-    assert find(fast, f"reach {closed}").level is Level.WARNING
-    assert fast.level is Level.WARNING
+    assert find(fast, "path").level is Severity.OK
+    assert find(fast, f"reach {closed}").level is Severity.WARNING
+    assert fast.level is Severity.WARNING
 
 
 async def test_the_peer_tells_what_it_cannot_reach_of_us(tmp_path: Path) -> None:
@@ -154,18 +158,25 @@ async def test_the_peer_tells_what_it_cannot_reach_of_us(tmp_path: Path) -> None
             one.offer(Endpoint(one.address, "lan", 20), Endpoint(closed, "thunderbolt", 10))
             meet(one, two)
             report = await one.examiner().examine("two")
-    assert find(report, f"reached at {one.address}").level is Level.OK
+    assert find(report, f"reached at {one.address}").level is Severity.OK
     line = find(report, f"reached at {closed}")
-    assert line.level is Level.WARNING
+    assert line.level is Severity.WARNING
     assert "does not listen" in line.detail
-    assert find(report, f"answers at {closed}").level is Level.FAULT
+    assert find(report, f"answers at {closed}").level is Severity.FAULT
 
 
 @pytest.mark.parametrize(
     ("ahead_s", "level"),
-    [(0.0, Level.OK), (12.0, Level.WARNING), (-12.0, Level.WARNING), (50.0, Level.FAULT)],
+    [
+        (0.0, Severity.OK),
+        (12.0, Severity.WARNING),
+        (-12.0, Severity.WARNING),
+        (50.0, Severity.FAULT),
+    ],
 )
-async def test_skew_is_measured_by_the_answer(tmp_path: Path, ahead_s: float, level: Level) -> None:
+async def test_skew_is_measured_by_the_answer(
+    tmp_path: Path, ahead_s: float, level: Severity
+) -> None:
     async with (
         small_node(tmp_path, "one") as one,
         small_node(tmp_path, "two", ahead_s=ahead_s) as two,
@@ -178,7 +189,7 @@ async def test_the_own_clock_is_blamed_when_most_peers_disagree(tmp_path: Path) 
     async with small_node(tmp_path, "one") as one:
         one.skews = {"a": 60.0, "b": 61.0, "c": 59.0}
         report = await one.examiner().examine("")
-    assert find(report, "own clock").level is Level.FAULT
+    assert find(report, "own clock").level is Severity.FAULT
 
 
 async def test_a_peer_by_its_address_alone_becomes_known_by_its_answer(tmp_path: Path) -> None:
@@ -188,8 +199,8 @@ async def test_a_peer_by_its_address_alone_becomes_known_by_its_answer(tmp_path:
         meet(one, two)
         known = await one.examiner().examine(two.address)
         labelled = await one.examiner().examine("shelf, LEFT")
-    assert find(stranger, "seen", two.address).level is Level.WARNING
-    assert find(known, "seen", "Shelf, left").level is Level.OK
+    assert find(stranger, "seen", two.address).level is Severity.WARNING
+    assert find(known, "seen", "Shelf, left").level is Severity.OK
     assert {line.peer for line in labelled.lines} == {"", "Shelf, left"}
 
 
@@ -200,8 +211,8 @@ async def test_a_peer_without_a_doctor_is_examined_from_one_side(tmp_path: Path)
     ):
         meet(one, two)
         report = await one.examiner().examine("two")
-    assert find(report, "reach ", "two").level is Level.OK
-    assert find(report, "checked back").level is Level.WARNING
+    assert find(report, "reach ", "two").level is Severity.OK
+    assert find(report, "checked back").level is Severity.WARNING
 
 
 async def test_another_process_under_the_own_id_is_a_fault(tmp_path: Path) -> None:
@@ -209,7 +220,7 @@ async def test_another_process_under_the_own_id_is_a_fault(tmp_path: Path) -> No
         one.meet(copy)
         report = await one.examiner().examine("")
     line = find(report, "node id")
-    assert line.level is Level.FAULT
+    assert line.level is Severity.FAULT
     assert copy.address in line.detail
 
 
@@ -220,7 +231,7 @@ async def test_an_expiring_certificate_is_told(tmp_path: Path) -> None:
     async with small_node(tmp_path, "", identity=fleet) as one:
         report = await one.examiner().examine("")
     line = find(report, "certificate")
-    assert line.level is Level.WARNING
+    assert line.level is Severity.WARNING
     assert "not renewed" in line.detail
 
 
@@ -230,7 +241,7 @@ async def test_a_node_that_was_taken_out_hears_it_once(tmp_path: Path) -> None:
         one.revoked.add("one")
         for peer in ("", "two"):
             report = await one.examiner().examine(peer)
-            bad = [line for line in report.lines if line.level is not Level.OK]
+            bad = [line for line in report.lines if line.level is not Severity.OK]
             assert [line.what for line in bad] == ["fleet"]
             assert bad[0].command == "kakeya join TOKEN"
 
@@ -241,7 +252,7 @@ async def test_a_peer_that_was_taken_out_is_named_so_and_asked_nothing(tmp_path:
         report = await one.examiner().examine(two.address)
     (line,) = [line for line in report.lines if line.peer]
     assert (line.level, line.command, line.on) == (
-        Level.FAULT,
+        Severity.FAULT,
         "kakeya join TOKEN",
         two.address,
     )
@@ -266,9 +277,9 @@ async def test_an_examination_ends_by_its_limit_whatever_hangs(tmp_path: Path) -
             started = time.monotonic()
             report = await one.examiner(limit_s=1.0, machine=machine).examine("")
     assert time.monotonic() - started < 5
-    assert find(report, "machine").level is Level.WARNING
-    assert find(report, "peer", "two").level is Level.WARNING
-    assert find(report, "answers at").level is Level.OK
+    assert find(report, "machine").level is Severity.WARNING
+    assert find(report, "peer", "two").level is Severity.WARNING
+    assert find(report, "answers at").level is Severity.OK
 
 
 async def test_the_report_travels_as_json(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from kakeya.doctor import machine as machine_module
 from kakeya.doctor.machine import Machine, Output, listen_fault, run_program
-from kakeya.doctor.report import Level, Line
+from kakeya.doctor.report import Finding, Severity
 from tests.doctor.small_nodes import GOOD_TEST, no_program
 from tests.doctor.test_machine_checks import MINI_AS_DELIVERED
 
 
-def find(lines: Sequence[Line], what: str) -> Line:
+def find(lines: Sequence[Finding], what: str) -> Finding:
     return next(line for line in lines if line.what == what)
 
 
@@ -25,9 +25,9 @@ async def test_the_self_test_passes_in_a_child_and_mlx_stays_out_of_this_process
 ) -> None:
     lines = await Machine(tmp_path, environ={}).examine()
     mlx = find(lines, "mlx")
-    assert mlx.level is Level.OK or "busy" in mlx.detail, mlx
-    assert find(lines, "ring").level is Level.OK
-    assert find(lines, "disk").level is not Level.FAULT
+    assert mlx.level is Severity.OK or "busy" in mlx.detail, mlx
+    assert find(lines, "ring").level is Severity.OK
+    assert find(lines, "disk").level is not Severity.FAULT
     code = "import sys, kakeya.doctor.examiner, kakeya.cli.doctor; "
     check = await run_program(
         (sys.executable, "-c", code + "assert 'mlx.core' not in sys.modules"), 20
@@ -42,17 +42,17 @@ async def test_a_folder_that_others_can_read_is_told(tmp_path: Path) -> None:
     assert "no node ran" in find(await machine.examine(), "files").detail
     folder.mkdir(mode=0o700)
     (folder / "identity").mkdir(mode=0o700)
-    assert find(await machine.examine(), "files").level is Level.OK
+    assert find(await machine.examine(), "files").level is Severity.OK
     folder.chmod(0o755)
-    assert find(await machine.examine(), "files").level is Level.WARNING
+    assert find(await machine.examine(), "files").level is Severity.WARNING
     (folder / "identity" / "ca-key.pem").touch(mode=0o644)
     line = find(await machine.examine(), "files")
-    assert line.level is Level.FAULT
+    assert line.level is Severity.FAULT
     assert "ca-key.pem" in line.detail
     assert line.command == f"chmod -R go-rwx {folder}"
     # The command mends it.
     await run_program(line.command.split(), 5)
-    assert find(await machine.examine(), "files").level is Level.OK
+    assert find(await machine.examine(), "files").level is Severity.OK
 
 
 async def test_a_mac_is_asked_for_its_power_settings() -> None:
@@ -66,7 +66,7 @@ async def test_a_mac_is_asked_for_its_power_settings() -> None:
     mac = Machine(Path("/nowhere"), environ={}, platform="darwin", run=run)
     lines = await mac.examine()
     assert ("pmset", "-g") in asked
-    assert find(lines, "sleep").level is Level.WARNING
+    assert find(lines, "sleep").level is Severity.WARNING
     assert find(lines, "blas").detail == "Accelerate"
     assert await mac.pings("10.0.0.5")
     assert asked[-1] == ("ping", "-c", "1", "-t", "1", "10.0.0.5")
@@ -76,7 +76,7 @@ async def test_a_mac_is_asked_for_its_power_settings() -> None:
 
 async def test_a_ring_is_read_from_the_nodes_environment(tmp_path: Path) -> None:
     lines = await Machine(tmp_path, environ={"MLX_RANK": "zero"}, run=no_program).examine()
-    assert find(lines, "ring").level is Level.WARNING
+    assert find(lines, "ring").level is Severity.WARNING
 
 
 async def test_a_program_does_not_outlive_its_limit(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from kakeya.core.units import GIB, MIB
 from kakeya.doctor import machine_checks as checks
 from kakeya.doctor.machine import Output, read_self_test
 from kakeya.doctor.machine_checks import FileFact, SelfTest
-from kakeya.doctor.report import Level
-from kakeya.fleet.paths.addresses import Priority
+from kakeya.doctor.report import Severity
+from kakeya.fleet.paths.addresses import NetworkRank
 from kakeya.fleet.paths.interfaces import Interface
 from kakeya.fleet.placement.ring import RingEnvironment
 
@@ -61,18 +61,25 @@ Currently in use:
     [
         (
             MINI_AS_DELIVERED,
-            Level.WARNING,
+            Severity.WARNING,
             "sleeps after 1 min",
             "sudo pmset -a sleep 0 powernap 0 disksleep 0",
         ),
-        (MINI_AWAKE, Level.OK, "stays awake", ""),
-        (BOOK_ON_BATTERY, Level.WARNING, "does not wake it", "sudo pmset -a sleep 0 womp 1"),
-        (MINI_AWAKE.replace("disksleep            0", "disksleep 10"), Level.WARNING, "disk", "0"),
-        ("", Level.WARNING, "did not tell", "pmset -g"),
-        ("Currently in use:\n nonsense\n", Level.WARNING, "did not tell", "pmset -g"),
+        (MINI_AWAKE, Severity.OK, "stays awake", ""),
+        (BOOK_ON_BATTERY, Severity.WARNING, "does not wake it", "sudo pmset -a sleep 0 womp 1"),
+        (
+            MINI_AWAKE.replace("disksleep            0", "disksleep 10"),
+            Severity.WARNING,
+            "disk",
+            "0",
+        ),
+        ("", Severity.WARNING, "did not tell", "pmset -g"),
+        ("Currently in use:\n nonsense\n", Severity.WARNING, "did not tell", "pmset -g"),
     ],
 )
-def test_a_mac_that_sleeps_is_warned_of(text: str, level: Level, words: str, command: str) -> None:
+def test_a_mac_that_sleeps_is_warned_of(
+    text: str, level: Severity, words: str, command: str
+) -> None:
     line = checks.check_sleep(checks.parse_pmset(text))
     assert line.level is level
     assert words in line.detail
@@ -90,18 +97,18 @@ def test_pmset_is_read_with_names_of_several_words_and_remarks() -> None:
 @pytest.mark.parametrize(
     ("free", "level"),
     [
-        (2 * GIB, Level.OK),
-        (GIB, Level.OK),
-        (GIB - 1, Level.WARNING),
-        (64 * MIB, Level.WARNING),
-        (64 * MIB - 1, Level.FAULT),
-        (0, Level.FAULT),
+        (2 * GIB, Severity.OK),
+        (GIB, Severity.OK),
+        (GIB - 1, Severity.WARNING),
+        (64 * MIB, Severity.WARNING),
+        (64 * MIB - 1, Severity.FAULT),
+        (0, Severity.FAULT),
     ],
 )
-def test_room_on_the_disk(free: int, level: Level) -> None:
+def test_room_on_the_disk(free: int, level: Severity) -> None:
     line = checks.check_disk(free, Path("/d"))
     assert line.level is level
-    assert bool(line.command) is (level is not Level.OK)
+    assert bool(line.command) is (level is not Severity.OK)
 
 
 FOLDER = Path("/home/me/my data")
@@ -111,30 +118,30 @@ KEY = FOLDER / "identity" / "key.pem"
 @pytest.mark.parametrize(
     ("facts", "level", "words", "command"),
     [
-        ([], Level.OK, "no node ran", ""),
-        ([FileFact(path=FOLDER, mode=0o700, uid=7)], Level.OK, "its owner alone", ""),
+        ([], Severity.OK, "no node ran", ""),
+        ([FileFact(path=FOLDER, mode=0o700, uid=7)], Severity.OK, "its owner alone", ""),
         (
             [FileFact(path=FOLDER, mode=0o755, uid=7)],
-            Level.WARNING,
+            Severity.WARNING,
             "mode 755",
             "chmod -R go-rwx '/home/me/my data'",
         ),
         (
             [FileFact(path=FOLDER, mode=0o755, uid=7), FileFact(path=KEY, mode=0o640, uid=7)],
-            Level.FAULT,
+            Severity.FAULT,
             "private key",
             "chmod -R go-rwx '/home/me/my data'",
         ),
         (
             [FileFact(path=FOLDER, mode=0o700, uid=0)],
-            Level.FAULT,
+            Severity.FAULT,
             "belongs to user 0",
             "sudo chown -R 7 '/home/me/my data'",
         ),
     ],
 )
 def test_files_are_their_owners_alone(
-    facts: list[FileFact], level: Level, words: str, command: str
+    facts: list[FileFact], level: Severity, words: str, command: str
 ) -> None:
     line = checks.check_files(facts, FOLDER, 7)
     assert line.level is level
@@ -145,13 +152,13 @@ def test_files_are_their_owners_alone(
 @pytest.mark.parametrize(
     ("number", "level", "command"),
     [
-        (0, Level.OK, ""),
-        (errno.EADDRINUSE, Level.FAULT, "lsof -nP -iTCP:50051 -sTCP:LISTEN"),
-        (errno.EADDRNOTAVAIL, Level.FAULT, "kakeya-node --bind 127.0.0.1:50051"),
-        (errno.EACCES, Level.FAULT, "kakeya-node --bind 127.0.0.1:0"),
+        (0, Severity.OK, ""),
+        (errno.EADDRINUSE, Severity.FAULT, "lsof -nP -iTCP:50051 -sTCP:LISTEN"),
+        (errno.EADDRNOTAVAIL, Severity.FAULT, "kakeya-node --bind 127.0.0.1:50051"),
+        (errno.EACCES, Severity.FAULT, "kakeya-node --bind 127.0.0.1:0"),
     ],
 )
-def test_a_port_that_is_taken(number: int, level: Level, command: str) -> None:
+def test_a_port_that_is_taken(number: int, level: Severity, command: str) -> None:
     line = checks.check_port("--bind", "10.0.0.1:50051", number)
     assert (line.level, line.command) == (level, command)
 
@@ -162,39 +169,43 @@ GOOD = SelfTest(mlx="0.32.4", device="cpu", same_tokens=True, difference=1e-6, s
 @pytest.mark.parametrize(
     ("test", "level", "words"),
     [
-        (GOOD, Level.OK, "0.32.4 on cpu"),
-        (SelfTest(mlx="0.31", device="gpu", difference=1e-6, scale=13.0), Level.FAULT, "wrong"),
+        (GOOD, Severity.OK, "0.32.4 on cpu"),
+        (SelfTest(mlx="0.31", device="gpu", difference=1e-6, scale=13.0), Severity.FAULT, "wrong"),
         (
             SelfTest(mlx="0.31", device="gpu", same_tokens=True, difference=2.0, scale=13.0),
-            Level.FAULT,
+            Severity.FAULT,
             "batched answers would be wrong",
         ),
         (
             SelfTest(mlx="0.31", same_tokens=True, difference=float("nan"), scale=13.0),
-            Level.FAULT,
+            Severity.FAULT,
             "wrong",
         ),
-        (SelfTest(error="No module named 'mlx'"), Level.FAULT, "No module named"),
-        (SelfTest(error="not done", is_unfinished=True), Level.WARNING, "busy"),
+        (SelfTest(error="No module named 'mlx'"), Severity.FAULT, "No module named"),
+        (SelfTest(error="not done", is_unfinished=True), Severity.WARNING, "busy"),
     ],
 )
-def test_the_self_test_of_mlx(test: SelfTest, level: Level, words: str) -> None:
+def test_the_self_test_of_mlx(test: SelfTest, level: Severity, words: str) -> None:
     line = checks.check_mlx(test, "/opt/py")
     assert line.level is level
     assert words in line.detail
-    if level is Level.FAULT:
+    if level is Severity.FAULT:
         assert line.command == "/opt/py -m pip install --upgrade mlx mlx-lm"
 
 
 @pytest.mark.parametrize(
     ("has_blas", "platform", "level"),
-    [(True, "linux", Level.OK), (False, "linux", Level.WARNING), (False, "darwin", Level.OK)],
+    [
+        (True, "linux", Severity.OK),
+        (False, "linux", Severity.WARNING),
+        (False, "darwin", Severity.OK),
+    ],
 )
-def test_blas(has_blas: bool, platform: str, level: Level) -> None:
+def test_blas(has_blas: bool, platform: str, level: Severity) -> None:
     line = checks.check_blas(SelfTest(has_blas=has_blas), platform)
     assert line is not None
     assert line.level is level
-    if level is Level.WARNING:
+    if level is Severity.WARNING:
         assert line.command == "sudo apt-get install libopenblas0-pthread"
 
 
@@ -205,10 +216,10 @@ def test_blas_is_not_judged_when_the_child_said_nothing() -> None:
 def test_a_ring_that_was_meant_and_is_not_there() -> None:
     none = RingEnvironment(is_available=False, failure_reason="why")
     there = RingEnvironment(is_available=True, rank=1, world_size=2, backend="ring")
-    assert checks.check_ring_probe(none, {}).level is Level.OK
+    assert checks.check_ring_probe(none, {}).level is Severity.OK
     assert checks.check_ring_probe(there, {"MLX_RANK": "1"}).detail == "rank 1 of 2 (ring)"
     line = checks.check_ring_probe(none, {"MLX_RANK": "1"})
-    assert line.level is Level.WARNING
+    assert line.level is Severity.WARNING
     assert "why" in line.detail
 
 
@@ -231,15 +242,15 @@ def test_a_self_test_that_fails_says_why(
     assert test.is_unfinished is is_unfinished
 
 
-def interface(name: str, ip: str, prefix: int, priority: Priority) -> Interface:
+def interface(name: str, ip: str, prefix: int, priority: NetworkRank) -> Interface:
     return Interface(
         name=name, index=1, ip=ipaddress.ip_address(ip), prefix=prefix, priority=priority
     )
 
 
-WIFI = interface("en0", "192.168.1.7", 24, Priority.LAN)
-CABLE = interface("bridge0", "169.254.3.4", 16, Priority.THUNDERBOLT)
-BARE = interface("en0", "fe80::1", 64, Priority.LAN)
+WIFI = interface("en0", "192.168.1.7", 24, NetworkRank.LAN)
+CABLE = interface("bridge0", "169.254.3.4", 16, NetworkRank.THUNDERBOLT)
+BARE = interface("en0", "fe80::1", 64, NetworkRank.LAN)
 
 
 @pytest.mark.parametrize(
@@ -259,5 +270,5 @@ def test_a_host_on_an_own_network_is_found(host: str, link: str) -> None:
 def test_networks_are_listed_and_missed() -> None:
     line = checks.check_networks((CABLE, WIFI, BARE), "darwin")
     assert line.detail == "169.254.3.4 on bridge0 (thunderbolt); 192.168.1.7 on en0 (lan)"
-    assert checks.check_networks((), "darwin").level is Level.WARNING
+    assert checks.check_networks((), "darwin").level is Severity.WARNING
     assert checks.check_networks((), "linux").command == "ip address"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from kakeya.core.errors import KakeyaError
 from kakeya.engine.adapters.pages import ReadAdapter
-from kakeya.engine.adapters.slots import EngineAdapters, LoadedAdapter
+from kakeya.engine.adapters.slots import EngineAdapters, SlottedAdapter
 from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, TokensFrame
-from kakeya.engine.steps.scheduler import Scheduler, Ticket
+from kakeya.engine.steps.scheduler import QueueTicket, Scheduler
 from kakeya.engine.steps.sequence import SequenceTools
 from kakeya.mlx.loader import load
 from kakeya.mlx.model import MlxModel
@@ -68,7 +68,7 @@ class Ending:
         self.scheduler = scheduler
         self.left = jobs
 
-    def submit(self, job: DecodeJob, answer: Answer) -> Ticket:
+    def submit(self, job: DecodeJob, answer: Answer) -> QueueTicket:
         def put(frame: EngineFrame) -> None:
             answer.put(frame)
             if isinstance(frame, DoneFrame):
@@ -78,7 +78,7 @@ class Ending:
             answer.fail(error)
             self.end()
 
-        ticket = Ticket(job, put, fail)
+        ticket = QueueTicket(job, put, fail)
         self.scheduler.submit(ticket)
         return ticket
 
@@ -98,7 +98,7 @@ def adapter_rig(model: MlxModel) -> AdapterRig:
 
 def take(
     adapters: EngineAdapters, adapter_id: str, packed: bytes, instead_of: str = ""
-) -> LoadedAdapter:
+) -> SlottedAdapter:
     """Load an adapter that lies in our own memory."""
     return adapters.load(adapter_id, ReadAdapter(packed), instead_of)
 

@@ -18,13 +18,13 @@ from kakeya.engine.queue.policy import (
     PATIENCE_S,
     SPECULATIVE,
     Account,
-    Claim,
+    GenerationClaim,
     first,
     may_hold,
     may_pass,
 )
 from kakeya.engine.queue.room import KvRoom
-from kakeya.engine.queue.rows import Entry, Row, Ticket
+from kakeya.engine.queue.rows import Admitted, QueueRow, QueueTicket
 
 
 class LinearShares:
@@ -105,7 +105,9 @@ class LinearPeers:
         return min(waiting, default=chosen.used)
 
 
-def next_place(claims: Sequence[Row], turn: int, now_s: float, fits: Callable[[Row], bool]) -> Row:
+def next_place(
+    claims: Sequence[QueueRow], turn: int, now_s: float, fits: Callable[[QueueRow], bool]
+) -> QueueRow:
     """Who runs next; where there is no room for it yet, nobody goes before it but who may pass.
 
     `turn` counts the places given so far.
@@ -122,8 +124,11 @@ def next_place(claims: Sequence[Row], turn: int, now_s: float, fits: Callable[[R
 
 
 def makes_place(
-    claim: Claim, running: Sequence[Row], now_s: float, kept: Claim | None = None
-) -> list[Row]:
+    claim: GenerationClaim,
+    running: Sequence[QueueRow],
+    now_s: float,
+    kept: GenerationClaim | None = None,
+) -> list[QueueRow]:
     """Who of those that run may be set aside for a claim, in this order; never `kept`.
 
     All that are less urgent, the youngest of the least urgent class first. Where there is none:
@@ -134,7 +139,7 @@ def makes_place(
     if below:
         return sorted(below, key=lambda one: (-one.priority, -one.number))
     client = claim.account.client
-    by_client: dict[str, list[Row]] = {}
+    by_client: dict[str, list[QueueRow]] = {}
     for one in running:
         by_client.setdefault(one.account.client, []).append(one)
     if client in by_client or now_s - claim.arrived_s < PATIENCE_S:
@@ -152,18 +157,18 @@ class LinearLine:
         self._pace = pace
         self._places = places
         self._shares = LinearShares()
-        self.waiting: list[Row] = []
-        self.parked: list[Row] = []
+        self.waiting: list[QueueRow] = []
+        self.parked: list[QueueRow] = []
         self._arrivals = self._entries = 0
-        self._held: Row | None = None
-        self._aged: Row | None = None
+        self._held: QueueRow | None = None
+        self._aged: QueueRow | None = None
         self._aged_until_s = 0.0
 
-    def arrive(self, ticket: Ticket, running: Sequence[Row], now_s: float) -> None:
+    def arrive(self, ticket: QueueTicket, running: Sequence[QueueRow], now_s: float) -> None:
         job = ticket.job
         self._room.check_fits(job)
         self._arrivals += 1
-        row = Row(
+        row = QueueRow(
             ticket=ticket,
             account=self._shares.arrive(job.client, job.priority, job.user),
             number=self._arrivals,
@@ -178,8 +183,10 @@ class LinearLine:
             raise
         self.waiting.append(row)
 
-    def gone(self, running: Sequence[Row], now_s: float) -> list[tuple[Row, KakeyaError | None]]:
-        left: list[tuple[Row, KakeyaError | None]] = []
+    def gone(
+        self, running: Sequence[QueueRow], now_s: float
+    ) -> list[tuple[QueueRow, KakeyaError | None]]:
+        left: list[tuple[QueueRow, KakeyaError | None]] = []
         for row in self.waiting:
             if row.ticket.cancelled:
                 left.append((row, None))
@@ -194,11 +201,11 @@ class LinearLine:
                     left.append((row, refusal))
         return left
 
-    def next_entry(self, running: Sequence[Row], now_s: float) -> Entry | None:
+    def next_entry(self, running: Sequence[QueueRow], now_s: float) -> Admitted | None:
         if not self.waiting:
             return None
 
-        def fits(row: Row) -> bool:
+        def fits(row: QueueRow) -> bool:
             return self._plan(row, running, now_s) is not None
 
         if self._held not in self.waiting:
@@ -218,49 +225,49 @@ class LinearLine:
             self._aged, self._aged_until_s = chosen, now_s + AGED_S
         return entry
 
-    def enter(self, row: Row) -> None:
+    def enter(self, row: QueueRow) -> None:
         self._entries += 1
         self.waiting.remove(row)
         if row in self.parked:
             self.parked.remove(row)
         self._shares.begin(row.account)
 
-    def charge(self, row: Row) -> None:
+    def charge(self, row: QueueRow) -> None:
         row.charged = row.prompt_left
         row.account.pay(INPUT_WEIGHT * row.charged)
 
-    def refund(self, row: Row) -> None:
+    def refund(self, row: QueueRow) -> None:
         row.account.pay(-INPUT_WEIGHT * min(row.charged, row.prompt_left))
         row.charged = 0
 
-    def park(self, row: Row) -> None:
+    def park(self, row: QueueRow) -> None:
         self.waiting.append(row)
         self.parked.append(row)
         self._shares.set_aside(row.account)
 
-    def leave(self, row: Row) -> None:
+    def leave(self, row: QueueRow) -> None:
         self.waiting.remove(row)
         if row in self.parked:
             self.parked.remove(row)
         self._shares.leave(row.account, was_running=False)
 
-    def ended(self, row: Row) -> None:
+    def ended(self, row: QueueRow) -> None:
         if row is self._aged:
             self._aged = None
         self._shares.leave(row.account, was_running=True)
 
-    def _plan(self, row: Row, running: Sequence[Row], now_s: float) -> Entry | None:
+    def _plan(self, row: QueueRow, running: Sequence[QueueRow], now_s: float) -> Admitted | None:
         lacks_bytes = self._room.lacks(row, row.ticket.job, row.length)
         lacks_place = len(running) >= self._places
         if lacks_bytes <= 0 and not lacks_place:
-            return Entry(row=row)
+            return Admitted(row=row)
         held = self._room.held_bytes
         droppable = [
             one
             for one in reversed(self.parked)
             if one is not row and one.length and (one.priority >= row.priority or not running)
         ]
-        parks: list[Row] = []
+        parks: list[QueueRow] = []
         gain = sum(map(held, droppable))
         kept = self._aged if now_s < self._aged_until_s else None
         for victim in makes_place(row, running, now_s, kept):
@@ -270,16 +277,16 @@ class LinearLine:
             gain += held(victim)
         if lacks_bytes > gain or (lacks_place and not parks):
             return None
-        drops: list[Row] = []
+        drops: list[QueueRow] = []
         lacks_bytes -= sum(held(one) - self._room.kv_bytes(one.length) for one in parks)
         for one in (*reversed(parks), *droppable):
             if lacks_bytes <= 0:
                 break
             drops.append(one)
             lacks_bytes -= self._room.kv_bytes(one.length)
-        return Entry(row=row, parks=tuple(parks), drops=tuple(drops))
+        return Admitted(row=row, parks=tuple(parks), drops=tuple(drops))
 
-    def _check_deadline(self, row: Row, running: Sequence[Row], now_s: float) -> None:
+    def _check_deadline(self, row: QueueRow, running: Sequence[QueueRow], now_s: float) -> None:
         if row.expires_s == math.inf:
             return
         order = _order(row)
@@ -295,5 +302,5 @@ class LinearLine:
             raise DeadlineExceeded(f"the first token is expected in {expected_s:.3g} s")
 
 
-def _order(row: Row) -> tuple[int, float, int]:
+def _order(row: QueueRow) -> tuple[int, float, int]:
     return row.priority, row.arrived_s + row.work_s, row.number

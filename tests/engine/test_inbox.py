@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from kakeya.engine.inbox import Inbox, Item
 from kakeya.engine.job import DecodeJob
-from kakeya.engine.queue.rows import Ticket
+from kakeya.engine.queue.rows import QueueTicket
 
 
-def ticket() -> Ticket:
-    return Ticket(DecodeJob(token_ids=(1,), max_tokens=1), lambda _: None, lambda _: None)
+def ticket() -> QueueTicket:
+    return QueueTicket(DecodeJob(token_ids=(1,), max_tokens=1), lambda _: None, lambda _: None)
 
 
 class Clock:

@@ -21,7 +21,7 @@ from kakeya.core.errors import MemoryRefused
 from kakeya.core.process import resident_bytes
 from kakeya.engine.adapters.slots import EngineAdapters
 from kakeya.engine.job import DecodeJob
-from kakeya.engine.limits import Limits
+from kakeya.engine.limits import EngineLimits
 from kakeya.engine.model import MemoryUse
 from kakeya.engine.steps.scheduler import Scheduler
 from kakeya.memory.estimate.estimate import GROWTH_BYTES, STEP_BYTES
@@ -185,7 +185,7 @@ def test_one_sequence_ends_for_what_it_took_and_not_the_next_ones_too(
     prompt_tokens: int, more_tokens: int, share: int
 ) -> None:
     model, mine = Weighed(), tools()
-    limits = Limits(model, mine.slots, resident=lambda: None, trim=lambda: False)
+    limits = EngineLimits(model, mine.slots, resident=lambda: None, trim=lambda: False)
     limits.set(share, 0, 0)
     ending = Ending(Scheduler(model, mine, max_running=4, limits=limits), 4)
     answers = [Answer() for _ in range(4)]
@@ -228,7 +228,7 @@ def test_a_bound_below_the_model_itself_changes_nothing(scheduler: Scheduler) ->
 
 
 def test_adapters_are_told_what_is_left(model: MlxModel) -> None:
-    limits = Limits(model, tools().slots)
+    limits = EngineLimits(model, tools().slots)
     assert limits.room_bytes() is None
     limits.set((resident_bytes() or 0) + 10 * MIB, 0, 0)
     left = limits.room_bytes()
@@ -239,7 +239,7 @@ def test_adapters_are_told_what_is_left(model: MlxModel) -> None:
 
 def test_spare_buffers_are_bounded_by_what_arrays_leave(model: MlxModel) -> None:
     """Not dropped at each step, and back to their usual bound when there is room again."""
-    limits = Limits(model, tools().slots)
+    limits = EngineLimits(model, tools().slots)
     limits.shrink(1 << 40)
     limits.set((resident_bytes() or 0) + 100 * MIB, 0, 0)
     block = mx.ones((60 * MIB // 4,))
@@ -269,7 +269,7 @@ def test_what_else_grows_comes_out_of_the_share_when_memory_is_asked_back(model:
         memory = model.memory()
         return memory.active_bytes + memory.cache_bytes + other[0]
 
-    limits = Limits(model, tools().slots, resident=resident)
+    limits = EngineLimits(model, tools().slots, resident=resident)
     limits.shrink(1 << 40)
     limits.set(resident() + 80 * MIB, 0, 4 * MIB)
     room = limits.room_bytes()
@@ -299,7 +299,7 @@ def test_spare_buffers_make_place_for_whatever_else_is_resident(model: MlxModel)
         memory = model.memory()
         return memory.active_bytes + memory.cache_bytes + other[0]
 
-    limits = Limits(model, tools().slots, resident=resident)
+    limits = EngineLimits(model, tools().slots, resident=resident)
     limits.shrink(1 << 40)
     limits.set(resident() + 80 * MIB, 0, 4 * MIB)
     bound = limits.footprint().limit_bytes
@@ -358,7 +358,7 @@ def test_an_engine_that_grew_as_its_lease_foresees_goes_back_into_it_and_stays(
         looks[0] += 1
         return other[0] + model.memory().active_bytes + model.memory().cache_bytes
 
-    limits = Limits(model, mine.slots, resident=resident, trim=lambda: False)
+    limits = EngineLimits(model, mine.slots, resident=resident, trim=lambda: False)
     lease = resident() + STEP_BYTES + GROWTH_BYTES + kv_bytes
     limits.set(lease, 0, 0)
     for growth in sorted(grown):

@@ -24,10 +24,10 @@ from kakeya.engine.job import (
     TokensFrame,
 )
 from kakeya.engine.kv.slots import KvSlots
-from kakeya.engine.limits import Limits
+from kakeya.engine.limits import EngineLimits
 from kakeya.engine.model import KvView, MemoryUse
 from kakeya.engine.steps.drafting import RemoteBooks
-from kakeya.engine.steps.scheduler import Scheduler, Ticket
+from kakeya.engine.steps.scheduler import QueueTicket, Scheduler
 from kakeya.engine.steps.sequence import SequenceTools, Violations
 from kakeya.prefix.names.endings import LOGIT_BYTES
 from tests.engine.child_engine import ToyModel, ToyState
@@ -143,7 +143,7 @@ class Told:
     prefill_at_s: list[float] = field(default_factory=list)
     done: DoneFrame | None = None
     error: KakeyaError | None = None
-    ticket: Ticket | None = None
+    ticket: QueueTicket | None = None
     retries: int = 0
     losses_in_a_row: int = 0
 
@@ -180,7 +180,7 @@ class VirtualRig:
             max_draft_rows=8,
             timer=lambda: self.now_s,
         )
-        limits = Limits(self.model, self.slots, resident=lambda: None, trim=lambda: False)
+        limits = EngineLimits(self.model, self.slots, resident=lambda: None, trim=lambda: False)
         limits.set(memory_bytes, 0, 0)
         self.scheduler = Scheduler(self.model, tools, max_running=places, limits=limits)
         self.scheduler._parking.wait = self._skip  # type: ignore[method-assign]
@@ -267,7 +267,7 @@ class VirtualRig:
                 told.error = error
             self._close(told)
 
-        told.ticket = Ticket(job, put, fail)
+        told.ticket = QueueTicket(job, put, fail)
         self._open.append(told)
         self.scheduler.submit(told.ticket)
 

@@ -15,14 +15,14 @@ import grpc.aio
 
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.ids import ModelId
-from kakeya.fleet.cards.cards import Card, CardTrust, Endpoint, Offer, OfferedModel, Role
+from kakeya.fleet.cards.cards import Card, CardRole, CardTrust, Endpoint, Offer, OfferedModel
 from kakeya.fleet.cards.convert import from_wire, to_wire
 from kakeya.fleet.gossip.gossip import Gossip, GossipConfig
 from kakeya.fleet.gossip.round import Round, exchange_once
 from kakeya.fleet.gossip.service import add_capability_service
 from kakeya.fleet.gossip.sync import Sync
 from kakeya.fleet.view.registry import CapabilityRegistry, MergeReport
-from kakeya.fleet.view.tombstones import Memory
+from kakeya.fleet.view.tombstones import RegistryState
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.wire.channels import Channels, Keepalive
 
@@ -70,11 +70,11 @@ def make_card(node_id: str = "peer", **fields: object) -> Card:
 
 
 def verifier(model_id: str, speed: float = 0.0) -> OfferedModel:
-    return OfferedModel(ModelId(model_id), Role.VERIFIER, "4bit", speed)
+    return OfferedModel(ModelId(model_id), CardRole.VERIFIER, "4bit", speed)
 
 
 def proposer(model_id: str, speed: float = 0.0) -> OfferedModel:
-    return OfferedModel(ModelId(model_id), Role.PROPOSER, "", speed)
+    return OfferedModel(ModelId(model_id), CardRole.PROPOSER, "", speed)
 
 
 def make_registry(
@@ -86,7 +86,7 @@ def make_registry(
     incarnation: int = 1,
     limit: int = 4096,
     models: Sequence[OfferedModel] = (),
-    memory: Memory | None = None,
+    memory: RegistryState | None = None,
     trust: CardTrust | None = None,
     seed: int | None = None,
 ) -> CapabilityRegistry:

@@ -11,7 +11,7 @@ from kakeya.fleet.cards.cards import Card, CardFault, CardTrust, OfferedModel
 from kakeya.fleet.cards.convert import from_wire
 from kakeya.fleet.gossip.sync import Sync
 from kakeya.fleet.view.registry import CapabilityRegistry, MergeReport
-from kakeya.fleet.view.tombstones import Memory
+from kakeya.fleet.view.tombstones import RegistryState
 from tests.fleet.nodes import NOW, Times, make_registry
 
 FANOUT = 2
@@ -67,7 +67,7 @@ def make_party(
     skew_s: float = 0.0,
     trust: CardTrust | None = None,
     incarnation: int = 1,
-    memory: Memory | None = None,
+    memory: RegistryState | None = None,
     address: str = "",
     seed: int | None = None,
     models: Sequence[OfferedModel] = (),

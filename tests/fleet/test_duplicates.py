@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from kakeya.fleet.cards.cards import CardFault
-from kakeya.fleet.view.tombstones import Memory
+from kakeya.fleet.view.tombstones import RegistryState
 from tests.fleet.nodes import NOW, make_wire
 from tests.fleet.talk import INTERVAL_S, Party, Town, ToyTrust, card_of, exchange, make_party
 from tests.laws import seeds
@@ -122,7 +122,7 @@ def test_an_earlier_life_that_somebody_still_holds_is_no_impostor() -> None:
     b = make_party("b")
     exchange(old, b, 0.0)
     memory = old.registry.memory(now=NOW, mono=0.0)
-    assert isinstance(memory, Memory)
+    assert isinstance(memory, RegistryState)
     new = make_party("a", t=1.0, address="10.0.0.9:1", memory=memory, seed=5)
     exchange(new, b, 1.1)
     assert _conflicts(new, 1.1) == set()

@@ -11,10 +11,10 @@ from kakeya.core.errors import InvalidArgument
 from kakeya.gateway.openai.requests import parse_chat
 from kakeya.generation.cuts import marked, unmarked
 from kakeya.generation.facts import ModelState
-from kakeya.generation.request import Priority
+from kakeya.generation.request import GenerationPriority
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
-from kakeya.prefix.seam import CacheUse, Claim, Outcome, Report, TokenSource, Warmed
+from kakeya.prefix.seam import CacheUse, PrefixClaim, TokenSource, Warmed, WarmOutcome, WarmReport
 from kakeya.text.marker import Marker
 from kakeya.text.prefix import encode_prefix
 from kakeya.text.template import ChatTemplate
@@ -37,23 +37,25 @@ TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + THINKING
 class Recorded:
     """A `Precache` that has no time for anything but to write it down."""
 
-    ended: list[tuple[Claim, TokenSource]] = field(default_factory=list)
-    warmed: list[tuple[Claim, list[int], bool]] = field(default_factory=list)
-    outcome: Outcome = Outcome.WARM
+    ended: list[tuple[PrefixClaim, TokenSource]] = field(default_factory=list)
+    warmed: list[tuple[PrefixClaim, list[int], bool]] = field(default_factory=list)
+    outcome: WarmOutcome = WarmOutcome.WARM
 
-    def kv_key(self, claim: Claim) -> str:
+    def kv_key(self, claim: PrefixClaim) -> str:
         return f"slot:{claim.use.keys.conversation_id}" if not claim.use.is_empty else ""
 
-    def turn_ended(self, claim: Claim, tokens: TokenSource) -> None:
+    def turn_ended(self, claim: PrefixClaim, tokens: TokenSource) -> None:
         self.ended.append((claim, tokens))
 
-    async def warm(self, claim: Claim, tokens: TokenSource, *, is_pinned: bool = False) -> Report:
+    async def warm(
+        self, claim: PrefixClaim, tokens: TokenSource, *, is_pinned: bool = False
+    ) -> WarmReport:
         ids = list(await tokens())
         self.warmed.append((claim, ids, is_pinned))
-        reason = "" if self.outcome is Outcome.WARM else "not now"
+        reason = "" if self.outcome is WarmOutcome.WARM else "not now"
         warmed = Warmed(tokens=len(ids), cached=3, computed=len(ids) - 4)
-        is_held = is_pinned and self.outcome is Outcome.WARM
-        return Report(outcome=self.outcome, warmed=warmed, reason=reason, is_pinned=is_held)
+        is_held = is_pinned and self.outcome is WarmOutcome.WARM
+        return WarmReport(outcome=self.outcome, warmed=warmed, reason=reason, is_pinned=is_held)
 
 
 @pytest.fixture
@@ -136,13 +138,13 @@ async def test_a_client_is_told_to_the_engine_for_its_fair_share(folder):
 @pytest.mark.parametrize(
     ("body", "priority", "user"),
     [
-        ({}, Priority.NORMAL, ""),
-        ({"service_tier": "auto", "user": "bob"}, Priority.NORMAL, "bob"),
-        ({"service_tier": "priority"}, Priority.URGENT, ""),
-        ({"service_tier": "flex", "priority": 2}, Priority.BATCH, ""),
-        ({"priority": 0, "service_tier": "auto"}, Priority.URGENT, ""),
-        ({"user": "b", "safety_identifier": "c"}, Priority.NORMAL, "c"),
-        ({"user": "long " * 13}, Priority.NORMAL, sha256(b"long " * 13).hexdigest()),
+        ({}, GenerationPriority.NORMAL, ""),
+        ({"service_tier": "auto", "user": "bob"}, GenerationPriority.NORMAL, "bob"),
+        ({"service_tier": "priority"}, GenerationPriority.URGENT, ""),
+        ({"service_tier": "flex", "priority": 2}, GenerationPriority.BATCH, ""),
+        ({"priority": 0, "service_tier": "auto"}, GenerationPriority.URGENT, ""),
+        ({"user": "b", "safety_identifier": "c"}, GenerationPriority.NORMAL, "c"),
+        ({"user": "long " * 13}, GenerationPriority.NORMAL, sha256(b"long " * 13).hexdigest()),
     ],
 )
 async def test_who_asks_and_how_urgently_is_told_to_the_engine(folder, body, priority, user):
@@ -365,7 +367,7 @@ async def test_tools_that_a_template_does_not_show_are_refused(folder, path):
 
 
 async def test_a_prefix_that_could_not_be_warmed_is_no_error(folder):
-    precache = Recorded(outcome=Outcome.PRESSURE)
+    precache = Recorded(outcome=WarmOutcome.PRESSURE)
     async with serving(ToyModel(folder), precache=precache) as served:
         answer = await served.http.post(
             "/v1/precache", json={"model": "toy", "messages": [SYSTEM], "pin": True}

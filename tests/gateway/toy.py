@@ -22,7 +22,7 @@ from tokenizers.trainers import BpeTrainer
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import InvalidArgument, NotFound, PeerUnavailable
 from kakeya.gateway.app import build_app
-from kakeya.gateway.http.connection import Limits
+from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.server import serve_http
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Done, Frame, Progress, SourceUsage, StopReason, Tokens, Usage
@@ -239,7 +239,7 @@ def _is_whole(answer: bytes) -> bool:
 @asynccontextmanager
 async def serving(
     *models: ToyModel,
-    limits: Limits = Limits(),  # noqa: B008
+    limits: HttpLimits = HttpLimits(),  # noqa: B008
     status: Callable[[], Mapping[str, object]] = dict,
     hosts: frozenset[str] = frozenset(),
     head_s: float = 5.0,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import QueueFull
-from kakeya.generation.fair_bound import Crowd
+from kakeya.generation.fair_bound import FairBound
 
 
 @given(
@@ -19,7 +19,7 @@ from kakeya.generation.fair_bound import Crowd
     ),
 )
 def test_a_client_with_none_in_gets_in_until_all_parts_are_taken(most, moves):
-    crowd, inside = Crowd(most), {name: [] for name in "abcdef"}
+    crowd, inside = FairBound(most), {name: [] for name in "abcdef"}
     for client, user, leaves in moves:
         total = sum(map(len, inside.values()))
         if leaves and inside[client]:
@@ -37,7 +37,7 @@ def test_a_client_with_none_in_gets_in_until_all_parts_are_taken(most, moves):
 
 
 def test_one_client_may_take_all_and_the_next_gets_in_at_once() -> None:
-    crowd = Crowd(8)
+    crowd = FairBound(8)
     with ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(crowd.member("a", "", "full"))
@@ -54,7 +54,7 @@ def test_one_client_may_take_all_and_the_next_gets_in_at_once() -> None:
 
 @pytest.mark.parametrize("most", [8, 72, 256])
 def test_a_client_keeps_no_other_out_however_many_users_it_names(most: int) -> None:
-    crowd = Crowd(most)
+    crowd = FairBound(most)
     with ExitStack() as stack:
         for at in range(4 * most):
             if crowd.has_room("a", f"user {at}"):
@@ -67,7 +67,7 @@ def test_a_client_keeps_no_other_out_however_many_users_it_names(most: int) -> N
 
 
 def test_a_user_keeps_no_other_of_its_client_out() -> None:
-    crowd = Crowd(8)
+    crowd = FairBound(8)
     with ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(crowd.member("a", "much", "full"))
@@ -86,7 +86,7 @@ def test_a_user_keeps_no_other_of_its_client_out() -> None:
     moves=st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=90),
 )
 def test_whatever_a_client_does_with_its_users_another_one_gets_its_part(most, moves):
-    crowd, inside = Crowd(most), {}
+    crowd, inside = FairBound(most), {}
     for user, leaves in moves:
         held = inside.setdefault(user, [])
         if leaves and held:

@@ -8,7 +8,7 @@ import pytest
 
 from kakeya.core.errors import ConfigError
 from kakeya.core.settings import Illegal
-from kakeya.generation.spec import Role, parse_model, parse_proposer, resolve
+from kakeya.generation.spec import ModelRole, parse_model, parse_proposer, resolve
 
 
 def model_folder(tmp_path: Path, *names: str) -> Path:
@@ -22,14 +22,14 @@ def model_folder(tmp_path: Path, *names: str) -> Path:
 def test_a_folder_is_served_under_its_base_name(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, "config.json", "model.safetensors")
     spec = parse_model(str(folder))
-    assert (spec.model_id, spec.role) == ("my-model", Role.VERIFIER)
+    assert (spec.model_id, spec.role) == ("my-model", ModelRole.VERIFIER)
     assert resolve(spec) == str(folder)
 
 
 def test_a_role_may_follow_a_folder(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, "config.json", "model.safetensors")
     spec = parse_model(f"{folder}:proposer")
-    assert (spec.model_id, spec.role) == ("my-model", Role.PROPOSER)
+    assert (spec.model_id, spec.role) == ("my-model", ModelRole.PROPOSER)
 
 
 def test_a_hub_id_is_left_to_the_engine() -> None:

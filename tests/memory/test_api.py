@@ -24,7 +24,7 @@ from kakeya.memory.arbiter.events import (
     ModelUnload,
 )
 from kakeya.memory.arbiter.plan import Exhausted, Reason
-from kakeya.memory.arbiter.policy import Level, Rules, Rung, Tenant
+from kakeya.memory.arbiter.policy import PressureLevel, Rules, Rung, Tenant
 from kakeya.memory.arbiter.resident import (
     ASR,
     DRAFTER,
@@ -67,7 +67,7 @@ class Shelf:
     def resident(self) -> set[str]:
         return {str(one.key) for one in self.arbiter.status().residents}
 
-    def press(self, level: Level) -> None:
+    def press(self, level: PressureLevel) -> None:
         self.arbiter.observe(Reading(level=level, source="test"))
 
 
@@ -222,7 +222,7 @@ async def test_a_failing_run_fails_its_own_request_only_and_releases(shelf: Shel
     shelf.see.run_error = None
     assert await shelf.arbiter.request("see", "m", 2) == "m did 2"
     assert [one.is_failed for one in shelf.told(CapabilityRun)] == [True, False]  # type: ignore[union-attr]
-    shelf.press(Level.CRITICAL)
+    shelf.press(PressureLevel.CRITICAL)
     await until(lambda: not shelf.resident())
 
 
@@ -261,7 +261,7 @@ async def test_cancelling_a_request_cancels_its_run_and_releases(shelf: Shelf) -
     with pytest.raises(asyncio.CancelledError):
         await call
     assert shelf.see.cancelled == 1
-    shelf.press(Level.CRITICAL)
+    shelf.press(PressureLevel.CRITICAL)
     await until(lambda: not shelf.resident())
 
 
@@ -400,7 +400,7 @@ async def test_a_holder_does_not_wait_for_who_waits_for_the_model(shelf: Shelf) 
 
 async def test_a_held_model_survives_pressure_and_goes_when_released(shelf: Shelf) -> None:
     async with shelf.arbiter.acquire("see", "m") as handle:
-        shelf.press(Level.CRITICAL)
+        shelf.press(PressureLevel.CRITICAL)
         await pump()
         assert await handle.run(1) == "m did 1"
         assert shelf.told(Exhausted)
@@ -447,12 +447,17 @@ async def test_a_swap_times_out_with_a_diagnosis_and_nothing_is_cancelled(shelf:
 
 
 async def test_events_tell_of_pressure_changes_only(shelf: Shelf) -> None:
-    for level in (Level.LOW, Level.LOW, Level.CRITICAL, Level.NOMINAL):
+    for level in (
+        PressureLevel.LOW,
+        PressureLevel.LOW,
+        PressureLevel.CRITICAL,
+        PressureLevel.NOMINAL,
+    ):
         shelf.press(level)
     assert [one.level for one in shelf.told(MemoryPressure)] == [  # type: ignore[union-attr]
-        Level.LOW,
-        Level.CRITICAL,
-        Level.NOMINAL,
+        PressureLevel.LOW,
+        PressureLevel.CRITICAL,
+        PressureLevel.NOMINAL,
     ]
 
 
@@ -466,13 +471,13 @@ async def test_a_listener_can_leave_and_one_that_raises_is_dropped(shelf: Shelf)
 
     shelf.arbiter.on_event(broken)
     leave = shelf.arbiter.on_event(heard.append)
-    shelf.press(Level.LOW)
-    shelf.press(Level.NOMINAL)
+    shelf.press(PressureLevel.LOW)
+    shelf.press(PressureLevel.NOMINAL)
     assert heard
     count = len(heard)
     leave()
     leave()
-    shelf.press(Level.LOW)
+    shelf.press(PressureLevel.LOW)
     assert len(calls) == 1
     assert len(heard) == count
 
@@ -480,7 +485,7 @@ async def test_a_listener_can_leave_and_one_that_raises_is_dropped(shelf: Shelf)
 async def test_low_pressure_takes_one_after_the_other_as_time_goes_by(shelf: Shelf) -> None:
     for name in ("see", "hear", "text"):
         await shelf.arbiter.request(name, "m", 1)
-    shelf.press(Level.LOW)
+    shelf.press(PressureLevel.LOW)
     await until(lambda: shelf.resident() == {"hear:m", "text:m"})
     shelf.clock.advance(5)
     await until(lambda: shelf.resident() == {"text:m"})
@@ -528,7 +533,7 @@ async def test_preload_begins_a_load_that_a_request_shares(shelf: Shelf) -> None
     shelf.see.load_gate.set()
     assert await call == "m did 1"
     assert shelf.see.loads == ["m"]
-    shelf.press(Level.LOW)
+    shelf.press(PressureLevel.LOW)
     assert not await shelf.arbiter.preload("hear", "m")
 
 
@@ -616,9 +621,9 @@ async def test_pressure_waits_for_no_slow_unload_and_a_load_for_all_before_it(
     await shelf.arbiter.request("hear", "m", 1)
     swap = asyncio.ensure_future(shelf.arbiter.request("draw", "m", 1))
     await until(lambda: shelf.see.unloads)
-    shelf.press(Level.CRITICAL)
+    shelf.press(PressureLevel.CRITICAL)
     await until(lambda: pages.asked and shelf.hear.unloads)
-    shelf.press(Level.NOMINAL)
+    shelf.press(PressureLevel.NOMINAL)
     later = asyncio.ensure_future(shelf.arbiter.request("hear", "m", 2))
     await pump()
     assert shelf.hear.loads == ["m"], "it may count on the room that the swap makes"
@@ -656,7 +661,7 @@ async def test_a_tenant_is_asked_for_one_thing_after_the_other(shelf: Shelf) -> 
     pages.shrink = slow  # type: ignore[method-assign]
     shelf.arbiter.add_tenant(pages)
     for wanted in (50, 150):
-        reading = Reading(level=Level.CRITICAL, source="test", spare_bytes=-wanted)
+        reading = Reading(level=PressureLevel.CRITICAL, source="test", spare_bytes=-wanted)
         shelf.arbiter.observe(reading)
     await pump()
     gate.set()
@@ -677,11 +682,11 @@ async def test_a_tenant_that_leaves_while_it_gives_says_nothing_of_its_successor
 
     pages.shrink = slow  # type: ignore[method-assign]
     shelf.arbiter.add_tenant(pages)
-    shelf.arbiter.observe(Reading(level=Level.CRITICAL, source="test", spare_bytes=-50))
+    shelf.arbiter.observe(Reading(level=PressureLevel.CRITICAL, source="test", spare_bytes=-50))
     await until(lambda: pages.asked)
     shelf.arbiter.remove_tenant("pages")
     assert shelf.arbiter.status().committed_bytes == 0
-    shelf.press(Level.NOMINAL)
+    shelf.press(PressureLevel.NOMINAL)
     gate.set()
     await pump()
     shelf.arbiter.add_tenant(Pages(held=10, spare=0))
@@ -745,8 +750,8 @@ async def test_what_else_was_to_go_goes_although_a_tenant_failed(
     waiting = asyncio.ensure_future(
         shelf.arbiter.request("hear", "larger", 1, Terms(warmth=Warmth()))
     )
-    shelf.arbiter.observe(Reading(level=Level.CRITICAL, source="test", spare_bytes=-50))
-    shelf.press(Level.NOMINAL)
+    shelf.arbiter.observe(Reading(level=PressureLevel.CRITICAL, source="test", spare_bytes=-50))
+    shelf.press(PressureLevel.NOMINAL)
     assert await waiting == "larger did 1"
     assert shelf.hear.unloads == ["m"]
     shelf.arbiter.set_budget(100)
@@ -820,7 +825,7 @@ async def test_room_for_a_tenant_is_refused_under_critical_pressure_and_when_ask
     assert shelf.arbiter.status().committed_bytes == 0
     with pytest.raises(errors.NotFound, match="no tenant is called"):
         await shelf.arbiter.make_room("sessions", 20, 10)
-    shelf.press(Level.CRITICAL)
+    shelf.press(PressureLevel.CRITICAL)
     with pytest.raises(errors.MemoryRefused, match="critical"):
         await shelf.arbiter.make_room("pages", 20, 10)
 
@@ -835,15 +840,15 @@ async def test_embeddings_are_counted_purged_at_low_and_dropped_with_vision(shel
     shelf.arbiter.cache_embedding("new", _embedding(16))
     assert shelf.arbiter.status().committed_bytes == 24
     shelf.clock.advance(100)
-    shelf.press(Level.LOW)
+    shelf.press(PressureLevel.LOW)
     await until(lambda: shelf.arbiter.status().committed_bytes == 16)
     assert shelf.arbiter.cached_embedding("new") is not None
-    shelf.press(Level.CRITICAL)
+    shelf.press(PressureLevel.CRITICAL)
     await until(lambda: shelf.arbiter.status().committed_bytes == 0)
-    shelf.press(Level.NOMINAL)
+    shelf.press(PressureLevel.NOMINAL)
     shelf.arbiter.cache_embedding("new", _embedding())
     await shelf.arbiter.request("see", "m", 1)
-    shelf.press(Level.LOW)
+    shelf.press(PressureLevel.LOW)
     await until(lambda: not shelf.resident())
     assert shelf.arbiter.cached_embedding("new") is None
 
@@ -856,7 +861,7 @@ async def test_images_fill_the_budget_and_never_more_and_no_model_goes_for_them(
         for number in range(40):
             arbiter.cache_embedding(str(number), _embedding(20))
             assert arbiter.status().committed_bytes <= 100
-        arbiter.observe(Reading(level=Level.NOMINAL, source="test"))
+        arbiter.observe(Reading(level=PressureLevel.NOMINAL, source="test"))
         await pump()
         assert not toy.unloads
         assert arbiter.status().committed_bytes == 90, "the newest two"
@@ -880,7 +885,7 @@ async def test_a_run_holds_its_model_although_the_handle_is_released_meanwhile(
         running = asyncio.ensure_future(handle.run(1))
         waiting = asyncio.ensure_future(handle.run(2))
         await until(lambda: shelf.see.running)
-    shelf.press(Level.CRITICAL)
+    shelf.press(PressureLevel.CRITICAL)
     await pump()
     assert not shelf.see.unloads
     shelf.see.run_gate.set()
@@ -1000,7 +1005,7 @@ async def test_limits_ageing_and_cooldowns_pass_in_real_time() -> None:
         assert await arbiter.request("hear", "a", 1) == "a did 1"
         async with asyncio.timeout(10):
             assert await arbiter.request("text", "a", 1) == "a did 1", "ageing made room"
-        arbiter.observe(Reading(level=Level.LOW, source="test"))
+        arbiter.observe(Reading(level=PressureLevel.LOW, source="test"))
         async with asyncio.timeout(10):
             while len(arbiter.status().residents) > 1:
                 await asyncio.sleep(0.01)

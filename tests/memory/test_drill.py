@@ -12,7 +12,7 @@ import pytest
 from kakeya.core import errors
 from kakeya.memory.api import MemoryArbiter, Terms
 from kakeya.memory.arbiter.events import Event, Evicted, ModelLoad, ModelUnload
-from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.arbiter.resident import ASR, TEXT_TARGET, VISION, RequestPriority, Warmth
 from kakeya.memory.machine.pressure import Reading
 from tests.fakes import FakeClock
@@ -104,12 +104,19 @@ async def test_an_hour_of_anything_leaves_nothing_behind(seed: int) -> None:
         async def press() -> None:
             for _ in range(200):
                 await clock.sleep(3600 / 200)
-                level = rng.choice([Level.NOMINAL, Level.NOMINAL, Level.LOW, Level.CRITICAL])
+                level = rng.choice(
+                    [
+                        PressureLevel.NOMINAL,
+                        PressureLevel.NOMINAL,
+                        PressureLevel.LOW,
+                        PressureLevel.CRITICAL,
+                    ]
+                )
                 arbiter.observe(Reading(level=level, source="drill"))
                 assert arbiter.status().committed_bytes <= 300
 
         await asyncio.gather(press(), *(ask() for _ in range(400)))
-        arbiter.observe(Reading(level=Level.NOMINAL, source="drill"))
+        arbiter.observe(Reading(level=PressureLevel.NOMINAL, source="drill"))
         status = arbiter.status()
         assert status.waiting == ()
         assert not [one for one in status.residents if one.leases]

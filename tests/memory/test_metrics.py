@@ -19,7 +19,7 @@ from kakeya.memory.arbiter.events import (
     RequestRefused,
 )
 from kakeya.memory.arbiter.plan import Exhausted, Reason, Snapshot
-from kakeya.memory.arbiter.policy import Level, Rung, Tenant
+from kakeya.memory.arbiter.policy import PressureLevel, Rung, Tenant
 from kakeya.memory.arbiter.resident import (
     TEXT_TARGET,
     LeaseId,
@@ -50,7 +50,7 @@ LEDGER = Snapshot(
     committed_bytes=700,
     free_bytes=250,
     available_bytes=900,
-    level=Level.LOW,
+    level=PressureLevel.LOW,
     residents=(
         Resident(
             key=TEXT,
@@ -76,7 +76,7 @@ def counted() -> MemoryCounters:
     counters.take(Evicted(key=TEXT, reason=Reason.FIT, bytes=5))
     for error in (errors.MemoryRefused("no"), errors.DrainTimeout("no")):
         counters.take(RequestRefused(key=ResidentKey("text", "whatever was asked"), error=error))
-    counters.take(Exhausted(level=Level.LOW, kept=()))
+    counters.take(Exhausted(level=PressureLevel.LOW, kept=()))
     counters.take(CapabilityRun(key=TEXT, run_s=1.0, is_failed=False))
     return counters
 
@@ -153,7 +153,7 @@ def test_a_machine_that_nobody_measures_has_no_available_bytes() -> None:
         committed_bytes=0,
         free_bytes=1,
         available_bytes=None,
-        level=Level.NOMINAL,
+        level=PressureLevel.NOMINAL,
         residents=(),
         tenants=(),
         foreign={},

@@ -11,7 +11,7 @@ import pytest
 from kakeya.core import errors
 from kakeya.core.clock import SystemClock
 from kakeya.memory.api import MemoryArbiter
-from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.machine.pressure import Reading
 from kakeya.memory.plugins import GROUP, load_capabilities
 from tests.memory.example_plugin import SIZES, Image, Question, Weights
@@ -72,7 +72,7 @@ async def test_the_example_keeps_the_contract() -> None:
         await owner.request("rerank", "large", question)
         assert isinstance(weights, Weights)
         assert weights.table is None, "swapped within its role"
-        owner.observe(Reading(level=Level.LOW, source="test"))
+        owner.observe(Reading(level=PressureLevel.LOW, source="test"))
         await until(lambda: not owner.status().residents)
 
 
@@ -105,7 +105,7 @@ async def test_a_plug_in_that_wants_the_arbiter_keeps_its_images_there() -> None
         assert await owner.request("brightness", "m", picture) == (sum(range(48)), 1)
         held = {one.name: one.held_bytes for one in owner.status().tenants}
         assert held["vision-embeddings"] == 4 * 4 * 3
-        owner.observe(Reading(level=Level.LOW, source="test"))
+        owner.observe(Reading(level=PressureLevel.LOW, source="test"))
         await until(lambda: not owner.status().residents)
         assert sum(one.held_bytes for one in owner.status().tenants) == 0, "gone with the weights"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kakeya.memory.arbiter import resident
 from kakeya.memory.arbiter.arbiter import Arbiter
-from kakeya.memory.arbiter.plan import FOREVER, Ask, Outcome, Plan
+from kakeya.memory.arbiter.plan import FOREVER, ArbiterOutcome, Ask, Plan
 from kakeya.memory.arbiter.policy import Rules
 from kakeya.memory.arbiter.resident import (
     COLD,
@@ -75,7 +75,7 @@ class World:
     def of(cls, budget: int, rules: Rules | None = None) -> World:
         return cls(Arbiter(budget, rules=rules))
 
-    def take(self, outcome: Outcome) -> None:
+    def take(self, outcome: ArbiterOutcome) -> None:
         self.grants |= {grant.lease: grant.key for grant in outcome.grants}
         self.refusals |= {refusal.lease: refusal.error for refusal in outcome.refusals}
         if outcome.exhausted is not None:

@@ -12,7 +12,7 @@ import pytest
 from kakeya.decoding.draft.sampling import SamplingParams, gumbel, probabilities
 from kakeya.decoding.draft.sampling import select as reference
 from kakeya.mlx.loader import LoadedModel, load
-from kakeya.mlx.verifier import UNBOUNDED_ROWS, Verifier, select
+from kakeya.mlx.verifier import UNBOUNDED_ROWS, MlxVerifier, select
 from tests.mlx.random_models import write_model
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, 1.9], dtype=np.float32)
@@ -81,7 +81,7 @@ def test_a_top_p_near_zero_keeps_the_best_token(top_p: float) -> None:
 
 def test_a_pipeline_selects_what_single_steps_select(models: dict[str, LoadedModel]) -> None:
     for model in models.values():
-        single, piped = Verifier(model), Verifier(model)
+        single, piped = MlxVerifier(model), MlxVerifier(model)
         single.prefill([3, 4, 5])
         piped.prefill([3, 4, 5])
         token, expected = 6, []
@@ -101,7 +101,7 @@ def test_a_pipeline_selects_what_single_steps_select(models: dict[str, LoadedMod
 
 
 def test_only_trimmable_caches_take_blocks(models: dict[str, LoadedModel]) -> None:
-    full, window, recurrent = (Verifier(models[n]) for n in ("llama", "gemma3", "mamba"))
+    full, window, recurrent = (MlxVerifier(models[n]) for n in ("llama", "gemma3", "mamba"))
     assert full.verifiable_rows() == UNBOUNDED_ROWS
     assert recurrent.verifiable_rows() == 0
     assert window.verifiable_rows() == 23
@@ -113,7 +113,7 @@ def test_only_trimmable_caches_take_blocks(models: dict[str, LoadedModel]) -> No
 
 
 def test_a_trim_that_cannot_be_changes_nothing(models: dict[str, LoadedModel]) -> None:
-    recurrent = Verifier(models["mamba"])
+    recurrent = MlxVerifier(models["mamba"])
     recurrent.prefill([1, 2, 3])
     assert not recurrent.trim(1)
     assert recurrent.trim(0)
@@ -122,7 +122,7 @@ def test_a_trim_that_cannot_be_changes_nothing(models: dict[str, LoadedModel]) -
 
 def test_rejected_rows_leave_no_trace(models: dict[str, LoadedModel]) -> None:
     for name in ("llama", "gemma3"):
-        touched, fresh = Verifier(models[name]), Verifier(models[name])
+        touched, fresh = MlxVerifier(models[name]), MlxVerifier(models[name])
         touched.prefill([3, 4, 5])
         touched.verify([6, 7, 8, 9])
         assert touched.trim(3)
@@ -133,7 +133,7 @@ def test_rejected_rows_leave_no_trace(models: dict[str, LoadedModel]) -> None:
 
 
 def test_bytes_per_token_are_what_the_layers_take(models: dict[str, LoadedModel]) -> None:
-    full = Verifier(models["llama"])
+    full = MlxVerifier(models["llama"])
     assert full.nbytes_per_token() == 0
     full.prefill([1, 2, 3])
     # 2 layers x keys and values x 2 heads x 16 x 4 bytes

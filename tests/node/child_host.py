@@ -21,7 +21,7 @@ import numpy as np
 from kakeya.core import errors
 from kakeya.memory.api import MemoryArbiter, Terms
 from kakeya.memory.arbiter.capability import Capability, Loaded
-from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.arbiter.resident import EMBEDDING, RequestPriority, Warmth
 from kakeya.node import agent, daemon
 
@@ -129,10 +129,10 @@ class Host(agent.Agent):
         """What a system does to a program now and then."""
         while True:
             await asyncio.sleep(rng.uniform(20, 90))
-            level = Level.CRITICAL if rng.random() < 0.2 else Level.LOW
+            level = PressureLevel.CRITICAL if rng.random() < 0.2 else PressureLevel.LOW
             self._memory.dispatched.dispatch(level)
             await asyncio.sleep(rng.uniform(1, 12))
-            self._memory.dispatched.dispatch(Level.NOMINAL)
+            self._memory.dispatched.dispatch(PressureLevel.NOMINAL)
 
     def _tell(self, model: str, attempt: int, refused: errors.KakeyaError | None) -> None:
         line = {

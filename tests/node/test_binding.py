@@ -7,20 +7,20 @@ import ipaddress
 import pytest
 
 from kakeya.core.errors import ConfigError
-from kakeya.fleet.paths.addresses import Priority
+from kakeya.fleet.paths.addresses import NetworkRank
 from kakeya.fleet.paths.interfaces import Interface
 from kakeya.node.binding import Binding, choose_binding
 
 
-def _interface(name: str, ip: str, priority: Priority) -> Interface:
+def _interface(name: str, ip: str, priority: NetworkRank) -> Interface:
     address = ipaddress.ip_address(ip)
     return Interface(name=name, index=2, ip=address, prefix=24, priority=priority)
 
 
 INTERFACES = (
-    _interface("bridge0", "169.254.3.4", Priority.THUNDERBOLT),
-    _interface("en0", "192.168.1.7", Priority.LAN),
-    _interface("en1", "203.0.113.9", Priority.PUBLIC),
+    _interface("bridge0", "169.254.3.4", NetworkRank.THUNDERBOLT),
+    _interface("en0", "192.168.1.7", NetworkRank.LAN),
+    _interface("en1", "203.0.113.9", NetworkRank.PUBLIC),
 )
 PRIVATE = ("169.254.3.4", "192.168.1.7")
 

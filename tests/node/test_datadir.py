@@ -21,14 +21,14 @@ from kakeya.core.files import write_atomically
 from kakeya.core.folders import default_folder
 from kakeya.core.ids import NodeId
 from kakeya.fleet.cards.cards import MAX_INCARNATION, is_valid_node_id
-from kakeya.fleet.view.tombstones import Memory, Sighting
+from kakeya.fleet.view.tombstones import RegistryState, Sighting
 from kakeya.node.datadir import RUN, STATE, DataDir, RunInfo, find_running
 from kakeya.node.state import DamagedState, NodeState, decode_state, encode_state, next_state
 from tests.laws import law
 
 PEERS = (Sighting(NodeId("mini-2"), "192.168.1.2:50051", 1.7e9),)
 GOOD = NodeState(
-    node_id="mini-abc234", memory=Memory(incarnation=7, stamp=1_700_000_000.25, peers=PEERS)
+    node_id="mini-abc234", memory=RegistryState(incarnation=7, stamp=1_700_000_000.25, peers=PEERS)
 )
 RUNNING = RunInfo(pid=os.getpid(), node_id="n", grpc="127.0.0.1:1", http="127.0.0.1:2")
 
@@ -104,7 +104,7 @@ def test_the_state_survives_a_restart(tmp_path: Path) -> None:
         home.save_state(first)
     with DataDir(tmp_path) as home:
         second = next_state(home.load_state(), node_id="", drawn_id="other", now=0.0)
-    assert first == NodeState(node_id="drawn", memory=Memory(incarnation=999))
+    assert first == NodeState(node_id="drawn", memory=RegistryState(incarnation=999))
     assert second == first
     assert next_state(second, node_id="asked", drawn_id="x", now=0.0).node_id == "asked"
 
@@ -114,7 +114,7 @@ def test_the_state_survives_a_restart(tmp_path: Path) -> None:
         NodeState,
         node_id=st.text(min_size=1, max_size=60).filter(is_valid_node_id),
         memory=st.builds(
-            Memory,
+            RegistryState,
             incarnation=st.integers(0, MAX_INCARNATION - 2),
             stamp=st.floats(allow_nan=False, allow_infinity=False),
             peers=st.lists(

@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator, Callable
 import pytest
 
 from kakeya.adapters.files.store import AdapterRecord
-from kakeya.adapters.lease import AdapterLease
+from kakeya.adapters.lease import AdapterUse
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import NotFound
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Done, Frame, SourceUsage, StopReason, Tokens, Usage
 from kakeya.generation.request import DecodeRequest
-from kakeya.node.directory import Models, failed_addresses
+from kakeya.node.directory import VerifierDirectory, failed_addresses
 
 USAGE = Usage(
     sources=(
@@ -63,15 +63,17 @@ class NoAdapters:
     def usable(self, client: str = "") -> tuple[AdapterRecord, ...]:
         return ()
 
-    async def acquire_again(self, record: AdapterRecord, patience_s: float) -> AdapterLease:
+    async def acquire_again(self, record: AdapterRecord, patience_s: float) -> AdapterUse:
         raise AssertionError(record)
 
-    def lost(self, lease: AdapterLease) -> None:
+    def lost(self, lease: AdapterUse) -> None:
         raise AssertionError(lease)
 
 
-def directory(*models: Model, told: Callable[[Usage], None] = lambda usage: None) -> Models:
-    return Models(models, told, NoAdapters(), SystemClock())
+def directory(
+    *models: Model, told: Callable[[Usage], None] = lambda usage: None
+) -> VerifierDirectory:
+    return VerifierDirectory(models, told, NoAdapters(), SystemClock())
 
 
 def test_the_first_model_is_the_default_and_unknown_ones_hear_what_there_is() -> None:

@@ -19,10 +19,10 @@ from kakeya.fleet.identity.trust import FleetTrust
 from kakeya.fleet.paths.interfaces import source_host
 from kakeya.fleet.paths.round_trips import SETTLE_S, STEPS_MS
 from kakeya.fleet.view.suspicion import Doubt, sign_of
-from kakeya.fleet.view.tombstones import Memory
-from kakeya.node.fleet import Chances, FleetPlane
+from kakeya.fleet.view.tombstones import RegistryState
+from kakeya.node.fleet import Chances, NodeFleet
 from kakeya.node.state import NodeState
-from kakeya.node.status import Json, View, describe
+from kakeya.node.status import Json, NodeView, describe
 from kakeya.v1 import distributed_pb2 as pb
 from tests.fakes import SettableClock
 from tests.fleet.members import sealed_card
@@ -42,16 +42,16 @@ async def made_plane(
     clock: Clock | None = None,
     trust: FleetTrust | None = None,
     source: Callable[[str], str] = source_host,
-) -> AsyncIterator[FleetPlane]:
+) -> AsyncIterator[NodeFleet]:
     """The fleet half of a node, not started."""
     clock = clock or SystemClock()
     chances = Chances(clock=clock, rng=random.Random(1))
     node_id = trust.identity.node_id if trust else "me"
     cables = Cables("127.0.1.1")
     async with opened(cables, "--bind", bind, clock=clock, source=source) as rig:
-        made = FleetPlane(
+        made = NodeFleet(
             (await asyncio.to_thread(config.load, flags, {})).fleet,
-            state=NodeState(node_id=node_id, memory=Memory()),
+            state=NodeState(node_id=node_id, memory=RegistryState()),
             data_dir=folder,
             trust=trust,
             reach=rig.reach,
@@ -64,7 +64,7 @@ async def made_plane(
 
 
 @pytest.fixture
-async def plane(tmp_path: Path) -> AsyncIterator[FleetPlane]:
+async def plane(tmp_path: Path) -> AsyncIterator[NodeFleet]:
     async with made_plane(tmp_path, "--no-mdns") as made:
         yield made
 
@@ -83,7 +83,7 @@ async def test_no_mdns_turns_it_off_and_typed_peers_still_count(tmp_path: Path) 
         assert status_of(does_not)["fleet"]["mdns_sightings"] is None  # type: ignore[index]
 
 
-def learn(plane: FleetPlane, node_id: str, address: str, *more: str) -> None:
+def learn(plane: NodeFleet, node_id: str, address: str, *more: str) -> None:
     clock = SystemClock()
     endpoints = [Endpoint(way, "lan", 20) for way in (address, *more)]
     wire = make_wire(node_id, address=address, endpoints=endpoints, at=clock.wall())
@@ -124,7 +124,7 @@ async def test_a_node_that_did_not_renew_its_certificate_is_let_go(
 
 
 async def test_words_that_a_member_chose_neither_drive_the_terminal_nor_end_the_command(
-    plane: FleetPlane, capsys: pytest.CaptureFixture[str]
+    plane: NodeFleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "\x1b[2J\x1b]0;owned\x07[/red] [bold]"
     node = {"node_id": evil, "label": evil, "platform": evil, "grpc_address": evil, "age_s": 1.0}
@@ -141,17 +141,17 @@ async def test_words_that_a_member_chose_neither_drive_the_terminal_nor_end_the_
     assert shown.count("[bold]") > 5, "shown as it was written"
 
 
-async def test_a_failed_call_doubts_the_node_that_is_reached_there(plane: FleetPlane) -> None:
+async def test_a_failed_call_doubts_the_node_that_is_reached_there(plane: NodeFleet) -> None:
     learn(plane, HOSTILE, "10.0.0.8:50051", ADDRESS)
     learn(plane, HONEST, ADDRESS)
     plane.call_failed(ADDRESS)
     assert plane.registry.suspects() == {HONEST}
 
 
-def status_of(plane: FleetPlane) -> Json:
+def status_of(plane: NodeFleet) -> Json:
     cards = plane.registry.snapshot(mono=SystemClock().mono())
     return describe(
-        View(
+        NodeView(
             node_id="me",
             grpc="127.0.1.1:1",
             http="127.0.0.1:2",
@@ -171,7 +171,7 @@ def status_of(plane: FleetPlane) -> Json:
     )
 
 
-async def test_a_node_of_another_protocol_is_told_with_both_ranges(plane: FleetPlane) -> None:
+async def test_a_node_of_another_protocol_is_told_with_both_ranges(plane: NodeFleet) -> None:
     clock = SystemClock()
     card = pb.NodeCapability.FromString(make_wire("newer", at=clock.wall()))
     card.protocol_min, card.protocol_max = 7, 9
@@ -186,7 +186,7 @@ async def test_a_node_of_another_protocol_is_told_with_both_ranges(plane: FleetP
 
 
 async def test_an_edge_that_only_this_node_lacks_is_told_apart_from_a_dead_node(
-    plane: FleetPlane, capsys: pytest.CaptureFixture[str]
+    plane: NodeFleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mono, book = SystemClock().mono(), plane.registry.suspicions
     learn(plane, "fine", "10.0.0.6:50051")

@@ -31,10 +31,10 @@ from kakeya.core.tasks import Supervisor
 from kakeya.core.units import MIB
 from kakeya.generation.facts import Footprint, ModelState
 from kakeya.generation.frames import Done, Frame
-from kakeya.generation.request import DecodeRequest, Priority
-from kakeya.generation.spec import EMBEDDED_FOLDER, ModelSpec, Role
+from kakeya.generation.request import DecodeRequest, GenerationPriority
+from kakeya.generation.spec import EMBEDDED_FOLDER, ModelRole, ModelSpec
 from kakeya.memory.arbiter.events import CapabilityRun, Event, MemoryPressure, ModelUnload
-from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.arbiter.resident import RequestPriority, State
 from kakeya.memory.estimate.estimate import estimate_model
 from kakeya.memory.machine.panics import FIND_PERIOD_S, KEEP_S
@@ -323,8 +323,8 @@ async def until(what: str, probe: Callable[[], object], limit_s: float = 30.0) -
         raise AssertionError(f"not within {limit_s:g} s: {what}") from None
 
 
-TEXT_MODEL = ModelSpec(model_id=VERIFIER, source=VERIFIER, role=Role.VERIFIER)
-DRAFT_MODEL = ModelSpec(model_id=DRAFTER, source=DRAFTER, role=Role.PROPOSER)
+TEXT_MODEL = ModelSpec(model_id=VERIFIER, source=VERIFIER, role=ModelRole.VERIFIER)
+DRAFT_MODEL = ModelSpec(model_id=DRAFTER, source=DRAFTER, role=ModelRole.PROPOSER)
 REQUEST = DecodeRequest(token_ids=[5, 6, 7], max_tokens=4)
 
 
@@ -403,10 +403,10 @@ async def test_who_holds_the_room_of_a_model_that_is_away_takes_it_off_the_card(
 async def test_a_model_is_asked_for_as_urgently_as_the_generation_is(tmp_path: Path) -> None:
     """Whether it waits in the line for a load, or finds the model in memory."""
     wanted = {
-        Priority.URGENT: RequestPriority.URGENT,
-        Priority.BATCH: RequestPriority.BATCH,
-        Priority.NORMAL: RequestPriority.NORMAL,
-        Priority.SPECULATIVE: RequestPriority.BATCH,
+        GenerationPriority.URGENT: RequestPriority.URGENT,
+        GenerationPriority.BATCH: RequestPriority.BATCH,
+        GenerationPriority.NORMAL: RequestPriority.NORMAL,
+        GenerationPriority.SPECULATIVE: RequestPriority.BATCH,
     }
     async with in_process(tmp_path, [TEXT_MODEL], ShiftedClock()) as memory:
         model = memory.engines.get(VERIFIER)
@@ -501,7 +501,7 @@ async def test_a_draft_loads_nothing_and_holds_what_it_uses(tmp_path: Path) -> N
         assert (str(run.key), run.is_failed) == (f"draft:{DRAFTER}", False)
         running = {task.name for task in memory.health() if task.failures == 0}
         assert {"memory keeper", "engine watch"} <= running
-        memory.dispatched.dispatch(Level.LOW)
+        memory.dispatched.dispatch(PressureLevel.LOW)
         await until("it went", lambda: model.state is ModelState.UNLOADED)
         with pytest.raises(errors.PeerUnavailable, match="not in memory"):
             await model.draft([5, 6, 7], 3)
@@ -544,7 +544,7 @@ async def test_a_pinned_model_survives_pressure_and_a_wrong_pin_ends_the_start(
         assert model.resident.warmth.is_pinned
         told: list[Event] = []
         memory.arbiter.on_event(told.append)
-        memory.dispatched.dispatch(Level.CRITICAL)
+        memory.dispatched.dispatch(PressureLevel.CRITICAL)
         await until("it was felt", lambda: any(isinstance(one, MemoryPressure) for one in told))
         assert model.resident is not None
         assert not model.resident.is_leaving

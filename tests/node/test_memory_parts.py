@@ -37,14 +37,14 @@ from kakeya.memory.arbiter.events import (
     RequestRefused,
 )
 from kakeya.memory.arbiter.plan import Reason, Snapshot
-from kakeya.memory.arbiter.policy import Level, Rung, Tenant
+from kakeya.memory.arbiter.policy import PressureLevel, Rung, Tenant
 from kakeya.memory.arbiter.resident import ResidentKey
 from kakeya.memory.config import MemoryConfig
 from kakeya.memory.estimate.estimate import Estimate
 from kakeya.memory.estimate.history import SizeHistory
 from kakeya.memory.log import KEPT, MemoryLog
 from kakeya.memory.machine.panics import NORMAL, Profile
-from kakeya.memory.machine.pressure import Footprint
+from kakeya.memory.machine.pressure import FootprintPressure
 from kakeya.memory.pressure_sources import footprint, read_level
 from kakeya.memory.view import describe_memory
 from tests.memory.worlds import MANY, ask
@@ -226,10 +226,10 @@ def test_memory_that_cannot_be_meant_is_refused(environ: dict[str, str], sentenc
 def test_a_model_comes_back_when_it_was_calm_for_a_while() -> None:
     comeback = Comeback()
     assert comeback.may(KEY, 0.0), "nothing ever pressed"
-    comeback.pressed(Level.LOW, 10.0)
+    comeback.pressed(PressureLevel.LOW, 10.0)
     comeback.taken(KEY, 11.0)
     assert not comeback.may(KEY, 11.0 + SETTLED_S)
-    comeback.pressed(Level.NOMINAL, 1000.0)
+    comeback.pressed(PressureLevel.NOMINAL, 1000.0)
     assert not comeback.may(KEY, 1000.0 + CALM_S - 0.1)
     assert comeback.may(KEY, 1000.0 + CALM_S)
 
@@ -237,9 +237,9 @@ def test_a_model_comes_back_when_it_was_calm_for_a_while() -> None:
 def test_who_is_taken_again_and_again_comes_back_later_each_time() -> None:
     comeback, now, pauses = Comeback(), 0.0, []
     for _ in range(9):
-        comeback.pressed(Level.LOW, now)
+        comeback.pressed(PressureLevel.LOW, now)
         comeback.taken(KEY, now)
-        comeback.pressed(Level.NOMINAL, now)
+        comeback.pressed(PressureLevel.NOMINAL, now)
         since = now
         while not comeback.may(KEY, now):
             now += 1.0
@@ -257,7 +257,7 @@ def test_who_is_taken_again_and_again_comes_back_later_each_time() -> None:
 def test_the_log_keeps_the_last_things_and_says_why() -> None:
     log = MemoryLog(lambda: 5.0)
     log.take(ModelLoad(key=KEY, load_s=1.0, estimate_bytes=MIB, measured_bytes=2 * MIB))
-    log.take(MemoryPressure(level=Level.LOW, source="os"))
+    log.take(MemoryPressure(level=PressureLevel.LOW, source="os"))
     log.take(Evicted(key=KEY, reason=Reason.PRESSURE, bytes=MIB))
     log.take(Evicted(key=KEY, reason=Reason.SWAP, bytes=MIB, room_for=ResidentKey("text", "big")))
     log.take(LoadFailure(key=KEY, error=errors.LoadFailed("a broken file")))
@@ -282,7 +282,7 @@ def test_the_log_keeps_the_last_things_and_says_why() -> None:
         log.take(RequestRefused(key=KEY, error=errors.MemoryRefused("no room")))
         log.take(RequestRefused(key=job, error=errors.MemoryRefused("full", retry_after_s=10.0)))
     assert len(log.last()) == before + 1, "what is said again is told once, and who waits waits on"
-    for level in (Level.NOMINAL, Level.LOW) * KEPT:
+    for level in (PressureLevel.NOMINAL, PressureLevel.LOW) * KEPT:
         log.take(MemoryPressure(level=level, source="os"))
     assert len(log.last()) == KEPT
 
@@ -353,8 +353,8 @@ def test_names_stay_whole_in_a_narrow_window() -> None:
 
 
 def test_levels_are_known_by_their_names_and_by_those_of_systems() -> None:
-    assert read_level("low") is Level.LOW
-    assert read_level("UIApplicationDidReceiveMemoryWarning") is Level.CRITICAL
+    assert read_level("low") is PressureLevel.LOW
+    assert read_level("UIApplicationDidReceiveMemoryWarning") is PressureLevel.CRITICAL
     with pytest.raises(errors.InvalidArgument, match="no level of memory pressure"):
         read_level("LOW")
 
@@ -369,7 +369,7 @@ async def test_a_node_presses_when_it_occupies_more_than_its_budget_not_by_one_l
             unfilled_bytes=unfilled,
             free_bytes=0,
             available_bytes=None,
-            level=Level.NOMINAL,
+            level=PressureLevel.NOMINAL,
             residents=(),
             tenants=(),
             foreign={},
@@ -378,7 +378,7 @@ async def test_a_node_presses_when_it_occupies_more_than_its_budget_not_by_one_l
 
     seen = []
     for figures in [(1000, 400), (1030, 0), (1200, 0)]:
-        reading = await Footprint(lambda of=figures: footprint(ledger(*of))).read()  # type: ignore[misc]
+        reading = await FootprintPressure(lambda of=figures: footprint(ledger(*of))).read()  # type: ignore[misc]
         assert reading is not None
         seen.append((reading.level.name, reading.spare_bytes))
     assert seen == [("NOMINAL", 350), ("LOW", -80), ("CRITICAL", -250)]
@@ -391,7 +391,7 @@ async def test_what_there_is_to_spare_after_a_load_does_not_depend_on_when_it_wa
     """A load counts once, as what is lent or as what is occupied, never as both."""
     arbiter = Arbiter(1000)
     arbiter.report(Tenant(name="pages", rung=Rung.PAGES, held_bytes=0))
-    source = Footprint(lambda: footprint(arbiter.snapshot()))
+    source = FootprintPressure(lambda: footprint(arbiter.snapshot()))
 
     async def read(now: str) -> None:
         if now == at:

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.generation.frames import Tokens
-from kakeya.generation.request import DecodeRequest, Priority
+from kakeya.generation.request import DecodeRequest, GenerationPriority
 from tests.prefix.world import Answer, Node, ask, node, take, text
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -52,7 +52,10 @@ class Batch:
 
     async def _run(self) -> None:
         request = DecodeRequest(
-            token_ids=self.prompt, max_tokens=TOKENS, priority=Priority.BATCH, client="batch"
+            token_ids=self.prompt,
+            max_tokens=TOKENS,
+            priority=GenerationPriority.BATCH,
+            client="batch",
         )
         async with aclosing(self._world.model.decode(request)) as frames:
             async for frame in frames:
@@ -65,7 +68,7 @@ class Batch:
         await self._has_spoken.wait()
         prompt = text(seed, URGENT)
         urgent = asyncio.create_task(
-            ask(self._world, prompt, TOKENS, priority=Priority.URGENT, client="urgent")
+            ask(self._world, prompt, TOKENS, priority=GenerationPriority.URGENT, client="urgent")
         )
         async with asyncio.timeout(20):
             while not parked(self._world):

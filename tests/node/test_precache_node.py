@@ -17,7 +17,7 @@ import pytest
 import kakeya.models
 from kakeya.cli.child import NodeProcess
 from kakeya.cli.main import main
-from kakeya.prefix.seam import Outcome
+from kakeya.prefix.seam import WarmOutcome
 from kakeya.sessions.client import Client
 from tests.node.nodes import VERIFIER, eventually, model_state, verifier_node
 
@@ -111,7 +111,7 @@ async def test_a_node_warms_what_is_declared_said_and_sent(tmp_path: Path) -> No
         async with Client(node.grpc) as client:
             ids = _ids(whole_blocks(2 * BLOCK) + 5)
             report = await client.warm(ids, pin=True)
-            assert (report.outcome, report.warmed.computed) == (Outcome.WARM, len(ids) - 1)
+            assert (report.outcome, report.warmed.computed) == (WarmOutcome.WARM, len(ids) - 1)
             async with await client.create_session() as session:
                 await session.append([*ids, 7])
                 assert [t async for t in session.generate(2)]

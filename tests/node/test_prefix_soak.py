@@ -34,7 +34,7 @@ from kakeya.cli.child import NodeProcess
 from kakeya.core.errors import KakeyaError
 from kakeya.core.process import resident_bytes
 from kakeya.core.units import MIB
-from kakeya.prefix.seam import Outcome
+from kakeya.prefix.seam import WarmOutcome
 from tests.node.nodes import eventually, model_state, run_cli
 from tests.node.soak_load import (
     MODEL,
@@ -280,7 +280,7 @@ class Soak:
             self.refusals.append(refused)
         else:
             self.counts[f"warm {said['status']}"] += 1
-            if said["status"] not in set(Outcome) or said["status"] == Outcome.FAILED:
+            if said["status"] not in set(WarmOutcome) or said["status"] == WarmOutcome.FAILED:
                 self.faults.append(f"/v1/precache said {said}")
 
     async def judge(self, rng: random.Random) -> None:

@@ -14,8 +14,8 @@ import pytest_asyncio
 
 from kakeya.generation.frames import Done, Progress
 from kakeya.generation.kv import KvOffer
-from kakeya.generation.request import DecodeRequest, Priority
-from kakeya.generation.spec import ModelSpec, Role
+from kakeya.generation.request import DecodeRequest, GenerationPriority
+from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.prefix.pages.counts import Source
 from tests.mlx.random_models import VOCAB, write_model
 from tests.prefix.world import Answer, Node, ask, node, take, text
@@ -117,7 +117,9 @@ async def test_a_request_does_not_wait_for_what_is_warmed_for_nobody(world: Node
     supersedings = world.prefixes.turns.flights.supersedings
 
     async def warm() -> None:
-        request = DecodeRequest(token_ids=shared, max_tokens=0, priority=Priority.SPECULATIVE)
+        request = DecodeRequest(
+            token_ids=shared, max_tokens=0, priority=GenerationPriority.SPECULATIVE
+        )
         async with aclosing(world.model.decode(request)) as frames:
             async for frame in frames:
                 take(answer, frame)
@@ -190,7 +192,7 @@ async def test_a_node_that_is_started_again_reads_its_prompts_from_disk(tmp_path
 
 async def test_a_warmed_prompt_has_no_tokens_and_one_end(world: Node) -> None:
     prompt = text(30, 300)
-    request = DecodeRequest(token_ids=prompt, max_tokens=0, priority=Priority.SPECULATIVE)
+    request = DecodeRequest(token_ids=prompt, max_tokens=0, priority=GenerationPriority.SPECULATIVE)
     frames = [frame async for frame in world.model.decode(request)]
     assert [type(frame) for frame in frames if not isinstance(frame, Progress)] == [Done]
     assert (await ask(world, prompt)).cached == len(prompt) - 1
@@ -202,7 +204,7 @@ async def test_with_windows_and_state_too_all_of_a_shared_prompt_is_computed_onc
     tmp_path: Path, name: str
 ) -> None:
     await asyncio.to_thread(write_model, tmp_path / name, name)
-    spec = ModelSpec(model_id=name, source=str(tmp_path / name), role=Role.VERIFIER)
+    spec = ModelSpec(model_id=name, source=str(tmp_path / name), role=ModelRole.VERIFIER)
     shared = few(1, 200)
     async with node(tmp_path / "node", spec=spec) as first:
         await first.model.ready(60)

@@ -16,10 +16,10 @@ from kakeya.core.settings import split_address
 from kakeya.core.tasks import Supervisor
 from kakeya.fleet.identity.authority import new_fleet
 from kakeya.fleet.identity.trust import FleetTrust
-from kakeya.fleet.paths.addresses import Priority
+from kakeya.fleet.paths.addresses import NetworkRank
 from kakeya.fleet.paths.interfaces import Interface, source_host
 from kakeya.fleet.paths.round_trips import SETTLE_S
-from kakeya.node.reach import Reach
+from kakeya.node.reach import OwnAddresses
 from kakeya.wire.server.listeners import Listeners
 from tests.fakes import SettableClock
 
@@ -39,7 +39,7 @@ class Cables:
                 index=index,
                 ip=ipaddress.ip_address(host),
                 prefix=32,
-                priority=Priority.LAN,
+                priority=NetworkRank.LAN,
             )
             for index, host in enumerate(self.hosts, 1)
         )
@@ -64,7 +64,7 @@ class Rig:
             trust=trust,
         )
         self.supervisor = Supervisor(clock)
-        self.reach = Reach(
+        self.reach = OwnAddresses(
             loaded.listen,
             loaded.fleet,
             has_identity=is_member,

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from kakeya.node.state_writer import INTERVAL_S, RETRY_S, WARN_S, StateKeeper
+from kakeya.node.state_writer import INTERVAL_S, RETRY_S, WARN_S, StateWriter
 from tests.fakes import FakeClock
 
 
@@ -27,7 +27,7 @@ class Rig:
         self.disk = Disk()
         self.state = 0
         self.clock = clock
-        self.keeper = StateKeeper(lambda: self.state, self.disk.save, saved=None, clock=clock)
+        self.keeper = StateWriter(lambda: self.state, self.disk.save, saved=None, clock=clock)
 
 
 class StoppedClock(FakeClock):

@@ -22,7 +22,7 @@ from kakeya.engine.steps.pieces import Pieces
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.frames import Done, Frame, Progress, StopReason, Tokens, Usage
 from kakeya.generation.kv import KvOffer
-from kakeya.generation.request import DecodeRequest, Priority
+from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.retention import Retention
 from kakeya.memory.pages.node_arena import PAGE_BYTES, NodeArena, page_config
 from kakeya.memory.pages.reader import PageReader
@@ -373,7 +373,7 @@ async def test_what_nobody_waits_for_takes_the_place_of_nothing(tmp_path: Path) 
     async with world(tmp_path, budget=8) as here:
         for number in range(7):
             await here.ask([number] * 4 + [0])
-        await here.ask([*range(100, 130)], max_tokens=0, priority=Priority.SPECULATIVE)
+        await here.ask([*range(100, 130)], max_tokens=0, priority=GenerationPriority.SPECULATIVE)
         assert here.prefixes.counts.evicted == 0
         assert await here.ask([*range(100, 130)]) == BLOCK
         here.check()
@@ -861,8 +861,10 @@ async def live(folder: Path, rng: random.Random) -> None:
                 case 3:
                     here.prefixes.pages.expire()
                 case _:
-                    priority = rng.choice((Priority.NORMAL, Priority.SPECULATIVE))
-                    most = 0 if priority is Priority.SPECULATIVE else 1
+                    priority = rng.choice(
+                        (GenerationPriority.NORMAL, GenerationPriority.SPECULATIVE)
+                    )
+                    most = 0 if priority is GenerationPriority.SPECULATIVE else 1
                     asked = here.ask(prompt, priority=priority, max_tokens=most)
                     asks.append(asyncio.create_task(asked))
             for _ in range(rng.randrange(4)):

@@ -16,8 +16,8 @@ from kakeya.config import config
 from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
 from kakeya.generation.frames import Done, Frame, Tokens, Usage
-from kakeya.generation.request import DecodeRequest, Priority
-from kakeya.generation.spec import ModelSpec, Role
+from kakeya.generation.request import DecodeRequest, GenerationPriority
+from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.pages import NodePages
 from kakeya.prefix.prefixes import NodePrefixes
@@ -82,7 +82,7 @@ async def ask(
     prompt: Sequence[int],
     max_tokens: int = 2,
     *,
-    priority: Priority = Priority.NORMAL,
+    priority: GenerationPriority = GenerationPriority.NORMAL,
     **more: object,
 ) -> Answer:
     """Generate to the end."""
@@ -122,7 +122,7 @@ async def node(
         config.load, ("--data-dir", str(folder)), dict(environ or {})
     )
     precache = replace(settings.precache, memory_bytes=memory_mb << 20, disk_bytes=disk_mb << 20)
-    spec = spec or ModelSpec(model_id=TINY, source=TINY, role=Role.VERIFIER)
+    spec = spec or ModelSpec(model_id=TINY, source=TINY, role=ModelRole.VERIFIER)
 
     def build() -> NodeMemory:
         return NodeMemory(

@@ -13,7 +13,7 @@ import pytest
 from kakeya.core.errors import InvalidArgument
 from kakeya.generation.caller import PRIORITY, peer_host
 from kakeya.generation.facts import ModelState
-from kakeya.generation.request import Priority
+from kakeya.generation.request import GenerationPriority
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
 from kakeya.prefix.seam import (
@@ -23,11 +23,11 @@ from kakeya.prefix.seam import (
     RETENTION,
     SEGMENTS,
     CacheUse,
-    Claim,
     NoPrecache,
-    Outcome,
-    Report,
+    PrefixClaim,
     Warmed,
+    WarmOutcome,
+    WarmReport,
     read_metadata,
     read_retention,
 )
@@ -45,21 +45,21 @@ from tests.sessions.toy import HashServedModel, ToyDirectory
 class Recorded:
     """A `Precache` that gives every conversation the slot 3."""
 
-    ended: list[tuple[Claim, list[int]]] = field(default_factory=list)
-    warmed: list[tuple[Claim, list[int], bool]] = field(default_factory=list)
+    ended: list[tuple[PrefixClaim, list[int]]] = field(default_factory=list)
+    warmed: list[tuple[PrefixClaim, list[int], bool]] = field(default_factory=list)
     sources: list = field(default_factory=list)
 
-    def kv_key(self, claim: Claim) -> str:
+    def kv_key(self, claim: PrefixClaim) -> str:
         return "slot:3" if claim.use.keys != CacheKeys() else ""
 
     def turn_ended(self, claim, tokens) -> None:
         self.sources.append((claim, tokens))
 
-    async def warm(self, claim, tokens, *, is_pinned=False) -> Report:
+    async def warm(self, claim, tokens, *, is_pinned=False) -> WarmReport:
         ids = list(await tokens())
         self.warmed.append((claim, ids, is_pinned))
         done = Warmed(tokens=len(ids), cached=1, computed=len(ids) - 2)
-        return Report(outcome=Outcome.WARM, warmed=done, is_pinned=is_pinned)
+        return WarmReport(outcome=WarmOutcome.WARM, warmed=done, is_pinned=is_pinned)
 
 
 async def generate(node, prompt: Sequence[int], metadata=(), session="") -> str:
@@ -119,9 +119,12 @@ async def test_the_client_names_its_conversation_and_itself():
 async def test_who_asks_and_how_urgently_is_told_to_the_engine():
     async with running_node() as node:
         session = await generate(node, [1])
-        assert node.model.requests[-1].priority is Priority.NORMAL
+        assert node.model.requests[-1].priority is GenerationPriority.NORMAL
         assert node.model.requests[-1].client == "127.0.0.1"
-        for said, priority in (("batch", Priority.BATCH), ("0", Priority.URGENT)):
+        for said, priority in (
+            ("batch", GenerationPriority.BATCH),
+            ("0", GenerationPriority.URGENT),
+        ):
             await generate(node, [2], [(PRIORITY, said)], session)
             assert node.model.requests[-1].priority is priority
         for said in ("3", "speculative", "high"):
@@ -130,8 +133,8 @@ async def test_who_asks_and_how_urgently_is_told_to_the_engine():
         async with Client(node.address, client_name="alice") as client:
             async with await client.create_session() as own:
                 await own.append([1])
-                assert [t async for t in own.generate(1, priority=Priority.BATCH)]
-        assert node.model.requests[-1].priority is Priority.BATCH
+                assert [t async for t in own.generate(1, priority=GenerationPriority.BATCH)]
+        assert node.model.requests[-1].priority is GenerationPriority.BATCH
         assert node.model.requests[-1].client == "alice"
 
 
@@ -274,8 +277,8 @@ async def test_the_client_has_a_prefix_warmed():
             report = await client.warm(
                 range(10), conversation_id="room", retention=Retention.EXTENDED, pin=True
             )
-            assert report == Report(
-                outcome=Outcome.WARM,
+            assert report == WarmReport(
+                outcome=WarmOutcome.WARM,
                 warmed=Warmed(tokens=10, cached=1, computed=8),
                 is_pinned=True,
             )

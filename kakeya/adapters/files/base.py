@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kakeya.adapters.files.packed import PackedAdapter
 from kakeya.core.errors import InvalidArgument
-from kakeya.core.safetensors import Entry, open_regular, read_header
+from kakeya.core.safetensors import ArrayEntry, open_regular, read_header
 
 _SAMPLE_BYTES = 4 << 10
 _WORD_BITS = 32
@@ -67,7 +67,7 @@ def read_base(folder: Path) -> BaseShapes:
     if not isinstance(config, dict):
         raise InvalidArgument(f"{folder}/config.json is not a JSON object")
     sha256 = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ArrayEntry] = {}
     for file in sorted(folder.glob("model*.safetensors")):
         header = read_header(file)
         entries.update(header)
@@ -80,7 +80,7 @@ def read_base(folder: Path) -> BaseShapes:
     )
 
 
-def _sample(file: Path, header: Mapping[str, Entry]) -> bytes:
+def _sample(file: Path, header: Mapping[str, ArrayEntry]) -> bytes:
     """A little from the middle of every array: tuning may leave any of them as it was."""
     parts = []
     with open_regular(file) as (opened, _):
@@ -91,7 +91,7 @@ def _sample(file: Path, header: Mapping[str, Entry]) -> bytes:
 
 
 def _modules(
-    entries: Mapping[str, Entry], config: Mapping[str, object]
+    entries: Mapping[str, ArrayEntry], config: Mapping[str, object]
 ) -> dict[str, tuple[int, int]]:
     quantization = config.get("quantization")
     widths = quantization if isinstance(quantization, dict) else {}

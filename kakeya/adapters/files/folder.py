@@ -14,7 +14,7 @@ from typing import Any
 
 from kakeya.adapters.files.weights import FloatArray, read_array
 from kakeya.core.errors import InvalidArgument
-from kakeya.core.safetensors import Entry, open_regular, read_header
+from kakeya.core.safetensors import ArrayEntry, open_regular, read_header
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapters.safetensors"
 MAX_RANK = 1024
@@ -30,7 +30,7 @@ class AdapterFolder:
     weights: Path
     rank: int
     scale: float
-    pairs: Mapping[str, tuple[Entry, Entry]]
+    pairs: Mapping[str, tuple[ArrayEntry, ArrayEntry]]
 
     def matrices(self) -> Iterator[tuple[str, FloatArray, FloatArray]]:
         """Read module by module, in order. Shapes: A [in, rank], B [rank, out].
@@ -84,8 +84,10 @@ def _read_config(path: Path) -> tuple[int, float]:
     return rank, float(scale)
 
 
-def _pairs(path: Path, header: Mapping[str, Entry], rank: int) -> dict[str, tuple[Entry, Entry]]:
-    found: dict[str, dict[str, Entry]] = {}
+def _pairs(
+    path: Path, header: Mapping[str, ArrayEntry], rank: int
+) -> dict[str, tuple[ArrayEntry, ArrayEntry]]:
+    found: dict[str, dict[str, ArrayEntry]] = {}
     for name, entry in header.items():
         module, _, leaf = name.rpartition(".")
         if leaf == "m":

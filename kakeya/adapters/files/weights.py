@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.core.safetensors import Entry, damaged, open_regular
+from kakeya.core.safetensors import ArrayEntry, damaged, open_regular
 
 FloatArray = NDArray[np.float32] | NDArray[np.float16]
 
 
-def read_array(path: Path, name: str, entry: Entry) -> FloatArray:
+def read_array(path: Path, name: str, entry: ArrayEntry) -> FloatArray:
     """Read one array of 16 or 32-bit floats; bfloat16 becomes float32, which loses nothing.
 
     Raises InvalidArgument for other kinds, a file that became shorter, and values that are no

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kakeya.backends.engine.client import Limits
+from kakeya.backends.engine.client import EngineMemoryLimits
 from kakeya.backends.engine.life import Engine, EngineLife, EngineOptions, EngineSpec
 from kakeya.backends.engine.process import Command
 from kakeya.backends.gate import Gate
@@ -191,7 +191,7 @@ class EngineBackend:
     # What the owner of memory asks of it
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> EngineMemoryLimits:
         """The bounds that were set, which each new child gets before it serves."""
         return self._life.limits
 
@@ -204,7 +204,9 @@ class EngineBackend:
         which no sequence fits (nothing is changed then), PeerUnavailable while it is not up (the
         next child gets them).
         """
-        wanted = Limits(memory_bytes=memory_bytes, cache_bytes=cache_bytes, kv_bytes=kv_bytes)
+        wanted = EngineMemoryLimits(
+            memory_bytes=memory_bytes, cache_bytes=cache_bytes, kv_bytes=kv_bytes
+        )
         before, self._life.limits = self._life.limits, self._life.limits.merged(wanted)
         engine = self._serving_now()
         try:

@@ -42,7 +42,7 @@ CLOSE_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class EngineMemoryLimits:
     """What an engine may occupy, in bytes; 0 = as it is.
 
     `memory_bytes` bounds the process, `cache_bytes` buffers that no array uses, `kv_bytes` the KV
@@ -53,9 +53,9 @@ class Limits:
     cache_bytes: int = 0
     kv_bytes: int = 0
 
-    def merged(self, newer: Limits) -> Limits:
+    def merged(self, newer: EngineMemoryLimits) -> EngineMemoryLimits:
         """These, where `newer` leaves them as they are."""
-        return Limits(
+        return EngineMemoryLimits(
             memory_bytes=newer.memory_bytes or self.memory_bytes,
             cache_bytes=newer.cache_bytes or self.cache_bytes,
             kv_bytes=newer.kv_bytes or self.kv_bytes,
@@ -181,7 +181,7 @@ class EngineClient:
             reply = await self._stub.Stats(pb.StatsRequest(), timeout=timeout_s)
         return stats_from_wire(reply)
 
-    async def set_limits(self, limits: Limits, timeout_s: float) -> Footprint:
+    async def set_limits(self, limits: EngineMemoryLimits, timeout_s: float) -> Footprint:
         """Bound what the engine may occupy; 0 = unchanged.
 
         Raises MemoryRefused when its model alone takes more, InvalidArgument for a KV bound in

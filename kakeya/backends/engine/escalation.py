@@ -58,7 +58,7 @@ class EscalationRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
+class EngineSight:
     """An engine as it is now. `child` is its process, `running` its sequences."""
 
     child: int
@@ -116,7 +116,7 @@ class Escalation:
         self._ends_mono: tuple[float, ...] = ()
         self.stage = Stage.WITHIN
 
-    def see(self, sight: Sight, now: float) -> Step | None:
+    def see(self, sight: EngineSight, now: float) -> Step | None:
         """Decide by what is seen at `now`."""
         if sight.child != self._child:
             return self._begin(sight.child, now) or self._within(sight, now)
@@ -146,13 +146,13 @@ class Escalation:
         self._move(Stage.WITHIN, now)
         return ResumeIt() if was_held else None
 
-    def _within(self, sight: Sight, now: float) -> Step | None:
+    def _within(self, sight: EngineSight, now: float) -> Step | None:
         if not self._is_above(sight, self._rules.full):
             return None
         self._move(Stage.SHRINKING, now)
         return self._ask(sight, now)
 
-    def _shrinking(self, sight: Sight, now: float) -> Step | None:
+    def _shrinking(self, sight: EngineSight, now: float) -> Step | None:
         if not self._is_above(sight, self._rules.calm):
             self._move(Stage.WITHIN, now)
             return None
@@ -165,7 +165,7 @@ class Escalation:
             return self._ask(sight, now)
         return None
 
-    def _draining(self, sight: Sight, now: float) -> Step | None:
+    def _draining(self, sight: EngineSight, now: float) -> Step | None:
         if not self._is_above(sight, self._rules.full):
             self._move(Stage.SHRINKING, now)
             return ResumeIt()
@@ -175,7 +175,7 @@ class Escalation:
         self._ends_mono = (*(at for at in self._ends_mono if now - at < _HOUR_S), now)
         return EndIt(_words(sight))
 
-    def _ending(self, sight: Sight, now: float) -> Step | None:
+    def _ending(self, sight: EngineSight, now: float) -> Step | None:
         """One that has come within its lease and still does not end is its backend's matter, which
         probes it."""
         is_late = now >= self._since_mono + self._rules.end_s
@@ -184,12 +184,12 @@ class Escalation:
         self._move(Stage.KILLED, now)
         return KillIt(f"{_words(sight)} and did not end within {self._rules.end_s:g} s")
 
-    def _ask(self, sight: Sight, now: float) -> ShrinkIt:
+    def _ask(self, sight: EngineSight, now: float) -> ShrinkIt:
         self._asked_mono = now
         wanted = sight.resident_bytes - int(self._rules.calm * sight.lease_bytes)
         return ShrinkIt(wanted, _words(sight))
 
-    def _is_above(self, sight: Sight, share: float) -> bool:
+    def _is_above(self, sight: EngineSight, share: float) -> bool:
         return sight.resident_bytes > share * sight.lease_bytes
 
     def _move(self, stage: Stage, now: float) -> None:
@@ -197,7 +197,7 @@ class Escalation:
         self._since_mono = now
 
 
-def _words(sight: Sight) -> str:
+def _words(sight: EngineSight) -> str:
     return (
         f"occupied {format_bytes(sight.resident_bytes)} of a lease of "
         f"{format_bytes(sight.lease_bytes)}"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kakeya.backends.engine.client import EngineClient, Limits
+from kakeya.backends.engine.client import EngineClient, EngineMemoryLimits
 from kakeya.backends.engine.process import Command, EngineProcess, SocketFolder
 from kakeya.backends.engine.restart import Exit, GiveUp, Plan, RestartIn, RestartPolicy
 from kakeya.core.clock import Clock
@@ -104,7 +104,7 @@ class EngineLife:
         self._next_start_mono = 0.0
         self._process: EngineProcess | None = None
         self._is_asked_to_end = False
-        self.limits = Limits()
+        self.limits = EngineMemoryLimits()
         """Set in each engine before it serves."""
         self.state = ModelState.LOADING
         self.last_error = ""
@@ -234,7 +234,7 @@ class EngineLife:
         """Wait for the model, then probe; a child that fails either is killed."""
         try:
             facts = await self._described(client)
-            if self.limits != Limits():
+            if self.limits != EngineMemoryLimits():
                 facts = await self._limited(client, facts)
         except KakeyaError as error:
             process.kill(f"could not be made ready: {error.message}")

@@ -24,13 +24,13 @@ from typing import Self, assert_never
 from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.engine.escalation import (
     EndIt,
+    EngineSight,
     Escalation,
     EscalationRules,
     HoldIt,
     KillIt,
     ResumeIt,
     ShrinkIt,
-    Sight,
     Step,
 )
 from kakeya.backends.engine.lease import EngineLease
@@ -42,7 +42,7 @@ from kakeya.core.tasks import Supervisor, TaskHealth
 from kakeya.generation.facts import Footprint
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.events import EngineDrained, EngineKilled, EngineShrunk
-from kakeya.memory.arbiter.policy import Level, Rung, Tenant
+from kakeya.memory.arbiter.policy import PressureLevel, Rung, Tenant
 from kakeya.memory.arbiter.resident import ResidentKey
 
 _log = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ class EngineWatch:
         told = await backend.footprint()
         if occupied is None or backend.pid != pid or not self._is_watched(watched):
             return
-        sight = Sight(
+        sight = EngineSight(
             child=pid,
             resident_bytes=occupied,
             lease_bytes=watched.lease.bytes,
@@ -301,7 +301,9 @@ class EngineWatch:
             case _:
                 assert_never(step)
 
-    async def _shrink(self, watched: _Watched, step: ShrinkIt, sight: Sight) -> Footprint | None:
+    async def _shrink(
+        self, watched: _Watched, step: ShrinkIt, sight: EngineSight
+    ) -> Footprint | None:
         """Ask an engine for memory; returns what it holds then. None = it does not answer, and
         gives nothing: what it occupies next time decides."""
         key, freed, told = watched.key, 0, None
@@ -336,7 +338,7 @@ class EngineWatch:
 
     def _has_room_for(self, size: int) -> bool:
         ledger = self._arbiter.status()
-        is_calm = ledger.level is Level.NOMINAL and not ledger.waiting
+        is_calm = ledger.level is PressureLevel.NOMINAL and not ledger.waiting
         return is_calm and ledger.spare_bytes >= size
 
     def _is_watched(self, watched: _Watched) -> bool:

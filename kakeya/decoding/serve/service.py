@@ -78,14 +78,14 @@ class ProposerService(rpc.ProposerServiceServicer):
     ) -> None:
         self._clock = clock or SystemClock()
         self._queue_limit = queue_limit
-        self._desks: dict[str, Desk] = {}
+        self._desks: dict[str, ProposerQueue] = {}
         for model_id, proposer in (proposers or {}).items():
             self.serve(model_id, proposer)
 
     def serve(self, model_id: str, proposer: Proposer | AsyncDrafter) -> None:
         """Offer a proposer, or another one under the same name."""
         replaced = self._desks.get(model_id)
-        self._desks[model_id] = Desk(model_id, proposer, self._clock, self._queue_limit)
+        self._desks[model_id] = ProposerQueue(model_id, proposer, self._clock, self._queue_limit)
         if replaced is not None:
             replaced.close()
 
@@ -119,7 +119,7 @@ class ProposerService(rpc.ProposerServiceServicer):
         draft = await desk.draft(request, prefix, expires_mono)
         return draft_to_wire(draft, request)
 
-    def desk(self, model_id: str) -> Desk:
+    def desk(self, model_id: str) -> ProposerQueue:
         """The desk of one proposer, "" = the default. Raises NotFound."""
         if not self._desks:
             raise NotFound("this node serves no proposer")
@@ -134,7 +134,7 @@ class ProposerService(rpc.ProposerServiceServicer):
         return desk
 
 
-class Desk:
+class ProposerQueue:
     """One proposer and the requests that wait for it."""
 
     def __init__(

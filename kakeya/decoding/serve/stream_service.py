@@ -25,7 +25,12 @@ from kakeya.core.units import unpack_ids
 from kakeya.decoding.draft.convert import MAX_BLOCK_TOKENS, MAX_PREFIX_TOKENS, draft_to_wire
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.decoding.ngram.ngram import KEPT_TOKENS, ROLLBACK, NGramIndex, NGramProposer
-from kakeya.decoding.serve.service import INLINE_TOKENS, Desk, ProposerService, failures_end
+from kakeya.decoding.serve.service import (
+    INLINE_TOKENS,
+    ProposerQueue,
+    ProposerService,
+    failures_end,
+)
 from kakeya.v1.distributed_pb2 import ProposeBlockRequest
 from kakeya.v1.drafts_pb2 import DraftStreamRequest, DraftStreamResponse
 from kakeya.v1.drafts_pb2_grpc import DraftStreamServiceServicer
@@ -175,7 +180,7 @@ class DraftStreamService(DraftStreamServiceServicer):
 class _Text:
     """What one stream has told, and who drafts after it."""
 
-    def __init__(self, desk: Desk, opening: DraftStreamRequest, draft_s: float) -> None:
+    def __init__(self, desk: ProposerQueue, opening: DraftStreamRequest, draft_s: float) -> None:
         self._desk = desk
         self._opening = opening
         self._draft_s = draft_s

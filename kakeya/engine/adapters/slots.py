@@ -26,7 +26,7 @@ from kakeya.engine.queue.room import RETRY_S
 
 
 @dataclass(slots=True, eq=False)
-class AdapterUse:
+class SlottedAdapter:
     """An adapter in a slot; `content` is equal only for equal adapters, `users` run with it."""
 
     adapter_id: str
@@ -57,7 +57,7 @@ class EngineAdapters:
         self._bank = bank
         self._room_bytes = room_bytes
         self._grown = grown
-        self._loaded: dict[str, AdapterUse] = {}
+        self._loaded: dict[str, SlottedAdapter] = {}
         self._free = list(range(bank.count, 0, -1))
 
     def load(self, adapter_id: str, read: ReadAdapter, instead_of: str = "") -> LoadedAdapter:
@@ -91,7 +91,7 @@ class EngineAdapters:
         """What is in a slot."""
         return tuple(self._loaded)
 
-    def enter(self, adapter_id: str) -> AdapterUse:
+    def enter(self, adapter_id: str) -> SlottedAdapter:
         """Begin to compute with an adapter, until `leave`. Raises NotFound."""
         held = self._loaded.get(adapter_id)
         if held is None:
@@ -99,7 +99,7 @@ class EngineAdapters:
         held.users += 1
         return held
 
-    def leave(self, use: AdapterUse) -> None:
+    def leave(self, use: SlottedAdapter) -> None:
         """End it; once for each `enter`."""
         use.users -= 1
         if not use.users and self._loaded.get(use.adapter_id) is not use:
@@ -128,7 +128,7 @@ class EngineAdapters:
                 if held is not None and held.slot == slot:
                     del self._loaded[adapter_id]
                 raise
-            held = self._loaded[adapter_id] = AdapterUse(adapter_id, slot, read.content)
+            held = self._loaded[adapter_id] = SlottedAdapter(adapter_id, slot, read.content)
             if self._bank.nbytes != before:
                 self._grown()
         return LoadedAdapter(slot=held.slot, nbytes=self._bank.slot_bytes())
@@ -152,7 +152,7 @@ class EngineAdapters:
                 retry_after_s=RETRY_S,
             )
 
-    def _slot_for(self, adapter_id: str, held: AdapterUse | None) -> int:
+    def _slot_for(self, adapter_id: str, held: SlottedAdapter | None) -> int:
         if held is not None and not held.users:
             return held.slot
         if not self._free:

@@ -24,7 +24,7 @@ from kakeya.engine.job import ParkFrame
 from kakeya.engine.kv.blocks import FAULTS
 from kakeya.engine.model import KvView, LoadedFacts
 from kakeya.engine.queue.queue import Line
-from kakeya.engine.queue.rows import Entry, Row
+from kakeya.engine.queue.rows import Admitted, QueueRow
 from kakeya.generation.kv import PageRef
 from kakeya.memory.pages.reader import PageReader
 
@@ -43,7 +43,7 @@ class Parking:
         facts: LoadedFacts,
         timer: Callable[[], float],
         *,
-        lost: Callable[[Row], None],
+        lost: Callable[[QueueRow], None],
     ) -> None:
         """`lost` ends a sequence whose KV is gone."""
         self._lost = lost
@@ -51,10 +51,10 @@ class Parking:
         self._room = line.room
         self._facts = facts
         self._timer = timer
-        self._due: list[Row] = []
+        self._due: list[QueueRow] = []
         self._settled: list[Callable[[], None]] = []
 
-    def are_coming(self, entry: Entry, now_s: float) -> bool:
+    def are_coming(self, entry: Admitted, now_s: float) -> bool:
         """Whether pages are on their way for the KV that has to go for an entry, which is the next
         one then.
 
@@ -92,7 +92,7 @@ class Parking:
         """Whether KV is to go and waits for pages."""
         return bool(self._due)
 
-    def drop_soon(self, row: Row, now_s: float) -> None:
+    def drop_soon(self, row: QueueRow, now_s: float) -> None:
         """Take the KV of a parked one as soon as there are pages for it, or are sure to be none."""
         if not self._is_coming(row, now_s):
             self.drop(row)
@@ -128,7 +128,7 @@ class Parking:
             self.drop_soon(row, now_s)
         return before - self._room.parked_bytes
 
-    def drop(self, row: Row) -> None:
+    def drop(self, row: QueueRow) -> None:
         """Take the KV of a parked one, to the pages that were lent for it, or it is lost."""
         if not self._stow(row):
             self._lost(row)
@@ -137,7 +137,7 @@ class Parking:
         self._room.leave(row)
         self._line.stowed(row)
 
-    def resume(self, row: Row) -> bool:
+    def resume(self, row: QueueRow) -> bool:
         """It has a place again: take its KV back where that lies in pages, which are needed no
         longer then. False where that failed, and it is lost."""
         if row in self._due:
@@ -150,7 +150,7 @@ class Parking:
             row.ticket.on_frame(ParkFrame(lengths=()))
         return True
 
-    def _is_coming(self, row: Row, now_s: float) -> bool:
+    def _is_coming(self, row: QueueRow, now_s: float) -> bool:
         """Whether pages for the KV of a parked one are on their way. They are asked for where they
         were not yet."""
         can_park = row.ticket.job.park_id and row.length and self._facts.kv_block_tokens
@@ -160,7 +160,7 @@ class Parking:
             row.ticket.on_frame(ParkFrame(lengths=wanted, number=row.asks))
         return row.asked_s is not None and row.pages is None and now_s < row.asked_s + PAGES_S
 
-    def _stow(self, row: Row) -> bool:
+    def _stow(self, row: QueueRow) -> bool:
         """Copy it there; False, and nothing changed, where that fails."""
         if not row.pages or row.run is None:
             return False
@@ -171,7 +171,7 @@ class Parking:
             event(_log, "KV could not be parked", level=logging.WARNING, reason=repr(fault))
             return False
 
-    def _restore(self, row: Row) -> bool:
+    def _restore(self, row: QueueRow) -> bool:
         if row.run is None:
             return False
         try:
@@ -182,7 +182,7 @@ class Parking:
             return False
         return True
 
-    def _views(self, reader: PageReader, row: Row) -> list[KvView]:
+    def _views(self, reader: PageReader, row: QueueRow) -> list[KvView]:
         size, views = self._facts.kv_block_tokens, []
         for index, pages in enumerate(row.pages or ()):
             tokens = min(size, row.length - index * size)

@@ -27,7 +27,15 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic
 
 from kakeya.core.errors import InvariantBroken
-from kakeya.engine.queue.policy import CLASSES, EQUAL_TOKENS, Account, Claim, ClaimT, Equals, Turn
+from kakeya.engine.queue.policy import (
+    CLASSES,
+    EQUAL_TOKENS,
+    Account,
+    ClaimT,
+    Equals,
+    GenerationClaim,
+    Turn,
+)
 
 _KEPT_CLIENTS = 1024
 _STALE_ENTRIES = 4
@@ -42,7 +50,7 @@ class _Peers(ABC):
     of that, whose first entry is never a stale one, `far` of those that are not near, and `near`
     one of first claims."""
 
-    def __init__(self, waiting: Mapping[int, Claim]) -> None:
+    def __init__(self, waiting: Mapping[int, GenerationClaim]) -> None:
         self._waiting = waiting
         self.accounts: dict[str, Account] = {}
         self._level = 0
@@ -238,7 +246,7 @@ class _Peers(ABC):
 class _Users(_Peers):
     """The users of one client."""
 
-    def __init__(self, owner: Account, waiting: Mapping[int, Claim]) -> None:
+    def __init__(self, owner: Account, waiting: Mapping[int, GenerationClaim]) -> None:
         super().__init__(waiting)
         self._owner = owner
 
@@ -263,7 +271,7 @@ class _Client(Account):
 class _Class(_Peers):
     """The clients of one priority. `claims` is how many wait."""
 
-    def __init__(self, priority: int, waiting: Mapping[int, Claim]) -> None:
+    def __init__(self, priority: int, waiting: Mapping[int, GenerationClaim]) -> None:
         super().__init__(waiting)
         self._priority = priority
         self.claims = 0

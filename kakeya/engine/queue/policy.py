@@ -54,7 +54,7 @@ ROUND_S = 0.05
 chunk may be longer."""
 SPARE_RATIO = 16
 """Beside others, a prompt that nobody waits for rests so many times as long as its chunks take."""
-ClaimT = TypeVar("ClaimT", bound="Claim")
+ClaimT = TypeVar("ClaimT", bound="GenerationClaim")
 Turn: TypeAlias = tuple[float, int]
 """When a claim's prompt would be done if alone, in seconds, and its number: an order of claims."""
 
@@ -99,7 +99,7 @@ class Account:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Claim:
+class GenerationClaim:
     """One generation that waits or runs.
 
     `number` counts arrivals. `work_s` is what is left of its prompt, `charged` the part of it that
@@ -154,12 +154,14 @@ def is_turn_of_age(turn: int) -> bool:
     return turn % FLOOR_TURNS == FLOOR_TURNS - 1
 
 
-def may_hold(claim: Claim, now_s: float) -> bool:
+def may_hold(claim: GenerationClaim, now_s: float) -> bool:
     """Whether a claim has waited so long that others wait until there is room for it."""
     return claim.priority != SPECULATIVE and now_s - claim.arrived_s >= HELD_S
 
 
-def may_pass(claim: Claim, held: Claim, running: Iterable[Claim]) -> bool:
+def may_pass(
+    claim: GenerationClaim, held: GenerationClaim, running: Iterable[GenerationClaim]
+) -> bool:
     """Whether a claim may get a place before the one that holds the line.
 
     While one runs that is less urgent than the claim, the other waits for that one anyway.
@@ -175,7 +177,10 @@ def next_chunk(claims: Sequence[ClaimT], turn: int) -> ClaimT:
 
 
 def makes_place(
-    claim: Claim, running: Sequence[ClaimT], now_s: float, kept: Claim | None = None
+    claim: GenerationClaim,
+    running: Sequence[ClaimT],
+    now_s: float,
+    kept: GenerationClaim | None = None,
 ) -> list[ClaimT]:
     """Who of those that run may be set aside for a claim, in this order; never `kept`.
 
@@ -191,7 +196,7 @@ def makes_place(
 
 
 def victims(
-    priority: int, running: Sequence[ClaimT], kept: Claim | None, *, has_none: bool
+    priority: int, running: Sequence[ClaimT], kept: GenerationClaim | None, *, has_none: bool
 ) -> list[ClaimT]:
     """See `makes_place`: for a claim of a class, whose client runs none and waited long enough."""
     below = [one for one in running if one.account.priority > priority and one is not kept]
@@ -230,7 +235,7 @@ def is_chunk_due(chunks: int, spent_s: float, next_s: float, *, somebody_is_mute
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class AheadOfClaim:
     """How many that wait go before a claim by class and work, and what of their prompts is left,
     in seconds."""
 
@@ -239,9 +244,9 @@ class Ahead:
 
 
 def first_token_s(
-    claim: Claim,
-    ahead: Ahead,
-    running: Iterable[Claim],
+    claim: GenerationClaim,
+    ahead: AheadOfClaim,
+    running: Iterable[GenerationClaim],
     *,
     free_places: int,
     place_every_s: float,
@@ -259,5 +264,5 @@ def first_token_s(
     return max(before_s * stretch, place_s) + claim.work_s * stretch
 
 
-def _done_alone_s(claim: Claim) -> tuple[float, int]:
+def _done_alone_s(claim: GenerationClaim) -> tuple[float, int]:
     return claim.arrived_s + claim.work_s, claim.number

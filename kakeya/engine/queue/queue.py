@@ -38,7 +38,7 @@ from kakeya.engine.queue.policy import (
     victims,
 )
 from kakeya.engine.queue.room import RETRY_S, KvRoom
-from kakeya.engine.queue.rows import Entry, Row, Ticket
+from kakeya.engine.queue.rows import Admitted, QueueRow, QueueTicket
 from kakeya.engine.queue.waiting import Waiting
 
 LOOK_S = 0.1
@@ -66,7 +66,7 @@ class Line:
         self._pace = pace
         self._places = places
         self._memory_bytes = memory_bytes
-        self._orders: Waiting[Row] = Waiting()
+        self._orders: Waiting[QueueRow] = Waiting()
         self._shares = self._orders.shares
         self.waiting = self._orders.claims
         self.parked = self._orders.parked
@@ -75,12 +75,12 @@ class Line:
         self._arrivals = 0
         self._entries = 0
         self._look_s: float | None = None
-        self._aged: Row | None = None
-        self._held: Row | None = None
-        self._promised: Row | None = None
+        self._aged: QueueRow | None = None
+        self._held: QueueRow | None = None
+        self._promised: QueueRow | None = None
         self._aged_until_s = 0.0
 
-    def arrive(self, ticket: Ticket, running: Sequence[Row], now_s: float) -> None:
+    def arrive(self, ticket: QueueTicket, running: Sequence[QueueRow], now_s: float) -> None:
         """Put a generation in the line.
 
         Raises MemoryRefused when there is never room for it, DeadlineExceeded when it would come
@@ -90,7 +90,7 @@ class Line:
         self.room.check_fits(job)
         self._most_bytes = max(self._most_bytes, self.room.budget_bytes)
         self._arrivals += 1
-        row = Row(
+        row = QueueRow(
             ticket=ticket,
             account=self._shares.arrive(job.client, job.priority, job.user),
             number=self._arrivals,
@@ -119,9 +119,11 @@ class Line:
             return False
         return self._look_s is None or now_s >= self._look_s or bool(self._given_up)
 
-    def gone(self, running: Sequence[Row], now_s: float) -> list[tuple[Row, KakeyaError | None]]:
+    def gone(
+        self, running: Sequence[QueueRow], now_s: float
+    ) -> list[tuple[QueueRow, KakeyaError | None]]:
         """Who is to leave the line, and what to tell it: given up, too late, never to have room."""
-        left: dict[Row, KakeyaError | None] = {}
+        left: dict[QueueRow, KakeyaError | None] = {}
         while self._given_up:
             row = self.waiting.get(self._given_up.popleft())
             if row is not None:
@@ -142,7 +144,7 @@ class Line:
                     left.setdefault(row, refusal)
         return list(left.items())
 
-    def next_entry(self, running: Sequence[Row], now_s: float) -> Entry | None:
+    def next_entry(self, running: Sequence[QueueRow], now_s: float) -> Admitted | None:
         """Who gets a place now; None = nobody until something changes."""
         self._look_s = now_s + LOOK_S
         promised, self._promised = self._promised, None
@@ -165,8 +167,8 @@ class Line:
         return entry
 
     def next_chunk(
-        self, prefilling: Sequence[Row], turn: int, now_s: float, *, somebody_decodes: bool
-    ) -> Row | None:
+        self, prefilling: Sequence[QueueRow], turn: int, now_s: float, *, somebody_decodes: bool
+    ) -> QueueRow | None:
         """Whose chunk of a prompt is next; None = of nobody, those that decode go on.
 
         `turn` counts the chunks computed so far.
@@ -181,29 +183,29 @@ class Line:
             wanted = list(prefilling)
         return next_chunk(wanted, turn) if wanted else None
 
-    def promise(self, row: Row) -> None:
+    def promise(self, row: QueueRow) -> None:
         """It is the next one, as soon as what it waits for is there: those that made place for it
         may not come back before."""
         self._promised = row
 
-    def enter(self, row: Row) -> None:
+    def enter(self, row: QueueRow) -> None:
         """It gets a place."""
         self._entries += 1
         self._remove(row)
         self._shares.begin(row.account)
         self.stir()
 
-    def charge(self, row: Row) -> None:
+    def charge(self, row: QueueRow) -> None:
         """It runs: its account pays for what is to be computed of its prompt."""
         row.charged = row.prompt_left
         row.account.pay(INPUT_WEIGHT * row.charged)
 
-    def refund(self, row: Row) -> None:
+    def refund(self, row: QueueRow) -> None:
         """It runs no longer: what was not computed is not paid for."""
         row.account.pay(-INPUT_WEIGHT * min(row.charged, row.prompt_left))
         row.charged = 0
 
-    def park(self, row: Row) -> None:
+    def park(self, row: QueueRow) -> None:
         """A running one waits from now on, and keeps what it has computed."""
         # What it holds itself is not in its way.
         row.need_bytes = self.room.need_bytes(row.ticket.job, row.length)
@@ -213,7 +215,7 @@ class Line:
         self._shares.set_aside(row.account)
         self._orders.add(row, is_parked=True)
 
-    def stowed(self, row: Row) -> None:
+    def stowed(self, row: QueueRow) -> None:
         """What a parked one held lies elsewhere: it needs room for all of it to go on."""
         self._orders.remove(row)
         row.need_bytes = self.room.need_bytes(row.ticket.job, row.length)
@@ -221,50 +223,50 @@ class Line:
         self.stir()
 
     @property
-    def holding(self) -> list[Row]:
+    def holding(self) -> list[QueueRow]:
         """Those of the parked that hold KV, in the order of parking."""
         return [row for row in self.parked if row.length and not row.is_stowed]
 
-    def leave(self, row: Row) -> None:
+    def leave(self, row: QueueRow) -> None:
         """One that waits is over."""
         self._remove(row)
         self._shares.leave(row.account, was_running=False)
         self.stir()
 
-    def ended(self, row: Row) -> None:
+    def ended(self, row: QueueRow) -> None:
         """One that runs is over."""
         if row is self._aged:
             self._aged = None
         self._shares.leave(row.account, was_running=True)
         self.stir()
 
-    def prompt_s(self, row: Row) -> float:
+    def prompt_s(self, row: QueueRow) -> float:
         """What is left of its prompt, in seconds."""
         last = len(row.ticket.job.token_ids) - 1
         return self._pace.prefill_s(min(row.length, last), last)
 
-    def chunk_s(self, row: Row) -> float:
+    def chunk_s(self, row: QueueRow) -> float:
         """Its next chunk, in seconds."""
         chunk = self._facts.prefill_chunk_at(row.length)
         return self._pace.prefill_s(row.length, row.length + min(chunk, row.prompt_left))
 
-    def _remove(self, row: Row) -> None:
+    def _remove(self, row: QueueRow) -> None:
         """It waits no longer."""
         self._orders.remove(row)
         if row is self._held:
             self._held = None
 
-    def _plan(self, row: Row, running: Sequence[Row], now_s: float) -> Entry | None:
+    def _plan(self, row: QueueRow, running: Sequence[QueueRow], now_s: float) -> Admitted | None:
         """How a place and room come about for it; None where they do not."""
         if row.is_stowed and running and not self._has_memory(row.need_bytes):
             return None
         lacks_bytes = row.need_bytes - self.room.left_bytes
         lacks_place = len(running) >= self._places
         if lacks_bytes <= 0 and not lacks_place:
-            return Entry(row=row)
+            return Admitted(row=row)
         held = self.room.held_bytes
         droppable = [one for one in self._droppable(row.priority, running) if one is not row]
-        parks: list[Row] = []
+        parks: list[QueueRow] = []
         gain = sum(map(held, droppable))
         for victim in makes_place(row, running, now_s, self._kept(now_s)):
             if lacks_bytes <= gain and (parks or not lacks_place):
@@ -273,26 +275,26 @@ class Line:
             gain += held(victim)
         if lacks_bytes > gain or (lacks_place and not parks):
             return None
-        drops: list[Row] = []
+        drops: list[QueueRow] = []
         lacks_bytes -= sum(held(one) - self.room.kv_bytes(one.length) for one in parks)
         for one in (*reversed(parks), *droppable):
             if lacks_bytes <= 0:
                 break
             drops.append(one)
             lacks_bytes -= self.room.kv_bytes(one.length)
-        return Entry(row=row, parks=tuple(parks), drops=tuple(drops))
+        return Admitted(row=row, parks=tuple(parks), drops=tuple(drops))
 
     def _has_memory(self, size: int) -> bool:
         """Whether KV can be taken back at once; if memory was outgrown, that would only repeat."""
         left = self._memory_bytes()
         return left is None or left >= size
 
-    def _holder(self, now_s: float) -> Row | None:
+    def _holder(self, now_s: float) -> QueueRow | None:
         """Who holds the line from now on, if anybody."""
         oldest = self._orders.oldest(without=SPECULATIVE)
         return oldest if oldest is not None and may_hold(oldest, now_s) else None
 
-    def _oldest(self, running: Sequence[Row], now_s: float) -> Row | None:
+    def _oldest(self, running: Sequence[QueueRow], now_s: float) -> QueueRow | None:
         """Who gets a place for having waited longest, if anybody."""
         oldest = self._orders.oldest()
         if oldest is None or now_s - oldest.arrived_s < AGED_S:
@@ -306,7 +308,7 @@ class Line:
                 found = row
         return found if found is not None and now_s - found.arrived_s >= AGED_S else None
 
-    def _rooms(self, priority: int, running: Sequence[Row], now_s: float) -> tuple[int, int]:
+    def _rooms(self, priority: int, running: Sequence[QueueRow], now_s: float) -> tuple[int, int]:
         """What one of this class that has waited can get, in bytes, of a client that runs something
         and of another one; -1 = it gets no place. `_plan` says how."""
         left = self.room.left_bytes
@@ -320,16 +322,16 @@ class Line:
 
         return room(has_none=False), room(has_none=True)
 
-    def _droppable(self, priority: int, running: Sequence[Row]) -> list[Row]:
+    def _droppable(self, priority: int, running: Sequence[QueueRow]) -> list[QueueRow]:
         """Who of the parked may lose its KV for one of this class, in this order."""
         held = reversed(self.holding)
         return [one for one in held if one.priority >= priority or not running]
 
-    def _kept(self, now_s: float) -> Row | None:
+    def _kept(self, now_s: float) -> QueueRow | None:
         """Who makes place for nobody now."""
         return self._aged if now_s < self._aged_until_s else None
 
-    def _check_deadline(self, row: Row, running: Sequence[Row], now_s: float) -> None:
+    def _check_deadline(self, row: QueueRow, running: Sequence[QueueRow], now_s: float) -> None:
         if row.expires_s == math.inf:
             return
         others = sum(one.priority <= row.priority for one in running)
@@ -359,7 +361,7 @@ class Line:
         return min(max(blocks, kept), len(job.token_ids) - 1)
 
 
-def _waited_in_vain(row: Row, now_s: float) -> str:
+def _waited_in_vain(row: QueueRow, now_s: float) -> str:
     return (
         f"the deadline passed after {now_s - row.arrived_s:.1f} s in line, before the first token; "
         "allow more time or come back later"

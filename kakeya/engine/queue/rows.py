@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from kakeya.core.errors import KakeyaError
 from kakeya.engine.job import DecodeJob, EngineFrame
-from kakeya.engine.queue.policy import Claim
+from kakeya.engine.queue.policy import GenerationClaim
 from kakeya.engine.steps.sequence import Launch, SequenceRun, Step
 from kakeya.generation.kv import PageRef
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class QueueTicket:
     """One submitted generation. `cancel` may be called from any thread."""
 
     job: DecodeJob
@@ -41,13 +41,13 @@ class Ticket:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Row(Claim):
+class QueueRow(GenerationClaim):
     """A generation; `run` once it has begun, and while it is parked too.
 
     `launch` is a plain step that is due and waits for the others'.
     """
 
-    ticket: Ticket
+    ticket: QueueTicket
     run: SequenceRun | None = None
     steps: Iterator[Step] = field(default_factory=lambda: iter(()))
     launch: Launch | None = None
@@ -80,17 +80,17 @@ class Row(Claim):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Admitted:
     """Who gets a place now; `parks` of those that run make place for it, then `drops` of those
     that are parked lose their KV."""
 
-    row: Row
-    parks: tuple[Row, ...] = ()
-    drops: tuple[Row, ...] = ()
+    row: QueueRow
+    parks: tuple[QueueRow, ...] = ()
+    drops: tuple[QueueRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class EngineLoad:
     """How busy the thread is. `batch_rows` were in the last shared forward, 0 = none was yet, 1 =
     it failed, and sequences take turns; parked sequences are among the waiting."""
 

@@ -21,7 +21,7 @@ from math import inf
 from typing import Generic
 
 from kakeya.engine.queue.fair_shares import FairShares
-from kakeya.engine.queue.policy import CLASSES, Account, Ahead, Claim, ClaimT, Turn
+from kakeya.engine.queue.policy import CLASSES, Account, AheadOfClaim, ClaimT, GenerationClaim, Turn
 
 _RUN = 512
 """Prompts whose work is added up together."""
@@ -115,7 +115,7 @@ class Waiting(Generic[ClaimT]):
                     best = min(best, needs.oldest(need, self._by_age, skipped))
         return None if best == inf else self._by_age[int(best)]
 
-    def ahead_of(self, claim: Claim) -> Ahead:
+    def ahead_of(self, claim: GenerationClaim) -> AheadOfClaim:
         """Who goes before a claim by class and work, and what of their prompts is left."""
         for one in self._since(self._worked):
             self._work[one.priority].add((one.alone_s, one.number), one.work_s)
@@ -124,7 +124,7 @@ class Waiting(Generic[ClaimT]):
         count, work_ns = self._work[claim.priority].before(turn)
         for work in self._work[: claim.priority]:
             count, work_ns = count + work.count, work_ns + work.work_ns
-        return Ahead(count, work_ns / _NS)
+        return AheadOfClaim(count, work_ns / _NS)
 
     def _since(self, number: int) -> list[ClaimT]:
         """Who has not begun and arrived after this one, by age."""
@@ -154,7 +154,7 @@ class _Needs:
     alike: dict[int, _Alike] = field(default_factory=dict)
     firsts: dict[int, float] = field(default_factory=dict)
 
-    def add(self, claim: Claim) -> None:
+    def add(self, claim: GenerationClaim) -> None:
         need = claim.need_bytes
         alike = self.alike.get(need)
         if alike is None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from kakeya.engine.queue.pace import Pace
 from kakeya.engine.queue.policy import SPECULATIVE, is_chunk_due
 from kakeya.engine.queue.queue import Line
-from kakeya.engine.queue.rows import Row
+from kakeya.engine.queue.rows import QueueRow
 
 _HELD_BACK_ROUNDS = 2
 """A sequence says its first word two rounds after its prompt was done."""
@@ -37,7 +37,7 @@ class Prefilling:
     )
 
     def __init__(self, line: Line, pace: Pace, timer: Callable[[], float]) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[QueueRow] = []
         self.chunks = 0
         self.round_s = 0.0
         self._line = line
@@ -49,13 +49,13 @@ class Prefilling:
         # When the last chunk was done; None = the time from there to the next one tells nothing.
         self._ended_s: float | None = None
 
-    def enter(self, row: Row) -> None:
+    def enter(self, row: QueueRow) -> None:
         """A row has a place now; it joins if something of its prompt is to be computed."""
         row.is_prefilling = row.prompt_left > 0 or row.ticket.job.max_tokens == 0
         if row.is_prefilling:
             self.rows.append(row)
 
-    def leave(self, row: Row) -> None:
+    def leave(self, row: QueueRow) -> None:
         """A row has no place any more."""
         if row in self.rows:
             self.rows.remove(row)
@@ -64,7 +64,7 @@ class Prefilling:
         """Those that decode take their turns."""
         self._chunks_in_round, self.round_s = 0, 0.0
 
-    def due(self, running: Collection[Row]) -> Row | None:
+    def due(self, running: Collection[QueueRow]) -> QueueRow | None:
         """Whose chunk comes before the next round; None = nobody's."""
         is_beside = len(self.rows) < len(running)
         row = self._line.next_chunk(
@@ -80,14 +80,14 @@ class Prefilling:
         self._held_back = 0 if is_due or chunks else self._held_back + 1
         return row if is_due else None
 
-    def begin_chunk(self, row: Row) -> None:
+    def begin_chunk(self, row: QueueRow) -> None:
         """The chunk of a row is computed now; `end_chunk` says when that is over."""
         self._began_s, self._first = self._timer(), row.length
         self.chunks += 1
         self._chunks_in_round += 1
         row.served = self.chunks
 
-    def end_chunk(self, row: Row) -> None:
+    def end_chunk(self, row: QueueRow) -> None:
         """The chunk was computed, or the row is over."""
         now_s = self._timer()
         took_s = now_s - self._began_s

@@ -32,17 +32,17 @@ from kakeya.engine.faults import as_kakeya_error
 from kakeya.engine.inbox import Inbox
 from kakeya.engine.job import DoneFrame, EngineFrame, ExportedFrame, ImportedFrame, TokensFrame
 from kakeya.engine.kv.parking import Parking
-from kakeya.engine.limits import Limits
+from kakeya.engine.limits import EngineLimits
 from kakeya.engine.model import Model
 from kakeya.engine.queue.pace import Pace
 from kakeya.engine.queue.policy import OUTPUT_WEIGHT, ROUND_S, weakest
 from kakeya.engine.queue.queue import Line
-from kakeya.engine.queue.rows import Load, Row, Ticket
+from kakeya.engine.queue.rows import EngineLoad, QueueRow, QueueTicket
 from kakeya.engine.steps.prefilling import Prefilling
 from kakeya.engine.steps.sequence import Launch, SequenceRun, SequenceTools
 from kakeya.engine.steps.shared_forwards import SharedForwards
 
-__all__ = ["Load", "Scheduler", "Ticket"]
+__all__ = ["EngineLoad", "QueueTicket", "Scheduler"]
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 _TIDY_EVERY_UNITS = 512
@@ -59,9 +59,9 @@ class Scheduler:
         tools: SequenceTools,
         *,
         max_running: int,
-        limits: Limits | None = None,
+        limits: EngineLimits | None = None,
     ) -> None:
-        self.limits = limits or Limits(model, tools.slots)
+        self.limits = limits or EngineLimits(model, tools.slots)
         self._room = self.limits.room
         self._model = model
         self._tools = tools
@@ -78,16 +78,16 @@ class Scheduler:
         self._parking = Parking(self._line, model.facts, tools.timer, lost=self._lose)
         self.limits.drop_parked = self._parking.drop_until
         self.lend = self._parking.lend
-        self._running: list[Row] = []
+        self._running: list[QueueRow] = []
         self._prefilling = Prefilling(self._line, self._pace, tools.timer)
-        self._turns: deque[Row] = deque()
+        self._turns: deque[QueueRow] = deque()
         self._forwards = SharedForwards(model, tools.controller, tools.timer)
-        self._latest: Row | None = None
+        self._latest: QueueRow | None = None
         self._is_device_idle = True
         self._keeps_limit = True
         self._units = 0
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, ticket: QueueTicket) -> None:
         """Queue a generation; thread-safe."""
         self._inbox.submit(ticket)
 
@@ -105,9 +105,9 @@ class Scheduler:
         """Make `run` return after the current step; thread-safe."""
         self._inbox.stop()
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """How many sequences run and wait; read on the model thread."""
-        return Load(
+        return EngineLoad(
             running=len(self._running),
             waiting=len(self._line.waiting),
             batch_rows=self._forwards.last_rows,
@@ -143,7 +143,7 @@ class Scheduler:
         for item in self._inbox.items(is_idle=is_idle):
             if item is None:
                 return None
-            if isinstance(item, Ticket):
+            if isinstance(item, QueueTicket):
                 self._arrive(item, self._inbox.read_s)
             else:
                 self._do(item)
@@ -154,7 +154,7 @@ class Scheduler:
         # It may have changed the bounds.
         self._line.stir()
 
-    def _arrive(self, ticket: Ticket, now_s: float) -> None:
+    def _arrive(self, ticket: QueueTicket, now_s: float) -> None:
         try:
             self._line.arrive(ticket, self._running, now_s)
         except KakeyaError as refusal:
@@ -181,7 +181,7 @@ class Scheduler:
                 # KV from pages is taken while a sequence begins: others wait for that too.
                 return
 
-    def _place(self, row: Row, now_s: float) -> None:
+    def _place(self, row: QueueRow, now_s: float) -> None:
         """Begin a sequence, or go on with a parked one."""
         began_s = self._tools.timer()
         self._line.enter(row)
@@ -209,7 +209,7 @@ class Scheduler:
         self._prefilling.enter(row)
         self._prefilling.round_s += self._tools.timer() - began_s
 
-    def _park(self, row: Row) -> None:
+    def _park(self, row: QueueRow) -> None:
         """Take the place of a running sequence, between two of its steps."""
         self._forget(row)
         self._room.park(row, row.length)
@@ -240,7 +240,7 @@ class Scheduler:
         if not self._turns:
             self._launch([row for row in self._running if row.launch is not None])
 
-    def _only_waits(self, row: Row) -> bool:
+    def _only_waits(self, row: QueueRow) -> bool:
         """The turn of one row; whether it wants no more than its plain step launched."""
         if row.launch is not None:
             return True
@@ -255,13 +255,13 @@ class Scheduler:
             self._is_device_idle = True
         return row.launch is not None
 
-    def _due_prompt(self) -> Row | None:
+    def _due_prompt(self) -> QueueRow | None:
         """Whose chunk of a prompt comes before the next round; None = nobody's."""
         for one in [one for one in self._prefilling.rows if one.ticket.cancelled]:
             self._end(one)
         return self._prefilling.due(self._running)
 
-    def _prefill(self, row: Row) -> None:
+    def _prefill(self, row: QueueRow) -> None:
         """A chunk of the prompt whose turn it is."""
         self._prefilling.begin_chunk(row)
         self._forwards.worked_apart()
@@ -269,7 +269,7 @@ class Scheduler:
         self._advance(row)
         self._prefilling.end_chunk(row)
 
-    def _advance(self, row: Row) -> None:
+    def _advance(self, row: QueueRow) -> None:
         """Go on with a row up to its next tokens, chunk, or plain step that it wants launched."""
         if row.ticket.cancelled:
             self._end(row)
@@ -289,7 +289,7 @@ class Scheduler:
         else:
             self._tell(row, step)
 
-    def _tell(self, row: Row, frame: EngineFrame) -> None:
+    def _tell(self, row: QueueRow, frame: EngineFrame) -> None:
         """Hand a frame on, and note what the row has come to with it."""
         row.ticket.on_frame(frame)
         if isinstance(frame, TokensFrame):
@@ -303,12 +303,12 @@ class Scheduler:
             self._pace.ended(self._tools.timer() - row.placed_s)
             self._end(row)
 
-    def _grow(self, row: Row) -> None:
+    def _grow(self, row: QueueRow) -> None:
         """It has come to the end of what was set aside for it."""
         self._room.grown(row, row.length)
         row.headroom = self._room.headroom_tokens(row, row.length)
 
-    def _launch(self, rows: list[Row]) -> None:
+    def _launch(self, rows: list[QueueRow]) -> None:
         """Launch the plain steps that are due, together where that can be, and go on with each."""
         for row in [row for row in rows if row.ticket.cancelled]:
             self._end(row)
@@ -342,17 +342,17 @@ class Scheduler:
         else:
             self._abandon(self._running[0], self.limits.refusal())
 
-    def _lose(self, row: Row) -> None:
+    def _lose(self, row: QueueRow) -> None:
         self._abandon(row, self.limits.parked_refusal())
 
-    def _abandon(self, row: Row, failure: KakeyaError) -> None:
+    def _abandon(self, row: QueueRow, failure: KakeyaError) -> None:
         """End a sequence without keeping its KV: nobody knows what it holds, or its room is due."""
         self._leave(row)
         if row.run is not None:
             row.run.abandon()
         row.ticket.on_error(failure)
 
-    def _end(self, row: Row) -> None:
+    def _end(self, row: QueueRow) -> None:
         self._leave(row)
         try:
             if row.run is not None:
@@ -363,7 +363,7 @@ class Scheduler:
         except Exception as failure:  # noqa: BLE001 - KV that cannot be kept is only speed
             event(_log, "kv dropped", level=logging.WARNING, error=repr(failure))
 
-    def _leave(self, row: Row) -> None:
+    def _leave(self, row: QueueRow) -> None:
         row.is_over, row.launch = True, None
         if row in self._running:
             self._forget(row)
@@ -372,7 +372,7 @@ class Scheduler:
             self._line.leave(row)
         self._room.leave(row)
 
-    def _forget(self, row: Row) -> None:
+    def _forget(self, row: QueueRow) -> None:
         """It has no place any more."""
         self._line.refund(row)
         self._running.remove(row)

@@ -30,7 +30,7 @@ from kakeya.core.errors import InvariantBroken, NotFound
 from kakeya.decoding.control.controller import DraftController
 from kakeya.decoding.draft.decoder import Decoding, FinishReason
 from kakeya.decoding.draft.proposer import Draft
-from kakeya.engine.adapters.slots import AdapterUse, EngineAdapters
+from kakeya.engine.adapters.slots import EngineAdapters, SlottedAdapter
 from kakeya.engine.job import (
     DecodeJob,
     DoneFrame,
@@ -339,7 +339,7 @@ class SequenceRun:
         )
 
 
-def _enter(tools: SequenceTools, adapter_id: str) -> AdapterUse | None:
+def _enter(tools: SequenceTools, adapter_id: str) -> SlottedAdapter | None:
     """The adapter to compute with; None for the model alone. Raises NotFound."""
     if not adapter_id:
         return None

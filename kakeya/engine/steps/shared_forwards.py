@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from kakeya.core.log import event
 from kakeya.decoding.control.controller import DraftController
 from kakeya.engine.model import Model
-from kakeya.engine.queue.rows import Row
+from kakeya.engine.queue.rows import QueueRow
 
 _log = logging.getLogger(__name__)
 TURNS_S = 1.0
@@ -52,9 +52,11 @@ class SharedForwards:
         """Something else was computed in this round."""
         self._apart += 1
 
-    def launch(self, rows: Sequence[Row], *, has_company: bool) -> list[tuple[Row, Exception]]:
+    def launch(
+        self, rows: Sequence[QueueRow], *, has_company: bool
+    ) -> list[tuple[QueueRow, Exception]]:
         """Launch the plain step of each row; returns those where it failed, with the reason."""
-        failed: list[tuple[Row, Exception]] = []
+        failed: list[tuple[QueueRow, Exception]] = []
         size = self._most_rows()
         for start in range(0, len(rows), size):
             group = rows[start : start + size]
@@ -95,7 +97,7 @@ class SharedForwards:
         )
         self._turns_s = min(2 * self._turns_s, MOST_TURNS_S)
 
-    def _launch_together(self, rows: Sequence[Row]) -> Exception | None:
+    def _launch_together(self, rows: Sequence[QueueRow]) -> Exception | None:
         """One forward for all; why that failed, and each is as it was."""
         launches = [row.launch for row in rows if row.launch is not None]
         states = [launch.state for launch in launches]
@@ -110,9 +112,9 @@ class SharedForwards:
         return None
 
     def _launch_each(
-        self, rows: Sequence[Row], *, has_company: bool
-    ) -> list[tuple[Row, Exception]]:
-        failed: list[tuple[Row, Exception]] = []
+        self, rows: Sequence[QueueRow], *, has_company: bool
+    ) -> list[tuple[QueueRow, Exception]]:
+        failed: list[tuple[QueueRow, Exception]] = []
         for row in rows:
             if row.launch is None:
                 continue

@@ -58,7 +58,7 @@ _FORBIDDEN_IN_LABEL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _DIALABLE = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}(?:%\w{1,16})?\]):(\d{1,5})")
 
 
-class Role(IntEnum):
+class CardRole(IntEnum):
     """Roles that this build acts on. Cards carry plain numbers, so newer roles survive."""
 
     VERIFIER = 1

@@ -63,7 +63,7 @@ class MalformedCard(ValueError):
         self.fault = fault
 
 
-class Batch(NamedTuple):
+class CardBatch(NamedTuple):
     """A full exchange, cards unread: `beats` is a serialized Heartbeats, `sent_at` 0 = not told."""
 
     cards: list[bytes]
@@ -79,7 +79,7 @@ def split_cards(message: bytes) -> list[bytes]:
     return split_batch(message).cards
 
 
-def split_batch(message: bytes) -> Batch:
+def split_batch(message: bytes) -> CardBatch:
     """Split a batch into its cards and what a node of ours says beside them. Raises as above."""
     check_size(message)
     cards: list[bytes] = []
@@ -105,7 +105,7 @@ def split_batch(message: bytes) -> Batch:
             at = skip_field(message, tag, at)
     if len(cards) > MAX_BATCH_CARDS:
         raise Refused(f"a batch holds at most {MAX_BATCH_CARDS} cards")
-    return Batch(cards, beats, sent_at)
+    return CardBatch(cards, beats, sent_at)
 
 
 def scan_cards(message: bytes, field: int) -> list[bytes]:

@@ -35,7 +35,7 @@ class Digest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class BatchAnswer:
     """What the callee holds of later beats and other bodies, and what it wants."""
 
     newer: Beats
@@ -93,7 +93,7 @@ def decode_digest(data: bytes) -> Digest:
     )
 
 
-def encode_answer(answer: Answer) -> bytes:
+def encode_answer(answer: BatchAnswer) -> bytes:
     """Serialize a SyncResponse."""
     rest = pb.SyncResponse(
         cards=answer.cards,
@@ -106,7 +106,7 @@ def encode_answer(answer: Answer) -> bytes:
     return _join(answer.newer, rest)
 
 
-def decode_answer(data: bytes) -> Answer:
+def decode_answer(data: bytes) -> BatchAnswer:
     """Read a SyncResponse. Raises InvalidArgument, Refused."""
     check_counts(data, {1: 1, 2: MAX_BATCH_CARDS, 4: MAX_ACCUSATIONS})
     columns, rest = _split(data)
@@ -116,7 +116,7 @@ def decode_answer(data: bytes) -> Answer:
             f"an answer wants {len(message.wanted)} bytes of keys; they are {KEY_BYTES} bytes "
             f"each, at most {MAX_WANTED}"
         )
-    return Answer(
+    return BatchAnswer(
         newer=columns_from_wire(columns or message.newer.SerializeToString()),
         cards=list(message.cards),
         wanted=np.frombuffer(message.wanted, KEY).astype(np.uint64, copy=False),

@@ -3,8 +3,8 @@
 Peers of ours get a digest and push what is wanted of them; others, and now and then all, get every
 card (`sync.py` says what, this module moves it).
 
-A peer can be dead, hung, of another service or hostile: each ends as an `Outcome` with a sentence,
-within its own deadline, and never as an exception of the round.
+A peer can be dead, hung, of another service or hostile: each ends as a `PeerOutcome` with a
+sentence, within its own deadline, and never as an exception of the round.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PLAIN_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class PeerOutcome:
     """What became of one peer in a round. `error` is "" when it answered."""
 
     address: str
@@ -66,7 +66,7 @@ class Outcome:
 class Round:
     """What one round did. `sent_bytes` counts requests and pushes."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[PeerOutcome, ...]
     seconds: float = 0.0
     sent_bytes: int = 0
 
@@ -171,7 +171,7 @@ class Exchanger:
         *,
         is_full: bool = False,
         timeout_s: float | None = None,
-    ) -> asyncio.Task[Outcome]:
+    ) -> asyncio.Task[PeerOutcome]:
         timeout_s = timeout_s or self._timeout_s
         work = self._exchange(address, None if is_full else digest, timeout_s=timeout_s)
         return asyncio.get_running_loop().create_task(work)
@@ -197,7 +197,9 @@ class Exchanger:
                 return
         await call.send(EXCHANGE_METHOD, batch)
 
-    async def _exchange(self, address: str, digest: _Digest | None, *, timeout_s: float) -> Outcome:
+    async def _exchange(
+        self, address: str, digest: _Digest | None, *, timeout_s: float
+    ) -> PeerOutcome:
         registry, clock = self._registry, self._clock
         call = _Call(self._channels.get(address), address, clock, timeout_s)
         call.node_id = registry.node_at(address)
@@ -217,7 +219,7 @@ class Exchanger:
             registry.mark_alive(address)  # else any member may have answered there
         report = accepted.report
         log_report(report, registry, address)
-        return Outcome(
+        return PeerOutcome(
             address=address,
             rtt_s=call.rtt_s,
             sent_bytes=call.sent_bytes,
@@ -321,9 +323,9 @@ class _Call:
         self.rtt_s = self._clock.mono() - started_mono
         return answer
 
-    def failed(self, error: str, code: str) -> Outcome:
+    def failed(self, error: str, code: str) -> PeerOutcome:
         """The outcome of an exchange that failed."""
-        return Outcome(
+        return PeerOutcome(
             address=self.address,
             error=error,
             error_code=code,

@@ -32,7 +32,7 @@ Handlers: TypeAlias = "dict[str, grpc.RpcMethodHandler[bytes, bytes]]"
 Probe = Callable[[bytes, Context], Awaitable[bytes]]
 
 
-class Answer(Protocol):
+class SyncMethod(Protocol):
     """One of the ways in which `Sync` takes a message."""
 
     def __call__(
@@ -43,7 +43,7 @@ class Answer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceStats:
+class GossipServiceStats:
     """Counts since the start."""
 
     exchanges: int = 0
@@ -60,10 +60,10 @@ class CapabilityService:
         self._registry = registry
         self._sync = sync
         self._clock = clock
-        self._stats = ServiceStats()
+        self._stats = GossipServiceStats()
 
     @property
-    def stats(self) -> ServiceStats:
+    def stats(self) -> GossipServiceStats:
         """Counts since the start, of digests and pushes too."""
         return self._stats
 
@@ -85,7 +85,7 @@ class CapabilityService:
         return await self._answer(request, context, self._sync.taking, in_field=2)
 
     async def _answer(
-        self, request: bytes, context: Context, answer: Answer, *, in_field: int
+        self, request: bytes, context: Context, answer: SyncMethod, *, in_field: int
     ) -> bytes:
         try:
             work = self._sync.verification(request, in_field)

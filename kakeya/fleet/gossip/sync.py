@@ -18,10 +18,10 @@ from typing import Protocol
 from kakeya.core.ids import NodeId
 from kakeya.core.units import KIB, MIB
 from kakeya.fleet.cards.cards import MAX_AHEAD_S, Card
-from kakeya.fleet.cards.convert import Batch, join_batch, scan_cards, split_batch
+from kakeya.fleet.cards.convert import CardBatch, join_batch, scan_cards, split_batch
 from kakeya.fleet.gossip.messages import (
     MAX_WANTED,
-    Answer,
+    BatchAnswer,
     Digest,
     Parcel,
     decode_answer,
@@ -122,7 +122,7 @@ class Sync:
         self._revocations = revocations or _NoRevocations()
         self._suspicion: Accusations = suspicion or _NoAccusations()
         self._skews = Skews()
-        self._split_ahead: tuple[bytes, Batch] | None = None
+        self._split_ahead: tuple[bytes, CardBatch] | None = None
         """A full exchange that was split for `verification` and is taken next."""
 
     @property
@@ -162,7 +162,7 @@ class Sync:
         wanted = unknown(registry, digest.held, places, mono=mono)[:MAX_WANTED]
         bodies = likely_new(registry, unnamed, unread=len(wanted), mono=mono)
         version, blob = self._revocations.revocations
-        response = Answer(
+        response = BatchAnswer(
             newer=newer,
             cards=self._fit(bodies),
             wanted=wanted,
@@ -275,13 +275,13 @@ class Sync:
 
     # --- parts
 
-    def _split(self, message: bytes) -> Batch:
+    def _split(self, message: bytes) -> CardBatch:
         """Split a full exchange, unless that was done ahead."""
         ahead, self._split_ahead = self._split_ahead, None
         return ahead[1] if ahead is not None and ahead[0] is message else split_batch(message)
 
     def _take_whole(
-        self, batch: Batch, peer: str, *, now: float, mono: float, rtt_s: float
+        self, batch: CardBatch, peer: str, *, now: float, mono: float, rtt_s: float
     ) -> Slices[MergeReport]:
         beats = decode_beats(batch.beats)
         report = yield from self._merge(batch.cards, beats, peer, now=now, mono=mono)
@@ -296,7 +296,7 @@ class Sync:
             self._registry.meet(peer)
         return report
 
-    def _push(self, answer: Answer, *, mono: float) -> bytes | None:
+    def _push(self, answer: BatchAnswer, *, mono: float) -> bytes | None:
         version, blob = self._revocations.revocations
         owed = blob if version > answer.revocations_version else b""
         cards = cards_of(self._registry, answer.wanted)

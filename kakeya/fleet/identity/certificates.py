@@ -59,7 +59,7 @@ class Untrusted(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class CertHolder:
     """Whom a certificate of the fleet names, and when it counts."""
 
     node_id: str
@@ -219,7 +219,7 @@ def read_der(der: bytes) -> x509.Certificate:
         raise Untrusted(f"no certificate: {problem}") from problem
 
 
-def read_holder(certificate: x509.Certificate, authority: x509.Certificate) -> Holder:
+def read_holder(certificate: x509.Certificate, authority: x509.Certificate) -> CertHolder:
     """Say whom a certificate names. Raises Untrusted unless this authority issued it as `issue`."""
     try:
         _check_issuer(certificate, authority)
@@ -231,7 +231,7 @@ def read_holder(certificate: x509.Certificate, authority: x509.Certificate) -> H
     node_id = node_id_of(key)
     if node_id not in names.get_values_for_type(x509.DNSName):
         raise Untrusted("the certificate does not carry the name of its own key")
-    return Holder(
+    return CertHolder(
         node_id=node_id,
         label=label,
         role=role,

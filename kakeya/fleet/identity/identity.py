@@ -27,7 +27,7 @@ from kakeya.core.files import sync_folder, write_atomically
 from kakeya.core.log import event
 from kakeya.fleet.identity.certificates import (
     BACKDATED_S,
-    Holder,
+    CertHolder,
     PrivateKey,
     PublicKey,
     Untrusted,
@@ -122,7 +122,7 @@ def identity_of(
 
 
 def _identity(
-    holder: Holder, authority_hash: bytes, tls: TlsMaterial, ca_key: bytes | None
+    holder: CertHolder, authority_hash: bytes, tls: TlsMaterial, ca_key: bytes | None
 ) -> Identity:
     return Identity(
         node_id=holder.node_id,

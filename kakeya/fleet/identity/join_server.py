@@ -60,7 +60,7 @@ class Invitation:
     expires_at: float
 
 
-class Door:
+class JoinServer:
     """Invites, and the listener that serves them. `aclose` shuts it at once.
 
     `hosts` are the addresses, without ports, under which this machine is to be joined; `peers` are

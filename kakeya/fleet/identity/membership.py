@@ -30,7 +30,7 @@ from kakeya.fleet.identity.identity import (
     Identity,
 )
 from kakeya.fleet.identity.invite import VALID_S
-from kakeya.fleet.identity.join_server import Door, Invitation
+from kakeya.fleet.identity.join_server import Invitation, JoinServer
 from kakeya.fleet.identity.naming import find_node
 from kakeya.fleet.identity.renewal import Renewal
 from kakeya.fleet.identity.revocations import load_revocations, save_revocations
@@ -114,10 +114,12 @@ class Membership:
 
     def _make_door(
         self, authority: Authority | None, hosts: Callable[[], Sequence[str]]
-    ) -> Door | None:
+    ) -> JoinServer | None:
         if authority is None:
             return None
-        return Door(authority, self._trust, hosts=hosts, peers=self._addresses, clock=self._clock)
+        return JoinServer(
+            authority, self._trust, hosts=hosts, peers=self._addresses, clock=self._clock
+        )
 
     @property
     def trust(self) -> FleetTrust:
@@ -130,7 +132,7 @@ class Membership:
         return self._renewal
 
     @property
-    def door(self) -> Door | None:
+    def door(self) -> JoinServer | None:
         """Where machines join; None on every node but the authority."""
         return self._door
 

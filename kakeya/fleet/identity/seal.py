@@ -47,7 +47,7 @@ class BrokenSeal(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class CardSeal:
     """A card taken apart: what is signed, by whom, how."""
 
     signed: bytes
@@ -74,7 +74,7 @@ def seal(body: bytes, *, certificate: bytes, key: PrivateKey) -> bytes:
     return signed + _SIGNATURE_HEAD + halves
 
 
-def open_seal(wire: bytes) -> Seal:
+def open_seal(wire: bytes) -> CardSeal:
     """Take a sealed card apart. Raises BrokenSeal."""
     at = len(wire) - _SIGNATURE_FIELD_BYTES
     is_sealed = at >= 0 and wire.startswith(_SIGNATURE_HEAD, at)
@@ -86,7 +86,7 @@ def open_seal(wire: bytes) -> Seal:
         raise BrokenSeal(CardFault.UNSIGNED)
     if not is_sealed or has_signature or len(certificates) != 1:
         raise BrokenSeal(CardFault.FORGED)
-    return Seal(signed, certificates[0], wire[-SIGNATURE_BYTES:])
+    return CardSeal(signed, certificates[0], wire[-SIGNATURE_BYTES:])
 
 
 def certificate_mark(wire: bytes) -> bytes:

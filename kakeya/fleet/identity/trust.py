@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from kakeya.core.errors import ConfigError
 from kakeya.fleet.cards.cards import MAX_FORGED, Card, CardFault
 from kakeya.fleet.identity.certificates import (
-    Holder,
+    CertHolder,
     Untrusted,
     authority_key,
     certificate_der,
@@ -40,7 +40,7 @@ Kept = TypeVar("Kept")
 class _Verdict:
     """Of a card's bytes: who signed them, or what is wrong with them."""
 
-    holder: Holder | None
+    holder: CertHolder | None
     fault: CardFault | None
 
 
@@ -63,7 +63,7 @@ class FleetTrust:
         self._subscribers = [on_revoked] if on_revoked is not None else []
         self._good: _Bounded[_Verdict] = _Bounded(_GOOD_VERDICTS)
         self._bad: _Bounded[_Verdict] = _Bounded(_BAD_VERDICTS)
-        self._holders: _Bounded[Holder] = _Bounded(_HOLDERS)
+        self._holders: _Bounded[CertHolder] = _Bounded(_HOLDERS)
         self._adopt(identity)
 
     @property
@@ -134,7 +134,7 @@ class FleetTrust:
         (self._good if verdict.holder is not None else self._bad).put(digest, verdict)
         return verdict
 
-    def _signer_of(self, wire: bytes) -> Holder:
+    def _signer_of(self, wire: bytes) -> CertHolder:
         opened = open_seal(wire)
         try:
             holder = self._holder(opened.certificate)
@@ -144,7 +144,7 @@ class FleetTrust:
             raise BrokenSeal(CardFault.FORGED)
         return holder
 
-    def _holder(self, der: bytes) -> Holder:
+    def _holder(self, der: bytes) -> CertHolder:
         digest = hashlib.sha256(der).digest()
         known = self._holders.get(digest)
         if known is None:

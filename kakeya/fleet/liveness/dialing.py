@@ -36,7 +36,7 @@ _LAG_S = 0.5
 """A deadline noticed this late says that this node was busy, not that the other one was."""
 
 
-class Reach(Enum):
+class DialResult(Enum):
     """What came of a dial."""
 
     REACHED = auto()
@@ -49,7 +49,7 @@ class Reach(Enum):
 class Dial(NamedTuple):
     """One call to a node, and when it ended."""
 
-    reach: Reach
+    reach: DialResult
     ended_mono: float
     rtt_s: float
 
@@ -140,45 +140,45 @@ class Dialer:
         is_hearsay = self._registry.peers.is_hearsay(card)
         reach = await self._reach(card)
         ended_mono = self._clock.mono()
-        if reach is not Reach.REACHED and ended_mono - started_mono > self._timeout_s + _LAG_S:
-            reach = Reach.UNSURE
+        if reach is not DialResult.REACHED and ended_mono - started_mono > self._timeout_s + _LAG_S:
+            reach = DialResult.UNSURE
         dial = Dial(reach, ended_mono, ended_mono - started_mono)
         self._last[card.node_id] = dial
         match reach:
-            case Reach.REACHED:
+            case DialResult.REACHED:
                 self._registry.meet(card.node_id, self._route(card))
                 self._registry.mark_alive(card.node_id)
                 if is_hearsay and len(self._used) > MAX_OPEN:
                     await self._close(self._route(card), card.node_id)
-            case Reach.FAILED:
+            case DialResult.FAILED:
                 self._registry.mark_failed(card.node_id, mono=ended_mono)
-            case Reach.MISSED:
+            case DialResult.MISSED:
                 self._registry.mark_missed(card.node_id, mono=ended_mono)
-            case Reach.UNSURE:
+            case DialResult.UNSURE:
                 pass
         return dial
 
-    async def _reach(self, card: Card) -> Reach:
+    async def _reach(self, card: Card) -> DialResult:
         address = self._route(card)
         if not self._may_dial(address):
-            return Reach.UNSURE
+            return DialResult.UNSURE
         try:
             found = await ask_card(await self._channel(card), address, timeout_s=self._timeout_s)
         except DeadlineExceeded:
-            return Reach.MISSED
+            return DialResult.MISSED
         except PeerUnavailable:
             return await self._reach_of_lost(card, address)
         except KakeyaError:
-            return Reach.UNSURE  # something lives there, and refuses or is no node
-        return Reach.REACHED if found.node_id == card.node_id else Reach.UNSURE
+            return DialResult.UNSURE  # something lives there, and refuses or is no node
+        return DialResult.REACHED if found.node_id == card.node_id else DialResult.UNSURE
 
-    async def _reach_of_lost(self, card: Card, address: str) -> Reach:
+    async def _reach_of_lost(self, card: Card, address: str) -> DialResult:
         self._registry.miss(card.node_id, address)
         if not self._registry.met_at(address):
-            return Reach.FAILED
+            return DialResult.FAILED
         # Another node answers there, of which who claims its address says nothing.
         await self._close(address, card.node_id)
-        return Reach.UNSURE
+        return DialResult.UNSURE
 
     async def _close(self, address: str, node_id: NodeId) -> None:
         self._used.discard((address, node_id))

@@ -47,7 +47,7 @@ async def answers_as(
     return found.node_id == own.node_id and found.life != own.life
 
 
-class Namesake:
+class DuplicateIdWatch:
     """Another node with this one's id: this node serves nothing while one that came first is there.
 
     `interval_s` is that of the rounds, and `started_mono` when this node began. Used on the event

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from kakeya.core.clock import Clock
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, Refused
 from kakeya.fleet.cards.cards import MAX_ID_BYTES
-from kakeya.fleet.liveness.dialing import Dialer, Reach
+from kakeya.fleet.liveness.dialing import Dialer, DialResult
 from kakeya.fleet.liveness.pacing import Shares
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.v1.fleet_pb2 import ProbeRequest, ProbeResponse
@@ -25,7 +25,7 @@ _FRESH_S = 1.0
 """How long the last dial of a node answers for another."""
 
 
-class Favours:
+class IndirectProbeService:
     """Dials for others: at most `parallel` at a time, and what `allowance` gives."""
 
     def __init__(
@@ -68,9 +68,9 @@ class Favours:
             if not self._dialer.is_dialling(node_id):
                 self._charge(mono)
             dial = await self._dialer.dial(card)
-        if dial.reach is Reach.UNSURE:
+        if dial.reach is DialResult.UNSURE:
             raise Refused(f"whether node {node_id[:80]!r} answers could not be told; ask again")
-        is_reached = dial.reach is Reach.REACHED
+        is_reached = dial.reach is DialResult.REACHED
         return ProbeResponse(is_reached=is_reached, rtt_ms=dial.rtt_s * 1e3).SerializeToString()
 
     def _charge(self, mono: float) -> None:

@@ -22,8 +22,8 @@ from kakeya.core.clock import Clock
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, every
 from kakeya.fleet.cards.cards import DEFAULT_INTERVAL_S, Card
-from kakeya.fleet.liveness.dialing import DIAL_TIMEOUT_S, Dialer, Reach
-from kakeya.fleet.liveness.indirect_probe import Context, Favours
+from kakeya.fleet.liveness.dialing import DIAL_TIMEOUT_S, Dialer, DialResult
+from kakeya.fleet.liveness.indirect_probe import Context, IndirectProbeService
 from kakeya.fleet.liveness.pacing import Moments, Shares
 from kakeya.fleet.view.own_card import DEFENCE_S
 from kakeya.fleet.view.registry import CapabilityRegistry
@@ -113,7 +113,7 @@ class Prober:
         share = max(1, config.allowance // 4)
         self._hints = Shares(config.allowance, config.interval_s, share=share)
         allowance = Shares(config.allowance, config.interval_s, share=share)
-        self._favours = Favours(
+        self._favours = IndirectProbeService(
             registry, self._dialer, clock=clock, allowance=allowance, parallel=config.parallel
         )
         self._book.subscribe(self._demand)
@@ -217,14 +217,14 @@ class Prober:
         try:
             reach = await self._dial(card)
             accuser = self._unproven.get(card.grpc_address, {}).pop(card.node_id, None)
-            if reach is Reach.REACHED and accuser is not None:
+            if reach is DialResult.REACHED and accuser is not None:
                 self._hints.fine(accuser, _FALSE_HINT)
-            if reach in (Reach.FAILED, Reach.MISSED) and self._may_ask(card):
-                await self._judge(card, is_missed=reach is Reach.MISSED)
+            if reach in (DialResult.FAILED, DialResult.MISSED) and self._may_ask(card):
+                await self._judge(card, is_missed=reach is DialResult.MISSED)
         finally:
             self._book.release(card.grpc_address)
 
-    async def _dial(self, card: Card) -> Reach:
+    async def _dial(self, card: Card) -> DialResult:
         last = self._dialer.last(card.node_id)
         if last is not None:
             await self._clock.sleep(last.ended_mono + _SPACING_S - self._clock.mono())
@@ -236,7 +236,10 @@ class Prober:
         async with asyncio.TaskGroup() as group:
             asked = [group.create_task(self._dialer.ask(one, card.node_id)) for one in helpers]
             # A deadline can pass by one lost packet, so meanwhile this node tries again itself.
-            is_silent = not is_missed or await self._dial(card) in (Reach.FAILED, Reach.MISSED)
+            is_silent = not is_missed or await self._dial(card) in (
+                DialResult.FAILED,
+                DialResult.MISSED,
+            )
         doubt = judge([task.result() for task in asked])
         sign = self._registry.sign_of(card.node_id)
         if not is_silent or sign is None or sign.incarnation != card.incarnation:

@@ -20,7 +20,7 @@ Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
-class Priority(IntEnum):
+class NetworkRank(IntEnum):
     """Rank of a kind of network, the lowest first; the names in lower case go on the wire."""
 
     THUNDERBOLT = 10

@@ -26,7 +26,7 @@ from kakeya.fleet.paths.addresses import (
     Ip,
     IpNetwork,
     Literal,
-    Priority,
+    NetworkRank,
     is_private,
 )
 
@@ -59,7 +59,7 @@ class Interface:
     index: int
     ip: Ip
     prefix: int
-    priority: Priority
+    priority: NetworkRank
 
     @property
     def host(self) -> str:
@@ -79,7 +79,7 @@ class Interface:
 
 def classify(
     name: str, ip: Ip, platform: str, thunderbolt: Collection[str] = ()
-) -> Priority | None:
+) -> NetworkRank | None:
     """Tell the kind of network of an interface's address; None = no peer is reached by it.
 
     `platform` as `sys.platform` says it; unknown systems are taken for Linux. `thunderbolt` are
@@ -89,13 +89,13 @@ def classify(
     if ip.is_loopback or ip.is_multicast or ip.is_unspecified:
         return None
     if any(ip in network for network in TAILSCALE_NETWORKS):
-        return Priority.TAILSCALE
+        return NetworkRank.TAILSCALE
     for unusable in (_UNUSABLE, _GUESTS, _TUNNELS):
         if unusable[system].match(name):
             return None
     if name in thunderbolt or _THUNDERBOLT[system].fullmatch(name):
-        return Priority.THUNDERBOLT
-    return Priority.LAN if is_private(ip) else Priority.PUBLIC
+        return NetworkRank.THUNDERBOLT
+    return NetworkRank.LAN if is_private(ip) else NetworkRank.PUBLIC
 
 
 def find_thunderbolt_ports(listing: str) -> frozenset[str]:
@@ -168,7 +168,7 @@ def choose_listeners(
     IPv6 addresses of one link are chosen only where the interface has no other address: peers
     find them by mDNS alone, since a card cannot name another machine's interface.
     """
-    usable = [i for i in interfaces if with_public or i.priority is not Priority.PUBLIC]
+    usable = [i for i in interfaces if with_public or i.priority is not NetworkRank.PUBLIC]
     addressed = {i.name for i in usable if not _is_bare(i)}
     chosen = [i for i in usable if not _is_bare(i) or i.name not in addressed]
     return in_order(chosen)[:MAX_ENDPOINTS]

@@ -19,7 +19,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import InvalidArgument, PlacementError
 from kakeya.core.ids import NGRAM, ModelId
 from kakeya.core.settings import Illegal, is_loopback, peer_address
-from kakeya.fleet.cards.cards import Card, OfferedModel, Role
+from kakeya.fleet.cards.cards import Card, CardRole, OfferedModel
 from kakeya.fleet.placement.placement import SpecDecodePlacement, plan_spec_decode_placement
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.generation.facts import ModelFacts
@@ -110,7 +110,7 @@ def _fitting_cards(
     facts: ModelFacts, cards: Sequence[Card], *, with_ngram: bool
 ) -> tuple[Card, ...]:
     """Reduce the cards to this node as the only verifier and the proposers that fit it."""
-    verifier = OfferedModel(ModelId(facts.model_id), Role.VERIFIER)
+    verifier = OfferedModel(ModelId(facts.model_id), CardRole.VERIFIER)
     own, *peers = (
         replace(card, models=_fitting(card, facts, with_ngram=with_ngram)) for card in cards
     )
@@ -120,7 +120,7 @@ def _fitting_cards(
 def _fitting(card: Card, facts: ModelFacts, *, with_ngram: bool) -> tuple[OfferedModel, ...]:
     return tuple(
         model
-        for model in card.offers(Role.PROPOSER)
+        for model in card.offers(CardRole.PROPOSER)
         if (with_ngram if model.model_id == NGRAM else shares_vocabulary(model, facts))
     )
 

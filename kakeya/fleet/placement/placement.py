@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kakeya.core.errors import PlacementError
 from kakeya.core.ids import ModelId, NodeId
 from kakeya.core.units import format_bytes
-from kakeya.fleet.cards.cards import Card, Role
+from kakeya.fleet.cards.cards import Card, CardRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +102,11 @@ def plan_spec_decode_placement(
     PlacementError naming the role, the model and how many nodes were looked at.
     """
     live = [card for card in snapshot if not card.is_expired(now) and card.node_id not in suspects]
-    verifiers = candidates(live, Role.VERIFIER, verifier_model)
+    verifiers = candidates(live, CardRole.VERIFIER, verifier_model)
     if not verifiers:
         raise _missing("verifier", verifier_model, len(live), len(snapshot))
     verifier = verifiers[0]
-    proposers = candidates(live, Role.PROPOSER, proposer_model)
+    proposers = candidates(live, CardRole.PROPOSER, proposer_model)
     if not proposers:
         raise _missing("proposer", proposer_model, len(live), len(snapshot))
     remote = [found for found in proposers if found.node_id != verifier.node_id]
@@ -114,7 +114,9 @@ def plan_spec_decode_placement(
     return SpecDecodePlacement(verifier=verifier, proposer=chosen[0])
 
 
-def candidates(cards: Sequence[Card], role: Role, model_id: str | None = None) -> list[Candidate]:
+def candidates(
+    cards: Sequence[Card], role: CardRole, model_id: str | None = None
+) -> list[Candidate]:
     """Every model that the cards offer in a role, or the one with the given name; best first."""
     found = [
         Candidate(

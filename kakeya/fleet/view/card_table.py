@@ -102,7 +102,7 @@ class CardIndex:
             self._free.append(self._slot_by_id.pop(card.node_id))
 
 
-class HeldCards:
+class CardTable:
     """Columns over the slots of an index."""
 
     def __init__(self, index: CardIndex, *, needs_proofs: bool) -> None:

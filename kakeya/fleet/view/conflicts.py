@@ -17,7 +17,7 @@ MAX_CONFLICTS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conflict:
+class IdConflict:
     """One id at two addresses. `is_own`: it is this node's id, and `address` the other's."""
 
     node_id: NodeId
@@ -31,14 +31,14 @@ class Conflicts:
     """What was seen, by id and address; bounded, the longest quiet is forgotten first."""
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[tuple[NodeId, str], Conflict] = OrderedDict()
+        self._seen: OrderedDict[tuple[NodeId, str], IdConflict] = OrderedDict()
 
     def note(self, node_id: NodeId, address: str, *, is_own: bool, now: float) -> bool:
         """Note a sign of a conflict; returns whether it is news."""
         known = self._seen.get((node_id, address))
         is_news = known is None or now - known.last_at > FRESH_S
         first_at = now if known is None or is_news else known.first_at
-        self._seen[node_id, address] = Conflict(
+        self._seen[node_id, address] = IdConflict(
             node_id=node_id, address=address, is_own=is_own, first_at=first_at, last_at=now
         )
         self._seen.move_to_end((node_id, address))
@@ -46,7 +46,7 @@ class Conflicts:
             self._seen.popitem(last=False)
         return is_news
 
-    def fresh(self, now: float) -> tuple[Conflict, ...]:
+    def fresh(self, now: float) -> tuple[IdConflict, ...]:
         """The conflicts of the last ten minutes, own ones first."""
         fresh = [c for c in self._seen.values() if abs(now - c.last_at) <= FRESH_S]
         return tuple(sorted(fresh, key=lambda conflict: not conflict.is_own))

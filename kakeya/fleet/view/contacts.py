@@ -16,7 +16,7 @@ MAX_PLACES = MAX_ENDPOINTS + 1
 """Of one node: its address and its endpoints. Who answers at more keeps the latest."""
 
 
-class Meetings:
+class FirstHandContacts:
     """Met nodes and their addresses; the owner forgets nodes that it no longer holds."""
 
     def __init__(self) -> None:

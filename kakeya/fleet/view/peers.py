@@ -13,9 +13,9 @@ import numpy as np
 from kakeya.core.ids import NodeId
 from kakeya.fleet.cards.cards import Card, CardFault, CardTrust, fault_of
 from kakeya.fleet.view.beats import MAX_BEATS, Beats, Keys, Told
-from kakeya.fleet.view.card_table import MAX_STEPS, CardIndex, HeldCards
+from kakeya.fleet.view.card_table import MAX_STEPS, CardIndex, CardTable
 from kakeya.fleet.view.conflicts import Conflicts
-from kakeya.fleet.view.contacts import Meetings
+from kakeya.fleet.view.contacts import FirstHandContacts
 from kakeya.fleet.view.keys import Places
 from kakeya.fleet.view.suspicion import Suspicions
 from kakeya.fleet.view.tombstones import Remembered, Replaced, Sighting, Tombstones, Unwanted
@@ -32,12 +32,12 @@ class Peers:
     """The newest valid card of each other node, at most `limit` of them."""
 
     def __init__(self, *, limit: int, trust: CardTrust | None, index: CardIndex) -> None:
-        self.held = HeldCards(index, needs_proofs=trust is not None)
+        self.held = CardTable(index, needs_proofs=trust is not None)
         self.remembered = Remembered(limit)
         self.unwanted = Unwanted(2 * limit)
         self.conflicts = Conflicts()
         self.suspicions = Suspicions()
-        self.meetings = Meetings()
+        self.meetings = FirstHandContacts()
         self._tombstones = Tombstones(limit)
         self._limit = limit
         self._trust = trust

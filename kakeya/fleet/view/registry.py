@@ -26,13 +26,13 @@ from kakeya.fleet.cards.convert import MAX_BATCH_CARDS
 from kakeya.fleet.view import suspicion
 from kakeya.fleet.view.beats import Beats, Floats, no_beats
 from kakeya.fleet.view.card_table import CardIndex
-from kakeya.fleet.view.conflicts import Conflict
+from kakeya.fleet.view.conflicts import IdConflict
 from kakeya.fleet.view.merging import Merger, MergeReport
 from kakeya.fleet.view.own_card import OwnCard
 from kakeya.fleet.view.peers import Peers
 from kakeya.fleet.view.slices import Slices, finish
 from kakeya.fleet.view.suspicion import Suspicions
-from kakeya.fleet.view.tombstones import REMEMBER_S, Memory, Sighting
+from kakeya.fleet.view.tombstones import REMEMBER_S, RegistryState, Sighting
 
 __all__ = ["REMEMBER_S", "CapabilityRegistry", "MergeReport"]
 
@@ -62,7 +62,7 @@ class CapabilityRegistry:
         now: float,
         mono: float,
         incarnation: int = 1,
-        memory: Memory | None = None,
+        memory: RegistryState | None = None,
         limit: int = MAX_BATCH_CARDS,
         trust: CardTrust | None = None,
         entropy: Callable[[int], bytes] = os.urandom,
@@ -73,7 +73,7 @@ class CapabilityRegistry:
                 f"node id {node_id!r} must have 1 to 256 bytes, no control characters, no slashes",
                 param="node_id",
             )
-        memory = memory or Memory()
+        memory = memory or RegistryState()
         self.node_id = NodeId(node_id)
         self.trust = trust
         self.own_card = OwnCard(
@@ -205,20 +205,20 @@ class CapabilityRegistry:
         """Where expired peers of the last 24 h were."""
         return tuple(sorted({sighting.address for sighting in self.peers.remembered.at(now)}))
 
-    def memory(self, *, now: float, mono: float) -> Memory:
+    def memory(self, *, now: float, mono: float) -> RegistryState:
         """What to write to disk: the own order, and where everybody is or was."""
         live = [
             Sighting(card.node_id, card.grpc_address, now)
             for card in self._held.lively(mono)
             if is_dialable_address(card.grpc_address)
         ]
-        return Memory(
+        return RegistryState(
             stamp=self.own_card.stamped_at,
             incarnation=self.own_card.incarnation,
             peers=(*self.peers.remembered.at(now), *live),
         )
 
-    def conflicts(self, now: float) -> tuple[Conflict, ...]:
+    def conflicts(self, now: float) -> tuple[IdConflict, ...]:
         """Ids that two processes used in the last ten minutes; the own id first."""
         return self.peers.conflicts.fresh(now)
 

@@ -35,7 +35,7 @@ class Sighting(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class RegistryState:
     """What a registry wants back at its next start. `stamp` is the last that it gave a card."""
 
     stamp: float = 0.0

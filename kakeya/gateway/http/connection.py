@@ -28,7 +28,7 @@ _EVENT_HEADERS = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class HttpLimits:
     """What one client may cost."""
 
     body_bytes: int = 4 * MIB
@@ -44,7 +44,7 @@ class Limits:
     """At once; more are told to come again."""
 
 
-async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
+async def read_body(scope: Scope, receive: Receive, limits: HttpLimits) -> bytes:
     """Read the whole body. Raises BodyTooLarge, BodyTimeout, Unsupported, Cancelled."""
     headers = Headers(scope=scope)
     encoding = headers.get("content-encoding", "identity")
@@ -79,7 +79,7 @@ class Connection:
     """
 
     def __init__(
-        self, receive: Receive, send: Send, *, is_stream: bool, clock: Clock, limits: Limits
+        self, receive: Receive, send: Send, *, is_stream: bool, clock: Clock, limits: HttpLimits
     ) -> None:
         self._receive = receive
         self._send = send
@@ -186,5 +186,5 @@ class Connection:
             self._work.cancel()
 
 
-def _too_large(size: str, limits: Limits) -> BodyTooLarge:
+def _too_large(size: str, limits: HttpLimits) -> BodyTooLarge:
     return BodyTooLarge(f"the body has {size}; at most {format_bytes(limits.body_bytes)} is read")

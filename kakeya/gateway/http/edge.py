@@ -122,7 +122,7 @@ async def send_json(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
+class CallerCheck:
     """Who may come in. `hosts` are the node's own names and addresses beside loopback."""
 
     hosts: frozenset[str] = frozenset()
@@ -151,7 +151,7 @@ class Edge:
         self,
         app: ASGIApp,
         *,
-        admission: Admission,
+        admission: CallerCheck,
         metrics: HttpMetrics,
         mono: Callable[[], float],
     ) -> None:

@@ -26,7 +26,7 @@ from kakeya.core.errors import InvalidArgument, NotFound, Unsupported
 from kakeya.gateway.http.body import flag, integer, number, refuse, shown, text
 from kakeya.gateway.openai.cache_params import CACHE_PARAMS, read_cache_use
 from kakeya.gateway.openai.share_params import SHARE_PARAMS, read_priority, read_user
-from kakeya.generation.request import Priority
+from kakeya.generation.request import GenerationPriority
 from kakeya.prefix.seam import CacheUse
 from kakeya.text.template import Message, Tool
 
@@ -67,7 +67,7 @@ class GenerationParams:
     draft_policy: str
     deadline_s: float | None = None
     cache: CacheUse = field(default_factory=CacheUse)
-    priority: Priority = Priority.NORMAL
+    priority: GenerationPriority = GenerationPriority.NORMAL
     user: str = ""
 
 

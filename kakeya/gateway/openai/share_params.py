@@ -16,25 +16,25 @@ from starlette.types import Scope
 from kakeya.core.errors import InvalidArgument
 from kakeya.gateway.http.body import integer, refuse, text
 from kakeya.generation.caller import ASKABLE
-from kakeya.generation.request import Priority
+from kakeya.generation.request import GenerationPriority
 
 SHARE_PARAMS = frozenset({"priority", "service_tier", "user", "safety_identifier"})
 _LONG_NAME = 64
 """Characters: shares are remembered for a while, and names travel with each request."""
 _TIERS = {
-    "auto": Priority.NORMAL,
-    "default": Priority.NORMAL,
-    "priority": Priority.URGENT,
-    "flex": Priority.BATCH,
+    "auto": GenerationPriority.NORMAL,
+    "default": GenerationPriority.NORMAL,
+    "priority": GenerationPriority.URGENT,
+    "flex": GenerationPriority.BATCH,
 }
 
 
-def read_priority(body: Mapping[str, object]) -> Priority:
+def read_priority(body: Mapping[str, object]) -> GenerationPriority:
     """Read how urgent it is. Raises InvalidArgument, also where two parameters differ."""
     number = integer(body, "priority", ASKABLE[0], ASKABLE[-1], default=None)
     tier = body.get("service_tier")
     if tier is None:
-        return Priority.NORMAL if number is None else Priority(number)
+        return GenerationPriority.NORMAL if number is None else GenerationPriority(number)
     if not isinstance(tier, str) or tier not in _TIERS:
         refuse("service_tier", tier, f"one of {', '.join(_TIERS)}")
     if number is not None and tier != "auto" and number != _TIERS[tier]:
@@ -42,7 +42,7 @@ def read_priority(body: Mapping[str, object]) -> Priority:
             f"priority {number} and service_tier {tier!r} differ; give one of them",
             param="priority",
         )
-    return _TIERS[tier] if number is None else Priority(number)
+    return _TIERS[tier] if number is None else GenerationPriority(number)
 
 
 def read_user(body: Mapping[str, object]) -> str:

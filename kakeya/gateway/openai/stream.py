@@ -21,7 +21,7 @@ import json
 from json.encoder import encode_basestring
 from typing import Literal
 
-from kakeya.gateway.answer import Answer, FinishReason
+from kakeya.gateway.answer import FinishReason, GeneratedAnswer
 from kakeya.generation.frames import SourceUsage, Usage
 
 Dialect = Literal["chat", "completion"]
@@ -96,7 +96,7 @@ class ChunkWriter:
 
 def whole_answer(
     dialect: Dialect,
-    answer: Answer,
+    answer: GeneratedAnswer,
     text: str,
     *,
     answer_id: str,
@@ -121,7 +121,7 @@ def whole_answer(
     }
 
 
-def usage_body(answer: Answer, prompt_tokens: int) -> dict[str, object]:
+def usage_body(answer: GeneratedAnswer, prompt_tokens: int) -> dict[str, object]:
     """The `usage` object."""
     body: dict[str, object] = {
         "prompt_tokens": prompt_tokens,

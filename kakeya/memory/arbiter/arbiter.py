@@ -1,4 +1,4 @@
-"""The arbiter: decides who is in memory. Every method is one event; its `Outcome` is what follows.
+"""The arbiter: decides what is in memory. Each method is one event and returns an `ArbiterOutcome`.
 
 It never awaits, logs or touches a model. The keeper tells it what happened, performs what it
 answers, and asks again at `next_wake_mono`. A lease is written down in the decision that grants it,
@@ -17,12 +17,12 @@ from functools import partial
 
 from kakeya.core import errors
 from kakeya.memory.arbiter import queue as line
-from kakeya.memory.arbiter.drain_gate import Doors
+from kakeya.memory.arbiter.drain_gate import DrainGate
 from kakeya.memory.arbiter.ledger import Ledger
-from kakeya.memory.arbiter.plan import Ask, Grant, Outcome, Plan, Reason, Refusal, Snapshot
-from kakeya.memory.arbiter.planning import Answer, Planner
-from kakeya.memory.arbiter.policy import Level, Rules, Shrink, Tenant
-from kakeya.memory.arbiter.reclaim import Taking
+from kakeya.memory.arbiter.plan import ArbiterOutcome, Ask, Grant, Plan, Reason, Refusal, Snapshot
+from kakeya.memory.arbiter.planning import DraftOutcome, Planner
+from kakeya.memory.arbiter.policy import PressureLevel, Rules, ShrinkTenant, Tenant
+from kakeya.memory.arbiter.reclaim import Reclaimer
 from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, Resident, ResidentKey, State
 from kakeya.memory.arbiter.tickets import Tickets
 
@@ -34,23 +34,23 @@ class Arbiter:
         self._ledger = Ledger(budget)
         self._rules = rules or Rules()
         self._planner = Planner(self._ledger)
-        self._taking = Taking(self._ledger, self._planner, self._rules)
+        self._taking = Reclaimer(self._ledger, self._planner, self._rules)
         self._tickets = Tickets()
-        self._doors = Doors(self._rules)
+        self._doors = DrainGate(self._rules)
         self._holders: dict[LeaseId, ResidentKey] = {}
         self._measured: dict[ResidentKey, int] = {}
         self._is_stopping = False
 
     # What is asked.
 
-    def ask(self, ask: Ask, now: float) -> tuple[LeaseId, Outcome]:
+    def ask(self, ask: Ask, now: float) -> tuple[LeaseId, ArbiterOutcome]:
         """Put a request at the end of the line. It is granted or refused under this number, in
         this outcome or a later one, exactly once."""
         lease = LeaseId(self._planner.number())
-        self._tickets.enter(line.Ticket(lease, self._learnt(ask), now, now))
+        self._tickets.enter(line.LoadTicket(lease, self._learnt(ask), now, now))
         return lease, self.settle(now)
 
-    def withdraw(self, lease: LeaseId, now: float) -> Outcome:
+    def withdraw(self, lease: LeaseId, now: float) -> ArbiterOutcome:
         """The asker left: out of the line, or, where the lease was granted just now, released."""
         if self._tickets.pop(lease, None) is None and lease in self._holders:
             return self.release(lease, now)
@@ -67,21 +67,21 @@ class Arbiter:
         self._holders[another] = resident.key
         return another
 
-    def release(self, lease: LeaseId, now: float) -> Outcome:
+    def release(self, lease: LeaseId, now: float) -> ArbiterOutcome:
         """Give a lease back. Raises NotFound when it is not held."""
         resident = self._ledger.get(self._holder(lease))
         del self._holders[lease]
         self._ledger.put(resident.released(lease, now))
         return self.settle(now)
 
-    def preload(self, ask: Ask, now: float) -> tuple[bool, Outcome]:
+    def preload(self, ask: Ask, now: float) -> tuple[bool, ArbiterOutcome]:
         """Load without a request: only at nominal pressure, into room that is free, that nobody
         waits for, and, but for text, whose use makes no pressure. False = not now. What is resident
         is kept warm from now."""
         resident = self._ledger.find(ask.key)
         if resident is not None:
             if not resident.is_open:
-                return resident.state is State.LOADING, Outcome()
+                return resident.state is State.LOADING, ArbiterOutcome()
             self._ledger.put(replace(resident, last_used_mono=now))
             return True, self.settle(now)
         ask = self._learnt(ask)
@@ -90,10 +90,10 @@ class Arbiter:
         room = self._ledger.spare_bytes if ask.role.yields else self._ledger.free_bytes
         if not (self._is_calm and has_place and 0 < ask.estimate_bytes <= room):
             return False, self.settle(now)
-        plan = replace(self._planner.load(ask, line.Load(), now), is_preload=True)
-        return True, self._settle(Answer(plans=[plan]), now)
+        plan = replace(self._planner.load(ask, line.LoadNow(), now), is_preload=True)
+        return True, self._settle(DraftOutcome(plans=[plan]), now)
 
-    def unload(self, key: ResidentKey, now: float) -> Outcome:
+    def unload(self, key: ResidentKey, now: float) -> ArbiterOutcome:
         """Evict at somebody's wish. Raises NotFound, and Conflict when it is in use or loading."""
         resident = self._ledger.get(key)
         if resident.is_leaving:
@@ -101,19 +101,19 @@ class Arbiter:
         if not resident.is_idle:
             used = f"{len(resident.leases)} leases" if resident.leases else resident.state.value
             raise errors.Conflict(f"{key} cannot be unloaded now: {used}; release it first")
-        answer = Answer(plans=[self._planner.eviction((resident,), Reason.RELEASE)])
+        answer = DraftOutcome(plans=[self._planner.eviction((resident,), Reason.RELEASE)])
         return self._settle(answer, now)
 
-    def stop(self, now: float) -> Outcome:
+    def stop(self, now: float) -> ArbiterOutcome:
         """Refuse whoever waits or asks from now on. Leases stay; see `clear`."""
         self._is_stopping = True
         return self.settle(now)
 
-    def clear(self, now: float) -> Outcome:
+    def clear(self, now: float) -> ArbiterOutcome:
         """Plan the end of every idle resident; nothing is left when all leases were released."""
         idle = tuple(one for one in self._ledger.residents if one.is_idle)
         plans = [self._planner.eviction(idle, Reason.SHUTDOWN)] if idle else []
-        return self._settle(Answer(plans=plans), now)
+        return self._settle(DraftOutcome(plans=plans), now)
 
     def lend(self, key: ResidentKey, priority: RequestPriority, now: float) -> LeaseId | None:
         """A lease of what is there and stays; None = it is not, or others wait for its room."""
@@ -150,7 +150,7 @@ class Arbiter:
         self._ledger.grow(name, size)
         return True
 
-    def grown(self, name: str, now: float) -> Outcome:
+    def grown(self, name: str, now: float) -> ArbiterOutcome:
         """End a tenant's reservation."""
         self._ledger.grown(name)
         return self.settle(now)
@@ -159,11 +159,11 @@ class Arbiter:
 
     def observe(
         self,
-        level: Level,
+        level: PressureLevel,
         available_bytes: int | None,
         now: float,
         spare_bytes: int | None = None,
-    ) -> Outcome:
+    ) -> ArbiterOutcome:
         """A reading of the machine. Worth telling although nothing changed: low pressure that
         lasts takes one thing after the other. `spare_bytes` may be taken while the machine stays
         calm; below 0, so much has to come back; None = not known."""
@@ -175,25 +175,27 @@ class Arbiter:
         """What a tenant holds by now. Takes effect with the next event."""
         self._ledger.report(tenant)
 
-    def hold(self, holder: str, size: int, now: float, *, unfilled_bytes: int = 0) -> Outcome:
+    def hold(
+        self, holder: str, size: int, now: float, *, unfilled_bytes: int = 0
+    ) -> ArbiterOutcome:
         """What another process occupies by now, asked or not; 0 = nothing more. `unfilled_bytes` of
         it are not used yet."""
         self._ledger.hold(holder, size, unfilled_bytes)
         return self.settle(now)
 
-    def set_budget(self, budget: int, now: float) -> Outcome:
+    def set_budget(self, budget: int, now: float) -> ArbiterOutcome:
         """Another budget. When more is committed, idle residents go."""
         self._ledger.budget_bytes = budget
         return self.settle(now)
 
-    def forget(self, name: str, now: float) -> Outcome:
+    def forget(self, name: str, now: float) -> ArbiterOutcome:
         """A tenant is there no longer."""
         self._ledger.forget(name)
         return self.settle(now)
 
     def measure(
         self, key: ResidentKey, size: int, now: float, *, unfilled_bytes: int = 0
-    ) -> Outcome:
+    ) -> ArbiterOutcome:
         """What a resident occupies by now; also the estimate of its next load."""
         self._ledger.measured(self._ledger.get(key), size, unfilled_bytes)
         self._measured[key] = size
@@ -206,7 +208,7 @@ class Arbiter:
 
     # How plans go on.
 
-    def begin_load(self, plan: Plan, now: float) -> tuple[bool, Outcome]:
+    def begin_load(self, plan: Plan, now: float) -> tuple[bool, ArbiterOutcome]:
         """All that had to go has gone. False = do not load: it is room for a tenant, which has it
         now; or nobody waits for it any more, pressure came up, or more is committed than the budget
         holds, and the requests wait for a better plan."""
@@ -214,7 +216,7 @@ class Arbiter:
         resident = self._planner.begin(plan)
         if resident is None:
             return False, self.settle(now)
-        is_refused = self._level is Level.CRITICAL and resident.role.yields
+        is_refused = self._level is PressureLevel.CRITICAL and resident.role.yields
         is_wanted = plan.is_preload or bool(self._tickets.of(resident.key))
         if is_wanted and not is_refused and not self._is_stopping:
             if resident.role.is_room:
@@ -225,19 +227,19 @@ class Arbiter:
 
     def loaded(
         self, key: ResidentKey, size: int | None, now: float, *, unfilled_bytes: int = 0
-    ) -> Outcome:
+    ) -> ArbiterOutcome:
         """A load succeeded; `size` is what it occupies, None = not measured.
 
         It is for all who wait for it by now, whoever waits for its room, so that models in turns
         are not loaded once for each. Under critical pressure a role that yields is refused still.
         """
-        resident, answer = self._ledger.get(key), Answer()
+        resident, answer = self._ledger.get(key), DraftOutcome()
         if size is not None:
             resident = self._ledger.measured(resident, size, unfilled_bytes)
             self._measured[key] = size
         resident = replace(resident.moved(State.READY), loaded_mono=now, last_used_mono=now)
         self._ledger.put(resident)
-        is_refused = self._level is Level.CRITICAL and resident.role.yields
+        is_refused = self._level is PressureLevel.CRITICAL and resident.role.yields
         for ticket in self._tickets.of(key):
             if is_refused:
                 self._refuse(ticket, line.critical(ticket.ask, self._rules), answer)
@@ -247,20 +249,20 @@ class Arbiter:
 
     def load_failed(
         self, key: ResidentKey, error: Callable[[], errors.KakeyaError], now: float
-    ) -> Outcome:
+    ) -> ArbiterOutcome:
         """A load failed: all who wait for it are refused. The next request tries again."""
         self._ledger.put(self._ledger.get(key).moved(State.ABSENT))
-        answer = Answer()
+        answer = DraftOutcome()
         for ticket in self._tickets.of(key):
             self._refuse(ticket, error(), answer)
         return self._settle(answer, now)
 
-    def unloaded(self, key: ResidentKey, now: float) -> Outcome:
+    def unloaded(self, key: ResidentKey, now: float) -> ArbiterOutcome:
         """A resident has left and its bytes are given back."""
         self._ledger.gone(self._ledger.get(key))
         return self.settle(now)
 
-    def shrunk(self, shrink: Shrink, tenant: Tenant, now: float) -> Outcome:
+    def shrunk(self, shrink: ShrinkTenant, tenant: Tenant, now: float) -> ArbiterOutcome:
         """A tenant did what it could of a shrink, and holds this now."""
         self._ledger.shrunk(shrink, tenant)
         return self.settle(now)
@@ -297,11 +299,11 @@ class Arbiter:
 
     # How it is decided.
 
-    def settle(self, now: float) -> Outcome:
+    def settle(self, now: float) -> ArbiterOutcome:
         """What follows from the time alone."""
-        return self._settle(Answer(), now)
+        return self._settle(DraftOutcome(), now)
 
-    def _settle(self, answer: Answer, now: float) -> Outcome:
+    def _settle(self, answer: DraftOutcome, now: float) -> ArbiterOutcome:
         self._fit_planned(now)
         self._walk(answer, now)
         self._taking.take(answer, now)
@@ -321,9 +323,9 @@ class Arbiter:
                 return
             self._planner.take_back(key)
 
-    def _walk(self, answer: Answer, now: float) -> None:
+    def _walk(self, answer: DraftOutcome, now: float) -> None:
         opened = self._doors.to_open(now)
-        ahead = line.Ahead(opened)
+        ahead = line.EarlierClaims(opened)
         self._tickets.lapse(now)
         for ticket in self._tickets.in_order(now, self._rules):
             if ticket.kept_until_mono is None:
@@ -338,11 +340,13 @@ class Arbiter:
             elif one.state is State.DRAINING and not one.is_leaving and not is_claimed:
                 self._ledger.put(one.moved(State.READY))
 
-    def _serve(self, ticket: line.Ticket, ahead: line.Ahead, answer: Answer, now: float) -> None:
+    def _serve(
+        self, ticket: line.LoadTicket, ahead: line.EarlierClaims, answer: DraftOutcome, now: float
+    ) -> None:
         match verdict := line.decide(ticket, ahead, self._view(now)):
             case line.Lend():
                 self._lend(ticket, answer, now)
-            case line.Load():
+            case line.LoadNow():
                 answer.plans.append(self._planner.load(ticket.ask, verdict, now))
             case line.Refuse(error, keeps):
                 self._refuse(ticket, error, answer)
@@ -350,13 +354,13 @@ class Arbiter:
                     self._tickets.keep(ticket, now + self._rules.place_s)
                 if keeps is not None:
                     ahead.add(ticket.ask, keeps)
-            case line.Wait():
+            case line.NotYet():
                 ahead.add(ticket.ask, verdict)
 
-    def _view(self, now: float) -> line.View:
-        return line.View(self._ledger, self._level, self._rules, now, self._is_stopping)
+    def _view(self, now: float) -> line.QueueView:
+        return line.QueueView(self._ledger, self._level, self._rules, now, self._is_stopping)
 
-    def _lend(self, ticket: line.Ticket, answer: Answer, now: float) -> None:
+    def _lend(self, ticket: line.LoadTicket, answer: DraftOutcome, now: float) -> None:
         key = ticket.ask.key
         resident = self._ledger.get(key).leased(ticket.lease, ticket.ask.priority, now)
         self._ledger.put(replace(resident, warmth=ticket.ask.warmth))
@@ -364,13 +368,15 @@ class Arbiter:
         del self._tickets[ticket.lease]
         answer.grants.append(Grant(ticket.lease, key))
 
-    def _refuse(self, ticket: line.Ticket, error: errors.KakeyaError, answer: Answer) -> None:
+    def _refuse(
+        self, ticket: line.LoadTicket, error: errors.KakeyaError, answer: DraftOutcome
+    ) -> None:
         del self._tickets[ticket.lease]
         answer.refusals.append(Refusal(ticket.lease, error, ticket.ask.key))
 
-    def _room_made(self, resident: Resident, now: float) -> Outcome:
+    def _room_made(self, resident: Resident, now: float) -> ArbiterOutcome:
         """Reserve what is free now for the tenant; who asked first has it, without a lease."""
-        key, answer = resident.key, Answer()
+        key, answer = resident.key, DraftOutcome()
         ticket = self._tickets.of(key)[0]
         self._ledger.put(resident.moved(State.ABSENT))
         try:
@@ -384,10 +390,14 @@ class Arbiter:
 
     @property
     def _is_calm(self) -> bool:
-        return self._tickets.is_empty and not self._is_stopping and self._level is Level.NOMINAL
+        return (
+            self._tickets.is_empty
+            and not self._is_stopping
+            and self._level is PressureLevel.NOMINAL
+        )
 
     @property
-    def _level(self) -> Level:
+    def _level(self) -> PressureLevel:
         return self._taking.level
 
     def _learnt(self, ask: Ask) -> Ask:

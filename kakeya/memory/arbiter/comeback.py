@@ -6,7 +6,7 @@ later each time, so that it does not itself make the pressure that takes it.
 
 from __future__ import annotations
 
-from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.arbiter.resident import ResidentKey
 
 CALM_S = 10.0
@@ -24,9 +24,9 @@ class Comeback:
         self._pauses: dict[ResidentKey, float] = {}
         self._taken_mono: dict[ResidentKey, float] = {}
 
-    def pressed(self, level: Level, now: float) -> None:
+    def pressed(self, level: PressureLevel, now: float) -> None:
         """The level of pressure changed."""
-        self._calm_since_mono = now if level is Level.NOMINAL else None
+        self._calm_since_mono = now if level is PressureLevel.NOMINAL else None
 
     def taken(self, key: ResidentKey, now: float) -> None:
         """Pressure took a model."""

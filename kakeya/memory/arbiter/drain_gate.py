@@ -26,7 +26,7 @@ class _Door:
         return self.since_mono + self.limit_s
 
 
-class Doors:
+class DrainGate:
     """Those that are shut."""
 
     def __init__(self, rules: Rules) -> None:

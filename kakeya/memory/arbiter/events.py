@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kakeya.core import errors
 from kakeya.core.log import event
 from kakeya.memory.arbiter.plan import Exhausted, Reason
-from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.arbiter.resident import ResidentKey
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Evicted:
 class MemoryPressure:
     """The level of pressure changed. `source` is the one that says the worst."""
 
-    level: Level
+    level: PressureLevel
     source: str
 
 
@@ -121,7 +121,7 @@ Event = (
 Listener = Callable[[Event], None]
 
 
-class Listeners:
+class EventListeners:
     """Who is told. A listener that raises is told nothing more."""
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ class Terms:
 PLAIN = Terms()
 
 
-class Shelf:
+class LiveModels:
     """The live models, by key. Loads and unloads by their handlers; decides nothing."""
 
     def __init__(self, capabilities: Mapping[str, Capability], clock: Clock) -> None:

@@ -25,15 +25,15 @@ from kakeya.core.tasks import is_cancelled, sleep_or_wake
 from kakeya.memory.arbiter.arbiter import Arbiter
 from kakeya.memory.arbiter.capability import Loaded
 from kakeya.memory.arbiter.events import (
+    EventListeners,
     Evicted,
-    Listeners,
     LoadFailure,
     ModelLoad,
     ModelUnload,
     RequestRefused,
 )
-from kakeya.memory.arbiter.plan import Ask, Eviction, Outcome, Plan, Reason
-from kakeya.memory.arbiter.policy import Shrink, Tenant
+from kakeya.memory.arbiter.plan import ArbiterOutcome, Ask, Plan, Reason, ResidentEviction
+from kakeya.memory.arbiter.policy import ShrinkTenant, Tenant
 from kakeya.memory.arbiter.resident import LeaseId, ResidentKey, State
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ _TELLING = frozenset({Reason.SWAP, Reason.FIT, Reason.PRESSURE})
 Result = TypeVar("Result")
 
 
-class Models(Protocol):
+class ModelHandlers(Protocol):
     """Who holds the live models."""
 
     async def load(self, key: ResidentKey) -> Loaded:
@@ -131,7 +131,7 @@ class Keeper:
     """Performs the outcomes of one arbiter; `run` has to run meanwhile."""
 
     def __init__(
-        self, arbiter: Arbiter, *, models: Models, listeners: Listeners, clock: Clock
+        self, arbiter: Arbiter, *, models: ModelHandlers, listeners: EventListeners, clock: Clock
     ) -> None:
         self._arbiter = arbiter
         self._models = models
@@ -182,7 +182,7 @@ class Keeper:
         for tenant in self._tenants.values():
             self._arbiter.report(tenant.usage())
 
-    def take(self, outcome: Outcome) -> None:
+    def take(self, outcome: ArbiterOutcome) -> None:
         """Perform an outcome: answer who waits, put plans to the others."""
         for grant in outcome.grants:
             waiter = self._waiters.pop(grant.lease)
@@ -279,7 +279,7 @@ class Keeper:
             task.add_done_callback(self._loads.discard)
         self.take(outcome)
 
-    async def _shrink(self, shrink: Shrink) -> None:
+    async def _shrink(self, shrink: ShrinkTenant) -> None:
         tenant = self._tenants.get(shrink.name)
         if tenant is None:
             return
@@ -289,7 +289,7 @@ class Keeper:
             if self._tenants.get(shrink.name) is tenant:  # else it left, and its promise with it
                 self.take(self._arbiter.shrunk(shrink, tenant.usage(), self._clock.mono()))
 
-    async def _ask_back(self, tenant: _Lodger, shrink: Shrink) -> None:
+    async def _ask_back(self, tenant: _Lodger, shrink: ShrinkTenant) -> None:
         task = asyncio.get_running_loop().create_task(self._give_up(tenant.source, shrink))
         self._shrinks.add(task)
         task.add_done_callback(self._shrinks.discard)
@@ -303,7 +303,7 @@ class Keeper:
         self.count_tenants()
         self.take(self._arbiter.settle(self._clock.mono()))
 
-    async def _give_up(self, source: TenantSource, shrink: Shrink) -> None:
+    async def _give_up(self, source: TenantSource, shrink: ShrinkTenant) -> None:
         try:
             await source.shrink(shrink.bytes)
         except (Exception, asyncio.CancelledError) as fault:
@@ -311,7 +311,7 @@ class Keeper:
                 raise
             _warn("tenant failed to shrink", tenant=shrink.name, error=repr(fault))
 
-    async def _evict(self, eviction: Eviction, room_for: ResidentKey | None) -> None:
+    async def _evict(self, eviction: ResidentEviction, room_for: ResidentKey | None) -> None:
         key = eviction.key
         task = asyncio.get_running_loop().create_task(self._unload(key))
         self._unloads[key] = task

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from kakeya.core import errors
-from kakeya.memory.arbiter.policy import Shrink, Tenant
+from kakeya.memory.arbiter.policy import ShrinkTenant, Tenant
 from kakeya.memory.arbiter.resident import Resident, ResidentKey, State
 
 
@@ -146,12 +146,12 @@ class Ledger:
         if not self._growing[name]:
             del self._growing[name]
 
-    def promise(self, shrinks: Iterable[Shrink]) -> None:
+    def promise(self, shrinks: Iterable[ShrinkTenant]) -> None:
         """Count what tenants are told to give up as free."""
         for shrink in shrinks:
             self._promised[shrink.name] = self._promised.get(shrink.name, 0) + shrink.bytes
 
-    def shrunk(self, shrink: Shrink, tenant: Tenant) -> None:
+    def shrunk(self, shrink: ShrinkTenant, tenant: Tenant) -> None:
         """Replace a promise by what the tenant says after it."""
         before = self._tenants[shrink.name]
         dropped = max(0, before.held_bytes - tenant.held_bytes)

@@ -1,7 +1,7 @@
 """What the arbiter is asked, and what it answers: values without behaviour.
 
-An `Outcome` is all that follows from one event, for the keeper to perform: leases to hand out,
-requests to refuse, plans to carry out. A plan is frozen: what it names has been taken out of
+An `ArbiterOutcome` is all that follows from one event, for the keeper to perform: leases to hand
+out, requests to refuse, plans to carry out. A plan is frozen: what it names has been taken out of
 everybody else's reach when it was made, so its room cannot be robbed while it is carried out.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kakeya.core import errors
-from kakeya.memory.arbiter.policy import Level, Shrink, Tenant
+from kakeya.memory.arbiter.policy import PressureLevel, ShrinkTenant, Tenant
 from kakeya.memory.arbiter.resident import (
     COLD,
     LeaseId,
@@ -75,7 +75,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Eviction:
+class ResidentEviction:
     """A resident that nobody uses goes, and gives back so many bytes."""
 
     key: ResidentKey
@@ -91,8 +91,8 @@ class Plan:
     """
 
     plan_id: int
-    evict: tuple[Eviction, ...] = ()
-    shrink: tuple[Shrink, ...] = ()
+    evict: tuple[ResidentEviction, ...] = ()
+    shrink: tuple[ShrinkTenant, ...] = ()
     load: ResidentKey | None = None
     is_preload: bool = False
     """Loads although no request waits for it."""
@@ -104,12 +104,12 @@ class Plan:
 class Exhausted:
     """Pressure lasts, and nothing can be taken: what is left is in use, pinned or text."""
 
-    level: Level
+    level: PressureLevel
     kept: tuple[ResidentKey, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ArbiterOutcome:
     """What follows from one event."""
 
     grants: tuple[Grant, ...] = ()
@@ -126,7 +126,7 @@ class Snapshot:
     committed_bytes: int
     free_bytes: int
     available_bytes: int | None
-    level: Level
+    level: PressureLevel
     residents: tuple[Resident, ...]
     tenants: tuple[Tenant, ...]
     foreign: Mapping[str, int]

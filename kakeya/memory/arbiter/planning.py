@@ -6,22 +6,22 @@ from dataclasses import dataclass, field
 
 from kakeya.memory.arbiter.ledger import Ledger
 from kakeya.memory.arbiter.plan import (
+    ArbiterOutcome,
     Ask,
-    Eviction,
     Exhausted,
     Grant,
-    Outcome,
     Plan,
     Reason,
     Refusal,
+    ResidentEviction,
 )
-from kakeya.memory.arbiter.policy import Relief, Shrink
-from kakeya.memory.arbiter.queue import Load
+from kakeya.memory.arbiter.policy import Relief, ShrinkTenant
+from kakeya.memory.arbiter.queue import LoadNow
 from kakeya.memory.arbiter.resident import Resident, ResidentKey, State
 
 
 @dataclass(slots=True)
-class Answer:
+class DraftOutcome:
     """An outcome in the making."""
 
     grants: list[Grant] = field(default_factory=list)
@@ -29,9 +29,9 @@ class Answer:
     plans: list[Plan] = field(default_factory=list)
     exhausted: Exhausted | None = None
 
-    def done(self) -> Outcome:
+    def done(self) -> ArbiterOutcome:
         """The outcome."""
-        return Outcome(
+        return ArbiterOutcome(
             grants=tuple(self.grants),
             refusals=tuple(self.refusals),
             plans=tuple(self.plans),
@@ -52,7 +52,7 @@ class Planner:
         self._numbers += 1
         return self._numbers
 
-    def load(self, ask: Ask, load: Load, now: float) -> Plan:
+    def load(self, ask: Ask, load: LoadNow, now: float) -> Plan:
         """Plan a load, and what goes for it."""
         self._take(tuple(self._ledger.get(eviction.key) for eviction in load.evict), load.shrink)
         absent = Resident(
@@ -101,14 +101,15 @@ class Planner:
         return Plan(
             plan_id=self.number(),
             evict=tuple(
-                Eviction(key=one.key, reason=reason, bytes=one.bytes) for one in relief.victims
+                ResidentEviction(key=one.key, reason=reason, bytes=one.bytes)
+                for one in relief.victims
             ),
             shrink=relief.shrinks,
             asked_bytes=asked_bytes,
             short_bytes=relief.short_bytes,
         )
 
-    def _take(self, victims: tuple[Resident, ...], shrinks: tuple[Shrink, ...]) -> None:
+    def _take(self, victims: tuple[Resident, ...], shrinks: tuple[ShrinkTenant, ...]) -> None:
         for victim in victims:
             self._ledger.put(self._ledger.get(victim.key).leaving())
         self._ledger.promise(shrinks)

@@ -30,7 +30,7 @@ RESERVE_BYTES = 1536 * MIB
 _ALL = 1 << 62
 
 
-class Level(IntEnum):
+class PressureLevel(IntEnum):
     """How short of memory the machine is; the worst of several is their maximum."""
 
     NOMINAL = 0
@@ -76,7 +76,7 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
-class Shrink:
+class ShrinkTenant:
     """That a tenant gives up so many bytes."""
 
     name: str
@@ -111,7 +111,7 @@ class Rules:
 class Relief:
     """What is taken, and by how much it is less than what was asked."""
 
-    shrinks: tuple[Shrink, ...] = ()
+    shrinks: tuple[ShrinkTenant, ...] = ()
     victims: tuple[Resident, ...] = ()
     short_bytes: int = 0
 
@@ -200,7 +200,7 @@ def may_displace(role: Role, resident: Resident, *, may_displace_text: bool) -> 
     return resident.role.yields or may_displace_text or resident.role.name == role.name
 
 
-def shrink_by(need_bytes: int, tenants: Iterable[Tenant]) -> tuple[Shrink, ...]:
+def shrink_by(need_bytes: int, tenants: Iterable[Tenant]) -> tuple[ShrinkTenant, ...]:
     """The ladder above the models, climbed until the need is met or it ends."""
     given: dict[str, int] = {}
     left = need_bytes
@@ -212,7 +212,7 @@ def shrink_by(need_bytes: int, tenants: Iterable[Tenant]) -> tuple[Shrink, ...]:
         if taken > 0:
             given[name] = given.get(name, 0) + taken
             left -= taken
-    return tuple(Shrink(name, size) for name, size in given.items())
+    return tuple(ShrinkTenant(name, size) for name, size in given.items())
 
 
 def shrinkable_bytes(tenants: Iterable[Tenant]) -> int:
@@ -247,19 +247,19 @@ def fit(
     return Relief(shrinks=shrinks, victims=tuple(victims), short_bytes=max(0, left))
 
 
-def _without(surplus_bytes: int, shrinks: Sequence[Shrink]) -> tuple[Shrink, ...]:
+def _without(surplus_bytes: int, shrinks: Sequence[ShrinkTenant]) -> tuple[ShrinkTenant, ...]:
     """Shrinks less what is too much of them: what is highest on the ladder stays."""
     kept = []
     for shrink in reversed(shrinks):
         spared = min(surplus_bytes, shrink.bytes)
         surplus_bytes -= spared
         if spared < shrink.bytes:
-            kept.append(Shrink(shrink.name, shrink.bytes - spared))
+            kept.append(ShrinkTenant(shrink.name, shrink.bytes - spared))
     return tuple(reversed(kept))
 
 
 def relieve(
-    level: Level,
+    level: PressureLevel,
     residents: Iterable[Resident],
     tenants: Sequence[Tenant],
     *,
@@ -279,9 +279,9 @@ def relieve(
     )
     tenants = [_with_lent(tenant) for tenant in tenants]
     match level:
-        case Level.NOMINAL:
+        case PressureLevel.NOMINAL:
             return Relief()
-        case Level.CRITICAL:
+        case PressureLevel.CRITICAL:
             given = {
                 t.name: t.expired_bytes + (t.spare_bytes if t.rung is Rung.CACHE else 0)
                 for t in tenants
@@ -292,7 +292,7 @@ def relieve(
             for shrink in shrink_by(wanted, kept):
                 given[shrink.name] += shrink.bytes
             return _relief(given, idle, wanted_bytes)
-        case Level.LOW:
+        case PressureLevel.LOW:
             given = {t.name: t.expired_bytes for t in tenants}
             spare = [t for t in tenants if t.rung is not Rung.CACHE and t.spare_bytes > 0]
             wanted = _ALL if wanted_bytes is None else wanted_bytes - sum(given.values())
@@ -322,7 +322,7 @@ def _relief(
 ) -> Relief:
     freed = sum(given.values()) + sum(one.bytes for one in victims)
     return Relief(
-        shrinks=tuple(Shrink(name, size) for name, size in given.items() if size > 0),
+        shrinks=tuple(ShrinkTenant(name, size) for name, size in given.items() if size > 0),
         victims=tuple(victims),
         short_bytes=max(0, (wanted_bytes or 0) - freed),
     )

@@ -9,10 +9,10 @@ A resident has to go for a request
   by swap   it has a place in the same role, and there is none left
   to fit    its bytes are needed, and the request is more urgent, or has waited long enough
 
-`Wait.is_stuck` tells waiting for others to let go, which has a limit, from waiting for one's turn.
-At the limit it is refused, and its place in the line kept until it comes again. When it has done
-so once, what it waits for is kept from those behind while it is away, too: those who use a model
-come to an end, and whoever goes on asking is served.
+`NotYet.is_stuck` tells waiting for others to let go, which has a limit, from waiting for a
+turn. At the limit it is refused, and its place in the line kept until it comes again. When it
+has done so once, what it waits for is kept from those behind while it is away, too: users of a
+model come to an end, and a request that comes again is served.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from kakeya.core import errors
 from kakeya.core.units import format_bytes
 from kakeya.memory.arbiter.ledger import Ledger
-from kakeya.memory.arbiter.plan import Ask, Eviction, Reason
+from kakeya.memory.arbiter.plan import Ask, Reason, ResidentEviction
 from kakeya.memory.arbiter.policy import (
-    Level,
+    PressureLevel,
     Rules,
-    Shrink,
+    ShrinkTenant,
     fit,
     fit_key,
     may_displace,
@@ -40,7 +40,7 @@ _EVER_S = 1e9
 
 
 @dataclass(slots=True)
-class Ticket:
+class LoadTicket:
     """A request in the line, or its place. Its number becomes the number of its lease."""
 
     lease: LeaseId
@@ -87,7 +87,7 @@ class Ticket:
 
 
 @dataclass(slots=True)
-class Ahead:
+class EarlierClaims:
     """What those ahead in the line keep from those behind them."""
 
     opened: frozenset[ResidentKey] = frozenset()
@@ -97,7 +97,7 @@ class Ahead:
     keys: set[ResidentKey] = field(default_factory=set)
     held_bytes: int = 0
 
-    def add(self, ask: Ask, wait: Wait) -> None:
+    def add(self, ask: Ask, wait: NotYet) -> None:
         """Keep what one more request waits for."""
         self.claims.update(wait.claims)
         self.roles.add(ask.role.name)
@@ -116,16 +116,16 @@ class Lend:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class LoadNow:
     """The model can be loaded once these have gone, and none of them is in use."""
 
-    evict: tuple[Eviction, ...] = ()
-    shrink: tuple[Shrink, ...] = ()
+    evict: tuple[ResidentEviction, ...] = ()
+    shrink: tuple[ShrinkTenant, ...] = ()
     asked_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class NotYet:
     """Not now."""
 
     claims: tuple[ResidentKey, ...] = ()
@@ -139,24 +139,24 @@ class Refuse:
     those behind until then."""
 
     error: errors.KakeyaError
-    keeps: Wait | None = None
+    keeps: NotYet | None = None
 
 
-Verdict = Lend | Load | Wait | Refuse
+Verdict = Lend | LoadNow | NotYet | Refuse
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class QueueView:
     """What a decision looks at."""
 
     ledger: Ledger
-    level: Level
+    level: PressureLevel
     rules: Rules
     now: float
     is_stopping: bool
 
 
-def decide(ticket: Ticket, ahead: Ahead, view: View) -> Verdict:
+def decide(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> Verdict:
     """What becomes of a request, which does not wait longer than its deadline and its limit."""
     ask, now = ticket.ask, view.now
     if view.is_stopping:
@@ -169,45 +169,45 @@ def decide(ticket: Ticket, ahead: Ahead, view: View) -> Verdict:
             )
         )
     verdict = consider(ticket, ahead, view)
-    ticket.mark(now, is_stuck=isinstance(verdict, Wait) and verdict.is_stuck)
+    ticket.mark(now, is_stuck=isinstance(verdict, NotYet) and verdict.is_stuck)
     limit_mono = ticket.limit_mono(view.rules)
-    if isinstance(verdict, Wait) and limit_mono is not None and now >= limit_mono:
+    if isinstance(verdict, NotYet) and limit_mono is not None and now >= limit_mono:
         return _stuck(ticket, verdict, view)
     return verdict
 
 
-def keep(ticket: Ticket, ahead: Ahead, view: View) -> Wait | None:
+def keep(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> NotYet | None:
     """What is kept from those behind until an asker comes again; None = nothing."""
     if view.is_stopping or not ticket.has_come_again:
         return None
     verdict = consider(ticket, ahead, view)
     match verdict:
-        case Wait():
+        case NotYet():
             return verdict
-        case Load():
+        case LoadNow():
             given = sum(one.bytes for one in verdict.evict)
             claims = tuple(one.key for one in verdict.evict)
-            return Wait(claims=claims, held_bytes=max(0, ticket.ask.estimate_bytes - given))
+            return NotYet(claims=claims, held_bytes=max(0, ticket.ask.estimate_bytes - given))
         case Lend() | Refuse():
             return None
 
 
-def consider(ticket: Ticket, ahead: Ahead, view: View) -> Verdict:
+def consider(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> Verdict:
     """What becomes of a request, after those ahead of it."""
     ask = ticket.ask
     resident = view.ledger.find(ask.key)
     if resident is not None and resident.is_open and ask.key not in ahead.claims:
         return Lend()
     if resident is not None and resident.state is State.LOADING:
-        return Wait()
-    if view.level is Level.CRITICAL and ask.role.yields:
+        return NotYet()
+    if view.level is PressureLevel.CRITICAL and ask.role.yields:
         return Refuse(critical(ask, view.rules))
     if ask.key in ahead.keys:
-        return Wait()
+        return NotYet()
     if resident is not None:
-        return Wait(held_bytes=ask.estimate_bytes)
+        return NotYet(held_bytes=ask.estimate_bytes)
     if ask.role.places is not None and ask.role.name in ahead.roles:
-        return Wait(held_bytes=_more_than(_of_role(ask, view), ask))
+        return NotYet(held_bytes=_more_than(_of_role(ask, view), ask))
     return _consider_load(ticket, ahead, view)
 
 
@@ -220,7 +220,7 @@ def critical(ask: Ask, rules: Rules) -> errors.MemoryRefused:
     )
 
 
-def _stuck(ticket: Ticket, wait: Wait, view: View) -> Refuse:
+def _stuck(ticket: LoadTicket, wait: NotYet, view: QueueView) -> Refuse:
     """The refusal of a request that waited for others to the limit."""
     ask, limit_s = ticket.ask, view.rules.drain_limit_s
     users = [view.ledger.get(key) for key in wait.claims]
@@ -243,7 +243,7 @@ def _stuck(ticket: Ticket, wait: Wait, view: View) -> Refuse:
     )
 
 
-def _consider_load(ticket: Ticket, ahead: Ahead, view: View) -> Verdict:
+def _consider_load(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> Verdict:
     ask, ledger = ticket.ask, view.ledger
     swap = _swapped(ask, ahead, view)
     if not isinstance(swap, tuple):
@@ -268,15 +268,17 @@ def _consider_load(ticket: Ticket, ahead: Ahead, view: View) -> Verdict:
         given = sum(victim.bytes for victim in victims)
         claims = tuple(victim.key for victim in victims)
         held = max(0, ask.estimate_bytes - given)
-        return Wait(claims=claims, held_bytes=held, is_stuck=True)
+        return NotYet(claims=claims, held_bytes=held, is_stuck=True)
     evict = [_eviction(one, Reason.SWAP) for one in swap]
     evict += [
         _eviction(one, Reason.FIT if one.role.yields else Reason.SWAP) for one in taken.victims
     ]
-    return Load(evict=tuple(evict), shrink=taken.shrinks, asked_bytes=max(0, need))
+    return LoadNow(evict=tuple(evict), shrink=taken.shrinks, asked_bytes=max(0, need))
 
 
-def _swapped(ask: Ask, ahead: Ahead, view: View) -> tuple[Resident, ...] | Wait | Refuse:
+def _swapped(
+    ask: Ask, ahead: EarlierClaims, view: QueueView
+) -> tuple[Resident, ...] | NotYet | Refuse:
     """Who goes because the role has no place left."""
     if ask.role.places is None:
         return ()
@@ -292,12 +294,12 @@ def _swapped(ask: Ask, ahead: Ahead, view: View) -> tuple[Resident, ...] | Wait 
         )
     movable = [one for one in there if ahead.may_go(one) and not one.warmth.is_pinned]
     if len(movable) < over:
-        return Wait(held_bytes=_more_than(there, ask))
+        return NotYet(held_bytes=_more_than(there, ask))
     movable.sort(key=lambda one: (bool(one.leases), fit_key(one, view.now)))
     return tuple(movable[: max(0, over)])
 
 
-def _of_role(ask: Ask, view: View) -> list[Resident]:
+def _of_role(ask: Ask, view: QueueView) -> list[Resident]:
     name = ask.role.name
     return [one for one in view.ledger.residents if one.role.name == name and not one.is_leaving]
 
@@ -307,7 +309,7 @@ def _more_than(there: list[Resident], ask: Ask) -> int:
     return max(0, ask.estimate_bytes - min((one.bytes for one in there), default=0))
 
 
-def _short(ask: Ask, view: View) -> Wait | Refuse:
+def _short(ask: Ask, view: QueueView) -> NotYet | Refuse:
     """Too little can be taken now: is there ever going to be enough?"""
     ledger = view.ledger
     movable, fixed, lent = 0, 0, 0
@@ -337,10 +339,10 @@ def _short(ask: Ask, view: View) -> Wait | Refuse:
         return Refuse(_lent(ask, lent, view))
     spare = shrinkable_bytes(ledger.tenants)
     is_turn = ask.estimate_bytes <= ledger.free_bytes + movable + spare
-    return Wait(held_bytes=ask.estimate_bytes, is_stuck=not is_turn)
+    return NotYet(held_bytes=ask.estimate_bytes, is_stuck=not is_turn)
 
 
-def _lent(ask: Ask, size: int, view: View) -> errors.MemoryRefused:
+def _lent(ask: Ask, size: int, view: QueueView) -> errors.MemoryRefused:
     """The refusal of what has to wait for others to give back what they hold, however long."""
     held = ", ".join(str(one.key) for one in view.ledger.residents if one.role.is_lent)
     return errors.MemoryRefused(
@@ -351,5 +353,5 @@ def _lent(ask: Ask, size: int, view: View) -> errors.MemoryRefused:
     )
 
 
-def _eviction(resident: Resident, reason: Reason) -> Eviction:
-    return Eviction(key=resident.key, reason=reason, bytes=resident.bytes)
+def _eviction(resident: Resident, reason: Reason) -> ResidentEviction:
+    return ResidentEviction(key=resident.key, reason=reason, bytes=resident.bytes)

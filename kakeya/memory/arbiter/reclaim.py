@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from kakeya.memory.arbiter.ledger import Ledger
 from kakeya.memory.arbiter.plan import Exhausted, Reason
-from kakeya.memory.arbiter.planning import Answer, Planner
-from kakeya.memory.arbiter.policy import Level, Rules, fit, pressure_key, relieve
+from kakeya.memory.arbiter.planning import DraftOutcome, Planner
+from kakeya.memory.arbiter.policy import PressureLevel, Rules, fit, pressure_key, relieve
 
 
-class Taking:
+class Reclaimer:
     """Decides what goes now, and when to look again. `level` is the machine's pressure."""
 
     def __init__(self, ledger: Ledger, planner: Planner, rules: Rules) -> None:
@@ -19,9 +19,9 @@ class Taking:
         self._relieved_mono = float("-inf")
         self._reported_mono = float("-inf")
         self._wanted: int | None = None
-        self.level = Level.NOMINAL
+        self.level = PressureLevel.NOMINAL
 
-    def press(self, level: Level, wanted_bytes: int | None) -> None:
+    def press(self, level: PressureLevel, wanted_bytes: int | None) -> None:
         """Another reading. A higher level takes at once. What is on its way back already is not
         wanted again; None = nobody knows how much is wanted."""
         if level > self.level:
@@ -32,7 +32,7 @@ class Taking:
             leaving = sum(one.bytes for one in self._ledger.residents if one.is_leaving)
             self._wanted = max(0, wanted_bytes - leaving - self._ledger.promised_bytes)
 
-    def take(self, answer: Answer, now: float) -> None:
+    def take(self, answer: DraftOutcome, now: float) -> None:
         """Add what goes now."""
         self._unload_overdue(answer, now)
         self._fit_budget(answer, now)
@@ -45,12 +45,12 @@ class Taking:
             for one in self._ledger.residents
             if one.is_idle and one.warmth.unload_after_s is not None and not one.warmth.is_pinned
         ]
-        if self.level is not Level.NOMINAL:
+        if self.level is not PressureLevel.NOMINAL:
             due.append(self._relieved_mono + self._rules.cooldown_s)
             due.append(self._reported_mono + self._rules.exhausted_s)
         return due
 
-    def _unload_overdue(self, answer: Answer, now: float) -> None:
+    def _unload_overdue(self, answer: DraftOutcome, now: float) -> None:
         overdue = tuple(
             one
             for one in self._ledger.residents
@@ -62,7 +62,7 @@ class Taking:
         if overdue:
             answer.plans.append(self._planner.eviction(overdue, Reason.IDLE))
 
-    def _fit_budget(self, answer: Answer, now: float) -> None:
+    def _fit_budget(self, answer: DraftOutcome, now: float) -> None:
         """Take back what measurement or other processes brought above the budget."""
         over = self._ledger.committed_bytes - self._ledger.budget_bytes
         if over <= 0:
@@ -76,11 +76,11 @@ class Taking:
         if taken.victims or taken.shrinks:
             answer.plans.append(self._planner.relief(taken, Reason.FIT, over))
 
-    def _relieve(self, answer: Answer, now: float) -> None:
-        if self.level is Level.NOMINAL:
+    def _relieve(self, answer: DraftOutcome, now: float) -> None:
+        if self.level is PressureLevel.NOMINAL:
             return
         is_busy = self._ledger.has_promises or any(r.is_leaving for r in self._ledger.residents)
-        is_low = self.level is Level.LOW
+        is_low = self.level is PressureLevel.LOW
         if is_low and (is_busy or now < self._relieved_mono + self._rules.cooldown_s):
             return
         residents, tenants = self._ledger.residents, self._ledger.tenants

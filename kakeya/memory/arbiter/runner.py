@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from kakeya.core import errors
 from kakeya.core.clock import Clock
 from kakeya.memory.arbiter.capability import Capability
-from kakeya.memory.arbiter.events import CapabilityRun, Listeners
+from kakeya.memory.arbiter.events import CapabilityRun, EventListeners
 from kakeya.memory.arbiter.keeper import FORCE_S, cancelled
 from kakeya.memory.arbiter.resident import ResidentKey
 
@@ -73,7 +73,7 @@ class Lane:
 class Runner:
     """All lanes and runs of one arbiter."""
 
-    def __init__(self, *, clock: Clock, listeners: Listeners) -> None:
+    def __init__(self, *, clock: Clock, listeners: EventListeners) -> None:
         self._clock = clock
         self._listeners = listeners
         self._asking: dict[ResidentKey, Lane] = {}

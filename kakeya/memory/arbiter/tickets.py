@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator, Mapping
 
 from kakeya.memory.arbiter.policy import Rules, periods
-from kakeya.memory.arbiter.queue import Ticket
+from kakeya.memory.arbiter.queue import LoadTicket
 from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, ResidentKey
 
 _Order = tuple[float, float, float]
 _Wish = tuple[ResidentKey, RequestPriority]
 
 
-class Tickets(dict[LeaseId, Ticket]):
+class Tickets(dict[LeaseId, LoadTicket]):
     """In the order in which they came; `in_order` is the one in which they are served.
 
     Who waited for others to let go, to the limit, is refused and told to come again. Its place is
@@ -21,9 +21,9 @@ class Tickets(dict[LeaseId, Ticket]):
     was told to.
     """
 
-    def __init__(self, tickets: Mapping[LeaseId, Ticket] | None = None) -> None:
+    def __init__(self, tickets: Mapping[LeaseId, LoadTicket] | None = None) -> None:
         super().__init__(tickets or {})
-        self._kept: dict[_Wish, Ticket] = {}
+        self._kept: dict[_Wish, LoadTicket] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -35,7 +35,7 @@ class Tickets(dict[LeaseId, Ticket]):
         """What those wait for whose places are kept."""
         return tuple(ticket.ask.key for ticket in self._kept.values())
 
-    def enter(self, ticket: Ticket) -> None:
+    def enter(self, ticket: LoadTicket) -> None:
         """Put a request into the line: where a place is kept for it, else at the end."""
         self.lapse(ticket.asked_mono)
         kept = self._kept.get(_wish(ticket))
@@ -43,7 +43,7 @@ class Tickets(dict[LeaseId, Ticket]):
             ticket.place_mono = kept.place_mono
         self[ticket.lease] = ticket
 
-    def keep(self, ticket: Ticket, until_mono: float) -> None:
+    def keep(self, ticket: LoadTicket, until_mono: float) -> None:
         """Keep the place of one that was refused. Those that wait for the same have it, too."""
         alike = [one for one in self.values() if _wish(one) == _wish(ticket)]
         for one in alike:
@@ -57,11 +57,11 @@ class Tickets(dict[LeaseId, Ticket]):
             if ticket.kept_until_mono is not None and now >= ticket.kept_until_mono:
                 del self._kept[wish]
 
-    def of(self, key: ResidentKey) -> tuple[Ticket, ...]:
+    def of(self, key: ResidentKey) -> tuple[LoadTicket, ...]:
         """Those that wait for one resident."""
         return tuple(one for one in self.values() if one.ask.key == key)
 
-    def in_order(self, now: float, rules: Rules) -> list[Ticket]:
+    def in_order(self, now: float, rules: Rules) -> list[LoadTicket]:
         """The most urgent first, among equals who came first; with places that nobody has taken."""
         taken = {_wish(one) for one in self.values()}
         away = (one for wish, one in self._kept.items() if wish not in taken)
@@ -85,9 +85,9 @@ class Tickets(dict[LeaseId, Ticket]):
                 yield limit_mono
 
 
-def _wish(ticket: Ticket) -> _Wish:
+def _wish(ticket: LoadTicket) -> _Wish:
     return ticket.ask.key, ticket.ask.priority
 
 
-def _order(ticket: Ticket, now: float, rules: Rules) -> _Order:
+def _order(ticket: LoadTicket, now: float, rules: Rules) -> _Order:
     return ticket.rank(now, rules), ticket.place_mono, ticket.lease

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kakeya.core import errors
-from kakeya.core.safetensors import Entry
+from kakeya.core.safetensors import ArrayEntry
 from kakeya.core.units import MIB
 from kakeya.memory.estimate.headers import Headers, read_headers, weight_files
 from kakeya.memory.estimate.history import SizeHistory
@@ -190,7 +190,7 @@ def _loaded_bytes(headers: Headers, config: Mapping[str, Any], widens: bool) -> 
     )
 
 
-def _tensor_bytes(tensor: Entry, widens: bool) -> int:
+def _tensor_bytes(tensor: ArrayEntry, widens: bool) -> int:
     if not tensor.is_float:
         return tensor.nbytes
     if widens:
@@ -198,7 +198,7 @@ def _tensor_bytes(tensor: Entry, widens: bool) -> int:
     return max(tensor.nbytes, tensor.count * 2)
 
 
-def _number_bytes(tensors: Mapping[str, Entry]) -> int:
+def _number_bytes(tensors: Mapping[str, ArrayEntry]) -> int:
     """Of one number in keys and values: of what most weights are, or of the norms where those are
     wider, since they decide what their layers pass on."""
     by_dtype: dict[str, int] = {}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.core.safetensors import Entry, read_header
+from kakeya.core.safetensors import ArrayEntry, read_header
 
 _INDEX = "model.safetensors.index.json"
 _MAX_TEXT_BYTES = 64_000_000
@@ -26,7 +26,7 @@ _MAX_TEXT_BYTES = 64_000_000
 class Headers:
     """All weight files of a folder together."""
 
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, ArrayEntry]
     file_bytes: int
     """Of the weight files; an index that promises more, with shards missing, counts instead."""
     digest: str
@@ -38,7 +38,7 @@ class Headers:
 def read_headers(folder: Path) -> Headers:
     """All safetensors files that a load of this folder reads. Blocks; raises nothing."""
     problems: list[str] = []
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, ArrayEntry] = {}
     digest = hashlib.sha256()
     total = 0
     config = read_json(folder / "config.json", problems)

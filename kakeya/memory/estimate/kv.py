@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kakeya.core.safetensors import Entry
+from kakeya.core.safetensors import ArrayEntry
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)\Z")
 _OTHER_TOWERS = re.compile(
@@ -80,7 +80,7 @@ def is_loaded(name: str, config: Mapping[str, Any]) -> bool:
     return not (layer and layers and int(layer[1]) >= layers)
 
 
-def kv_layers(config: Mapping[str, Any], tensors: Mapping[str, Entry]) -> tuple[KvLayer, ...]:
+def kv_layers(config: Mapping[str, Any], tensors: Mapping[str, ArrayEntry]) -> tuple[KvLayer, ...]:
     """What each layer that keeps something keeps of a token."""
     config = text_config(config)
     kind = str(config.get("model_type", ""))
@@ -112,7 +112,9 @@ def kv_bytes_per_token(layers: Sequence[KvLayer], number_bytes: int) -> int:
     return sum(one.width for one in layers if one.window is None) * number_bytes
 
 
-def _widths(config: Mapping[str, Any], kind: str, tensors: Mapping[str, Entry]) -> dict[int, int]:
+def _widths(
+    config: Mapping[str, Any], kind: str, tensors: Mapping[str, ArrayEntry]
+) -> dict[int, int]:
     """Numbers per token of each layer."""
     keys: dict[int, int] = {}
     values: dict[int, int] = {}

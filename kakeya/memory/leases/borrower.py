@@ -19,9 +19,9 @@ from kakeya.core import errors
 from kakeya.core.clock import Clock
 from kakeya.core.units import format_bytes
 from kakeya.memory.leases import rules
-from kakeya.memory.leases.lease import Book, Lease, LeaseState, No, Wish
+from kakeya.memory.leases.lease import Book, LeaseState, No, ProcessLease, Wish
 from kakeya.memory.leases.processes import Census
-from kakeya.memory.leases.rules import Sight
+from kakeya.memory.leases.rules import MachineSight
 from kakeya.memory.leases.store import LeaseStore
 
 POLL_S = 0.25
@@ -66,14 +66,14 @@ class Borrower:
         *,
         wait_s: float = float("inf"),
         tell: Callable[[str], None] = lambda _: None,
-    ) -> Lease:
+    ) -> ProcessLease:
         """Wait for a lease; `tell` hears what is waited for, whenever that changes.
 
         Raises DeadlineExceeded, MemoryRefused, LeaseRefused, StoreFailed, and PeerUnavailable where
         the system does not say who lives. However it ends without
         a lease, the place in the line is given up.
         """
-        sight = Sight(boot=self._census.boot, now_mono=self._clock.mono())
+        sight = MachineSight(boot=self._census.boot, now_mono=self._clock.mono())
         try:
             lease = await self._store.change(
                 lambda book: rules.ask(book, wish, lease_id, self._census.own, sight)
@@ -87,7 +87,7 @@ class Borrower:
         """Give a lease, or a place in the line, back; a second time does nothing."""
         await self._store.change(lambda book: (book.without(lease_id), None))
 
-    async def beat(self, lease: Lease) -> Lease:
+    async def beat(self, lease: ProcessLease) -> ProcessLease:
         """Say that this process holds it still. Needed each `BEAT_S`, where others cannot see."""
         found = await asyncio.to_thread(self._census.households, (lease,))
         house = found[lease.lease_id]
@@ -127,7 +127,9 @@ class Borrower:
         except errors.KakeyaError:
             return  # the store is out of order; the others will see that this process is gone
 
-    async def _wait(self, lease: Lease, until_mono: float, tell: Callable[[str], None]) -> Lease:
+    async def _wait(
+        self, lease: ProcessLease, until_mono: float, tell: Callable[[str], None]
+    ) -> ProcessLease:
         asked_mono = looked_mono = beat_mono = broken_mono = self._clock.mono()
         looked_mono -= LOOK_S
         told = ""
@@ -172,7 +174,7 @@ def _asked_whom(book: Book) -> str:
     return f"node {book.granter.node_id} to make room" if book.granter else "its turn"
 
 
-def _too_late(lease: Lease, waited_s: float, text: str) -> errors.DeadlineExceeded:
+def _too_late(lease: ProcessLease, waited_s: float, text: str) -> errors.DeadlineExceeded:
     return errors.DeadlineExceeded(
         f"no lease of {format_bytes(lease.wish.size_bytes)} within {waited_s:.0f} s; it still "
         f"waits for {text}; allow more time, or ask for less"

@@ -13,12 +13,21 @@ from typing import Any
 
 from kakeya.core import errors
 from kakeya.memory.arbiter.resident import RequestPriority
-from kakeya.memory.leases.lease import Book, Drain, Granter, Lease, LeaseState, No, Process, Wish
+from kakeya.memory.leases.lease import (
+    Book,
+    Drain,
+    Granter,
+    LeaseState,
+    No,
+    Process,
+    ProcessLease,
+    Wish,
+)
 
 FORMAT = 1
 
 
-def encode_lease(lease: Lease) -> str:
+def encode_lease(lease: ProcessLease) -> str:
     """Write one lease."""
     wish, no = lease.wish, lease.no
     fields = {
@@ -41,7 +50,7 @@ def encode_lease(lease: Lease) -> str:
     return json.dumps(fields)
 
 
-def decode_lease(lease_id: str, text: str) -> Lease:
+def decode_lease(lease_id: str, text: str) -> ProcessLease:
     """Read what `encode_lease` wrote. Raises PeerProtocol."""
     try:
         return _lease(lease_id, json.loads(text))
@@ -68,7 +77,7 @@ def decode_book(head: str | None, lines: Mapping[str, str]) -> tuple[Book, dict[
 
     Raises StoreFailed for a book of a newer program, PeerProtocol for a head that is none.
     """
-    leases: dict[str, Lease] = {}
+    leases: dict[str, ProcessLease] = {}
     damaged: dict[str, str] = {}
     for lease_id, text in lines.items():
         try:
@@ -84,7 +93,7 @@ def decode_book(head: str | None, lines: Mapping[str, str]) -> tuple[Book, dict[
         raise errors.PeerProtocol(f"head of the lease book: {problem!r}") from problem
 
 
-def _book(fields: Mapping[str, Any], leases: Mapping[str, Lease]) -> Book:
+def _book(fields: Mapping[str, Any], leases: Mapping[str, ProcessLease]) -> Book:
     if int(fields["format"]) > FORMAT:
         raise errors.StoreFailed(
             f"the lease book has format {fields['format']}, this program reads up to {FORMAT}; "
@@ -106,7 +115,7 @@ def _book(fields: Mapping[str, Any], leases: Mapping[str, Lease]) -> Book:
     )
 
 
-def _lease(lease_id: str, fields: Mapping[str, Any]) -> Lease:
+def _lease(lease_id: str, fields: Mapping[str, Any]) -> ProcessLease:
     granted, no = fields["granted_mono"], fields["no"]
     wish = Wish(
         name=str(fields["name"]),
@@ -118,7 +127,7 @@ def _lease(lease_id: str, fields: Mapping[str, Any]) -> Lease:
     taken = tuple(map(str, fields["taken"]))
     if not processes or taken != wish.resources[: len(taken)]:
         raise ValueError(f"processes {processes}, taken {taken} of {wish.resources}")
-    return Lease(
+    return ProcessLease(
         lease_id=lease_id,
         number=int(fields["number"]),
         wish=wish,

@@ -25,10 +25,10 @@ from kakeya.core.host import unified_memory_bytes
 from kakeya.memory.arbiter.policy import budget_bytes
 from kakeya.memory.leases import rules
 from kakeya.memory.leases.borrower import Borrower, Room
-from kakeya.memory.leases.lease import Book, Lease, LeaseState, Wish
+from kakeya.memory.leases.lease import Book, LeaseState, ProcessLease, Wish
 from kakeya.memory.leases.place import chosen_url, open_lease_store
 from kakeya.memory.leases.processes import Census, Household
-from kakeya.memory.leases.rules import Sight
+from kakeya.memory.leases.rules import MachineSight
 from kakeya.memory.leases.store import LeaseStore
 from kakeya.memory.leases.view import describe_lease
 from kakeya.memory.machine.machine import machine_sources
@@ -40,27 +40,27 @@ class Seen:
     """The book, who of it lives, and what they use."""
 
     book: Book
-    sight: Sight
+    sight: MachineSight
     houses: Mapping[str, Household]
 
     @property
-    def leases(self) -> tuple[Lease, ...]:
+    def leases(self) -> tuple[ProcessLease, ...]:
         """In the order of asking, without the dead."""
         living = (one for one in self.book.leases.values() if not rules.is_dead(one, self.sight))
         return tuple(sorted(living, key=lambda one: one.number))
 
     @property
-    def granted(self) -> tuple[Lease, ...]:
+    def granted(self) -> tuple[ProcessLease, ...]:
         """Those that hold memory."""
         return tuple(one for one in self.leases if one.state is LeaseState.GRANTED)
 
-    def shown(self, lease: Lease) -> dict[str, object]:
+    def shown(self, lease: ProcessLease) -> dict[str, object]:
         """One lease as JSON."""
         house = self.houses.get(lease.lease_id)
         return describe_lease(lease, house.used_bytes if house else None, self.sight.now_mono)
 
 
-class Desk:
+class LeaseDesk:
     """A store of leases that is open between `async with`."""
 
     def __init__(self, folder: Path, url: str, *, wait_s: float = float("inf")) -> None:
@@ -90,7 +90,7 @@ class Desk:
         *,
         wait_s: float = float("inf"),
         tell: Callable[[str], None] = lambda _: None,
-    ) -> Lease:
+    ) -> ProcessLease:
         """Wait for a lease of this process; see `Borrower.acquire`."""
         lease_id = f"{_slug(wish.name)}-{secrets.token_hex(4)}"
         return await self._borrower.acquire(wish, lease_id, wait_s=wait_s, tell=tell)
@@ -100,7 +100,9 @@ class Desk:
         await self._borrower.release(lease_id)
 
     @contextlib.asynccontextmanager
-    async def hold(self, wish: Wish, *, wait_s: float = float("inf")) -> AsyncIterator[Lease]:
+    async def hold(
+        self, wish: Wish, *, wait_s: float = float("inf")
+    ) -> AsyncIterator[ProcessLease]:
         """A lease of this process for a block, with heartbeats. Raises what `acquire` raises."""
         lease = await self.acquire(wish, wait_s=wait_s)
         beating = asyncio.ensure_future(self._beat(lease))
@@ -122,7 +124,7 @@ class Desk:
         houses = await asyncio.to_thread(self._census.households, granted)
         return Seen(book=book, sight=sight, houses=houses)
 
-    async def clean_up(self) -> tuple[Lease, ...]:
+    async def clean_up(self) -> tuple[ProcessLease, ...]:
         """Take out the leases of the dead; returns them."""
         book = await self._store.read()
         sight = await asyncio.to_thread(self._census.look, book, self._clock.mono())
@@ -130,7 +132,7 @@ class Desk:
 
     async def begin_drain(self) -> None:
         """Give no more leases."""
-        sight = Sight(boot=self._census.boot, now_mono=self._clock.mono())
+        sight = MachineSight(boot=self._census.boot, now_mono=self._clock.mono())
         pid, now_at = os.getpid(), self._clock.wall()
         await self._store.change(lambda book: (rules.begin_drain(book, sight, pid, now_at), None))
 
@@ -138,7 +140,7 @@ class Desk:
         """Give leases again."""
         await self._store.change(lambda book: (rules.end_drain(book), None))
 
-    async def stop_holders(self) -> tuple[Lease, ...]:
+    async def stop_holders(self) -> tuple[ProcessLease, ...]:
         """Tell all holders to end, by SIGTERM to each of their processes; returns them."""
         seen = await self.look()
         told = []
@@ -152,20 +154,22 @@ class Desk:
                 told += [lease] if living else []
         return tuple(told)
 
-    async def _beat(self, lease: Lease) -> None:
+    async def _beat(self, lease: ProcessLease) -> None:
         while True:
             await self._clock.sleep(rules.BEAT_S)
             with contextlib.suppress(*rules.OUT_OF_ORDER):
                 lease = await self._borrower.beat(lease)
 
 
-def open_desk(folder: Path, environ: Mapping[str, str], *, wait_s: float = float("inf")) -> Desk:
+def open_desk(
+    folder: Path, environ: Mapping[str, str], *, wait_s: float = float("inf")
+) -> LeaseDesk:
     """The desk of a data directory, whose store the environment or the last node named. `wait_s`
     is what its leases will be waited for at most.
 
     Raises ConfigError.
     """
-    return Desk(folder, chosen_url(folder, environ), wait_s=wait_s)
+    return LeaseDesk(folder, chosen_url(folder, environ), wait_s=wait_s)
 
 
 def _machine_budget() -> int:

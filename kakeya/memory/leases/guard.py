@@ -24,7 +24,7 @@ from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.tasks import sleep_or_wake
 from kakeya.memory.leases import rules
 from kakeya.memory.leases.codec import decode_lease, encode_lease
-from kakeya.memory.leases.lease import Lease, Process
+from kakeya.memory.leases.lease import Process, ProcessLease
 from kakeya.memory.leases.place import open_lease_store
 from kakeya.memory.leases.processes import Census, Household
 from kakeya.memory.leases.store import LeaseStore
@@ -35,7 +35,7 @@ _PARTING_S = 60.0
 """How long a store that is out of order is tried to be told of the end."""
 
 
-def start_guard(lease: Lease, folder: Path, url: str) -> None:
+def start_guard(lease: ProcessLease, folder: Path, url: str) -> None:
     """Start the guard of a lease that this process holds. Raises StoreFailed. Blocks."""
     order = {
         "lease_id": lease.lease_id,
@@ -63,10 +63,12 @@ def start_guard(lease: Lease, folder: Path, url: str) -> None:
         )
 
 
-class Guard:
+class LeaseGuard:
     """Guards one lease until its holder is gone."""
 
-    def __init__(self, store: LeaseStore, census: Census, lease: Lease, *, clock: Clock) -> None:
+    def __init__(
+        self, store: LeaseStore, census: Census, lease: ProcessLease, *, clock: Clock
+    ) -> None:
         self._store = store
         self._census = census
         self._lease = lease
@@ -161,7 +163,7 @@ async def _main(order: dict[str, str]) -> None:
     lease = decode_lease(order["lease_id"], order["lease"])
     census = await asyncio.to_thread(Census)
     async with open_lease_store(Path(order["folder"]), order["url"]) as store:
-        await Guard(store, census, lease, clock=SystemClock()).run(_let_go)
+        await LeaseGuard(store, census, lease, clock=SystemClock()).run(_let_go)
 
 
 def _let_go() -> None:

@@ -21,10 +21,10 @@ from kakeya.core.units import MIB, format_bytes
 from kakeya.memory.api import MemoryArbiter, Terms
 from kakeya.memory.arbiter.capability import Capability, Loaded
 from kakeya.memory.arbiter.plan import Snapshot
-from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.arbiter.resident import Warmth
 from kakeya.memory.leases import rules
-from kakeya.memory.leases.lease import Book, Lease, LeaseState, No
+from kakeya.memory.leases.lease import Book, LeaseState, No, ProcessLease
 from kakeya.memory.leases.processes import Household
 from kakeya.memory.leases.rules import CAPABILITY, JOB
 from kakeya.memory.leases.view import is_over
@@ -40,13 +40,13 @@ Write = Callable[[Callable[[Book], Book], asyncio.Event], Awaitable[None]]
 
 
 @dataclass(slots=True)
-class Job:
+class LeaseJob:
     """A lease that the arbiter knows of. `task` holds the request; None = counted as foreign.
 
     `told` is what the arbiter was told last: the bytes, and how many of them are not used yet.
     """
 
-    lease: Lease
+    lease: ProcessLease
     task: asyncio.Task[None] | None = None
     is_granted: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -72,7 +72,7 @@ class Jobs:
         self._arbiter = arbiter
         self._clock = clock
         self._write = write
-        self._by_id: dict[str, Job] = {}
+        self._by_id: dict[str, LeaseJob] = {}
         self._left: set[str] = set()
         arbiter.register(
             Capability(
@@ -84,11 +84,11 @@ class Jobs:
             )
         )
 
-    def find(self, lease_id: str) -> Job | None:
+    def find(self, lease_id: str) -> LeaseJob | None:
         """The job of a lease; None = the arbiter knows nothing of it."""
         return self._by_id.get(lease_id)
 
-    def granted(self) -> tuple[Job, ...]:
+    def granted(self) -> tuple[LeaseJob, ...]:
         """Those that hold memory."""
         return tuple(job for job in self._by_id.values() if job.is_granted)
 
@@ -156,20 +156,20 @@ class Jobs:
             raise errors.NotFound(f"no lease {lease_id!r}; `kakeya lease list` shows them")
         return self._by_id[lease_id].lease.wish.size_bytes
 
-    def _adopt(self, lease: Lease) -> None:
+    def _adopt(self, lease: ProcessLease) -> None:
         told = lease.held_bytes, lease.unfilled_bytes
-        job = Job(lease, is_granted=True, told=told)
+        job = LeaseJob(lease, is_granted=True, told=told)
         self._by_id[lease.lease_id] = job
         self._arbiter.hold(job.label, *told)
         event(_log, "lease taken over", lease=lease.lease_id, pid=lease.pid)
 
-    def _ask(self, lease: Lease) -> None:
-        job = Job(lease)
+    def _ask(self, lease: ProcessLease) -> None:
+        job = LeaseJob(lease)
         self._by_id[lease.lease_id] = job
         job.task = asyncio.get_running_loop().create_task(self._serve(job))
         job.task.add_done_callback(_log_fault)
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: LeaseJob) -> None:
         del self._by_id[job.lease.lease_id]
         job.over.set()
         if job.task is None:
@@ -179,7 +179,7 @@ class Jobs:
 
     # How one lease goes.
 
-    async def _serve(self, job: Job) -> None:
+    async def _serve(self, job: LeaseJob) -> None:
         """Ask the arbiter until it lends, or refuses for good; hold until the lease is over."""
         lease_id, priority = job.lease.lease_id, job.lease.wish.priority
         terms = Terms(priority=priority, warmth=_PINNED, may_displace_text=True)
@@ -197,7 +197,7 @@ class Jobs:
                     self._arbiter.unload(CAPABILITY, lease_id)
                 self._left.add(lease_id)
 
-    async def _hold(self, job: Job) -> None:
+    async def _hold(self, job: LeaseJob) -> None:
         lease_id = job.lease.lease_id
         job.is_granted, job.note = True, ""
         size = job.lease.wish.size_bytes
@@ -218,13 +218,13 @@ class Jobs:
             job.is_granted = False
         event(_log, "lease is over", lease=lease_id)
 
-    async def _refuse(self, job: Job, error: errors.MemoryRefused) -> None:
+    async def _refuse(self, job: LeaseJob, error: errors.MemoryRefused) -> None:
         no = No(code=error.code, message=error.message, retry_after_s=error.retry_after_s)
         lease_id = job.lease.lease_id
         event(_log, "lease refused", lease=lease_id, reason=error.message)
         await self._write(lambda book: rules.refuse(book, lease_id, no), job.over)
 
-    def _measured(self, job: Job, house: Household) -> None:
+    def _measured(self, job: LeaseJob, house: Household) -> None:
         was_over = job.house is not None and is_over(job.lease, job.house.used_bytes)
         job.house = house
         lease_id, leased = job.lease.lease_id, job.lease.wish.size_bytes
@@ -271,10 +271,10 @@ def _log_fault(task: asyncio.Task[None]) -> None:
         event(_log, "lease not served", level=logging.WARNING, error=repr(fault))
 
 
-def _waits_for(lease: Lease, seen: Snapshot, book: Book) -> str:
+def _waits_for(lease: ProcessLease, seen: Snapshot, book: Book) -> str:
     """What a lease waits for, in words; coarse, so that it is not written anew all the time."""
     wanted = format_bytes(lease.wish.size_bytes)
-    if seen.level is Level.CRITICAL:
+    if seen.level is PressureLevel.CRITICAL:
         return f"{wanted} of memory: memory pressure is critical"
     free = max(0, seen.free_bytes) // _COARSE_BYTES * _COARSE_BYTES
     used = [str(one.key) for one in seen.residents if one.leases and one.role.name != JOB.name]

@@ -33,10 +33,10 @@ from kakeya.core.tasks import Supervisor, TaskHealth, sleep_or_wake
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.leases import rules
 from kakeya.memory.leases.jobs import Jobs
-from kakeya.memory.leases.lease import Book, Lease
+from kakeya.memory.leases.lease import Book, ProcessLease
 from kakeya.memory.leases.place import open_lease_store, remember_url
 from kakeya.memory.leases.processes import Census
-from kakeya.memory.leases.rules import Sight
+from kakeya.memory.leases.rules import MachineSight
 from kakeya.memory.leases.store import LeaseStore
 from kakeya.memory.leases.view import describe_lease
 
@@ -170,12 +170,14 @@ class LeaseKeeper:
             return self._book, False
         return book, True
 
-    def _decided(self, book: Book, sight: Sight) -> tuple[Book, tuple[Book, tuple[Lease, ...]]]:
+    def _decided(
+        self, book: Book, sight: MachineSight
+    ) -> tuple[Book, tuple[Book, tuple[ProcessLease, ...]]]:
         """The new book; as the result of the change both it and who died."""
         decided = self._decide(book, sight)
         return decided[0], decided
 
-    def _decide(self, book: Book, sight: Sight) -> tuple[Book, tuple[Lease, ...]]:
+    def _decide(self, book: Book, sight: MachineSight) -> tuple[Book, tuple[ProcessLease, ...]]:
         """What this node makes of the book, and who died. Changes nothing else."""
         book, dead = rules.expire(self._restored(book, sight), sight)
         budget = self._arbiter.status().budget_bytes
@@ -195,7 +197,7 @@ class LeaseKeeper:
                 book = rules.note(book, lease_id, note)
         return book, dead
 
-    def _restored(self, book: Book, sight: Sight) -> Book:
+    def _restored(self, book: Book, sight: MachineSight) -> Book:
         """Who holds a lease holds it, though the store was lost and begun anew: this node granted,
         and the book does not know it."""
         if not self._is_mine(self._book) or self._is_mine(book):
@@ -231,7 +233,7 @@ class LeaseKeeper:
             event(_log, "leases are not granted", level=logging.WARNING, problem=problem)
         self._problem = problem
 
-    def _shown(self, lease: Lease, now: float) -> dict[str, object]:
+    def _shown(self, lease: ProcessLease, now: float) -> dict[str, object]:
         job = self._jobs.find(lease.lease_id)
         used = job.house.used_bytes if job and job.house else None
         return describe_lease(lease, used, now)

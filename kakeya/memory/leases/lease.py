@@ -111,7 +111,7 @@ class No:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class ProcessLease:
     """One line of the book.
 
     `number` is the place in the order of asking. `taken` are the first of the wish's resources,
@@ -154,7 +154,7 @@ class Lease:
         """What it may still grow by within its lease."""
         return max(0, self.held_bytes - self.used_bytes)
 
-    def taking(self, resource: str) -> Lease:
+    def taking(self, resource: str) -> ProcessLease:
         """The lease with its next resource. Raises InvariantBroken out of order."""
         if not self.missing or self.missing[0] != resource:
             raise errors.InvariantBroken(
@@ -186,13 +186,13 @@ class Drain:
 class Book:
     """All that a machine's processes share. `budget_bytes` is the last granter's, None = none."""
 
-    leases: Mapping[str, Lease] = field(default_factory=dict)
+    leases: Mapping[str, ProcessLease] = field(default_factory=dict)
     granter: Granter | None = None
     budget_bytes: int | None = None
     drain: Drain | None = None
     next_number: int = 1
 
-    def put(self, lease: Lease) -> Book:
+    def put(self, lease: ProcessLease) -> Book:
         """The book with this line."""
         return replace(self, leases={**self.leases, lease.lease_id: lease})
 
@@ -201,12 +201,12 @@ class Book:
         kept = {key: one for key, one in self.leases.items() if key not in lease_ids}
         return replace(self, leases=kept) if len(kept) < len(self.leases) else self
 
-    def of(self, state: LeaseState) -> tuple[Lease, ...]:
+    def of(self, state: LeaseState) -> tuple[ProcessLease, ...]:
         """The leases of a state, in the order of asking."""
         found = (one for one in self.leases.values() if one.state is state)
         return tuple(sorted(found, key=lambda one: one.number))
 
-    def holder_of(self, resource: str) -> Lease | None:
+    def holder_of(self, resource: str) -> ProcessLease | None:
         """Who has a named resource."""
         takers = (one for one in self.leases.values() if resource in one.taken)
         return next(takers, None)

@@ -20,8 +20,8 @@ from typing import NamedTuple, Protocol
 from kakeya.core import errors
 from kakeya.core.process import resident_bytes
 from kakeya.core.units import KIB
-from kakeya.memory.leases.lease import Book, Lease, Process
-from kakeya.memory.leases.rules import Sight
+from kakeya.memory.leases.lease import Book, Process, ProcessLease
+from kakeya.memory.leases.rules import MachineSight
 from kakeya.memory.machine.machine import Run, run_command
 
 MARK = "KAKEYA_LEASE_ID"
@@ -33,7 +33,7 @@ _OUT_OF_ORDER = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Says nothing of the process that was looked for."""
 
 
-class Row(NamedTuple):
+class LivingProcess(NamedTuple):
     """A living process: who started it, and when it started."""
 
     parent: int
@@ -63,12 +63,12 @@ class ProcessTable(Protocol):
         """The machine, the same at each boot."""
         ...
 
-    def find(self, pids: Iterable[int]) -> dict[int, Row]:
+    def find(self, pids: Iterable[int]) -> dict[int, LivingProcess]:
         """Those of some processes that live. Raises PeerUnavailable where nobody says so: then
         none of them may be taken for dead."""
         ...
 
-    def all(self) -> dict[int, Row]:
+    def all(self) -> dict[int, LivingProcess]:
         """All that live."""
         ...
 
@@ -99,12 +99,12 @@ class LinuxProcesses:
         """The id that the installation drew, else the host's name."""
         return _text(Path("/etc/machine-id")).strip() or os.uname().nodename
 
-    def find(self, pids: Iterable[int]) -> dict[int, Row]:
+    def find(self, pids: Iterable[int]) -> dict[int, LivingProcess]:
         """See the contract."""
         rows = ((pid, self._row(pid)) for pid in pids)
         return {pid: row for pid, row in rows if row is not None}
 
-    def all(self) -> dict[int, Row]:
+    def all(self) -> dict[int, LivingProcess]:
         """See the contract."""
         return self.find(self._pids())
 
@@ -136,13 +136,13 @@ class LinuxProcesses:
         except OSError as problem:
             raise _unreadable(self._proc, problem) from problem
 
-    def _row(self, pid: int) -> Row | None:
+    def _row(self, pid: int) -> LivingProcess | None:
         fields = _text(self._proc / str(pid) / "stat").rpartition(")")[2].split()
         if len(fields) < 20:
             return None
         if fields[0] in "ZX" and len(_names(self._proc / str(pid) / "task")) < 2:
             return None
-        return Row(int(fields[1]), fields[19])
+        return LivingProcess(int(fields[1]), fields[19])
 
 
 class MacProcesses:
@@ -171,7 +171,7 @@ class MacProcesses:
         found = re.search(r'"IOPlatformUUID" = "([0-9A-Fa-f-]{36})"', text)
         return found[1] if found else os.uname().nodename
 
-    def find(self, pids: Iterable[int]) -> dict[int, Row]:
+    def find(self, pids: Iterable[int]) -> dict[int, LivingProcess]:
         """See the contract."""
         wanted = set(pids)
         if not wanted:
@@ -181,7 +181,7 @@ class MacProcesses:
         rows = parse_ps(self._run((*_PS, *_COLUMNS, "-p", named)))
         return {pid: row for pid, row in rows.items() if pid in wanted}
 
-    def all(self) -> dict[int, Row]:
+    def all(self) -> dict[int, LivingProcess]:
         """See the contract."""
         return parse_ps(self._run((*_PS, "-ax", *_COLUMNS)))
 
@@ -195,7 +195,7 @@ class MacProcesses:
         return sum(resident_bytes(pid) or 0 for pid in pids)
 
 
-def parse_ps(text: str) -> dict[int, Row]:
+def parse_ps(text: str) -> dict[int, LivingProcess]:
     """The living processes that `ps -o pid=,ppid=,stat=,lstart=` lists. Raises PeerProtocol."""
     rows = {}
     for line in text.splitlines():
@@ -203,7 +203,7 @@ def parse_ps(text: str) -> dict[int, Row]:
         if len(words) < 4 or not (words[0].isdecimal() and words[1].isdecimal()):
             raise errors.PeerProtocol(f"ps printed {line[:80]!r}; pid, ppid, state, start are due")
         if not words[2].startswith("Z"):
-            rows[int(words[0])] = Row(int(words[1]), " ".join(words[3].split()))
+            rows[int(words[0])] = LivingProcess(int(words[1]), " ".join(words[3].split()))
     return rows
 
 
@@ -230,13 +230,13 @@ class Census:
         row = self._table.find((process.pid,)).get(process.pid)
         return row is not None and row.started == process.started
 
-    def look(self, book: Book, now_mono: float) -> Sight:
+    def look(self, book: Book, now_mono: float) -> MachineSight:
         """See whose holders live."""
         mine = [one for one in book.leases.values() if self._is_visible(one)]
         rows = self._table.find({process.pid for one in mine for process in one.processes})
         living = {one.lease_id: self._lives(one, rows) for one in mine}
         granter = book.granter
-        return Sight(
+        return MachineSight(
             boot=self.boot,
             now_mono=now_mono,
             living=living,
@@ -244,7 +244,7 @@ class Census:
         )
 
     def households(
-        self, leases: Iterable[Lease], apart: Collection[int] = ()
+        self, leases: Iterable[ProcessLease], apart: Collection[int] = ()
     ) -> dict[str, Household]:
         """Who belongs to each holder now, and what they occupy, by lease; `apart` are pids that
         belong to none, whoever started them.
@@ -258,7 +258,7 @@ class Census:
         rows = {pid: row for pid, row in rows.items() if pid not in apart}
         return {one.lease_id: self._household(one, rows) for one in mine}
 
-    def _household(self, lease: Lease, rows: Mapping[int, Row]) -> Household:
+    def _household(self, lease: ProcessLease, rows: Mapping[int, LivingProcess]) -> Household:
         found = {
             one.pid
             for one in lease.processes
@@ -272,10 +272,10 @@ class Census:
         used = self._table.used_bytes(sorted(found)) if found else 0
         return Household((first, *sorted(seen - {first})), used, bool(found))
 
-    def _is_visible(self, lease: Lease) -> bool:
+    def _is_visible(self, lease: ProcessLease) -> bool:
         return any(process.space == self._space for process in lease.processes)
 
-    def _lives(self, lease: Lease, rows: Mapping[int, Row]) -> bool:
+    def _lives(self, lease: ProcessLease, rows: Mapping[int, LivingProcess]) -> bool:
         for process in lease.processes:
             row = rows.get(process.pid)
             if row is not None and row.started == process.started:
@@ -288,7 +288,7 @@ def system_table(platform: str = sys.platform) -> ProcessTable:
     return MacProcesses() if platform == "darwin" else LinuxProcesses()
 
 
-def _add_children(found: set[int], rows: Mapping[int, Row]) -> None:
+def _add_children(found: set[int], rows: Mapping[int, LivingProcess]) -> None:
     children: dict[int, list[int]] = {}
     for pid, row in rows.items():
         children.setdefault(row.parent, []).append(pid)

@@ -24,10 +24,10 @@ from kakeya.memory.leases.lease import (
     Book,
     Drain,
     Granter,
-    Lease,
     LeaseState,
     No,
     Process,
+    ProcessLease,
     Wish,
 )
 
@@ -52,7 +52,7 @@ _RULES = Rules()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
+class MachineSight:
     """What one process sees of the machine now. `living` says by lease whether anybody of its
     holder lives; it lacks those that cannot be seen from here, and those that were not looked at.
     """
@@ -73,15 +73,15 @@ def waits_on(key: ResidentKey, error: errors.KakeyaError) -> bool:
 
 
 def ask(
-    book: Book, wish: Wish, lease_id: str, process: Process, sight: Sight
-) -> tuple[Book, Lease]:
+    book: Book, wish: Wish, lease_id: str, process: Process, sight: MachineSight
+) -> tuple[Book, ProcessLease]:
     """Put a wish at the end of the line. Raises LeaseRefused while leases are drained."""
     if book.drain is not None and book.drain.boot == sight.boot:
         raise errors.LeaseRefused(
             f"no leases are given: they were drained by `kakeya lease drain` (pid "
             f"{book.drain.pid}); `kakeya lease drain --off` opens them again"
         )
-    lease = Lease(
+    lease = ProcessLease(
         lease_id=lease_id,
         number=book.next_number,
         wish=wish,
@@ -94,8 +94,13 @@ def ask(
 
 
 def beat(
-    book: Book, lease: Lease, now_mono: float, *, processes: tuple[Process, ...], used_bytes: int
-) -> tuple[Book, Lease]:
+    book: Book,
+    lease: ProcessLease,
+    now_mono: float,
+    *,
+    processes: tuple[Process, ...],
+    used_bytes: int,
+) -> tuple[Book, ProcessLease]:
     """Say that a holder lives, who belongs to it and what it uses.
 
     A lease that the book has lost (a damaged file, an emptied Redis) is written down again: its
@@ -137,7 +142,7 @@ def note(book: Book, lease_id: str, text: str) -> Book:
     return book.put(replace(lease, note=text))
 
 
-def is_dead(lease: Lease, sight: Sight) -> bool:
+def is_dead(lease: ProcessLease, sight: MachineSight) -> bool:
     """Whether nobody of a holder is left."""
     if lease.boot != sight.boot:
         return True
@@ -147,7 +152,7 @@ def is_dead(lease: Lease, sight: Sight) -> bool:
     return not lives
 
 
-def expire(book: Book, sight: Sight) -> tuple[Book, tuple[Lease, ...]]:
+def expire(book: Book, sight: MachineSight) -> tuple[Book, tuple[ProcessLease, ...]]:
     """Take out who died, and what an earlier boot left. Returns the leases that ended by it."""
     dead = tuple(one for one in book.leases.values() if is_dead(one, sight))
     book = book.without(*(one.lease_id for one in dead))
@@ -158,7 +163,7 @@ def expire(book: Book, sight: Sight) -> tuple[Book, tuple[Lease, ...]]:
     return book, dead
 
 
-def begin_drain(book: Book, sight: Sight, pid: int, now_at: float) -> Book:
+def begin_drain(book: Book, sight: MachineSight, pid: int, now_at: float) -> Book:
     """Give no more leases; who waits is refused."""
     for lease in book.of(LeaseState.WAITING):
         no = No(code="lease_refused", message="leases were drained while this one waited")
@@ -176,7 +181,7 @@ def end_drain(book: Book) -> Book:
 # Who grants.
 
 
-def has_granter(book: Book, sight: Sight) -> bool:
+def has_granter(book: Book, sight: MachineSight) -> bool:
     """Whether a node grants. One that hangs still does: its models are in memory."""
     granter = book.granter
     if granter is None or granter.boot != sight.boot:
@@ -187,7 +192,7 @@ def has_granter(book: Book, sight: Sight) -> bool:
 
 
 def become_granter(
-    book: Book, node_id: str, process: Process, budget_bytes: int, sight: Sight
+    book: Book, node_id: str, process: Process, budget_bytes: int, sight: MachineSight
 ) -> Book:
     """Write a node down as the one that grants, unless another does."""
     granter = book.granter
@@ -206,11 +211,11 @@ def leave_granter(book: Book, process: Process) -> Book:
 # The line.
 
 
-def line(book: Book) -> tuple[Lease, ...]:
+def line(book: Book) -> tuple[ProcessLease, ...]:
     """Who waits, the first to be served first: a class of urgency is worth `Rules.age_s` of
     waiting, so nobody waits for ever, and two never change places."""
 
-    def place(lease: Lease) -> tuple[float, int]:
+    def place(lease: ProcessLease) -> tuple[float, int]:
         return lease.asked_mono + lease.wish.priority.rank * _RULES.age_s, lease.number
 
     return tuple(sorted(book.of(LeaseState.WAITING), key=place))
@@ -231,7 +236,7 @@ def take_resources(book: Book) -> Book:
 
 
 def settle_alone(
-    book: Book, sight: Sight, *, budget_bytes: int, available_bytes: int | None
+    book: Book, sight: MachineSight, *, budget_bytes: int, available_bytes: int | None
 ) -> Book:
     """Serve the line where no node does; with one, only take out who died.
 
@@ -268,7 +273,7 @@ def room_bytes(book: Book, budget_bytes: int, available_bytes: int | None) -> in
     return room
 
 
-def too_big(lease: Lease, budget_bytes: int) -> No:
+def too_big(lease: ProcessLease, budget_bytes: int) -> No:
     """The refusal of what will never fit."""
     return No(
         code=errors.MemoryRefused.code,
@@ -277,7 +282,7 @@ def too_big(lease: Lease, budget_bytes: int) -> No:
     )
 
 
-def called(lease: Lease) -> str:
+def called(lease: ProcessLease) -> str:
     """A lease in words."""
     return f"{lease.wish.name} (pid {lease.pid})"
 
@@ -289,7 +294,7 @@ def holders(book: Book) -> str:
     return ", ".join(named)
 
 
-def _wants(lease: Lease, book: Book, budget_bytes: int, room: int) -> str:
+def _wants(lease: ProcessLease, book: Book, budget_bytes: int, room: int) -> str:
     # Coarse, so that the book is not written anew for each page that another program takes.
     free = max(0, room) // _COARSE_BYTES * _COARSE_BYTES
     held = holders(book) or "other programs hold the rest"

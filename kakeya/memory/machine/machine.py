@@ -20,19 +20,19 @@ from pathlib import Path
 
 from kakeya.core import errors
 from kakeya.core.units import KIB
-from kakeya.memory.arbiter.policy import Level
-from kakeya.memory.machine.pressure import AvailableMemory, Memory, PressureSource, Reading
+from kakeya.memory.arbiter.policy import PressureLevel
+from kakeya.memory.machine.pressure import AvailableMemory, MachineMemory, PressureSource, Reading
 
 Run = Callable[[Sequence[str]], str]
 """Runs a command and returns what it prints; raises OSError or a KakeyaError."""
 _COMMAND_LIMIT_S = 2.0
 _UNLIMITED = 1 << 60
 """Version 1 of control groups says "no limit" by a number near 2^63."""
-_LEVEL_BY_KERNEL = {1: Level.NOMINAL, 2: Level.LOW, 4: Level.CRITICAL}
+_LEVEL_BY_KERNEL = {1: PressureLevel.NOMINAL, 2: PressureLevel.LOW, 4: PressureLevel.CRITICAL}
 _AVAILABLE_PAGES = ("free", "inactive", "speculative", "purgeable")
 
 
-def parse_meminfo(text: str) -> Memory:
+def parse_meminfo(text: str) -> MachineMemory:
     """Total and available memory of /proc/meminfo. Raises PeerProtocol."""
     found = {
         name: int(size) * KIB
@@ -42,10 +42,10 @@ def parse_meminfo(text: str) -> Memory:
         raise errors.PeerProtocol(
             f"/proc/meminfo without MemTotal and MemAvailable in kB: {text[:80]!r}"
         )
-    return Memory(found["MemTotal"], found["MemAvailable"])
+    return MachineMemory(found["MemTotal"], found["MemAvailable"])
 
 
-def parse_cgroup(limit: str, usage: str, stat: str) -> Memory | None:
+def parse_cgroup(limit: str, usage: str, stat: str) -> MachineMemory | None:
     """What a control group may use and has left; None = it has no limit. Raises PeerProtocol."""
     if limit.strip() == "max":
         return None
@@ -57,10 +57,10 @@ def parse_cgroup(limit: str, usage: str, stat: str) -> Memory | None:
     if total >= _UNLIMITED:
         return None
     reclaimable = int(dropped[1]) if dropped else 0
-    return Memory(total, min(total, max(0, total - used + reclaimable)))
+    return MachineMemory(total, min(total, max(0, total - used + reclaimable)))
 
 
-def parse_vm_stat(text: str, total_bytes: int) -> Memory:
+def parse_vm_stat(text: str, total_bytes: int) -> MachineMemory:
     """Available memory of macOS by `vm_stat`. Raises PeerProtocol."""
     page = re.search(r"page size of (\d+) bytes", text)
     counts = {
@@ -70,19 +70,19 @@ def parse_vm_stat(text: str, total_bytes: int) -> Memory:
     if page is None or missing:
         raise errors.PeerProtocol(f"vm_stat without page size or {missing}: {text[:80]!r}")
     pages = sum(counts[name] for name in _AVAILABLE_PAGES)
-    return Memory(total_bytes, min(total_bytes, pages * int(page[1])))
+    return MachineMemory(total_bytes, min(total_bytes, pages * int(page[1])))
 
 
-def parse_memory_pressure(text: str) -> Memory:
+def parse_memory_pressure(text: str) -> MachineMemory:
     """Available memory of macOS by `memory_pressure -Q`. Raises PeerProtocol."""
     total = re.search(r"^The system has (\d+) ", text, re.MULTILINE)
     free = re.search(r"^System-wide memory free percentage: (\d+)%", text, re.MULTILINE)
     if total is None or free is None or not 0 <= int(free[1]) <= 100:
         raise errors.PeerProtocol(f"memory_pressure without total or percentage: {text[:80]!r}")
-    return Memory(int(total[1]), int(total[1]) * int(free[1]) // 100)
+    return MachineMemory(int(total[1]), int(total[1]) * int(free[1]) // 100)
 
 
-def parse_kernel_level(text: str) -> Level:
+def parse_kernel_level(text: str) -> PressureLevel:
     """The level of macOS by `sysctl -n kern.memorystatus_vm_pressure_level`: 1, 2 or 4."""
     word = text.strip()
     if not word.isdecimal() or int(word) not in _LEVEL_BY_KERNEL:
@@ -108,11 +108,11 @@ class LinuxMachine:
         self._proc = proc
         self._cgroup = cgroup
 
-    def memory(self) -> Memory:
+    def memory(self) -> MachineMemory:
         """The whole machine's."""
         return parse_meminfo((self._proc / "meminfo").read_text())
 
-    def limited(self) -> Memory | None:
+    def limited(self) -> MachineMemory | None:
         """The control group's, or that of the ancestor with the least left; None = no limit."""
         found = []
         for folder, names in self._folders():
@@ -142,18 +142,18 @@ class MacMachine:
     def __init__(self, run: Run = run_command) -> None:
         self._run = run
 
-    def memory(self) -> Memory:
+    def memory(self) -> MachineMemory:
         """By the pages that could be given at once."""
         total = self._run(("sysctl", "-n", "hw.memsize")).strip()
         if not total.isdecimal():
             raise errors.PeerProtocol(f"hw.memsize is {total[:40]!r}; a number of bytes is due")
         return parse_vm_stat(self._run(("vm_stat",)), int(total))
 
-    def pressure(self) -> Memory:
+    def pressure(self) -> MachineMemory:
         """By the system's own percentage."""
         return parse_memory_pressure(self._run(("memory_pressure", "-Q")))
 
-    def level(self) -> Level:
+    def level(self) -> PressureLevel:
         """By the kernel's level, at which it begins to end processes."""
         return parse_kernel_level(
             self._run(("sysctl", "-n", "kern.memorystatus_vm_pressure_level"))
@@ -163,7 +163,7 @@ class MacMachine:
 class KernelLevel:
     """Pressure as the kernel says it."""
 
-    def __init__(self, probe: Callable[[], Level]) -> None:
+    def __init__(self, probe: Callable[[], PressureLevel]) -> None:
         self._probe = probe
 
     @property

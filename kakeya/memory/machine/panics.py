@@ -56,7 +56,7 @@ class ReportKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class PanicReport:
     """One report in short. `at` is wall clock seconds, None = it does not say."""
 
     kind: ReportKind
@@ -93,7 +93,7 @@ class Profile:
 NORMAL = Profile(name="normal")
 
 
-def parse_report(text: str, *, ours: Sequence[str] = OURS) -> Report | None:
+def parse_report(text: str, *, ours: Sequence[str] = OURS) -> PanicReport | None:
     """What a report's text tells; None = it is none of these reports. Raises ValueError."""
     header, body = _documents(text)
     kind = str(header.get("bug_type", ""))
@@ -118,7 +118,7 @@ def read_reports(
     since: float,
     limit: int = MAX_FILES,
     ours: Sequence[str] = OURS,
-) -> tuple[Report, ...]:
+) -> tuple[PanicReport, ...]:
     """The newest `limit` reports of some folders that were written after `since`, newest first.
 
     Blocks. Folders that are not there, or may not be read, have none.
@@ -137,7 +137,7 @@ def report_folders(platform: str, home: Path) -> tuple[Path, ...]:
     return tuple(folder for place in places for folder in (place, place / "Retired"))
 
 
-def choose_profile(reports: Iterable[Report], *, now: float) -> Profile:
+def choose_profile(reports: Iterable[PanicReport], *, now: float) -> Profile:
     """The profile that reports call for, at `now` in wall clock seconds.
 
     It ends a week after the newest of them. A report from the future counts as written now.
@@ -163,7 +163,7 @@ def choose_profile(reports: Iterable[Report], *, now: float) -> Profile:
     )
 
 
-def find_profile(folders: Iterable[Path], *, now: float) -> tuple[Profile, tuple[Report, ...]]:
+def find_profile(folders: Iterable[Path], *, now: float) -> tuple[Profile, tuple[PanicReport, ...]]:
     """Read what is recent and choose. Blocks; raises nothing."""
     reports = read_reports(folders, since=now - KEEP_S)
     return choose_profile(reports, now=now), reports
@@ -186,7 +186,7 @@ def _object(text: str) -> Mapping[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _panic(text: str, at: float | None) -> Report | None:
+def _panic(text: str, at: float | None) -> PanicReport | None:
     # In JSON that was cut off, line breaks and quotes are still escaped.
     plain = text.replace("\\n", "\n").replace('\\"', '"').replace("\\/", "/")
     found = _PANIC.search(plain)
@@ -201,12 +201,12 @@ def _panic(text: str, at: float | None) -> Report | None:
         kind = ReportKind.WATCHDOG
     process = _clean(task[2]) if task else ""
     by = f" (in {process})" if process else ""
-    return Report(
+    return PanicReport(
         kind=kind, at=at, process=process, summary=f"the kernel panicked{by}: {line[:120]}"
     )
 
 
-def _jetsam(body: Mapping[str, Any], at: float | None, ours: Sequence[str]) -> Report:
+def _jetsam(body: Mapping[str, Any], at: float | None, ours: Sequence[str]) -> PanicReport:
     listed = body.get("processes")
     processes = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
     page = _page_bytes(body)
@@ -234,8 +234,8 @@ def _jetsam(body: Mapping[str, Any], at: float | None, ours: Sequence[str]) -> R
 
 def _told_jetsam(
     at: float | None, summary: str, process: str, size: int, *, is_ours: bool
-) -> Report:
-    return Report(
+) -> PanicReport:
+    return PanicReport(
         kind=ReportKind.JETSAM,
         at=at,
         summary=summary,
@@ -284,7 +284,7 @@ def _candidates(folder: Path) -> list[tuple[float, Path]]:
     return found
 
 
-def _read(path: Path, written: float, ours: Sequence[str]) -> Report | None:
+def _read(path: Path, written: float, ours: Sequence[str]) -> PanicReport | None:
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES).decode("utf-8", "replace")
@@ -297,8 +297,8 @@ def _read(path: Path, written: float, ours: Sequence[str]) -> Report | None:
     return replace(report, at=at, file=_clean(path.name))
 
 
-def _unreadable(path: Path, written: float, why: str) -> Report:
-    return Report(
+def _unreadable(path: Path, written: float, why: str) -> PanicReport:
+    return PanicReport(
         kind=ReportKind.UNREADABLE, at=written, summary=_clean(why)[:200], file=_clean(path.name)
     )
 

@@ -25,18 +25,18 @@ from kakeya.core import errors
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
 from kakeya.core.tasks import every
-from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.policy import PressureLevel
 
 _log = logging.getLogger(__name__)
 POLL_S = 5.0
 MIN_POLL_S = 0.5
 _FOOTPRINT_MARGIN = 0.05
 LEVEL_BY_NATIVE = {
-    "TRIM_MEMORY_RUNNING_LOW": Level.LOW,
-    "TRIM_MEMORY_BACKGROUND": Level.LOW,
-    "TRIM_MEMORY_RUNNING_CRITICAL": Level.CRITICAL,
-    "TRIM_MEMORY_COMPLETE": Level.CRITICAL,
-    "UIApplicationDidReceiveMemoryWarning": Level.CRITICAL,
+    "TRIM_MEMORY_RUNNING_LOW": PressureLevel.LOW,
+    "TRIM_MEMORY_BACKGROUND": PressureLevel.LOW,
+    "TRIM_MEMORY_RUNNING_CRITICAL": PressureLevel.CRITICAL,
+    "TRIM_MEMORY_COMPLETE": PressureLevel.CRITICAL,
+    "UIApplicationDidReceiveMemoryWarning": PressureLevel.CRITICAL,
 }
 """What hosts on Android and iOS are told by their systems, by the names it has there."""
 
@@ -47,7 +47,7 @@ class Reading:
     becomes critical, `spare_bytes` what may be taken while its level is nominal for sure: below 0,
     what has to come back first. None where the source does not know."""
 
-    level: Level
+    level: PressureLevel
     source: str
     available_bytes: int | None = None
     spare_bytes: int | None = None
@@ -81,7 +81,7 @@ class Waters:
                 "0 <= critical < low <= 1 and a margin below 1 are needed"
             )
 
-    def level(self, fraction: float, before: Level) -> Level:
+    def level(self, fraction: float, before: PressureLevel) -> PressureLevel:
         """The level of a fraction that is available, after a level."""
         plain = self._plain(fraction)
         return plain if plain >= before else min(before, self._plain(fraction - self.margin))
@@ -90,13 +90,13 @@ class Waters:
         """Above it a fraction is nominal, whatever it was before."""
         return self.low + self.margin
 
-    def _plain(self, fraction: float) -> Level:
+    def _plain(self, fraction: float) -> PressureLevel:
         if fraction <= self.critical:
-            return Level.CRITICAL
-        return Level.LOW if fraction <= self.low else Level.NOMINAL
+            return PressureLevel.CRITICAL
+        return PressureLevel.LOW if fraction <= self.low else PressureLevel.NOMINAL
 
 
-class Memory(NamedTuple):
+class MachineMemory(NamedTuple):
     """What a machine, or the part of it that is ours, has."""
 
     total_bytes: int
@@ -107,12 +107,12 @@ class AvailableMemory:
     """Pressure by the fraction of memory that is available. `probe` measures; see `machine`."""
 
     def __init__(
-        self, probe: Callable[[], Memory], *, waters: Waters | None = None, name: str = "os"
+        self, probe: Callable[[], MachineMemory], *, waters: Waters | None = None, name: str = "os"
     ) -> None:
         self._probe = probe
         self._waters = waters or Waters()
         self._name = name
-        self._level = Level.NOMINAL
+        self._level = PressureLevel.NOMINAL
 
     @property
     def name(self) -> str:
@@ -135,7 +135,7 @@ class AvailableMemory:
         )
 
 
-class Footprint:
+class FootprintPressure:
     """Pressure by what a node's processes really occupy against what they may together.
 
     `probe` returns both; it is called on the loop, and must not block.
@@ -149,7 +149,7 @@ class Footprint:
         self._probe = probe
         self._low = low
         self._critical = critical
-        self._level = Level.NOMINAL
+        self._level = PressureLevel.NOMINAL
 
     @property
     def name(self) -> str:
@@ -160,7 +160,7 @@ class Footprint:
         """Compare; no opinion while nothing may be occupied."""
         used, allowed = self._probe()
         if allowed <= 0:
-            self._level = Level.NOMINAL
+            self._level = PressureLevel.NOMINAL
             return None
         plain = self._plain(used / allowed)
         if plain < self._level:
@@ -169,10 +169,10 @@ class Footprint:
         calm = int((self._low - _FOOTPRINT_MARGIN) * allowed)
         return Reading(level=plain, source=self.name, spare_bytes=calm - used)
 
-    def _plain(self, ratio: float) -> Level:
+    def _plain(self, ratio: float) -> PressureLevel:
         if ratio > self._critical:
-            return Level.CRITICAL
-        return Level.LOW if ratio > self._low else Level.NOMINAL
+            return PressureLevel.CRITICAL
+        return PressureLevel.LOW if ratio > self._low else PressureLevel.NOMINAL
 
 
 class DispatchedPressure:
@@ -188,7 +188,7 @@ class DispatchedPressure:
         self._mono = mono
         self._hold_s = hold_s
         self._name = name
-        self._level = Level.NOMINAL
+        self._level = PressureLevel.NOMINAL
         self._available: int | None = None
         self._told_mono = 0.0
         self._called: list[Callable[[], None]] = []
@@ -198,7 +198,7 @@ class DispatchedPressure:
         """For logs and status."""
         return self._name
 
-    def dispatch(self, level: Level | str, free_bytes: int | None = None) -> None:
+    def dispatch(self, level: PressureLevel | str, free_bytes: int | None = None) -> None:
         """Tell a level, by itself or by a system's word for it. Raises InvalidArgument."""
         if isinstance(level, str):
             if level not in LEVEL_BY_NATIVE:
@@ -218,8 +218,8 @@ class DispatchedPressure:
     async def read(self) -> Reading | None:
         """The level that stands."""
         if self._hold_s is not None and self._mono() - self._told_mono >= self._hold_s:
-            self._level, self._available = Level.NOMINAL, None
-        if self._level is Level.NOMINAL and self._available is None:
+            self._level, self._available = PressureLevel.NOMINAL, None
+        if self._level is PressureLevel.NOMINAL and self._available is None:
             return None
         return Reading(level=self._level, source=self._name, available_bytes=self._available)
 
@@ -229,12 +229,12 @@ def worst(readings: Sequence[Reading]) -> Reading:
     the least to spare of those of that level; not known where one of them presses and does not
     know."""
     if not readings:
-        return Reading(level=Level.NOMINAL, source="none")
+        return Reading(level=PressureLevel.NOMINAL, source="none")
     level = max(reading.level for reading in readings)
     worst_ones = [reading for reading in readings if reading.level is level]
     known = [one.available_bytes for one in readings if one.available_bytes is not None]
     spare = [one.spare_bytes for one in worst_ones if one.spare_bytes is not None]
-    is_known = level is Level.NOMINAL or len(spare) == len(worst_ones)
+    is_known = level is PressureLevel.NOMINAL or len(spare) == len(worst_ones)
     return Reading(
         level=level,
         source=worst_ones[0].source,

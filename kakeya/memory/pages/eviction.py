@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from kakeya.memory.pages.content import keep_score
 from kakeya.memory.pages.pins import Block, Now
 from kakeya.memory.pages.table import PageTable
-from kakeya.memory.pages.windows import Segment, Window, WriteBack, cheapest_window
+from kakeya.memory.pages.windows import EvictionWindow, WindowSegment, WriteBack, cheapest_window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shrink:
+class ShrinkPlan:
     """Slabs that can go now, with the blocks that go with them; `short` could not be found."""
 
     slabs: tuple[int, ...]
@@ -41,18 +41,18 @@ class Worth:
             priority=block.tenant.priority,
         )
 
-    def layouts(self) -> Iterator[tuple[int, list[Segment]]]:
+    def layouts(self) -> Iterator[tuple[int, list[WindowSegment]]]:
         """Each slab by its number, laid out by address with what its blocks cost to take."""
         for slab in self._table.slabs():
             yield slab, self._table.segments(slab, self._cost)
 
-    def cheapest_window(self, pages: int) -> Window | None:
+    def cheapest_window(self, pages: int) -> EvictionWindow | None:
         """What has to go for so many pages in a row; None = something is in the way everywhere."""
         found = (cheapest_window(segments, pages) for _, segments in self.layouts())
         windows = (window for window in found if window is not None)
         return min(windows, key=lambda window: window.cost, default=None)
 
-    def cheapest_slabs(self, slabs: int) -> Shrink:
+    def cheapest_slabs(self, slabs: int) -> ShrinkPlan:
         """Choose slabs without anything pinned or dirty, those whose blocks are worth the least."""
         costs = []
         for slab, segments in self.layouts():
@@ -60,7 +60,7 @@ class Worth:
             if not math.isinf(cost):
                 costs.append((cost, slab, [s.block for s in segments if s.block is not None]))
         chosen = sorted(costs, key=lambda found: found[:2])[:slabs]
-        return Shrink(
+        return ShrinkPlan(
             slabs=tuple(slab for _, slab, _ in chosen),
             blocks=tuple(block for _, _, blocks in chosen for block in blocks),
             short=max(0, slabs - len(chosen)),

@@ -34,8 +34,8 @@ from kakeya.memory.pages.content import (
     PageConfig,
 )
 from kakeya.memory.pages.metrics import page_metrics
-from kakeya.memory.pages.pins import Block, Hold, Holder
-from kakeya.memory.pages.pool import Tenant as PageTenant
+from kakeya.memory.pages.pins import Block, Hold, PinHolder
+from kakeya.memory.pages.pool import PageOwner as PageTenant
 from kakeya.memory.pages.queue import PageLine
 from kakeya.memory.pages.shared_arena import ArenaSnapshot, Filling, PageArena
 
@@ -82,7 +82,7 @@ def page_config(
     )
 
 
-class Ledger(Protocol):
+class LedgerClient(Protocol):
     """What of the memory arbiter a tenant that grows needs."""
 
     def may_grow(self, name: str, size: int) -> bool:
@@ -101,7 +101,7 @@ class Ledger(Protocol):
 @dataclass(slots=True)
 class _Engine:
     pid: int
-    holder: Holder
+    holder: PinHolder
 
 
 class NodeArena:
@@ -112,7 +112,7 @@ class NodeArena:
         folder: Path,
         config: PageConfig,
         *,
-        ledger: Ledger,
+        ledger: LedgerClient,
         clock: Clock,
         rng: random.Random,
     ) -> None:
@@ -187,7 +187,7 @@ class NodeArena:
         self._told[made] = evicted
         return made
 
-    def holder(self, name: str) -> Holder:
+    def holder(self, name: str) -> PinHolder:
         """Make a holder that is no engine."""
         return self._arena.pool.holder(name)
 
@@ -195,7 +195,7 @@ class NodeArena:
         self,
         tenant: PageTenant,
         length: int,
-        holder: Holder,
+        holder: PinHolder,
         is_wanted: Callable[[], bool] = never,
     ) -> Filling:
         """Allocate; grows if the ledger lets it, else evicts, else waits a moment. Where nothing
@@ -228,7 +228,7 @@ class NodeArena:
         PageFreed."""
         return self._arena.view(block, length)
 
-    def hold(self, block: Block, holder: Holder) -> Hold:
+    def hold(self, block: Block, holder: PinHolder) -> Hold:
         """Open a block for somebody; pin it by `with`. Raises PageFreed."""
         self._arena.at(self._clock.mono())
         return self._arena.open(block, holder)
@@ -248,7 +248,7 @@ class NodeArena:
 
     # --- engines
 
-    def engine(self, model_id: str, pid: int) -> Holder:
+    def engine(self, model_id: str, pid: int) -> PinHolder:
         """The holder of a model's engine, which is a new one for each process."""
         known = self._engines.get(model_id)
         if known is None or known.pid != pid:

@@ -5,7 +5,7 @@
 A `Block` is one allocation: pages in a row that come and go together. The object is the handle:
 each allocation has its own, so a handle of freed pages can never mean what lies there now.
 Whoever needs a block opens a `Hold` on it once and counts pins there, as a file is opened once
-and read often. A `Holder` is who may die: an engine, a session, a request. Its end takes back
+and read often. A `PinHolder` is who may die: an engine, a session, a request. Its end takes back
 exactly its own pins. Pinned is worked out from the holds, so no second count can disagree.
 
 One thread owns all of this; there is no lock, and `pin` and `unpin` are two stores.
@@ -47,7 +47,7 @@ class Block:
         self.pages = pages
         self.stamp = stamp  # never used again, by no block of this pool
         self.tenant: Allocator | None = None  # None: free
-        self.preparing: Holder | None = None  # who fills it; nobody else sees it yet
+        self.preparing: PinHolder | None = None  # who fills it; nobody else sees it yet
         self.dirty = False  # holds what exists nowhere else
         self.used_s = 0.0  # when it was allocated, or last touched
         self.holds: tuple[Hold, ...] = ()
@@ -89,7 +89,7 @@ class Hold:
 
     __slots__ = ("_now", "block", "holder", "pins", "used_s")
 
-    def __init__(self, block: Block, holder: Holder, now: Now) -> None:
+    def __init__(self, block: Block, holder: PinHolder, now: Now) -> None:
         self.block = block
         self.holder = holder
         self.pins = 0
@@ -149,7 +149,7 @@ class _EndedHold(Hold):
         )
 
 
-class Holder:
+class PinHolder:
     """Who pins, and may die. Made by the pool, which closes it; see `PagePool.holder`."""
 
     __slots__ = ("_holds", "_now", "is_open", "name", "preparing")

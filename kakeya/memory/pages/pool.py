@@ -7,7 +7,7 @@ What an allocation tries, in order:
     3. evict: for one page the block least worth keeping, for a range the cheapest window
     4. OutOfPages; then nothing was evicted
 
-The hot calls (`Tenant.page`, `Hold.pin`, `Hold.unpin`) only note what happened; what is noted is
+The hot calls (`PageOwner.page`, `Hold.pin`, `Hold.unpin`) only note what happened; what is noted is
 put into order when a decision needs it.
 
 One thread owns a pool. It tells the time with `at` before it decides, and nothing here waits,
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from kakeya.core.errors import Conflict, InvalidArgument, InvariantBroken, OutOfPages, PageFreed
 from kakeya.memory.pages.age_order import Ageing
 from kakeya.memory.pages.content import PIN_RULES, ContentPriority, ContentType, PageConfig
-from kakeya.memory.pages.eviction import Shrink, Worth
-from kakeya.memory.pages.pins import Block, Hold, Holder, Now, is_scoped
+from kakeya.memory.pages.eviction import ShrinkPlan, Worth
+from kakeya.memory.pages.pins import Block, Hold, Now, PinHolder, is_scoped
 from kakeya.memory.pages.stats import PoolStats, count_pages
 from kakeya.memory.pages.table import PageTable
 from kakeya.memory.pages.windows import Watermarks, WriteBack
@@ -32,7 +32,7 @@ from kakeya.memory.pages.windows import Watermarks, WriteBack
 _NOTES = 4096  # file before so many notes pile up
 
 
-class Tenant:
+class PageOwner:
     """Who allocates: one kind of content for one owner. Made by `PagePool.tenant`."""
 
     __slots__ = ("_notes", "_pool", "_singles", "content", "owner", "priority")
@@ -67,7 +67,7 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Eviction:
+class PageEviction:
     """What was evicted, and how many pages of what was asked could not be had."""
 
     blocks: tuple[Block, ...]
@@ -91,13 +91,13 @@ class PagePool:
         """`freed(block, evicted)` is called before the pages of a block can be used again."""
         self.config = config
         self.now = Now()
-        self.ownerless = Holder("nobody", self.now)
+        self.ownerless = PinHolder("nobody", self.now)
         self.evicted_pages = 0
         self._freed = freed
         self._table = PageTable(config)
         self._worth = Worth(self._table, self.now)
         self._ageing = Ageing(self.now)
-        self._holders: set[Holder] = {self.ownerless}
+        self._holders: set[PinHolder] = {self.ownerless}
         self._watermarks = Watermarks(high=config.high_watermark, low=config.low_watermark)
 
     # --- time, tenants, holders
@@ -110,17 +110,17 @@ class PagePool:
 
     def tenant(
         self, content: ContentType, owner: str, priority: ContentPriority | None = None
-    ) -> Tenant:
+    ) -> PageOwner:
         """Make a tenant; without a priority it has that of its content."""
-        return Tenant(self, content, owner, priority or PIN_RULES[content].priority)
+        return PageOwner(self, content, owner, priority or PIN_RULES[content].priority)
 
-    def holder(self, name: str) -> Holder:
+    def holder(self, name: str) -> PinHolder:
         """Make a holder: who can pin and prepare until it is closed."""
-        holder = Holder(name, self.now)
+        holder = PinHolder(name, self.now)
         self._holders.add(holder)
         return holder
 
-    def close(self, holder: Holder) -> Closed:
+    def close(self, holder: PinHolder) -> Closed:
         """End a holder: its pins go, what it was preparing is rolled back; harmless twice."""
         if holder is self.ownerless:
             raise InvalidArgument("the holder of pins without an owner cannot be closed")
@@ -194,7 +194,7 @@ class PagePool:
             raise Conflict(f"{block} is pinned {block.pins} times or being filled; unpin it first")
         self._release(block)
 
-    def prepare(self, tenant: Tenant, pages: int, holder: Holder) -> Block:
+    def prepare(self, tenant: PageOwner, pages: int, holder: PinHolder) -> Block:
         """Allocate for `holder` to fill: nobody may evict or hold it until `commit`."""
         if not holder.is_open:
             raise PageFreed(f"{holder.name} has ended and can prepare nothing")
@@ -203,7 +203,9 @@ class PagePool:
         holder.preparing.add(block)
         return block
 
-    def prepare_scattered(self, tenant: Tenant, pages: int, holder: Holder) -> tuple[Block, ...]:
+    def prepare_scattered(
+        self, tenant: PageOwner, pages: int, holder: PinHolder
+    ) -> tuple[Block, ...]:
         """Prepare pages that need not be in a row: few blocks while ranges are free, or none.
 
         Raises OutOfPages, and then has evicted nothing.
@@ -240,7 +242,7 @@ class PagePool:
         """Say that a block was used now."""
         block.used_s = self.now.s
 
-    def move(self, block: Block, tenant: Tenant) -> None:
+    def move(self, block: Block, tenant: PageOwner) -> None:
         """Give a block to another tenant, as when an adapter cools. Raises PageFreed."""
         if block.tenant is None:
             raise PageFreed(f"{block} is free and cannot be moved to {tenant.owner}")
@@ -261,10 +263,12 @@ class PagePool:
 
     # --- eviction
 
-    def evict_until_free(self, pages: int) -> Eviction:
+    def evict_until_free(self, pages: int) -> PageEviction:
         """Evict the least worth until `pages` and the headroom are free, or nothing may go."""
         evicted = self._evict_to(math.ceil(pages * (1.0 + self.config.headroom) - 1e-9))
-        return Eviction(blocks=tuple(evicted), short_pages=max(0, pages - self._table.free_pages))
+        return PageEviction(
+            blocks=tuple(evicted), short_pages=max(0, pages - self._table.free_pages)
+        )
 
     def evict_one(self) -> Block | None:
         """Evict the block least worth keeping, whatever is free; None when nothing may go."""
@@ -298,7 +302,7 @@ class PagePool:
                 f"the configured total of {self.config.total_pages}"
             )
 
-    def plan_shrink(self, slabs: int) -> Shrink:
+    def plan_shrink(self, slabs: int) -> ShrinkPlan:
         """Choose slabs without anything pinned or dirty, those whose blocks are worth the least."""
         return self._worth.cheapest_slabs(slabs)
 

@@ -15,8 +15,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from kakeya.core.errors import KakeyaError, OutOfPages
-from kakeya.memory.pages.pins import Holder
-from kakeya.memory.pages.pool import Tenant
+from kakeya.memory.pages.pins import PinHolder
+from kakeya.memory.pages.pool import PageOwner
 from kakeya.memory.pages.shared_arena import Filling, PageArena
 
 TRY_S = 0.01
@@ -25,9 +25,9 @@ TRY_S = 0.01
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Waiter:
-    tenant: Tenant
+    tenant: PageOwner
     length: int
-    holder: Holder
+    holder: PinHolder
     served: asyncio.Future[Filling]
     refusal: OutOfPages
 
@@ -43,7 +43,7 @@ class PageLine:
         return len(self._line)
 
     async def prepare(
-        self, tenant: Tenant, length: int, holder: Holder, *, wait_s: float | None = None
+        self, tenant: PageOwner, length: int, holder: PinHolder, *, wait_s: float | None = None
     ) -> Filling:
         """Prepare a block as the arena does, or wait in line for `wait_s`; None: as configured.
 

@@ -14,15 +14,15 @@ from types import TracebackType
 
 from kakeya.core.errors import Conflict, PageFreed
 from kakeya.generation.kv import PageRef
-from kakeya.memory.pages.slabs import Slab, map_slab, order_memory
+from kakeya.memory.pages.slabs import MappedSlab, map_slab, order_memory
 
 
 class PageReader:
     """The slabs that this process has mapped. For one thread; a context manager."""
 
     def __init__(self) -> None:
-        self._read: dict[str, Slab] = {}
-        self._write: dict[str, Slab] = {}
+        self._read: dict[str, MappedSlab] = {}
+        self._write: dict[str, MappedSlab] = {}
 
     def view(self, ref: PageRef) -> memoryview:
         """View a block that is pinned for us; read-only. Raises PageFreed."""
@@ -78,7 +78,7 @@ class PageReader:
     ) -> None:
         self.close()
 
-    def _slab(self, ref: PageRef, *, writable: bool) -> Slab:
+    def _slab(self, ref: PageRef, *, writable: bool) -> MappedSlab:
         mapped = self._write if writable else self._read
         slab = mapped.get(ref.slab)
         if slab is None:
@@ -88,7 +88,7 @@ class PageReader:
         return slab
 
 
-def _check(slab: Slab, ref: PageRef) -> None:
+def _check(slab: MappedSlab, ref: PageRef) -> None:
     found = slab.stamp(ref.first)
     if found != ref.stamp:
         raise PageFreed(

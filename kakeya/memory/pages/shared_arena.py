@@ -30,10 +30,10 @@ from kakeya.core.errors import InvalidArgument, OutOfPages, PageFreed
 from kakeya.core.ids import draw_id
 from kakeya.generation.kv import PageRef
 from kakeya.memory.pages.content import PageConfig
-from kakeya.memory.pages.eviction import Shrink
-from kakeya.memory.pages.pins import Block, Hold, Holder
-from kakeya.memory.pages.pool import PagePool, Tenant
-from kakeya.memory.pages.slabs import Slab, SlabStore, header_bytes
+from kakeya.memory.pages.eviction import ShrinkPlan
+from kakeya.memory.pages.pins import Block, Hold, PinHolder
+from kakeya.memory.pages.pool import PageOwner, PagePool
+from kakeya.memory.pages.slabs import MappedSlab, SlabStore, header_bytes
 from kakeya.memory.pages.stats import PoolStats
 
 LATENCY_BOUNDS_S = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
@@ -117,7 +117,7 @@ class PageArena:
         self._store = SlabStore(
             folder, token, pages=config.slab_pages, page_bytes=config.page_bytes
         )
-        self._slabs: dict[int, Slab] = {}
+        self._slabs: dict[int, MappedSlab] = {}
         self._numbers: dict[str, int] = {}  # name -> slab number
         self._evicted = evicted
         self._timer = timer
@@ -155,7 +155,7 @@ class PageArena:
             self.pool.check_growth()
             self._add(self._store.make())
 
-    def shrink(self, slabs: int = 1) -> Shrink:
+    def shrink(self, slabs: int = 1) -> ShrinkPlan:
         """Take away up to so many slabs, with what lies in them unpinned; what went."""
         plan, gone = self._take_out(slabs)
         for slab in gone:
@@ -174,7 +174,7 @@ class PageArena:
                 raise
             self._add(slab)
 
-    async def shrink_async(self, slabs: int = 1) -> Shrink:
+    async def shrink_async(self, slabs: int = 1) -> ShrinkPlan:
         """Shrink; another thread gives the memory back."""
         plan, gone = self._take_out(slabs)
         for slab in gone:
@@ -183,7 +183,7 @@ class PageArena:
 
     # --- blocks
 
-    def prepare(self, tenant: Tenant, length: int, holder: Holder) -> Filling:
+    def prepare(self, tenant: PageOwner, length: int, holder: PinHolder) -> Filling:
         """Allocate `length` bytes for `holder` to fill. Raises OutOfPages, PageFreed."""
         most = self.config.slab_pages * self.config.page_bytes
         if not 0 < length <= most:
@@ -199,17 +199,17 @@ class PageArena:
         slab, first = self._at(block)
         slab.publish(first, block.stamp)
 
-    def hold(self, ref: PageRef, holder: Holder) -> Hold:
+    def hold(self, ref: PageRef, holder: PinHolder) -> Hold:
         """Open the block that a process means. Raises PageFreed when it has gone."""
         with self._asked():
             return holder.hold(self._find(ref))
 
-    def open(self, block: Block, holder: Holder) -> Hold:
+    def open(self, block: Block, holder: PinHolder) -> Hold:
         """Open a block that is known by itself. Raises PageFreed when it has gone."""
         with self._asked():
             return holder.hold(block)
 
-    def close_holder(self, holder: Holder) -> int:
+    def close_holder(self, holder: PinHolder) -> int:
         """End a holder, as when its process died; how many pins that took back."""
         closed = self.pool.close(holder)
         self._rolled_back += closed.rolled_back
@@ -276,7 +276,7 @@ class PageArena:
             self._holds_stale += 1
             raise
 
-    def _add(self, slab: Slab) -> None:
+    def _add(self, slab: MappedSlab) -> None:
         try:
             number = self.pool.grow()
         except OutOfPages:  # another one grew meanwhile
@@ -285,7 +285,7 @@ class PageArena:
         self._slabs[number] = slab
         self._numbers[slab.name] = number
 
-    def _take_out(self, slabs: int) -> tuple[Shrink, tuple[Slab, ...]]:
+    def _take_out(self, slabs: int) -> tuple[ShrinkPlan, tuple[MappedSlab, ...]]:
         plan = self.pool.plan_shrink(slabs)
         for number in plan.slabs:
             self.pool.remove(number)
@@ -294,11 +294,11 @@ class PageArena:
             del self._numbers[slab.name]
         return plan, gone
 
-    def _discard(self, making: asyncio.Future[Slab]) -> None:
+    def _discard(self, making: asyncio.Future[MappedSlab]) -> None:
         if making.exception() is None:
             self._store.remove(making.result())
 
-    def _at(self, block: Block) -> tuple[Slab, int]:
+    def _at(self, block: Block) -> tuple[MappedSlab, int]:
         number, first = divmod(block.first, self.config.slab_pages)
         return self._slabs[number], first
 

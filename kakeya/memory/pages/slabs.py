@@ -41,7 +41,7 @@ def header_bytes(pages: int) -> int:
     return -(-pages * _STAMP // _HEADER_UNIT) * _HEADER_UNIT
 
 
-class Slab:
+class MappedSlab:
     """One mapped slab: its bytes, and the stamps in front of them."""
 
     def __init__(self, name: str, mapping: mmap.mmap, *, pages: int, page_bytes: int) -> None:
@@ -98,7 +98,7 @@ def order_memory() -> None:
         pass
 
 
-def map_slab(name: str, *, pages: int, page_bytes: int, writable: bool = False) -> Slab:
+def map_slab(name: str, *, pages: int, page_bytes: int, writable: bool = False) -> MappedSlab:
     """Map a slab of another process. Raises PageFreed when it is gone, InvalidArgument."""
     size = header_bytes(pages) + pages * page_bytes
     try:
@@ -113,7 +113,7 @@ def map_slab(name: str, *, pages: int, page_bytes: int, writable: bool = False) 
         mapping = mmap.mmap(handle, size, mmap.MAP_SHARED, access)
     finally:
         os.close(handle)
-    return Slab(name, mapping, pages=pages, page_bytes=page_bytes)
+    return MappedSlab(name, mapping, pages=pages, page_bytes=page_bytes)
 
 
 class SlabStore:
@@ -131,7 +131,7 @@ class SlabStore:
         self._page_bytes = page_bytes
         self._made = count()
         self._is_closed = False
-        self._slabs: dict[str, Slab] = {}
+        self._slabs: dict[str, MappedSlab] = {}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = folder / f"{token}{_SUFFIX}"
         with _folder_lock(folder):
@@ -139,7 +139,7 @@ class SlabStore:
             self._names = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             fcntl.flock(self._names, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def make(self) -> Slab:
+    def make(self) -> MappedSlab:
         """Make one slab, all of its memory there. Raises OutOfPages when the machine has none.
 
         Like `remove`, any thread may call it.
@@ -156,14 +156,14 @@ class SlabStore:
             raise OutOfPages(
                 f"the machine has no {size} bytes of shared memory: {error}"
             ) from error
-        slab = Slab(name, mapping, pages=self._pages, page_bytes=self._page_bytes)
+        slab = MappedSlab(name, mapping, pages=self._pages, page_bytes=self._page_bytes)
         self._slabs[name] = slab
         if self._is_closed:  # meanwhile, by another thread, which may have missed it
             self.remove(slab)
             raise Conflict("the slab store was closed while it made a slab")
         return slab
 
-    def remove(self, slab: Slab) -> None:
+    def remove(self, slab: MappedSlab) -> None:
         """Take a slab away; who has it mapped keeps a copy that nobody renews; harmless twice."""
         if self._slabs.pop(slab.name, None) is not None:
             _unlink(slab.name)

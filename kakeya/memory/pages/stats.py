@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kakeya.memory.pages.content import ContentType
-from kakeya.memory.pages.windows import Segment
+from kakeya.memory.pages.windows import WindowSegment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class PoolStats:
 
 
 def count_pages(
-    slabs: Sequence[Sequence[Segment]], *, slab_pages: int, evicted_pages: int
+    slabs: Sequence[Sequence[WindowSegment]], *, slab_pages: int, evicted_pages: int
 ) -> PoolStats:
     """Count the pages of all slabs, each given as its segments by address."""
     free = pinned = dirty = blocks = largest = 0

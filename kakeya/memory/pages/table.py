@@ -14,7 +14,7 @@ from kakeya.core.errors import PageFreed
 from kakeya.memory.pages.content import PageConfig
 from kakeya.memory.pages.extents import Extents
 from kakeya.memory.pages.pins import Block
-from kakeya.memory.pages.windows import Segment
+from kakeya.memory.pages.windows import WindowSegment
 
 _READY_RANGES = 2  # of each size above one page
 
@@ -172,18 +172,18 @@ class PageTable:
 
     def segments(
         self, slab: int, cost: Callable[[Block], float] = _free_of_charge
-    ) -> list[Segment]:
+    ) -> list[WindowSegment]:
         """Lay out one slab by address, each live block with what it costs to take."""
-        segments: list[Segment] = []
+        segments: list[WindowSegment] = []
         page = slab * self.config.slab_pages
         end = page + self.config.slab_pages
         while page < end:
             block = self._range.get(page) or self._single[page]
             if block.is_live:
                 pages = block.pages
-                segments.append(Segment(pages=pages, block=block, cost=cost(block)))
+                segments.append(WindowSegment(pages=pages, block=block, cost=cost(block)))
             else:
                 pages = self._extents.size_at(page) or block.pages
-                segments.append(Segment(pages=pages))
+                segments.append(WindowSegment(pages=pages))
             page += pages
         return segments

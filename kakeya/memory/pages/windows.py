@@ -17,7 +17,7 @@ from kakeya.memory.pages.pins import Block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class WindowSegment:
     """A stretch of one slab: free (no block), or a block with what it costs to take."""
 
     pages: int
@@ -26,14 +26,14 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class EvictionWindow:
     """Blocks whose going leaves a free range that is long enough."""
 
     blocks: tuple[Block, ...]
     cost: float
 
 
-def cheapest_window(segments: Sequence[Segment], pages: int) -> Window | None:
+def cheapest_window(segments: Sequence[WindowSegment], pages: int) -> EvictionWindow | None:
     """The cheapest stretch of one slab that is `pages` long, or None when something blocks all.
 
     For each beginning the shortest stretch that suffices is looked at: a longer one costs no
@@ -57,7 +57,7 @@ def cheapest_window(segments: Sequence[Segment], pages: int) -> Window | None:
         return None
     cost, begin, end = best
     blocks = tuple(s.block for s in segments[begin : end + 1] if s.block is not None)
-    return Window(blocks=blocks, cost=max(0.0, cost))
+    return EvictionWindow(blocks=blocks, cost=max(0.0, cost))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,15 +31,15 @@ from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from kakeya.decoding.draft.sampling import SamplingParams
-from kakeya.mlx.batch.cache import AloneKV, Attend, Part, RowCaches, SlabKV, SlabRows, split
-from kakeya.mlx.batch.places import Seating
+from kakeya.mlx.batch.cache import AloneKV, Attend, RowCaches, RowGroup, SlabKV, SlabRows, split
+from kakeya.mlx.batch.places import PlaceAssignment
 from kakeya.mlx.batch.shared_prefix import runs
-from kakeya.mlx.batch.slabs import Slab
+from kakeya.mlx.batch.slabs import KvSlab
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import row_slots
 from kakeya.mlx.numerics.attention import attend_far, is_far
 from kakeya.mlx.numerics.grid import is_cpu, sums_alike
-from kakeya.mlx.verifier import Flight, Landing, Verifier, select
+from kakeya.mlx.verifier import Landing, LaunchedStep, MlxVerifier, select
 
 BATCH_ROWS = 64
 """The most rows of one forward; the scheduler's own bound is usually lower."""
@@ -55,11 +55,11 @@ _TOLERANCE = 0.02
 
 def launch_together(
     model: LoadedModel,
-    states: Sequence[Verifier],
+    states: Sequence[MlxVerifier],
     tokens: Sequence[int | None],
-    seating: Seating | None = None,
+    seating: PlaceAssignment | None = None,
 ) -> None:
-    """Launch a plain step of each sequence in one forward; as `Verifier.launch` for each.
+    """Launch a plain step of each sequence in one forward; as `MlxVerifier.launch` for each.
 
     When it raises, the sequences are as before, except those whose caches cannot be trimmed.
     """
@@ -75,7 +75,7 @@ def launch_together(
         for state, length in zip(states, lengths, strict=True):
             _restore(state.cache, length)
         raise
-    flight = Flight(selected)
+    flight = LaunchedStep(selected)
     for index, state in enumerate(states):
         state.launched(Landing(flight, index))
 
@@ -88,7 +88,7 @@ def uses_slabs() -> bool:
     return not sums_alike()
 
 
-def why_by_turns(model: LoadedModel, seating: Seating | None = None) -> str:
+def why_by_turns(model: LoadedModel, seating: PlaceAssignment | None = None) -> str:
     """Why no two sequences may share a forward of this model; "" = up to BATCH_ROWS may.
 
     Runs short rows together, as `launch_together` would, and each alone. From then on the model
@@ -105,15 +105,15 @@ def why_by_turns(model: LoadedModel, seating: Seating | None = None) -> str:
         return f"rows in one forward fail: {problem or type(problem).__name__}"
 
 
-def _differs(model: LoadedModel, seating: Seating | None) -> str:
+def _differs(model: LoadedModel, seating: PlaceAssignment | None) -> str:
     """How rows in one forward differ from each alone; "" = by no more than rounding.
 
     One is much longer than the others, and in some of the forwards one is missing.
     """
     lengths = (3, min(_LONG_TOKENS, model.context_tokens // 2), 7)
     texts = [[(position + length) % 4 for position in range(length)] for length in lengths]
-    alone = [Verifier(model) for _ in texts]
-    together = [Verifier(model) for _ in texts]
+    alone = [MlxVerifier(model) for _ in texts]
+    together = [MlxVerifier(model) for _ in texts]
     for state, text in zip([*alone, *together], [*texts, *texts], strict=True):
         state.prefill(text)
     rows = [mx.array([token], dtype=mx.int32) for token in (1, 3, 2)]
@@ -136,7 +136,7 @@ def _differs(model: LoadedModel, seating: Seating | None) -> str:
     return ""
 
 
-def forward_together(model: LoadedModel, states: Sequence[Verifier], row: mx.array) -> mx.array:
+def forward_together(model: LoadedModel, states: Sequence[MlxVerifier], row: mx.array) -> mx.array:
     """Append a row to each sequence, lazily. Shapes: row [B] -> logits [B, V].
 
     Those that sit in one slab stand next to each other, by their places.
@@ -153,7 +153,7 @@ def forward_together(model: LoadedModel, states: Sequence[Verifier], row: mx.arr
     return model.forward(row[:, None], layers, slots)[:, -1]
 
 
-def _slab_rows(states: Sequence[Verifier]) -> dict[int, tuple[Slab, SlabRows]]:
+def _slab_rows(states: Sequence[MlxVerifier]) -> dict[int, tuple[KvSlab, SlabRows]]:
     """The rows that sit in a slab each, by the first of them."""
     found = {}
     start = 0
@@ -171,11 +171,11 @@ def _slab_rows(states: Sequence[Verifier]) -> dict[int, tuple[Slab, SlabRows]]:
 def _row_caches(
     index: int,
     caches: Sequence[Any],
-    slabs: Mapping[int, tuple[Slab, SlabRows]],
+    slabs: Mapping[int, tuple[KvSlab, SlabRows]],
     offset: mx.array,
 ) -> RowCaches:
     """A layer's caches, in as few parts as can be."""
-    parts: list[Part] = []
+    parts: list[RowGroup] = []
     starts = []
     at = 0
     while at < len(caches):
@@ -190,7 +190,7 @@ def _row_caches(
     return RowCaches(parts, starts[1:], offset)
 
 
-def _inputs(states: Sequence[Verifier], tokens: Sequence[int | None]) -> mx.array:
+def _inputs(states: Sequence[MlxVerifier], tokens: Sequence[int | None]) -> mx.array:
     """The rows' tokens, as far as they are known. Shape: [B] int32."""
     if all(token is None for token in tokens):
         flight = states[0].newest().flight

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 
 from kakeya.core.errors import InvariantBroken
-from kakeya.mlx.batch.shared_prefix import Run
+from kakeya.mlx.batch.shared_prefix import RowRun
 from kakeya.mlx.batch.shared_prefix import attend as attend_alike
 from kakeya.mlx.batch.slabs import LayerSlab, PlacedKV
 
@@ -32,7 +32,7 @@ class RowMasks:
         self.masks = masks
 
 
-class Part(Protocol):
+class RowGroup(Protocol):
     """Some of the rows, one behind the other. Arrays have the shape [rows, H, 1, D]."""
 
     def make_mask(self, count: int, *, return_array: bool, window_size: int | None) -> Any:  # noqa: ANN401
@@ -86,7 +86,7 @@ class AloneKV:
 class Stretch:
     """Places of a slab that follow each other, of rows that do too; all layers share its mask."""
 
-    def __init__(self, first: int, run: Run, lengths: Sequence[int], offset: mx.array) -> None:
+    def __init__(self, first: int, run: RowRun, lengths: Sequence[int], offset: mx.array) -> None:
         """From place `first` on; `offset` [rows] are their lengths, in front of what is appended.
 
         No row is shorter than what the run shares.
@@ -140,7 +140,7 @@ class SlabRows:
     """The rows of a forward that sit in one slab, by their places; all layers share it."""
 
     def __init__(
-        self, places: Sequence[int], lengths: Sequence[int], runs: Sequence[Run], *, total: int
+        self, places: Sequence[int], lengths: Sequence[int], runs: Sequence[RowRun], *, total: int
     ) -> None:
         """`lengths` are those in front of what is appended; `total` are the slab's places."""
         self.count = len(places)
@@ -206,7 +206,7 @@ class SlabKV:
 class RowCaches:
     """One layer's caches of all rows, in the place of one cache. For a single forward."""
 
-    def __init__(self, parts: Sequence[Part], bounds: Sequence[int], offset: mx.array) -> None:
+    def __init__(self, parts: Sequence[RowGroup], bounds: Sequence[int], offset: mx.array) -> None:
         """`bounds` are the rows at which a part ends and another begins."""
         self._parts = parts
         self._bounds = bounds

@@ -27,10 +27,10 @@ from kakeya.core.errors import InvariantBroken
 from kakeya.core.units import KIB
 from kakeya.mlx.batch.slabs import (
     CAPACITIES,
+    KvSlab,
     PlacedKV,
     Seat,
-    Slab,
-    Tenant,
+    SlabUser,
     build,
     capacity_of,
     leave,
@@ -55,7 +55,7 @@ _ALONG_TOKENS = 32
 """Who has no more room than this moves with who has none."""
 
 
-class Seating:
+class PlaceAssignment:
     """The slabs of one model; belongs to the model thread."""
 
     def __init__(self, capacities: Sequence[int] = CAPACITIES) -> None:
@@ -64,10 +64,10 @@ class Seating:
         self.shares_from: int | None = None
         """How many tokens must be saved for kin to read what they share once; None = never."""
         self._capacities = capacities
-        self._slabs: weakref.WeakSet[Slab] = weakref.WeakSet()
+        self._slabs: weakref.WeakSet[KvSlab] = weakref.WeakSet()
         self._layers: tuple[int, ...] | None = None
 
-    def arrange(self, tenants: Sequence[Tenant]) -> list[int]:
+    def arrange(self, tenants: Sequence[SlabUser]) -> list[int]:
         """Seat who is to share a forward; returns in which order they are to stand in it.
 
         Those of a slab stand next to each other, by their places; those without come last.
@@ -106,16 +106,16 @@ class Seating:
             for tenant in slab.tenants():
                 leave(tenant)
 
-    def _has_slabs(self, tenant: Tenant) -> bool:
+    def _has_slabs(self, tenant: SlabUser) -> bool:
         """Whether the model has layers that slabs are for."""
         if self._layers is None:
             kinds = enumerate(tenant.cache)
             self._layers = tuple(index for index, cache in kinds if type(cache) in _PLACEABLE)
         return bool(self._layers)
 
-    def _join(self, movers: Sequence[Tenant], slabs: Sequence[Slab]) -> None:
+    def _join(self, movers: Sequence[SlabUser], slabs: Sequence[KvSlab]) -> None:
         """Find places for who has none or too short a one, in these slabs or with each other."""
-        groups: dict[int, list[Tenant]] = {}
+        groups: dict[int, list[SlabUser]] = {}
         for tenant in movers:
             former = 0 if tenant.seat is None else tenant.seat.slab.capacity
             wanted = capacity_of(max(tenant.length, former) + 1, self._capacities)
@@ -127,7 +127,7 @@ class Seating:
                 slab.enter(group.pop(0), place)
             self._gather(group, there, capacity)
 
-    def _gather(self, group: list[Tenant], there: Sequence[Slab], capacity: int) -> None:
+    def _gather(self, group: list[SlabUser], there: Sequence[KvSlab], capacity: int) -> None:
         """Make a slab of these and of smaller ones; who stays alone gets caches of its own."""
         dissolved = []
         for slab in sorted(there, key=lambda slab: slab.places):
@@ -141,12 +141,12 @@ class Seating:
             if tenant.seat is not None and tenant.length >= tenant.seat.slab.capacity:
                 leave(tenant)
 
-    def _unite(self, tenants: Sequence[Tenant]) -> None:
+    def _unite(self, tenants: Sequence[SlabUser]) -> None:
         """Make one slab of all parts of a capacity that have stood apart for long enough."""
-        parts: dict[int, list[Slab]] = {}
+        parts: dict[int, list[KvSlab]] = {}
         for slab in _by_slab(tenants):
             parts.setdefault(slab.capacity, []).append(slab)
-        alone: dict[int, list[Tenant]] = {}
+        alone: dict[int, list[SlabUser]] = {}
         for tenant in tenants if parts else ():
             if tenant.seat is None and tenant.length:
                 capacity = capacity_of(tenant.length + 1, self._capacities)
@@ -166,17 +166,17 @@ class Seating:
             if self._has_room(group, capacity):
                 self._build(group, capacity, slabs)
 
-    def _build(self, group: Sequence[Tenant], capacity: int, dissolved: Sequence[Slab]) -> None:
+    def _build(self, group: Sequence[SlabUser], capacity: int, dissolved: Sequence[KvSlab]) -> None:
         is_tight = not self._fits(self._more_bytes(group, capacity) + int(mx.get_cache_memory()))
         slab = build(group, self._layers or (), capacity, dissolved, is_tight=is_tight)
         slab.shares_from = self.shares_from
         self._slabs.add(slab)
 
-    def _has_room(self, group: Sequence[Tenant], capacity: int) -> bool:
+    def _has_room(self, group: Sequence[SlabUser], capacity: int) -> bool:
         """Whether the bound leaves what a slab takes beyond what goes."""
         return self._fits(self._more_bytes(group, capacity))
 
-    def _more_bytes(self, group: Sequence[Tenant], capacity: int) -> int:
+    def _more_bytes(self, group: Sequence[SlabUser], capacity: int) -> int:
         """What a slab takes at most while it is built a layer at a time, beyond what goes."""
         layers = len(self._layers or ()) or 1
         held = sum(cache.nbytes for tenant in group for cache in _placeable(tenant))
@@ -189,7 +189,7 @@ class Seating:
         bound = self.limit_bytes
         return bound is None or int(mx.get_active_memory()) + size + bound // _MARGIN <= bound
 
-    def _settle(self, slab: Slab) -> None:
+    def _settle(self, slab: KvSlab) -> None:
         """Let go who is not here any more, and close the gaps that are left."""
         for tenant in slab.tenants():
             if slab.forwards - _seat(tenant).used > _AWAY_FORWARDS:
@@ -206,7 +206,7 @@ class Seating:
                 leave(tenant)
 
 
-def _close(slab: Slab, free: list[int], seated: list[Tenant]) -> None:
+def _close(slab: KvSlab, free: list[int], seated: list[SlabUser]) -> None:
     """Fill free places between others from the end, if nobody has come for a few forwards."""
     if slab.gap_since is None:
         slab.gap_since = slab.forwards
@@ -216,7 +216,7 @@ def _close(slab: Slab, free: list[int], seated: list[Tenant]) -> None:
         slab.enter(seated.pop(), free.pop(0))
 
 
-def _movers(tenants: Sequence[Tenant]) -> list[Tenant]:
+def _movers(tenants: Sequence[SlabUser]) -> list[SlabUser]:
     """Who has no place that one more token goes into, or hardly one while others have none."""
     seats = [(tenant.seat, tenant.length) for tenant in tenants]
     full = {seat.slab for seat, length in seats if seat and length >= seat.slab.capacity}
@@ -231,26 +231,26 @@ def _is_close(seat: Seat, length: int) -> bool:
     return length + _ALONG_TOKENS >= seat.slab.capacity
 
 
-def _by_slab(tenants: Sequence[Tenant]) -> dict[Slab, list[int]]:
+def _by_slab(tenants: Sequence[SlabUser]) -> dict[KvSlab, list[int]]:
     """The indices of those who sit in each slab; slabs in the order of their first."""
-    found: dict[Slab, list[int]] = {}
+    found: dict[KvSlab, list[int]] = {}
     for index, tenant in enumerate(tenants):
         if tenant.seat is not None:
             found.setdefault(tenant.seat.slab, []).append(index)
     return found
 
 
-def _seat(tenant: Tenant) -> Seat:
+def _seat(tenant: SlabUser) -> Seat:
     if tenant.seat is None:
         raise InvariantBroken("seating", "a sequence of a slab sits nowhere")
     return tenant.seat
 
 
-def _placeable(tenant: Tenant) -> list[Any]:
+def _placeable(tenant: SlabUser) -> list[Any]:
     return [cache for cache in tenant.cache if type(cache) in _PLACEABLE]
 
 
-def _bytes_per_token(tenant: Tenant) -> int:
+def _bytes_per_token(tenant: SlabUser) -> int:
     return sum(int(cache.nbytes) // _capacity(cache) for cache in _placeable(tenant))
 
 
@@ -258,7 +258,7 @@ def _capacity(cache: Any) -> int:  # noqa: ANN401 - KVCache and its likes
     return cache.capacity if type(cache) is PlacedKV else int(cache.keys.shape[2])
 
 
-def _own_bytes(slab: Slab) -> int:
+def _own_bytes(slab: KvSlab) -> int:
     """What caches of their own would take for who sits in it."""
     blocks = sum(tenant.length // KVCache.step + 1 for tenant in slab.tenants())
     return slab.nbytes // (slab.places * slab.capacity) * blocks * int(KVCache.step)

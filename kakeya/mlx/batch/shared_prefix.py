@@ -34,7 +34,7 @@ class Kin:
     __slots__ = ()
 
 
-class Place(Protocol):
+class SlabPlace(Protocol):
     """One sequence of a slab."""
 
     kin: Kin | None
@@ -57,7 +57,7 @@ class Held(Protocol):
     values: mx.array
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Rows `start` up to `end` attend in one call; the first `shared` tokens of all are alike."""
 
     start: int
@@ -69,11 +69,11 @@ class Run(NamedTuple):
 class Member:
     """A sequence to be compared: its place, and how many tokens it holds."""
 
-    seat: Place
+    seat: SlabPlace
     tokens: int
 
 
-def is_due(seat: Place, tokens: int) -> bool:
+def is_due(seat: SlabPlace, tokens: int) -> bool:
     """Whether a sequence that holds so many tokens is still to be compared with who is there."""
     return not seat.is_compared and tokens >= LEAST_TOKENS
 
@@ -92,12 +92,12 @@ def relate(members: Sequence[Member], layers: Mapping[int, Held]) -> None:
         seat.is_compared = True
 
 
-def runs(seats: Sequence[Place], *, shares_from: int | None) -> list[Run]:
+def runs(seats: Sequence[SlabPlace], *, shares_from: int | None) -> list[RowRun]:
     """How rows are to attend that stand by their places, those next to each other in one call.
 
     What kin share is read once where that saves reading `shares_from` tokens; None = never.
     """
-    found: list[Run] = []
+    found: list[RowRun] = []
     start = 0
     for end in range(1, len(seats) + 1):
         if end < len(seats) and _follows(seats[end - 1], seats[end]):
@@ -107,9 +107,9 @@ def runs(seats: Sequence[Place], *, shares_from: int | None) -> list[Run]:
         before = found[-1] if found else None
         # Where nothing is gained, kin or not, one call is for as many as stand together.
         if not pays and before and not before.shared and _touch(seats[start - 1], seats[start]):
-            found[-1] = Run(before.start, end, 0)
+            found[-1] = RowRun(before.start, end, 0)
         else:
-            found.append(Run(start, end, shared if pays else 0))
+            found.append(RowRun(start, end, shared if pays else 0))
         start = end
     return found
 
@@ -149,8 +149,8 @@ def attend(
 
 def _relate(
     member: Member,
-    family: Sequence[Place],
-    strangers: Sequence[Place],
+    family: Sequence[SlabPlace],
+    strangers: Sequence[SlabPlace],
     layers: Mapping[int, Held],
 ) -> None:
     """Find which stranger holds most of what it holds; it and its family belong to them then."""
@@ -181,9 +181,9 @@ def _bits(part: mx.array) -> mx.array:
     return part.view(kind_of(part.dtype))
 
 
-def _follows(one: Place, other: Place) -> bool:
+def _follows(one: SlabPlace, other: SlabPlace) -> bool:
     return _touch(one, other) and one.kin is other.kin
 
 
-def _touch(one: Place, other: Place) -> bool:
+def _touch(one: SlabPlace, other: SlabPlace) -> bool:
     return one.place + 1 == other.place

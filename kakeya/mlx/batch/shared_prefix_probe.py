@@ -17,10 +17,10 @@ import mlx.core as mx
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.mlx.batch.batch import forward_together
-from kakeya.mlx.batch.places import Seating
+from kakeya.mlx.batch.places import PlaceAssignment
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.numerics.grid import is_cpu
-from kakeya.mlx.verifier import Verifier
+from kakeya.mlx.verifier import MlxVerifier
 
 _log = logging.getLogger(__name__)
 SHARES_FROM = 512
@@ -53,13 +53,13 @@ def shares_from(model: LoadedModel) -> int | None:
 
 
 def _is_worth_it(model: LoadedModel) -> bool:
-    states = [Verifier(model) for _ in range(_ROWS)]
+    states = [MlxVerifier(model) for _ in range(_ROWS)]
     for number, state in enumerate(states):
         state.prefill([number])
         if not state.pretend(SHARES_FROM):
             return False
         state.prefill([number + 1, number + 2])
-    seating = Seating()
+    seating = PlaceAssignment()
     seating.shares_from = SHARES_FROM
     seating.arrange(states)
     seats = [state.seat for state in states]

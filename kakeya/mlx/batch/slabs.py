@@ -49,7 +49,7 @@ def capacity_of(tokens: int, capacities: Sequence[int] = CAPACITIES) -> int:
     return capacities[bisect_left(capacities, tokens)]
 
 
-class Tenant(Protocol):
+class SlabUser(Protocol):
     """A sequence, as a slab knows it."""
 
     seat: Seat | None
@@ -162,7 +162,7 @@ class Seat:
 
     __slots__ = ("alike", "is_compared", "kin", "place", "slab", "used")
 
-    def __init__(self, slab: Slab, place: int, former: Seat | None = None) -> None:
+    def __init__(self, slab: KvSlab, place: int, former: Seat | None = None) -> None:
         """`former` is where the very same KV lay before."""
         self.slab = slab
         self.place = place
@@ -176,7 +176,7 @@ class Seat:
         self.alike = min(self.alike, length)
 
 
-class Slab:
+class KvSlab:
     """The places of some sequences of about one length, in all layers that slabs are for."""
 
     def __init__(self, places: int, capacity: int) -> None:
@@ -189,7 +189,7 @@ class Slab:
         """Forwards in which others of this capacity stood beside it."""
         self.gap_since: int | None = None
         """The forward from which on places were free and nobody came; None = not looked at."""
-        self._tenants: list[weakref.ref[Tenant] | None] = [None] * places
+        self._tenants: list[weakref.ref[SlabUser] | None] = [None] * places
 
     @property
     def places(self) -> int:
@@ -201,7 +201,7 @@ class Slab:
         """Of all places in all layers."""
         return sum(layer.nbytes for layer in self.layers.values())
 
-    def tenants(self) -> list[Tenant]:
+    def tenants(self) -> list[SlabUser]:
         """Who sits here, by place."""
         found = [None if tenant is None else tenant() for tenant in self._tenants]
         return [one for one in found if one is not None and _sits(one, self)]
@@ -230,7 +230,7 @@ class Slab:
         """Nobody has it any more."""
         self._tenants[place] = None
 
-    def adopt(self, tenant: Tenant, place: int) -> None:
+    def adopt(self, tenant: SlabUser, place: int) -> None:
         """From now on all its KV lies in this place; its former one is free."""
         former, tenant.seat = tenant.seat, Seat(self, place, tenant.seat)
         self._tenants[place] = weakref.ref(tenant)
@@ -238,7 +238,7 @@ class Slab:
         if former is not None:
             former.slab.free(former.place)
 
-    def enter(self, tenant: Tenant, place: int) -> None:
+    def enter(self, tenant: SlabUser, place: int) -> None:
         """Copy a sequence into a free place, from where it was; also from another place here."""
         mx.synchronize()  # what is in flight reads the slab, and writes into it
         for index, slab in self.layers.items():
@@ -263,20 +263,20 @@ class Slab:
 
 
 def build(
-    tenants: Sequence[Tenant],
+    tenants: Sequence[SlabUser],
     layers: Sequence[int],
     capacity: int,
-    dissolved: Sequence[Slab] = (),
+    dissolved: Sequence[KvSlab] = (),
     *,
     is_tight: bool = False,
-) -> Slab:
+) -> KvSlab:
     """Put sequences into a slab of their own, in this order, for these layers.
 
     Of the dissolved slabs everybody moves. Where it is tight, spare buffers go first, and so does
     what each layer leaves. Where a copy fails, sequences lie partly here and partly where they
     were, and can go on by themselves.
     """
-    slab = Slab(len(tenants), capacity)
+    slab = KvSlab(len(tenants), capacity)
     formers = [tenant.seat for tenant in tenants]
     for tenant in tenants:
         tenant.seat = None
@@ -302,7 +302,7 @@ def build(
     return slab
 
 
-def leave(tenant: Tenant) -> None:
+def leave(tenant: SlabUser) -> None:
     """Copy a sequence out of its slab, into caches of its own; nothing where it has these."""
     seat, tenant.seat = tenant.seat, None
     is_last = seat is not None and len(seat.slab.free_places()) + 1 == seat.slab.places
@@ -320,7 +320,7 @@ def leave(tenant: Tenant) -> None:
         seat.slab.free(seat.place)
 
 
-def _sits(tenant: Tenant, slab: Slab) -> bool:
+def _sits(tenant: SlabUser, slab: KvSlab) -> bool:
     return tenant.seat is not None and tenant.seat.slab is slab
 
 

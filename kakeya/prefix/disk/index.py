@@ -82,7 +82,7 @@ class BlockFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry(BlockFile):
+class FileEntry(BlockFile):
     """One file, and when it was last used."""
 
     used_mono: float
@@ -106,7 +106,7 @@ class Entry(BlockFile):
 class IndexView:
     """What an index held at one moment."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[FileEntry, ...]
     held: frozenset[BlockId] = frozenset()
     usable: frozenset[bytes] | None = None  # fingerprints; None = all
 
@@ -124,7 +124,7 @@ class DiskIndex:
     """The entries by block id, their bytes, what is held, and which fingerprints are of use."""
 
     def __init__(self, usable: Usable = all_usable) -> None:
-        self._entries: dict[BlockId, Entry] = {}
+        self._entries: dict[BlockId, FileEntry] = {}
         self._held: Counter[BlockId] = Counter()
         self._usable = usable
         self._by_retention: Counter[Retention] = Counter()
@@ -137,14 +137,14 @@ class DiskIndex:
     def __contains__(self, block_id: BlockId) -> bool:
         return block_id in self._entries
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[FileEntry]:
         return iter(self._entries.values())
 
-    def get(self, block_id: BlockId) -> Entry | None:
+    def get(self, block_id: BlockId) -> FileEntry | None:
         """The entry of a block, if it is there."""
         return self._entries.get(block_id)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: FileEntry) -> None:
         """Take an entry in; it replaces another one of the same block."""
         self.drop(entry.block.id)
         self._entries[entry.block.id] = entry
@@ -156,7 +156,7 @@ class DiskIndex:
         tally.blocks += 1
         tally.bytes += entry.size_bytes
 
-    def drop(self, block_id: BlockId) -> Entry | None:
+    def drop(self, block_id: BlockId) -> FileEntry | None:
         """Forget an entry; returns it."""
         entry = self._entries.pop(block_id, None)
         if entry is None:
@@ -170,7 +170,7 @@ class DiskIndex:
             del self._by_fingerprint[entry.block.fingerprint]
         return entry
 
-    def take(self, seen: Entry) -> bool:
+    def take(self, seen: FileEntry) -> bool:
         """Forget an entry if it is as it was seen, and not held; returns whether it was."""
         if self._entries.get(seen.block.id) is not seen or seen.block.id in self._held:
             return False
@@ -179,7 +179,7 @@ class DiskIndex:
 
     def touch(
         self, block_id: BlockId, now_mono: float, retention: Retention | None = None
-    ) -> Entry | None:
+    ) -> FileEntry | None:
         """A block was used; its retention only ever grows. None = it is not here."""
         entry = self._entries.get(block_id)
         if entry is None:
@@ -191,7 +191,7 @@ class DiskIndex:
         self._by_retention[kept] += 1
         return touched
 
-    def told(self, seen: Entry, name: str) -> None:
+    def told(self, seen: FileEntry, name: str) -> None:
         """The file of an entry shows its use now, under this name."""
         entry = self._entries.get(seen.block.id)
         if entry is not None and entry.name == seen.name:
@@ -229,12 +229,12 @@ class DiskIndex:
         return frozenset(self._usable(known))
 
 
-def untold(view: IndexView) -> list[Entry]:
+def untold(view: IndexView) -> list[FileEntry]:
     """Find whose files show something that is no longer right."""
     return [entry for entry in view.entries if entry.is_untold]
 
 
-def expired(view: IndexView, now_mono: float) -> list[Entry]:
+def expired(view: IndexView, now_mono: float) -> list[FileEntry]:
     """Find what nobody used in its time, and nothing that is left needs."""
     spent = spent_lives(view, now_mono)
     return [
@@ -244,7 +244,7 @@ def expired(view: IndexView, now_mono: float) -> list[Entry]:
     ]
 
 
-def victims(view: IndexView, need_bytes: int, now_mono: float) -> list[Entry]:
+def victims(view: IndexView, need_bytes: int, now_mono: float) -> list[FileEntry]:
     """Choose what goes to free so many bytes, the first first; fewer where no more may go."""
     if need_bytes <= 0:
         return []

@@ -97,7 +97,7 @@ class StoredBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seal:
+class HeaderSeal:
     """What of a header is enough to find the payload behind it, and to prove that."""
 
     payload_at: int
@@ -109,7 +109,7 @@ class Head:
     """What stands in front of a payload: the block, and what proves its bytes."""
 
     block: StoredBlock
-    seal: Seal
+    seal: HeaderSeal
 
 
 def written_bytes(block: StoredBlock) -> int:
@@ -180,7 +180,10 @@ def read_head(
 
 
 def read_sealed(
-    file: io.FileIO, seal: Seal, into: memoryview, is_wanted: Callable[[], bool] = lambda: True
+    file: io.FileIO,
+    seal: HeaderSeal,
+    into: memoryview,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> bool:
     """Read the payload of a file whose head was read some time ago, and prove it by its parts.
 
@@ -216,7 +219,7 @@ def read_payload(
 
 def _read_parts(
     file: io.FileIO,
-    seal: Seal,
+    seal: HeaderSeal,
     into: memoryview,
     is_wanted: Callable[[], bool],
     seen: Callable[[memoryview], None],
@@ -294,8 +297,8 @@ def _decode_header(
     return block, struct.unpack(f">{parts}I", crcs)
 
 
-def _seal(raw: bytes, part_crcs: Sequence[int]) -> Seal:
-    return Seal(payload_at=len(raw), part_crcs=tuple(part_crcs))
+def _seal(raw: bytes, part_crcs: Sequence[int]) -> HeaderSeal:
+    return HeaderSeal(payload_at=len(raw), part_crcs=tuple(part_crcs))
 
 
 def _facts(tree: object) -> Facts:

@@ -16,7 +16,7 @@ from kakeya.prefix.names.blocks import BlockId
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Waiting:
+class QueuedBlock:
     """A block with its payload on the way to disk."""
 
     block: StoredBlock
@@ -56,17 +56,17 @@ class WriteQueue:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._waiting: dict[BlockId, Waiting] = {}
+        self._waiting: dict[BlockId, QueuedBlock] = {}
         self.waiting_bytes = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def get(self, block_id: BlockId) -> Waiting | None:
+    def get(self, block_id: BlockId) -> QueuedBlock | None:
         """The block that waits under this id."""
         return self._waiting.get(block_id)
 
-    def push(self, item: Waiting) -> list[Waiting]:
+    def push(self, item: QueuedBlock) -> list[QueuedBlock]:
         """Let one wait; returns what had to go for it, released, which may be the item itself."""
         gone = [one for one in (self.drop(item.block.id),) if one is not None]
         if item.block.payload_bytes > self._most_bytes:
@@ -80,14 +80,14 @@ class WriteQueue:
         self.waiting_bytes += item.block.payload_bytes
         return gone
 
-    def pop(self) -> Waiting:
+    def pop(self) -> QueuedBlock:
         """Take the oldest out; it is the caller's to release. Raises StopIteration when empty."""
         block_id = next(iter(self._waiting))
         item = self._waiting.pop(block_id)
         self.waiting_bytes -= item.block.payload_bytes
         return item
 
-    def drop(self, block_id: BlockId) -> Waiting | None:
+    def drop(self, block_id: BlockId) -> QueuedBlock | None:
         """Take one out that is no longer wanted, released; None = it does not wait."""
         item = self._waiting.pop(block_id, None)
         if item is not None:
@@ -95,6 +95,6 @@ class WriteQueue:
             item.release()
         return item
 
-    def clear(self) -> list[Waiting]:
+    def clear(self) -> list[QueuedBlock]:
         """Take everything out, released."""
         return [gone for block_id in tuple(self._waiting) if (gone := self.drop(block_id))]

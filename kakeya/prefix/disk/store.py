@@ -25,9 +25,9 @@ from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor
 from kakeya.generation.retention import Retention
 from kakeya.prefix.disk.files import BlockFolder, Damage, Verified
-from kakeya.prefix.disk.index import DiskIndex, Entry, Usable, all_usable
+from kakeya.prefix.disk.index import DiskIndex, FileEntry, Usable, all_usable
 from kakeya.prefix.disk.kvb import DamagedBlock, Payload, StoredBlock
-from kakeya.prefix.disk.queue import Waiting
+from kakeya.prefix.disk.queue import QueuedBlock
 from kakeya.prefix.disk.stats import Counts, DiskConfig, DiskStats, uses_of
 from kakeya.prefix.disk.threads import DiskThreads, Outage, Stop
 from kakeya.prefix.disk.upkeep import DiskParts, Upkeep, look_through
@@ -143,7 +143,7 @@ class BlockStore:
         """Every block on disk."""
         return tuple(entry.block.id for entry in self._index)
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[FileEntry, ...]:
         """Every block on disk with its retention and last use."""
         return tuple(self._index)
 
@@ -230,7 +230,9 @@ class BlockStore:
                 f"block {block.id.hex()} came with {given_bytes} bytes; "
                 f"{block.payload_bytes} were announced"
             )
-        item = Waiting(block=block, payload=payload, retention=block.retention, released=released)
+        item = QueuedBlock(
+            block=block, payload=payload, retention=block.retention, released=released
+        )
         if is_as_good(self.block(block.id), block):
             self.touch((block.id,), block.retention)
             item.release()
@@ -336,7 +338,7 @@ class BlockStore:
         self.touch((block_id,))
         return block
 
-    async def _copy(self, waiting: Waiting, into: Into) -> StoredBlock | None:
+    async def _copy(self, waiting: QueuedBlock, into: Into) -> StoredBlock | None:
         view = into(waiting.block)
         if view is None:
             return None
@@ -373,7 +375,7 @@ class BlockStore:
                 return block
         return None
 
-    def _lose(self, seen: Entry) -> None:
+    def _lose(self, seen: FileEntry) -> None:
         entry = self._index.get(seen.block.id)
         if entry is not None and entry.name == seen.name:
             self._index.drop(entry.block.id)

@@ -25,7 +25,7 @@ from kakeya.prefix.names.blocks import ROOT, BlockId
 from kakeya.prefix.names.naming import Naming
 from kakeya.prefix.names.pieces import Piece
 from kakeya.prefix.pages.counts import PrefixCounts
-from kakeya.prefix.pages.pages import Lying, PrefixPages, Shelf
+from kakeya.prefix.pages.pages import FingerprintBlocks, Lying, PrefixPages
 from kakeya.prefix.pages.reach import reach_of
 from kakeya.prefix.tree.node import BlockFacts, Node
 
@@ -51,7 +51,7 @@ _RECALLED = 1024
 class _Loading:
     """For whom blocks are read: for which shelf, and whom it is told."""
 
-    shelf: Shelf
+    shelf: FingerprintBlocks
     naming: Naming
     block_class: BlockClass
     landed: Callable[[BlockId], None]
@@ -93,7 +93,7 @@ class PrefixDisk:
 
     # --- what is there
 
-    def stock(self, shelf: Shelf) -> None:
+    def stock(self, shelf: FingerprintBlocks) -> None:
         """Tell a fresh shelf's tree what of it is on disk."""
         blocks = [entry.block for entry in self.store.entries()]
         self._add(shelf, [block for block in blocks if block.fingerprint == shelf.seed])
@@ -124,7 +124,7 @@ class PrefixDisk:
 
     # --- writing
 
-    def keep(self, shelf: Shelf, block_id: BlockId) -> None:
+    def keep(self, shelf: FingerprintBlocks, block_id: BlockId) -> None:
         """Have a block written when its turn comes; of too many, the oldest stay in memory only."""
         self._later(partial(self._put, shelf, block_id))
 
@@ -157,7 +157,7 @@ class PrefixDisk:
         self._added_mono = self._clock.mono()
         self._wake.set()
 
-    async def _put(self, shelf: Shelf, block_id: BlockId) -> None:
+    async def _put(self, shelf: FingerprintBlocks, block_id: BlockId) -> None:
         node = shelf.tree.node(block_id)
         if node is None or node.payload is None or node.is_written:
             return
@@ -179,7 +179,7 @@ class PrefixDisk:
         view.release()
         self._pages.release(holds)
 
-    def _described(self, shelf: Shelf, node: Node[Lying]) -> StoredBlock:
+    def _described(self, shelf: FingerprintBlocks, node: Node[Lying]) -> StoredBlock:
         parent = node.parent.id if node.parent is not None else ROOT
         length = node.payload.length if node.payload else 0
         return StoredBlock(
@@ -199,7 +199,7 @@ class PrefixDisk:
 
     async def bring(
         self,
-        shelf: Shelf,
+        shelf: FingerprintBlocks,
         naming: Naming,
         pieces: Sequence[Piece],
         block_class: BlockClass,
@@ -226,7 +226,7 @@ class PrefixDisk:
             if not self._asking:
                 self._is_asked_for_nothing.set()
 
-    async def recall(self, shelf: Shelf, naming: Naming, nbytes: int) -> Recall:
+    async def recall(self, shelf: FingerprintBlocks, naming: Naming, nbytes: int) -> Recall:
         """Bring what was used last into pages before anybody asks.
 
         Whole histories, as far as they fit so many bytes and nobody has to leave for them; none is
@@ -362,7 +362,7 @@ class PrefixDisk:
         if size and spent_s > 0:
             self._rate += 0.2 * (size / spent_s - self._rate)
 
-    def _add(self, shelf: Shelf, blocks: Sequence[StoredBlock]) -> None:
+    def _add(self, shelf: FingerprintBlocks, blocks: Sequence[StoredBlock]) -> None:
         now = self._clock.mono()
         for block in sorted(blocks, key=lambda one: one.index):
             parent = None if block.parent == ROOT else block.parent

@@ -13,14 +13,14 @@ from functools import partial
 from kakeya.core.clock import Clock
 from kakeya.core.units import format_bytes
 from kakeya.prefix.disk.files import BlockFolder, Damage, FoundFile
-from kakeya.prefix.disk.index import DiskIndex, Entry, IndexView, expired, untold, victims
+from kakeya.prefix.disk.index import DiskIndex, FileEntry, IndexView, expired, untold, victims
 from kakeya.prefix.disk.stats import Counts, DiskConfig
 from kakeya.prefix.disk.threads import DiskThreads, Stop
 from kakeya.prefix.names.blocks import BlockId
 
 _LOOKS = 3
 """What was to go may have been used while it was chosen; then others are chosen."""
-Told = tuple[Entry, str]
+Told = tuple[FileEntry, str]
 """An entry as its file shows it now, and the file's name."""
 
 
@@ -117,7 +117,9 @@ class Upkeep:
         self._counts.evicted_bytes += sum(entry.size_bytes for entry in gone)
         return problem
 
-    async def _remove(self, chosen: Iterable[Entry]) -> tuple[Sequence[Entry], OSError | None]:
+    async def _remove(
+        self, chosen: Iterable[FileEntry]
+    ) -> tuple[Sequence[FileEntry], OSError | None]:
         taken = [entry for entry in chosen if self._index.take(entry)]
         if not taken:
             return (), None
@@ -140,22 +142,22 @@ class Upkeep:
                 told.append((entry, name))
         return told
 
-    def _has_name(self, seen: Entry) -> bool:
+    def _has_name(self, seen: FileEntry) -> bool:
         entry = self._index.get(seen.block.id)
         return entry is not None and entry.name == seen.name
 
 
 def look_through(
     folder: BlockFolder, wall: float, mono: float, stop: Stop
-) -> tuple[list[Entry], Sequence[Damage]]:
+) -> tuple[list[FileEntry], Sequence[Damage]]:
     """Read the headers, parents first; what was used in the future was used now."""
     contents = folder.scan(is_wanted=stop.is_unset)
     files = sorted(contents.files, key=lambda file: file.block.index)
     return [_entry(file, mono - max(0.0, wall - file.used_at)) for file in files], contents.damage
 
 
-def _entry(file: FoundFile, used_mono: float) -> Entry:
-    return Entry(
+def _entry(file: FoundFile, used_mono: float) -> FileEntry:
+    return FileEntry(
         head=file.head,
         name=file.name,
         retention=file.retention,

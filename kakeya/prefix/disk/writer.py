@@ -13,9 +13,9 @@ from functools import partial
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.log import event
-from kakeya.prefix.disk.index import Entry
+from kakeya.prefix.disk.index import FileEntry
 from kakeya.prefix.disk.kvb import StoredBlock, file_bytes, written_bytes
-from kakeya.prefix.disk.queue import Waiting, WriteQueue
+from kakeya.prefix.disk.queue import QueuedBlock, WriteQueue
 from kakeya.prefix.disk.threads import Outage
 from kakeya.prefix.disk.upkeep import DiskParts, Upkeep
 from kakeya.prefix.names.blocks import BlockId
@@ -35,7 +35,7 @@ class BlockWriter:
         self._stored = parts.stored
         self._upkeep = upkeep
         self._queue = WriteQueue(parts.config.queue_bytes)
-        self._writing: Waiting | None = None
+        self._writing: QueuedBlock | None = None
         self._outage = Outage("written", parts.config.retry_s)
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -57,7 +57,7 @@ class BlockWriter:
         writing = self._writing
         return self._queue.waiting_bytes + (writing.block.payload_bytes if writing else 0)
 
-    def on_its_way(self, block_id: BlockId) -> Waiting | None:
+    def on_its_way(self, block_id: BlockId) -> QueuedBlock | None:
         """The block of this id that waits or is being written."""
         waiting = self._queue.get(block_id)
         if waiting is not None:
@@ -67,7 +67,7 @@ class BlockWriter:
             return writing
         return None
 
-    def put(self, item: Waiting) -> bool:
+    def put(self, item: QueuedBlock) -> bool:
         """Let one wait; False = it is not written, and was released."""
         if not self._is_open or self._outage.is_on(self._clock.mono()):
             self._counts.skipped += 1
@@ -111,7 +111,7 @@ class BlockWriter:
             self._idle.set()
             await self._wake.wait()
 
-    async def _write(self, item: Waiting) -> None:
+    async def _write(self, item: QueuedBlock) -> None:
         self._writing = item
         try:
             await self._write_whole(item)
@@ -125,7 +125,7 @@ class BlockWriter:
             self._writing = None
             item.release()
 
-    async def _write_whole(self, item: Waiting) -> None:
+    async def _write_whole(self, item: QueuedBlock) -> None:
         block = item.block
         known = self._index.get(block.id)
         if not item.is_wanted or (known is not None and is_as_good(known.block, block)):
@@ -152,7 +152,7 @@ class BlockWriter:
         if known is not None:
             self._threads.write_later(partial(self._folder.remove_all, (name,), keep=name))
         self._index.add(
-            Entry(
+            FileEntry(
                 head=head,
                 name=name,
                 retention=max(retention, item.retention),

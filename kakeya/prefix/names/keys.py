@@ -31,7 +31,7 @@ _HASHED = "~"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class PromptSegment:
     """A piece of a prompt, and whether the next prompt has it too."""
 
     content: str
@@ -74,7 +74,7 @@ def hash_stable_prefix(segments: object) -> str | None:
         return None
     digest, count = sha256(), 0
     for segment in segments:
-        if not isinstance(segment, Segment) or not isinstance(segment.content, str):
+        if not isinstance(segment, PromptSegment) or not isinstance(segment.content, str):
             return None
         if not segment.stable:
             break

@@ -22,7 +22,7 @@ from kakeya.core.units import format_bytes
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.memory.pages.content import ContentType
 from kakeya.memory.pages.node_arena import NodeArena
-from kakeya.memory.pages.pins import Block, Hold, Holder
+from kakeya.memory.pages.pins import Block, Hold, PinHolder
 from kakeya.memory.pages.shared_arena import Filling
 from kakeya.prefix.names.blocks import BlockId
 from kakeya.prefix.names.fingerprint import KvFingerprint
@@ -45,7 +45,7 @@ class Lying:
 
 
 @dataclass(slots=True, eq=False)
-class Shelf:
+class FingerprintBlocks:
     """The blocks of one fingerprint."""
 
     fingerprint: KvFingerprint
@@ -66,8 +66,8 @@ class PrefixPages:
         clock: Clock,
         counts: PrefixCounts,
         dropped: Callable[[Sequence[BlockId]], None],
-        used: Callable[[Shelf, Sequence[BlockId], Retention], None],
-        opened: Callable[[Shelf], None],
+        used: Callable[[FingerprintBlocks, Sequence[BlockId], Retention], None],
+        opened: Callable[[FingerprintBlocks], None],
     ) -> None:
         """For the disk: `dropped` is told of blocks that a better one replaced, `used` of uses
         before they count, `opened` of fresh shelves."""
@@ -80,8 +80,8 @@ class PrefixPages:
         self._opened = opened
         self._tenant = arena.tenant(ContentType.KV_CACHE, "prefixes", self._evicted)
         self._age = Age()
-        self._shelves: dict[bytes, Shelf] = {}
-        self._places: dict[Block, tuple[Shelf, BlockId]] = {}
+        self._shelves: dict[bytes, FingerprintBlocks] = {}
+        self._places: dict[Block, tuple[FingerprintBlocks, BlockId]] = {}
         self._leaving: set[Block] = set()
         self._is_sweeping = False
         self._filling_bytes = 0
@@ -91,27 +91,27 @@ class PrefixPages:
 
     # --- what there is
 
-    def shelf(self, naming: Naming) -> Shelf:
+    def shelf(self, naming: Naming) -> FingerprintBlocks:
         """The blocks of a naming's fingerprint; an empty shelf is made."""
         shelf = self.shelf_of(naming.fingerprint, naming.seed)
         shelf.naming = naming
         shelf.used_mono = self._clock.mono()
         return shelf
 
-    def shelf_of(self, fingerprint: KvFingerprint, seed: bytes) -> Shelf:
+    def shelf_of(self, fingerprint: KvFingerprint, seed: bytes) -> FingerprintBlocks:
         """The same for one that no engine of this node has now."""
         shelf = self._shelves.get(seed)
         if shelf is None:
             tree: PrefixTree[Lying] = PrefixTree(fingerprint.block_tokens, age=self._age)
-            shelf = self._shelves[seed] = Shelf(fingerprint, seed, tree)
+            shelf = self._shelves[seed] = FingerprintBlocks(fingerprint, seed, tree)
             self._opened(shelf)
         return shelf
 
-    def find(self, seed: bytes) -> Shelf | None:
+    def find(self, seed: bytes) -> FingerprintBlocks | None:
         """The shelf with this seed, if there is one."""
         return self._shelves.get(seed)
 
-    def shelves(self) -> tuple[Shelf, ...]:
+    def shelves(self) -> tuple[FingerprintBlocks, ...]:
         """All of them."""
         return tuple(self._shelves.values())
 
@@ -127,7 +127,7 @@ class PrefixPages:
 
     # --- filling
 
-    async def prepare(self, naming: Naming, length: int, holder: Holder) -> Filling | None:
+    async def prepare(self, naming: Naming, length: int, holder: PinHolder) -> Filling | None:
         """Pages for a block of `length` bytes; None = there are none now, or it is too long.
 
         End it by `commit` or `give_back`.
@@ -159,7 +159,12 @@ class PrefixPages:
         self._counts.rolled_back += 1
 
     def commit(
-        self, shelf: Shelf, ids: Sequence[BlockId], index: int, filling: Filling, facts: BlockFacts
+        self,
+        shelf: FingerprintBlocks,
+        ids: Sequence[BlockId],
+        index: int,
+        filling: Filling,
+        facts: BlockFacts,
     ) -> bool:
         """Let all use a filled block, `ids[index]`; False = it was not needed, or cannot be."""
         length = filling.ref.length
@@ -195,7 +200,7 @@ class PrefixPages:
 
     # --- using
 
-    def hold(self, nodes: Iterable[Node[Lying]], holder: Holder) -> list[Hold]:
+    def hold(self, nodes: Iterable[Node[Lying]], holder: PinHolder) -> list[Hold]:
         """Pin the first of these that are still there, in order; end each by `release`."""
         holds: list[Hold] = []
         for node in nodes:
@@ -220,7 +225,7 @@ class PrefixPages:
 
     def touch(
         self,
-        shelf: Shelf,
+        shelf: FingerprintBlocks,
         ids: Sequence[BlockId],
         *,
         block_class: BlockClass,
@@ -247,7 +252,7 @@ class PrefixPages:
                 self.lose(shelf, node.id, for_room=False)
         return count
 
-    def lose(self, shelf: Shelf, block_id: BlockId, *, for_room: bool) -> None:
+    def lose(self, shelf: FingerprintBlocks, block_id: BlockId, *, for_room: bool) -> None:
         """Take a block out of the pages, and what cannot be reached without it."""
         node = shelf.tree.node(block_id)
         if node is None or node.payload is None:
@@ -258,7 +263,7 @@ class PrefixPages:
         self._free(block)
         self._let_go(gone)
 
-    def unstored(self, shelf: Shelf, block_id: BlockId) -> None:
+    def unstored(self, shelf: FingerprintBlocks, block_id: BlockId) -> None:
         """Note that a block is no longer on disk."""
         self._let_go(shelf.tree.unstored(block_id))
 
@@ -281,7 +286,7 @@ class PrefixPages:
                 self.lose(shelf, node.id, for_room=True)
         return self.used_bytes + size <= self.budget_bytes
 
-    def _victims(self, nbytes: int) -> Iterator[tuple[Shelf, Node[Lying]]]:
+    def _victims(self, nbytes: int) -> Iterator[tuple[FingerprintBlocks, Node[Lying]]]:
         """Choose from all trees, each in its own order, the one of least worth of their next."""
         plans = [(shelf, shelf.tree.victims(nbytes)) for shelf in self._shelves.values()]
         queues = [(shelf, list(reversed(plan))) for shelf, plan in plans if plan]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kakeya.prefix.names.blocks import BlockId
-from kakeya.prefix.pages.pages import Lying, Shelf
+from kakeya.prefix.pages.pages import FingerprintBlocks, Lying
 from kakeya.prefix.tree.answer import Pin
 from kakeya.prefix.tree.node import Node
 
@@ -18,7 +18,9 @@ class PrefixPins:
     def __init__(self) -> None:
         self._pins: dict[str, tuple[str, Pin[Lying]]] = {}
 
-    def pin(self, name: str, adapter_id: str, shelf: Shelf, ids: Sequence[BlockId]) -> None:
+    def pin(
+        self, name: str, adapter_id: str, shelf: FingerprintBlocks, ids: Sequence[BlockId]
+    ) -> None:
         """Pin what is here of a prefix, in place of what had this name before."""
         pin = shelf.tree.pin(ids)
         self.release(name)

@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from kakeya.generation.cuts import unmarked
 from kakeya.prefix.names.naming import Naming
 from kakeya.prefix.names.pieces import Piece, longest_at
-from kakeya.prefix.pages.pages import Lying, Shelf
+from kakeya.prefix.pages.pages import FingerprintBlocks, Lying
 from kakeya.prefix.tree.node import Node
 
 CHECKPOINT_TOKENS = 4096
 """Where recurrent state is large beside a block, one block in so many tokens carries it."""
 
 
-def missing_of(shelf: Shelf, pieces: Sequence[Piece], naming: Naming) -> tuple[list[Piece], int]:
+def missing_of(
+    shelf: FingerprintBlocks, pieces: Sequence[Piece], naming: Naming
+) -> tuple[list[Piece], int]:
     """What of a history is not in pages, or lacks the state that others go on from, in the order
     in which it is computed; and how much of the first of that another piece has."""
     reach = reach_of(shelf, pieces, naming, in_ram=True)
@@ -41,7 +43,7 @@ def missing_of(shelf: Shelf, pieces: Sequence[Piece], naming: Naming) -> tuple[l
 
 
 def reach_of(
-    shelf: Shelf, pieces: Sequence[Piece], naming: Naming, *, in_ram: bool
+    shelf: FingerprintBlocks, pieces: Sequence[Piece], naming: Naming, *, in_ram: bool
 ) -> list[tuple[Node[Lying], int]]:
     """The blocks that an engine can begin from, in order, and how many tokens of each: whole ones,
     then what serves best behind them. Those in pages, or also those on disk.
@@ -59,14 +61,14 @@ def reach_of(
 
 
 def in_pages(
-    shelf: Shelf, naming: Naming, token_ids: Sequence[int]
+    shelf: FingerprintBlocks, naming: Naming, token_ids: Sequence[int]
 ) -> list[tuple[Node[Lying], int]]:
     """`reach_of` a marked text, of what is in pages."""
     return reach_of(shelf, naming.pieces(*unmarked(token_ids)), naming, in_ram=True)
 
 
 def best_share(
-    shelf: Shelf, piece: Piece, naming: Naming, *, in_ram: bool
+    shelf: FingerprintBlocks, piece: Piece, naming: Naming, *, in_ram: bool
 ) -> tuple[Node[Lying] | None, int]:
     """The block from which most of a piece can be taken, and how many tokens: one in pages rather
     than one on disk, or in pages only."""
@@ -81,7 +83,7 @@ def best_share(
 
 
 def _behind(
-    shelf: Shelf, pieces: Sequence[Piece], index: int, naming: Naming, *, in_ram: bool
+    shelf: FingerprintBlocks, pieces: Sequence[Piece], index: int, naming: Naming, *, in_ram: bool
 ) -> list[tuple[Node[Lying], int]]:
     """What serves best in the place of a block; [] = nothing does."""
     piece = longest_at(pieces, index)

@@ -7,8 +7,8 @@ sizes than KV has, or other blocks than are due. Pure.
 from __future__ import annotations
 
 from kakeya.core.errors import PeerProtocol
-from kakeya.prefix.peers.choice import Hit, Holder
-from kakeya.prefix.peers.seams import Part, Wanted, usable
+from kakeya.prefix.peers.choice import BlockHolder, Hit
+from kakeya.prefix.peers.seams import BlockPart, MissingBlocks, usable
 from kakeya.v1 import distributed_pb2 as pb
 
 
@@ -16,7 +16,9 @@ class Lie(PeerProtocol):
     """What was seen here, and not what a peer says that went wrong with it."""
 
 
-def read_hit(holder: Holder, wanted: Wanted, said: pb.LookupPrefixResponse) -> Hit | None:
+def read_hit(
+    holder: BlockHolder, wanted: MissingBlocks, said: pb.LookupPrefixResponse
+) -> Hit | None:
     """What a lookup found that is of use. Raises Lie for what contradicts itself."""
     count, sizes = said.hit_block_count, tuple(said.block_bytes)
     if not count or not said.lease_id:
@@ -38,7 +40,9 @@ def read_hit(holder: Holder, wanted: Wanted, said: pb.LookupPrefixResponse) -> H
     return Hit(holder=holder, blocks=blocks, lease_id=said.lease_id, sizes=sizes, tail=tail)
 
 
-def _tail_of(holder: Holder, wanted: Wanted, said: pb.LookupPrefixResponse) -> Part | None:
+def _tail_of(
+    holder: BlockHolder, wanted: MissingBlocks, said: pb.LookupPrefixResponse
+) -> BlockPart | None:
     """The tail behind a hit. Raises Lie for one that was not asked for."""
     tokens, size = said.tail_tokens, said.tail_bytes
     if not tokens:
@@ -52,24 +56,24 @@ def _tail_of(holder: Holder, wanted: Wanted, said: pb.LookupPrefixResponse) -> P
         )
     # One without the state behind it is whole, and of no use.
     is_usable = size == wanted.tail_size(tokens)
-    return Part(id=ids[tokens - 1], tokens=tokens, size=size) if is_usable else None
+    return BlockPart(id=ids[tokens - 1], tokens=tokens, size=size) if is_usable else None
 
 
-def tail_after(holder: Holder, wanted: Wanted) -> int:
+def tail_after(holder: BlockHolder, wanted: MissingBlocks) -> int:
     """Behind how many blocks a peer may have a tail: what its card names, or all."""
     return holder.blocks or len(wanted.ids)
 
 
-def due_part(hit: Hit, wanted: Wanted, index: int) -> Part:
+def due_part(hit: Hit, wanted: MissingBlocks, index: int) -> BlockPart:
     """What part of a lease is to come; of 0 bytes where its peer did not say how many."""
     if hit.tail is not None and index == hit.blocks:
         return hit.tail
     size = hit.sizes[index] if hit.sizes else 0
-    return Part(id=wanted.ids[index], tokens=wanted.fingerprint.block_tokens, size=size)
+    return BlockPart(id=wanted.ids[index], tokens=wanted.fingerprint.block_tokens, size=size)
 
 
 def checked(
-    chunk: pb.FetchBlocksResponse, due: Part, index: int, holder: Holder
+    chunk: pb.FetchBlocksResponse, due: BlockPart, index: int, holder: BlockHolder
 ) -> pb.FetchBlocksResponse:
     """The first chunk of a block, which must be the one that is due. Raises Lie."""
     if chunk.block_index != index or chunk.block_hash != due.id:

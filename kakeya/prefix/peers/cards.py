@@ -18,7 +18,7 @@ from kakeya.core.errors import PeerProtocol
 from kakeya.fleet.cards.cards import CacheOffer, Card
 from kakeya.prefix.names.blocks import BlockId
 from kakeya.prefix.names.fingerprint import KvFingerprint
-from kakeya.prefix.peers.choice import Holder
+from kakeya.prefix.peers.choice import BlockHolder
 from kakeya.prefix.peers.filter import MAX_BITS, Filter
 from kakeya.prefix.peers.seams import BlockSources
 from kakeya.v1.distributed_pb2 import CacheCompatibility
@@ -96,7 +96,7 @@ def holders(
     have: int,
     *,
     address_of: Callable[[Card], str],
-) -> list[Holder]:
+) -> list[BlockHolder]:
     """The nodes whose cards name blocks of a history behind the first `have`, or may mean them.
 
     Of a run of blocks the first one that is not named ends it. `address_of` "" = not to be called.
@@ -111,7 +111,9 @@ def holders(
                 break
             address = address_of(card)
             if address:
-                found.append(Holder(node_id=card.node_id, address=address, blocks=max(0, blocks)))
+                found.append(
+                    BlockHolder(node_id=card.node_id, address=address, blocks=max(0, blocks))
+                )
             break
     return found
 

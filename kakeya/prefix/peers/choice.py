@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kakeya.prefix.peers.seams import LOOKUP_S, MOST_PEERS, Part, Wanted
+from kakeya.prefix.peers.seams import LOOKUP_S, MOST_PEERS, BlockPart, MissingBlocks
 from kakeya.prefix.peers.two_sided import is_sooner
 
 RATE_KEPT_S = 120.0
@@ -29,7 +29,7 @@ _MARGIN = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class BlockHolder:
     """A node that may have blocks. `blocks` is how many leading ones its card names, 0 = it does
     not say."""
 
@@ -45,11 +45,11 @@ class Hit:
     `blocks` is how many leading ones are of use here; a `tail` lies behind these.
     """
 
-    holder: Holder
+    holder: BlockHolder
     blocks: int
     lease_id: str
     sizes: tuple[int, ...] = ()
-    tail: Part | None = None
+    tail: BlockPart | None = None
 
     @property
     def end(self) -> int:
@@ -88,19 +88,19 @@ class LinkRate:
             self.bytes_per_s, self._measured_mono = 0.0, math.inf
 
 
-def is_worth_asking(wanted: Wanted) -> bool:
+def is_worth_asking(wanted: MissingBlocks) -> bool:
     """Whether so much is missing that a lookup costs little beside it."""
     return wanted.missing * wanted.block_s > 2 * LOOKUP_S
 
 
-def is_worth_taking(wanted: Wanted, bytes_per_s: float) -> bool:
+def is_worth_taking(wanted: MissingBlocks, bytes_per_s: float) -> bool:
     """Whether a block comes sooner than it is computed; 0 bytes/s = not measured."""
     if not bytes_per_s:
         return wanted.block_s > 0
     return wanted.block_bytes / bytes_per_s * _MARGIN < wanted.block_s
 
 
-def is_worth_meeting(wanted: Wanted, blocks: int, bytes_per_s: float) -> bool:
+def is_worth_meeting(wanted: MissingBlocks, blocks: int, bytes_per_s: float) -> bool:
     """Whether blocks from a peer's end should come while those from the beginning are computed."""
     if not bytes_per_s:
         return False
@@ -109,8 +109,8 @@ def is_worth_meeting(wanted: Wanted, blocks: int, bytes_per_s: float) -> bool:
 
 
 def to_ask(
-    wanted: Wanted, holders: Iterable[Holder], rates: dict[str, LinkRate]
-) -> tuple[Holder, ...]:
+    wanted: MissingBlocks, holders: Iterable[BlockHolder], rates: dict[str, LinkRate]
+) -> tuple[BlockHolder, ...]:
     """The peers to look the history up at, the most promising first."""
     found = [
         holder
@@ -122,8 +122,8 @@ def to_ask(
 
 
 def best_first(
-    wanted: Wanted, holders: Iterable[Holder], rates: Mapping[str, LinkRate]
-) -> tuple[Holder, ...]:
+    wanted: MissingBlocks, holders: Iterable[BlockHolder], rates: Mapping[str, LinkRate]
+) -> tuple[BlockHolder, ...]:
     """Order holders by when all that is wanted would be here, if each were the only one.
 
     Streams that are open on a link share it, so of equals the one with the fewest comes first. A
@@ -133,7 +133,7 @@ def best_first(
     known = [rate.bytes_per_s for rate in rates.values() if rate.bytes_per_s]
     slowest_s = wanted.block_bytes / min(known) if known else 0.0
 
-    def order(holder: Holder) -> tuple[float, int, float, str]:
+    def order(holder: BlockHolder) -> tuple[float, int, float, str]:
         link = rates.get(holder.node_id, LinkRate())
         fetch_s = wanted.block_bytes / link.bytes_per_s if link.bytes_per_s else slowest_s
         ready_s = _ready_s(wanted, holder.blocks, fetch_s * (1 + link.streams))
@@ -142,13 +142,15 @@ def best_first(
     return tuple(sorted(holders, key=order))
 
 
-def _ready_s(wanted: Wanted, blocks: int, fetch_s: float) -> float:
+def _ready_s(wanted: MissingBlocks, blocks: int, fetch_s: float) -> float:
     """What it takes to fetch what a node has of the first `blocks`, and to compute the others."""
     held = max(0, min(blocks, len(wanted.ids)) - wanted.have)
     return held * fetch_s + (wanted.missing - held) * wanted.block_s
 
 
-def in_order(wanted: Wanted, hits: Sequence[Hit], rates: dict[str, LinkRate]) -> tuple[Hit, ...]:
+def in_order(
+    wanted: MissingBlocks, hits: Sequence[Hit], rates: dict[str, LinkRate]
+) -> tuple[Hit, ...]:
     """The hits that pay, the one to take first in front; the others are for when it fails."""
     found = [
         hit
@@ -166,7 +168,7 @@ def in_order(wanted: Wanted, hits: Sequence[Hit], rates: dict[str, LinkRate]) ->
     return tuple(found)
 
 
-def due_s(wanted: Wanted, taken: int, bytes_per_s: float = 0.0) -> float:
+def due_s(wanted: MissingBlocks, taken: int, bytes_per_s: float = 0.0) -> float:
     """Until when the next block has to be here, in seconds from the end of the lookup.
 
     After `taken` blocks the fetch may be behind a prefill here by the slack, no more: whenever it
@@ -180,6 +182,6 @@ def due_s(wanted: Wanted, taken: int, bytes_per_s: float = 0.0) -> float:
     return slack_s + taken * wanted.block_s
 
 
-def _rate(rates: dict[str, LinkRate], holder: Holder) -> float:
+def _rate(rates: dict[str, LinkRate], holder: BlockHolder) -> float:
     known = rates.get(holder.node_id)
     return known.bytes_per_s if known is not None else 0.0

@@ -4,7 +4,7 @@ A lookup has a short deadline. Fetched blocks leave here one by one, in the orde
 for, each of the announced size, under the name that was asked for, with the SHA-256 that came with
 it, of finite numbers; whatever else comes ends the stream, and so does silence. A breaker keeps a
 peer that answers no lookups from being asked: three failures in a row, then backoff. How its blocks
-came is its `Standing`.
+came is its `PeerRecord`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kakeya.core.tasks import is_cancelled
 from kakeya.decoding.remote.breaker import BreakerState, CircuitBreaker
 from kakeya.prefix.peers.answers import Lie, checked, due_part, read_hit, tail_after
 from kakeya.prefix.peers.auth import FleetKey, Metadata
-from kakeya.prefix.peers.choice import Hit, Holder, LinkRate
+from kakeya.prefix.peers.choice import BlockHolder, Hit, LinkRate
 from kakeya.prefix.peers.chunks import CHUNK_BYTES, Assembly, BrokenBlock, ChunkFault
 from kakeya.prefix.peers.numbers import is_finite
-from kakeya.prefix.peers.seams import MAX_IDS, TAIL_NAME_BYTES, Wanted
-from kakeya.prefix.peers.standing import Standing
+from kakeya.prefix.peers.seams import MAX_IDS, TAIL_NAME_BYTES, MissingBlocks
+from kakeya.prefix.peers.standing import PeerRecord
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import PrefillCacheServiceStub
 from kakeya.wire.status import error_from_rpc
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 FetchCall: TypeAlias = "grpc.aio.UnaryStreamCall[pb.FetchBlocksRequest, pb.FetchBlocksResponse]"
-ChannelFor = Callable[[Holder], grpc.aio.Channel]
+ChannelFor = Callable[[BlockHolder], grpc.aio.Channel]
 FETCH_S = 120.0
 """The longest that one stream of blocks lasts."""
 _STALLS = 8.0
@@ -73,14 +73,16 @@ class PrefixPeer:
         self._fleet_key = fleet_key
         self.breaker = CircuitBreaker(rng)
         self.rate = LinkRate()
-        self.standing = Standing()
+        self.standing = PeerRecord()
 
     def may_be_asked(self, now: float) -> bool:
         """Whether neither its breaker nor its standing is against it."""
         is_tried = self.breaker.state is BreakerState.TRYING
         return self.standing.may_be_asked(now) and now >= self.breaker.retry_mono and not is_tried
 
-    async def lookup(self, holder: Holder, wanted: Wanted, timeout_s: float) -> Hit | None:
+    async def lookup(
+        self, holder: BlockHolder, wanted: MissingBlocks, timeout_s: float
+    ) -> Hit | None:
         """Ask how much of a history is there; None = no more than is here, or it is not asked now.
 
         Raises a KakeyaError when the peer gives no proper answer in time.
@@ -112,7 +114,7 @@ class PrefixPeer:
         return hit
 
     async def fetch(
-        self, hit: Hit, wanted: Wanted, order: range
+        self, hit: Hit, wanted: MissingBlocks, order: range
     ) -> AsyncGenerator[tuple[int, bytearray], None]:
         """Yield index and bytes of the blocks in `order`. Raises a KakeyaError when it breaks off.
 
@@ -159,7 +161,7 @@ class PrefixPeer:
         self.standing.failed(self._clock.mono())
 
     async def _ask(
-        self, holder: Holder, wanted: Wanted, timeout_s: float
+        self, holder: BlockHolder, wanted: MissingBlocks, timeout_s: float
     ) -> pb.LookupPrefixResponse:
         after = tail_after(holder, wanted)
         request = pb.LookupPrefixRequest(
@@ -182,7 +184,9 @@ class PrefixPeer:
             raise _closed(holder) from failure
         return answer
 
-    async def _block(self, call: FetchCall, hit: Hit, wanted: Wanted, index: int) -> bytearray:
+    async def _block(
+        self, call: FetchCall, hit: Hit, wanted: MissingBlocks, index: int
+    ) -> bytearray:
         """Read one block. Raises PeerProtocol, PeerUnavailable, and what the peer ended with."""
         due = due_part(hit, wanted, index)
         most = due.size or wanted.block_bytes + wanted.state_bytes
@@ -208,7 +212,7 @@ class PrefixPeer:
         return payload
 
     async def _chunk(
-        self, call: FetchCall, holder: Holder, stall_s: float
+        self, call: FetchCall, holder: BlockHolder, stall_s: float
     ) -> pb.FetchBlocksResponse:
         if self.rate.bytes_per_s:
             stall_s = max(stall_s, _STALLS * CHUNK_BYTES / self.rate.bytes_per_s)
@@ -229,7 +233,7 @@ class PrefixPeer:
             )
         return chunk
 
-    def _lied(self, holder: Holder, lie: Lie) -> None:
+    def _lied(self, holder: BlockHolder, lie: Lie) -> None:
         pause_s = self.standing.lied(self._clock.mono())
         event(
             _log,
@@ -240,7 +244,7 @@ class PrefixPeer:
             seconds=pause_s,
         )
 
-    def _stub(self, holder: Holder) -> PrefillCacheServiceAsyncStub:
+    def _stub(self, holder: BlockHolder) -> PrefillCacheServiceAsyncStub:
         return PrefillCacheServiceStub(self._channel_for(holder))
 
     def _metadata(self, request: Message) -> Metadata:
@@ -263,5 +267,5 @@ def _add(assembly: Assembly, chunk: pb.FetchBlocksResponse, layout: str) -> byte
     return payload
 
 
-def _closed(holder: Holder) -> PeerUnavailable:
+def _closed(holder: BlockHolder) -> PeerUnavailable:
     return PeerUnavailable(f"{holder.address}: the channel was closed during the call")

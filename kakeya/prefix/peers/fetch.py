@@ -23,8 +23,8 @@ from kakeya.core.errors import DeadlineExceeded, KakeyaError, PeerUnavailable
 from kakeya.core.log import event
 from kakeya.prefix.peers.auth import FleetKey
 from kakeya.prefix.peers.choice import (
+    BlockHolder,
     Hit,
-    Holder,
     LinkRate,
     due_s,
     in_order,
@@ -33,7 +33,7 @@ from kakeya.prefix.peers.choice import (
     to_ask,
 )
 from kakeya.prefix.peers.client import ChannelFor, PrefixPeer
-from kakeya.prefix.peers.seams import BlockSink, Wanted
+from kakeya.prefix.peers.seams import BlockSink, MissingBlocks
 from kakeya.prefix.peers.two_sided import Meeting, is_worth_while
 
 _log = logging.getLogger(__name__)
@@ -93,11 +93,11 @@ class PeerFetch:
 
     async def fetch(
         self,
-        wanted: Wanted,
-        holders: Iterable[Holder],
+        wanted: MissingBlocks,
+        holders: Iterable[BlockHolder],
         sink: BlockSink,
         *,
-        late: Callable[[Holder], None] = lambda holder: None,
+        late: Callable[[BlockHolder], None] = lambda holder: None,
     ) -> int:
         """Put the blocks that follow into the sink, in order; returns how many were taken, a tail
         counted.
@@ -126,9 +126,11 @@ class PeerFetch:
         self._count(wait_s=self._clock.mono() - began)
         return taken
 
-    def prefers_meeting(self, wanted: Wanted, holders: Iterable[Holder]) -> Holder | None:
+    def prefers_meeting(
+        self, wanted: MissingBlocks, holders: Iterable[BlockHolder]
+    ) -> BlockHolder | None:
         """The peer to meet, as far as its link was measured; None = to fetch at once is sooner."""
-        best: Holder | None = None
+        best: BlockHolder | None = None
         rates = self._rates()
         for holder in self._askable(holders):
             known = rates.get(holder.node_id)
@@ -137,7 +139,9 @@ class PeerFetch:
                 best = holder if best is None or holder.blocks > best.blocks else best
         return best
 
-    async def approach(self, wanted: Wanted, holder: Holder) -> tuple[Hit, Meeting] | None:
+    async def approach(
+        self, wanted: MissingBlocks, holder: BlockHolder
+    ) -> tuple[Hit, Meeting] | None:
         """Lease what a peer has, to be fetched from its end; None = it is not worth it."""
         hit = await self._ask(holder, wanted, BESIDE_S)
         if hit is None or not hit.is_extended:
@@ -149,7 +153,7 @@ class PeerFetch:
     async def fetch_back(
         self,
         hit: Hit,
-        wanted: Wanted,
+        wanted: MissingBlocks,
         meeting: Meeting,
         sink: BlockSink,
         moved: Callable[[], None],
@@ -193,7 +197,10 @@ class PeerFetch:
     # --- lookups
 
     async def _hits(
-        self, wanted: Wanted, holders: Iterable[Holder], late: Callable[[Holder], None]
+        self,
+        wanted: MissingBlocks,
+        holders: Iterable[BlockHolder],
+        late: Callable[[BlockHolder], None],
     ) -> AsyncGenerator[Hit, None]:
         """Ask a few peers at once, and yield the hits that pay, the best first.
 
@@ -222,7 +229,7 @@ class PeerFetch:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
-    def _askable(self, holders: Iterable[Holder]) -> list[Holder]:
+    def _askable(self, holders: Iterable[BlockHolder]) -> list[BlockHolder]:
         now, peers = self._clock.mono(), self._peers
         return [
             holder
@@ -232,10 +239,10 @@ class PeerFetch:
 
     async def _ask(
         self,
-        holder: Holder,
-        wanted: Wanted,
+        holder: BlockHolder,
+        wanted: MissingBlocks,
         limit_s: float,
-        late: Callable[[Holder], None] = lambda holder: None,
+        late: Callable[[BlockHolder], None] = lambda holder: None,
     ) -> Hit | None:
         try:
             return await self._peer(holder).lookup(holder, wanted, limit_s)
@@ -253,7 +260,7 @@ class PeerFetch:
         self,
         stream: Stream,
         hit: Hit,
-        wanted: Wanted,
+        wanted: MissingBlocks,
         taken: int,
         answered: float,
         sink: BlockSink,
@@ -291,7 +298,7 @@ class PeerFetch:
     def _took(self, tokens: int, payload: Sequence[int]) -> None:
         self._count(blocks=1, tokens=tokens, bytes=len(payload))
 
-    def _failed(self, holder: Holder, failure: KakeyaError) -> None:
+    def _failed(self, holder: BlockHolder, failure: KakeyaError) -> None:
         self._count(failures=1)
         event(
             _log,
@@ -304,7 +311,7 @@ class PeerFetch:
         if isinstance(failure, PeerUnavailable):
             self._on_lost(holder.address)
 
-    def _peer(self, holder: Holder) -> PrefixPeer:
+    def _peer(self, holder: BlockHolder) -> PrefixPeer:
         peer = self._peers.get(holder.node_id)
         if peer is None:
             peer = self._peers[holder.node_id] = PrefixPeer(

@@ -20,7 +20,7 @@ from kakeya.core.errors import NotFound, QueueFull
 from kakeya.core.units import MIB
 from kakeya.prefix.names.blocks import BlockId
 from kakeya.prefix.names.fingerprint import KvFingerprint
-from kakeya.prefix.peers.seams import BlockSource, Part
+from kakeya.prefix.peers.seams import BlockPart, BlockSource
 
 LEASE_S = 30.0
 
@@ -35,7 +35,7 @@ class LeaseLimits:
 
 
 @dataclass(slots=True, kw_only=True)
-class PeerLease:
+class BlockLease:
     """Blocks of one history, from its beginning; `sizes` is what was announced, in bytes.
 
     With `tail_tokens` the last one is a tail of so many.
@@ -69,13 +69,13 @@ class PeerLease:
             unpin()
 
 
-class PeerLeases:
+class BlockLeases:
     """All leases of a node. `draw` makes ids that nobody guesses."""
 
     def __init__(self, draw: Callable[[], str], limits: LeaseLimits | None = None) -> None:
         self._draw = draw
         self._limits = limits or LeaseLimits()
-        self._leases: OrderedDict[str, PeerLease] = OrderedDict()
+        self._leases: OrderedDict[str, BlockLease] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -94,8 +94,8 @@ class PeerLeases:
         sizes: Sequence[int],
         now: float,
         *,
-        tail: Part | None = None,
-    ) -> PeerLease:
+        tail: BlockPart | None = None,
+    ) -> BlockLease:
         """Lease these blocks, and a tail behind them.
 
         Raises QueueFull while all leases there may be are being read.
@@ -106,7 +106,7 @@ class PeerLeases:
         if tail is not None:
             held, sizes = (*held, tail.id), (*sizes, tail.size)
         fits = self.pinned_bytes + sum(sizes) <= self._limits.pinned_bytes
-        lease = PeerLease(
+        lease = BlockLease(
             lease_id=self._draw(),
             caller=caller,
             source=source,
@@ -121,7 +121,7 @@ class PeerLeases:
         return lease
 
     @contextmanager
-    def open(self, lease_id: str, caller: str, clock: Callable[[], float]) -> Iterator[PeerLease]:
+    def open(self, lease_id: str, caller: str, clock: Callable[[], float]) -> Iterator[BlockLease]:
         """Read a lease; it does not end meanwhile. Raises NotFound, for another's lease too."""
         self.expire(clock())
         lease = self._leases.get(lease_id)
@@ -169,6 +169,6 @@ class PeerLeases:
             )
         self._end(idle)
 
-    def _end(self, lease: PeerLease) -> None:
+    def _end(self, lease: BlockLease) -> None:
         self._leases.pop(lease.lease_id, None)
         lease.let_go()

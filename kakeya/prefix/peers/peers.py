@@ -34,12 +34,12 @@ from kakeya.prefix.disk.store import BlockStore
 from kakeya.prefix.names.blocks import BlockId
 from kakeya.prefix.names.naming import Naming
 from kakeya.prefix.names.pieces import Piece, longest_at
-from kakeya.prefix.pages.pages import PrefixPages, Shelf
+from kakeya.prefix.pages.pages import FingerprintBlocks, PrefixPages
 from kakeya.prefix.peers.auth import FleetKey
 from kakeya.prefix.peers.cards import OwnCaches, holders
-from kakeya.prefix.peers.choice import Holder, is_worth_asking
+from kakeya.prefix.peers.choice import BlockHolder, is_worth_asking
 from kakeya.prefix.peers.fetch import PeerFetch
-from kakeya.prefix.peers.seams import Wanted
+from kakeya.prefix.peers.seams import MissingBlocks
 from kakeya.prefix.peers.service import PrefillCacheService
 from kakeya.prefix.peers.sink import PageSink
 from kakeya.prefix.peers.source import NodeSources
@@ -138,7 +138,7 @@ class PrefixPeers:
         self._holder = self._pages.arena.holder("prefixes from peers")
         self._sources = NodeSources(prefixes.pages, prefixes.store)
         self._own = OwnCaches(self._sources)
-        self._late: OrderedDict[BlockId, Holder] = OrderedDict()
+        self._late: OrderedDict[BlockId, BlockHolder] = OrderedDict()
         """By the last block of a history: who was late a moment ago, before it was computed."""
         self.service = PrefillCacheService(
             plane.registry.node_id,
@@ -189,7 +189,7 @@ class PrefixPeers:
 
     async def fetch(
         self,
-        shelf: Shelf,
+        shelf: FingerprintBlocks,
         naming: Naming,
         pieces: Sequence[Piece],
         have: int,
@@ -202,7 +202,7 @@ class PrefixPeers:
         if not found or self._fetch.prefers_meeting(wanted, found) is not None:
             return ()
         sink = PageSink(self._pages, shelf, naming, pieces, block_class, self._holder)
-        late: list[Holder] = []
+        late: list[BlockHolder] = []
         await self._fetch.fetch(wanted, found, sink, late=late.append)
         if late:
             self._late[wanted.ids[-1]] = max(late, key=lambda holder: holder.blocks)
@@ -212,7 +212,7 @@ class PrefixPeers:
 
     async def rendezvous(
         self,
-        shelf: Shelf,
+        shelf: FingerprintBlocks,
         naming: Naming,
         pieces: Sequence[Piece],
         have: int,
@@ -240,7 +240,7 @@ class PrefixPeers:
         return made
 
     async def _meet(
-        self, made: Rendezvous, held: HeldBlocks, wanted: Wanted, holder: Holder
+        self, made: Rendezvous, held: HeldBlocks, wanted: MissingBlocks, holder: BlockHolder
     ) -> None:
         """Fetch from the end beside an engine that does not wait for it."""
         found = await self._fetch.approach(wanted, holder)
@@ -249,7 +249,7 @@ class PrefixPeers:
             made.agree(meeting)
             await self._fetch.fetch_back(hit, wanted, meeting, held, made.look)
 
-    def holders(self, wanted: Wanted) -> list[Holder]:
+    def holders(self, wanted: MissingBlocks) -> list[BlockHolder]:
         """The nodes whose cards name blocks of a history that are not here, if it is worth it."""
         if not is_worth_asking(wanted):
             return []
@@ -326,7 +326,7 @@ class PrefixPeers:
 
     # --- inside
 
-    def _channel(self, holder: Holder) -> grpc.aio.Channel:
+    def _channel(self, holder: BlockHolder) -> grpc.aio.Channel:
         return self._plane.channels.get(holder.address, holder.node_id)
 
     def _address(self, card: Card) -> str:
@@ -343,13 +343,13 @@ class PrefixPeers:
         return cache
 
 
-def _wanted(naming: Naming, pieces: Sequence[Piece], have: int) -> Wanted:
+def _wanted(naming: Naming, pieces: Sequence[Piece], have: int) -> MissingBlocks:
     @functools.cache
     def tails(blocks: int) -> tuple[BlockId, ...]:
         behind = longest_at(pieces, blocks)
         return naming.chain.tail_ids(behind.parent, behind.tokens) if behind is not None else ()
 
-    return Wanted(
+    return MissingBlocks(
         fingerprint=naming.fingerprint,
         ids=tuple(piece.id for piece in pieces if not piece.is_tail),
         have=have,

@@ -9,16 +9,16 @@ from kakeya.generation.retention import BlockClass
 from kakeya.prefix.names.blocks import BlockId
 from kakeya.prefix.names.naming import Naming
 from kakeya.prefix.names.pieces import Piece
-from kakeya.prefix.pages.pages import Shelf
+from kakeya.prefix.pages.pages import FingerprintBlocks
 from kakeya.prefix.peers.two_sided_fetch import Rendezvous
 
 
-class Elsewhere(Protocol):
+class PeerSource(Protocol):
     """Other nodes that may have blocks."""
 
     async def fetch(
         self,
-        shelf: Shelf,
+        shelf: FingerprintBlocks,
         naming: Naming,
         pieces: Sequence[Piece],
         have: int,
@@ -30,7 +30,7 @@ class Elsewhere(Protocol):
 
     async def rendezvous(
         self,
-        shelf: Shelf,
+        shelf: FingerprintBlocks,
         naming: Naming,
         pieces: Sequence[Piece],
         have: int,

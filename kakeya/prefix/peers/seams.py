@@ -33,7 +33,7 @@ TAIL_NAME_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceUsage:
+class FingerprintUsage:
     """What blocks of one fingerprint take, and what more they could; bytes."""
 
     blocks: int = 0
@@ -51,7 +51,7 @@ class Loan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class BlockPart:
     """A block of a history, or a tail, which has fewer tokens; `size` in bytes."""
 
     id: BlockId
@@ -66,7 +66,7 @@ class BlockSource(Protocol):
         """Bytes of each block of the longest leading run that is here; () = not even the first."""
         ...
 
-    def tail(self, behind: BlockId, names: Sequence[bytes]) -> Part | None:
+    def tail(self, behind: BlockId, names: Sequence[bytes]) -> BlockPart | None:
         """The longest tail here behind a block whose id begins with one of the names: the first is
         of one token, and so on."""
         ...
@@ -83,7 +83,7 @@ class BlockSource(Protocol):
         """Names that peers should know of: parents before children, the most useful first."""
         ...
 
-    def usage(self) -> SourceUsage:
+    def usage(self) -> FingerprintUsage:
         """What is held now."""
         ...
 
@@ -116,7 +116,7 @@ def _no_tails(blocks: int) -> tuple[BlockId, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class MissingBlocks:
     """The blocks of a history that this node lacks, and what it would cost to compute them.
 
     `ids` are all whole blocks of the history, of which the first `have` are here. A block has
@@ -171,7 +171,7 @@ class Wanted:
         return size == self.block_bytes + self.state_bytes
 
 
-def usable(wanted: Wanted, sizes: Sequence[int], tail: Part | None = None) -> int:
+def usable(wanted: MissingBlocks, sizes: Sequence[int], tail: BlockPart | None = None) -> int:
     """How many leading blocks of a hit are of use: up to the last checkpoint, all of a legal size.
 
     `sizes` begin at block 0; at most as many count as are wanted. A tail behind all of them is a

@@ -38,7 +38,7 @@ from kakeya.prefix.names.blocks import ID_BYTES, BlockId
 from kakeya.prefix.names.fingerprint import KvFingerprint
 from kakeya.prefix.peers.auth import FleetKey
 from kakeya.prefix.peers.chunks import CHUNK_BYTES, SHA256_BYTES, cut
-from kakeya.prefix.peers.leases import LeaseLimits, PeerLease, PeerLeases
+from kakeya.prefix.peers.leases import BlockLease, BlockLeases, LeaseLimits
 from kakeya.prefix.peers.seams import MAX_IDS, TAIL_NAME_BYTES, BlockSources
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import PrefillCacheServiceServicer
@@ -62,7 +62,7 @@ class ServiceLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceStats:
+class PeerServiceStats:
     """What was done for peers since the start."""
 
     lookups: int = 0
@@ -100,9 +100,9 @@ class PrefillCacheService(PrefillCacheServiceServicer):
         self._chunk_bytes = chunk_bytes
         self._streams: Counter[str] = Counter()
         self._hashes: OrderedDict[tuple[BlockId, int], bytes] = OrderedDict()
-        self.leases = PeerLeases(draw, lease_limits)
+        self.leases = BlockLeases(draw, lease_limits)
         self.epoch = 0
-        self.stats = ServiceStats()
+        self.stats = PeerServiceStats()
 
     @property
     def load(self) -> float:
@@ -250,7 +250,7 @@ class PrefillCacheService(PrefillCacheServiceServicer):
                 del self._streams[caller]
 
     async def _stream(
-        self, lease: PeerLease, order: range, until_mono: float
+        self, lease: BlockLease, order: range, until_mono: float
     ) -> AsyncGenerator[pb.FetchBlocksResponse, None]:
         for index in order:
             loan = await lease.source.read(lease.ids[index])
@@ -275,7 +275,7 @@ class PrefillCacheService(PrefillCacheServiceServicer):
             )
 
     def _chunks(
-        self, lease: PeerLease, index: int, view: memoryview, sha256: bytes
+        self, lease: BlockLease, index: int, view: memoryview, sha256: bytes
     ) -> Iterator[pb.FetchBlocksResponse]:
         for chunk_index, total, data in cut(view, self._chunk_bytes):
             yield pb.FetchBlocksResponse(

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from kakeya.core.units import pack_ids
 from kakeya.generation.retention import BlockClass, Retention
-from kakeya.memory.pages.pins import Holder
+from kakeya.memory.pages.pins import PinHolder
 from kakeya.memory.pages.shared_arena import Filling
 from kakeya.prefix.names.blocks import BlockId
 from kakeya.prefix.names.naming import Naming
 from kakeya.prefix.names.pieces import Piece
-from kakeya.prefix.pages.pages import PrefixPages, Shelf
+from kakeya.prefix.pages.pages import FingerprintBlocks, PrefixPages
 from kakeya.prefix.tree.node import BlockFacts
 
 
@@ -21,11 +21,11 @@ class PageSink:
     def __init__(
         self,
         pages: PrefixPages,
-        shelf: Shelf,
+        shelf: FingerprintBlocks,
         naming: Naming,
         pieces: Iterable[Piece],
         block_class: BlockClass,
-        holder: Holder,
+        holder: PinHolder,
     ) -> None:
         self._pages = pages
         self._shelf = shelf

@@ -12,13 +12,13 @@ from itertools import takewhile
 from typing import Any
 
 from kakeya.core.errors import KakeyaError, PageFreed
-from kakeya.memory.pages.pins import Holder
+from kakeya.memory.pages.pins import PinHolder
 from kakeya.prefix.disk.kvb import StoredBlock
 from kakeya.prefix.disk.store import BlockStore
 from kakeya.prefix.names.blocks import BlockId
 from kakeya.prefix.names.fingerprint import KvFingerprint
-from kakeya.prefix.pages.pages import Lying, PrefixPages, Shelf
-from kakeya.prefix.peers.seams import TAIL_NAME_BYTES, Loan, Part, SourceUsage
+from kakeya.prefix.pages.pages import FingerprintBlocks, Lying, PrefixPages
+from kakeya.prefix.peers.seams import TAIL_NAME_BYTES, BlockPart, FingerprintUsage, Loan
 from kakeya.prefix.tree.node import Node
 
 MAX_TOLD = 2048
@@ -57,7 +57,7 @@ class NodeSources:
             if hold.pins > 0:
                 hold.renew()
 
-    def _on_disk(self, exact: bytes) -> Shelf | None:
+    def _on_disk(self, exact: bytes) -> FingerprintBlocks | None:
         if self._store is None:
             return None
         for entry in self._store.entries():
@@ -71,7 +71,11 @@ class NodeSource:
     """The blocks of one shelf."""
 
     def __init__(
-        self, shelf: Shelf, pages: PrefixPages, store: BlockStore | None, holder: Holder
+        self,
+        shelf: FingerprintBlocks,
+        pages: PrefixPages,
+        store: BlockStore | None,
+        holder: PinHolder,
     ) -> None:
         self._shelf = shelf
         self._pages = pages
@@ -89,7 +93,7 @@ class NodeSource:
             sizes.append(size)
         return tuple(sizes)
 
-    def tail(self, behind: BlockId, names: Sequence[bytes]) -> Part | None:
+    def tail(self, behind: BlockId, names: Sequence[bytes]) -> BlockPart | None:
         """The longest tail here behind a block with one of these names."""
         parent, best = self._node(behind), None
         for node in parent.tails if parent is not None else ():
@@ -98,7 +102,7 @@ class NodeSource:
             )
             size = self._size(node) if is_meant else None
             if size is not None and (best is None or node.tokens > best.tokens):
-                best = Part(id=node.id, tokens=node.tokens, size=size)
+                best = BlockPart(id=node.id, tokens=node.tokens, size=size)
         return best
 
     def pin(self, ids: Sequence[BlockId]) -> Callable[[], None]:
@@ -149,10 +153,10 @@ class NodeSource:
         for node in heapq.nsmallest(MAX_TOLD, whole, key=lambda node: (-node.used_s, node.index)):
             yield node.id
 
-    def usage(self) -> SourceUsage:
+    def usage(self) -> FingerprintUsage:
         """What is held now."""
         stats = self._shelf.tree.stats()
-        return SourceUsage(
+        return FingerprintUsage(
             blocks=len(self._shelf.tree),
             used_bytes=stats.ram_bytes + stats.disk_bytes,
             free_bytes=self._pages.free_bytes,

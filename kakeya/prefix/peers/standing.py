@@ -18,7 +18,7 @@ FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 60.0
 
 
-class Standing:
+class PeerRecord:
     """Of one peer."""
 
     def __init__(self) -> None:

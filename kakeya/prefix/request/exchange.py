@@ -27,7 +27,7 @@ from kakeya.core.log import event
 from kakeya.generation.cuts import is_cut
 from kakeya.generation.frames import Done, Frame, Progress, Tokens
 from kakeya.generation.kv import KvOffer, KvPages, PageRef
-from kakeya.generation.request import DecodeRequest, Priority
+from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.retention import BlockClass
 from kakeya.memory.pages.shared_arena import Filling
 from kakeya.prefix.names.blocks import BlockId
@@ -35,9 +35,9 @@ from kakeya.prefix.names.pieces import Piece, path_to
 from kakeya.prefix.pages.counts import Source
 from kakeya.prefix.pages.reach import carries_state, reach_of
 from kakeya.prefix.peers.two_sided_fetch import Rendezvous
-from kakeya.prefix.request.context import PrefixTools
+from kakeya.prefix.request.context import RequestContext
 from kakeya.prefix.request.endings import RequestEnding
-from kakeya.prefix.request.grant import EngineSeat, Fill, Given
+from kakeya.prefix.request.grant import EngineSeat, Fill, KvGrant
 from kakeya.prefix.request.turns import Turn
 from kakeya.prefix.tree.node import BlockFacts
 
@@ -55,7 +55,7 @@ class Superseded(Exception):
 class PrefixExchange:
     """A `KvExchange`; `with` it, a request is known to the others that want the same."""
 
-    def __init__(self, tools: PrefixTools, seat: EngineSeat, request: DecodeRequest) -> None:
+    def __init__(self, tools: RequestContext, seat: EngineSeat, request: DecodeRequest) -> None:
         self._tools = tools
         self._seat = seat
         self._request = request
@@ -66,7 +66,7 @@ class PrefixExchange:
             urgency=int(request.priority),
             can_yield=self._can_yield,
         )
-        self._given: Given | None = None
+        self._given: KvGrant | None = None
         self._ending = RequestEnding(tools.endings, tools.counts, request)
         self._rendezvous: Rendezvous | None = None
         self._has_more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -74,7 +74,7 @@ class PrefixExchange:
         self._cached_tokens: int | None = None
         self._is_counted = False
         self._from_peers: dict[BlockId, Source] = {}
-        is_speculative = request.priority is Priority.SPECULATIVE
+        is_speculative = request.priority is GenerationPriority.SPECULATIVE
         self._block_class = BlockClass.SPECULATIVE if is_speculative else BlockClass.USER
 
     def __enter__(self) -> Self:
@@ -90,7 +90,7 @@ class PrefixExchange:
         self._turn.leave()
 
     @property
-    def given(self) -> Given | None:
+    def given(self) -> KvGrant | None:
         """What is at an engine now."""
         return self._given
 
@@ -309,7 +309,7 @@ class PrefixExchange:
         if self._seat.pid != pid:
             return KvOffer()  # it ended meanwhile; who asks it will find out
         holder = tools.pages.arena.engine(self._seat.model_id, pid)
-        given = self._given = Given(pid, holder, shelf, naming, len(token_ids))
+        given = self._given = KvGrant(pid, holder, shelf, naming, len(token_ids))
         blocks = self._blocks(given, origins)
         exports = await self._exports(given)
         if not self._is_answering and not self._from_peers and self._given is given:
@@ -322,7 +322,7 @@ class PrefixExchange:
             blocks=blocks, exports=exports, logits=logits, wants_logits=self._ending.is_wanted
         )
 
-    def _blocks(self, given: Given, origins: Mapping[BlockId, Source]) -> tuple[KvPages, ...]:
+    def _blocks(self, given: KvGrant, origins: Mapping[BlockId, Source]) -> tuple[KvPages, ...]:
         """Pin what is here of the history."""
         pages, shelf, naming = self._tools.pages, given.shelf, given.naming
         found = reach_of(shelf, self._turn.pieces, naming, in_ram=True)
@@ -349,12 +349,12 @@ class PrefixExchange:
             given.offered.append((tokens, origins.get(node.id, Source.PAGES)))
         return tuple(blocks)
 
-    async def _exports(self, given: Given) -> tuple[KvPages, ...]:
+    async def _exports(self, given: KvGrant) -> tuple[KvPages, ...]:
         """Prepare pages for what this request claimed, as far as there are any."""
         pieces, wanted, pages = self._turn.pieces, self._turn.claimed(), self._tools.pages
         # One long prompt does not put out what all others stand on, and what nobody waits for
         # puts out nothing.
-        is_speculative = self._request.priority is Priority.SPECULATIVE
+        is_speculative = self._request.priority is GenerationPriority.SPECULATIVE
         room = max(pages.free_bytes, 0 if is_speculative else pages.budget_bytes // 2)
         for piece in wanted:
             has_state = carries_state(given.naming, pieces, piece)

@@ -37,7 +37,7 @@ engine works: nobody may be reading its answers."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Flight:
+class PrefixFlight:
     """One request. `lane` names its engine, `seed` what its ids are made with; a smaller `urgency`
     goes first; `can_yield`: it is not to decode anything, so it loses nothing when interrupted."""
 
@@ -70,26 +70,26 @@ class Lead:
     """Compute what is missing; `claimed` of it is ours. `superseded` are to be interrupted."""
 
     claimed: tuple[Piece, ...]
-    superseded: tuple[Flight, ...] = ()
+    superseded: tuple[PrefixFlight, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitUntil:
     """Look again after each change, and at `until_mono` at the latest."""
 
-    leader: Flight
+    leader: PrefixFlight
     until_mono: float
 
 
-Standing: TypeAlias = Lead | Wait
+Standing: TypeAlias = Lead | WaitUntil
 
 
 class Flights:
     """All flights of a node. Pure: told the time, and what happened."""
 
     def __init__(self) -> None:
-        self._flights: set[Flight] = set()
-        self._leaders: dict[BlockId, Flight] = {}
+        self._flights: set[PrefixFlight] = set()
+        self._leaders: dict[BlockId, PrefixFlight] = {}
         self._children: dict[BlockId | None, dict[BlockId, Piece]] = {}
         self._lanes: dict[str, float] = {}
         self.takeovers = 0
@@ -98,24 +98,28 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
-    def join(self, lane: str, seed: bytes, *, urgency: int, can_yield: bool, now: float) -> Flight:
+    def join(
+        self, lane: str, seed: bytes, *, urgency: int, can_yield: bool, now: float
+    ) -> PrefixFlight:
         """Begin a flight."""
-        flight = Flight(lane=lane, seed=seed, urgency=urgency, can_yield=can_yield, heard_mono=now)
+        flight = PrefixFlight(
+            lane=lane, seed=seed, urgency=urgency, can_yield=can_yield, heard_mono=now
+        )
         self._flights.add(flight)
         return flight
 
-    def leave(self, flight: Flight) -> None:
+    def leave(self, flight: PrefixFlight) -> None:
         """End a flight: what it claims is free; harmless twice."""
         self._flights.discard(flight)
         self._unclaim(flight, tuple(flight.claims))
 
-    def leader(self, block_id: BlockId) -> Flight | None:
+    def leader(self, block_id: BlockId) -> PrefixFlight | None:
         """Who computes a piece now."""
         return self._leaders.get(block_id)
 
     def stand(
         self,
-        flight: Flight,
+        flight: PrefixFlight,
         missing: Sequence[Piece],
         shared_here: int,
         patience: Patience,
@@ -140,16 +144,16 @@ class Flights:
                 until = self._until(rival, flight, patience)
                 if until > now:
                     self._unclaim(flight, tuple(flight.claims))
-                    return Wait(rival, until)
+                    return WaitUntil(rival, until)
                 self.takeovers += is_whole
         return self._lead(flight, missing, rival)
 
-    def asked(self, flight: Flight, now: float) -> None:
+    def asked(self, flight: PrefixFlight, now: float) -> None:
         """Note that its engine has it."""
         flight.is_asked = True
         self.heard(flight, now)
 
-    def heard(self, flight: Flight, now: float) -> None:
+    def heard(self, flight: PrefixFlight, now: float) -> None:
         """Note a sign of life."""
         flight.heard_mono = now
         self._lanes[flight.lane] = now
@@ -161,13 +165,15 @@ class Flights:
             self.heard(leader, now)
             self._unclaim(leader, (block_id,))
 
-    def give_up(self, flight: Flight, block_ids: Iterable[BlockId]) -> None:
+    def give_up(self, flight: PrefixFlight, block_ids: Iterable[BlockId]) -> None:
         """Take claims back: there are no pages for these, or the engine did not fill them."""
         self._unclaim(flight, [one for one in block_ids if one in flight.claims])
 
-    def _lead(self, flight: Flight, missing: Sequence[Piece], rival: Flight | None) -> Lead:
+    def _lead(
+        self, flight: PrefixFlight, missing: Sequence[Piece], rival: PrefixFlight | None
+    ) -> Lead:
         """Claim what nobody has, what the rival has on our way, and what yields to us."""
-        superseded: list[Flight] = []
+        superseded: list[PrefixFlight] = []
         for piece in missing:
             leader = self._leaders.get(piece.id)
             if leader is flight:
@@ -186,7 +192,9 @@ class Flights:
         mine = tuple(piece for piece in missing if piece.id in flight.claims)
         return Lead(mine, tuple(superseded))
 
-    def _rival(self, flight: Flight, piece: Piece, grain: int) -> tuple[Flight | None, int]:
+    def _rival(
+        self, flight: PrefixFlight, piece: Piece, grain: int
+    ) -> tuple[PrefixFlight | None, int]:
         """Who brings most of a piece, and how many tokens of it."""
         leader = self._leaders.get(piece.id)
         if leader is not None:
@@ -203,7 +211,7 @@ class Flights:
                 best, most = leader, shared
         return best, most
 
-    def _until(self, rival: Flight, flight: Flight, patience: Patience) -> float:
+    def _until(self, rival: PrefixFlight, flight: PrefixFlight, patience: Patience) -> float:
         if not rival.is_asked:
             return rival.heard_mono + UNASKED_S
         if rival.urgency > flight.urgency:
@@ -211,12 +219,12 @@ class Flights:
         lane_mono = max(rival.heard_mono, self._lanes.get(rival.lane, 0.0))
         return min(lane_mono + patience.fair_s, rival.heard_mono + _SILENT_FACTOR * patience.fair_s)
 
-    def _claim(self, flight: Flight, piece: Piece) -> None:
+    def _claim(self, flight: PrefixFlight, piece: Piece) -> None:
         flight.claims[piece.id] = piece
         self._leaders[piece.id] = flight
         self._children.setdefault(piece.parent, {})[piece.id] = piece
 
-    def _unclaim(self, flight: Flight, block_ids: Iterable[BlockId]) -> None:
+    def _unclaim(self, flight: PrefixFlight, block_ids: Iterable[BlockId]) -> None:
         for block_id in block_ids:
             piece = flight.claims.pop(block_id)
             del self._leaders[block_id]
@@ -226,7 +234,7 @@ class Flights:
                 del self._children[piece.parent]
 
 
-def _gives_way(leader: Flight, flight: Flight) -> bool:
+def _gives_way(leader: PrefixFlight, flight: PrefixFlight) -> bool:
     return leader.can_yield and leader.urgency > flight.urgency
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kakeya.generation.facts import ModelFacts
-from kakeya.memory.pages.pins import Hold, Holder
+from kakeya.memory.pages.pins import Hold, PinHolder
 from kakeya.memory.pages.shared_arena import Filling
 from kakeya.prefix.names.naming import Naming
 from kakeya.prefix.names.pieces import Piece
 from kakeya.prefix.pages.counts import PrefixCounts, Source
-from kakeya.prefix.pages.pages import Lying, PrefixPages, Shelf
+from kakeya.prefix.pages.pages import FingerprintBlocks, Lying, PrefixPages
 from kakeya.prefix.tree.answer import Pin
 
 
@@ -48,13 +48,13 @@ class Fill:
 
 
 @dataclass(slots=True, eq=False)
-class Given:
+class KvGrant:
     """See the module. `offered` are tokens of the pinned blocks, in order, by where they lay;
     `fills` go by the index of the block, and the tokens of what is no whole one."""
 
     pid: int
-    holder: Holder
-    shelf: Shelf
+    holder: PinHolder
+    shelf: FingerprintBlocks
     naming: Naming
     prompt_tokens: int
     pins: list[Hold] = field(default_factory=list)

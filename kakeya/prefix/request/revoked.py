@@ -10,25 +10,25 @@ import asyncio
 
 from kakeya.core.clock import Clock
 from kakeya.prefix.pages.pages import PrefixPages
-from kakeya.prefix.request.grant import EngineSeat, Given
+from kakeya.prefix.request.grant import EngineSeat, KvGrant
 
 AFTER_CALL_S = 0.25
 """How long after a call was cut off its engine is asked whether it has come round."""
 
 
-class Leaving:
+class RevokedGrants:
     """See the module. Lives on the event loop."""
 
     def __init__(self, pages: PrefixPages, clock: Clock) -> None:
         self._pages = pages
         self._clock = clock
-        self._tasks: dict[asyncio.Task[None], Given] = {}
+        self._tasks: dict[asyncio.Task[None], KvGrant] = {}
 
     def __len__(self) -> int:
         """How many calls were cut off that their engines are not past."""
         return len(self._tasks)
 
-    def let_go(self, given: Given, seat: EngineSeat) -> None:
+    def let_go(self, given: KvGrant, seat: EngineSeat) -> None:
         """Take back what was given for a call: at once, or when its engine is past that."""
         if given.is_free:
             given.release(self._pages)
@@ -49,7 +49,7 @@ class Leaving:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _take_back(self, given: Given, seat: EngineSeat) -> None:
+    async def _take_back(self, given: KvGrant, seat: EngineSeat) -> None:
         try:
             while given.holder.is_open:
                 await self._clock.sleep(AFTER_CALL_S)

@@ -16,7 +16,7 @@ from kakeya.prefix.names.pieces import Piece
 from kakeya.prefix.pages.counts import PrefixCounts
 from kakeya.prefix.pages.pages import PrefixPages
 from kakeya.prefix.pages.reach import missing_of
-from kakeya.prefix.request.flights import Flight, Flights, Lead, patience_for
+from kakeya.prefix.request.flights import Flights, Lead, PrefixFlight, patience_for
 
 
 class Turns:
@@ -29,7 +29,7 @@ class Turns:
         self.counts = counts
         self.waiting = 0
         self._changed = asyncio.Event()
-        self._turns: dict[Flight, Turn] = {}
+        self._turns: dict[PrefixFlight, Turn] = {}
 
     def stir(self) -> None:
         """Have all who wait look again."""
@@ -41,7 +41,7 @@ class Turns:
         self.flights.landed(block_id, self.clock.mono())
         self.stir()
 
-    def join(self, turn: Turn, naming: Naming) -> Flight:
+    def join(self, turn: Turn, naming: Naming) -> PrefixFlight:
         """Begin the flight of a turn."""
         flight = self.flights.join(
             turn.lane,
@@ -53,13 +53,13 @@ class Turns:
         self._turns[flight] = turn
         return flight
 
-    def leave(self, flight: Flight) -> None:
+    def leave(self, flight: PrefixFlight) -> None:
         """End a flight."""
         self.flights.leave(flight)
         self._turns.pop(flight, None)
         self.stir()
 
-    def supersede(self, flights: Iterable[Flight]) -> None:
+    def supersede(self, flights: Iterable[PrefixFlight]) -> None:
         """Tell turns that a more urgent request took over."""
         for flight in flights:
             self._turns[flight].superseded.set()
@@ -86,7 +86,7 @@ class Turn:
         self.pieces: tuple[Piece, ...] = ()
         """Of the history that it stands for, in order."""
         self._turns = turns
-        self._flight: Flight | None = None
+        self._flight: PrefixFlight | None = None
         self._taken: tuple[bytes, int] = (b"", 0)
         self._has_waited = False
 
@@ -153,7 +153,7 @@ class Turn:
         if flight is not None:
             self._turns.leave(flight)
 
-    def _join(self, naming: Naming) -> Flight:
+    def _join(self, naming: Naming) -> PrefixFlight:
         if self._flight is not None and self._flight.seed != naming.seed:
             self.leave()
         if self._flight is None:

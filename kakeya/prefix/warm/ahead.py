@@ -40,9 +40,9 @@ from kakeya.prefix.config import PrecacheConfig
 from kakeya.prefix.names.keys import SYSTEM_PREFIX, derive_slot_id, resolve_key, sanitise
 from kakeya.prefix.seam import (
     AT_HAND_S,
-    Claim,
-    Report,
+    PrefixClaim,
     TokenSource,
+    WarmReport,
     Wiped,
     facts_at_hand,
     warmed_for,
@@ -69,7 +69,7 @@ _PIN = "pin:"
 """Begins the keys of pins, and no other key."""
 
 
-class LoadedModel(Protocol):
+class WatchedModel(Protocol):
     """A model of this node whose engine may have changed."""
 
     @property
@@ -145,7 +145,7 @@ class NodePrecache:
 
     # What the doors see.
 
-    def kv_key(self, claim: Claim) -> str:
+    def kv_key(self, claim: PrefixClaim) -> str:
         """Name the KV that a generation continues and leaves; "" = none, content decides."""
         key = resolve_key(claim.use.keys)
         if key is None:
@@ -170,12 +170,14 @@ class NodePrecache:
         self._prewarmer.used(_file_name(claim))
         return conversation.kv_key
 
-    def turn_ended(self, claim: Claim, tokens: TokenSource) -> None:
+    def turn_ended(self, claim: PrefixClaim, tokens: TokenSource) -> None:
         """Have the beginning of the next request warm, when there is time."""
         if not claim.use.is_empty:
             self._prewarmer.submit(self._prefix(claim, tokens), Kind.TURN)
 
-    async def warm(self, claim: Claim, tokens: TokenSource, *, is_pinned: bool = False) -> Report:
+    async def warm(
+        self, claim: PrefixClaim, tokens: TokenSource, *, is_pinned: bool = False
+    ) -> WarmReport:
         """Have a prefix warm, and say what became of it.
 
         What is pinned has a key of its own, which turns of its conversation leave alone.
@@ -217,7 +219,7 @@ class NodePrecache:
 
     # What the node tells.
 
-    def engine_changed(self, model: LoadedModel) -> None:
+    def engine_changed(self, model: WatchedModel) -> None:
         """A model's state changed: once a fresh engine is ready, its prompts are warmed."""
         if model.state is not ModelState.READY:
             return
@@ -279,7 +281,7 @@ class NodePrecache:
 
     # How.
 
-    def _prefix(self, claim: Claim, tokens: TokenSource) -> Prefix:
+    def _prefix(self, claim: PrefixClaim, tokens: TokenSource) -> Prefix:
         return Prefix(
             key=_file_name(claim),
             model_id=claim.model_id,
@@ -289,7 +291,7 @@ class NodePrecache:
             client=claim.client,
         )
 
-    def _is_open(self, claim: Claim) -> bool:
+    def _is_open(self, claim: PrefixClaim) -> bool:
         """Whether it is of a conversation, and that was not closed meanwhile; notes its use."""
         name, now = _file_name(claim), self._clock.mono()
         return self._registry.get(claim.facts.model_id, name, now) is not None
@@ -369,7 +371,7 @@ class NodePrecache:
     async def _is_another(self, index: int, prompt: DeclaredPrompt) -> bool:
         """Whether a declared prompt is not what it was; of a model that is away its load tells."""
         facts = await facts_at_hand(self._models.get(self._named(prompt)))
-        if isinstance(facts, Report):
+        if isinstance(facts, WarmReport):
             return False
         return _digest(await self._render(prompt, facts)) != self._rendered[index]
 
@@ -389,7 +391,7 @@ def _digest(tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(pack_ids(tokens)).digest()
 
 
-def _file_name(claim: Claim) -> str:
+def _file_name(claim: PrefixClaim) -> str:
     """What the prefix of a claim is filed under: nobody else's has this name."""
     key = resolve_key(claim.use.keys) or "none"
     owner = f"|{sanitise(claim.client)}" if claim.client else ""

@@ -23,8 +23,8 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import InvariantBroken, KakeyaError
 from kakeya.core.log import event
 from kakeya.core.tasks import sleep_or_wake
-from kakeya.memory.arbiter.policy import Level
-from kakeya.prefix.seam import Outcome, Report, Tokens, Warmed
+from kakeya.memory.arbiter.policy import PressureLevel
+from kakeya.prefix.seam import Tokens, Warmed, WarmOutcome, WarmReport
 from kakeya.prefix.warm.deadlines import Deadlines
 from kakeya.prefix.warm.warming import Kind, Prefix, PrewarmStats, WarmSource
 
@@ -45,7 +45,7 @@ _IDLE_S = 3600.0
 class _Job:
     prefix: Prefix
     kind: Kind
-    waiters: list[asyncio.Future[Report]] = field(default_factory=list)
+    waiters: list[asyncio.Future[WarmReport]] = field(default_factory=list)
     tokens: array[int] | None = None
     """What is known of it from before; None = it has to be rendered."""
     end_mono: float = math.inf
@@ -78,18 +78,18 @@ class Prewarmer:
         self._queue: dict[Kind, deque[_Job]] = {kind: deque() for kind in Kind}
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._faults: OrderedDict[str, None] = OrderedDict()
-        self._level = Level.NOMINAL
+        self._level = PressureLevel.NOMINAL
         self._wake = asyncio.Event()
-        self._running: tuple[_Job, asyncio.Task[Report]] | None = None
+        self._running: tuple[_Job, asyncio.Task[WarmReport]] | None = None
         self._stopped = _INTERRUPTED
-        self._outcomes: Counter[Outcome] = Counter()
+        self._outcomes: Counter[WarmOutcome] = Counter()
         self._cached = self._computed = self._refreshed = self._kept_tokens = 0
 
     @property
     def stats(self) -> PrewarmStats:
         """Counts at this moment."""
         return PrewarmStats(
-            outcomes={outcome: self._outcomes[outcome] for outcome in Outcome},
+            outcomes={outcome: self._outcomes[outcome] for outcome in WarmOutcome},
             cached_tokens=self._cached,
             computed_tokens=self._computed,
             refreshed=self._refreshed,
@@ -106,9 +106,9 @@ class Prewarmer:
         those who asked for it."""
         self._enqueue(_Job(prefix, kind, end_mono=self._end_of(prefix)))
 
-    async def ask(self, prefix: Prefix) -> Report:
+    async def ask(self, prefix: Prefix) -> WarmReport:
         """Warm a prefix and say what became of it. Cancelling it leaves the work in its turn."""
-        waiter: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[WarmReport] = asyncio.get_running_loop().create_future()
         self._enqueue(_Job(prefix, Kind.ASKED, [waiter], end_mono=self._end_of(prefix)))
         return await waiter
 
@@ -128,10 +128,10 @@ class Prewarmer:
             self._running[0].let_go()
         self._let_go(key)
 
-    def pressed(self, level: Level) -> None:
+    def pressed(self, level: PressureLevel) -> None:
         """Memory presses as much as this now; what runs ends at once where it does."""
         self._level = level
-        if level is not Level.NOMINAL:
+        if level is not PressureLevel.NOMINAL:
             self._stop(_INTERRUPTED)
 
     def wipe(self, spared: Callable[[str], bool]) -> None:
@@ -165,7 +165,7 @@ class Prewarmer:
                 self._account(job, _STOPPING)
             raise
 
-    def _stop(self, why: Report) -> None:
+    def _stop(self, why: WarmReport) -> None:
         if self._running is not None:
             self._stopped = why
             self._running[1].cancel()
@@ -184,21 +184,21 @@ class Prewarmer:
             task.cancel()
             self._account(job, report)
 
-    async def _guarded(self, job: _Job) -> Report:
+    async def _guarded(self, job: _Job) -> WarmReport:
         try:
             async with asyncio.timeout(PREWARM_S):
                 return await self._warm(job)
         except TimeoutError:
             reason = f"requests left it too little time within {PREWARM_S:g} s"
-            return Report(outcome=Outcome.LATE, reason=reason)
+            return WarmReport(outcome=WarmOutcome.LATE, reason=reason)
         except KakeyaError as fault:
-            return Report(outcome=Outcome.FAILED, reason=fault.message)
+            return WarmReport(outcome=WarmOutcome.FAILED, reason=fault.message)
 
-    async def _warm(self, job: _Job) -> Report:
+    async def _warm(self, job: _Job) -> WarmReport:
         prefix, source = job.prefix, self._source
-        if self._level is not Level.NOMINAL:
+        if self._level is not PressureLevel.NOMINAL:
             reason = f"memory pressure is {self._level.name.lower()}"
-            return Report(outcome=Outcome.PRESSURE, reason=reason)
+            return WarmReport(outcome=WarmOutcome.PRESSURE, reason=reason)
         if job.tokens is None:
             if (refusal := await source.refuse(prefix)) is not None:
                 return refusal
@@ -211,17 +211,17 @@ class Prewarmer:
             return replace(refusal, warmed=warmed)
         if there < due:
             done = await source.warm(prefix, tokens)
-            if isinstance(done, Report):
+            if isinstance(done, WarmReport):
                 return done
             warmed = done
             if await source.keep(prefix, tokens) <= there:
                 reason = "it was computed, and nothing of it could be kept"
-                return Report(outcome=Outcome.NO_ROOM, warmed=warmed, reason=reason)
+                return WarmReport(outcome=WarmOutcome.NO_ROOM, warmed=warmed, reason=reason)
         if job.prefix.is_pinned:  # what fails before has no pin that somebody would have to end
             source.pin(prefix, tokens)
-        return Report(outcome=Outcome.WARM, warmed=warmed)
+        return WarmReport(outcome=WarmOutcome.WARM, warmed=warmed)
 
-    async def _refuse(self, prefix: Prefix, tokens: Tokens, missing: int) -> Report | None:
+    async def _refuse(self, prefix: Prefix, tokens: Tokens, missing: int) -> WarmReport | None:
         """Why it cannot be what it is to be: computed as far as it is missing, and pinned."""
         source = self._source
         if missing > 0:
@@ -229,21 +229,21 @@ class Prewarmer:
                 return refusal
             if not await source.has_room(prefix, missing):
                 reason = f"there is no free room for the KV of {missing} tokens"
-                return Report(outcome=Outcome.NO_ROOM, reason=reason)
+                return WarmReport(outcome=WarmOutcome.NO_ROOM, reason=reason)
         return await source.refuse_pin(prefix, tokens, missing) if prefix.is_pinned else None
 
-    def _account(self, job: _Job, report: Report) -> None:
+    def _account(self, job: _Job, report: WarmReport) -> None:
         key, now = job.prefix.key, self._clock.mono()
         self._outcomes[report.outcome] += 1
         self._computed += report.warmed.computed
         match report.outcome:
-            case Outcome.WARM:
+            case WarmOutcome.WARM:
                 self._faults.pop(key, None)
                 self._cached += report.warmed.cached
                 self._refreshed += job.kind is Kind.KEPT and report.warmed.computed == 0
                 self._keep(job, now)
                 report = replace(report, is_pinned=job.prefix.is_pinned)
-            case Outcome.FAILED:
+            case WarmOutcome.FAILED:
                 self._tell_once(job.prefix, report.reason)
                 self._let_go(key)
             case _:
@@ -339,7 +339,7 @@ class Prewarmer:
             self._put(job)
         else:
             reason = f"{MAX_QUEUED} prefixes wait already"
-            self._account(job, Report(outcome=Outcome.CROWDED, reason=reason))
+            self._account(job, WarmReport(outcome=WarmOutcome.CROWDED, reason=reason))
 
     def _waiting(self, key: str) -> list[_Job]:
         return [job for jobs in self._queue.values() for job in jobs if job.prefix.key == key]
@@ -362,7 +362,9 @@ async def _never() -> Tokens:
     raise InvariantBroken("prewarm", "a prefix whose tokens are known was rendered again")
 
 
-_STOPPING = Report(outcome=Outcome.AWAY, reason="this node is stopping")
-_INTERRUPTED = Report(outcome=Outcome.PRESSURE, reason="memory became short meanwhile")
-_WIPED = Report(outcome=Outcome.AWAY, reason="what this node keeps was wiped meanwhile")
-_FAULT = Report(outcome=Outcome.FAILED, reason="an internal fault; the node's log tells more")
+_STOPPING = WarmReport(outcome=WarmOutcome.AWAY, reason="this node is stopping")
+_INTERRUPTED = WarmReport(outcome=WarmOutcome.PRESSURE, reason="memory became short meanwhile")
+_WIPED = WarmReport(outcome=WarmOutcome.AWAY, reason="what this node keeps was wiped meanwhile")
+_FAULT = WarmReport(
+    outcome=WarmOutcome.FAILED, reason="an internal fault; the node's log tells more"
+)

@@ -16,9 +16,9 @@ from kakeya.generation.cuts import unmarked
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.frames import Done
 from kakeya.generation.model import ModelDirectory
-from kakeya.generation.request import DecodeRequest, Priority
+from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.retention import BlockClass, Retention
-from kakeya.prefix.seam import Outcome, Report, Tokens, Warmed, facts_at_hand
+from kakeya.prefix.seam import Tokens, Warmed, WarmOutcome, WarmReport, facts_at_hand
 from kakeya.prefix.warm.warming import Prefix
 
 
@@ -101,33 +101,33 @@ class ModelSource:
         self._adapter = adapter
         self._is_needed = is_needed
 
-    async def refuse(self, prefix: Prefix) -> Report | None:
+    async def refuse(self, prefix: Prefix) -> WarmReport | None:
         """Why this cannot be computed now."""
         if not self._prefixes.is_on:
             reason = "this node keeps no prefixes: precache.memory_mb is 0"
-            return Report(outcome=Outcome.NO_ROOM, reason=reason)
+            return WarmReport(outcome=WarmOutcome.NO_ROOM, reason=reason)
         try:
             facts = await facts_at_hand(self._models.get(prefix.model_id, prefix.client))
         except (NotFound, Denied) as unknown:
-            return Report(outcome=Outcome.AWAY, reason=unknown.message)
-        if isinstance(facts, Report):
+            return WarmReport(outcome=WarmOutcome.AWAY, reason=unknown.message)
+        if isinstance(facts, WarmReport):
             return facts
         if not facts.kv_block_tokens:
             reason = f"the KV of {facts.model_id} cannot be kept in blocks"
-            return Report(outcome=Outcome.NO_ROOM, reason=reason)
+            return WarmReport(outcome=WarmOutcome.NO_ROOM, reason=reason)
         return _GIVES_WAY if self._is_needed() else None
 
     async def keep(self, prefix: Prefix, tokens: Tokens) -> int:
         """Refresh what is there of a prefix."""
         return self._keep(prefix, tokens, pin="")
 
-    async def refuse_pin(self, prefix: Prefix, tokens: Tokens, missing: int) -> Report | None:
+    async def refuse_pin(self, prefix: Prefix, tokens: Tokens, missing: int) -> WarmReport | None:
         """Why this cannot be pinned: all pins together may take a part of the pages."""
         prefixes = self._prefixes
         needed_bytes = prefixes.pinned_bytes(*self._names(prefix), tokens, prefix.key)
         if missing > 0:
             facts = await facts_at_hand(self._models.get(prefix.model_id, prefix.client))
-            if isinstance(facts, Report):
+            if isinstance(facts, WarmReport):
                 return facts
             needed_bytes += prefixes.bytes_of(facts, missing)
         if needed_bytes <= prefixes.most_pinned_bytes:
@@ -137,7 +137,7 @@ class ModelSource:
             f"{format_bytes(prefixes.most_pinned_bytes)} together, which is half of "
             f"precache.memory_mb: send others without pin, or wait until they end"
         )
-        return Report(outcome=Outcome.NO_ROOM, reason=reason)
+        return WarmReport(outcome=WarmOutcome.NO_ROOM, reason=reason)
 
     def pin(self, prefix: Prefix, tokens: Tokens) -> None:
         """Let nothing take the place of what is there."""
@@ -157,11 +157,11 @@ class ModelSource:
     async def has_room(self, prefix: Prefix, tokens: int) -> bool:
         """Whether so many more tokens fit without taking anybody's place."""
         facts = await facts_at_hand(self._models.get(prefix.model_id, prefix.client))
-        if isinstance(facts, Report):
+        if isinstance(facts, WarmReport):
             return False
         return self._prefixes.bytes_of(facts, tokens) <= self._prefixes.free_bytes()
 
-    async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed | Report:
+    async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed | WarmReport:
         """Have the engine compute what is not there. Raises what a decode raises.
 
         It counts to nobody's share: nobody asked for it.
@@ -170,7 +170,7 @@ class ModelSource:
         request = DecodeRequest(
             token_ids=token_ids,
             max_tokens=0,
-            priority=Priority.SPECULATIVE,
+            priority=GenerationPriority.SPECULATIVE,
             cuts=cuts,
             kv_retention=prefix.retention,
         )
@@ -200,4 +200,4 @@ class ModelSource:
         return record.base, record.version
 
 
-_GIVES_WAY = Report(outcome=Outcome.PRESSURE, reason="a model waits for room in memory")
+_GIVES_WAY = WarmReport(outcome=WarmOutcome.PRESSURE, reason="a model waits for room in memory")

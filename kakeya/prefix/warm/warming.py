@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from kakeya.generation.retention import BlockClass, Retention
-from kakeya.prefix.seam import Outcome, Report, Tokens, TokenSource, Warmed
+from kakeya.prefix.seam import Tokens, TokenSource, Warmed, WarmOutcome, WarmReport
 
 
 class Kind(IntEnum):
@@ -44,7 +44,7 @@ class Prefix:
 class WarmSource(Protocol):
     """Who computes prefixes and knows what is kept."""
 
-    async def refuse(self, prefix: Prefix) -> Report | None:
+    async def refuse(self, prefix: Prefix) -> WarmReport | None:
         """Why this cannot be computed now; None = it can."""
         ...
 
@@ -52,7 +52,7 @@ class WarmSource(Protocol):
         """Refresh what is there of a prefix for its class: so many tokens from its beginning."""
         ...
 
-    async def refuse_pin(self, prefix: Prefix, tokens: Tokens, missing: int) -> Report | None:
+    async def refuse_pin(self, prefix: Prefix, tokens: Tokens, missing: int) -> WarmReport | None:
         """Why this cannot be pinned once the `missing` tokens are there too; None = it can."""
         ...
 
@@ -65,7 +65,7 @@ class WarmSource(Protocol):
         """Whether so many more tokens fit without taking anybody's place."""
         ...
 
-    async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed | Report:
+    async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed | WarmReport:
         """Compute what is not there, behind everybody's requests; a report where it had to give
         way. Raises KakeyaError."""
         ...
@@ -79,7 +79,7 @@ class WarmSource(Protocol):
 class PrewarmStats:
     """Counts over a prewarmer's life; the last four are of this moment."""
 
-    outcomes: Mapping[Outcome, int]
+    outcomes: Mapping[WarmOutcome, int]
     cached_tokens: int
     computed_tokens: int
     refreshed: int

@@ -5,8 +5,9 @@
     mutual TLS    the holder of a certificate of this fleet, its role       Caller.role
     open          anybody, in a fleet without identities (--insecure-lan)   Caller.role None
 
-A listener has one `Guard`, which knows where its calls come from. A request is parsed only after
-its caller was let in, and bytes that are no message end as INVALID_ARGUMENT, not as a Python error.
+A listener has one `CallGuard`, which knows where its calls come from. A request is parsed only
+after its caller was let in, and bytes that are no message end as INVALID_ARGUMENT, not as a
+Python error.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import grpc.aio
 from kakeya.core.clock import Clock
 from kakeya.core.errors import Denied, KakeyaError, Unauthenticated
 from kakeya.wire.security import Caller, Certified, CertRole
-from kakeya.wire.server.caller_limits import Admission, Budget
+from kakeya.wire.server.caller_limits import Budget, CallerAccounts
 from kakeya.wire.server.connections import Connections
 from kakeya.wire.server.handlers import Context, Handler, guarded
 from kakeya.wire.server.sockets import Peer, peer_of
@@ -105,7 +106,7 @@ def check(method: str, permission: Permission, origin: Origin, role: CertRole | 
     raise Denied(f"{method} is not for {who}; the roles that may call it: {roles}")
 
 
-class Guard(grpc.aio.ServerInterceptor):
+class CallGuard(grpc.aio.ServerInterceptor):
     """Wraps every handler of one listener."""
 
     def __init__(
@@ -113,7 +114,7 @@ class Guard(grpc.aio.ServerInterceptor):
         origin: Origin,
         permissions: Mapping[str, Permission],
         *,
-        admission: Admission,
+        admission: CallerAccounts,
         connections: Connections,
         clock: Clock,
         trust: CallerTrust | None = None,

@@ -73,7 +73,7 @@ class _Account:
     running: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
 
 
-class Admission:
+class CallerAccounts:
     """The accounts of all callers; those at rest the longest are forgotten first."""
 
     def __init__(self, clock: Clock, limits: CallerLimits | None = None) -> None:

@@ -25,8 +25,8 @@ from kakeya.core.settings import split_address
 from kakeya.core.units import KIB
 from kakeya.wire.channels import IDLE_S, Keepalive, Option, is_local, message_options
 from kakeya.wire.security import TlsMaterial
-from kakeya.wire.server.authorization import CallerTrust, Guard, Origin, Permission
-from kakeya.wire.server.caller_limits import Admission, CallerLimits
+from kakeya.wire.server.authorization import CallerTrust, CallGuard, Origin, Permission
+from kakeya.wire.server.caller_limits import CallerAccounts, CallerLimits
 from kakeya.wire.server.connections import Connections, surplus
 from kakeya.wire.server.permissions import PERMISSIONS
 from kakeya.wire.server.ports import listen, unusable
@@ -95,7 +95,7 @@ class Listeners:
         self._permissions = permissions
         self._clock = clock
         self._callers = callers
-        self._admission = Admission(clock, callers)
+        self._admission = CallerAccounts(clock, callers)
         self._connections = Connections(callers.connections)
         self._open: dict[str, _Listener] = {}
         self._is_started = False
@@ -187,7 +187,7 @@ class Listeners:
                 )
 
     def _server(self, origin: Origin) -> grpc.aio.Server:
-        guard = Guard(
+        guard = CallGuard(
             origin,
             self._permissions,
             admission=self._admission,

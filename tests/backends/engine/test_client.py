@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from kakeya.backends.engine import client as engine_client
-from kakeya.backends.engine.client import EngineClient, Limits
+from kakeya.backends.engine.client import EngineClient, EngineMemoryLimits
 from kakeya.core.errors import PeerUnavailable
 from kakeya.generation.request import DecodeRequest
 from kakeya.v1 import engine_pb2_grpc
@@ -48,7 +48,7 @@ CALLS: dict[str, Callable[[EngineClient], Awaitable[object]]] = {
     "draft": lambda client: client.draft([1], 2, seed=None, temperature=None, timeout_s=LIMIT_S),
     "release": lambda client: client.release("key", LIMIT_S),
     "stats": lambda client: client.stats(LIMIT_S),
-    "set_limits": lambda client: client.set_limits(Limits(memory_bytes=1), LIMIT_S),
+    "set_limits": lambda client: client.set_limits(EngineMemoryLimits(memory_bytes=1), LIMIT_S),
     "shrink": lambda client: client.shrink(1, LIMIT_S),
     "unload_adapter": lambda client: client.unload_adapter("a", LIMIT_S),
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kakeya.backends.engine.backend import EngineBackend
-from kakeya.backends.engine.client import Limits
+from kakeya.backends.engine.client import EngineMemoryLimits
 from kakeya.core.errors import (
     InvalidArgument,
     MemoryRefused,
@@ -102,7 +102,9 @@ async def test_limits_hold_the_context_that_their_kv_allows_and_say_so(
     assert engine.facts is not None
     assert engine.facts.context_tokens == 768
     assert await engine.ready(1.0) == engine.facts
-    assert engine.limits == Limits(memory_bytes=said.limit_bytes, kv_bytes=3 * BLOCK_BYTES)
+    assert engine.limits == EngineMemoryLimits(
+        memory_bytes=said.limit_bytes, kv_bytes=3 * BLOCK_BYTES
+    )
     assert await decode(engine, request(700, 68)) == 68
     with pytest.raises(MemoryRefused, match="prompt and answer together may have 768 tokens"):
         await decode(engine, request(700, 69))
@@ -114,7 +116,7 @@ async def test_limits_that_cannot_be_kept_change_nothing(engine: EngineBackend) 
         await engine.set_limits(memory_bytes=MIB)
     with pytest.raises(InvalidArgument, match="holds no sequence"):
         await engine.set_limits(kv_bytes=1)
-    assert engine.limits == Limits()
+    assert engine.limits == EngineMemoryLimits()
     assert await decode(engine, request(700, 4)) == 4
 
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from kakeya.backends.engine.escalation import (
     EndIt,
+    EngineSight,
     Escalation,
     EscalationRules,
     HoldIt,
     KillIt,
     ResumeIt,
     ShrinkIt,
-    Sight,
     Stage,
 )
 
@@ -24,11 +24,13 @@ RULES = EscalationRules()
 POLL_S = 2.0
 
 
-def sight(resident: int, *, running: int = 1, child: int = 1, lease: int = LEASE) -> Sight:
-    return Sight(child=child, resident_bytes=resident, lease_bytes=lease, running=running)
+def sight(resident: int, *, running: int = 1, child: int = 1, lease: int = LEASE) -> EngineSight:
+    return EngineSight(child=child, resident_bytes=resident, lease_bytes=lease, running=running)
 
 
-def follow(way: Escalation, seen: list[Sight], start: float = 0.0) -> list[tuple[float, object]]:
+def follow(
+    way: Escalation, seen: list[EngineSight], start: float = 0.0
+) -> list[tuple[float, object]]:
     steps = [
         (start + POLL_S * at, way.see(one, start + POLL_S * at)) for at, one in enumerate(seen)
     ]
@@ -109,7 +111,7 @@ def test_a_larger_lease_ends_it() -> None:
 
 
 @st.composite
-def lives(draw: st.DrawFn) -> list[tuple[float, Sight]]:
+def lives(draw: st.DrawFn) -> list[tuple[float, EngineSight]]:
     now, child, seen = 0.0, 1, []
     for _ in range(draw(st.integers(1, 60))):
         now += draw(st.sampled_from((0.5, 2.0, 2.0, 2.0, 6.0, 31.0)))

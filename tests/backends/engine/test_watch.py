@@ -26,9 +26,9 @@ from kakeya.generation.request import DecodeRequest, Sampling
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.capability import Capability, Loaded
 from kakeya.memory.arbiter.events import EngineDrained, EngineKilled, EngineShrunk, MemoryPressure
-from kakeya.memory.arbiter.policy import Level, Rung, Tenant
+from kakeya.memory.arbiter.policy import PressureLevel, Rung, Tenant
 from kakeya.memory.arbiter.resident import TEXT_TARGET
-from kakeya.memory.machine.pressure import Footprint as PressureSight
+from kakeya.memory.machine.pressure import FootprintPressure as PressureSight
 from kakeya.memory.machine.pressure import Reading
 from kakeya.memory.pressure_sources import footprint
 from tests.backends.engine.test_backend import FAST, is_alive
@@ -218,7 +218,7 @@ async def test_one_that_does_not_shrink_is_drained_and_its_stream_ends_with_the_
         await until(lambda: here.resident().bytes > 1.1 * lease or here.events(EngineDrained))
         reading = await PressureSight(lambda: footprint(here.arbiter.status())).read()
         assert reading is not None
-        assert reading.level is Level.NOMINAL, "its own matter while the budget holds"
+        assert reading.level is PressureLevel.NOMINAL, "its own matter while the budget holds"
         await until(lambda: here.events(EngineDrained))
         assert not pages.asked
         assert await stream == wanted
@@ -310,9 +310,9 @@ async def test_under_pressure_idle_kv_goes_before_any_model(model: Path) -> None
         await collect(here.backend, request(token_ids=PROMPT * 6, max_tokens=2, kv_key="a"))
         await here.watch.look()
         assert here.tenant().spare_bytes == 0
-        here.arbiter.observe(Reading(level=Level.CRITICAL, source="test"))
+        here.arbiter.observe(Reading(level=PressureLevel.CRITICAL, source="test"))
         assert here.events(MemoryPressure)
-        here.arbiter.observe(Reading(level=Level.CRITICAL, source="test"))
+        here.arbiter.observe(Reading(level=PressureLevel.CRITICAL, source="test"))
         async with asyncio.timeout(120):
             while (await here.backend.stats()).kv_live_bytes:
                 await asyncio.sleep(0.01)
@@ -327,14 +327,16 @@ async def test_what_pressure_takes_of_a_lease_makes_no_room_for_others(model: Pa
         await collect(here.backend, request(token_ids=PROMPT * 6, max_tokens=2, kv_key="a"))
         await here.watch.look()
         here.arbiter.set_budget(lease)
-        here.arbiter.observe(Reading(level=Level.LOW, source="test", available_bytes=1 << 40))
+        here.arbiter.observe(
+            Reading(level=PressureLevel.LOW, source="test", available_bytes=1 << 40)
+        )
         free = [here.arbiter.status().free_bytes]
         async with asyncio.timeout(120):
             while (await here.backend.stats()).kv_live_bytes:
                 free.append(here.arbiter.status().free_bytes)
                 await here.watch.look()
                 here.arbiter.observe(
-                    Reading(level=Level.LOW, source="test", available_bytes=1 << 40)
+                    Reading(level=PressureLevel.LOW, source="test", available_bytes=1 << 40)
                 )
         assert max(free) <= 0
         assert here.arbiter.status().committed_bytes == lease

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kakeya.adapters.files.packed import PackedAdapter, Precision, digest, pack, unpack
 from kakeya.core.errors import Conflict, MemoryRefused, NotFound
-from kakeya.engine.adapters.slots import AdapterUse, EngineAdapters
+from kakeya.engine.adapters.slots import EngineAdapters, SlottedAdapter
 from tests.engine.adapter_rig import FOLDERS, take
 
 SLOTS = 3
@@ -45,7 +45,7 @@ class Uses(RuleBasedStateMachine):
         self.adapters = EngineAdapters(self.bank)
         self.loaded: dict[str, bytes] = {}
         self.slots: dict[str, int] = {}
-        self.uses: list[tuple[AdapterUse, bytes]] = []
+        self.uses: list[tuple[SlottedAdapter, bytes]] = []
 
     def note(self) -> None:
         self.bank.in_use = {use.slot for use, _ in self.uses}

@@ -19,7 +19,7 @@ from kakeya.engine.job import (
     PrefillFrame,
     TokensFrame,
 )
-from kakeya.engine.steps.scheduler import Scheduler, Ticket
+from kakeya.engine.steps.scheduler import QueueTicket, Scheduler
 from kakeya.engine.steps.sequence import SequenceRun
 from kakeya.memory.pages.shared_arena import Filling
 from tests.engine.kv_rig import Lender, Prefixes
@@ -85,7 +85,7 @@ class Run:
         self.scheduler = Scheduler(rig.model, self.tools, max_running=4)
         self.frames: dict[int, list[EngineFrame]] = {}
         self.errors: dict[int, KakeyaError] = {}
-        self.tickets: dict[int, Ticket] = {}
+        self.tickets: dict[int, QueueTicket] = {}
         self.open = 0
 
     def submit(self, park_id: int, job: dict[str, object], **calls: Callable[[], None]) -> None:
@@ -107,7 +107,7 @@ class Run:
 
         self.open += 1
         decode = DecodeJob(park_id=park_id, **job)  # type: ignore[arg-type]
-        self.tickets[park_id] = Ticket(decode, put, fail)
+        self.tickets[park_id] = QueueTicket(decode, put, fail)
         self.scheduler.submit(self.tickets[park_id])
 
     def close(self) -> None:

@@ -22,8 +22,8 @@ from kakeya.engine.queue.policy import (
     PATIENCE_S,
     ROUND_S,
     Account,
-    Ahead,
-    Claim,
+    AheadOfClaim,
+    GenerationClaim,
     first,
     first_token_s,
     is_chunk_due,
@@ -45,9 +45,9 @@ def claim(
     used: int = 0,
     arrived_s: float = 0.0,
     work_s: float = 0.0,
-) -> Claim:
+) -> GenerationClaim:
     account = Account(client, priority, used)
-    return Claim(account=account, number=number, arrived_s=arrived_s, work_s=work_s)
+    return GenerationClaim(account=account, number=number, arrived_s=arrived_s, work_s=work_s)
 
 
 def test_the_order_is_class_then_share_then_work_then_arrival() -> None:
@@ -125,13 +125,13 @@ def test_clients_that_always_want_more_use_about_the_same(clients, places):
     }
     made = 0
 
-    def arrive(name: str) -> Claim:
+    def arrive(name: str) -> GenerationClaim:
         nonlocal made
         made += 1
-        return Claim(account=shares.arrive(name, 1), number=made, arrived_s=0.0)
+        return GenerationClaim(account=shares.arrive(name, 1), number=made, arrived_s=0.0)
 
     line = [arrive(name) for name in names for _ in range(2)]
-    running: deque[tuple[Claim, int]] = deque()
+    running: deque[tuple[GenerationClaim, int]] = deque()
     for _ in range(100):
         if len(running) == places:
             done, output = running.popleft()
@@ -158,12 +158,12 @@ def test_clients_that_always_want_more_use_about_the_same(clients, places):
 )
 def test_clients_use_about_the_same_however_many_users_they_name_and_so_do_these(users, size):
     """One place; each user always wants more, of one size. 0 = it names none."""
-    shares: FairShares[Claim] = FairShares()
+    shares: FairShares[GenerationClaim] = FairShares()
     asked: list[tuple[int, int]] = []
 
     def wait(client: int, user: int) -> None:
         account = shares.arrive(str(client), 1, str(user) if users[client] else "")
-        shares.add(Claim(account=account, number=len(asked), arrived_s=0.0))
+        shares.add(GenerationClaim(account=account, number=len(asked), arrived_s=0.0))
         asked.append((client, user))
 
     used = [[0] * max(1, count) for count in users]
@@ -215,7 +215,7 @@ def test_who_needs_more_room_than_there_is_holds_the_line_only_after_a_long_wait
     small = claim(2, priority=1, arrived_s=AGED_S)
     turn = FLOOR_TURNS - 1
 
-    def fits(one: Claim) -> bool:
+    def fits(one: GenerationClaim) -> bool:
         return one is small
 
     assert next_place([large, small], turn, AGED_S, fits) is small
@@ -333,7 +333,7 @@ def test_a_first_token_is_expected_after_its_own_prompt_and_later_behind_more(
     others = [claim(at, work_s=work_s) for at, work_s in enumerate(works)]
 
     def estimate(count: int) -> float:
-        ahead = Ahead(count, sum(one.work_s for one in others[:count]))
+        ahead = AheadOfClaim(count, sum(one.work_s for one in others[:count]))
         return first_token_s(
             mine, ahead, [], free_places=free, place_every_s=every_s, stretch=stretch
         )
@@ -344,14 +344,14 @@ def test_a_first_token_is_expected_after_its_own_prompt_and_later_behind_more(
 
 
 def test_what_goes_after_it_does_not_delay_it() -> None:
-    waiting: Waiting[Claim] = Waiting()
+    waiting: Waiting[GenerationClaim] = Waiting()
     mine = claim(1, work_s=1.0)
     behind = [claim(2, work_s=1.5), claim(3, priority=2, work_s=0.1)]
     for one in behind:
         waiting.add(one)
     ahead = waiting.ahead_of(mine)
-    assert ahead == Ahead()
+    assert ahead == AheadOfClaim()
     expected_s = first_token_s(mine, ahead, behind, free_places=1, place_every_s=1.0, stretch=1.0)
     assert expected_s == pytest.approx(1.0)
     late = claim(4, priority=2, work_s=2.0)
-    assert waiting.ahead_of(late) == Ahead(2, 1.6)
+    assert waiting.ahead_of(late) == AheadOfClaim(2, 1.6)

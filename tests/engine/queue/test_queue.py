@@ -26,7 +26,7 @@ from kakeya.engine.queue.pace import Pace
 from kakeya.engine.queue.policy import EQUAL_TOKENS, OUTPUT_WEIGHT
 from kakeya.engine.queue.queue import Line
 from kakeya.engine.queue.room import KvRoom
-from kakeya.engine.queue.rows import Row, Ticket
+from kakeya.engine.queue.rows import QueueRow, QueueTicket
 from tests.engine.linear_line import LinearLine
 from tests.engine.virtual_rig import VirtualRig
 
@@ -48,15 +48,15 @@ class Side:
             self.line = Line(self.room, self.slots, FACTS, pace, places=PLACES)
         else:
             self.line = LinearLine(self.room, pace, places=PLACES)
-        self.running: list[Row] = []
+        self.running: list[QueueRow] = []
 
-    def waiting(self) -> list[Row]:
+    def waiting(self) -> list[QueueRow]:
         held = self.line.waiting
         rows = list(held.values()) if isinstance(held, dict) else held
         return sorted(rows, key=lambda row: row.number)
 
     def arrive(self, job: DecodeJob, now_s: float) -> str:
-        ticket = Ticket(job, lambda frame: None, lambda error: None)
+        ticket = QueueTicket(job, lambda frame: None, lambda error: None)
         try:
             self.line.arrive(ticket, self.running, now_s)
         except KakeyaError as refusal:
@@ -82,7 +82,7 @@ class Side:
             self.place(entry.row)
         return said
 
-    def place(self, row: Row) -> None:
+    def place(self, row: QueueRow) -> None:
         self.line.enter(row)
         self.running.append(row)
         if row.run is None:
@@ -91,13 +91,13 @@ class Side:
         self.line.charge(row)
         row.is_prefilling = row.prompt_left > 0
 
-    def park(self, row: Row) -> None:
+    def park(self, row: QueueRow) -> None:
         self.line.refund(row)
         self.running.remove(row)
         self.room.park(row, row.length)
         self.line.park(row)
 
-    def leave(self, row: Row) -> None:
+    def leave(self, row: QueueRow) -> None:
         if row in self.running:
             self.line.refund(row)
             self.running.remove(row)
@@ -274,7 +274,7 @@ def test_who_was_promised_the_next_place_gets_it_before_those_that_go_first() ->
         side.arrive(DecodeJob(token_ids=range(prompt), max_tokens=1), 0.0)
     first, second = side.waiting()[1], side.waiting()[0]
 
-    def next_row() -> Row | None:
+    def next_row() -> QueueRow | None:
         entry = line.next_entry(side.running, 0.0)
         return None if entry is None else entry.row
 

@@ -10,7 +10,7 @@ import pytest
 
 from kakeya.core.errors import InvalidArgument, InvariantBroken, KakeyaError
 from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, PrefillFrame, TokensFrame
-from kakeya.engine.steps.scheduler import Scheduler, Ticket
+from kakeya.engine.steps.scheduler import QueueTicket, Scheduler
 from tests.engine.rig import Rig, load_rig, tools
 
 WAIT_S = 20.0
@@ -55,10 +55,10 @@ def scheduler(rig: Rig) -> Iterator[Scheduler]:
     assert not thread.is_alive()
 
 
-def submit(scheduler: Scheduler, **job: object) -> tuple[Ticket, Sink]:
+def submit(scheduler: Scheduler, **job: object) -> tuple[QueueTicket, Sink]:
     sink = Sink()
     values: dict[str, object] = {"token_ids": [5, 6, 7, 8], "max_tokens": 8}
-    ticket = Ticket(DecodeJob(**{**values, **job}), sink.put, sink.fail)  # type: ignore[arg-type]
+    ticket = QueueTicket(DecodeJob(**{**values, **job}), sink.put, sink.fail)  # type: ignore[arg-type]
     scheduler.submit(ticket)
     return ticket, sink
 
@@ -145,7 +145,8 @@ def test_more_than_may_run_wait_their_turn(scheduler: Scheduler) -> None:
         sink.put(frame)
 
     tickets = [
-        Ticket(job, partial(put, sink), sink.fail) for job, sink in zip(todo, sinks, strict=True)
+        QueueTicket(job, partial(put, sink), sink.fail)
+        for job, sink in zip(todo, sinks, strict=True)
     ]
     scheduler.call(lambda: [scheduler.submit(ticket) for ticket in tickets]).result(WAIT_S)
     for sink in sinks:

@@ -21,7 +21,7 @@ from kakeya.engine.job import DecodeJob, PrefillFrame, SourceSpec, TokensFrame
 from kakeya.engine.model import CHUNK_LIMIT_S, LEAST_CHUNK_TOKENS, LoadedFacts
 from kakeya.engine.steps.sequence import SequenceRun
 from kakeya.mlx.model import MlxModel
-from kakeya.mlx.verifier import Verifier
+from kakeya.mlx.verifier import MlxVerifier
 from tests.decoding.servers import serving
 from tests.engine.rig import Rig, collect, load_rig, tools
 
@@ -174,7 +174,9 @@ def test_a_text_that_nothing_matches_is_decoded_as_without_drafts(
     run._drafting._own._index = Scripted(plain, len(CYCLE), kind)  # type: ignore[assignment]
     asked: list[int] = []
     verifiable_rows = run.state.verifiable_rows
-    monkeypatch.setattr(Verifier, "verifiable_rows", lambda _: asked.append(1) or verifiable_rows())
+    monkeypatch.setattr(
+        MlxVerifier, "verifiable_rows", lambda _: asked.append(1) or verifiable_rows()
+    )
     tokens, done = collect(run)
     assert tokens == plain
     (tally,) = done.sources
@@ -340,7 +342,7 @@ class Paced:
             prefill_context_s=context_s,
         )
 
-    def open(self) -> Verifier:
+    def open(self) -> MlxVerifier:
         return self._model.open()
 
 

@@ -15,7 +15,7 @@ from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards.cards import Offer
 from kakeya.fleet.cards.convert import MAX_BATCH_CARDS, join_cards, split_cards
 from kakeya.fleet.gossip.gossip import FULL_EVERY, Gossip, GossipConfig, GossipStats
-from kakeya.fleet.gossip.round import Outcome, Round
+from kakeya.fleet.gossip.round import PeerOutcome, Round
 from kakeya.fleet.gossip.sync import MAX_REPAIR_BYTES, Sync
 from kakeya.fleet.gossip.targets import MAX_DIALS, choose_targets, fit_batch
 from kakeya.fleet.view.registry import REMEMBER_S
@@ -278,8 +278,8 @@ async def test_one_round_in_twelve_tells_one_peer_everything() -> None:
 
 
 async def test_counts_of_rounds_add_up() -> None:
-    good = Outcome(address="a:1", changed=("x", "y"), dropped={})
-    bad = Outcome(address="b:1", error="b:1: gone", error_code="unavailable", dropped={})
+    good = PeerOutcome(address="a:1", changed=("x", "y"), dropped={})
+    bad = PeerOutcome(address="b:1", error="b:1: gone", error_code="unavailable", dropped={})
     done = Round(outcomes=(good, bad), seconds=0.5, sent_bytes=100)
     stats = GossipStats().after(done, NOW).after(done, NOW + 1)
     assert (stats.rounds, stats.exchanges, stats.failures) == (2, 2, 2)

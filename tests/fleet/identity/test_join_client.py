@@ -40,7 +40,7 @@ from kakeya.fleet.identity.invite import (
     proof_of_request,
 )
 from kakeya.fleet.identity.join_client import PENDING_KEY, JoinedFleet, join
-from kakeya.fleet.identity.join_server import Door
+from kakeya.fleet.identity.join_server import JoinServer
 from kakeya.fleet.identity.membership import open_trust
 from kakeya.fleet.identity.trust import FleetTrust
 from kakeya.v1 import fleet_pb2 as pb
@@ -59,7 +59,7 @@ class House:
     identity: Identity
     authority: Authority
     trust: FleetTrust
-    door: Door
+    door: JoinServer
     clock: SettableClock
 
     async def token(self, role: CertRole = CertRole.MEMBER, valid_s: float = 900.0) -> str:
@@ -74,7 +74,7 @@ async def open_house(**options: object) -> AsyncIterator[House]:
     assert authority is not None
     trust = FleetTrust(identity)
     settings = {"hosts": lambda: ["127.0.0.1"], "peers": lambda: PEERS, **options}
-    door = Door(authority, trust, clock=clock, **settings)  # type: ignore[arg-type]
+    door = JoinServer(authority, trust, clock=clock, **settings)  # type: ignore[arg-type]
     async with Supervisor(clock) as tasks:
         door.start(tasks)
         try:

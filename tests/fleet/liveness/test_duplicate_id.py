@@ -16,7 +16,7 @@ from kakeya.fleet.gossip.service import CapabilityService, register
 from kakeya.fleet.gossip.sync import Sync
 from kakeya.fleet.identity.authority import authority_of, new_fleet
 from kakeya.fleet.identity.trust import FleetTrust
-from kakeya.fleet.liveness.duplicate_id import Namesake, answers_as
+from kakeya.fleet.liveness.duplicate_id import DuplicateIdWatch, answers_as
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.wire.server.health import NodeHealth
 from kakeya.wire.tls import server_credentials
@@ -100,7 +100,7 @@ class Newcomer:
         self.clock = FakeClock(wall=CLOCK.wall())
         self.registry = registry_of(None)
         self.health = NodeHealth()
-        self.namesake = Namesake(
+        self.namesake = DuplicateIdWatch(
             self.registry,
             None,
             self.health,

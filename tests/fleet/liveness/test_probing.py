@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.fleet.liveness.dialing import Reach
+from kakeya.fleet.liveness.dialing import DialResult
 from kakeya.fleet.liveness.pacing import Shares
 from kakeya.fleet.liveness.probing import ProbeConfig, Prober
 from kakeya.fleet.view.suspicion import Doubt, Sign
@@ -155,9 +155,9 @@ async def test_a_busy_node_blames_nobody() -> None:
         until_mono = time.monotonic() + 1.2
         while time.monotonic() < until_mono:  # the fault itself; b stands still too
             pass
-        assert (await looking).reach is Reach.UNSURE
+        assert (await looking).reach is DialResult.UNSURE
         assert not a.node.registry.is_suspect("b")
-        assert (await a.prober._dialer.dial(b.node.registry.own)).reach is Reach.REACHED
+        assert (await a.prober._dialer.dial(b.node.registry.own)).reach is DialResult.REACHED
 
 
 async def test_a_node_that_is_gone_is_no_more_accused_nor_dialled() -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kakeya.fleet.paths.addresses import Priority
+from kakeya.fleet.paths.addresses import NetworkRank
 from kakeya.fleet.paths.interfaces import (
     Interface,
     choose_listeners,
@@ -20,7 +20,7 @@ from kakeya.fleet.paths.interfaces import (
     read_thunderbolt_ports,
 )
 
-T, L, S, P = Priority.THUNDERBOLT, Priority.LAN, Priority.TAILSCALE, Priority.PUBLIC
+T, L, S, P = NetworkRank.THUNDERBOLT, NetworkRank.LAN, NetworkRank.TAILSCALE, NetworkRank.PUBLIC
 MAC = {
     ("bridge0", "169.254.10.20"): T,
     ("bridge0", "10.0.5.1"): T,
@@ -75,7 +75,7 @@ LINUX = {
 
 @pytest.mark.parametrize(("platform", "table"), [("darwin", MAC), ("linux", LINUX)])
 def test_interfaces_are_told_by_name_and_address(
-    platform: str, table: dict[tuple[str, str], Priority | None]
+    platform: str, table: dict[tuple[str, str], NetworkRank | None]
 ) -> None:
     told = {
         (name, ip): classify(name, ipaddress.ip_address(ip), platform, thunderbolt={"en7"})

@@ -6,7 +6,7 @@ import pytest
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.ids import ModelId
-from kakeya.fleet.cards.cards import Card, Offer, OfferedModel, Role
+from kakeya.fleet.cards.cards import Card, CardRole, Offer, OfferedModel
 from kakeya.fleet.cards.convert import from_wire, to_wire
 from kakeya.fleet.placement.draft_sources import LOCAL_NGRAM, choose_sources
 from kakeya.generation.facts import ModelFacts
@@ -25,7 +25,7 @@ FACTS = ModelFacts(
 
 
 def proposer(model_id: str, speed: float = 0.0, digest: str = "") -> OfferedModel:
-    return OfferedModel(ModelId(model_id), Role.PROPOSER, "", speed, digest)
+    return OfferedModel(ModelId(model_id), CardRole.PROPOSER, "", speed, digest)
 
 
 def card(

@@ -16,7 +16,7 @@ from kakeya.core.ids import NodeId
 from kakeya.fleet.cards.cards import Endpoint
 from kakeya.fleet.placement.placement import plan_spec_decode_placement
 from kakeya.fleet.view.beats import Beats
-from kakeya.fleet.view.contacts import MAX_PLACES, Meetings
+from kakeya.fleet.view.contacts import MAX_PLACES, FirstHandContacts
 from tests.fleet.members import House, Member, member, sealed_card
 from tests.fleet.nodes import NOW, proposer, until, verifier
 from tests.fleet.talk import Party, ToyTrust, exchange, make_party
@@ -36,7 +36,7 @@ STEPS = st.tuples(st.sampled_from(["met", "answered", "missed", "forget"]), NODE
 def test_a_meeting_says_who_answered_last_and_costs_little(
     steps: list[tuple[str, NodeId, str]],
 ) -> None:
-    meetings = Meetings()
+    meetings = FirstHandContacts()
     at: dict[str, NodeId] = {}
     met: set[NodeId] = set()
     for what, node_id, address in steps:

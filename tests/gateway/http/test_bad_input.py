@@ -16,8 +16,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.gateway.http.body import OFFLOAD_BYTES, parse_body
-from kakeya.gateway.http.connection import Limits
-from kakeya.gateway.http.edge import Admission, Edge, Forbidden
+from kakeya.gateway.http.connection import HttpLimits
+from kakeya.gateway.http.edge import CallerCheck, Edge, Forbidden
 from kakeya.gateway.metrics import HttpMetrics
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving
 
@@ -353,7 +353,7 @@ async def test_a_chunked_body_is_a_body(folder):
 
 
 async def test_a_body_over_the_limit_is_413_announced_or_not(folder):
-    async with serving(ToyModel(folder), limits=Limits(body_bytes=2000)) as served:
+    async with serving(ToyModel(folder), limits=HttpLimits(body_bytes=2000)) as served:
         big = b'{"model": "toy", "prompt": "' + b"a" * 2000 + b'"}'
 
         async def in_pieces():
@@ -368,7 +368,7 @@ async def test_a_body_over_the_limit_is_413_announced_or_not(folder):
 
 
 async def test_a_body_that_does_not_come_is_408(folder):
-    async with serving(ToyModel(folder), limits=Limits(body_s=0.1)) as served:
+    async with serving(ToyModel(folder), limits=HttpLimits(body_s=0.1)) as served:
         answer = await served.raw(post("Content-Length: 50"))
         assert answer.startswith(b"HTTP/1.1 408")
         await works(served)
@@ -427,7 +427,7 @@ async def test_other_hosts_and_origins_are_kept_out(folder):
 
 
 async def test_more_generations_than_places_are_told_to_come_again(folder):
-    async with serving(ToyModel(folder), limits=Limits(generations=0)) as served:
+    async with serving(ToyModel(folder), limits=HttpLimits(generations=0)) as served:
         reply = await served.http.post("/v1/completions", json=TEXT)
     assert reply.status_code == 429
     assert int(reply.headers["retry-after"]) >= 1
@@ -436,7 +436,7 @@ async def test_more_generations_than_places_are_told_to_come_again(folder):
 
 async def test_a_client_that_took_all_places_keeps_no_other_out(folder):
     model = ToyModel(folder, pace=Pace(step_s=0.02))
-    async with serving(model, limits=Limits(generations=2)) as served:
+    async with serving(model, limits=HttpLimits(generations=2)) as served:
 
         def ask(user):
             body = {**TEXT, "user": user, "max_tokens": 40}
@@ -470,10 +470,10 @@ def test_the_address_that_a_connection_came_in_by_is_a_name_of_the_node(
     """A machine has more addresses than the one it advertises; a resolved name is none of them."""
     headers = Headers({"host": host})
     if is_let_in:
-        Admission().check(headers, own_address)
+        CallerCheck().check(headers, own_address)
     else:
         with pytest.raises(Forbidden):
-            Admission().check(headers, own_address)
+            CallerCheck().check(headers, own_address)
 
 
 async def test_a_request_is_judged_by_the_address_of_its_own_connection() -> None:
@@ -481,7 +481,7 @@ async def test_a_request_is_judged_by_the_address_of_its_own_connection() -> Non
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body"})
 
-    edge = Edge(app, admission=Admission(), metrics=HttpMetrics(tuple), mono=lambda: 0.0)
+    edge = Edge(app, admission=CallerCheck(), metrics=HttpMetrics(tuple), mono=lambda: 0.0)
     for own, status in (("192.0.2.7", 200), ("192.0.2.9", 403)):
         sent: list[Message] = []
 

@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import Cancelled
-from kakeya.gateway.http.connection import Connection, Limits
+from kakeya.gateway.http.connection import Connection, HttpLimits
 from kakeya.gateway.openai.stream import KEEPALIVE
 from kakeya.generation.facts import ModelState
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving, until
@@ -107,7 +107,7 @@ async def test_the_openai_client_closing_its_stream_stops_the_work(folder):
 
 async def test_a_request_waits_for_a_loading_model_and_a_stream_shows_life(folder):
     model = ToyModel(folder, state=ModelState.LOADING, script="hello")
-    async with serving(model, limits=Limits(keepalive_s=0.05)) as served:
+    async with serving(model, limits=HttpLimits(keepalive_s=0.05)) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(request(stream=True))
         await reader.readuntil(b": waiting\n\n")
@@ -120,12 +120,12 @@ async def test_a_request_waits_for_a_loading_model_and_a_stream_shows_life(folde
 
 async def test_a_model_that_does_not_come_in_time_is_503_or_an_error_event(folder):
     model = ToyModel(folder, state=ModelState.LOADING)
-    async with serving(model, limits=Limits(ready_s=0.3)) as served:
+    async with serving(model, limits=HttpLimits(ready_s=0.3)) as served:
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError, match="still loads") as caught:
                 await served.openai.completions.create(model="toy", prompt="a", stream=stream)
             assert caught.value.response.headers["retry-after"] == "3"
-    async with serving(model, limits=Limits(ready_s=0.3, keepalive_s=0.05)) as served:
+    async with serving(model, limits=HttpLimits(ready_s=0.3, keepalive_s=0.05)) as served:
         stream = await served.openai.completions.create(model="toy", prompt="a", stream=True)
         with pytest.raises(openai.APIError, match="still loads"):
             _ = [chunk async for chunk in stream]
@@ -133,7 +133,7 @@ async def test_a_model_that_does_not_come_in_time_is_503_or_an_error_event(folde
 
 async def test_a_client_that_takes_nothing_is_given_up_and_disturbs_nobody(folder):
     model = ToyModel(folder, pace=Pace(per_step=400), context_tokens=1_000_000)
-    limits = Limits(keepalive_s=0.05, stall_s=0.2)
+    limits = HttpLimits(keepalive_s=0.05, stall_s=0.2)
     body = json.dumps(
         {"model": "toy", "prompt": "hi", "max_tokens": 900_000, "stream": True}
     ).encode()
@@ -165,7 +165,7 @@ class _Blocked:
             await asyncio.Event().wait()
 
 
-SHORT = Limits(keepalive_s=0.05, stall_s=0.2)
+SHORT = HttpLimits(keepalive_s=0.05, stall_s=0.2)
 END = b"data: [DONE]\n\n"
 
 

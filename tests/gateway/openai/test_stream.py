@@ -10,7 +10,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.gateway.answer import Answer
+from kakeya.gateway.answer import GeneratedAnswer
 from kakeya.gateway.openai.stream import ChunkWriter, usage_body
 from kakeya.generation.frames import Done, Progress, StopReason, Tokens, Usage
 from kakeya.text.text import TextModel
@@ -57,8 +57,8 @@ def test_a_stream_opens_with_the_role_and_closes_with_the_reason():
     assert parsed(chat.usage({"total_tokens": 3}))["choices"] == []
 
 
-def answer(**fields) -> Answer:
-    return Answer(text_model().detokenizer(), **fields)
+def answer(**fields) -> GeneratedAnswer:
+    return GeneratedAnswer(text_model().detokenizer(), **fields)
 
 
 def ids_of(text: str) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from kakeya.core import errors
-from kakeya.memory.arbiter.plan import Outcome
-from kakeya.memory.arbiter.policy import Level, Rung, Tenant
+from kakeya.memory.arbiter.plan import ArbiterOutcome
+from kakeya.memory.arbiter.policy import PressureLevel, Rung, Tenant
 from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, State, Warmth
 from kakeya.memory.leases.rules import JOB
 from tests.memory.worlds import MANY, World, ask, key
@@ -36,7 +36,7 @@ def test_requests_during_a_load_share_it_and_hold_leases_the_moment_it_ends() ->
     world.loads_by_hand = True
     leases = [world.ask(ask("see")) for _ in range(3)]
     assert world.loading == [key("see")]
-    world.take(world.arbiter.observe(Level.LOW, None, world.now))
+    world.take(world.arbiter.observe(PressureLevel.LOW, None, world.now))
     world.take(world.arbiter.loaded(key("see"), 90, world.now))
     assert set(world.grants) == set(leases)
     assert world.resident == {"see"}
@@ -93,7 +93,7 @@ def test_a_lease_is_released_once() -> None:
     world.release(first)
     with pytest.raises(errors.NotFound, match="not held"):
         world.arbiter.release(first, 0)
-    world.take(world.arbiter.observe(Level.CRITICAL, None, 0))
+    world.take(world.arbiter.observe(PressureLevel.CRITICAL, None, 0))
     assert world.resident == {"see"}
     world.release(second)
     assert world.resident == set()
@@ -265,9 +265,9 @@ def test_foreign_bytes_count() -> None:
 def test_what_the_machine_has_counts_beside_the_ledger() -> None:
     """S3.13: the budget would allow both, the machine has room for one."""
     world = World.of(1000)
-    world.take(world.arbiter.observe(Level.NOMINAL, 150, 0))
+    world.take(world.arbiter.observe(PressureLevel.NOMINAL, 150, 0))
     world.use(ask("a", MANY))
-    world.take(world.arbiter.observe(Level.NOMINAL, 50, 0))
+    world.take(world.arbiter.observe(PressureLevel.NOMINAL, 50, 0))
     world.use(ask("b", MANY))
     assert world.gone == [("a", "fit")]
 
@@ -276,9 +276,9 @@ def test_what_fits_beside_a_load_under_way_is_not_refused_for_it() -> None:
     """The machine shows more and more of the load; what is left for others stays the same."""
     world = World.of(240)
     world.loads_by_hand = True
-    world.take(world.arbiter.observe(Level.NOMINAL, 200, 0))
+    world.take(world.arbiter.observe(PressureLevel.NOMINAL, 200, 0))
     world.ask(ask("text", "text-target", 120))
-    world.take(world.arbiter.observe(Level.NOMINAL, 136, 25))
+    world.take(world.arbiter.observe(PressureLevel.NOMINAL, 136, 25))
     world.now = 25
     world.ask(ask("see", size=60))
     assert world.loading == [key("text"), key("see")]
@@ -373,7 +373,7 @@ def test_a_pinned_model_stays_whatever_comes() -> None:
     world.wait(10_000)
     world.use(ask("a", MANY))
     world.use(ask("b", MANY))
-    world.take(world.arbiter.observe(Level.CRITICAL, None, world.now))
+    world.take(world.arbiter.observe(PressureLevel.CRITICAL, None, world.now))
     assert world.resident == {"see"}
     swap = World.of(1000)
     swap.use(ask("see:a", warmth=PINNED))
@@ -502,7 +502,7 @@ def test_low_takes_the_lowest_role_then_the_next_after_the_cooldown() -> None:
     world = World.of(1000)
     for name in ("asr", "drafter", "vision"):
         world.use(ask(name, name))
-    world.take(world.arbiter.observe(Level.LOW, None, 0))
+    world.take(world.arbiter.observe(PressureLevel.LOW, None, 0))
     assert world.gone == [("drafter", "pressure")]
     world.wait(4.9)
     assert len(world.gone) == 1
@@ -515,7 +515,7 @@ def test_low_passes_over_what_is_held() -> None:
     world = World.of(1000)
     held = world.lease(ask("drafter", "drafter"))
     world.use(ask("vision"))
-    world.take(world.arbiter.observe(Level.LOW, None, 0))
+    world.take(world.arbiter.observe(PressureLevel.LOW, None, 0))
     assert world.gone == [("vision", "pressure")]
     world.release(held)
     world.wait(5)
@@ -524,7 +524,7 @@ def test_low_passes_over_what_is_held() -> None:
 
 def test_low_never_takes_text() -> None:
     """(d) It did, when text was the only role."""
-    for level in (Level.LOW, Level.CRITICAL):
+    for level in (PressureLevel.LOW, PressureLevel.CRITICAL):
         world = World.of(1000)
         world.use(ask("text", "text-target"))
         world.take(world.arbiter.observe(level, None, 0))
@@ -537,7 +537,7 @@ def test_critical_takes_every_idle_role_but_text() -> None:
     for role in ("text-target", "drafter", "vision", "tts"):
         world.use(ask(role, role))
     held = world.lease(ask("asr", "asr"))
-    world.take(world.arbiter.observe(Level.CRITICAL, None, 0))
+    world.take(world.arbiter.observe(PressureLevel.CRITICAL, None, 0))
     assert world.resident == {"text-target", "asr"}
     assert [name for name, _ in world.gone] == ["drafter", "vision", "tts"]
     world.release(held)
@@ -546,13 +546,13 @@ def test_critical_takes_every_idle_role_but_text() -> None:
 
 def test_critical_refuses_loads_but_text_and_says_when_to_ask_again() -> None:
     world = World.of(1000)
-    world.take(world.arbiter.observe(Level.CRITICAL, None, 0))
+    world.take(world.arbiter.observe(PressureLevel.CRITICAL, None, 0))
     error = world.refusals[world.ask(ask("see"))]
     assert "pressure is critical; refusing" in str(error)
     assert isinstance(error, errors.MemoryRefused)
     assert error.retry_after_s == 5.0
     world.lease(ask("text", "text-target"))
-    world.take(world.arbiter.observe(Level.NOMINAL, None, 0))
+    world.take(world.arbiter.observe(PressureLevel.NOMINAL, None, 0))
     world.lease(ask("see"))
 
 
@@ -560,7 +560,7 @@ def test_critical_does_not_refuse_what_is_there() -> None:
     """(d) It refused models that were resident and in use anyway."""
     world = World.of(1000)
     world.lease(ask("see"))
-    world.take(world.arbiter.observe(Level.CRITICAL, None, 0))
+    world.take(world.arbiter.observe(PressureLevel.CRITICAL, None, 0))
     world.lease(ask("see"))
 
 
@@ -569,7 +569,7 @@ def test_a_load_that_ends_under_critical_pressure_is_taken_back() -> None:
     world = World.of(1000)
     world.loads_by_hand = True
     waits = world.ask(ask("see"))
-    world.take(world.arbiter.observe(Level.CRITICAL, None, 0))
+    world.take(world.arbiter.observe(PressureLevel.CRITICAL, None, 0))
     world.take(world.arbiter.loaded(key("see"), 100, 0))
     assert isinstance(world.refusals[waits], errors.MemoryRefused)
     assert world.resident == set()
@@ -579,7 +579,7 @@ def test_requests_in_the_line_are_refused_when_pressure_becomes_critical() -> No
     world = World.of(1000)
     world.lease(ask("see:a"))
     waits = world.ask(ask("see:b"))
-    world.take(world.arbiter.observe(Level.CRITICAL, None, 0))
+    world.take(world.arbiter.observe(PressureLevel.CRITICAL, None, 0))
     assert waits in world.refusals
     assert world.arbiter.find(key("see:a")).state is State.READY  # type: ignore[union-attr]
 
@@ -588,12 +588,12 @@ def test_pressure_that_finds_nothing_says_so_and_not_all_the_time() -> None:
     """S0.26, R3: held handles are never dropped; exhaustion is an event of its own."""
     world = World.of(1000)
     world.lease(ask("see"))
-    world.take(world.arbiter.observe(Level.LOW, None, 0))
+    world.take(world.arbiter.observe(PressureLevel.LOW, None, 0))
     world.wait(59)
     assert len(world.exhausted) == 1
     world.wait(2)
     assert len(world.exhausted) == 2
-    world.take(world.arbiter.observe(Level.CRITICAL, None, world.now))
+    world.take(world.arbiter.observe(PressureLevel.CRITICAL, None, world.now))
     assert len(world.exhausted) == 3, "worse is news"
     assert world.resident == {"see"}
 
@@ -608,24 +608,24 @@ def test_critical_takes_no_more_pages_than_are_wanted_beside_the_models() -> Non
     world = World.of(1000)
     tenants = _with_pages(world, 500)
     world.use(ask("see", size=100))
-    world.take(world.arbiter.observe(Level.CRITICAL, None, 0, spare_bytes=-150))
+    world.take(world.arbiter.observe(PressureLevel.CRITICAL, None, 0, spare_bytes=-150))
     assert world.resident == set()
     assert _carry_out_shrinks(world, tenants) == [("pages", 50)]
     assert (world.plans[-1].asked_bytes, world.plans[-1].short_bytes) == (150, 0)
     world.plans.clear()
     world.take(world.arbiter.settle(1))
     assert not world.plans, "the reading is of before: nothing more is known to be wanted"
-    world.take(world.arbiter.observe(Level.CRITICAL, None, 2, spare_bytes=-30))
+    world.take(world.arbiter.observe(PressureLevel.CRITICAL, None, 2, spare_bytes=-30))
     assert _carry_out_shrinks(world, tenants) == [("pages", 30)]
 
 
 def test_what_is_on_its_way_back_is_not_wanted_again() -> None:
     world = World.of(1000)
     _with_pages(world, 500)
-    world.take(world.arbiter.observe(Level.CRITICAL, None, 0, spare_bytes=-100))
-    world.take(world.arbiter.observe(Level.CRITICAL, None, 1, spare_bytes=-100))
+    world.take(world.arbiter.observe(PressureLevel.CRITICAL, None, 0, spare_bytes=-100))
+    world.take(world.arbiter.observe(PressureLevel.CRITICAL, None, 1, spare_bytes=-100))
     assert [shrink.bytes for plan in world.plans for shrink in plan.shrink] == [100]
-    world.take(world.arbiter.observe(Level.CRITICAL, None, 2, spare_bytes=-120))
+    world.take(world.arbiter.observe(PressureLevel.CRITICAL, None, 2, spare_bytes=-120))
     assert [shrink.bytes for plan in world.plans for shrink in plan.shrink] == [100, 20]
     assert not world.exhausted
 
@@ -634,32 +634,32 @@ def test_a_model_on_its_way_out_is_not_made_up_for_by_pages() -> None:
     world = World.of(1000)
     _with_pages(world, 500)
     world.use(ask("see", size=100))
-    (plan,) = world.arbiter.observe(Level.CRITICAL, None, 0, spare_bytes=-100).plans
+    (plan,) = world.arbiter.observe(PressureLevel.CRITICAL, None, 0, spare_bytes=-100).plans
     assert (len(plan.evict), plan.shrink) == (1, ())
-    assert not world.arbiter.observe(Level.CRITICAL, None, 1, spare_bytes=-100).plans
+    assert not world.arbiter.observe(PressureLevel.CRITICAL, None, 1, spare_bytes=-100).plans
 
 
 def test_low_takes_no_more_than_is_wanted() -> None:
     world = World.of(1 << 30)
     tenants = _with_pages(world, 1 << 29)
     world.use(ask("see"))
-    world.take(world.arbiter.observe(Level.LOW, None, 0, spare_bytes=-1000))
+    world.take(world.arbiter.observe(PressureLevel.LOW, None, 0, spare_bytes=-1000))
     assert _carry_out_shrinks(world, tenants) == [("pages", 1000)]
     world.plans.clear()
     world.wait(100)
     assert not world.plans
     assert not world.exhausted
     half = tenants["pages"].spare_bytes // 2
-    world.take(world.arbiter.observe(Level.LOW, None, world.now, spare_bytes=-(1 << 29)))
+    world.take(world.arbiter.observe(PressureLevel.LOW, None, world.now, spare_bytes=-(1 << 29)))
     assert _carry_out_shrinks(world, tenants) == [("pages", half)]
 
 
 def test_a_model_that_came_back_can_be_taken_again() -> None:
     world = World.of(1000)
     for _ in range(2):
-        world.take(world.arbiter.observe(Level.NOMINAL, None, world.now))
+        world.take(world.arbiter.observe(PressureLevel.NOMINAL, None, world.now))
         world.use(ask("see"))
-        world.take(world.arbiter.observe(Level.LOW, None, world.now))
+        world.take(world.arbiter.observe(PressureLevel.LOW, None, world.now))
     assert world.gone == [("see", "pressure")] * 2
 
 
@@ -745,13 +745,13 @@ def test_low_purges_what_expired_and_asks_pages_before_models() -> None:
     for tenant in tenants.values():
         world.arbiter.report(tenant)
     world.use(ask("idle", MANY))
-    world.take(world.arbiter.observe(Level.LOW, None, 0))
+    world.take(world.arbiter.observe(PressureLevel.LOW, None, 0))
     assert _carry_out_shrinks(world, tenants) == [("cache", 20), ("pages", 100)]
     world.plans.clear()
     world.wait(5)
     assert world.gone == [("idle", "pressure")]
     world.plans.clear()
-    world.take(world.arbiter.observe(Level.CRITICAL, None, world.now))
+    world.take(world.arbiter.observe(PressureLevel.CRITICAL, None, world.now))
     assert _carry_out_shrinks(world, tenants) == [("cache", 40)], "critical empties live caches"
 
 
@@ -819,7 +819,7 @@ def test_a_plan_that_was_taken_back_does_not_begin_in_place_of_the_next_one() ->
     pages = Tenant(name="pages", rung=Rung.PAGES, held_bytes=40, spare_bytes=40)
     world.arbiter.report(pages)  # it could give after all
     (second,) = world.arbiter.settle(0).plans
-    assert world.arbiter.begin_load(first, 0) == (False, Outcome())
+    assert world.arbiter.begin_load(first, 0) == (False, ArbiterOutcome())
     world.arbiter.shrunk(second.shrink[0], Tenant(name="pages", rung=Rung.PAGES, held_bytes=0), 0)
     assert world.arbiter.begin_load(second, 0)[0]
 
@@ -830,7 +830,7 @@ def test_what_is_only_promised_is_nobodys_to_grow_into() -> None:
     lease, outcome = world.arbiter.ask(ask("see", size=40), 0)
     assert [one.bytes for plan in outcome.plans for one in plan.shrink] == [30]
     world.arbiter.withdraw(lease, 0)
-    assert world.arbiter.begin_load(outcome.plans[0], 0) == (False, Outcome())
+    assert world.arbiter.begin_load(outcome.plans[0], 0) == (False, ArbiterOutcome())
     seen = world.arbiter.snapshot()
     assert (seen.free_bytes, seen.promised_bytes, seen.spare_bytes) == (40, 30, 10)
     assert not world.arbiter.may_grow("pages", 11)
@@ -851,9 +851,9 @@ def test_preload_only_takes_room_that_is_free_in_calm() -> None:
     assert not world.arbiter.preload(ask("see:b"), 0)[0], "its role is taken"
     assert not world.arbiter.preload(ask("big", "asr", 200), 0)[0], "it would evict"
     assert not world.arbiter.preload(ask("unknown", "asr", 0), 0)[0], "nobody knows its size"
-    world.take(world.arbiter.observe(Level.LOW, None, 0))
+    world.take(world.arbiter.observe(PressureLevel.LOW, None, 0))
     assert not world.arbiter.preload(ask("hear", "asr"), 0)[0], "memory is low"
-    for level in (Level.LOW, Level.CRITICAL):
+    for level in (PressureLevel.LOW, PressureLevel.CRITICAL):
         world.take(world.arbiter.observe(level, None, 0))
         assert not world.arbiter.preload(ask("text", "text-target"), 0)[0], "text can wait, too"
 
@@ -862,7 +862,7 @@ def test_what_nobody_needs_takes_no_room_that_would_make_pressure() -> None:
     """It would be taken back at once, again and again."""
     world = World.of(1000)
     world.arbiter.report(Tenant(name="pages", rung=Rung.PAGES, held_bytes=0))
-    world.take(world.arbiter.observe(Level.NOMINAL, 500, 0, spare_bytes=250))
+    world.take(world.arbiter.observe(PressureLevel.NOMINAL, 500, 0, spare_bytes=250))
     assert not world.arbiter.may_grow("pages", 251)
     assert world.arbiter.may_grow("pages", 100)
     assert not world.arbiter.may_grow("pages", 151)
@@ -871,13 +871,13 @@ def test_what_nobody_needs_takes_no_room_that_would_make_pressure() -> None:
     assert world.arbiter.preload(ask("draft", "drafter", 100), 0)[0]
     assert not world.arbiter.preload(ask("see", size=151), 0)[0]
     assert world.arbiter.preload(ask("text", "text-target", 300), 0)[0], "text is what it is for"
-    world.take(world.arbiter.observe(Level.NOMINAL, 500, 0))
+    world.take(world.arbiter.observe(PressureLevel.NOMINAL, 500, 0))
     assert world.arbiter.may_grow("pages", 90)
 
 
 def test_what_is_asked_for_may_make_pressure_low() -> None:
     world = World.of(1000)
-    world.take(world.arbiter.observe(Level.NOMINAL, 500, 0, spare_bytes=50))
+    world.take(world.arbiter.observe(PressureLevel.NOMINAL, 500, 0, spare_bytes=50))
     world.lease(ask("see", size=400))
 
 

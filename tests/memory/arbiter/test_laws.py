@@ -33,8 +33,8 @@ from hypothesis.stateful import (
 
 from kakeya.core import errors
 from kakeya.memory.arbiter.arbiter import Arbiter
-from kakeya.memory.arbiter.plan import FOREVER, Ask, Eviction, Outcome, Plan, Reason
-from kakeya.memory.arbiter.policy import Level, Rung, Tenant
+from kakeya.memory.arbiter.plan import FOREVER, ArbiterOutcome, Ask, Plan, Reason, ResidentEviction
+from kakeya.memory.arbiter.policy import PressureLevel, Rung, Tenant
 from kakeya.memory.arbiter.resident import (
     ROOM,
     TRANSITIONS,
@@ -98,7 +98,7 @@ class ArbiterMachine(RuleBasedStateMachine):
 
     # What is done with an outcome.
 
-    def take(self, outcome: Outcome) -> None:
+    def take(self, outcome: ArbiterOutcome) -> None:
         self.is_settled = True
         for grant in outcome.grants:
             assert grant.lease in self.waiting, "granted once, to somebody who waits"
@@ -289,11 +289,11 @@ class ArbiterMachine(RuleBasedStateMachine):
         self.now = end
 
     @rule(
-        level=st.sampled_from(list(Level)),
+        level=st.sampled_from(list(PressureLevel)),
         available=st.sampled_from([None, 10, 50, 500]),
         spare=st.sampled_from([None, None, -40, -5, 0, 30]),
     )
-    def observe(self, level: Level, available: int | None, spare: int | None) -> None:
+    def observe(self, level: PressureLevel, available: int | None, spare: int | None) -> None:
         self.take(self.arbiter.observe(level, available, self.now, spare_bytes=spare))
 
     @rule(size=st.integers(0, 60))
@@ -424,7 +424,7 @@ class ArbiterMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """When others let go, nobody is left waiting."""
         self.take(self.arbiter.hold("training", 0, self.now))
-        self.take(self.arbiter.observe(Level.NOMINAL, None, self.now))
+        self.take(self.arbiter.observe(PressureLevel.NOMINAL, None, self.now))
         for _ in range(400):
             if not self.waiting and not self.todo and not self.loading:
                 break
@@ -449,7 +449,7 @@ def test_what_is_foreseen_looks_at_who_waits_already() -> None:
         claimed = state.arbiter.find(ResidentKey("draft", "a"))
         assert claimed is not None
         assert claimed.state is State.DRAINING
-        state.observe(level=Level.CRITICAL, available=None, spare=None)
+        state.observe(level=PressureLevel.CRITICAL, available=None, spare=None)
         state.foresee(name="draft:a")
         state.teardown()
 
@@ -527,7 +527,7 @@ class Robbed(Arbiter):
 class Forgetful(Arbiter):
     """Loses who waits when a lease is released."""
 
-    def release(self, lease: LeaseId, now: float) -> Outcome:
+    def release(self, lease: LeaseId, now: float) -> ArbiterOutcome:
         waiting = dict(self._tickets)
         self._tickets.clear()
         outcome = super().release(lease, now)
@@ -538,11 +538,11 @@ class Forgetful(Arbiter):
 class Yanking(Arbiter):
     """Lets pressure take what is in use."""
 
-    def _settle(self, answer: Any, now: float) -> Outcome:
+    def _settle(self, answer: Any, now: float) -> ArbiterOutcome:
         for one in self._ledger.residents:
-            if self._level is Level.CRITICAL and one.leases and one.role.yields:
+            if self._level is PressureLevel.CRITICAL and one.leases and one.role.yields:
                 self._ledger.put(replace(one, state=State.DRAINING, is_leaving=True))
-                eviction = Eviction(key=one.key, reason=Reason.PRESSURE, bytes=one.bytes)
+                eviction = ResidentEviction(key=one.key, reason=Reason.PRESSURE, bytes=one.bytes)
                 answer.plans.append(Plan(plan_id=self._planner.number(), evict=(eviction,)))
         return super()._settle(answer, now)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.memory.arbiter.ledger import Ledger
-from kakeya.memory.arbiter.policy import Rung, Shrink, Tenant
+from kakeya.memory.arbiter.policy import Rung, ShrinkTenant, Tenant
 from kakeya.memory.arbiter.resident import Resident, State
 from tests.memory.worlds import MANY, key
 
@@ -21,7 +21,7 @@ def promised(held: int, spare: int, size: int) -> Ledger:
     """A ledger of 100 bytes whose tenant was told to give up `size`."""
     ledger = Ledger(100, available_bytes=50)
     ledger.report(pages(held, spare))
-    ledger.promise([Shrink("pages", size)])
+    ledger.promise([ShrinkTenant("pages", size)])
     return ledger
 
 
@@ -32,7 +32,7 @@ def test_what_a_tenant_gave_before_it_is_done_counts_once() -> None:
     ledger.report(pages(15, 15))
     assert (ledger.committed_bytes, ledger.free_bytes) == (10, 70)
     assert ledger.has_promises
-    ledger.shrunk(Shrink("pages", 20), pages(10, 10))
+    ledger.shrunk(ShrinkTenant("pages", 20), pages(10, 10))
     assert (ledger.committed_bytes, ledger.free_bytes) == (10, 70)
     assert not ledger.has_promises
     assert ledger.tenants == (pages(10, 10),), "it did what it was told, so its offer counts"
@@ -41,7 +41,7 @@ def test_what_a_tenant_gave_before_it_is_done_counts_once() -> None:
 def test_one_that_gives_less_offers_nothing_while_it_holds_as_much() -> None:
     ledger = promised(30, 30, 20)
     ledger.report(pages(25, 25))
-    ledger.shrunk(Shrink("pages", 20), pages(20, 20))
+    ledger.shrunk(ShrinkTenant("pages", 20), pages(20, 20))
     assert ledger.tenants == (pages(20, 0),)
     ledger.report(pages(19, 19))
     assert ledger.tenants == (pages(19, 19),)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kakeya.core import errors
 from kakeya.core.units import MIB
 from kakeya.memory.arbiter import policy
-from kakeya.memory.arbiter.policy import Level, Rules, Rung, Shrink, Tenant
+from kakeya.memory.arbiter.policy import PressureLevel, Rules, Rung, ShrinkTenant, Tenant
 from kakeya.memory.arbiter.resident import (
     ROLES,
     LeaseId,
@@ -162,50 +162,52 @@ def test_pages_stay_where_the_model_that_goes_makes_room_enough() -> None:
         Tenant(name="pages", rung=Rung.PAGES, held_bytes=40, spare_bytes=40),
     ]
 
-    def taken(need: int) -> tuple[list[str], tuple[Shrink, ...]]:
+    def taken(need: int) -> tuple[list[str], tuple[ShrinkTenant, ...]]:
         found = policy.fit(
             need, [resident("a", size=100)], tenants, lambda one: policy.fit_key(one, 200.0)
         )
         return [one.key.capability for one in found.victims], found.shrinks
 
-    assert taken(50) == ([], (Shrink("cache", 10), Shrink("pages", 40)))
+    assert taken(50) == ([], (ShrinkTenant("cache", 10), ShrinkTenant("pages", 40)))
     assert taken(90) == (["a"], ())
-    assert taken(107) == (["a"], (Shrink("cache", 7),))
-    assert taken(130) == (["a"], (Shrink("cache", 10), Shrink("pages", 20)))
+    assert taken(107) == (["a"], (ShrinkTenant("cache", 7),))
+    assert taken(130) == (["a"], (ShrinkTenant("cache", 10), ShrinkTenant("pages", 20)))
 
 
-@given(residents_st, tenants_st, st.sampled_from(list(Level)), st.none() | st.integers(0, 300))
+@given(
+    residents_st, tenants_st, st.sampled_from(list(PressureLevel)), st.none() | st.integers(0, 300)
+)
 def test_pressure_takes_nothing_in_use_nor_text_and_of_pages_and_kv_no_more_than_it_wants(
-    residents: list[Resident], tenants: list[Tenant], level: Level, wanted: int | None
+    residents: list[Resident], tenants: list[Tenant], level: PressureLevel, wanted: int | None
 ) -> None:
     taken = policy.relieve(
         level, residents, tenants, wanted_bytes=wanted, now=200.0, rules=Rules(low_step_bytes=16)
     )
     freed = sum(one.bytes for one in taken.victims) + sum(one.bytes for one in taken.shrinks)
-    if level is not Level.NOMINAL:
+    if level is not PressureLevel.NOMINAL:
         assert taken.short_bytes == max(0, (wanted or 0) - freed)
     assert all(one.is_idle and one.role.yields for one in taken.victims)
     by_name = {tenant.name: tenant for tenant in tenants}
     for shrink in taken.shrinks:
         tenant = by_name[shrink.name]
         assert 0 < shrink.bytes <= tenant.expired_bytes + tenant.spare_bytes
-    if level is Level.NOMINAL:
+    if level is PressureLevel.NOMINAL:
         assert not taken.victims
         assert not taken.shrinks
-    if level is Level.LOW:
+    if level is PressureLevel.LOW:
         assert len(taken.victims) <= 1
     idle = {one.key for one in residents if one.is_idle and one.role.yields}
-    if level is Level.CRITICAL:
+    if level is PressureLevel.CRITICAL:
         assert {one.key for one in taken.victims} == idle
     given = {shrink.name: shrink.bytes for shrink in taken.shrinks}
     expired = {one.name: one.expired_bytes for one in tenants if one.expired_bytes}
-    if level is Level.LOW and wanted is not None and wanted <= sum(expired.values()):
+    if level is PressureLevel.LOW and wanted is not None and wanted <= sum(expired.values()):
         assert (taken.victims, given) == ((), expired), "what expired is all that is wanted"
     kept = [one for one in tenants if one.rung is not Rung.CACHE]
     spared = sum(max(0, given.get(one.name, 0) - one.expired_bytes) for one in kept)
     if wanted is not None:
         assert spared == 0 or freed <= wanted, "what is of use goes only as far as it is wanted"
-    if level is Level.CRITICAL and wanted is None:
+    if level is PressureLevel.CRITICAL and wanted is None:
         assert spared == sum(one.spare_bytes for one in kept)
-    if level is Level.CRITICAL and wanted is not None and freed < wanted:
+    if level is PressureLevel.CRITICAL and wanted is not None and freed < wanted:
         assert spared == sum(one.spare_bytes for one in kept), "short only when all has gone"

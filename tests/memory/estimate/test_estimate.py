@@ -32,7 +32,7 @@ from kakeya.memory.estimate.estimate import (
 from kakeya.memory.estimate.headers import read_headers
 from kakeya.memory.estimate.history import KEPT, MAX_MODELS, SizeHistory
 from kakeya.mlx.loader import LoadedModel, load
-from kakeya.mlx.verifier import Verifier
+from kakeya.mlx.verifier import MlxVerifier
 from tests.mlx.random_models import write_model
 
 MARGIN = 0.02
@@ -130,7 +130,7 @@ def loaded(folder: Path) -> LoadedModel:
 
 def kept_of(model: LoadedModel, tokens: int) -> tuple[int, int]:
     """Bytes that one token more takes, and those of the whole sequence."""
-    state = Verifier(model)
+    state = MlxVerifier(model)
     state.prefill([token % 90 for token in range(tokens)])
     return state.nbytes_per_token(), state.nbytes
 

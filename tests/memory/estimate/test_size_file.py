@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kakeya.core.clock import SystemClock
 from kakeya.memory.estimate.history import KEPT, MAX_MODELS, SizeHistory, SizeRecord
 from kakeya.memory.estimate.size_file import SIZES, SizeFile, decode_sizes, encode_sizes, hub_folder
-from kakeya.node.state_writer import StateKeeper
+from kakeya.node.state_writer import StateWriter
 
 SIZES_OF = st.lists(st.integers(1, 1 << 50), min_size=1, max_size=KEPT).map(tuple)
 RECORDS = st.lists(
@@ -77,7 +77,7 @@ def test_more_models_than_are_remembered_lose_the_oldest() -> None:
 async def test_a_keeper_saves_what_was_noted(tmp_path: Path) -> None:
     file = SizeFile(tmp_path)
     history = await asyncio.to_thread(file.load)
-    keeper = StateKeeper(history.snapshot, file.save, saved=history.snapshot(), clock=SystemClock())
+    keeper = StateWriter(history.snapshot, file.save, saved=history.snapshot(), clock=SystemClock())
     assert await keeper.flush()
     assert not await asyncio.to_thread(file.path.exists)  # Nothing to save yet.
     history.note("d", "text", 123)

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from kakeya.core import errors
-from kakeya.memory.leases.desk import Desk
-from kakeya.memory.leases.guard import Guard
-from kakeya.memory.leases.lease import Lease
+from kakeya.memory.leases.desk import LeaseDesk
+from kakeya.memory.leases.guard import LeaseGuard
+from kakeya.memory.leases.lease import ProcessLease
 from kakeya.memory.leases.processes import Census, Household
 from tests.fakes import FakeClock
 from tests.memory.leases.world import borrower, eventually, sqlite_stores, wish
@@ -24,7 +24,7 @@ class Faltering(Census):
     looks = 0
 
     def households(
-        self, leases: Iterable[Lease], apart: Collection[int] = ()
+        self, leases: Iterable[ProcessLease], apart: Collection[int] = ()
     ) -> dict[str, Household]:
         self.looks += 1
         if self.looks % 2 == 0:
@@ -33,7 +33,7 @@ class Faltering(Census):
 
 
 async def test_a_program_that_holds_a_lease_beats_on(tmp_path: Path) -> None:
-    async with Desk(tmp_path, "") as desk:
+    async with LeaseDesk(tmp_path, "") as desk:
         desk._clock = FakeClock()  # type: ignore[assignment]
         census = await asyncio.to_thread(Faltering)
         desk._borrower = borrower(desk._store, census)
@@ -50,7 +50,7 @@ async def test_a_guard_guards_on_until_its_holder_is_gone(tmp_path: Path) -> Non
             other = borrower(store, await asyncio.to_thread(Census, pid=child.pid))
             lease = await other.acquire(wish(), "a")
             ready = asyncio.Event()
-            guard = Guard(store, census, lease, clock=FakeClock())
+            guard = LeaseGuard(store, census, lease, clock=FakeClock())
             running = asyncio.ensure_future(guard.run(ready.set))
             await ready.wait()
             await eventually("it looks on", lambda: running.done() or census.looks > 3)

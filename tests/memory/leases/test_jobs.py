@@ -14,7 +14,7 @@ from kakeya.memory.arbiter.resident import TEXT_TARGET, RequestPriority, Warmth
 from kakeya.memory.leases import rules
 from kakeya.memory.leases.jobs import Jobs
 from kakeya.memory.leases.lease import Book, LeaseState, Process, Wish
-from kakeya.memory.leases.rules import Sight
+from kakeya.memory.leases.rules import MachineSight
 from tests.fakes import FakeClock
 
 USE_S = 25.0
@@ -42,7 +42,7 @@ class Sleeper:
 async def test_a_lease_has_its_turn_though_a_model_is_never_idle(priority: RequestPriority) -> None:
     clock, book = FakeClock(), Book()
     asked = Wish(name="train", size_bytes=60, priority=priority)
-    sight = Sight(boot="b", now_mono=clock.mono(), living={})
+    sight = MachineSight(boot="b", now_mono=clock.mono(), living={})
     book, _ = rules.ask(book, asked, "L", Process(1, "1", "s"), sight)
     granted = asyncio.Event()
 

@@ -18,14 +18,14 @@ from kakeya.core.clock import SystemClock
 from kakeya.core.units import MIB
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.events import Event, RequestRefused
-from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.arbiter.resident import EMBEDDING, RequestPriority
 from kakeya.memory.leases import rules
 from kakeya.memory.leases.borrower import Borrower
 from kakeya.memory.leases.keeper import LeaseKeeper
-from kakeya.memory.leases.lease import Book, Lease, LeaseState
+from kakeya.memory.leases.lease import Book, LeaseState, ProcessLease
 from kakeya.memory.leases.processes import Census
-from kakeya.memory.leases.rules import Sight
+from kakeya.memory.leases.rules import MachineSight
 from kakeya.memory.leases.store import LeaseStore
 from kakeya.memory.machine.pressure import Reading
 from kakeya.memory.metrics import MemoryCounters
@@ -84,7 +84,7 @@ class World:
         assert isinstance(leases, list)
         return next((one for one in leases if one["id"] == lease_id), {})
 
-    async def lend_to(self, child: subprocess.Popen[bytes], lease_id: str, mb: int) -> Lease:
+    async def lend_to(self, child: subprocess.Popen[bytes], lease_id: str, mb: int) -> ProcessLease:
         """A lease in the name of another process, as `kakeya lease run` gets one."""
         other = borrower(self.store, await asyncio.to_thread(Census, pid=child.pid))
         return await other.acquire(wish(lease_id, mb), lease_id, wait_s=20)
@@ -186,14 +186,14 @@ async def test_critical_pressure_keeps_a_lease_waiting_until_it_has_passed(
     make: MakeStore,
 ) -> None:
     async with node(make) as world:
-        critical = Reading(level=Level.CRITICAL, source="test", available_bytes=None)
+        critical = Reading(level=PressureLevel.CRITICAL, source="test", available_bytes=None)
         world.arbiter.observe(critical)
         told: list[str] = []
         asking = asyncio.ensure_future(
             world.asker.acquire(wish("train", 100), "train", tell=told.append)
         )
         await eventually("it is told", lambda: any("critical" in one for one in told))
-        world.arbiter.observe(replace(critical, level=Level.NOMINAL))
+        world.arbiter.observe(replace(critical, level=PressureLevel.NOMINAL))
         assert (await asking).state is LeaseState.GRANTED
 
 
@@ -282,7 +282,7 @@ async def test_what_a_holder_does_not_use_yet_is_not_lent_to_others(make: MakeSt
     async with node(make) as world:
         with process() as child:
             await world.lend_to(child, "train", 500)
-            calm = Reading(level=Level.NOMINAL, source="test", available_bytes=600 * MIB)
+            calm = Reading(level=PressureLevel.NOMINAL, source="test", available_bytes=600 * MIB)
             world.arbiter.observe(calm)
             await eventually("it is measured", lambda: world.shown("train")["used_bytes"])
             free = world.arbiter.status().free_bytes
@@ -300,7 +300,7 @@ async def test_a_node_that_starts_counts_who_holds_a_lease(make: MakeStore) -> N
             assert book.budget_bytes == BUDGET
         async with node(make) as world:
             assert world.arbiter.status().foreign == {"job:train": 700 * MIB}
-            little = Reading(level=Level.NOMINAL, source="test", available_bytes=800 * MIB)
+            little = Reading(level=PressureLevel.NOMINAL, source="test", available_bytes=800 * MIB)
             world.arbiter.observe(little)
             assert world.arbiter.status().free_bytes < 200 * MIB, "what it may still use is its own"
             assert not world.arbiter.would_grant("embed", "m")
@@ -314,7 +314,7 @@ async def test_who_waits_while_the_node_dies_is_served_without_it(make: MakeStor
     async with make() as store:
         with process() as ghost:
             granter = await asyncio.to_thread(census.identify, ghost.pid)
-            sight = Sight(boot=census.boot, now_mono=SystemClock().mono())
+            sight = MachineSight(boot=census.boot, now_mono=SystemClock().mono())
             await store.change(
                 lambda book: (rules.become_granter(book, "ghost", granter, BUDGET, sight), None)
             )
@@ -353,7 +353,7 @@ async def test_a_drain_refuses_who_waits_and_lets_holders_end(make: MakeStore) -
         await world.asker.acquire(wish("holder", 900), "holder")
         asking = asyncio.ensure_future(world.asker.acquire(wish("waits", 900), "waits"))
         await eventually("it waits", lambda: world.shown("waits"))
-        sight = Sight(boot=world.census.boot, now_mono=0.0)
+        sight = MachineSight(boot=world.census.boot, now_mono=0.0)
         await world.store.change(lambda book: (rules.begin_drain(book, sight, 7, 0.0), None))
         with pytest.raises(errors.LeaseRefused, match="drained"):
             await asking

@@ -16,9 +16,16 @@ import pytest
 
 from kakeya.core import errors
 from kakeya.core.units import MIB
-from kakeya.memory.leases.lease import Book, Lease, Process, Wish
-from kakeya.memory.leases.processes import MARK, Census, LinuxProcesses, MacProcesses, Row, parse_ps
-from kakeya.memory.leases.rules import Sight, is_dead
+from kakeya.memory.leases.lease import Book, Process, ProcessLease, Wish
+from kakeya.memory.leases.processes import (
+    MARK,
+    Census,
+    LinuxProcesses,
+    LivingProcess,
+    MacProcesses,
+    parse_ps,
+)
+from kakeya.memory.leases.rules import MachineSight, is_dead
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -63,8 +70,8 @@ def line(child: subprocess.Popen[bytes]) -> str:
     return child.stdout.readline().decode().strip()
 
 
-def lease_of(*processes: Process, lease_id: str = "a") -> Lease:
-    return Lease(
+def lease_of(*processes: Process, lease_id: str = "a") -> ProcessLease:
+    return ProcessLease(
         lease_id=lease_id,
         number=1,
         wish=Wish(name="job", size_bytes=MIB),
@@ -82,7 +89,7 @@ def until(probe: Callable[[], bool], limit_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def lives(census: Census, lease: Lease) -> bool | None:
+def lives(census: Census, lease: ProcessLease) -> bool | None:
     return census.look(Book(leases={"a": lease}), 0.0).living.get("a")
 
 
@@ -121,7 +128,7 @@ def test_a_holder_elsewhere_is_judged_by_its_heartbeat_alone() -> None:
     lease = lease_of(Process(1, "1", "another container"))
     assert lives(census, lease) is None
     assert census.households((lease,)) == {}
-    assert not is_dead(lease, Sight(boot=census.boot, now_mono=10.0))
+    assert not is_dead(lease, MachineSight(boot=census.boot, now_mono=10.0))
 
 
 def test_children_belong_to_a_holder_and_count_what_they_use() -> None:
@@ -202,15 +209,15 @@ def test_a_name_with_brackets_and_spaces_is_read_right(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
     fields = " ".join(str(number) for number in range(4, 50))
     (tmp_path / "7" / "stat").write_text(f"7 (a) Z 1 (b) S 3 {fields}\n")
-    assert LinuxProcesses(tmp_path).find((7, 8)) == {7: Row(3, "21")}
+    assert LinuxProcesses(tmp_path).find((7, 8)) == {7: LivingProcess(3, "21")}
 
 
 def test_recorded_processes_of_a_linux_machine_are_read() -> None:
-    assert LinuxProcesses(RECORDED / "proc").find((1, 2)) == {1: Row(0, "14")}
+    assert LinuxProcesses(RECORDED / "proc").find((1, 2)) == {1: LivingProcess(0, "14")}
     rows = parse_ps((RECORDED / "ps.txt").read_text())
     assert len(rows) == 14
-    assert rows[1] == Row(0, "Tue Nov 24 19:23:12 2026")
-    assert rows[9114] == Row(8533, "Tue Nov 24 20:41:44 2026")
+    assert rows[1] == LivingProcess(0, "Tue Nov 24 19:23:12 2026")
+    assert rows[9114] == LivingProcess(8533, "Tue Nov 24 20:41:44 2026")
 
 
 def test_ps_of_macos_is_read_without_the_dead() -> None:
@@ -221,9 +228,9 @@ def test_ps_of_macos_is_read_without_the_dead() -> None:
         "  981   412 U+   Sun Nov 22  1:02:04 2026    \n"
     )
     assert parse_ps(text) == {
-        1: Row(0, "Mon Nov 16 09:12:44 2026"),
-        412: Row(1, "Mon Nov 16 09:13:02 2026"),
-        981: Row(412, "Sun Nov 22 1:02:04 2026"),
+        1: LivingProcess(0, "Mon Nov 16 09:12:44 2026"),
+        412: LivingProcess(1, "Mon Nov 16 09:13:02 2026"),
+        981: LivingProcess(412, "Sun Nov 22 1:02:04 2026"),
     }
     with pytest.raises(errors.PeerProtocol, match="pid, ppid"):
         parse_ps("ps: illegal option")
@@ -254,7 +261,7 @@ def test_a_mac_is_asked_in_utc_and_told_apart_by_its_hardware() -> None:
     mac = MacProcesses(run)
     assert mac.boot() == mac.space() == "0A1B"
     assert mac.machine() == "12345678-90AB-CDEF-1234-567890ABCDEF"
-    assert mac.find((412,)) == mac.all() == {412: Row(1, "Mon Nov 16 09:13:02 2026")}
+    assert mac.find((412,)) == mac.all() == {412: LivingProcess(1, "Mon Nov 16 09:13:02 2026")}
     assert mac.find((404,)) == mac.find(()) == {}
     assert mac.marked("a") == []
     assert sum(words[0] == "sysctl" for words in asked) == 1

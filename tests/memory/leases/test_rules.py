@@ -14,8 +14,17 @@ from kakeya.core import errors
 from kakeya.core.units import MIB
 from kakeya.memory.arbiter.resident import RequestPriority
 from kakeya.memory.leases import rules
-from kakeya.memory.leases.lease import Book, Granter, Lease, LeaseState, No, Process, Wish, in_order
-from kakeya.memory.leases.rules import EXPIRE_S, Sight
+from kakeya.memory.leases.lease import (
+    Book,
+    Granter,
+    LeaseState,
+    No,
+    Process,
+    ProcessLease,
+    Wish,
+    in_order,
+)
+from kakeya.memory.leases.rules import EXPIRE_S, MachineSight
 
 BOOT = "boot-1"
 BUDGET = 1000 * MIB
@@ -27,8 +36,8 @@ def process(pid: int) -> Process:
     return Process(pid, str(pid), BOOT)
 
 
-def sight(now: float = 0.0, *, boot: str = BOOT, **living: bool) -> Sight:
-    return Sight(boot=boot, now_mono=now, living=living)
+def sight(now: float = 0.0, *, boot: str = BOOT, **living: bool) -> MachineSight:
+    return MachineSight(boot=boot, now_mono=now, living=living)
 
 
 def asked(
@@ -184,7 +193,7 @@ def test_a_holder_that_cannot_be_seen_is_believed_for_six_beats() -> None:
 
 def test_stamps_of_another_boot_mean_nothing() -> None:
     book = alone(asked(Book(), "a", at=1e6))
-    book = rules.become_granter(book, "n", NODE, BUDGET, Sight(boot=BOOT, now_mono=1e6))
+    book = rules.become_granter(book, "n", NODE, BUDGET, MachineSight(boot=BOOT, now_mono=1e6))
     book = rules.begin_drain(book, sight(), 7, 0.0)
     after, dead = rules.expire(book, sight(3.0, boot="boot-2", a=True))
     assert len(dead) == 1
@@ -194,7 +203,7 @@ def test_stamps_of_another_boot_mean_nothing() -> None:
 
 
 def test_while_a_node_grants_nobody_else_does_and_a_node_that_hangs_still_does() -> None:
-    seen = Sight(boot=BOOT, now_mono=0.0, granter_lives=True)
+    seen = MachineSight(boot=BOOT, now_mono=0.0, granter_lives=True)
     book = rules.become_granter(asked(Book(), "a"), "n", NODE, BUDGET, seen)
     late = replace(seen, now_mono=1e6, living={"a": True})
     kept = rules.settle_alone(book, late, budget_bytes=BUDGET, available_bytes=None)
@@ -206,7 +215,7 @@ def test_while_a_node_grants_nobody_else_does_and_a_node_that_hangs_still_does()
 
 def test_of_two_nodes_one_grants_until_it_is_gone() -> None:
     other = Process(2, "0", BOOT)
-    seen = Sight(boot=BOOT, now_mono=0.0, granter_lives=True)
+    seen = MachineSight(boot=BOOT, now_mono=0.0, granter_lives=True)
     book = rules.become_granter(Book(), "first", NODE, BUDGET, seen)
     assert rules.become_granter(book, "second", other, 1, seen) is book
     assert rules.leave_granter(book, other) is book
@@ -244,9 +253,9 @@ class LeaseMachine(RuleBasedStateMachine):
         self.gone: set[str] = set()
         self.dead: set[str] = set()
 
-    def sight(self) -> Sight:
+    def sight(self) -> MachineSight:
         living = {key: key not in self.dead for key in self.book.leases}
-        return Sight(boot=BOOT, now_mono=self.now, living=living)
+        return MachineSight(boot=BOOT, now_mono=self.now, living=living)
 
     def settle(self) -> None:
         self.book = rules.settle_alone(
@@ -337,7 +346,7 @@ class LeaseMachine(RuleBasedStateMachine):
         waiting = len(self.book.of(LeaseState.WAITING))
         for _ in range(waiting + 1):
             self.settle()
-            granted: tuple[Lease, ...] = self.book.of(LeaseState.GRANTED)
+            granted: tuple[ProcessLease, ...] = self.book.of(LeaseState.GRANTED)
             left = self.book.of(LeaseState.WAITING)
             assert granted or not left, f"nobody is served, yet these wait: {left}"
             self.book = self.book.without(*(one.lease_id for one in granted))

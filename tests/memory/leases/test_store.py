@@ -26,16 +26,16 @@ from kakeya.memory.leases.lease import (
     Book,
     Drain,
     Granter,
-    Lease,
     LeaseState,
     No,
     Process,
+    ProcessLease,
     Wish,
 )
 from kakeya.memory.leases.place import open_lease_store
 from kakeya.memory.leases.processes import Census
 from kakeya.memory.leases.redis import RedisLeaseStore
-from kakeya.memory.leases.rules import Sight
+from kakeya.memory.leases.rules import MachineSight
 from kakeya.memory.leases.sqlite import SqliteLeaseStore
 from kakeya.memory.leases.store import LeaseStore
 from tests.memory.leases.world import (
@@ -52,7 +52,7 @@ from tests.memory.leases.world import (
 )
 
 ME = Process(5, "1", "here")
-SIGHT = Sight(boot="b", now_mono=1.0)
+SIGHT = MachineSight(boot="b", now_mono=1.0)
 CHILD = [sys.executable, "-m", "tests.memory.leases.child"]
 ROOT = Path(__file__).parents[3]
 
@@ -83,7 +83,7 @@ def asking(lease_id: str, *resources: str) -> object:
     return lambda book: rules.ask(book, wish(lease_id, 10, *resources), lease_id, ME, SIGHT)
 
 
-async def ask(store: LeaseStore, lease_id: str) -> Lease:
+async def ask(store: LeaseStore, lease_id: str) -> ProcessLease:
     return await store.change(lambda book: rules.ask(book, wish(lease_id), lease_id, ME, SIGHT))
 
 
@@ -224,7 +224,7 @@ async def test_who_is_cancelled_at_any_moment_leaves_nothing(make: MakeStore) ->
                 await asyncio.sleep(0)
             asked.cancel()
             (came,) = await asyncio.gather(asked, return_exceptions=True)
-            if isinstance(came, Lease):  # it was granted before that
+            if isinstance(came, ProcessLease):  # it was granted before that
                 await mine.release(came.lease_id)
             else:
                 assert isinstance(came, asyncio.CancelledError)
@@ -235,7 +235,7 @@ async def test_who_waits_goes_on_waiting_while_nobody_says_who_lives(make: MakeS
     class Silent(Census):
         silences = 3
 
-        def look(self, book: Book, now_mono: float) -> Sight:
+        def look(self, book: Book, now_mono: float) -> MachineSight:
             self.silences -= 1
             if self.silences >= 0:
                 raise errors.PeerUnavailable("ps failed")
@@ -274,7 +274,7 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 TIMES = st.floats(0, 1e9)
 PROCESSES = st.builds(Process, pid=st.integers(1, 1 << 30), started=TEXT, space=TEXT)
 LEASES = st.builds(
-    Lease,
+    ProcessLease,
     lease_id=st.just("x"),
     number=st.integers(0, 1 << 40),
     wish=st.builds(
@@ -298,7 +298,7 @@ LEASES = st.builds(
 
 
 @given(LEASES)
-def test_a_lease_reads_back_as_it_was_written(lease: Lease) -> None:
+def test_a_lease_reads_back_as_it_was_written(lease: ProcessLease) -> None:
     assert decode_lease("x", encode_lease(lease)) == lease
 
 

@@ -17,9 +17,9 @@ import pytest
 
 from kakeya.core import errors
 from kakeya.core.units import GIB, KIB, MIB
-from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.machine import machine
-from kakeya.memory.machine.pressure import Memory, PressureSource, Reading
+from kakeya.memory.machine.pressure import MachineMemory, PressureSource, Reading
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 MEMINFO = """MemTotal:       16384000 kB
@@ -52,7 +52,7 @@ STAT_ONE = "cache 1\ninactive_file 10\nhierarchical_memory_limit 9\ntotal_inacti
 
 
 def test_meminfo_counts_what_is_available_not_what_is_free() -> None:
-    assert machine.parse_meminfo(MEMINFO) == Memory(16384000 * KIB, 8192000 * KIB)
+    assert machine.parse_meminfo(MEMINFO) == MachineMemory(16384000 * KIB, 8192000 * KIB)
 
 
 @pytest.mark.parametrize("text", ["", "MemTotal: 5 kB\n", "MemTotal: x kB\nMemAvailable: 1 kB\n"])
@@ -66,13 +66,13 @@ def test_a_meminfo_without_the_figures_is_refused(text: str) -> None:
     [
         ("max\n", "7000\n", STAT_TWO, None),
         ("9223372036854771712\n", "7000\n", STAT_ONE, None),
-        ("10000\n", "7000\n", STAT_TWO, Memory(10000, 7000)),
-        ("10000\n", "7000\n", STAT_ONE, Memory(10000, 7000)),
-        ("10000\n", "12000\n", "", Memory(10000, 0)),
-        ("10000\n", "1000\n", STAT_TWO, Memory(10000, 10000)),
+        ("10000\n", "7000\n", STAT_TWO, MachineMemory(10000, 7000)),
+        ("10000\n", "7000\n", STAT_ONE, MachineMemory(10000, 7000)),
+        ("10000\n", "12000\n", "", MachineMemory(10000, 0)),
+        ("10000\n", "1000\n", STAT_TWO, MachineMemory(10000, 10000)),
     ],
 )
-def test_control_groups(limit: str, usage: str, stat: str, expected: Memory | None) -> None:
+def test_control_groups(limit: str, usage: str, stat: str, expected: MachineMemory | None) -> None:
     assert machine.parse_cgroup(limit, usage, stat) == expected
 
 
@@ -89,7 +89,7 @@ def test_vm_stat_counts_pages_that_could_be_given_not_only_free_ones() -> None:
 
 
 def test_vm_stat_is_capped_at_the_machine() -> None:
-    assert machine.parse_vm_stat(VM_STAT, GIB) == Memory(GIB, GIB)
+    assert machine.parse_vm_stat(VM_STAT, GIB) == MachineMemory(GIB, GIB)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_vm_stat_without_the_figures_is_refused(text: str) -> None:
 
 def test_memory_pressure_gives_a_percentage() -> None:
     memory = machine.parse_memory_pressure(MEMORY_PRESSURE)
-    assert memory == Memory(17179869184, 17179869184 * 38 // 100)
+    assert memory == MachineMemory(17179869184, 17179869184 * 38 // 100)
     for broken in ("", MEMORY_PRESSURE.replace("38%", "380%")):
         with pytest.raises(errors.PeerProtocol):
             machine.parse_memory_pressure(broken)
@@ -110,7 +110,7 @@ def test_memory_pressure_gives_a_percentage() -> None:
 
 def test_kernel_levels() -> None:
     levels = [machine.parse_kernel_level(f"{number}\n") for number in (1, 2, 4)]
-    assert levels == [Level.NOMINAL, Level.LOW, Level.CRITICAL]
+    assert levels == [PressureLevel.NOMINAL, PressureLevel.LOW, PressureLevel.CRITICAL]
     for broken in ("", "3", "-1", "low"):
         with pytest.raises(errors.PeerProtocol):
             machine.parse_kernel_level(broken)
@@ -130,7 +130,7 @@ def test_a_mac_is_asked_by_its_commands() -> None:
     mac = machine.MacMachine(run)
     assert mac.memory().total_bytes == 16 * GIB
     assert mac.pressure().total_bytes == 16 * GIB
-    assert mac.level() is Level.LOW
+    assert mac.level() is PressureLevel.LOW
     answers[("sysctl", "-n", "hw.memsize")] = "sysctl: unknown oid\n"
     with pytest.raises(errors.PeerProtocol):
         mac.memory()
@@ -167,18 +167,18 @@ def test_the_tightest_of_a_group_and_its_ancestors_counts(tmp_path: Path, versio
     _group(groups / "slice" / "job", str(800 * MIB), str(100 * MIB), stat, version)
     _group(groups / "slice", str(900 * MIB), str(600 * MIB), stat, version)
     _group(groups, "max" if version == 2 else str(1 << 63), "1", stat, version)
-    assert linux.limited() == Memory(900 * MIB, 300 * MIB)
-    assert linux.memory() == Memory(16384000 * KIB, 8192000 * KIB)
+    assert linux.limited() == MachineMemory(900 * MIB, 300 * MIB)
+    assert linux.memory() == MachineMemory(16384000 * KIB, 8192000 * KIB)
 
 
 def test_a_recorded_linux_machine_is_read(tmp_path: Path) -> None:
     shutil.copytree(RECORDED, tmp_path, dirs_exist_ok=True)
     linux = machine.LinuxMachine(tmp_path / "proc", tmp_path / "cgroup")
-    assert linux.memory() == Memory(24683656 * KIB, 22604104 * KIB)
+    assert linux.memory() == MachineMemory(24683656 * KIB, 22604104 * KIB)
     assert linux.limited() is None
     group = tmp_path / "cgroup" / "memory" / "process_api" / "0b20c107"
     (group / "memory.limit_in_bytes").write_text(f"{GIB}\n")  # this alone is made up
-    assert linux.limited() == Memory(GIB, GIB - 398221312 + 128139264)
+    assert linux.limited() == MachineMemory(GIB, GIB - 398221312 + 128139264)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -19,7 +19,7 @@ from kakeya.memory.machine.panics import (
     KEEP_S,
     MAX_BYTES,
     NORMAL,
-    Report,
+    PanicReport,
     ReportKind,
     choose_profile,
     find_profile,
@@ -99,7 +99,7 @@ OWN_KILL = jetsam(
 )
 
 
-def parsed(text: str) -> Report:
+def parsed(text: str) -> PanicReport:
     report = parse_report(text)
     assert report is not None
     return report
@@ -307,14 +307,14 @@ def test_a_machine_without_reports_is_normal(tmp_path: Path) -> None:
 
 
 def test_a_report_from_the_future_counts_from_now() -> None:
-    late = Report(kind=ReportKind.PANIC, at=AT + 900 * DAY_S, summary="x")
+    late = PanicReport(kind=ReportKind.PANIC, at=AT + 900 * DAY_S, summary="x")
     profile = choose_profile([late], now=AT)
     assert profile.until_at == AT + KEEP_S
 
 
 @given(st.lists(st.floats(-1e13, 1e13), max_size=6), st.floats(0, 4e9))
 def test_no_times_make_the_choice_fail(times: list[float], now: float) -> None:
-    reports = [Report(kind=ReportKind.PANIC, at=at, summary="x") for at in times]
+    reports = [PanicReport(kind=ReportKind.PANIC, at=at, summary="x") for at in times]
     profile = choose_profile(reports, now=now)
     is_recent = any(now - at < KEEP_S for at in times)
     assert (profile.name == "careful") is is_recent

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core import errors
-from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.machine.machine import KernelLevel
 from kakeya.memory.machine.pressure import (
     LEVEL_BY_NATIVE,
     AvailableMemory,
     DispatchedPressure,
-    Footprint,
-    Memory,
+    FootprintPressure,
+    MachineMemory,
     PressureMonitor,
     PressureSource,
     Reading,
@@ -26,7 +26,7 @@ from kakeya.memory.machine.pressure import (
 )
 from tests.memory.worlds import ManualClock, until
 
-NOMINAL, LOW, CRITICAL = Level
+NOMINAL, LOW, CRITICAL = PressureLevel
 
 
 class Box:
@@ -56,21 +56,21 @@ class Box:
         ([15.5, 15, 15.5, 15, 15.5], [NOMINAL, LOW, LOW, LOW, LOW]),
     ],
 )
-async def test_available_memory(percents: list[float], levels: list[Level]) -> None:
+async def test_available_memory(percents: list[float], levels: list[PressureLevel]) -> None:
     """S0.19. (d) There was no hysteresis."""
     box = Box(None)
     source = AvailableMemory(box)  # type: ignore[arg-type]
     seen = []
     for percent in percents:
-        box.value = Memory(1000, int(percent * 10))
+        box.value = MachineMemory(1000, int(percent * 10))
         seen.append((await source.read()).level)
     assert seen == levels
 
 
 async def test_loads_may_take_what_is_above_the_critical_mark() -> None:
-    reading = await AvailableMemory(lambda: Memory(1000, 400)).read()
+    reading = await AvailableMemory(lambda: MachineMemory(1000, 400)).read()
     assert reading.available_bytes == 350
-    reading = await AvailableMemory(lambda: Memory(1000, 10)).read()
+    reading = await AvailableMemory(lambda: MachineMemory(1000, 10)).read()
     assert reading.available_bytes == 0
 
 
@@ -78,7 +78,7 @@ async def test_loads_may_take_what_is_above_the_critical_mark() -> None:
 async def test_what_it_wants_back_makes_it_nominal_and_what_it_spares_keeps_it_so(
     total: int, share: float
 ) -> None:
-    box = Box(Memory(total, int(share * total)))
+    box = Box(MachineMemory(total, int(share * total)))
     source = AvailableMemory(box)  # type: ignore[arg-type]
     reading = await source.read()
     assert reading.spare_bytes is not None
@@ -86,9 +86,9 @@ async def test_what_it_wants_back_makes_it_nominal_and_what_it_spares_keeps_it_s
     if not 2 < calm < total:
         return
     if reading.level is not NOMINAL:
-        box.value = Memory(total, calm - 2)
+        box.value = MachineMemory(total, calm - 2)
         assert (await source.read()).level is not NOMINAL
-    box.value = Memory(total, calm + 1)
+    box.value = MachineMemory(total, calm + 1)
     assert (await source.read()).level is NOMINAL
 
 
@@ -121,10 +121,10 @@ def test_a_level_is_never_better_than_the_figure_says(fractions: list[float]) ->
         ([111, 108, 104, 96, 95], [CRITICAL, CRITICAL, LOW, LOW, NOMINAL]),
     ],
 )
-async def test_footprint_against_the_budget(used: list[int], levels: list[Level]) -> None:
+async def test_footprint_against_the_budget(used: list[int], levels: list[PressureLevel]) -> None:
     """A huge footprint is pressure even if the system still has memory."""
     box = Box(None)
-    source = Footprint(box)  # type: ignore[arg-type]
+    source = FootprintPressure(box)  # type: ignore[arg-type]
     seen = []
     for size in used:
         box.value = (size, 100)
@@ -139,7 +139,7 @@ async def test_footprint_against_the_budget(used: list[int], levels: list[Level]
 
 def test_footprint_marks_that_make_no_sense_are_refused() -> None:
     with pytest.raises(errors.ConfigError):
-        Footprint(lambda: (0, 0), low=1.1, critical=1.0)
+        FootprintPressure(lambda: (0, 0), low=1.1, critical=1.0)
 
 
 # By dispatch.
@@ -189,7 +189,7 @@ def test_an_unknown_word_is_refused() -> None:
 
 
 async def test_the_kernels_level() -> None:
-    for level in Level:
+    for level in PressureLevel:
         reading = await KernelLevel(lambda level=level: level).read()  # type: ignore[misc]
         assert reading == Reading(level=level, source="kernel")
 
@@ -250,7 +250,7 @@ async def test_a_source_that_cannot_be_read_hides_no_other() -> None:
     watch = monitor([Named("broken", broken), Named("other", other)], told, ManualClock())
     await watch.poll()
     assert told == [Reading(level=LOW, source="other")]
-    empty = AvailableMemory(lambda: Memory(0, 0))
+    empty = AvailableMemory(lambda: MachineMemory(0, 0))
     await monitor([empty], told, ManualClock()).poll()
     assert told[-1].level is NOMINAL
 

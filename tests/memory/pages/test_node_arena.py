@@ -20,7 +20,7 @@ from kakeya.memory.arbiter.resident import COLD, TEXT_TARGET
 from kakeya.memory.pages.content import ContentType
 from kakeya.memory.pages.node_arena import NAME, PAGE_BYTES, NodeArena, page_config
 from kakeya.memory.pages.pins import Block
-from kakeya.memory.pages.pool import Tenant
+from kakeya.memory.pages.pool import PageOwner
 from tests.memory.toy import Toy, capability
 
 SLAB = 8  # pages
@@ -69,7 +69,7 @@ def arena(tmp_path: Path, room: Room) -> Iterator[NodeArena]:
         yield made
 
 
-async def laid(arena: NodeArena, tenant: Tenant, byte: int = 1, pages: int = 1) -> Block:
+async def laid(arena: NodeArena, tenant: PageOwner, byte: int = 1, pages: int = 1) -> Block:
     holder = arena.holder("filler")
     with await arena.prepare(tenant, pages * PAGE_BYTES, holder) as filling:
         filling.view[:] = bytes([byte]) * len(filling.view)
@@ -77,7 +77,7 @@ async def laid(arena: NodeArena, tenant: Tenant, byte: int = 1, pages: int = 1) 
     return filling.block
 
 
-def tenant(arena: NodeArena, gone: list[Block]) -> Tenant:
+def tenant(arena: NodeArena, gone: list[Block]) -> PageOwner:
     return arena.tenant(ContentType.LORA_WEIGHT, "adapters", gone.append)
 
 

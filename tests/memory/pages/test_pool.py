@@ -15,7 +15,7 @@ from kakeya.core.errors import (
 )
 from kakeya.memory.pages.content import ContentPriority, ContentType, Fit, PageConfig
 from kakeya.memory.pages.pins import Block
-from kakeya.memory.pages.pool import PagePool, Tenant
+from kakeya.memory.pages.pool import PageOwner, PagePool
 
 
 def pool_of(slabs: int = 1, slab_pages: int = 16, **config: float | str) -> PagePool:
@@ -26,15 +26,15 @@ def pool_of(slabs: int = 1, slab_pages: int = 16, **config: float | str) -> Page
     return made
 
 
-def kv(pool: PagePool) -> Tenant:
+def kv(pool: PagePool) -> PageOwner:
     return pool.tenant(ContentType.KV_CACHE, "prefixes")
 
 
-def temp(pool: PagePool) -> Tenant:
+def temp(pool: PagePool) -> PageOwner:
     return pool.tenant(ContentType.TEMP_BUFFER, "kernels")
 
 
-def fill(pool: PagePool, tenant: Tenant) -> list[Block]:
+def fill(pool: PagePool, tenant: PageOwner) -> list[Block]:
     """One-page blocks until nothing is free, a second apart, by address."""
     blocks = []
     while pool.free_pages:

@@ -23,8 +23,8 @@ from hypothesis.stateful import (
 
 from kakeya.core.errors import Conflict, InvariantBroken, OutOfPages, PageFreed
 from kakeya.memory.pages.content import ContentType, Fit, PageConfig
-from kakeya.memory.pages.pins import Block, Holder
-from kakeya.memory.pages.pool import PagePool, Tenant
+from kakeya.memory.pages.pins import Block, PinHolder
+from kakeya.memory.pages.pool import PageOwner, PagePool
 
 SLAB = 8
 # Few kinds and sizes, so that blocks compete with their like.
@@ -49,8 +49,8 @@ class Pool(RuleBasedStateMachine):
         self.pool.grow()
         self.tenants = [self.pool.tenant(content, "any") for content in ContentType]
         self.live: dict[Block, int] = {}  # block -> pages
-        self.preparing: dict[Block, Holder] = {}
-        self.pins: dict[tuple[Holder, Block], int] = {}
+        self.preparing: dict[Block, PinHolder] = {}
+        self.pins: dict[tuple[PinHolder, Block], int] = {}
         self.dirty: set[Block] = set()
         self.stamps: set[int] = set()
 
@@ -117,7 +117,7 @@ class Pool(RuleBasedStateMachine):
         return self.enter(block, pages)
 
     @rule(target=filling, holder=holders, pages=SIZES)
-    def prepare(self, holder: Holder, pages: int) -> object:
+    def prepare(self, holder: PinHolder, pages: int) -> object:
         try:
             block = self.pool.prepare(self.tenants[0], pages, holder)
         except OutOfPages:
@@ -131,7 +131,7 @@ class Pool(RuleBasedStateMachine):
         return block
 
     @rule(target=filling, holder=holders, pages=st.integers(1, 3 * SLAB))
-    def prepare_scattered(self, holder: Holder, pages: int) -> object:
+    def prepare_scattered(self, holder: PinHolder, pages: int) -> object:
         staying = sum(
             size for block, size in self.live.items() if self.in_use(block) or block in self.dirty
         )
@@ -191,11 +191,11 @@ class Pool(RuleBasedStateMachine):
             self.forget(block)
 
     @rule(target=holders)
-    def open_holder(self) -> Holder:
+    def open_holder(self) -> PinHolder:
         return self.pool.holder("any")
 
     @rule(holder=consumes(holders))
-    def close_holder(self, holder: Holder) -> None:
+    def close_holder(self, holder: PinHolder) -> None:
         mine = {key: n for key, n in self.pins.items() if key[0] is holder}
         filled = [block for block, by in self.preparing.items() if by is holder]
         closed = self.pool.close(holder)
@@ -210,7 +210,7 @@ class Pool(RuleBasedStateMachine):
             self.forget(block)
 
     @rule(holder=holders, block=blocks)
-    def pin(self, holder: Holder, block: Block) -> None:
+    def pin(self, holder: PinHolder, block: Block) -> None:
         if block not in self.live:
             with pytest.raises(PageFreed):
                 holder.hold(block).pin()
@@ -219,7 +219,7 @@ class Pool(RuleBasedStateMachine):
         self.pins[holder, block] = self.pins.get((holder, block), 0) + 1
 
     @rule(holder=holders, block=blocks)
-    def unpin(self, holder: Holder, block: Block) -> None:
+    def unpin(self, holder: PinHolder, block: Block) -> None:
         if block not in self.live:
             with pytest.raises(PageFreed):
                 holder.hold(block)
@@ -333,5 +333,7 @@ def test_a_tenant_of_another_pool_allocates_there() -> None:
     one, other = PagePool(PageConfig(slab_pages=2)), PagePool(PageConfig(slab_pages=2))
     one.grow()
     other.grow()
-    Tenant(one, ContentType.KV_CACHE, "any", one.tenant(ContentType.KV_CACHE, "x").priority).page()
+    PageOwner(
+        one, ContentType.KV_CACHE, "any", one.tenant(ContentType.KV_CACHE, "x").priority
+    ).page()
     assert (one.free_pages, other.free_pages) == (1, 2)

@@ -14,8 +14,8 @@ from kakeya.core.errors import Conflict, InvalidArgument, OutOfPages, PageFreed
 from kakeya.core.units import KIB
 from kakeya.generation.kv import PageRef
 from kakeya.memory.pages.content import ContentType, PageConfig
-from kakeya.memory.pages.pins import Block, Holder
-from kakeya.memory.pages.pool import Tenant
+from kakeya.memory.pages.pins import Block, PinHolder
+from kakeya.memory.pages.pool import PageOwner
 from kakeya.memory.pages.reader import PageReader
 from kakeya.memory.pages.shared_arena import LATENCY_BOUNDS_S, PageArena, layout
 
@@ -38,9 +38,9 @@ class Rig:
         self.arena.at(10.0)
         self.arena.grow()
         self.reader = PageReader()
-        self.kv: Tenant = self.arena.pool.tenant(ContentType.KV_CACHE, "prefixes")
-        self.agent: Holder = self.arena.pool.holder("agent")
-        self.engine: Holder = self.arena.pool.holder("engine")
+        self.kv: PageOwner = self.arena.pool.tenant(ContentType.KV_CACHE, "prefixes")
+        self.agent: PinHolder = self.arena.pool.holder("agent")
+        self.engine: PinHolder = self.arena.pool.holder("engine")
 
     def put(self, content: bytes) -> PageRef:
         with self.arena.prepare(self.kv, len(content), self.agent) as filling:

@@ -13,7 +13,7 @@ import pytest
 
 from kakeya.core.errors import Conflict, InvalidArgument, OutOfPages, PageFreed
 from kakeya.core.units import KIB
-from kakeya.memory.pages.slabs import Slab, SlabStore, header_bytes, map_slab
+from kakeya.memory.pages.slabs import MappedSlab, SlabStore, header_bytes, map_slab
 
 PAGE = 512 * KIB
 
@@ -102,7 +102,7 @@ def test_a_closed_store_makes_nothing_also_when_it_closes_meanwhile(
 
 def test_a_view_outlives_its_slab(tmp_path: Path) -> None:
     with store(tmp_path, "t5") as owner:
-        slab: Slab = owner.make()
+        slab: MappedSlab = owner.make()
         view = slab.bytes_of(0, 4)
         view[:] = b"last"
         owner.remove(slab)

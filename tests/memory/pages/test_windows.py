@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.memory.pages.pins import Block
-from kakeya.memory.pages.windows import Segment, Watermarks, cheapest_window
+from kakeya.memory.pages.windows import Watermarks, WindowSegment, cheapest_window
 
 
-def segment(number: int, pages: int, cost: float | None) -> Segment:
+def segment(number: int, pages: int, cost: float | None) -> WindowSegment:
     if cost is None:
-        return Segment(pages=pages)
-    return Segment(pages=pages, block=Block(number, pages, number + 1), cost=cost)
+        return WindowSegment(pages=pages)
+    return WindowSegment(pages=pages, block=Block(number, pages, number + 1), cost=cost)
 
 
 costs = st.one_of(st.none(), st.just(math.inf), st.floats(0, 1))

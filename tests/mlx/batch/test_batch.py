@@ -21,7 +21,7 @@ from kakeya.mlx.batch.batch import launch_together, why_by_turns
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.lora import AdapterSlots
 from kakeya.mlx.model import MlxModel
-from kakeya.mlx.verifier import Verifier
+from kakeya.mlx.verifier import MlxVerifier
 from tests.mlx.random_models import VOCAB, write_model
 
 SLOTS = 3
@@ -103,7 +103,7 @@ class Pair:
     """One sequence twice: decoded alone, and in whatever batches a test puts it."""
 
     def __init__(self, model: LoadedModel, prompt: list[int], slot: int, seed: int) -> None:
-        self.alone, self.shared = Verifier(model), Verifier(model)
+        self.alone, self.shared = MlxVerifier(model), MlxVerifier(model)
         sampling = SamplingParams(temperature=1.0 if seed % 2 else 0.0, seed=seed)
         for state in (self.alone, self.shared):
             state.select_with(sampling)
@@ -307,7 +307,7 @@ def test_what_is_begun_early_has_the_bits_that_it_has_at_the_end(
         begin(*arrays)
 
     def all_of_it() -> list[bytes]:
-        states = [Verifier(models[name]) for _ in range(3)]
+        states = [MlxVerifier(models[name]) for _ in range(3)]
         for length, state in zip((5, 40, 61), states, strict=True):
             state.prefill([(7 * at) % VOCAB for at in range(length)])
         said = [states[0].verify([1, 2, 3])]

@@ -22,10 +22,10 @@ from hypothesis.stateful import (
 from kakeya.decoding.draft.sampling import SamplingParams
 from kakeya.mlx.batch import shared_prefix as kin
 from kakeya.mlx.batch.batch import launch_together, why_by_turns
-from kakeya.mlx.batch.places import WASTE, Seating
+from kakeya.mlx.batch.places import WASTE, PlaceAssignment
 from kakeya.mlx.batch.slabs import PlacedKV, build, capacity_of, leave
 from kakeya.mlx.loader import LoadedModel, load
-from kakeya.mlx.verifier import Verifier
+from kakeya.mlx.verifier import MlxVerifier
 from tests.mlx.random_models import VOCAB, write_model
 
 CAPACITIES = (12, 24, 36, 60, 120, 480)
@@ -39,11 +39,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
     return {name: load(str(write_model(root / name, name)), name) for name in ("llama", "gemma3")}
 
 
-def places(states: Sequence[Verifier]) -> list[int]:
+def places(states: Sequence[MlxVerifier]) -> list[int]:
     return [state.seat.place for state in states if state.seat]
 
 
-def is_placed(state: Verifier) -> bool:
+def is_placed(state: MlxVerifier) -> bool:
     return any(type(cache) is PlacedKV for cache in state.cache)
 
 
@@ -51,7 +51,7 @@ class Pair:
     """A sequence twice: in caches of its own, and wherever the machine brings it."""
 
     def __init__(self, model: LoadedModel, prompt: Sequence[int], seed: int) -> None:
-        self.alone, self.shared = Verifier(model), Verifier(model)
+        self.alone, self.shared = MlxVerifier(model), MlxVerifier(model)
         self.pending: int | None = prompt[-1]
         for state in (self.alone, self.shared):
             state.select_with(SamplingParams(temperature=float(seed % 2), seed=seed))
@@ -88,7 +88,7 @@ class Sharing(RuleBasedStateMachine):
     def __init__(self, model: LoadedModel) -> None:
         super().__init__()
         self.model = model
-        self.seating = Seating(CAPACITIES)
+        self.seating = PlaceAssignment(CAPACITIES)
         self.seating.shares_from = 1
         self.pairs: list[Pair] = []
 
@@ -194,20 +194,20 @@ def test_a_sequence_in_slabs_computes_what_it_does_alone(
     run_state_machine_as_test(case, settings=chosen)
 
 
-def long(model: LoadedModel, tokens: int) -> Verifier:
+def long(model: LoadedModel, tokens: int) -> MlxVerifier:
     """A sequence of made-up KV."""
-    state = Verifier(model)
+    state = MlxVerifier(model)
     state.prefill([1])
     assert state.pretend(tokens)
     return state
 
 
-def slabs_bytes(states: Sequence[Verifier]) -> int:
+def slabs_bytes(states: Sequence[MlxVerifier]) -> int:
     return sum({id(s.seat.slab): s.seat.slab.nbytes for s in states if s.seat}.values())
 
 
 def test_who_joins_one_by_one_comes_to_lie_with_the_others(models: dict[str, LoadedModel]) -> None:
-    seating, states = Seating(), [long(models["llama"], 300)]
+    seating, states = PlaceAssignment(), [long(models["llama"], 300)]
     stretches = []
     for _ in range(7):
         states.append(long(models["llama"], 300))
@@ -217,13 +217,13 @@ def test_who_joins_one_by_one_comes_to_lie_with_the_others(models: dict[str, Loa
     assert stretches == [1, 1, 2, 1, 2, 2, 1]
 
 
-def parts(states: Sequence[Verifier]) -> int:
+def parts(states: Sequence[MlxVerifier]) -> int:
     return sum(state.seat is None for state in states) + len(
         {id(state.seat.slab) for state in states if state.seat}
     )
 
 
-def forwards_apart(seating: Seating, states: Sequence[Verifier]) -> int:
+def forwards_apart(seating: PlaceAssignment, states: Sequence[MlxVerifier]) -> int:
     for forward in range(200):
         seating.arrange(states)
         if parts(states) == 1:
@@ -234,7 +234,7 @@ def forwards_apart(seating: Seating, states: Sequence[Verifier]) -> int:
 def test_who_stands_apart_for_long_comes_to_lie_with_the_others(
     models: dict[str, LoadedModel],
 ) -> None:
-    seating, states = Seating(), [long(models["llama"], 300) for _ in range(4)]
+    seating, states = PlaceAssignment(), [long(models["llama"], 300) for _ in range(4)]
     seating.arrange(states)
     states.append(long(models["llama"], 300))  # alone beside four
     assert forwards_apart(seating, states) == 3
@@ -254,7 +254,7 @@ def test_the_more_there_is_to_copy_the_longer_they_stand_apart(
     each = long(model, 300).nbytes_per_token() // len(model.make_cache())
     monkeypatch.setattr("kakeya.mlx.batch.places._APART_BYTES", 100 * each)
     for tokens in (300, 700, 1200):
-        seating, states = Seating(), [long(model, tokens) for _ in range(4)]
+        seating, states = PlaceAssignment(), [long(model, tokens) for _ in range(4)]
         seating.arrange(states)
         states.append(long(model, tokens))
         taken.append(1 + forwards_apart(seating, states))
@@ -262,7 +262,7 @@ def test_the_more_there_is_to_copy_the_longer_they_stand_apart(
 
 
 def test_who_ends_leaves_a_place_to_the_next(models: dict[str, LoadedModel]) -> None:
-    seating, states = Seating(), [long(models["llama"], 300) for _ in range(8)]
+    seating, states = PlaceAssignment(), [long(models["llama"], 300) for _ in range(8)]
     seating.arrange(states)
     slab = states[0].seat and states[0].seat.slab
     states[2] = long(models["llama"], 400)
@@ -280,7 +280,7 @@ def test_who_ends_leaves_a_place_to_the_next(models: dict[str, LoadedModel]) -> 
 def test_one_that_comes_takes_the_place_before_others_are_moved(
     models: dict[str, LoadedModel],
 ) -> None:
-    seating, states = Seating(), [long(models["llama"], 300) for _ in range(8)]
+    seating, states = PlaceAssignment(), [long(models["llama"], 300) for _ in range(8)]
     seating.arrange(states)
     for _ in range(3):  # turns of agents: one ends, and comes again soon
         del states[3]
@@ -294,7 +294,7 @@ def test_one_that_comes_takes_the_place_before_others_are_moved(
 def test_an_append_to_a_slab_copies_nothing_of_it(models: dict[str, LoadedModel]) -> None:
     model = models["llama"]
     why_by_turns(model)
-    seating, states = Seating(), [long(model, 9000) for _ in range(4)]
+    seating, states = PlaceAssignment(), [long(model, 9000) for _ in range(4)]
     launch_together(model, states, [1] * 4, seating)
     launch_together(model, states, [None] * 4, seating)
     for sharing in (states, states[:3], states[::2], states):
@@ -311,7 +311,7 @@ def test_an_append_to_a_slab_copies_nothing_of_it(models: dict[str, LoadedModel]
 
 
 def test_slabs_hold_little_more_than_caches_of_their_own(models: dict[str, LoadedModel]) -> None:
-    model, seating = models["llama"], Seating()
+    model, seating = models["llama"], PlaceAssignment()
     lengths = (300, 310, 700, 740, 1050, 1200, 1500, 1700, 2500, 2600)
     states = [long(model, tokens) for tokens in lengths]
     own = sum((tokens // 256 + 1) * 256 for tokens in lengths) * states[0].nbytes_per_token()
@@ -329,7 +329,7 @@ def test_slabs_hold_little_more_than_caches_of_their_own(models: dict[str, Loade
 
 
 def test_moving_together_takes_a_layer_at_a_time(models: dict[str, LoadedModel]) -> None:
-    model, seating = models["llama"], Seating()
+    model, seating = models["llama"], PlaceAssignment()
     states = [long(model, 9000 + at) for at in range(6)]
     mx.eval([cache.state[:2] for state in states for cache in state.cache])
     before = mx.get_active_memory()
@@ -343,7 +343,7 @@ def test_moving_together_takes_a_layer_at_a_time(models: dict[str, LoadedModel])
 def test_spare_buffers_go_before_a_slab_takes_their_room(
     models: dict[str, LoadedModel], room: float
 ) -> None:
-    model, seating = models["llama"], Seating()
+    model, seating = models["llama"], PlaceAssignment()
     states = [long(model, 9000 + at) for at in range(6)]
     mx.eval([cache.state[:2] for state in states for cache in state.cache])
     size = sum(state.nbytes for state in states)
@@ -364,7 +364,7 @@ def test_spare_buffers_go_before_a_slab_takes_their_room(
 
 
 def test_who_is_away_for_long_gets_a_cache_of_its_own(models: dict[str, LoadedModel]) -> None:
-    seating, states = Seating(), [long(models["llama"], 300) for _ in range(4)]
+    seating, states = PlaceAssignment(), [long(models["llama"], 300) for _ in range(4)]
     seating.arrange(states)
     for _ in range(20):
         seating.arrange(states[:3])
@@ -374,7 +374,7 @@ def test_who_is_away_for_long_gets_a_cache_of_its_own(models: dict[str, LoadedMo
 def test_a_bound_that_leaves_no_room_leaves_sequences_apart(
     models: dict[str, LoadedModel],
 ) -> None:
-    seating, states = Seating(), [long(models["llama"], 3000) for _ in range(4)]
+    seating, states = PlaceAssignment(), [long(models["llama"], 3000) for _ in range(4)]
     seating.limit_bytes = mx.get_active_memory() + 1000
     assert seating.arrange(states) == [0, 1, 2, 3]
     assert not any(map(is_placed, states))
@@ -384,7 +384,7 @@ def test_a_bound_that_leaves_no_room_leaves_sequences_apart(
 
 
 def test_a_cache_that_leaves_keeps_its_kv_and_nothing_else(models: dict[str, LoadedModel]) -> None:
-    seating, states = Seating(), [long(models["llama"], 300) for _ in range(4)]
+    seating, states = PlaceAssignment(), [long(models["llama"], 300) for _ in range(4)]
     seating.arrange(states)
     leave(states[0])
     assert states[0].nbytes == 512 * states[0].nbytes_per_token()
@@ -392,7 +392,7 @@ def test_a_cache_that_leaves_keeps_its_kv_and_nothing_else(models: dict[str, Loa
 
 
 def test_a_copy_that_fails_leaves_sequences_that_can_go_on(models: dict[str, LoadedModel]) -> None:
-    model, seating = models["llama"], Seating()
+    model, seating = models["llama"], PlaceAssignment()
     why_by_turns(model)
     pairs = [Pair(model, [3 + at, 5, 7], 0) for at in range(3)]
     with pytest.raises(IndexError):

@@ -18,13 +18,21 @@ from mlx_lm.models.base import create_causal_mask, scaled_dot_product_attention
 
 from kakeya.mlx.batch.batch import forward_together, launch_together, why_by_turns
 from kakeya.mlx.batch.cache import Stretch
-from kakeya.mlx.batch.places import Seating
-from kakeya.mlx.batch.shared_prefix import LEAST_TOKENS, STEP_TOKENS, Kin, Run, attend, relate, runs
+from kakeya.mlx.batch.places import PlaceAssignment
+from kakeya.mlx.batch.shared_prefix import (
+    LEAST_TOKENS,
+    STEP_TOKENS,
+    Kin,
+    RowRun,
+    attend,
+    relate,
+    runs,
+)
 from kakeya.mlx.batch.shared_prefix_probe import SHARES_FROM, shares_from
 from kakeya.mlx.batch.slabs import LayerSlab, Seat
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.numerics import attention
-from kakeya.mlx.verifier import Verifier
+from kakeya.mlx.verifier import MlxVerifier
 from tests.mlx.random_models import write_model
 
 STEM = [(7 * at) % 50 for at in range(LEAST_TOKENS)]
@@ -40,16 +48,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return loaded
 
 
-def sequence(model: LoadedModel, *pieces: list[int]) -> Verifier:
-    state = Verifier(model)
+def sequence(model: LoadedModel, *pieces: list[int]) -> MlxVerifier:
+    state = MlxVerifier(model)
     for piece in pieces:
         state.prefill(piece)
     return state
 
 
-def seated(*states: Verifier) -> list[Seat]:
+def seated(*states: MlxVerifier) -> list[Seat]:
     """The seats of these, in one slab, in this order."""
-    seating = Seating()
+    seating = PlaceAssignment()
     seating.shares_from = 1
     seating.arrange(states)
     seats = [state.seat for state in states if state.seat is not None]
@@ -196,7 +204,7 @@ def test_what_is_rolled_back_and_written_anew_is_alike_no_more(model: LoadedMode
 
 
 def test_who_moves_takes_its_kin_along_and_finds_more(model: LoadedModel) -> None:
-    seating = Seating((300, 400, 1000))
+    seating = PlaceAssignment((300, 400, 1000))
     seating.shares_from = 1
     states = [sequence(model, STEM, [at] * 20) for at in range(4)]
     halves = states[:2], states[2:]
@@ -218,12 +226,12 @@ def test_who_moves_takes_its_kin_along_and_finds_more(model: LoadedModel) -> Non
 
 
 def test_kin_select_what_they_would_alone(model: LoadedModel) -> None:
-    def states() -> list[Verifier]:
+    def states() -> list[MlxVerifier]:
         return [sequence(model, STEM, [at] * (3 * at + 1)) for at in range(4)]
 
     taken = []
     for least in (None, 1):
-        seating, rows = Seating(), states()
+        seating, rows = PlaceAssignment(), states()
         seating.shares_from = least
         launch_together(model, rows, [7] * 4, seating)
         for _ in range(20):
@@ -235,7 +243,7 @@ def test_kin_select_what_they_would_alone(model: LoadedModel) -> None:
 
 
 def test_families_beside_each_other_attend_each_to_their_own(model: LoadedModel) -> None:
-    def states() -> list[Verifier]:
+    def states() -> list[MlxVerifier]:
         stems = (STEM, STEM, None, [3, *STEM[1:]], [3, *STEM[1:]])
         tails = ([1], [1, 2, 3], [5] * 300, [2] * 90, [4] * 60)
         both = zip(stems, tails, strict=True)
@@ -266,7 +274,7 @@ def test_each_row_sees_its_window(window: int | None, shared: int) -> None:
         keys[row, :, :shared] = keys[1, :, :shared]
         values[row, :, :shared] = values[1, :, :shared]
     queries = mx.random.normal((3, 4, 1, 8))
-    stretch = Stretch(1, Run(0, 3, shared), lengths, mx.array(lengths))
+    stretch = Stretch(1, RowRun(0, 3, shared), lengths, mx.array(lengths))
     slab = LayerSlab(keys, values)
     found = stretch.attend(scaled_dot_product_attention, queries, slab, 0.3, window, None)
     for row, length in enumerate(lengths):
@@ -294,7 +302,7 @@ def test_who_is_compared_costs_no_further_look(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comparisons = Comparisons(monkeypatch)
-    seating = Seating()
+    seating = PlaceAssignment()
     seating.shares_from = 1
     states = [sequence(model, STEM, [at]) for at in range(3)]
     for _ in range(3):
@@ -311,7 +319,7 @@ def test_who_is_too_short_is_compared_once_it_is_not(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comparisons = Comparisons(monkeypatch)
-    seating = Seating((400,))
+    seating = PlaceAssignment((400,))
     seating.shares_from = 1
     states = [sequence(model, STEM[:-2]) for _ in range(2)]
     for token in STEM[-2:]:
@@ -332,7 +340,7 @@ def test_where_none_may_share_none_is_compared(
 ) -> None:
     comparisons = Comparisons(monkeypatch)
     states = [sequence(model, STEM) for _ in range(2)]
-    Seating().arrange(states)
+    PlaceAssignment().arrange(states)
     assert all(state.seat and not state.seat.is_compared for state in states)
     assert not comparisons.count
 

@@ -29,7 +29,7 @@ from kakeya.mlx.kv.blocks import KvBlocks, block_tokens_of, plan_blocks
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.numerics import attention
 from kakeya.mlx.numerics.grid import is_row_exact
-from kakeya.mlx.verifier import Verifier
+from kakeya.mlx.verifier import MlxVerifier
 from tests.mlx.random_models import VOCAB, write_model
 
 B = 32
@@ -97,7 +97,7 @@ def view(blocks: KvBlocks, tokens: int) -> KvView:
     return KvView(data, tokens, has_state=blocks.state_bytes > 0)
 
 
-def prefill(state: Verifier, tokens: list[int], until: int) -> None:
+def prefill(state: MlxVerifier, tokens: list[int], until: int) -> None:
     while state.length < until:
         end = min(until, (state.length // PIECE + 1) * PIECE)
         state.prefill(tokens[state.length : end])
@@ -105,7 +105,7 @@ def prefill(state: Verifier, tokens: list[int], until: int) -> None:
 
 def exported(model: LoadedModel, blocks: KvBlocks, tokens: list[int]) -> list[KvView]:
     """All of a text, piece by piece as it is computed; a tail last."""
-    state = Verifier(model, blocks)
+    state = MlxVerifier(model, blocks)
     views = [view(blocks, min(B, len(tokens) - at)) for at in range(0, len(tokens), B)]
     while state.length < len(tokens):
         first = state.length
@@ -117,7 +117,7 @@ def exported(model: LoadedModel, blocks: KvBlocks, tokens: list[int]) -> list[Kv
     return views
 
 
-def bits(state: Verifier, token: int) -> bytes:
+def bits(state: MlxVerifier, token: int) -> bytes:
     """The bits of the logits behind one more token."""
     logits = state.step(mx.array([token], dtype=mx.int32))
     return np.array(logits.astype(mx.float32)).tobytes()
@@ -136,7 +136,7 @@ def test_behind_blocks_everything_has_the_bits_of_a_cold_prefill(
     blocks = plan(model)
     views = exported(model, blocks, tokens)
     for taken in (B, 3 * B, 150):
-        cold, warm = Verifier(model, blocks), Verifier(model, blocks)
+        cold, warm = MlxVerifier(model, blocks), MlxVerifier(model, blocks)
         warm.import_blocks(views[: -(-taken // B)], taken)
         assert warm.length == taken == warm.layer_length()
         # Single steps, pieces, and a longer text, as the next request may go on.
@@ -158,7 +158,7 @@ def test_a_part_of_the_last_block_may_be_taken_where_no_state_lies_behind_it(
     views = exported(model, blocks, tokens)
     within = (1, B - 1, B + 1, 99) if blocks.is_full_attention else ()
     for taken in (PIECE, B + PIECE, 3 * B, *within):
-        cold, warm = Verifier(model, blocks), Verifier(model, blocks)
+        cold, warm = MlxVerifier(model, blocks), MlxVerifier(model, blocks)
         warm.import_blocks(views[: -(-taken // B)], taken)
         prefill(cold, tokens, taken)
         assert bits(cold, 5) == bits(warm, 5)
@@ -194,7 +194,7 @@ def test_pieces_are_of_no_account_where_that_is_said(
         return
     found = set()
     for piece in (64, 32, 17, 1):
-        state = Verifier(model)
+        state = MlxVerifier(model)
         for at in range(0, len(tokens), piece):
             state.prefill(tokens[at : at + piece])
         found.add(bits(state, 5))
@@ -215,7 +215,7 @@ def test_any_number_of_blocks_of_any_text_is_as_good_as_computing_it(
     tokens = data.draw(st.lists(st.integers(2, VOCAB - 1), min_size=B, max_size=5 * B))
     views = exported(model, blocks, tokens)
     number = data.draw(st.integers(1, len(tokens) // B))
-    cold, warm = Verifier(model, blocks), Verifier(model, blocks)
+    cold, warm = MlxVerifier(model, blocks), MlxVerifier(model, blocks)
     warm.import_blocks(views[:number], number * B)
     prefill(cold, tokens, len(tokens))
     prefill(warm, tokens, len(tokens))
@@ -231,7 +231,7 @@ STEPS = st.lists(st.integers(1, 40), max_size=5)
 """Rows that are appended at once: one alone goes round a window."""
 
 
-def append(state: Verifier, rows: Sequence[int]) -> None:
+def append(state: MlxVerifier, rows: Sequence[int]) -> None:
     for count in rows:
         tokens = text(count, seed=state.length)
         if count == 1:
@@ -256,7 +256,7 @@ def test_what_is_stowed_at_any_point_goes_on_bit_for_bit(
     model = models[data.draw(st.sampled_from([n for n in NAMES if n not in SLOW]))]
     after = data.draw(st.one_of(STEPS, st.just([1] * 30)))
     blocks = plan(model)
-    stayed, went = Verifier(model, blocks), Verifier(model, blocks)
+    stayed, went = MlxVerifier(model, blocks), MlxVerifier(model, blocks)
     for state in (stayed, went):
         append(state, [*before, 1, *[1] * singles])
         state.trim(min(trimmed, state.length - 1))
@@ -274,7 +274,7 @@ def test_what_is_stowed_at_any_point_goes_on_bit_for_bit(
 def test_what_does_not_fit_is_not_stowed(models: dict[str, LoadedModel]) -> None:
     model = models["gemma3"]
     blocks = plan(model)
-    state = Verifier(model, blocks)
+    state = MlxVerifier(model, blocks)
     append(state, [B, 9])
     held = state.nbytes
     with pytest.raises(InvalidArgument, match="8 tokens, 9 are meant"):
@@ -287,7 +287,7 @@ def test_what_is_exported_and_taken_is_detached(models: dict[str, LoadedModel]) 
     blocks = plan(model)
     views = exported(model, blocks, tokens)
     first = bytes(views[0].data)
-    state = Verifier(model, blocks)
+    state = MlxVerifier(model, blocks)
     state.import_blocks(views, 2 * B)
     expected = bits(state, 5)
     for each in views:
@@ -304,7 +304,7 @@ def test_what_is_exported_and_taken_is_detached(models: dict[str, LoadedModel]) 
 def test_taking_blocks_copies_no_buffer_at_the_next_append(models: dict[str, LoadedModel]) -> None:
     model = models["llama"]
     blocks = plan(model)
-    state = Verifier(model, blocks)
+    state = MlxVerifier(model, blocks)
     state.import_blocks(exported(model, blocks, text(2 * B)), 2 * B)
     before = state.nbytes
     state.step(mx.array([5], dtype=mx.int32))
@@ -315,7 +315,7 @@ def test_taking_blocks_copies_no_buffer_at_the_next_append(models: dict[str, Loa
 def test_a_window_that_has_lost_a_row_exports_nothing(models: dict[str, LoadedModel]) -> None:
     model = models["short_window"]
     blocks = plan(model)
-    state = Verifier(model, blocks)
+    state = MlxVerifier(model, blocks)
     prefill(state, text(3 * B), 3 * B)
     assert not state.export_block(0, B, view(blocks, B), with_state=False)
     assert state.export_block(3 * B - PIECE, PIECE, view(blocks, B), with_state=False)
@@ -330,7 +330,7 @@ def test_blocks_that_do_not_hold_what_is_meant_change_nothing(
         model = models[name]
         blocks = plan(model)
         views = exported(model, blocks, text(2 * B))
-        state = Verifier(model, blocks)
+        state = MlxVerifier(model, blocks)
         last = views[1]
         short = KvView(last.data[:-1], B, last.has_state)
         for given_blocks, tokens, said in (
@@ -355,7 +355,7 @@ def test_state_that_does_not_lie_there_is_not_taken(models: dict[str, LoadedMode
     views = exported(models["falcon_h1"], blocks, text(B))
     without = KvView(views[0].data, B, has_state=False)
     with pytest.raises(InvalidArgument, match="no place for state"):
-        Verifier(models["falcon_h1"], blocks).import_blocks([without], B)
+        MlxVerifier(models["falcon_h1"], blocks).import_blocks([without], B)
 
 
 class Counting(KVCache):

@@ -15,7 +15,7 @@ from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.numerics import attention
 from kakeya.mlx.numerics.attention import FAR_TOKENS, attend_far, is_far
 from kakeya.mlx.numerics.grid import exactness
-from kakeya.mlx.verifier import Verifier
+from kakeya.mlx.verifier import MlxVerifier
 from tests.mlx.random_models import VOCAB, write_model
 
 TEXT = [(7 * at + at // 11) % VOCAB for at in range(200)]
@@ -96,7 +96,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def in_pieces(model: LoadedModel) -> mx.array:
     """The logits of a row behind the text, that is computed in pieces. Shape: [1, V]."""
-    state = Verifier(model)
+    state = MlxVerifier(model)
     for start in range(0, len(TEXT), 25):
         state.prefill(TEXT[start : start + 25])
     return state.step(mx.array([3]))

@@ -18,7 +18,7 @@ from kakeya.mlx import loader
 from kakeya.mlx.numerics import openblas
 from kakeya.mlx.numerics.grid import exactness
 from kakeya.mlx.numerics.openblas import Angles, Rotation, suit
-from kakeya.mlx.verifier import Verifier
+from kakeya.mlx.verifier import MlxVerifier
 from tests.mlx.random_models import VOCAB, write_model
 
 TEXT = [(7 * at + at // 11) % VOCAB for at in range(60)]
@@ -91,7 +91,7 @@ def test_other_rotations_are_left_to_mlx(theirs: nn.RoPE, x: mx.array) -> None:
 
 def logits(model: loader.LoadedModel) -> mx.array:
     """Behind pieces of a text and a row alone. Shape: [1, V]."""
-    state = Verifier(model)
+    state = MlxVerifier(model)
     for start in range(0, len(TEXT), 25):
         state.prefill(TEXT[start : start + 25])
     return state.step(mx.array([3]))
@@ -122,7 +122,7 @@ def test_a_forward_makes_angles_once_for_all_layers(tmp_path: Path) -> None:
     folder = str(write_model(tmp_path / "llama", "llama"))
     with patch.object(loader, "is_openblas", return_value=True):
         model = loader.load(folder, "a")
-    state = Verifier(model)
+    state = MlxVerifier(model)
     with patch.object(openblas, "_angles", wraps=openblas._angles) as made:
         state.prefill(TEXT)
         assert made.call_count == 1

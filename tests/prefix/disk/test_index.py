@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kakeya.generation.retention import Retention
 from kakeya.prefix.disk.index import (
     DiskIndex,
-    Entry,
+    FileEntry,
     IndexView,
     expired,
     name_of,
@@ -23,7 +23,7 @@ from kakeya.prefix.disk.index import (
     untold,
     victims,
 )
-from kakeya.prefix.disk.kvb import Head, Seal
+from kakeya.prefix.disk.kvb import Head, HeaderSeal
 from kakeya.prefix.names.blocks import ROOT, BlockId
 from tests.prefix.disk.world import FINGERPRINT, block_of
 
@@ -40,12 +40,12 @@ def entry_of(
     retention: Retention = Retention.LONG,
     payload_bytes: int = 1000,
     fingerprint: bytes = FINGERPRINT,
-) -> Entry:
+) -> FileEntry:
     block, _ = block_of(
         seed, parent=parent, index=index, fingerprint=fingerprint, size=payload_bytes
     )
-    seal = Seal(payload_at=64, part_crcs=())
-    return Entry(
+    seal = HeaderSeal(payload_at=64, part_crcs=())
+    return FileEntry(
         head=Head(block=block, seal=seal),
         name=name_of(block.id, retention),
         retention=retention,
@@ -57,7 +57,7 @@ def entry_of(
 def view_of(seed: int) -> IndexView:
     """A forest of blocks, some chains with gaps, some held, some of no use here."""
     rng = random.Random(seed)
-    entries: list[Entry] = []
+    entries: list[FileEntry] = []
     for number in range(rng.randrange(13)):
         above = rng.choice([*entries, None])
         parent, index = (above.block.id, above.block.index + 1) if above else (ROOT, 0)
@@ -85,12 +85,12 @@ def view_of(seed: int) -> IndexView:
 views = st.integers(0, 1 << 32).map(view_of)
 
 
-def below(view: IndexView, entry: Entry) -> list[Entry]:
+def below(view: IndexView, entry: FileEntry) -> list[FileEntry]:
     children = [one for one in view.entries if one.block.parent == entry.block.id]
     return children + [one for child in children for one in below(view, child)]
 
 
-def is_usable(view: IndexView, entry: Entry) -> bool:
+def is_usable(view: IndexView, entry: FileEntry) -> bool:
     return view.usable is None or entry.block.fingerprint in view.usable
 
 
@@ -224,7 +224,7 @@ class Index(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = DiskIndex()
-        self.model: dict[BlockId, Entry] = {}
+        self.model: dict[BlockId, FileEntry] = {}
         self.holds: Counter[BlockId] = Counter()
 
     seeds = st.integers(0, 5)

@@ -20,7 +20,7 @@ from kakeya.core.errors import ConfigError, InvalidArgument
 from kakeya.core.units import MIB
 from kakeya.generation.retention import Retention
 from kakeya.prefix.disk.files import QUARANTINE
-from kakeya.prefix.disk.index import Entry, IndexView, victims
+from kakeya.prefix.disk.index import FileEntry, IndexView, victims
 from kakeya.prefix.disk.store import BlockStore
 from kakeya.prefix.names.blocks import BlockId
 from tests.fakes import FakeClock
@@ -522,7 +522,7 @@ async def test_others_go_where_what_was_to_go_is_used_meanwhile(
             await put_all(store, [one])
         loop, touched = asyncio.get_running_loop(), list[BlockId]()
 
-        def chosen(view: IndexView, need_bytes: int, now_mono: float) -> list[Entry]:
+        def chosen(view: IndexView, need_bytes: int, now_mono: float) -> list[FileEntry]:
             going = victims(view, need_bytes, now_mono)
             if not touched:
                 touched.extend(entry.block.id for entry in going)

@@ -15,7 +15,7 @@ from kakeya.prefix.names.keys import (
     ANY_SLOT,
     SYSTEM_PREFIX,
     CacheKeys,
-    Segment,
+    PromptSegment,
     derive_slot_id,
     hash_stable_prefix,
     resolve_key,
@@ -25,7 +25,7 @@ from kakeya.prefix.names.keys import (
 ALL = CacheKeys(
     conversation_id="room-1", segment_hash="aa", prefix_hash="bb", prompt_cache_key="cc"
 )
-segments = st.lists(st.builds(Segment, content=st.text(), stable=st.booleans()), max_size=6)
+segments = st.lists(st.builds(PromptSegment, content=st.text(), stable=st.booleans()), max_size=6)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,12 @@ def test_only_the_stable_run_at_the_beginning_is_hashed(run):
 
 
 @settings(max_examples=60, deadline=None)
-@given(segments, st.text(), st.lists(st.builds(Segment, content=st.text(), stable=st.booleans())))
+@given(
+    segments, st.text(), st.lists(st.builds(PromptSegment, content=st.text(), stable=st.booleans()))
+)
 def test_a_tail_with_a_time_stamp_leaves_the_hash_alone(run, stamp, later):
     run = [segment for segment in run if segment.stable]
-    tail = [Segment(content=stamp, stable=False), *later]
+    tail = [PromptSegment(content=stamp, stable=False), *later]
     assert hash_stable_prefix(run + tail) == hash_stable_prefix(run)
 
 
@@ -90,19 +92,19 @@ def test_another_text_gives_another_hash(run, at, content):
     if not run or run[at % len(run)].content == content:
         return
     other = [*run]
-    other[at % len(run)] = Segment(content=content, stable=True)
+    other[at % len(run)] = PromptSegment(content=content, stable=True)
     assert hash_stable_prefix(other) != hash_stable_prefix(run)
 
 
 def test_where_the_segments_end_counts():
     def stable(*texts):
-        return [Segment(content=text, stable=True) for text in texts]
+        return [PromptSegment(content=text, stable=True) for text in texts]
 
     assert hash_stable_prefix(stable("ab", "c")) != hash_stable_prefix(stable("a", "bc"))
 
 
 @pytest.mark.parametrize(
-    "malformed", [None, 3, "text", {}, [None], ["x"], [Segment(content=3, stable=True)]]
+    "malformed", [None, 3, "text", {}, [None], ["x"], [PromptSegment(content=3, stable=True)]]
 )
 def test_malformed_segments_fall_through_to_the_next_key(malformed):
     digest = hash_stable_prefix(malformed)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kakeya.prefix.peers.choice import (
     RATE_KEPT_S,
+    BlockHolder,
     Hit,
-    Holder,
     LinkRate,
     best_first,
     due_s,
@@ -22,8 +22,8 @@ from kakeya.prefix.peers.seams import LEAST_SLACK_S, LOOKUP_S, MOST_LOOKUP_S, SL
 from tests.prefix.peers.world import BLOCK_BYTES, BLOCK_TOKENS, wanted
 
 
-def holder(name: str, blocks: int = 0) -> Holder:
-    return Holder(node_id=name, address=f"{name}:1", blocks=blocks)
+def holder(name: str, blocks: int = 0) -> BlockHolder:
+    return BlockHolder(node_id=name, address=f"{name}:1", blocks=blocks)
 
 
 def hit(name: str, blocks: int) -> Hit:

@@ -8,7 +8,7 @@ import pytest
 
 from kakeya.core.errors import PeerUnavailable
 from kakeya.prefix.peers.fetch import PeerFetch
-from kakeya.prefix.peers.seams import Wanted
+from kakeya.prefix.peers.seams import MissingBlocks
 from kakeya.prefix.peers.service import PrefillCacheService, ServiceLimits
 from kakeya.v1 import distributed_pb2 as pb
 from tests.prefix.peers import world as w
@@ -29,7 +29,7 @@ def sources(blocks: int = BLOCKS, **more) -> w.Sources:
 
 
 async def bounded(
-    fetcher: PeerFetch, wanted: Wanted, holders, sink: w.Sink, lookup_s: float = 0.0
+    fetcher: PeerFetch, wanted: MissingBlocks, holders, sink: w.Sink, lookup_s: float = 0.0
 ) -> int:
     """Fetch, and hold it to its promise: never later than computing, the lookup and the slack.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.prefix.peers.choice import Holder
+from kakeya.prefix.peers.choice import BlockHolder
 from tests.prefix.peers import world as w
 
 BLOCKS, SIZE = 5, 2_000_000
@@ -36,7 +36,7 @@ async def test_a_peer_that_ends_or_hangs_costs_only_what_it_did_not_send(signal_
     try:
         assert child.stdout is not None
         port = int(await child.stdout.readline())
-        holder = Holder(node_id="child", address=f"127.0.0.1:{port}", blocks=BLOCKS)
+        holder = BlockHolder(node_id="child", address=f"127.0.0.1:{port}", blocks=BLOCKS)
         async with w.a_world() as world:
             await world.channel(holder).channel_ready()
             fetcher = await world.fetcher()

@@ -9,12 +9,12 @@ from kakeya.prefix.peers.standing import (
     LIE_S,
     LONGEST_LIE_S,
     LONGEST_PAUSE_S,
-    Standing,
+    PeerRecord,
 )
 
 
 def test_who_lies_once_is_left_alone_for_long_and_longer_each_time():
-    standing, now = Standing(), 0.0
+    standing, now = PeerRecord(), 0.0
     for _ in range(12):
         pause_s = standing.lied(now)
         standing.sent()
@@ -25,7 +25,7 @@ def test_who_lies_once_is_left_alone_for_long_and_longer_each_time():
 
 
 def test_who_fails_some_times_in_a_row_has_a_pause():
-    standing = Standing()
+    standing = PeerRecord()
     for _ in range(FAILURES - 1):
         standing.failed(0.0)
     assert standing.may_be_asked(0.0)
@@ -41,7 +41,7 @@ def test_who_fails_some_times_in_a_row_has_a_pause():
 
 @given(st.lists(st.tuples(st.sampled_from(["lied", "failed", "sent"]), st.floats(0, 100))))
 def test_nobody_is_left_alone_for_ever(events):
-    standing, now = Standing(), 0.0
+    standing, now = PeerRecord(), 0.0
     for kind, later in events:
         now += later
         if kind == "sent":

@@ -14,9 +14,15 @@ from kakeya.core.clock import Clock, SystemClock
 from kakeya.prefix.names.blocks import BlockChain
 from kakeya.prefix.names.fingerprint import KvFingerprint
 from kakeya.prefix.peers.auth import FleetKey
-from kakeya.prefix.peers.choice import Holder
+from kakeya.prefix.peers.choice import BlockHolder
 from kakeya.prefix.peers.fetch import PeerFetch
-from kakeya.prefix.peers.seams import TAIL_NAME_BYTES, Loan, Part, SourceUsage, Wanted
+from kakeya.prefix.peers.seams import (
+    TAIL_NAME_BYTES,
+    BlockPart,
+    FingerprintUsage,
+    Loan,
+    MissingBlocks,
+)
 from kakeya.prefix.peers.service import PrefillCacheService, ServiceLimits
 from kakeya.v1.distributed_pb2_grpc import add_PrefillCacheServiceServicer_to_server
 
@@ -49,7 +55,9 @@ def chain(blocks: int, kind: KvFingerprint | None = None, key: bytes = b"") -> t
     return BlockChain(kind.exact(), kind.block_tokens, key).ids(range(blocks * kind.block_tokens))
 
 
-def wanted(blocks: int, have: int = 0, *, rate: float = BLOCK_TOKENS / 4.0, **more) -> Wanted:
+def wanted(
+    blocks: int, have: int = 0, *, rate: float = BLOCK_TOKENS / 4.0, **more
+) -> MissingBlocks:
     """Wants a history; a block takes BLOCK_TOKENS / rate seconds here, 4 s unless said.
 
     So a fetch has time on a machine that tests keep busy; what the slack does, tests of its own
@@ -64,7 +72,7 @@ def wanted(blocks: int, have: int = 0, *, rate: float = BLOCK_TOKENS / 4.0, **mo
         "prefill_tokens_per_s": rate,
         "most_slack_s": 4.0,
     }
-    return Wanted(**(fields | more))
+    return MissingBlocks(**(fields | more))
 
 
 TAIL_TOKENS = 10
@@ -101,7 +109,7 @@ class MemorySource:
         for size in range(len(names), 0, -1):
             for block_id, payload in self.blocks.items():
                 if block_id[:TAIL_NAME_BYTES] == names[size - 1]:
-                    return Part(id=block_id, tokens=size, size=len(payload))
+                    return BlockPart(id=block_id, tokens=size, size=len(payload))
         return None
 
     def pin(self, ids) -> Callable[[], None]:
@@ -124,7 +132,7 @@ class MemorySource:
         return list(self.blocks)
 
     def usage(self):
-        return SourceUsage(
+        return FingerprintUsage(
             blocks=len(self.blocks),
             used_bytes=sum(map(len, self.blocks.values())),
             free_bytes=1 << 20,
@@ -198,8 +206,8 @@ class Peer:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def holder(self, blocks: int = 0) -> Holder:
-        return Holder(node_id=self.node_id, address=self.address, blocks=blocks)
+    def holder(self, blocks: int = 0) -> BlockHolder:
+        return BlockHolder(node_id=self.node_id, address=self.address, blocks=blocks)
 
 
 class World:
@@ -238,7 +246,7 @@ class World:
         self.peers.append(peer)
         return peer
 
-    def channel(self, holder: Holder) -> grpc.aio.Channel:
+    def channel(self, holder: BlockHolder) -> grpc.aio.Channel:
         if holder.address not in self.channels:
             self.channels[holder.address] = grpc.aio.insecure_channel(
                 holder.address, options=(("grpc.use_local_subchannel_pool", 1),)

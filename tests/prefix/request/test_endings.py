@@ -14,7 +14,7 @@ from pathlib import Path
 from kakeya.cli.cache import models_of
 from kakeya.core.clock import SystemClock
 from kakeya.core.units import pack_ids
-from kakeya.generation.request import Priority, Sampling
+from kakeya.generation.request import GenerationPriority, Sampling
 from kakeya.generation.retention import Retention
 from kakeya.prefix.disk.files import BlockFolder
 from kakeya.prefix.disk.store import FOLDER
@@ -65,7 +65,9 @@ async def test_they_are_given_to_who_asks_the_very_same_again(tmp_path: Path) ->
 
 async def test_what_is_only_warmed_has_none_and_wants_none(tmp_path: Path) -> None:
     async with telling(tmp_path) as here:
-        assert not await known(here, SEED_TEXT, max_tokens=0, priority=Priority.SPECULATIVE)
+        assert not await known(
+            here, SEED_TEXT, max_tokens=0, priority=GenerationPriority.SPECULATIVE
+        )
         assert here.prefixes.endings.count == 0
         assert not await known(here, SEED_TEXT)
         assert not await known(here, SEED_TEXT, max_tokens=0)

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from kakeya.decoding.draft.acceptance import agreeing
 from kakeya.prefix.names.blocks import BlockChain, BlockId
 from kakeya.prefix.names.pieces import Piece, pieces_of
-from kakeya.prefix.request.flights import UNASKED_S, Flight, Flights, Lead, Patience, Wait
+from kakeya.prefix.request.flights import (
+    UNASKED_S,
+    Flights,
+    Lead,
+    Patience,
+    PrefixFlight,
+    WaitUntil,
+)
 
 CHAIN = BlockChain(bytes(32), 4)
 PATIENCE = Patience(fair_s=10.0, brisk_s=1.0, least_shared=2)
@@ -57,13 +64,13 @@ class Here:
         return (missing[1:], 0) if shared == len(first.tokens) else (missing, shared)
 
 
-def join(flights: Flights, urgency: int = NORMAL, *, can_yield: bool = False) -> Flight:
+def join(flights: Flights, urgency: int = NORMAL, *, can_yield: bool = False) -> PrefixFlight:
     return flights.join("model", bytes(32), urgency=urgency, can_yield=can_yield, now=0.0)
 
 
 def stand(
-    flights: Flights, flight: Flight, pieces: Sequence[Piece], now: float = 0.0, here: int = 0
-) -> Lead | Wait:
+    flights: Flights, flight: PrefixFlight, pieces: Sequence[Piece], now: float = 0.0, here: int = 0
+) -> Lead | WaitUntil:
     return flights.stand(flight, pieces, here, PATIENCE, now)
 
 
@@ -73,7 +80,7 @@ def test_of_several_with_one_prompt_the_first_leads_and_the_others_wait() -> Non
     assert stand(flights, leader, pieces) == Lead(pieces)
     for other in others:
         standing = stand(flights, other, pieces)
-        assert isinstance(standing, Wait)
+        assert isinstance(standing, WaitUntil)
         assert standing.leader is leader
 
 
@@ -82,11 +89,11 @@ def test_what_another_one_brings_of_our_text_is_waited_for_and_the_rest_is_ours(
     one, two = join(flights), join(flights)
     first, second = cut(*range(8), 50, 51, 52, 53, 54), cut(*range(8), 50, 51, 60)
     stand(flights, one, first)
-    assert isinstance(stand(flights, two, second), Wait)
+    assert isinstance(stand(flights, two, second), WaitUntil)
     flights.landed(first[0].id, 0.0)
     flights.landed(first[1].id, 0.0)
     # Half of the next block is common, and on its way.
-    assert isinstance(stand(flights, two, second[2:]), Wait)
+    assert isinstance(stand(flights, two, second[2:]), WaitUntil)
     flights.landed(first[2].id, 0.0)
     assert stand(flights, two, second[2:], here=2) == Lead(second[2:])
 
@@ -112,7 +119,7 @@ def test_when_a_leader_goes_the_next_one_leads(end: str) -> None:
     flights, pieces = Flights(), cut(*range(8))
     leader, other = join(flights), join(flights)
     stand(flights, leader, pieces)
-    assert isinstance(stand(flights, other, pieces), Wait)
+    assert isinstance(stand(flights, other, pieces), WaitUntil)
     if end == "leaves":
         flights.leave(leader)
         flights.leave(leader)
@@ -126,12 +133,12 @@ def test_a_leader_that_shows_nothing_is_followed_by_another_one() -> None:
     leader, other, third = join(flights), join(flights), join(flights)
     stand(flights, leader, pieces)
     flights.asked(leader, 0.0)
-    assert stand(flights, other, pieces, now=0.0) == Wait(leader, 10.0)
+    assert stand(flights, other, pieces, now=0.0) == WaitUntil(leader, 10.0)
     flights.heard(leader, 9.0)
-    assert stand(flights, other, pieces, now=10.0) == Wait(leader, 19.0)
+    assert stand(flights, other, pieces, now=10.0) == WaitUntil(leader, 19.0)
     assert stand(flights, other, pieces, now=19.0) == Lead(pieces)
     standing = stand(flights, third, pieces, now=19.0)
-    assert isinstance(standing, Wait)
+    assert isinstance(standing, WaitUntil)
     assert standing.leader is other
     # He comes back, and is first after all.
     flights.landed(pieces[0].id, 20.0)
@@ -143,7 +150,7 @@ def test_a_leader_on_his_way_to_his_engine_is_given_time_for_it() -> None:
     flights, pieces = Flights(), cut(*range(8))
     leader, other = join(flights), join(flights)
     stand(flights, leader, pieces)
-    assert stand(flights, other, pieces) == Wait(leader, UNASKED_S)
+    assert stand(flights, other, pieces) == WaitUntil(leader, UNASKED_S)
 
 
 def test_a_leader_in_the_line_of_a_busy_engine_is_not_stalled() -> None:
@@ -152,7 +159,7 @@ def test_a_leader_in_the_line_of_a_busy_engine_is_not_stalled() -> None:
     stand(flights, leader, pieces)
     flights.asked(leader, 0.0)
     flights.heard(busy, 9.0)
-    assert stand(flights, other, pieces, now=10.0) == Wait(leader, 19.0)
+    assert stand(flights, other, pieces, now=10.0) == WaitUntil(leader, 19.0)
     flights.heard(busy, 39.0)
     # But if nobody reads his answers, he is.
     assert stand(flights, other, pieces, now=40.0) == Lead(pieces)
@@ -169,7 +176,7 @@ def test_a_request_takes_over_from_what_is_computed_for_nobody() -> None:
     assert not warming.claims
     # It comes back to wait like others.
     standing = stand(flights, warming, pieces[1:])
-    assert isinstance(standing, Wait)
+    assert isinstance(standing, WaitUntil)
     assert standing.leader is request
     assert not warming.is_superseded
 
@@ -180,7 +187,7 @@ def test_warming_waits_for_requests_and_for_other_warming() -> None:
     stand(flights, request, pieces)
     for _ in range(2):
         standing = stand(flights, join(flights, SPECULATIVE, can_yield=True), pieces)
-        assert isinstance(standing, Wait)
+        assert isinstance(standing, WaitUntil)
         assert standing.leader is request
 
 
@@ -189,7 +196,7 @@ def test_a_less_urgent_answer_is_waited_for_as_long_as_it_is_brisk() -> None:
     batch, request = join(flights, 2), join(flights)
     stand(flights, batch, pieces)
     flights.asked(batch, 0.0)
-    assert stand(flights, request, pieces) == Wait(batch, 1.0)
+    assert stand(flights, request, pieces) == WaitUntil(batch, 1.0)
     flights.heard(request, 0.9)  # the engine works, but not for him
     assert stand(flights, request, pieces, now=1.0) == Lead(pieces)
     assert not batch.is_superseded
@@ -202,14 +209,14 @@ def test_who_waits_gives_up_what_it_claimed() -> None:
     flights.asked(one, 0.0)
     stand(flights, two, pieces[:2], now=100.0)  # it stalled
     assert set(one.claims) == {pieces[2].id}
-    assert isinstance(stand(flights, one, pieces, now=100.0), Wait)
+    assert isinstance(stand(flights, one, pieces, now=100.0), WaitUntil)
     assert not one.claims
 
 
 @dataclass(eq=False)
 class Request:
     pieces: tuple[Piece, ...]
-    flight: Flight
+    flight: PrefixFlight
     is_asked: bool = False
     todo: list[Piece] = field(default_factory=list)
 
@@ -243,7 +250,7 @@ def test_nothing_is_computed_twice_and_everybody_ends(seed: int, count: int, die
             missing, shared = here.missing(request.pieces)
             standing = flights.stand(flight, missing, shared, PATIENCE, 0.0)
             check(flights, waiting)
-            if isinstance(standing, Wait):
+            if isinstance(standing, WaitUntil):
                 assert not flight.claims
                 assert standing.leader is not flight
                 assert standing.leader.claims

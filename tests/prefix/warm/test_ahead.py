@@ -12,12 +12,12 @@ import pytest
 
 from kakeya.core.errors import ConfigError
 from kakeya.generation.facts import ModelState
-from kakeya.generation.request import Priority
+from kakeya.generation.request import GenerationPriority
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.memory.arbiter.events import MemoryPressure
-from kakeya.memory.arbiter.policy import Level
+from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.prefix.names.keys import CacheKeys
-from kakeya.prefix.seam import CacheUse, Outcome, Report
+from kakeya.prefix.seam import CacheUse, WarmOutcome, WarmReport
 from kakeya.prefix.warm.declared_prompts import DeclaredPrompt
 from tests.fakes import FakeClock
 from tests.gateway.toy import TEMPLATE, make_folder
@@ -54,7 +54,7 @@ async def test_after_a_prewarm_the_first_request_computes_only_what_the_user_sai
     async with precache_world(StillClock()) as w:
         prefix = prompt_of(4097, 1)
         report = await w.precache.warm(await w.claim("room"), source_of(prefix))
-        assert (report.outcome, report.warmed.computed) == (Outcome.WARM, 4096)
+        assert (report.outcome, report.warmed.computed) == (WarmOutcome.WARM, 4096)
         turn = await w.turn(prefix, prompt_of(30, 2), "room")
         assert turn.cached >= 4000
         assert turn.created < 50
@@ -136,7 +136,7 @@ async def test_a_wipe_leaves_nothing_and_what_comes_is_kept_again():
         while not w.precache.status()["running"]:
             await asyncio.sleep(0)
         assert (await w.precache.wipe()).blocks > 0
-        assert [(await one).outcome for one in asked] == [Outcome.AWAY] * 2
+        assert [(await one).outcome for one in asked] == [WarmOutcome.AWAY] * 2
         assert (w.pages.kept, w.model.slots, w.precache.status()["kept"]) == ({}, {}, 0)
         w.model.gate = None
         clock.advance(3600)
@@ -255,7 +255,7 @@ async def test_what_is_warmed_is_speculative_and_touches_no_slot():
         (request,) = w.warmed
         assert list(request.token_ids) == history
         assert (request.max_tokens, request.kv_key) == (0, "")
-        assert request.priority is Priority.SPECULATIVE
+        assert request.priority is GenerationPriority.SPECULATIVE
         assert w.model.slots == slots
         assert set(w.pages.classes) == {BlockClass.USER}
 
@@ -282,7 +282,7 @@ async def test_a_model_that_is_away_is_not_loaded_to_warm_it():
     async with precache_world(StillClock()) as w:
         w.model.state = ModelState.UNLOADED
         report = await w.precache.warm(await w.claim("room"), source_of(prompt_of(300, 1)))
-        assert (report.outcome, w.warmed) == (Outcome.AWAY, [])
+        assert (report.outcome, w.warmed) == (WarmOutcome.AWAY, [])
 
 
 async def test_while_a_model_waits_for_room_nothing_is_warmed_and_what_runs_gives_way():
@@ -302,15 +302,15 @@ async def test_pressure_ends_what_is_warmed():
         )
         while not w.warmed:
             await asyncio.sleep(0)
-        w.precache.happened(MemoryPressure(level=Level.CRITICAL, source="test"))
-        assert (await asking).outcome is Outcome.PRESSURE
+        w.precache.happened(MemoryPressure(level=PressureLevel.CRITICAL, source="test"))
+        assert (await asking).outcome is WarmOutcome.PRESSURE
 
 
 async def test_what_would_take_the_place_of_others_is_not_warmed():
     async with precache_world(StillClock()) as w:
         w.pages.room_tokens = 200
         report = await w.precache.warm(await w.claim("room"), source_of(prompt_of(300, 1)))
-        assert (report.outcome, w.warmed) == (Outcome.NO_ROOM, [])
+        assert (report.outcome, w.warmed) == (WarmOutcome.NO_ROOM, [])
         w.pages.is_on = False
         report = await w.precache.warm(await w.claim("room"), source_of(prompt_of(100, 1)))
         assert "precache.memory_mb is 0" in report.reason
@@ -337,14 +337,14 @@ async def test_pins_take_half_of_the_pages_together_and_one_more_is_refused():
     async with precache_world(StillClock()) as w:
         w.pages.room_tokens = 1000
 
-        async def pin(key: str, tokens: int) -> Report:
+        async def pin(key: str, tokens: int) -> WarmReport:
             use = CacheUse(keys=CacheKeys(prompt_cache_key=key))
             claim = await w.claim("", use=use)
             return await w.precache.warm(claim, source_of(prompt_of(tokens, 1)), is_pinned=True)
 
         assert (await pin("one", 301)).is_pinned
         refused = await pin("other", 202)
-        assert (refused.outcome, refused.is_pinned) == (Outcome.NO_ROOM, False)
+        assert (refused.outcome, refused.is_pinned) == (WarmOutcome.NO_ROOM, False)
         assert "half of precache.memory_mb" in refused.reason
         assert len(w.warmed) == 1
         assert (await pin("other", 201)).is_pinned

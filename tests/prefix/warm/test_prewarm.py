@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import PeerUnavailable
 from kakeya.generation.retention import Retention
-from kakeya.memory.arbiter.policy import Level
-from kakeya.prefix.seam import Outcome, Report, Tokens, Warmed
+from kakeya.memory.arbiter.policy import PressureLevel
+from kakeya.prefix.seam import Tokens, Warmed, WarmOutcome, WarmReport
 from kakeya.prefix.warm import prewarm
 from kakeya.prefix.warm.prewarm import Prewarmer
 from kakeya.prefix.warm.warming import Kind, Prefix
@@ -32,15 +32,15 @@ class Source:
     kept: dict[tuple[int, ...], float] = field(default_factory=dict)
     warmed: list[str] = field(default_factory=list)
     pinned: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    refusal: Report | None = None
+    refusal: WarmReport | None = None
     has_free_room: bool = True
-    unpinnable: Report | None = None
+    unpinnable: WarmReport | None = None
     keeps: bool = True
     fault: Exception | None = None
     gate: asyncio.Event | None = None
-    yields: Report | None = None
+    yields: WarmReport | None = None
 
-    async def refuse(self, prefix: Prefix) -> Report | None:
+    async def refuse(self, prefix: Prefix) -> WarmReport | None:
         return self.refusal
 
     async def keep(self, prefix: Prefix, tokens: Tokens) -> int:
@@ -50,7 +50,7 @@ class Source:
             self.kept[whole[:n]] = self.clock.mono()
         return max(lengths, default=0)
 
-    async def refuse_pin(self, prefix: Prefix, tokens: Tokens, missing: int) -> Report | None:
+    async def refuse_pin(self, prefix: Prefix, tokens: Tokens, missing: int) -> WarmReport | None:
         return self.unpinnable
 
     def pin(self, prefix: Prefix, tokens: Tokens) -> None:
@@ -59,7 +59,7 @@ class Source:
     async def has_room(self, prefix: Prefix, tokens: int) -> bool:
         return self.has_free_room
 
-    async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed | Report:
+    async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed | WarmReport:
         self.warmed.append(prefix.key)
         if self.gate is not None:
             await self.gate.wait()
@@ -120,15 +120,15 @@ async def world(keep_alive_s: float = 240.0, clock: FakeClock | None = None):
 async def test_a_prefix_is_computed_once_and_then_found():
     async with world() as w:
         first = await w.prewarmer.ask(prefix("a", range(100)))
-        assert first == Report(
-            outcome=Outcome.WARM, warmed=Warmed(tokens=100, cached=0, computed=99)
+        assert first == WarmReport(
+            outcome=WarmOutcome.WARM, warmed=Warmed(tokens=100, cached=0, computed=99)
         )
         again = await w.prewarmer.ask(prefix("a", range(100)))
         assert again.warmed == Warmed(tokens=100, cached=99, computed=0)
         assert w.source.warmed == ["a"]
         stats = w.prewarmer.stats
         assert (stats.computed_tokens, stats.cached_tokens) == (99, 99)
-        assert stats.outcomes[Outcome.WARM] == 2
+        assert stats.outcomes[WarmOutcome.WARM] == 2
 
 
 async def test_who_waits_comes_first_then_turns_then_what_is_only_kept():
@@ -143,7 +143,7 @@ async def test_who_waits_comes_first_then_turns_then_what_is_only_kept():
         await w.settle()
         assert (w.prewarmer.stats.queued, w.prewarmer.stats.running) == (4, "first")
         w.source.gate.set()
-        assert (await asking).outcome is Outcome.WARM
+        assert (await asking).outcome is WarmOutcome.WARM
         await w.settle()
         assert w.source.warmed == ["first", "asked", "turn", "turn2", "kept"]
 
@@ -180,7 +180,7 @@ async def test_who_asks_is_told_of_what_it_asked_for_whatever_comes_under_its_ke
         assert w.prewarmer.stats.kept_tokens == 8
 
 
-@pytest.mark.parametrize("level", [Level.LOW, Level.CRITICAL])
+@pytest.mark.parametrize("level", [PressureLevel.LOW, PressureLevel.CRITICAL])
 async def test_under_pressure_nothing_begins_and_what_runs_ends(level):
     async with world() as w:
         w.source.gate = asyncio.Event()
@@ -189,23 +189,23 @@ async def test_under_pressure_nothing_begins_and_what_runs_ends(level):
         w.prewarmer.pressed(level)
         report = await asking
         assert (report.outcome, report.reason) == (
-            Outcome.PRESSURE,
+            WarmOutcome.PRESSURE,
             "memory became short meanwhile",
         )
         report = await w.prewarmer.ask(prefix("b"))
         assert report.reason == f"memory pressure is {level.name.lower()}"
         assert w.source.warmed == ["a"]
         w.source.gate.set()
-        w.prewarmer.pressed(Level.NOMINAL)
-        assert (await w.prewarmer.ask(prefix("a"))).outcome is Outcome.WARM
-        assert w.prewarmer.stats.outcomes[Outcome.PRESSURE] == 2
+        w.prewarmer.pressed(PressureLevel.NOMINAL)
+        assert (await w.prewarmer.ask(prefix("a"))).outcome is WarmOutcome.WARM
+        assert w.prewarmer.stats.outcomes[WarmOutcome.PRESSURE] == 2
 
 
 async def test_without_free_room_nothing_is_computed():
     async with world() as w:
         w.source.has_free_room = False
         report = await w.prewarmer.ask(prefix("a", range(100)))
-        assert report.outcome is Outcome.NO_ROOM
+        assert report.outcome is WarmOutcome.NO_ROOM
         assert "99 tokens" in report.reason
         assert w.source.warmed == []
 
@@ -213,8 +213,8 @@ async def test_without_free_room_nothing_is_computed():
 async def test_a_model_that_is_away_is_not_asked_but_what_is_there_of_it_is_kept():
     async with world() as w:
         await w.prewarmer.ask(prefix("a", range(10), is_kept=True))
-        w.source.refusal = Report(outcome=Outcome.AWAY, reason="m is unloaded")
-        assert (await w.prewarmer.ask(prefix("b"))).outcome is Outcome.AWAY
+        w.source.refusal = WarmReport(outcome=WarmOutcome.AWAY, reason="m is unloaded")
+        assert (await w.prewarmer.ask(prefix("b"))).outcome is WarmOutcome.AWAY
         await w.settle()
         w.clock.advance(241)
         await w.settle()
@@ -227,7 +227,7 @@ async def test_a_fault_is_told_once_and_not_tried_again(caplog):
         w.source.fault = PeerUnavailable("the engine is gone")
         for _ in range(3):
             report = await w.prewarmer.ask(prefix("a", is_kept=True))
-            assert report == Report(outcome=Outcome.FAILED, reason="the engine is gone")
+            assert report == WarmReport(outcome=WarmOutcome.FAILED, reason="the engine is gone")
         w.clock.advance(100_000)
         await w.settle()
         assert w.source.warmed == ["a"] * 3
@@ -235,7 +235,7 @@ async def test_a_fault_is_told_once_and_not_tried_again(caplog):
         told = [r for r in caplog.records if "could not be warmed" in r.message]
         assert [r.levelno for r in told] == [logging.WARNING]
         w.source.fault = None
-        assert (await w.prewarmer.ask(prefix("a"))).outcome is Outcome.WARM
+        assert (await w.prewarmer.ask(prefix("a"))).outcome is WarmOutcome.WARM
 
 
 async def test_a_prefix_that_cannot_be_rendered_is_a_fault_of_its_own():
@@ -245,14 +245,14 @@ async def test_a_prefix_that_cannot_be_rendered_is_a_fault_of_its_own():
     async with world() as w:
         report = await w.prewarmer.ask(Prefix(key="a", model_id="m", tokens=broken))
         assert report.reason == "no template"
-        assert (await w.prewarmer.ask(prefix("b"))).outcome is Outcome.WARM
+        assert (await w.prewarmer.ask(prefix("b"))).outcome is WarmOutcome.WARM
 
 
 async def test_a_fault_of_ours_ends_the_task_and_not_those_who_wait():
     w = World(clock := StillClock(), source := Source(clock), *_built(source, clock))
     source.fault = RuntimeError("a bug")
     report = await w.prewarmer.ask(prefix("a"))
-    assert report.outcome is Outcome.FAILED
+    assert report.outcome is WarmOutcome.FAILED
     with pytest.raises(RuntimeError, match="a bug"):
         await w.running
 
@@ -299,7 +299,7 @@ async def test_what_was_computed_in_vain_is_not_called_warm_nor_tried_again_at_o
     async with world() as w:
         w.source.keeps = False
         report = await w.prewarmer.ask(prefix("a", range(5)))
-        assert (report.outcome, report.warmed.computed) == (Outcome.NO_ROOM, 4)
+        assert (report.outcome, report.warmed.computed) == (WarmOutcome.NO_ROOM, 4)
         w.prewarmer.submit(prefix("sys", range(9), is_kept=True), Kind.KEPT)
         await w.settle()
         w.clock.advance(239)
@@ -309,15 +309,15 @@ async def test_what_was_computed_in_vain_is_not_called_warm_nor_tried_again_at_o
         w.clock.advance(2)
         await w.settle()
         assert w.source.warmed == ["a", "sys", "sys"]
-        assert w.prewarmer.stats.outcomes[Outcome.WARM] == 1
+        assert w.prewarmer.stats.outcomes[WarmOutcome.WARM] == 1
 
 
 async def test_a_declared_prompt_that_met_pressure_comes_back_when_it_is_over():
     async with world() as w:
-        w.prewarmer.pressed(Level.LOW)
+        w.prewarmer.pressed(PressureLevel.LOW)
         w.prewarmer.submit(prefix("sys", range(5), is_kept=True), Kind.KEPT)
         await w.settle()
-        w.prewarmer.pressed(Level.NOMINAL)
+        w.prewarmer.pressed(PressureLevel.NOMINAL)
         w.clock.advance(prewarm.RETRY_S + 1)
         await w.settle()
         assert w.source.warmed == ["sys"]
@@ -382,7 +382,7 @@ async def test_what_is_forgotten_while_it_waits_is_computed_only_for_those_who_a
             w.prewarmer.forget(key)
         w.source.gate.set()
         report = await asking
-        assert (report.outcome, report.is_pinned) == (Outcome.WARM, False)
+        assert (report.outcome, report.is_pinned) == (WarmOutcome.WARM, False)
         await w.settle()
         assert w.source.warmed == ["busy", "a"]
         assert (w.prewarmer.stats.kept, w.source.pinned) == (0, {})
@@ -402,7 +402,7 @@ async def test_a_fault_of_one_prompt_is_none_of_another_that_waits_under_its_key
         await w.settle()
         w.prewarmer.submit(prefix("a", range(7), is_kept=True), Kind.TURN)
         told.set()
-        assert (await asking).outcome is Outcome.FAILED
+        assert (await asking).outcome is WarmOutcome.FAILED
         await w.settle()
         assert w.prewarmer.stats.kept_tokens == 7
 
@@ -455,9 +455,9 @@ async def test_a_pin_that_is_sent_again_lasts_from_then_on():
 async def test_what_may_not_be_pinned_is_not_computed_for_it_and_what_was_pinned_stays():
     async with world() as w:
         await w.prewarmer.ask(prefix("a", range(5), is_kept=True, is_pinned=True))
-        w.source.unpinnable = Report(outcome=Outcome.NO_ROOM, reason="too many pins")
+        w.source.unpinnable = WarmReport(outcome=WarmOutcome.NO_ROOM, reason="too many pins")
         report = await w.prewarmer.ask(prefix("a", range(9), is_kept=True, is_pinned=True))
-        assert (report.outcome, report.reason) == (Outcome.NO_ROOM, "too many pins")
+        assert (report.outcome, report.reason) == (WarmOutcome.NO_ROOM, "too many pins")
         assert (report.is_pinned, report.warmed.computed) == (False, 0)
         assert (w.source.warmed, w.source.pinned) == (["a"], {"a": (0, 1, 2, 3, 4)})
 
@@ -469,7 +469,7 @@ async def test_what_could_not_be_warmed_is_not_pinned_as_far_as_it_is_there(keep
         w.source.has_free_room, w.source.keeps = not keeps, keeps
         pin = prefix("b", range(9), is_kept=True, is_pinned=True)
         report = await w.prewarmer.ask(pin)
-        assert (report.outcome, report.is_pinned) == (Outcome.NO_ROOM, False)
+        assert (report.outcome, report.is_pinned) == (WarmOutcome.NO_ROOM, False)
         assert w.source.pinned == {}
 
 
@@ -519,7 +519,7 @@ async def test_of_too_many_that_wait_the_last_is_refused(monkeypatch):
         await w.settle()
         w.prewarmer.submit(prefix("a"), Kind.TURN)
         w.prewarmer.submit(prefix("b"), Kind.TURN)
-        assert (await w.prewarmer.ask(prefix("c"))).outcome is Outcome.CROWDED
+        assert (await w.prewarmer.ask(prefix("c"))).outcome is WarmOutcome.CROWDED
         w.prewarmer.submit(prefix("b"), Kind.TURN)
         assert w.prewarmer.stats.queued == 2
         w.source.gate.set()
@@ -532,12 +532,12 @@ async def test_who_leaves_does_not_disturb_the_others():
         await w.settle()
         leaving.cancel()
         w.source.gate.set()
-        assert (await w.prewarmer.ask(prefix("b"))).outcome is Outcome.WARM
+        assert (await w.prewarmer.ask(prefix("b"))).outcome is WarmOutcome.WARM
 
 
 async def test_work_that_gave_way_is_no_fault_and_comes_again_where_it_is_kept():
     async with world() as w:
-        w.source.yields = Report(outcome=Outcome.PRESSURE, reason="a model waits for room")
+        w.source.yields = WarmReport(outcome=WarmOutcome.PRESSURE, reason="a model waits for room")
         w.prewarmer.submit(prefix("sys", range(5), is_kept=True), Kind.KEPT)
         await w.settle()
         assert await w.prewarmer.ask(prefix("a")) == w.source.yields
@@ -546,7 +546,7 @@ async def test_work_that_gave_way_is_no_fault_and_comes_again_where_it_is_kept()
         w.clock.advance(prewarm.RETRY_S + 1)
         await w.settle()
         assert w.source.warmed == ["sys", "a", "sys"]
-        assert w.prewarmer.stats.outcomes[Outcome.FAILED] == 0
+        assert w.prewarmer.stats.outcomes[WarmOutcome.FAILED] == 0
 
 
 async def test_at_the_end_whoever_waits_is_told():
@@ -563,14 +563,14 @@ async def test_requests_that_leave_no_time_are_no_fault(monkeypatch):
     async with world() as w:
         w.source.gate = asyncio.Event()
         report = await w.prewarmer.ask(prefix("a"))
-        assert report.outcome is Outcome.LATE
+        assert report.outcome is WarmOutcome.LATE
 
 
 actions = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), st.sampled_from("abcd"), st.sampled_from(list(Kind))),
         st.tuples(st.just("pin"), st.sampled_from("abcd")),
-        st.tuples(st.just("press"), st.sampled_from(list(Level))),
+        st.tuples(st.just("press"), st.sampled_from(list(PressureLevel))),
         st.tuples(st.just("forget"), st.sampled_from("abcd")),
         st.tuples(st.just("lose")),
         st.tuples(st.just("advance"), st.floats(0, 300)),
@@ -592,12 +592,12 @@ def test_whatever_comes_one_runs_at_a_time_none_under_pressure_and_only_what_is_
 async def _play(script):
     async with world() as w:
         at_once, most = 0, 0
-        level = Level.NOMINAL
+        level = PressureLevel.NOMINAL
         compute = w.source.warm
 
         async def warm(prefix, tokens):
             nonlocal at_once, most
-            assert level is Level.NOMINAL
+            assert level is PressureLevel.NOMINAL
             at_once += 1
             most = max(most, at_once)
             try:
@@ -639,7 +639,7 @@ async def _play(script):
                 case "turns":
                     for _ in range(more[0]):
                         await asyncio.sleep(0)
-        level, w.source.fault = Level.NOMINAL, None
+        level, w.source.fault = PressureLevel.NOMINAL, None
         w.prewarmer.pressed(level)
         for _ in range(4):
             await w.settle()

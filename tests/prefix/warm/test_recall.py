@@ -13,7 +13,7 @@ from kakeya.core.clock import SystemClock
 from kakeya.core.errors import Unsupported
 from kakeya.generation.facts import ModelFacts
 from kakeya.memory.pages.node_arena import PAGE_BYTES
-from kakeya.memory.pages.pins import Holder
+from kakeya.memory.pages.pins import PinHolder
 from kakeya.memory.pages.shared_arena import Filling
 from kakeya.prefix.names.naming import Naming
 from kakeya.prefix.pages.counts import Source
@@ -179,7 +179,7 @@ async def test_what_did_not_come_in_a_bad_moment_comes_in_the_next(
         pages, refused = here.prefixes.pages, iter([True, True])
         prepare = pages.prepare
 
-        async def prepare_later(naming: Naming, length: int, holder: Holder) -> Filling | None:
+        async def prepare_later(naming: Naming, length: int, holder: PinHolder) -> Filling | None:
             return None if next(refused, False) else await prepare(naming, length, holder)
 
         monkeypatch.setattr(pages, "prepare", prepare_later)

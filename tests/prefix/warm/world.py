@@ -21,7 +21,7 @@ from kakeya.generation.request import DecodeRequest
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.prefix.config import PrecacheConfig
 from kakeya.prefix.names.keys import CacheKeys
-from kakeya.prefix.seam import CacheUse, Claim, Wiped
+from kakeya.prefix.seam import CacheUse, PrefixClaim, Wiped
 from kakeya.prefix.warm.ahead import NodePrecache
 from kakeya.prefix.warm.declared_prompts import DeclaredPrompt
 from kakeya.prefix.warm.source import ModelSource
@@ -179,10 +179,10 @@ class World:
         """What was computed that nobody asked for."""
         return [r for model in self.models for r in model.requests if r.max_tokens == 0]
 
-    async def claim(self, conversation: str, model: int = 0, **more: object) -> Claim:
+    async def claim(self, conversation: str, model: int = 0, **more: object) -> PrefixClaim:
         served = self.models[model]
         use = CacheUse(keys=CacheKeys(conversation_id=conversation))
-        claim = Claim(model_id=served.model_id, facts=await served.ready(0), use=use)
+        claim = PrefixClaim(model_id=served.model_id, facts=await served.ready(0), use=use)
         return replace(claim, **more)
 
     async def turn(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import Refused
-from kakeya.wire.server.caller_limits import Admission, Budget, CallerLimits, TokenBucket
+from kakeya.wire.server.caller_limits import Budget, CallerAccounts, CallerLimits, TokenBucket
 from tests.fakes import FakeClock
 
 STEPS = st.lists(st.floats(0, 20, allow_nan=False), min_size=1, max_size=200)
@@ -46,7 +46,7 @@ def test_a_clock_that_goes_back_grants_nothing() -> None:
     assert bucket.take(50.5) > 0
 
 
-def exchange(admission: Admission, caller: str) -> bool:
+def exchange(admission: CallerAccounts, caller: str) -> bool:
     try:
         with admission.turn(caller, Budget.EXCHANGE):
             return True
@@ -56,7 +56,7 @@ def exchange(admission: Admission, caller: str) -> bool:
 
 def test_a_burst_of_ten_exchanges_passes_then_two_a_second() -> None:
     clock = FakeClock()
-    admission = Admission(clock)
+    admission = CallerAccounts(clock)
     assert sum(exchange(admission, "a") for _ in range(50)) == 10
     for _ in range(5):
         clock.advance(1.0)
@@ -64,7 +64,7 @@ def test_a_burst_of_ten_exchanges_passes_then_two_a_second() -> None:
     assert exchange(admission, "b"), "the account of another caller is its own"
 
 
-def gossip(admission: Admission, caller: str) -> bool:
+def gossip(admission: CallerAccounts, caller: str) -> bool:
     try:
         with admission.turn(caller, Budget.GOSSIP):
             return True
@@ -75,7 +75,7 @@ def gossip(admission: Admission, caller: str) -> bool:
 def test_other_gossip_has_a_rate_too() -> None:
     """A member renewed its certificate 1000 times a second, each a line in the authority's log."""
     clock = FakeClock()
-    admission = Admission(clock)
+    admission = CallerAccounts(clock)
     assert sum(gossip(admission, "a") for _ in range(500)) == 100
     assert exchange(admission, "a"), "exchanges are paid from another bucket"
     clock.advance(1.0)
@@ -84,7 +84,7 @@ def test_other_gossip_has_a_rate_too() -> None:
 
 
 def test_a_refusal_says_what_is_exhausted_and_for_how_long() -> None:
-    admission = Admission(FakeClock(), CallerLimits(exchange_burst=1))
+    admission = CallerAccounts(FakeClock(), CallerLimits(exchange_burst=1))
     assert exchange(admission, "a")
     with pytest.raises(
         Refused, match=r"a makes more than 2 exchanges a second; .* in 0\.5 s"
@@ -95,7 +95,7 @@ def test_a_refusal_says_what_is_exhausted_and_for_how_long() -> None:
 
 
 def test_calls_that_fill_their_budget_leave_gossip_its_own() -> None:
-    admission = Admission(FakeClock())
+    admission = CallerAccounts(FakeClock())
     with ExitStack() as calls:
         for _ in range(32):
             calls.enter_context(admission.turn("a", Budget.WORK))
@@ -111,7 +111,7 @@ def test_calls_that_fill_their_budget_leave_gossip_its_own() -> None:
 
 
 def test_a_call_that_fails_gives_its_place_back() -> None:
-    admission = Admission(FakeClock(), CallerLimits(concurrent_work=1))
+    admission = CallerAccounts(FakeClock(), CallerLimits(concurrent_work=1))
     for _ in range(3):
         with pytest.raises(KeyError), admission.turn("a", Budget.WORK):
             raise KeyError
@@ -120,7 +120,7 @@ def test_a_call_that_fails_gives_its_place_back() -> None:
 
 
 def test_a_refused_exchange_does_not_hold_a_place() -> None:
-    admission = Admission(FakeClock(), CallerLimits(exchange_burst=1, concurrent_gossip=2))
+    admission = CallerAccounts(FakeClock(), CallerLimits(exchange_burst=1, concurrent_gossip=2))
     assert exchange(admission, "a")
     for _ in range(5):
         assert not exchange(admission, "a")
@@ -129,7 +129,7 @@ def test_a_refused_exchange_does_not_hold_a_place() -> None:
 
 
 def test_strangers_without_number_are_forgotten_but_not_who_has_calls_running() -> None:
-    admission = Admission(FakeClock(), CallerLimits(callers=100, concurrent_work=1))
+    admission = CallerAccounts(FakeClock(), CallerLimits(callers=100, concurrent_work=1))
     with admission.turn("long", Budget.WORK):
         for number in range(1000):
             exchange(admission, f"stranger {number}")
