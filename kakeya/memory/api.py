@@ -318,9 +318,11 @@ class MemoryArbiter:
         return self._arbiter.retain(lease, self._clock.mono())
 
     def release(self, lease: LeaseId) -> None:
-        """Give a lease back."""
-        self._keeper.count_tenants()
-        self._keeper.take(self._arbiter.release(lease, self._clock.mono()))
+        """Give a lease back. Where nothing follows from it, nothing is counted or walked."""
+        now = self._clock.mono()
+        if self._arbiter.write_release(lease, now):
+            self._keeper.count_tenants()
+            self._keeper.take(self._arbiter.settle(now))
 
     # How a request goes.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from types import FrameType
 
 import pytest
 
@@ -396,6 +398,29 @@ async def test_a_holder_does_not_wait_for_who_waits_for_the_model(shelf: Shelf) 
         assert await running == "a did 1"
     assert await swap == "b did 2"
     assert await behind == "a did 3"
+
+
+async def test_a_release_at_rest_walks_nothing_and_counts_no_tenant(shelf: Shelf) -> None:
+    async with shelf.arbiter.acquire("see", "m"), shelf.arbiter.acquire("text", "m"):
+        pass
+    handle = shelf.arbiter.try_acquire("see", "m")
+    assert handle is not None
+    calls: list[str] = []
+
+    def count(frame: FrameType, what: str, _: object) -> None:
+        if what == "call" and "/kakeya/" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_qualname)
+
+    sys.setprofile(count)
+    try:
+        handle.release()
+    finally:
+        sys.setprofile(None)
+    assert not {"Arbiter.settle", "Keeper.count_tenants", "Keeper.take"} & set(calls)
+    assert len([name for name in calls if "<genexpr>" not in name]) <= 30, calls
+    resident = shelf.arbiter.find("see", "m")
+    assert resident is not None
+    assert resident.is_idle
 
 
 async def test_a_held_model_survives_pressure_and_goes_when_released(shelf: Shelf) -> None:

@@ -69,10 +69,15 @@ class Arbiter:
 
     def release(self, lease: LeaseId, now: float) -> ArbiterOutcome:
         """Give a lease back. Raises NotFound when it is not held."""
+        return self.settle(now) if self.write_release(lease, now) else ArbiterOutcome()
+
+    def write_release(self, lease: LeaseId, now: float) -> bool:
+        """Write a release down without a decision; True = `settle`, as something may follow from
+        it, now or later. Raises NotFound when the lease is not held."""
         resident = self._ledger.get(self._holder(lease))
         del self._holders[lease]
         self._ledger.put(resident.released(lease, now))
-        return self.settle(now)
+        return not (self._is_calm and self._doors.are_open and self._taking.is_idle)
 
     def preload(self, ask: Ask, now: float) -> tuple[bool, ArbiterOutcome]:
         """Load without a request: only at nominal pressure, into room that is free, that nobody

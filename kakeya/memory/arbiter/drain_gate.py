@@ -33,6 +33,11 @@ class DrainGate:
         self._rules = rules
         self._shut: dict[ResidentKey, _Door] = {}
 
+    @property
+    def are_open(self) -> bool:
+        """Whether no door is shut."""
+        return not self._shut
+
     def to_open(self, now: float) -> frozenset[ResidentKey]:
         """Which were shut for long enough."""
         return frozenset(key for key, door in self._shut.items() if now >= door.until_mono)

@@ -192,7 +192,7 @@ class Ledger:
     def committed_bytes(self) -> int:
         """What the budget must hold once all plans are carried out."""
         stays = sum(r.bytes for r in self._residents.values() if not r.is_leaving)
-        tenants = sum(tenant.held_bytes for tenant in self.tenants)
+        tenants = sum(tenant.held_bytes for tenant in self._tenants.values()) - self.promised_bytes
         growing = sum(self._growing.values())
         return stays + tenants + growing + sum(self._foreign.values())
 

@@ -38,6 +38,12 @@ class Reclaimer:
         self._fit_budget(answer, now)
         self._relieve(answer, now)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing goes now, nor later for the time alone."""
+        is_over = self._ledger.committed_bytes > self._ledger.budget_bytes
+        return not is_over and not self.due()
+
     def due(self) -> list[float]:
         """When time alone makes something go, in monotonic seconds."""
         due = [

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -184,10 +185,20 @@ class ArbiterMachine(RuleBasedStateMachine):
         """Release what is held, withdraw what waits."""
         if lease in self.held:
             self.held.remove(lease)
+            self.check_release(lease)
             self.take(self.arbiter.release(lease, self.now))
         else:
             self.waiting.discard(lease)
             self.take(self.arbiter.withdraw(lease, self.now))
+
+    def check_release(self, lease: LeaseId) -> None:
+        """Where nothing is said to follow from a release, nothing does."""
+        rehearsed = deepcopy(self.arbiter)
+        if not rehearsed.write_release(lease, self.now):
+            before = rehearsed.snapshot()
+            assert rehearsed.settle(self.now) == ArbiterOutcome()
+            assert rehearsed.snapshot() == before
+            assert rehearsed.next_wake_mono(self.now) is None
 
     @rule(target=leases, lease=leases)
     def retain(self, lease: LeaseId) -> LeaseId | object:
