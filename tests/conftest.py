@@ -10,6 +10,15 @@ import pytest
 from blockbuster import BlockBuster
 from hypothesis import HealthCheck, settings
 
+from tests.late import (  # noqa: F401  # pytest finds its hooks by their names here
+    pytest_addoption,
+    pytest_runtest_call,
+    pytest_runtest_setup,
+    pytest_runtest_teardown,
+    pytest_sessionfinish,
+)
+from tests.spread import pytest_xdist_make_scheduler  # noqa: F401
+
 # A busy machine is no fault of the code: no example has to be quick. Each commit tries the same
 # examples, so that a failure is the commit's own; scripts/soak draws others each time.
 settings.register_profile(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -45,8 +44,6 @@ def test_outcomes_are_printed_for_machines_and_can_be_shown_again() -> None:
 
 
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        pytest.skip("needs matplotlib, which the simulate extra installs")
     picture = tmp_path / "plot.png"
     shown = _simulate("--loss", "0", "--seeds", "1", "--no-controls", "--plot", str(picture))
     assert "oldest" in shown

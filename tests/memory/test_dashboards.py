@@ -1,7 +1,4 @@
-"""Our dashboards in the model that Grafana Labs publish: each is read, and nothing of it is lost.
-
-Without their package, `pip install grafana-foundation-sdk`, this is skipped.
-"""
+"""Our dashboards in the model that Grafana Labs publish: each is read, nothing of it is lost."""
 
 from __future__ import annotations
 
@@ -9,12 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from grafana_foundation_sdk.cog import plugins
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from tests.memory.scrapes import read
-
-plugins = pytest.importorskip(
-    "grafana_foundation_sdk.cog.plugins", reason="grafana-foundation-sdk is not installed"
-)
 
 
 def lost(ours: Any, theirs: Any, place: str = "") -> list[str]:
@@ -30,9 +26,6 @@ def lost(ours: Any, theirs: Any, place: str = "") -> list[str]:
 
 @pytest.mark.parametrize("name", ["memory-dashboard.json", "page-arena-dashboard.json"])
 def test_grafanas_own_model_reads_all_of_it(name: str) -> None:
-    from grafana_foundation_sdk.cog.encoder import JSONEncoder
-    from grafana_foundation_sdk.models.dashboard import Dashboard
-
     plugins.register_default_plugins()
     ours = read(name)
     model = Dashboard.from_json(ours)

@@ -88,7 +88,7 @@ class LeaseGuard:
         beat_mono = self._clock.mono()
         while house.is_alive:
             # Once the first process has ended, its children are asked for more often.
-            pause_s = _POLL_S if self._ended.is_set() or not _has_pidfd() else rules.BEAT_S
+            pause_s = _POLL_S if self._ended.is_set() or sys.platform != "linux" else rules.BEAT_S
             wake = asyncio.Event() if self._ended.is_set() else self._ended
             await sleep_or_wake(self._clock, pause_s, wake)
             with contextlib.suppress(*rules.OUT_OF_ORDER):
@@ -132,7 +132,7 @@ class LeaseGuard:
 @contextlib.asynccontextmanager
 async def _when_ended(process: Process, ended: asyncio.Event) -> AsyncIterator[None]:
     """Set an event at once when a process ends, where the system can tell."""
-    if not _has_pidfd():
+    if sys.platform != "linux":
         yield
         return
     try:
@@ -153,10 +153,6 @@ async def _when_ended(process: Process, ended: asyncio.Event) -> AsyncIterator[N
     finally:
         loop.remove_reader(handle)
         os.close(handle)
-
-
-def _has_pidfd() -> bool:
-    return sys.platform == "linux"
 
 
 async def _main(order: dict[str, str]) -> None:

@@ -250,6 +250,9 @@ async def test_a_cancelled_load_is_dropped_and_concerns_nobody_else(engine, clie
 
 
 async def test_a_load_that_takes_too_long_is_dropped(engine, client) -> None:
+    first = load(client, "z")
+    (await engine.flight("z")).set_result(LoadedAdapter(slot=1, nbytes=10))
+    await first
     late = load(client, "a", 0.01)
     with pytest.raises(DeadlineExceeded, match=r"no answer within 0.01 s .* adapter a"):
         await late

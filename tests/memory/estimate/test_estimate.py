@@ -198,9 +198,9 @@ def test_the_models_that_are_shipped(name: str) -> None:
 ENGINE = """
 import json, re, sys
 from kakeya.mlx.loader import load
-from kakeya.mlx.verifier import Verifier
+from kakeya.mlx.verifier import MlxVerifier
 import grpc.aio, kakeya.engine.steps.scheduler, mlx.core as mx
-state = Verifier(load(sys.argv[1], "m"))
+state = MlxVerifier(load(sys.argv[1], "m"))
 state.prefill([token % 90 for token in range(256)])
 state.verify([1] * 17)
 mx.clear_cache()

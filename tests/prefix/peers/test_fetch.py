@@ -363,7 +363,7 @@ async def test_whoever_is_late_is_told_of_as_it_may_be_met(world, method):
 
     peer = await world.peer(sources(), kind=Late)
     fetcher = await world.fetcher(peer, lookup_s=0.3)
-    late: list[w.Holder] = []
+    late: list[w.BlockHolder] = []
     wanted = w.wanted(BLOCKS, most_slack_s=0.1)
     assert await fetcher.fetch(wanted, [peer.holder()], w.Sink(), late=late.append) == 0
     assert late == [peer.holder()]

@@ -160,7 +160,9 @@ async def test_cancelled_it_ends_the_call_at_the_peer(world):
 async def test_the_peer_to_meet_is_one_whose_link_is_about_as_fast_as_the_prefill(world):
     fetcher = await world.fetcher()
     want = w.wanted(BLOCKS)  # 4 s a block
-    holders = [w.Holder(node_id=name, address="x:1", blocks=BLOCKS) for name in ("a", "b", "c")]
+    holders = [
+        w.BlockHolder(node_id=name, address="x:1", blocks=BLOCKS) for name in ("a", "b", "c")
+    ]
     assert fetcher.prefers_meeting(want, holders) is None
     for holder, factor in zip(holders, (1000.0, 2.0, 0.0001), strict=True):
         fetcher._peer(holder).rate.bytes_per_s = factor * w.BLOCK_BYTES / want.block_s

@@ -231,17 +231,32 @@ async def test_the_oldest_lease_of_a_caller_makes_room_for_its_next(world):
         assert await read(stub, lease_id) == [0, 1, 2, 3]
 
 
+class GatedSource(w.MemorySource):
+    """Gives no block before `gate` is open."""
+
+    def __init__(self, ids) -> None:
+        super().__init__(ids)
+        self.asked, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def read(self, block_id):
+        self.asked.set()
+        await self.gate.wait()
+        return await super().read(block_id)
+
+
 async def test_too_many_streams_are_refused(world):
-    peer = await world.peer(held()[0], limits=ServiceLimits(streams_per_caller=1))
+    source = GatedSource(w.chain(BLOCKS))
+    sources = w.Sources().add(w.fingerprint(), source)
+    peer = await world.peer(sources, limits=ServiceLimits(streams_per_caller=1))
     stub = stub_of(world, peer)
     lease_id = (await stub.LookupPrefix(lookup())).lease_id
     first = stub.FetchBlocks(pb.FetchBlocksRequest(lease_id=lease_id))
-    await first.read()
+    await source.asked.wait()
     assert await status_of(read(stub, lease_id)) is grpc.StatusCode.RESOURCE_EXHAUSTED
     first.cancel()
-    async with asyncio.timeout(5):
-        while peer.service.load:
-            await asyncio.sleep(0.01)
+    while peer.service.load:
+        await asyncio.sleep(0.01)
+    source.gate.set()
     assert await read(stub, lease_id) == [0, 1, 2, 3]
 
 

@@ -91,7 +91,7 @@ async def a_peer(
         )
         peers._fetch._lookup_s = 5.0
         card = from_wire(wire)
-        holder = w.Holder(node_id=card.node_id, address=peer.address, blocks=0)
+        holder = w.BlockHolder(node_id=card.node_id, address=peer.address, blocks=0)
         block_s = naming.compute_s(naming.block_tokens)
         if is_paced:
             peers._fetch._peer(holder).rate.bytes_per_s = naming.block_bytes / block_s
