@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from kakeya.adapters.usage_window import AccessWindow
 from kakeya.core.errors import Conflict, InvariantBroken, NotFound
+from kakeya.core.settings import number, setting, whole
 
 
 class Tier(IntEnum):
@@ -39,12 +40,24 @@ class Tier(IntEnum):
 class TierRules:
     """The numbers behind ratings."""
 
-    window_s: float = 60.0
+    window_s: float = setting(
+        "uses within this time rate an adapter",
+        number(1, 86400, "seconds"),
+        60.0,
+        key="adapters.window_s",
+    )
     slices: int = 12
-    hot_uses: int = 10
+    hot_uses: int = setting(
+        "so many uses make an adapter hot", whole(1, 100_000, "uses"), 10, key="adapters.hot_uses"
+    )
     warm_uses: int = 1
     hot_places: int = 100  # or fewer, as the engine has slots
-    warm_places: int = 1000
+    warm_places: int = setting(
+        "the most adapters that are rated warm",
+        whole(0, 100_000, "adapters"),
+        1000,
+        key="adapters.warm_places",
+    )
     stay: float = 0.5  # the share of the uses it took that is enough to stay
     lead: float = 1.25  # how many times the uses of a rated one another must have
     linger_s: float = 30.0  # how long a warm one stays after its last use left the window

@@ -21,7 +21,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from kakeya.config.table import BIND, HTTP
+from kakeya.config.config import SETTINGS
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import DeadlineExceeded, PeerProtocol, PeerUnavailable
 from kakeya.core.settings import Illegal, peer_address
@@ -42,6 +42,7 @@ from kakeya.doctor.way_checks import Here, check_way
 from kakeya.node.binding import DEFAULT_PORT
 from kakeya.node.control import control_socket
 from kakeya.node.datadir import find_running
+from kakeya.wire.server.config import ListenConfig
 
 _NODE_S = 11.0
 """For the node's examination, which ends by itself before."""
@@ -140,9 +141,10 @@ async def _look_at(target: Target | None, machine: Machine) -> tuple[Finding, ..
 
 
 def _check_ports(environ: Mapping[str, str]) -> list[Finding]:
+    bind, http = SETTINGS["listen.bind"], SETTINGS["listen.http"]
     wanted = (
-        (BIND.flag, environ.get(BIND.variable) or f"127.0.0.1:{DEFAULT_PORT}"),
-        (HTTP.flag, environ.get(HTTP.variable) or HTTP.default),
+        (bind.flag, environ.get(bind.variable) or f"127.0.0.1:{DEFAULT_PORT}"),
+        (http.flag, environ.get(http.variable) or ListenConfig().http),
     )
     return [check_port(flag, address, listen_fault(address)) for flag, address in wanted]
 

@@ -1,7 +1,8 @@
-"""One setting at a time: where its value may come from and what a legal value is.
+"""One setting: a field of a config class, the names that it has outside, and its legal values.
 
-A value comes from a flag, else from the environment, else from the configuration file, else it is
-the default. Every refusal is one sentence that names the origin, the value and what would be right.
+    capacity: int = setting("meaning", whole(1, 100_000, "sessions"), 256)
+
+Every refusal is one sentence that names the origin, the value and what would be right.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from kakeya.core.errors import ConfigError
 from kakeya.core.hosts import is_loopback_host
+from kakeya.core.units import MIB
 
-Value = TypeVar("Value", covariant=True)
+Value = TypeVar("Value")
+Word = TypeVar("Word", bound=str)
+METADATA = "kakeya"
 MAX_LABEL_BYTES = 64
 
 
@@ -27,54 +31,63 @@ class Illegal(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting(Generic[Value]):
-    """A named value: its key in the file (`section.key`), its flag, its variable, its meaning.
+    """The metadata of a field that can be set.
 
-    `parse` gets what the origin holds (text from flags and variables, TOML values from the file)
-    and raises Illegal with the sentence after "ORIGIN: ". A repeatable setting is parsed from
-    a list; its variable separates values by commas. `flag` "" = none.
+    `parse` gets text from a flag or a variable and a TOML value from the file; it raises Illegal
+    with the sentence after "ORIGIN: ". `argument` is how help writes the flag's value: "" = the
+    flag takes none, None = there is no flag.
     """
 
-    key: str
-    variable: str
+    meaning: str
     parse: Callable[[object], Value]
     default: Value
+    argument: str | None = None
+    key: str = ""
     flag: str = ""
-    metavar: str = ""
-    help: str = ""
-    repeatable: bool = False
-    switch: bool = False
+    variable: str = ""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the flag is given once per value, and the variable holds a list with commas."""
+        return isinstance(self.parse, Several)
+
+    def named(self, section: str, field_name: str) -> Setting[Value]:
+        """Fill in the names that the field does not give itself.
+
+        key       SECTION.FIELD; a field in bytes is set in MB: warm_bytes is adapters.warm_mb
+        flag      --FIELD as in the key, singular where it repeats: fleet.peers is --peer
+        variable  KAKEYA_ and the flag, plural where it repeats; without a flag KAKEYA_ and the key
+        """
+        key = self.key or f"{section}.{re.sub('_bytes$', '_mb', field_name)}"
+        flag, plural = self.flag, "s" if self.repeats else ""
+        if not flag and self.argument is not None:
+            flag = "--" + key.partition(".")[2].removesuffix(plural).replace("_", "-")
+        words = flag.removeprefix("--") + plural if flag else key
+        variable = self.variable or "KAKEYA_" + re.sub("[-.]", "_", words).upper()
+        return replace(self, key=key, flag=flag, variable=variable)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
-    """What each origin says; keys are flags, variables and file keys."""
-
-    flags: Mapping[str, object]
-    environ: Mapping[str, str]
-    file: Mapping[str, object]
-    file_name: str = ""
-
-    def value(self, setting: Setting[Value]) -> Value:
-        """Return the value of the strongest origin. Raises ConfigError."""
-        for origin, raw in self._found(setting):
-            try:
-                return setting.parse(raw)
-            except Illegal as problem:
-                raise ConfigError(f"{origin}: {problem}") from problem
-        return setting.default
-
-    def _found(self, setting: Setting[Value]) -> Iterable[tuple[str, object]]:
-        if setting.flag in self.flags:
-            yield setting.flag, self.flags[setting.flag]
-        text = self.environ.get(setting.variable, "")
-        if text:
-            yield setting.variable, _split(text) if setting.repeatable else text
-        if setting.key in self.file:
-            yield f"{self.file_name}: {setting.key}", self.file[setting.key]
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+def setting(
+    meaning: str,
+    parse: Callable[[object], Value],
+    default: Value,
+    *,
+    argument: str | None = None,
+    key: str = "",
+    flag: str = "",
+    variable: str = "",
+) -> Value:
+    """Make a field of a config class that can be set; names are given only against the rule."""
+    said = Setting(
+        meaning=meaning,
+        parse=parse,
+        default=default,
+        argument=argument,
+        key=key,
+        flag=flag,
+        variable=variable,
+    )
+    return field(default=default, metadata={METADATA: said})
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -152,6 +165,12 @@ def whole(low: int, high: int, unit: str) -> Callable[[object], int]:
     return parse
 
 
+def megabytes(low: int, high: int) -> Callable[[object], int]:
+    """Accept a whole number of MB within low..high; the result is in bytes."""
+    parse = whole(low, high, "MB")
+    return lambda raw: parse(raw) * MIB
+
+
 def one_number_of(numbers: Sequence[int], unit: str) -> Callable[[object], int]:
     """Accept one of a few whole numbers."""
     listed = f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]} {unit}"
@@ -166,26 +185,34 @@ def one_number_of(numbers: Sequence[int], unit: str) -> Callable[[object], int]:
     return parse
 
 
-def several(parse: Callable[[object], Value]) -> Callable[[object], tuple[Value, ...]]:
+@dataclass(frozen=True, slots=True)
+class Several(Generic[Value]):
     """Accept a list, each item by `parse`, without repetitions."""
 
-    def parse_all(raw: object) -> tuple[Value, ...]:
+    parse: Callable[[object], Value]
+
+    def __call__(self, raw: object) -> tuple[Value, ...]:
+        """Parse a list."""
         if not isinstance(raw, list):
             raise Illegal(f"{raw!r} is not a list; write it in brackets")
-        return tuple(dict.fromkeys(parse(item) for item in raw))
-
-    return parse_all
+        return tuple(dict.fromkeys(self.parse(item) for item in raw))
 
 
-def one_of(*words: str) -> Callable[[object], str]:
+def one_of(*words: Word) -> Callable[[object], Word]:
     """Accept one of a few words."""
 
-    def parse(raw: object) -> str:
-        if not isinstance(raw, str) or raw not in words:
-            raise Illegal(f"{raw!r} is not known; give {' or '.join(words)}")
-        return raw
+    def parse(raw: object) -> Word:
+        for word in words:
+            if raw == word:
+                return word
+        raise Illegal(f"{raw!r} is not known; give {' or '.join(words)}")
 
     return parse
+
+
+def none_if_zero(parse: Callable[[object], Value]) -> Callable[[object], Value | None]:
+    """Read 0 as None."""
+    return lambda raw: parse(raw) or None
 
 
 def split_address(address: str) -> tuple[str, int]:

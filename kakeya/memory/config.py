@@ -1,26 +1,80 @@
-"""What can be set of memory."""
+"""Settings of the memory of models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kakeya.core.errors import ConfigError
+from kakeya.core.settings import Illegal, Several, megabytes, none_if_zero, number, setting, text
+from kakeya.memory.arbiter.policy import RESERVE_BYTES
+from kakeya.memory.arbiter.resident import TEXT_TARGET
+from kakeya.memory.leases.place import VARIABLE, lease_store_url
+
+_MOST_MB = 64 * 1024 * 1024
+_WEEK_S = 7 * 86400
+
+
+def _model_size(raw: object) -> tuple[str, int]:
+    model_id, equals, size_mb = text(raw).rpartition("=")
+    if not equals or not model_id:
+        raise Illegal(f"{raw!r} says of no model how large it is; give MODEL=MB")
+    return model_id, megabytes(1, _MOST_MB)(size_mb)
+
+
+def _lease_store(raw: object) -> str:
+    try:
+        return lease_store_url("" if raw == "" else text(raw))
+    except ValueError as problem:
+        raise Illegal(str(problem)) from None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
-    """How much memory the models may occupy together, and how long one stays unused.
+    """How much memory the models take together, and how long an unused model stays."""
 
-    `budget_bytes` None = what the machine has, less `reserve_bytes` for everything else. Until
-    `stay_warm_s` after its last use a model goes only for what is more urgent or waited long;
-    after `unload_after_s` it goes though nobody needs the room, None = it stays. Models in `pinned`
-    stay whatever comes. `stated_bytes` is what the owner says that models take, by id, where that
-    is not to be estimated. `lease_store` is where leases of other processes are kept, "" = the data
-    directory.
-    """
+    budget_bytes: int | None = setting(
+        "the most that all models of this node may occupy together (0: what the machine has, less "
+        "a reserve)",
+        none_if_zero(megabytes(0, _MOST_MB)),
+        None,
+        argument="MB",
+        flag="--memory-budget",
+        variable="KAKEYA_MEMORY_BUDGET_MB",
+    )
+    reserve_bytes: int = setting(
+        "left to the system and other programs when no budget is given",
+        megabytes(0, 1024 * 1024),
+        RESERVE_BYTES,
+    )
+    stay_warm_s: float = setting(
+        "for so long after its last use a model goes only for a more urgent or a long wait",
+        number(0, _WEEK_S, "seconds"),
+        TEXT_TARGET.stay_warm_s,
+    )
+    unload_after_s: float | None = setting(
+        "a model unused for so long goes although no other needs the room; 0: it stays",
+        none_if_zero(number(0, _WEEK_S, "seconds")),
+        None,
+    )
+    pinned: tuple[str, ...] = setting("models that always stay", Several(text), ())
+    stated_bytes: tuple[tuple[str, int], ...] = setting(
+        "sizes of models as their owner states them, in place of an estimate: MODEL=MB",
+        Several(_model_size),
+        (),
+        key="memory.sizes_mb",
+    )
+    lease_store: str = setting(
+        "where leases of other processes are kept, as redis://HOST:PORT/DB",
+        _lease_store,
+        "",  # a file in the data directory
+        key="leases.store",
+        variable=VARIABLE,
+    )
 
-    budget_bytes: int | None
-    reserve_bytes: int
-    stay_warm_s: float
-    unload_after_s: float | None
-    lease_store: str
-    pinned: tuple[str, ...] = ()
-    stated_bytes: tuple[tuple[str, int], ...] = ()
+    def __post_init__(self) -> None:
+        if self.unload_after_s is not None and self.unload_after_s < self.stay_warm_s:
+            raise ConfigError(
+                f"memory.unload_after_s is {self.unload_after_s:g} s, less than "
+                f"memory.stay_warm_s, {self.stay_warm_s:g} s; "
+                "a model cannot leave while it is kept warm"
+            )

@@ -22,7 +22,6 @@ from typing import Self
 from kakeya.backends.engine.backend import EngineOptions
 from kakeya.backends.engines import EngineCommand, sockets_folder
 from kakeya.config.config import NodeConfig
-from kakeya.config.table import HTTP
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError
 from kakeya.core.host import (
@@ -204,7 +203,7 @@ class Agent:
     async def _listen(self, stack: AsyncExitStack, identity: Identity | None) -> None:
         """Bind every address, then build the fleet half, which has to know them."""
         config = self._config
-        self._http_socket = listen(HTTP.flag, config.listen.http)
+        self._http_socket = listen("--http", config.listen.http)
         stack.callback(self._http_socket.close)
         host, port = self._http_socket.getsockname()[:2]
         self._http_address = join_address(str(host), int(port))

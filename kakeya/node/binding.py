@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kakeya.config.table import BIND, INSECURE_LAN, JOIN
 from kakeya.core.errors import ConfigError
 from kakeya.core.host import join_address
 from kakeya.core.settings import is_loopback, split_address
@@ -64,8 +63,8 @@ def choose_binding(
         return Binding(port=port, loopback=_LOOPBACK)
     if not insecure_lan:
         raise ConfigError(
-            f"{BIND.flag} {bind} is reachable from other machines and this node has no identity; "
-            f"make one with kakeya init or {JOIN.flag} TOKEN, add {INSECURE_LAN.flag} on a trusted "
+            f"--bind {bind} is reachable from other machines and this node has no identity; "
+            "make one with kakeya init or --join TOKEN, add --insecure-lan on a trusted "
             f"network, or bind {join_address(_LOOPBACK, port)}"
         )
     return Binding(port=port, network=(host,))

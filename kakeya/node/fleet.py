@@ -20,11 +20,11 @@ from pathlib import Path
 import grpc.aio
 from prometheus_client.core import Metric
 
-from kakeya.config.config import FleetConfig
 from kakeya.core.clock import Clock
 from kakeya.core.ids import NodeId
 from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards.cards import Card, Offer
+from kakeya.fleet.config import FleetConfig
 from kakeya.fleet.gossip.gossip import Gossip, GossipConfig
 from kakeya.fleet.gossip.round import Round
 from kakeya.fleet.gossip.service import CapabilityService, register
@@ -280,7 +280,7 @@ class NodeFleet:
         return [card for card in self.live_peers() if address in card.addresses]
 
     def _discovery(self, config: FleetConfig, node_id: str) -> Discovery | None:
-        if not (config.mdns and self.reach.is_networked):
+        if config.no_mdns or not self.reach.is_networked:
             return None
         return Discovery(
             NodeId(node_id),

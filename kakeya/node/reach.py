@@ -11,8 +11,6 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Sequence
 
-from kakeya.config.config import FleetConfig, ListenConfig
-from kakeya.config.table import ADVERTISE, BIND
 from kakeya.core.clock import Clock
 from kakeya.core.errors import ConfigError
 from kakeya.core.host import join_address, reachable_address
@@ -20,6 +18,7 @@ from kakeya.core.log import event
 from kakeya.core.settings import split_address
 from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards.cards import Endpoint
+from kakeya.fleet.config import FleetConfig
 from kakeya.fleet.paths.addresses import AddressPolicy
 from kakeya.fleet.paths.interfaces import (
     WATCH_S,
@@ -33,6 +32,7 @@ from kakeya.fleet.paths.interfaces import (
 )
 from kakeya.fleet.paths.round_trips import RoundTrips
 from kakeya.node.binding import Binding, choose_binding
+from kakeya.wire.server.config import ListenConfig
 from kakeya.wire.server.listeners import Listeners
 
 _log = logging.getLogger(__name__)
@@ -88,13 +88,13 @@ class OwnAddresses:
             await self._open_first(host, binding)
         if binding.loopback:
             self._loopback = await listeners.open_plain(
-                join_address(binding.loopback, self._port), flag=BIND.flag
+                join_address(binding.loopback, self._port), flag="--bind"
             )
             self._port = split_address(self._loopback)[1]
         if not self._advertised():
             raise ConfigError(
-                f"{BIND.flag} {self.grpc} listens everywhere and no network address was found to "
-                f"tell peers; give it with {ADVERTISE.flag} HOST:PORT"
+                f"--bind {self.grpc} listens everywhere and no network address was found to "
+                "tell peers; give it with --advertise HOST:PORT"
             )
 
     def start(self, supervisor: Supervisor) -> None:
@@ -188,9 +188,9 @@ class OwnAddresses:
     async def _open(self, host: str) -> None:
         address = join_address(host, self._port)
         if self._binding.is_encrypted:
-            bound = await self._listeners.open_tls(address, flag=BIND.flag)
+            bound = await self._listeners.open_tls(address, flag="--bind")
         else:
-            bound = await self._listeners.open_plain(address, flag=BIND.flag)
+            bound = await self._listeners.open_plain(address, flag="--bind")
         self._opened[host] = bound
         self._port = split_address(bound)[1]
 

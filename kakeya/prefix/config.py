@@ -1,29 +1,46 @@
-"""What can be set of the KV of prefixes."""
+"""Settings of KV that outlives a generation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from kakeya.prefix.warm.declared_prompts import DeclaredPrompt
+from kakeya.core.settings import folder, megabytes, number, setting, switch, text, whole
+from kakeya.core.units import MIB
+from kakeya.prefix.warm.declared_prompts import DeclaredPrompt, parse_prompts
+
+KEEP_ALIVE_LEAST_S, SWEEP_LEAST_S = 30.0, 60.0
+"""A shorter period costs and brings nothing: a smaller value is raised to these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecacheConfig:
-    """KV of prefixes that outlives generations: how much memory and disk it may take, 0 = none.
+    """How much KV of prefixes is kept, computed ahead, and exchanged with peers."""
 
-    Conversations share `parallel` slots of a model, 0 = as many as its context and the memory
-    allow. A short-lived prefix is looked after each `keep_alive_s` at the latest, idle
-    conversations each `sweep_s`. Blocks are exchanged with peers if `peers`; where the fleet has a
-    common key in `key_file`, calls for them are signed with it, for one `tenant`.
-    """
-
-    memory_bytes: int
-    disk_bytes: int
-    parallel: int
-    keep_alive_s: float
-    sweep_s: float
-    peers: bool = True
-    key_file: Path | None = None
-    tenant: str = ""
-    prompts: tuple[DeclaredPrompt, ...] = ()
+    memory_bytes: int = setting(
+        "the most memory for KV of prefixes; 0: none is kept", megabytes(0, 1024 * 1024), 1024 * MIB
+    )
+    disk_bytes: int = setting(
+        "the most disk for KV of prefixes; 0: none", megabytes(0, 64 * 1024 * 1024), 4096 * MIB
+    )
+    prompts: tuple[DeclaredPrompt, ...] = setting(
+        "prompts whose KV is computed ahead: tables, or JSON in the variable", parse_prompts, ()
+    )
+    parallel: int = setting(
+        "slots of a model that conversations share; 0: as many as context and memory allow",
+        whole(0, 1024, "slots"),
+        0,
+    )
+    keep_alive_s: float = setting(
+        "the longest time between two checks of a short-lived prefix",
+        number(0, 86400, "seconds"),
+        240.0,
+    )
+    sweep_s: float = setting(
+        "the time between two checks of idle conversations", number(0, 86400, "seconds"), 300.0
+    )
+    peers: bool = setting("exchange blocks of KV with peers", switch, True)
+    key_file: Path | None = setting(
+        "the fleet's common key, which signs calls for blocks", folder, None
+    )
+    tenant: str = setting("the tenant for whom calls are signed", text, "fleet")

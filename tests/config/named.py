@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from kakeya.config.table import SETTINGS
+from kakeya.config.config import SETTINGS
 
 
 def named() -> dict[str, list[object]]:
     return {
-        one.key: [one.variable, one.flag, one.metavar, one.help, one.repeatable, one.switch]
-        for one in SETTINGS
+        one.key: [
+            *(one.variable, one.flag, one.argument or ""),
+            *(one.meaning if one.flag else "", one.repeats, one.argument == ""),
+        ]
+        for one in SETTINGS.values()
     }

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from kakeya.adapters.tiers import TierRules
-from kakeya.config.config import load
-from kakeya.config.table import SETTINGS
+from kakeya.config.config import SETTINGS, load
 from kakeya.core.errors import ConfigError
 from kakeya.core.settings import is_loopback, split_address
 from kakeya.fleet.gossip.targets import DEFAULT_FANOUT
 from kakeya.generation.spec import ModelRole
 from kakeya.memory.pages.content import Fit, PageConfig
+
+README = Path(__file__).parents[2] / "README.md"
 
 
 def test_without_anything_the_embedded_model_and_ngram_run_on_loopback() -> None:
@@ -58,9 +60,11 @@ def test_a_named_proposer_alone_serves_no_verifier() -> None:
 
 def test_every_setting_has_its_own_flag_variable_and_key() -> None:
     for field in ("flag", "variable", "key"):
-        names = [getattr(setting, field) for setting in SETTINGS if getattr(setting, field)]
+        names = [
+            getattr(setting, field) for setting in SETTINGS.values() if getattr(setting, field)
+        ]
         assert len(set(names)) == len(names)
-    assert all(setting.variable and setting.key for setting in SETTINGS)
+    assert all(setting.variable and setting.key for setting in SETTINGS.values())
 
 
 @pytest.mark.parametrize(
@@ -231,3 +235,18 @@ def test_a_label_is_printable_and_short() -> None:
     for wrong in ("a\tb", "x" * 65, "  "):
         with pytest.raises(ConfigError, match="--label"):
             load(["--label", wrong], {})
+
+
+def test_names_follow_from_the_field() -> None:
+    for key, flag, variable in (
+        ("fleet.peers", "--peer", "KAKEYA_PEERS"),
+        ("listen.insecure_lan", "--insecure-lan", "KAKEYA_INSECURE_LAN"),
+        ("memory.reserve_mb", "", "KAKEYA_MEMORY_RESERVE_MB"),
+    ):
+        assert (SETTINGS[key].flag, SETTINGS[key].variable) == (flag, variable)
+
+
+def test_the_readme_lists_all_keys() -> None:
+    listed = re.findall(r"^\[(\w+)\] +# (.+)$", README.read_text(), re.MULTILINE)
+    keys = {f"{section}.{name}" for section, names in listed for name in names.split(", ")}
+    assert keys == set(SETTINGS)

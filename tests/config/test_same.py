@@ -16,16 +16,9 @@ SNAPSHOT = Path(__file__).with_name("snapshot.json")
 TEXTS = (
     *("", " ", "x", "-1", "0", "0.5", "1", "1.5", "7", "nan", "1e9", "512", "a:1", "a:0"),
     *("0.0.0.0:1", "::1:5", "127.0.0.1:0", "10.0.0.1/8", "10.0.0.0/8, x", "m=1", "m=0", "=1"),
-    *(
-        "m=1,n=2,m=1",
-        "json",
-        "first_fit",
-        "redis://h:1/0",
-        "ngram",
-        "kakeya-tiny:verifer",
-        ":proposer",
-    ),
-    *("true", "no", "a/b", "a" * 300, "~/x", '[{"system":"x"}]', '[{"sistem":"x"}]', "[1]", "{"),
+    *("m=1,n=2,m=1", "json", "first_fit", "redis://h:1/0", "ngram", "kakeya-tiny:verifer"),
+    *(":proposer", "true", "no", "a/b", "a" * 300, "~/x", '[{"system":"x"}]'),
+    *('[{"sistem":"x"}]', "[1]", "{"),
 )
 TOMLS = (
     "true",
@@ -81,6 +74,8 @@ FILES = (
 
 def flat(made: config.NodeConfig) -> dict[str, str]:
     values = asdict(made) | {"warnings": made.warnings, "models": made.models}
+    del values["chosen"]
+    values["fleet"]["mdns"] = not values["fleet"].pop("no_mdns")
     found = {}
     for name, value in values.items():
         inner = value.items() if isinstance(value, dict) else [("", value)]
@@ -136,7 +131,7 @@ def collect(folder: Path) -> dict[str, object]:
 
 def test_nothing_differs_from_the_snapshot(tmp_path: Path) -> None:
     before, after = json.loads(SNAPSHOT.read_text()), json.loads(json.dumps(collect(tmp_path)))
-    assert list(before) == list(after)
+    assert set(before) == set(after)
     for name, was in before.items():
         assert after[name] == was, name
 

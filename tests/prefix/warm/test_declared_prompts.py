@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.config.config import KEEP_ALIVE_LEAST_S, SWEEP_LEAST_S, load
+from kakeya.config.config import load
 from kakeya.core.errors import ConfigError
 from kakeya.core.settings import Illegal
+from kakeya.prefix.config import KEEP_ALIVE_LEAST_S, SWEEP_LEAST_S
 from kakeya.prefix.warm.declared_prompts import DeclaredPrompt, PromptText, parse_prompts
 
 FILE = """

@@ -1,0 +1,43 @@
+"""Settings of the models that a node serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kakeya.core.errors import ConfigError
+from kakeya.core.settings import Several, setting
+from kakeya.generation.spec import ModelSpec, parse_model, parse_proposer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsConfig:
+    """The models of a node; without any it serves the embedded one with n-gram drafts."""
+
+    serve: tuple[ModelSpec, ...] = setting(
+        "serve a model as verifier (the default role) or proposer; any number of times",
+        Several(parse_model),
+        (),
+        argument="ID_OR_PATH[:ROLE]",
+        key="models.serve",
+        flag="--model",
+    )
+    proposers: tuple[ModelSpec, ...] = setting(
+        "draft for peers with n-grams or a model; any number of times",
+        Several(parse_proposer),
+        (),
+        argument="ngram|ID_OR_PATH",
+        key="models.proposers",
+    )
+
+    def specs(self) -> tuple[ModelSpec, ...]:
+        """List all models. Raises ConfigError if a model id occurs twice."""
+        seen: dict[str, ModelSpec] = {}
+        embedded = (parse_model("kakeya-tiny"), parse_proposer("ngram"))
+        for spec in self.serve + self.proposers or embedded:
+            other = seen.setdefault(spec.model_id, spec)
+            if other is not spec:
+                raise ConfigError(
+                    f"model {spec.model_id} is named twice, as {other.source} ({other.role}) and "
+                    f"{spec.source} ({spec.role}); one node serves a model id once"
+                )
+        return tuple(seen.values())

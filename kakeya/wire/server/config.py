@@ -1,0 +1,47 @@
+"""Settings of the addresses where a node answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kakeya.core.errors import ConfigError
+from kakeya.core.settings import bind_address, is_loopback, peer_address, setting, switch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenConfig:
+    """The addresses where a node answers, and the one that peers are told."""
+
+    bind: str = setting(
+        "gRPC listens here; port 0 lets the system choose (127.0.0.1:50051; for a member of a "
+        "fleet that port on each address of its local networks too, encrypted)",
+        bind_address,
+        "",  # the default depends on the identity, which is read at the start
+        argument="HOST:PORT",
+    )
+    http: str = setting(
+        "HTTP listens here; port 0 lets the system choose (127.0.0.1:8210)",
+        bind_address,
+        "127.0.0.1:8210",
+        argument="HOST:PORT",
+    )
+    advertise: str = setting(
+        "the gRPC address that peers are told (the one that is bound)",
+        peer_address,
+        "",  # the bound one
+        argument="HOST:PORT",
+    )
+    insecure_lan: bool = setting(
+        "listen beyond this machine without encryption or authentication; warns at every start",
+        switch,
+        False,
+        argument="",
+    )
+
+    def __post_init__(self) -> None:
+        # gRPC may listen on a network if the node has an identity, which is read at the start.
+        if not self.insecure_lan and not is_loopback(self.http):
+            raise ConfigError(
+                f"--http {self.http} is reachable from other machines without encryption or "
+                "authentication; add --insecure-lan on a trusted network, or bind 127.0.0.1"
+            )
