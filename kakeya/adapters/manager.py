@@ -19,24 +19,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from prometheus_client.core import Metric
-
+from kakeya.adapters.figures import BOUNDS_S, AdapterSnapshot, adapter_figures, line_status
 from kakeya.adapters.files.packed import Precision
 from kakeya.adapters.files.store import AdapterDamaged, AdapterRecord, AdapterStore
 from kakeya.adapters.intake import AdapterIntake, Registration
 from kakeya.adapters.lease import AdapterUse
-from kakeya.adapters.metrics import (
-    AcquireTimes,
-    AdapterSnapshot,
-    adapter_metrics,
-    line_status,
-)
 from kakeya.adapters.places import AdapterPlaces, LendSlots, none_lent
 from kakeya.adapters.registry import AdapterRegistry
 from kakeya.adapters.slot_queue import AdapterLine, Lend
 from kakeya.adapters.tiers import Adapter, AdapterTable, Tier, TierRules
 from kakeya.core.clock import Clock
 from kakeya.core.errors import Conflict, KakeyaError, LoadFailed, NotFound, StoreFailed
+from kakeya.core.figures import Durations, Figure, Json, as_json
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.memory.pages.node_arena import NodeArena
@@ -90,7 +84,7 @@ class AdapterManager:
         self._writing = asyncio.Lock()
         self._problems: dict[str, str] = {}
         self._followers: list[Callable[[str], None]] = []
-        self.times = {tier: AcquireTimes() for tier in Tier}
+        self.times = {tier: Durations(BOUNDS_S) for tier in Tier}
 
     async def __aenter__(self) -> Self:
         for record in await asyncio.to_thread(lambda: list(self._store.scan())):
@@ -261,17 +255,16 @@ class AdapterManager:
 
     # --- what there is
 
-    def status(self) -> dict[str, object]:
+    def status(self) -> Json:
         """As JSON."""
         now = self._clock.mono()
-        return {
+        return as_json(self.figures()) | {
             "registered": len(self._registry),
             "warm": len(self._table.warm()),
             "models": {
                 base: line_status(self._table, base, line, now)
                 for base, line in self._lines.items()
             },
-            "acquired": {tier.name.lower(): taken.total for tier, taken in self.times.items()},
             "retired": sorted(adapter.adapter_id for adapter in self._retired),
             "problems": dict(self._problems),
         }
@@ -285,10 +278,10 @@ class AdapterManager:
             uses=self._table.uses(adapter, self._clock.mono()),
         )
 
-    def metrics(self) -> Iterator[Metric]:
+    def figures(self) -> Iterator[Figure]:
         """Tiers, acquires, moves."""
         waiting = {base: line.waiting for base, line in self._lines.items()}
-        yield from adapter_metrics(self._table, waiting, self.times, self._places.moves)
+        return adapter_figures(self._table, waiting, self.times, self._places.moves)
 
     async def stale(self) -> dict[str, str]:
         """Why adapters of weights that were replaced are refused, by model id."""

@@ -19,7 +19,6 @@ import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from prometheus_client.core import Metric
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -28,10 +27,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kakeya.core.clock import Clock
+from kakeya.core.figures import Figure
+from kakeya.gateway.figures import CONTENT_TYPE, HttpMetrics
 from kakeya.gateway.generation import GenerationRoute, Generations, client_of
 from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.edge import CallerCheck, Edge, refuse_route
-from kakeya.gateway.metrics import CONTENT_TYPE, HttpMetrics
 from kakeya.gateway.openai.requests import parse_chat, parse_completion
 from kakeya.gateway.precache import PrecacheRoute
 from kakeya.generation.facts import ModelState
@@ -50,7 +50,7 @@ def build_app(
     rng: random.Random,
     limits: HttpLimits = HttpLimits(),  # noqa: B008 - frozen
     hosts: frozenset[str] = frozenset(),
-    collect: Callable[[], Iterable[Metric]] = tuple,
+    figures: Callable[[], Iterable[Figure]] = tuple,
     proposers: Callable[[], Sequence[DraftModelState]] = tuple,
     unready: Callable[[], str] = str,
     precache: Precache = NoPrecache(),  # noqa: B008 - it has no state
@@ -59,12 +59,12 @@ def build_app(
     """Build the application.
 
     `status` is what /api/v1/status shows; `hosts` are names and addresses, without ports, that the
-    node may be called by beside loopback and the address that a connection came in by; `collect`
-    gives the metrics of other floors per scrape; `proposers` are the configured models that only
+    node may be called by beside loopback and the address that a connection came in by; `figures`
+    gives those of other floors per scrape; `proposers` are the configured models that only
     draft; `unready` says why the node as a whole does not serve now, "" while it does.
     `texts` are those that others of the node use too; None = nobody does.
     """
-    metrics = HttpMetrics(collect)
+    metrics = HttpMetrics(figures)
     texts = texts or Texts(clock.wall)
     generations = Generations(
         directory,

@@ -28,10 +28,10 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
 from kakeya.core.ids import draw_id
 from kakeya.gateway.answer import GeneratedAnswer
+from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.body import parse_body
 from kakeya.gateway.http.connection import Connection, HttpLimits, read_body
 from kakeya.gateway.http.edge import envelope, send_json, stopping
-from kakeya.gateway.metrics import HttpMetrics
 from kakeya.gateway.openai.requests import (
     ChatRequest,
     CompletionRequest,

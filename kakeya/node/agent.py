@@ -292,7 +292,7 @@ class Agent:
             clock=self._clock,
             rng=self._rng,
             hosts=host_names() | addresses,
-            collect=overview.metrics,
+            figures=overview.figures,
             proposers=self._engines.proposers,
             unready=lambda: self._health.reason() or self._pages.unready(),
             precache=self._precache,

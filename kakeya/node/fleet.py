@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
-from prometheus_client.core import Metric
 
 from kakeya.core.clock import Clock
+from kakeya.core.figures import Figure
 from kakeya.core.ids import NodeId
 from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards.cards import Card, Offer
@@ -38,7 +38,7 @@ from kakeya.fleet.paths.discovery import Discovery
 from kakeya.fleet.paths.routes import Routes
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.fleet.view.suspicion import Doubt
-from kakeya.node.metrics import fleet_metrics, invite_metrics, route_metrics
+from kakeya.node.figures import fleet_figures, gossip_figures, invite_figures, route_figures
 from kakeya.node.reach import OwnAddresses
 from kakeya.node.state import NodeState
 from kakeya.node.status import FleetStatus
@@ -220,15 +220,16 @@ class NodeFleet:
         found = ((card.node_id, book.doubt_of(card.grpc_address)) for card in cards)
         return {node_id: doubt for node_id, doubt in found if doubt is not None}
 
-    def metrics(self) -> Iterator[Metric]:
+    def figures(self) -> Iterator[Figure]:
         """What the fleet half counts."""
         known = len(self.registry.snapshot(mono=self._clock.mono()))
         suspects = len(self.registry.suspects())
-        yield from fleet_metrics(known, suspects, self.gossip.stats, self.service.stats)
+        yield from fleet_figures(known, suspects, self.service.stats)
+        yield from gossip_figures(self.gossip.stats)
         mdns = self.discovery.stats if self.discovery else None
         if self.membership is not None and self.membership.door is not None:
-            yield from invite_metrics(self.membership.door.stats)
-        yield from route_metrics(self.routes.downgrades, mdns)
+            yield from invite_figures(self.membership.door.stats)
+        yield from route_figures(self.routes.downgrades, mdns)
 
     def live_peers(self) -> Sequence[Card]:
         """Everybody but this node."""

@@ -23,8 +23,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from prometheus_client.core import Metric
-
 from kakeya.backends.engine.backend import EngineOptions
 from kakeya.backends.engine.process import Command
 from kakeya.backends.engine.watch import EngineWatch
@@ -35,6 +33,7 @@ from kakeya.backends.sizes import LeaseSize, check_pinned, lease_sizes, node_bud
 from kakeya.backends.terms import DRAFT_TERMS
 from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound
+from kakeya.core.figures import Figure, Json
 from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.memory.api import PLAIN, MemoryArbiter
@@ -53,14 +52,13 @@ from kakeya.memory.arbiter.resident import DRAFTER, TEXT_TARGET, ResidentKey, Wa
 from kakeya.memory.config import MemoryConfig
 from kakeya.memory.estimate.history import SizeHistory, SizeRecord
 from kakeya.memory.estimate.size_file import SizeFile, hub_folder
+from kakeya.memory.figures import MemoryCounters, describe_memory, memory_figures
 from kakeya.memory.leases.keeper import LeaseKeeper, lease_keeper
 from kakeya.memory.log import MemoryLog
 from kakeya.memory.machine.panics import FIND_PERIOD_S, find_profile, report_folders
 from kakeya.memory.machine.pressure import DispatchedPressure
-from kakeya.memory.metrics import MemoryCounters, memory_metrics
 from kakeya.memory.plugins import PluginReport, load_capabilities
 from kakeya.memory.pressure_sources import dispatcher, pressure_monitor
-from kakeya.memory.view import Json, describe_memory
 from kakeya.node.state_writer import StateWriter
 
 TEND_S = 2.0
@@ -227,10 +225,10 @@ class NodeMemory:
             leases=self._leases.status() if self._leases else {},
         )
 
-    def metrics(self) -> Iterator[Metric]:
-        """The same for Prometheus."""
-        ledger, counters = self.arbiter.status(), self._counters
-        yield from memory_metrics(ledger, counters, is_careful=self.is_careful)
+    def figures(self) -> Iterator[Figure]:
+        """The ledger's figures, and counts of what happened."""
+        yield from memory_figures(self.arbiter.status(), is_careful=self.is_careful)
+        yield from self._counters.figures()
 
     def health(self) -> tuple[TaskHealth, ...]:
         """Its background tasks that are not the agent's."""

@@ -1,22 +1,21 @@
-"""The running node seen as a whole: its status as JSON, and its metrics."""
+"""The running node seen as a whole: its status as JSON, and its figures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from prometheus_client.core import Metric
-
 from kakeya.core.clock import Clock
+from kakeya.core.figures import Figure, Json
 from kakeya.core.tasks import TaskHealth
-from kakeya.node import metrics
+from kakeya.node import figures
 from kakeya.node.fleet import NodeFleet
 from kakeya.node.memory import NodeMemory
 from kakeya.node.pages import NodePages
 from kakeya.node.services import Services
 from kakeya.node.state import NodeState
 from kakeya.node.state_writer import StateWriter
-from kakeya.node.status import Json, NodeView, describe
+from kakeya.node.status import NodeView, describe
 from kakeya.node.watchdog import LoopWatchdog
 from kakeya.prefix.warm.ahead import NodePrecache
 from kakeya.wire.server.health import NodeHealth
@@ -68,17 +67,17 @@ class Overview:
             )
         )
 
-    def metrics(self) -> Iterator[Metric]:
+    def figures(self) -> Iterator[Figure]:
         """Count what the floors below the gateway did."""
-        yield from self.plane.metrics()
-        yield from metrics.model_metrics(self.memory.engines.models())
-        yield from self.memory.metrics()
-        yield from self.pages.metrics()
-        yield from self.services.peers.metrics()
-        yield from self.precache.metrics()
-        yield from metrics.session_metrics(self.services.runtime.stats)
+        yield from self.plane.figures()
+        yield from figures.model_figures(self.memory.engines.models())
+        yield from self.memory.figures()
+        yield from self.pages.figures()
+        yield from self.services.peers.figures()
+        yield from self.precache.figures()
+        yield from figures.session_figures(self.services.runtime.stats)
         tasks = (*self.tasks(), *self.services.runtime.health(), *self.memory.health())
         tasks += (*self.pages.health(), *self.precache.health())
-        yield from metrics.task_metrics(tasks)
-        yield from metrics.loop_metrics(self.watchdog.stalls, self.watchdog.worst_lag_s)
-        yield from metrics.state_metrics(self.keeper.failures)
+        yield from figures.task_figures(tasks)
+        yield from figures.loop_figures(self.watchdog.stalls, self.watchdog.worst_lag_s)
+        yield from figures.state_figures(self.keeper.failures)

@@ -11,11 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from prometheus_client.core import Metric
-
 from kakeya.adapters.config import AdapterConfig
 from kakeya.backends.resident import ResidentModel
 from kakeya.core.clock import Clock
+from kakeya.core.figures import Figure
 from kakeya.core.tasks import TaskHealth
 from kakeya.generation.facts import ModelState
 from kakeya.generation.spec import ModelRole
@@ -136,11 +135,11 @@ class NodePages:
         """Why the node puts off that it is ready; "" = it does not."""
         return self._start.unready()
 
-    def metrics(self) -> Iterator[Metric]:
+    def figures(self) -> Iterator[Figure]:
         """Of the pages, and of what lies in them."""
-        yield from self.arena.metrics()
-        yield from self.adapters.manager.metrics()
-        yield from self.prefixes.metrics()
+        yield from self.arena.figures()
+        yield from self.adapters.manager.figures()
+        yield from self.prefixes.figures()
 
     def health(self) -> tuple[TaskHealth, ...]:
         """Background tasks."""

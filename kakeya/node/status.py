@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kakeya.backends.resident import ResidentModel
 from kakeya.core.errors import PlacementError
+from kakeya.core.figures import Json, as_json
 from kakeya.core.ids import NodeId
 from kakeya.fleet.cards.cards import PROTOCOL_MAX, PROTOCOL_MIN, Card
 from kakeya.fleet.cards.cards import CardRole as CardRole
@@ -25,8 +26,7 @@ from kakeya.fleet.view.skew import WARN_S
 from kakeya.fleet.view.suspicion import Doubt
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.spec import ModelSpec
-
-Json = dict[str, object]
+from kakeya.node.figures import gossip_figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +99,8 @@ def describe(view: NodeView) -> Json:
         "fleet": {
             "identity": _identity(fleet, view.now),
             "nodes": [_card(card, view, is_own=card is own) for card in view.cards],
-            "gossip": {
-                "rounds": fleet.gossip.rounds,
-                "exchanges": fleet.gossip.exchanges,
-                "failures": fleet.gossip.failures,
-                "cards_dropped": sum(fleet.gossip.dropped.values()),
-                "dropped": {fault.value: n for fault, n in fleet.gossip.dropped.items()},
-            },
+            "gossip": as_json(gossip_figures(fleet.gossip))
+            | {"cards_dropped": sum(fleet.gossip.dropped.values())},
             "mdns_sightings": fleet.sightings,
             "warnings": _warnings(view),
             "plan": _plan(view),

@@ -22,18 +22,18 @@ from types import TracebackType
 from typing import Self
 from weakref import WeakSet
 
-from prometheus_client.core import Metric
-
 from kakeya.core.clock import Clock
+from kakeya.core.figures import Figure, Json
 from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.generation.cuts import unmarked
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.request import DecodeRequest
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.memory.pages.node_arena import NodeArena
-from kakeya.prefix.disk.stats import DiskConfig
+from kakeya.prefix.disk.stats import DiskConfig, DiskStats
 from kakeya.prefix.disk.store import FOLDER, BlockStore
 from kakeya.prefix.disk.transfer import PrefixDisk, Recall
+from kakeya.prefix.figures import prefix_figures, prefix_status
 from kakeya.prefix.names.blocks import BlockId
 from kakeya.prefix.names.fingerprint import Facts
 from kakeya.prefix.names.naming import Naming, PrefixNames, paged_kv_bytes
@@ -51,7 +51,6 @@ from kakeya.prefix.request.grant import EngineSeat
 from kakeya.prefix.request.revoked import RevokedGrants
 from kakeya.prefix.request.turns import Turns
 from kakeya.prefix.seam import Wiped
-from kakeya.prefix.view import prefix_metrics, prefix_status
 
 WEIGHTS_FILE = "weights.json"
 TEND_S = 5.0
@@ -271,13 +270,17 @@ class NodePrefixes:
 
     # --- what there is
 
-    def status(self) -> dict[str, object]:
-        """As JSON."""
-        return prefix_status(self.pages, self.turns, self.counts, self.store, self.endings)
+    def status(self) -> Json:
+        """Blocks, tokens and waits, as JSON."""
+        return prefix_status(*self._told())
 
-    def metrics(self) -> Iterator[Metric]:
-        """For Prometheus."""
-        yield from prefix_metrics(self.pages, self.turns, self.counts, self.store, self.endings)
+    def figures(self) -> Iterator[Figure]:
+        """The same numbers."""
+        return prefix_figures(*self._told())
+
+    def _told(self) -> tuple[PrefixPages, Turns, PrefixCounts, DiskStats | None, PrefixEndings]:
+        disk = self.store.stats() if self.store is not None else None
+        return self.pages, self.turns, self.counts, disk, self.endings
 
     def health(self) -> tuple[TaskHealth, ...]:
         """Its background tasks."""

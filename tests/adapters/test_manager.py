@@ -631,9 +631,8 @@ async def test_metrics_and_status_tell_where_adapters_are(tmp_path: Path) -> Non
         await node.add(1)
         await node.add(2)
         with await node.adapters.acquire(f"{TINY}:a1"):
-            found = {metric.name: metric for metric in node.adapters.metrics()}
-        tiers = {s.labels["tier"]: s.value for s in found["kakeya_adapters"].samples}
-        assert tiers == {"hot": 1, "warm": 0, "cold": 1}
+            found = {figure.name: figure for figure in node.adapters.figures()}
+        assert found["kakeya_adapters"].values == {("hot",): 1, ("warm",): 0, ("cold",): 1}
         assert node.adapters.status()["models"][TINY]["slots"] == 2
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
+
+from kakeya.core.figures import Figure
+from kakeya.gateway.figures import FigureCollector
 
 DOCS = Path(__file__).parents[2] / "docs"
 FUNCTIONS = {"sum", "rate", "increase", "histogram_quantile"}
@@ -20,18 +21,10 @@ DURATION = re.compile(r"\d+[smhd]")
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
-class _Collected(Collector):
-    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterator[Metric]:
-        return self._collect()
-
-
-def scraped(collect: Callable[[], Iterator[Metric]]) -> Samples:
+def scraped(figures: Callable[[], Iterator[Figure]]) -> Samples:
     """What Prometheus itself would read, by name and labels."""
     registry = CollectorRegistry()
-    registry.register(_Collected(collect))
+    registry.register(FigureCollector(figures))
     text = generate_latest(registry).decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value

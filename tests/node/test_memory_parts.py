@@ -42,11 +42,11 @@ from kakeya.memory.arbiter.resident import ResidentKey
 from kakeya.memory.config import MemoryConfig
 from kakeya.memory.estimate.estimate import Estimate
 from kakeya.memory.estimate.history import SizeHistory
+from kakeya.memory.figures import describe_memory
 from kakeya.memory.log import KEPT, MemoryLog
 from kakeya.memory.machine.panics import NORMAL, Profile
 from kakeya.memory.machine.pressure import FootprintPressure
 from kakeya.memory.pressure_sources import footprint, read_level
-from kakeya.memory.view import describe_memory
 from tests.memory.worlds import MANY, ask
 
 KEY = ResidentKey("draft", "small")

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kakeya.core import errors
 from kakeya.core.log import event
-from kakeya.gateway.metrics import HttpMetrics
+from kakeya.gateway.figures import HttpMetrics
 
 _log = logging.getLogger(__name__)
 _HOST = re.compile(

@@ -25,12 +25,11 @@ from kakeya.core.host import unified_memory_bytes
 from kakeya.memory.arbiter.policy import budget_bytes
 from kakeya.memory.leases import rules
 from kakeya.memory.leases.borrower import Borrower, Room
-from kakeya.memory.leases.lease import Book, LeaseState, ProcessLease, Wish
+from kakeya.memory.leases.lease import Book, LeaseState, ProcessLease, Wish, describe_lease
 from kakeya.memory.leases.place import chosen_url, open_lease_store
 from kakeya.memory.leases.processes import Census, Household
 from kakeya.memory.leases.rules import MachineSight
 from kakeya.memory.leases.store import LeaseStore
-from kakeya.memory.leases.view import describe_lease
 from kakeya.memory.machine.machine import machine_sources
 from kakeya.memory.machine.pressure import worst
 

@@ -27,7 +27,6 @@ from kakeya.memory.leases import rules
 from kakeya.memory.leases.lease import Book, LeaseState, No, ProcessLease
 from kakeya.memory.leases.processes import Household
 from kakeya.memory.leases.rules import CAPABILITY, JOB
-from kakeya.memory.leases.view import is_over
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 1.0
@@ -225,7 +224,7 @@ class Jobs:
         await self._write(lambda book: rules.refuse(book, lease_id, no), job.over)
 
     def _measured(self, job: LeaseJob, house: Household) -> None:
-        was_over = job.house is not None and is_over(job.lease, job.house.used_bytes)
+        was_over = job.house is not None and job.lease.is_exceeded_by(job.house.used_bytes)
         job.house = house
         lease_id, leased = job.lease.lease_id, job.lease.wish.size_bytes
         size = max(leased, house.used_bytes)
@@ -236,7 +235,7 @@ class Jobs:
                 self._arbiter.hold(job.label, size, unfilled)
             else:
                 self._arbiter.measure(CAPABILITY, lease_id, size, unfilled)
-        if is_over(job.lease, house.used_bytes) and not was_over:
+        if job.lease.is_exceeded_by(house.used_bytes) and not was_over:
             event(
                 _log,
                 "a holder uses more than it leased",

@@ -33,12 +33,11 @@ from kakeya.core.tasks import Supervisor, TaskHealth, sleep_or_wake
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.leases import rules
 from kakeya.memory.leases.jobs import Jobs
-from kakeya.memory.leases.lease import Book, ProcessLease
+from kakeya.memory.leases.lease import Book, ProcessLease, describe_lease
 from kakeya.memory.leases.place import open_lease_store, remember_url
 from kakeya.memory.leases.processes import Census
 from kakeya.memory.leases.rules import MachineSight
 from kakeya.memory.leases.store import LeaseStore
-from kakeya.memory.leases.view import describe_lease
 
 _log = logging.getLogger(__name__)
 POLL_S = 0.5

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from kakeya.core import errors
+from kakeya.core.figures import Json
 from kakeya.core.units import MIB
 from kakeya.memory.arbiter.resident import RequestPriority
 
@@ -27,6 +28,8 @@ MAX_NAME = 64
 MAX_RESOURCES = 32
 _RESOURCE = re.compile(r"[a-z][a-z0-9_-]{0,31}(?::[a-z0-9_.-]{1,32})?")
 _MEMORY = "memory"
+_TOLERANCE = 1.1
+"""How far a holder may go beyond its lease before the owner is told."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -154,6 +157,10 @@ class ProcessLease:
         """What it may still grow by within its lease."""
         return max(0, self.held_bytes - self.used_bytes)
 
+    def is_exceeded_by(self, used_bytes: int) -> bool:
+        """Whether the holder uses clearly more than it leased."""
+        return used_bytes > self.wish.size_bytes * _TOLERANCE
+
     def taking(self, resource: str) -> ProcessLease:
         """The lease with its next resource. Raises InvariantBroken out of order."""
         if not self.missing or self.missing[0] != resource:
@@ -210,3 +217,25 @@ class Book:
         """Who has a named resource."""
         takers = (one for one in self.leases.values() if resource in one.taken)
         return next(takers, None)
+
+
+def describe_lease(lease: ProcessLease, used_bytes: int | None, now: float) -> Json:
+    """Describe a lease as JSON, for status and `kakeya lease list`.
+
+    `used_bytes` None = not measured here, so the book's figure is shown; `now` is monotonic.
+    """
+    used = lease.used_bytes if used_bytes is None else used_bytes
+    since = lease.asked_mono if lease.granted_mono is None else lease.granted_mono
+    return {
+        "id": lease.lease_id,
+        "name": lease.wish.name,
+        "state": lease.state.value,
+        "priority": lease.wish.priority.name.lower(),
+        "bytes": lease.wish.size_bytes,
+        "used_bytes": used,
+        "is_over": lease.is_exceeded_by(used),
+        "resources": list(lease.wish.resources),
+        "pid": lease.pid,
+        "for_s": round(max(0.0, now - since), 1),
+        "note": lease.no.message if lease.no else lease.note,
+    }

@@ -17,10 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from prometheus_client.core import Metric
-
 from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError, OutOfPages
+from kakeya.core.figures import Figure, Json, as_json
 from kakeya.core.log import event
 from kakeya.core.units import format_bytes
 from kakeya.generation.kv import PageRef
@@ -33,7 +32,7 @@ from kakeya.memory.pages.content import (
     Fit,
     PageConfig,
 )
-from kakeya.memory.pages.metrics import page_metrics
+from kakeya.memory.pages.figures import page_figures
 from kakeya.memory.pages.pins import Block, Hold, PinHolder
 from kakeya.memory.pages.pool import PageOwner as PageTenant
 from kakeya.memory.pages.queue import PageLine
@@ -273,22 +272,18 @@ class NodeArena:
         """Count everything once."""
         return self._arena.snapshot()
 
-    def status(self) -> dict[str, object]:
-        """Pages by state, as JSON; `fragmentation` is 0 where all that is free lies together."""
-        pool = self._arena.snapshot().pool
-        held = pool.pinned_pages + pool.dirty_pages
-        return {
-            "page_bytes": self._arena.config.page_bytes,
-            "total": pool.total_pages,
-            "free": pool.free_pages,
-            "pinned": pool.pinned_pages,
-            "evictable": pool.total_pages - pool.free_pages - held,
-            "fragmentation": round(1 - pool.contiguity, 3),
+    def status(self) -> Json:
+        """Pages by state, as JSON; `fragmentation` is 0 where all free pages lie together."""
+        arena = self._arena.snapshot()
+        return as_json(page_figures(arena)) | {
+            "page_bytes": arena.page_bytes,
+            "total": arena.pool.total_pages,
+            "fragmentation": round(1 - arena.pool.contiguity, 3),
         }
 
-    def metrics(self) -> Iterator[Metric]:
+    def figures(self) -> Iterator[Figure]:
         """Utilisation, fragmentation, latencies."""
-        yield from page_metrics(self._arena.snapshot())
+        return page_figures(self._arena.snapshot())
 
     async def _grow(self, pages: int) -> None:
         """Add one slab if it is allowed and still needed; without it, somebody is evicted."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kakeya.core.errors import InvalidArgument, OutOfPages, PageFreed
+from kakeya.core.figures import Durations
 from kakeya.core.ids import draw_id
 from kakeya.generation.kv import PageRef
 from kakeya.memory.pages.content import PageConfig
@@ -50,8 +50,7 @@ class ArenaSnapshot:
     holds_stale: int  # asked for a block that had gone
     overdue_pins: int  # should have ended with their scope
     rolled_back: int  # blocks, by the end of who filled them
-    latency_counts: tuple[int, ...]  # allocations by LATENCY_BOUNDS_S, and beyond
-    latency_sum_s: float
+    latency: Durations  # of allocations
 
     @property
     def pin_contention(self) -> float:
@@ -121,8 +120,7 @@ class PageArena:
         self._numbers: dict[str, int] = {}  # name -> slab number
         self._evicted = evicted
         self._timer = timer
-        self._latency_counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
-        self._latency_sum_s = 0.0
+        self._latency = Durations(LATENCY_BOUNDS_S)
         self._holds_asked = 0
         self._holds_stale = 0
         self._rolled_back = 0
@@ -190,7 +188,7 @@ class PageArena:
             raise InvalidArgument(f"{length} bytes are asked; a block has 1..{most}")
         started = self._timer()
         block = self.pool.prepare(tenant, -(-length // self.config.page_bytes), holder)
-        self._observe(self._timer() - started)
+        self._latency.add(self._timer() - started)
         return Filling(self, block, self.ref(block, length), self.view(block, length))
 
     def commit(self, block: Block) -> None:
@@ -247,8 +245,7 @@ class PageArena:
             holds_stale=self._holds_stale,
             overdue_pins=sum(hold.pins for hold in self.pool.overdue()),
             rolled_back=self._rolled_back,
-            latency_counts=tuple(self._latency_counts),
-            latency_sum_s=self._latency_sum_s,
+            latency=self._latency.copy(),
         )
 
     def close(self) -> None:
@@ -314,10 +311,6 @@ class PageArena:
             slab.retract(first)
         if evicted and self._evicted is not None:
             self._evicted(block)
-
-    def _observe(self, seconds: float) -> None:
-        self._latency_counts[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
-        self._latency_sum_s += seconds
 
 
 def layout(lengths: Sequence[int], alignment: int) -> tuple[tuple[int, ...], int]:

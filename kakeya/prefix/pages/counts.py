@@ -1,12 +1,9 @@
-"""What prefix reuse did since the start, counted in one place; as metrics, and for status."""
+"""What prefix reuse did since the start, counted in one place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-
-from prometheus_client.core import CounterMetricFamily, Metric
 
 
 class Source(StrEnum):
@@ -35,36 +32,5 @@ class PrefixCounts:
 
     @property
     def hit_tokens(self) -> int:
-        """Tokens that nobody had to compute."""
+        """Tokens whose KV was not computed again."""
         return sum(self.tokens.values()) - self.tokens[Source.COMPUTED]
-
-    def metrics(self) -> Iterator[Metric]:
-        """All of it."""
-        tokens = CounterMetricFamily(
-            "kakeya_prefix_tokens",
-            "Tokens of prompts by where their KV came from",
-            labels=["source"],
-        )
-        for source, count in self.tokens.items():
-            tokens.add_metric([source.value], count)
-        blocks = CounterMetricFamily(
-            "kakeya_prefix_block_events",
-            "Blocks of KV by what became of them",
-            labels=["event"],
-        )
-        for name in ("committed", "rolled_back", "evicted", "expired", "written"):
-            blocks.add_metric([name], getattr(self, name))
-        yield from (tokens, blocks)
-        yield CounterMetricFamily(
-            "kakeya_prefix_waits",
-            "Requests that waited for blocks which another one computed",
-            value=self.waits,
-        )
-        yield CounterMetricFamily(
-            "kakeya_prefix_wait_seconds", "How long they waited together", value=self.waited_s
-        )
-        yield CounterMetricFamily(
-            "kakeya_prefix_logits_reused",
-            "Prompts whose first token was chosen from logits that were kept",
-            value=self.logits_reused,
-        )

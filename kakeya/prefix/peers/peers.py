@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Protocol
 
 import grpc.aio
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import ConfigError
+from kakeya.core.figures import Figure, Json, as_json
 from kakeya.core.tasks import Supervisor, every
 from kakeya.fleet.cards.cards import CacheOffer, Card
 from kakeya.fleet.cards.convert import cache_to_wire
@@ -31,6 +31,7 @@ from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.generation.retention import BlockClass
 from kakeya.prefix.config import PrecacheConfig
 from kakeya.prefix.disk.store import BlockStore
+from kakeya.prefix.figures import peer_figures
 from kakeya.prefix.names.blocks import BlockId
 from kakeya.prefix.names.naming import Naming
 from kakeya.prefix.names.pieces import Piece, longest_at
@@ -53,7 +54,6 @@ TICK_S = 2.0
 """Between two looks for leases that ran out and for a filter that changed."""
 _MAX_KEY_BYTES = 4096
 _LATE_KEPT = 64
-Json = dict[str, object]
 
 
 def read_fleet_key(config: PrecacheConfig, node_id: str) -> FleetKey | None:
@@ -272,57 +272,18 @@ class PrefixPeers:
     def status(self) -> Json:
         """What was served and fetched, as JSON."""
         fetched, served = self._fetch.stats, self.service.stats
-        return {
-            "asked": fetched.asked,
-            "hits": fetched.hits,
-            "met": fetched.met,
+        return as_json(self.figures()) | {
             "failures": fetched.failures + fetched.late,
             "fetched_blocks": fetched.blocks,
             "fetched_tokens": fetched.tokens,
-            "fetched_bytes": fetched.bytes,
-            "lookups": served.lookups,
             "served_blocks": served.blocks_served,
-            "served_bytes": served.bytes_served,
             "leases": len(self.service.leases),
-            "leased_bytes": self.service.leases.pinned_bytes,
         }
 
-    def metrics(self) -> Iterator[Metric]:
-        """The same for Prometheus."""
-        fetched, served = self._fetch.stats, self.service.stats
-        events = CounterMetricFamily(
-            "kakeya_prefix_peer_events",
-            "What was asked of peers and by them",
-            labels=["event"],
-        )
-        for name, count in (
-            ("asked", fetched.asked),
-            ("hit", fetched.hits),
-            ("failed", fetched.failures),
-            ("late", fetched.late),
-            ("met", fetched.met),
-            ("looked_up", served.lookups),
-            ("leased", served.hits),
-            ("gone", served.blocks_gone),
-            ("declined", served.declined),
-        ):
-            events.add_metric([name], count)
-        moved = CounterMetricFamily(
-            "kakeya_prefix_peer_bytes", "Blocks that came and went, in bytes", labels=["direction"]
-        )
-        moved.add_metric(["fetched"], fetched.bytes)
-        moved.add_metric(["served"], served.bytes_served)
-        yield from (events, moved)
-        yield CounterMetricFamily(
-            "kakeya_prefix_peer_wait_seconds",
-            "Time that requests waited for blocks of peers",
-            value=fetched.wait_s,
-        )
-        yield GaugeMetricFamily(
-            "kakeya_prefix_peer_leased_bytes",
-            "Blocks that leases of peers keep from eviction",
-            value=self.service.leases.pinned_bytes,
-        )
+    def figures(self) -> Iterator[Figure]:
+        """The same numbers."""
+        leased_bytes = self.service.leases.pinned_bytes
+        return peer_figures(self._fetch.stats, self.service.stats, leased_bytes)
 
     # --- inside
 

@@ -25,10 +25,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
 
-from prometheus_client.core import Metric
-
 from kakeya.core.clock import Clock
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
+from kakeya.core.figures import Figure, Json
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.core.units import pack_ids
@@ -37,6 +36,7 @@ from kakeya.generation.model import ModelDirectory
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.memory.arbiter.events import Event, MemoryPressure
 from kakeya.prefix.config import PrecacheConfig
+from kakeya.prefix.figures import warm_figures, warm_status
 from kakeya.prefix.names.keys import SYSTEM_PREFIX, derive_slot_id, resolve_key, sanitise
 from kakeya.prefix.seam import (
     AT_HAND_S,
@@ -56,7 +56,6 @@ from kakeya.prefix.warm.slots import (
     fitting_parallel,
     slot_key,
 )
-from kakeya.prefix.warm.view import Json, describe_precache, precache_metrics
 from kakeya.prefix.warm.warming import Kind, Prefix, WarmSource
 from kakeya.text.prefix import encode_ahead
 from kakeya.text.prompt import most_prompt_tokens
@@ -264,16 +263,16 @@ class NodePrecache:
 
     def status(self) -> Json:
         """Slots, conversations and what was warmed, as JSON."""
-        return describe_precache(
+        return warm_status(
             self._registry.status(),
             len(self._registry),
             self._prewarmer.stats,
             prompts=len(self._config.prompts),
         )
 
-    def metrics(self) -> Iterator[Metric]:
-        """The same for Prometheus."""
-        yield from precache_metrics(self._registry.status(), self._prewarmer.stats)
+    def figures(self) -> Iterator[Figure]:
+        """The same numbers."""
+        return warm_figures(self._registry.status(), self._prewarmer.stats)
 
     def health(self) -> tuple[TaskHealth, ...]:
         """Its background tasks."""

@@ -15,10 +15,10 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from kakeya.core.errors import InvalidArgument
+from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.body import OFFLOAD_BYTES, parse_body
 from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.edge import CallerCheck, Edge, Forbidden
-from kakeya.gateway.metrics import HttpMetrics
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

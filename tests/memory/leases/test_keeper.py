@@ -20,6 +20,7 @@ from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.events import Event, RequestRefused
 from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.arbiter.resident import EMBEDDING, RequestPriority
+from kakeya.memory.figures import MemoryCounters
 from kakeya.memory.leases import rules
 from kakeya.memory.leases.borrower import Borrower
 from kakeya.memory.leases.keeper import LeaseKeeper
@@ -28,7 +29,6 @@ from kakeya.memory.leases.processes import Census
 from kakeya.memory.leases.rules import MachineSight
 from kakeya.memory.leases.store import LeaseStore
 from kakeya.memory.machine.pressure import Reading
-from kakeya.memory.metrics import MemoryCounters
 from tests.fakes import SettableClock
 from tests.memory.leases.world import (
     NO_REDIS,

@@ -338,7 +338,7 @@ asyncio.run(main())
 
 async def test_metrics_tell_of_the_pages(arena: NodeArena) -> None:
     await laid(arena, tenant(arena, []))
-    names = {metric.name for metric in arena.metrics()}
+    names = {figure.name for figure in arena.figures()}
     assert any("utilization" in name for name in names)
 
 
@@ -352,9 +352,8 @@ async def test_metrics_count_blocks_that_were_opened_and_those_that_had_gone(
     arena.free(block)
     with pytest.raises(PageFreed):
         arena.hold(block, reader)
-    (holds,) = (metric for metric in arena.metrics() if metric.name == "kakeya_page_holds")
-    counts = {sample.labels["outcome"]: sample.value for sample in holds.samples}
-    assert counts == {"opened": 1, "stale": 1}
+    (holds,) = (figure for figure in arena.figures() if figure.name == "kakeya_page_holds")
+    assert holds.values == {("opened",): 1, ("stale",): 1}
 
 
 async def test_status_tells_which_pages_are_pinned_and_which_could_go(arena: NodeArena) -> None:

@@ -58,8 +58,8 @@ async def test_they_are_given_to_who_asks_the_very_same_again(tmp_path: Path) ->
             "bytes": here.prefixes.endings.held_bytes,
             "reused": 1,
         }
-        reused = [m for m in here.prefixes.metrics() if m.name == "kakeya_prefix_logits_reused"]
-        assert [sample.value for sample in reused[0].samples] == [1]
+        reused = [one for one in here.prefixes.figures() if one.name.endswith("_logits_reused")]
+        assert [one.values for one in reused] == [{(): 1}]
         assert here.engine.computed[1] == (SEED_TEXT[-1],), "its KV is given to it as ever"
 
 

@@ -566,12 +566,12 @@ async def test_metrics_and_status_tell_of_everything():
         await w.turn(prompt_of(600, 1), [1], "room")
         await w.settle()
         samples = {
-            (s.name, *s.labels.values()): s.value
-            for metric in w.precache.metrics()
-            for s in metric.samples
+            (figure.name, *labels): value
+            for figure in w.precache.figures()
+            for labels, value in figure.values.items()
         }
-        assert samples["kakeya_prewarms_total", "warm"] == 1
-        assert samples["kakeya_prewarms_total", "skipped_pressure"] == 0
+        assert samples["kakeya_prewarms", "warm"] == 1
+        assert samples["kakeya_prewarms", "skipped_pressure"] == 0
         assert samples["kakeya_conversations", "toy"] == 1
         assert samples["kakeya_conversation_slots", "toy"] == 4
         assert samples["kakeya_prefixes_kept_warm",] == 1

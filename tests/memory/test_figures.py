@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from itertools import chain
 
 import pytest
-from prometheus_client.core import Metric
 
-from kakeya.adapters.metrics import AcquireTimes, adapter_metrics
+from kakeya.adapters.figures import BOUNDS_S, adapter_figures
 from kakeya.adapters.tiers import AdapterTable, Tier
 from kakeya.core import errors
+from kakeya.core.figures import Durations, Figure
 from kakeya.memory.arbiter.events import (
     CapabilityRun,
     Evicted,
@@ -28,7 +28,7 @@ from kakeya.memory.arbiter.resident import (
     ResidentKey,
     State,
 )
-from kakeya.memory.metrics import MemoryCounters, memory_metrics
+from kakeya.memory.figures import MemoryCounters, memory_figures
 from tests.memory.scrapes import (
     Samples,
     check_alerts,
@@ -81,19 +81,19 @@ def counted() -> MemoryCounters:
     return counters
 
 
-def of_adapters() -> Iterator[Metric]:
+def of_adapters() -> Iterator[Figure]:
     table = AdapterTable()
     table.add("a", "kakeya-tiny")
-    times = {tier: AcquireTimes() for tier in Tier}
+    times = {tier: Durations(BOUNDS_S) for tier in Tier}
     for tier, taken in times.items():
         taken.add(0.001 * (1 + tier))
-    return adapter_metrics(table, {"kakeya-tiny": 2}, times, dict.fromkeys(Tier, 1))
+    return adapter_figures(table, {"kakeya-tiny": 2}, times, dict.fromkeys(Tier, 1))
 
 
 @pytest.fixture
 def samples() -> Samples:
-    both = (memory_metrics(LEDGER, counted(), is_careful=True), of_adapters())
-    return scraped(lambda: chain(*both))
+    all_parts = (memory_figures(LEDGER, is_careful=True), counted().figures(), of_adapters())
+    return scraped(lambda: chain(*all_parts))
 
 
 def test_every_figure_is_what_the_ledger_says(samples: Samples) -> None:
@@ -144,7 +144,7 @@ def test_each_job_is_another_and_none_of_them_is_a_label_or_a_load() -> None:
         job = ResidentKey("job", f"train-{number}")
         counters.take(ModelLoad(key=job, load_s=9.0, estimate_bytes=1, measured_bytes=1))
     assert counters.loads == {("jobs", "job", "loaded"): 100}
-    assert counters.load_sum_s == sum(counters.load_counts) == 0
+    assert counters.load_times.sum_s == counters.load_times.total == 0
 
 
 def test_a_machine_that_nobody_measures_has_no_available_bytes() -> None:
@@ -159,7 +159,7 @@ def test_a_machine_that_nobody_measures_has_no_available_bytes() -> None:
         foreign={},
         waiting=(),
     )
-    found = scraped(lambda: memory_metrics(ledger, MemoryCounters()))
+    found = scraped(lambda: chain(memory_figures(ledger), MemoryCounters().figures()))
     assert ("kakeya_memory_available_bytes", ()) not in found
     assert found["kakeya_memory_exhausted_total", ()] == 0.0
 

@@ -1,4 +1,4 @@
-"""What the gateway counts, for Prometheus: requests by route and status, tokens by model, delays.
+"""The gateway's own counts, and the text that Prometheus reads of them and of all other figures.
 
 Labels have few values by construction: routes come from a fixed table, models from the directory.
 """
@@ -8,9 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from starlette.types import Scope
+
+from kakeya.core.figures import Durations, Figure
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ROUTES = frozenset(
@@ -20,20 +27,21 @@ _ROUTES = frozenset(
 _SECONDS = (0.005, 0.02, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)
 
 
-class _Extra(Collector):
-    """Metrics of other floors, asked for at each scrape."""
+class FigureCollector(Collector):
+    """Figures of other floors, asked for at each scrape."""
 
-    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        self._collect = collect
+    def __init__(self, figures: Callable[[], Iterable[Figure]]) -> None:
+        self._figures = figures
 
     def collect(self) -> Iterator[Metric]:
-        return iter(self._collect())
+        """Make the family of each figure."""
+        return map(_family, self._figures())
 
 
 class HttpMetrics:
     """The gateway's own registry."""
 
-    def __init__(self, extra: Callable[[], Iterable[Metric]]) -> None:
+    def __init__(self, figures: Callable[[], Iterable[Figure]]) -> None:
         registry = CollectorRegistry(auto_describe=False)
         self._registry = registry
         self._requests = Counter(
@@ -71,7 +79,7 @@ class HttpMetrics:
         self.running = Gauge(
             "kakeya_http_generations_running", "Generations at this moment", registry=registry
         )
-        registry.register(_Extra(extra))
+        registry.register(FigureCollector(figures))
 
     def answered(self, scope: Scope, status: int, seconds: float) -> None:
         """Count one request."""
@@ -96,6 +104,21 @@ class HttpMetrics:
     def text(self) -> bytes:
         """Write everything in the Prometheus text format."""
         return generate_latest(self._registry)
+
+
+def _family(figure: Figure) -> Metric:
+    if figure.kind == "histogram":
+        times = HistogramMetricFamily(figure.name, figure.help, labels=figure.by)
+        for labels, value in figure.values.items():
+            assert isinstance(value, Durations)
+            times.add_metric(labels, value.buckets(), value.sum_s)
+        return times
+    make = GaugeMetricFamily if figure.kind == "gauge" else CounterMetricFamily
+    numbers = make(figure.name, figure.help, labels=figure.by)
+    for labels, value in figure.values.items():
+        assert not isinstance(value, Durations)
+        numbers.add_metric(labels, value)
+    return numbers
 
 
 def _route(path: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 from kakeya.core.errors import PageFreed
 from kakeya.core.units import KIB
 from kakeya.memory.pages.content import ContentType, PageConfig
-from kakeya.memory.pages.metrics import page_metrics
+from kakeya.memory.pages.figures import page_figures
 from kakeya.memory.pages.shared_arena import PageArena
 from tests.memory.scrapes import (
     Samples,
@@ -56,7 +56,7 @@ def samples(tmp_path: Path) -> Samples:
         arena.hold(refs[0], again).pin()
         arena.at(50.0)
         arena.pool.evict_one()
-        return scraped(lambda: page_metrics(arena.snapshot()))
+        return scraped(lambda: page_figures(arena.snapshot()))
 
 
 def test_every_figure_is_what_the_arena_did(samples: Samples) -> None:
@@ -87,7 +87,7 @@ STATES = ("free", "evictable", "pinned", "dirty")
 
 def test_an_empty_arena_has_figures_too(tmp_path: Path) -> None:
     with PageArena(PageConfig(), folder=tmp_path, rng=random.Random(str(tmp_path))) as arena:
-        found = scraped(lambda: page_metrics(arena.snapshot()))
+        found = scraped(lambda: page_figures(arena.snapshot()))
     assert found["kakeya_page_pool_utilization", ()] == 0.0
     assert found["kakeya_page_pool_fragmentation_ratio", ()] == 1.0
 

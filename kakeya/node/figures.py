@@ -1,0 +1,119 @@
+"""Figures of the parts that tell none themselves: models, fleet, sessions, tasks, the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from kakeya.backends.resident import ResidentModel
+from kakeya.core.figures import Figure, counter, gauge
+from kakeya.core.tasks import TaskHealth
+from kakeya.fleet.gossip.gossip import GossipStats
+from kakeya.fleet.gossip.service import GossipServiceStats
+from kakeya.fleet.identity.invite import InviteStats
+from kakeya.fleet.paths.discovery import DiscoveryStats
+from kakeya.generation.facts import ModelState
+from kakeya.generation.spec import ModelSpec
+from kakeya.sessions.service import RuntimeStats
+
+
+def model_figures(models: Sequence[tuple[ModelSpec, ResidentModel | None]]) -> Iterator[Figure]:
+    """State, restarts and load of the engine children."""
+    known = {spec.model_id: model for spec, model in models if model is not None}
+    yield gauge(
+        "kakeya_model_ready{model}",
+        "1 while it serves",
+        {name: float(model.state is ModelState.READY) for name, model in known.items()},
+    )
+    yield counter(
+        "kakeya_engine_restarts{model}",
+        "Engine children started again",
+        {name: model.restarts for name, model in known.items()},
+    )
+    running = {(name, "running"): model.running for name, model in known.items()}
+    waiting = {(name, "waiting"): model.waiting for name, model in known.items()}
+    yield gauge("kakeya_model_decodes{model,state}", "Decodes at this moment", running | waiting)
+
+
+def gossip_figures(gossip: GossipStats) -> Iterator[Figure]:
+    """The rounds of this node."""
+    yield counter("kakeya_gossip_rounds", "Gossip rounds", gossip.rounds, "rounds")
+    yield counter(
+        "kakeya_gossip_exchanges", "Exchanges that peers answered", gossip.exchanges, "exchanges"
+    )
+    yield counter("kakeya_gossip_failures", "Exchanges that failed", gossip.failures, "failures")
+    yield counter("kakeya_gossip_sent_bytes", "Bytes of cards sent in rounds", gossip.sent_bytes)
+    yield counter(
+        "kakeya_gossip_cards_dropped{fault}",
+        "Cards dropped in rounds, by fault",
+        gossip.dropped,
+        "dropped.{}",
+    )
+
+
+def fleet_figures(known: int, suspects: int, served: GossipServiceStats) -> Iterator[Figure]:
+    """The view of the fleet, and the exchanges that this node was asked for."""
+    yield gauge("kakeya_fleet_nodes", "Nodes with a live card", known)
+    yield gauge("kakeya_fleet_suspects", "Nodes that do not answer", suspects)
+    yield counter("kakeya_gossip_served", "Exchanges that this node answered", served.exchanges)
+    yield counter("kakeya_gossip_refused", "Exchanges that this node refused", served.refused)
+
+
+def route_figures(downgrades: int, mdns: DiscoveryStats | None) -> Iterator[Figure]:
+    """Better links that were lost, and what mDNS shows."""
+    yield counter("kakeya_route_downgrades", "Better links lost", downgrades)
+    if mdns is not None:
+        running = float(mdns.is_running)
+        yield gauge("kakeya_mdns_running", "1 while multicast works", running)
+        yield gauge("kakeya_mdns_sightings", "Nodes of this fleet seen", mdns.sightings)
+        yield counter("kakeya_mdns_ignored", "Sightings refused", mdns.ignored)
+
+
+def invite_figures(door: InviteStats) -> Iterator[Figure]:
+    """Invites by outcome, and tries to join without one."""
+    yield counter("kakeya_invites{outcome}", "Invites and tries to join", asdict(door))
+
+
+def state_figures(failures: int) -> Iterator[Figure]:
+    """How often the disk took nothing."""
+    yield counter("kakeya_state_failures", "State not saved", failures)
+
+
+def session_figures(stats: RuntimeStats) -> Iterator[Figure]:
+    """Sessions and generations over gRPC."""
+    yield gauge("kakeya_sessions", "Sessions now", stats.sessions.active)
+    yield gauge("kakeya_generates_running", "Generate calls now", stats.generates_running)
+    yield counter(
+        "kakeya_generates{end}",
+        "Generate calls that ended",
+        {
+            "done": stats.generates_done,
+            "failed": stats.generates_failed,
+            "cancelled": stats.generates_cancelled,
+        },
+    )
+    yield counter("kakeya_generate_tokens", "Tokens sent by Generate", stats.tokens_out)
+    yield counter(
+        "kakeya_sessions_ended{end}",
+        "Sessions by end",
+        {
+            "closed": stats.sessions.closed,
+            "expired": stats.sessions.expired,
+            "failed": stats.sessions.failed,
+            "refused": stats.sessions.refused,
+        },
+    )
+
+
+def task_figures(tasks: Sequence[TaskHealth]) -> Iterator[Figure]:
+    """Background tasks: a failure here is a fault of ours."""
+    running = {task.name: float(task.running) for task in tasks}
+    yield gauge("kakeya_task_running{task}", "1 while it runs", running)
+    failures = {task.name: task.failures for task in tasks}
+    yield counter("kakeya_task_failures{task}", "Restarts", failures)
+
+
+def loop_figures(stalls: int, worst_lag_s: float) -> Iterator[Figure]:
+    """The event loop: how often it was stuck, and the longest wait for it."""
+    yield counter("kakeya_loop_stalls", "Times the loop was stuck", stalls)
+    yield gauge("kakeya_loop_worst_lag_seconds", "Longest wait", worst_lag_s)
