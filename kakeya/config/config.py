@@ -43,7 +43,7 @@ class NodeConfig:
 
     listen: ListenConfig = field(default_factory=ListenConfig)
     node_id: str = setting(
-        "the name of this node in the fleet (drawn once and kept)",
+        "the id of this node in the fleet (drawn once and kept)",
         text,
         "",  # the one in the data directory
         argument="ID",
@@ -51,7 +51,7 @@ class NodeConfig:
         flag="--node-id",
     )
     label: str = setting(
-        "what people call this node (the host's name)",
+        "the readable name of this node (the host's name)",
         label,
         "",  # the host's name
         argument="NAME",
@@ -128,7 +128,7 @@ def _warnings(config: NodeConfig, environ: Mapping[str, str]) -> tuple[str, ...]
     found, fleet = [], config.fleet
     if config.listen.insecure_lan:
         found.append(
-            "--insecure-lan: whoever reaches this node may use it and read along; "
+            "--insecure-lan: every machine that reaches this node may use it and read its prompts; "
             "kakeya init makes a fleet that needs no such flag"
         )
     if fleet.ttl_s < 3 * fleet.interval_s:
@@ -147,7 +147,7 @@ def _warnings(config: NodeConfig, environ: Mapping[str, str]) -> tuple[str, ...]
         ("precache.sweep_s", config.precache.sweep_s, SWEEP_LEAST_S),
     )
     found.extend(
-        f"{key} is {given:g} s, less than the least; {least_s:g} s are used"
+        f"{key} is {given:g} s, less than the least value; {least_s:g} s are used"
         for key, given, least_s in periods
         if given < least_s
     )

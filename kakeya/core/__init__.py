@@ -1,3 +1,3 @@
-"""Clock, errors, ids, units, tasks, log, files and the host: what every floor may use. It knows
-nothing of models or fleets, and needs the standard library only.
+"""Clock, errors, ids, units, tasks, log, files and facts of the host, for every floor. Nothing here
+knows of models or fleets, and only the standard library is needed.
 """

@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where a part gets its time from."""
+    """The source of time of a part."""
 
     def wall(self) -> float:
         """Seconds since the epoch; may jump."""

@@ -1,32 +1,32 @@
-"""The one tree of errors. Each says what was wrong, with which value, and what would be right.
+"""The tree of errors. A message says what was wrong, with which value, and what would be right.
 
     KakeyaError
-      InvalidArgument      the caller's input cannot be meant
+      InvalidArgument      the caller's input is not valid
       ConfigError          a flag, a file or an environment value is wrong; the start ends with 2
       NotFound             no such model, session, node
         PlacementError     no live node carries a role that a plan needs
-      Conflict             another operation holds it now
-        PageFreed          these pages hold something else by now, or nothing
-      Refused              it could be done, not now
-        QueueFull          too many wait already
+      Conflict             another operation holds the thing now
+        PageFreed          the pages were freed, and may hold other content
+      Refused              the request is legal but cannot be served now
+        QueueFull          too many requests wait already
         CapacityExhausted  no room for another session
         OutOfPages         no such range of pages is free, and none may be taken
         MemoryRefused      no room in memory for a model or a lease
-          DrainTimeout     what would have to go is still in use
-        LeaseRefused       no leases are given, to nobody or not on these terms
+          DrainTimeout     a resident that would have to leave is still in use
+        LeaseRefused       the lease desk gives no lease now, or none on these terms
       DeadlineExceeded     the caller's time is up
       Cancelled            the caller left
-      Unauthenticated      nobody vouches for the caller
+      Unauthenticated      the caller shows no certificate, or none of this fleet
       Denied               the caller is known, and may not do this
       PeerError            another node or a child process
-        PeerUnavailable    it does not answer
-        PeerProtocol       it answered what no correct peer answers
+        PeerUnavailable    the peer does not answer
+        PeerProtocol       the peer sent an answer that no correct peer sends
       LoadFailed           a model could not be loaded; the next request tries again
-      StoreFailed          what is shared on disk or in Redis cannot be read or written now
-      Unsupported          a parameter that this node does not honour
-      InvariantBroken      our own fault; the state behind it is given up
+      StoreFailed          state shared on disk or in Redis cannot be read or written now
+      Unsupported          a parameter that this node does not support
+      InvariantBroken      a fault of this program; the state behind it is given up
 
-Translated at two borders only: `wire/status.py` (gRPC) and `serving/edge.py` (HTTP).
+Two borders translate errors: `wire/status.py` (gRPC) and `gateway/http/edge.py` (HTTP).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class KakeyaError(Exception):
 
 
 class InvalidArgument(KakeyaError):
-    """The caller's input cannot be meant. `param` names the offending field, if there is one."""
+    """The caller's input is not valid. `param` names the field at fault, if there is one."""
 
     code = "invalid_argument"
 
@@ -59,7 +59,7 @@ class InvalidArgument(KakeyaError):
 
 
 class Unsupported(InvalidArgument):
-    """A parameter that this node does not honour; refused instead of ignored."""
+    """A parameter that this node does not support; the request is refused, not answered without."""
 
     code = "unsupported_parameter"
 
@@ -84,27 +84,27 @@ class PlacementError(NotFound):
 
 
 class Conflict(KakeyaError):
-    """Another operation holds it now."""
+    """Another operation holds the thing now."""
 
     code = "conflict"
     retryable = True
 
 
 class PageFreed(Conflict):
-    """These pages hold something else by now, or nothing: ask for what you need anew."""
+    """The pages were freed, and may hold other content; the caller must ask for new ones."""
 
     code = "page_freed"
 
 
 class Refused(KakeyaError):
-    """It could be done, but not now."""
+    """The request is legal but cannot be served now."""
 
     code = "refused"
     retryable = True
 
 
 class QueueFull(Refused):
-    """Too many wait already."""
+    """Too many requests wait already."""
 
     code = "queue_full"
 
@@ -122,19 +122,19 @@ class MemoryRefused(Refused):
 
 
 class DrainTimeout(MemoryRefused):
-    """What would have to leave memory is still in use."""
+    """A resident that would have to leave memory is still in use."""
 
     code = "drain_timeout"
 
 
 class LeaseRefused(Refused):
-    """No leases are given now, to nobody or not on these terms."""
+    """The lease desk gives no lease now, or none on these terms."""
 
     code = "lease_refused"
 
 
 class StoreFailed(KakeyaError):
-    """What processes share on disk or in Redis cannot be read or written now."""
+    """State that processes share on disk or in Redis cannot be read or written now."""
 
     code = "store_failed"
     retryable = True
@@ -148,7 +148,7 @@ class LoadFailed(KakeyaError):
 
 
 class OutOfPages(Refused):
-    """No range of this size is free, and what is in the way is in use."""
+    """No range of this size is free, and the blocks in its place are in use."""
 
     code = "out_of_pages"
 
@@ -167,7 +167,7 @@ class Cancelled(KakeyaError):
 
 
 class Unauthenticated(KakeyaError):
-    """Nobody vouches for the caller: it shows no certificate, or none of this fleet's."""
+    """The caller shows no certificate, or none of this fleet."""
 
     code = "unauthenticated"
 
@@ -185,26 +185,26 @@ class PeerError(KakeyaError):
 
 
 class PeerUnavailable(PeerError):
-    """It does not answer."""
+    """The peer does not answer."""
 
     code = "unavailable"
     retryable = True
 
 
 class PeerProtocol(PeerError):
-    """It answered what no correct peer answers."""
+    """The peer sent an answer that no correct peer sends."""
 
     code = "peer_protocol"
 
 
 class UnknownMethod(PeerProtocol):
-    """It does not have the method; another version, or another service."""
+    """The peer lacks the method: it runs another version, or another service."""
 
     code = "unknown_method"
 
 
 class InvariantBroken(KakeyaError):
-    """Our own fault: a law did not hold. `kind` names the law, `detail` the values."""
+    """A fault of this program: a law did not hold. `kind` names the law, `detail` the values."""
 
     code = "invariant_broken"
 

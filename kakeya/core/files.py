@@ -26,7 +26,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what was created, renamed or removed in a folder survive a power cut."""
+    """Make files that were created, renamed or removed in a folder survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

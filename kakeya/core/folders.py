@@ -1,4 +1,4 @@
-"""Where a node keeps its files by default."""
+"""The default data directory of a node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def default_folder(environ: Mapping[str, str], *, platform: str, home: Path) -> Path:
-    """Return the data directory of a node that was told none."""
+    """Return the data directory of a node without `--data-dir`."""
     if environ.get("KAKEYA_HOME"):
         return Path(environ["KAKEYA_HOME"]).expanduser()
     if platform == "darwin":

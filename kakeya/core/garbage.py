@@ -1,9 +1,9 @@
-"""Keeps the collector of cyclic garbage from stopping the event loop.
+"""Keep the collector of cyclic garbage from stopping the event loop.
 
-A full collection visits every object that may be part of a cycle. Imports alone make 70,000 of
-them, for good: 25 to 50 ms in which no message is answered, at times that nobody chooses. What is
-there once a program is ready is therefore taken out of the collector's sight; what comes later,
-cards and requests, is collected as ever.
+A full collection visits every object that may be part of a cycle. Imports alone make 70,000 such
+objects, which live as long as the process: each collection costs 25 to 50 ms in which no message
+is answered. Objects that exist when a program is ready are therefore frozen; later objects, cards
+and requests, are collected as usual.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Collect nothing meanwhile: imports make no garbage, and would be visited again and again."""
+    """Pause collections while modules are imported: imports make no garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -26,7 +26,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def spare_what_is_there() -> int:
-    """Never visit again what exists now; returns how many objects that are, over all calls.
+    """Freeze all objects that exist now; return the number of frozen objects over all calls.
 
     Blocks for one full collection, so call it before anything is served.
     """

@@ -1,4 +1,4 @@
-"""What this machine is: the facts of a card that no configuration names."""
+"""Facts of this machine for its card: platform, memory, names, addresses."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def unified_memory_bytes() -> int:
 
 
 def draw_node_id(rng: random.Random) -> str:
-    """Draw an id that people recognise: the host's first label and six characters."""
+    """Draw a readable id: the first label of the host's name and six characters."""
     label = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname().partition(".")[0])[:40].strip("-")
     return draw_id(label or "node", rng, length=6)
 
 
 def host_label() -> str:
-    """What this machine is called by default: the first word of its name."""
+    """Return the default label of this machine: the first word of its host name."""
     return socket.gethostname().partition(".")[0][:40] or "node"
 
 
@@ -41,10 +41,10 @@ def host_names() -> frozenset[str]:
 
 
 def reachable_address(bound: str) -> str:
-    """Return where peers reach an address that is bound; "" when only a person can say.
+    """Return the address by which peers reach a bound one; "" when only the owner knows it.
 
-    An unspecified host becomes the address that the default route leaves from; asking for it
-    sends nothing.
+    An unspecified host becomes the source address of the default route; the look-up sends no
+    packet.
     """
     host, port = split_address(bound)
     if host not in ("0.0.0.0", "::"):

@@ -1,4 +1,4 @@
-"""Which hosts are this machine itself; text only, no resolver."""
+"""Hosts that are this machine itself, judged by their text, without a resolver."""
 
 from __future__ import annotations
 

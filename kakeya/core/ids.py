@@ -1,4 +1,4 @@
-"""Names of things, as types that cannot be mixed up, and how new ones are drawn."""
+"""Ids as distinct types, and a random source of new ones."""
 
 from __future__ import annotations
 

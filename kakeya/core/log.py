@@ -40,7 +40,7 @@ class _JsonFormatter(logging.Formatter):
 
 def _quoted(value: object) -> str:
     text = f"{value:.3g}" if isinstance(value, float) else str(value)
-    # Not printable: a line break of a peer's making would begin a line that looks like ours.
+    # Not printable: a line break in the text of a peer would begin a line that looks like ours.
     return json.dumps(text) if " " in text or not text or not text.isprintable() else text
 
 

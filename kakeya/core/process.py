@@ -1,11 +1,11 @@
-"""What a process occupies now, and what it asks of its heap and of the system's scheduler.
+"""Measure the memory of a process, and set its heap and its scheduling.
 
-    Linux   VmRSS of /proc/PID/status without its shared memory, which whoever made it counts
-    macOS   the physical footprint of `proc_pid_rusage`: what the system holds against a process
-            when it chooses whom to end, graphics memory included
+    Linux   VmRSS of /proc/PID/status without shared memory, which the process that made it counts
+    macOS   the physical footprint of `proc_pid_rusage`, graphics memory included: the figure by
+            which the system chooses a process to end
 
-Both answer for one's own process and for one's children, and neither needs the other's help: a
-process that hangs can be measured all the same.
+Both work for this process and for its children. The measured process does nothing for it, so that
+a process that hangs is measured too.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ _RUSAGE_INFO_V0 = struct.Struct("=16s10Q")
 physical footprint, start and exit time."""
 _FOOTPRINT_FIELD = 8
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-"""Of glibc's malloc.h."""
+"""Constants of glibc's malloc.h."""
 _OWN_MAPPING_BYTES = 1 << 20
 _KEPT_FREE_BYTES = 8 << 20
 _HEAPS = 2
 
 
 def resident_bytes(pid: int | None = None, *, platform: str = sys.platform) -> int | None:
-    """What a process occupies now, by default this one; None where it has gone or is not ours.
+    """Return the bytes that a process occupies, by default this one.
+
+    None when the process has ended or belongs to another user.
 
     Reads a file or asks the kernel once: some 30 microseconds.
     """
@@ -43,23 +45,23 @@ def resident_bytes(pid: int | None = None, *, platform: str = sys.platform) -> i
 
 
 def parse_status(text: str) -> int | None:
-    """Bytes by the text of /proc/PID/status; None for a process that has ended."""
+    """Read bytes from the text of /proc/PID/status; None for a process that has ended."""
     parts = _PARTS.findall(text)
     return sum(int(size) * _KIB for _, size in parts) if parts else None
 
 
 def parse_rusage(data: bytes) -> int:
-    """The physical footprint in a `rusage_info_v0`."""
+    """Read the physical footprint from a `rusage_info_v0`."""
     return int(_RUSAGE_INFO_V0.unpack(data)[_FOOTPRINT_FIELD])
 
 
 def bound_heap() -> bool:
-    """Have large blocks go back to the system when they are freed; False where this C library
-    has no such switch. To be called before there are threads.
+    """Make freed large blocks go back to the system; False where the C library has no such switch.
 
-    glibc raises by itself the size from which a block gets a mapping of its own, up to 32 MiB, as
-    large blocks are freed. From then on arrays lie in the heap between small blocks that live on,
-    and what is freed of them stays resident: more than half of a heap whose arrays come and go.
+    Call it before threads start. When a large block is freed, glibc raises the size from which a
+    block gets a mapping of its own, up to 32 MiB. Later arrays then lie in the heap between small
+    blocks that live on, and their freed memory stays resident: more than half of the heap of a
+    process that allocates and frees arrays.
     """
     try:
         mallopt: Callable[[int, int], int] = _this_program().mallopt
@@ -75,12 +77,12 @@ def bound_heap() -> bool:
 
 
 def compute_in_bulk() -> bool:
-    """Have this thread, and those it starts, take no processor from whoever runs when they wake;
-    False where the system has no such class, or does not let us.
+    """Give this thread and its later children the class of batch work; False where that fails.
 
-    A thread that computes and one that hands it work wake each other many times in a step.
-    Linux takes that for being interactive, and each time puts one in the other's place, or in that
-    of who answers clients.
+    A thread of this class takes no processor from a running thread when it wakes. The thread that
+    computes and the thread that hands it work wake each other many times in a step; Linux takes
+    both for interactive, and each wake-up displaces the other one or the thread that answers
+    clients.
     """
     if sys.platform != "linux":
         return False

@@ -1,10 +1,10 @@
-"""Safetensors files by their header: what is in one, without reading a weight.
+"""The headers of safetensors files: which arrays a file holds, without reading a weight.
 
     8 bytes, little-endian   length of the header
     header                   JSON: name -> dtype, shape, where its bytes begin and end
     bytes of all arrays
 
-Nothing here trusts a header: each entry must lie in the file and be as long as its shape says.
+No header is trusted: each entry must lie in the file and be as long as its shape says.
 """
 
 from __future__ import annotations
@@ -45,34 +45,34 @@ class ArrayEntry:
 
     @property
     def count(self) -> int:
-        """Its elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in the file."""
+        """The number of bytes in the file."""
         return self.end - self.begin
 
     @property
     def is_float(self) -> bool:
-        """Whether it holds numbers to compute with, not packed ones."""
+        """Whether the elements are floating-point numbers, not packed integers."""
         return self.dtype in ("F16", "BF16", "F32", "F64") or self.dtype.startswith("F8_E4M3")
 
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a file to read; gives its length in bytes as well.
+    """Open a regular file to read; yield it and its length in bytes.
 
-    Raises InvalidArgument for what is no plain file, since a pipe may never answer and a device
-    never end, and for what cannot be opened or read in the block.
+    Raises InvalidArgument for a pipe, which may never answer, for a device, which may never end,
+    and for a file that cannot be opened or read in the block.
     """
     try:
-        # A pipe that nobody writes to would not even be opened else.
+        # Without O_NONBLOCK, opening a pipe that has no writer would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
-                raise InvalidArgument(f"{path} cannot be read: it is no regular file")
+                raise InvalidArgument(f"{path} cannot be read: it is not a regular file")
             with os.fdopen(descriptor, "rb", closefd=False) as file:
                 yield file, found.st_size
         finally:
@@ -82,7 +82,7 @@ def open_regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
 
 
 def read_header(path: Path) -> Mapping[str, ArrayEntry]:
-    """Read which arrays a file holds. Raises InvalidArgument for what is no safetensors file."""
+    """Read which arrays a file holds. Raises InvalidArgument if it is not a safetensors file."""
     with open_regular(path) as (file, size):
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - _LENGTH_BYTES):
@@ -131,5 +131,5 @@ def _are_counts(values: object) -> TypeGuard[list[int]]:
 
 
 def damaged(path: Path, why: str) -> InvalidArgument:
-    """The error of a file that is not what it should be."""
-    return InvalidArgument(f"{path} is damaged or no safetensors file: {why}")
+    """Make the error for a file that breaks the format."""
+    return InvalidArgument(f"{path} is damaged or not a safetensors file: {why}")

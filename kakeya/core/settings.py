@@ -26,7 +26,7 @@ MAX_LABEL_BYTES = 64
 
 
 class Illegal(ValueError):
-    """A value cannot be meant; the message follows "ORIGIN: "."""
+    """A value is not legal; the message follows "ORIGIN: "."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ def label(raw: object) -> str:
     """Accept a name of 1 to 64 bytes without control characters."""
     name = text(raw)
     if len(name.encode("utf-8", "replace")) > MAX_LABEL_BYTES or not name.isprintable():
-        raise Illegal(f"{name[:80]!r} is no name; give 1 to {MAX_LABEL_BYTES} printable bytes")
+        raise Illegal(f"{name[:80]!r} is not a name; give 1 to {MAX_LABEL_BYTES} printable bytes")
     return name
 
 
@@ -116,7 +116,7 @@ def network(raw: object) -> str:
     try:
         return str(ipaddress.ip_network(text(raw)))
     except ValueError as problem:
-        raise Illegal(f"{raw!r} is no network; write one as 10.0.0.0/8 ({problem})") from None
+        raise Illegal(f"{raw!r} is not a network; write one as 10.0.0.0/8 ({problem})") from None
 
 
 def folder(raw: object) -> Path:
@@ -180,7 +180,7 @@ def one_number_of(numbers: Sequence[int], unit: str) -> Callable[[object], int]:
         for one in numbers:
             if text in (one, str(one)) and not isinstance(text, bool):
                 return one
-        raise Illegal(f"{raw!r} is none of the sizes there are; give {listed}")
+        raise Illegal(f"{raw!r} is not one of the sizes; give {listed}")
 
     return parse
 
@@ -220,7 +220,7 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     bare = host[1:-1] if bracketed else host
-    wrong = f"{address!r} is no address; write HOST:PORT, as 127.0.0.1:50051 or [::1]:50051"
+    wrong = f"{address!r} is not an address; write HOST:PORT, as 127.0.0.1:50051 or [::1]:50051"
     if not colon or not bare or (":" in bare) != bracketed or any(c.isspace() for c in address):
         raise Illegal(wrong)
     if not port.isascii() or not port.isdigit() or int(port) > 65535:
@@ -240,9 +240,9 @@ def peer_address(raw: object) -> str:
     address = text(raw)
     host, port = split_address(address)
     if port == 0:
-        raise Illegal(f"{address!r} has port 0, which nobody listens on")
+        raise Illegal(f"{address!r} has port 0, where no node can listen")
     if host in ("0.0.0.0", "::"):
-        raise Illegal(f"{address!r} is every address of a machine; name one of them")
+        raise Illegal(f"{address!r} means every address of a machine; name one of them")
     return address
 
 

@@ -1,4 +1,4 @@
-"""Background work that cannot die unseen: a supervised group and a jittered period.
+"""Background work that cannot fail unseen: a supervised group and a jittered period.
 
 A task that raises is logged, counted and started again after a backoff; it ends only when it
 returns or the group closes. `health()` is what metrics and status show.
@@ -19,13 +19,13 @@ from kakeya.core.log import event
 
 _log = logging.getLogger(__name__)
 RESTART_BACKOFF_S = (0.1, 0.5, 2.0, 10.0, 30.0)
-"""Waits before the 1st, 2nd, ... restart in a row; the last one repeats. Work that went on for
-longer than that one had recovered: its next failure is the first of another row."""
+"""Seconds before the 1st, 2nd, ... restart in a row; the last value repeats. A task that ran for
+longer than the last value has recovered: its next failure is the first of a new row."""
 
 
 @dataclass(slots=True)
 class TaskHealth:
-    """What a supervised task did so far."""
+    """The history of a supervised task."""
 
     name: str
     running: bool = True
@@ -34,14 +34,17 @@ class TaskHealth:
 
 
 def is_cancelled() -> bool:
-    """Whether the current task is to end. What it awaits may raise CancelledError without that: a
-    gRPC call whose channel is closed, a task of somebody else's that was cancelled."""
+    """Whether the current task was asked to end.
+
+    An awaited object may raise CancelledError although the task goes on: a gRPC call whose channel
+    is closed, or another task that was cancelled.
+    """
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 class Supervisor:
-    """Owns named background tasks; an `async with` that cancels them on the way out."""
+    """Named background tasks, in an `async with` that cancels them at its end."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -66,7 +69,7 @@ class Supervisor:
         task.add_done_callback(lambda done: setattr(self._tasks[done], "running", False))
 
     def health(self) -> tuple[TaskHealth, ...]:
-        """Every task that was started, in order."""
+        """List every task that was started, in order."""
         return tuple(self._tasks.values())
 
     async def aclose(self) -> None:
@@ -113,9 +116,9 @@ async def every(
     jitter: float = 0.1,
     wake: asyncio.Event | None = None,
 ) -> None:
-    """Run `work` now and then each `interval_s` +- `jitter`; `wake` starts the next run at once.
+    """Run `work` at once and then each `interval_s` +- `jitter`; `wake` starts the next run early.
 
-    The interval lies between two beginnings, so that work that waits for deadlines is not rarer.
+    The interval lies between two starts, so that slow runs are not rarer than quick ones.
     """
     while True:
         if wake is not None:
@@ -131,7 +134,7 @@ async def every(
 
 
 async def sleep_or_wake(clock: Clock, seconds: float, wake: asyncio.Event) -> None:
-    """Sleep, or less when `wake` is set."""
+    """Sleep until the time is over or `wake` is set."""
     sleeper = asyncio.ensure_future(clock.sleep(seconds))
     waker = asyncio.ensure_future(wake.wait())
     try:

@@ -10,7 +10,7 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 KV_BLOCK_TOKENS = 256
-"""What mlx-lm's caches grow by."""
+"""Tokens by which the caches of mlx-lm grow."""
 
 
 def format_bytes(count: float) -> str:

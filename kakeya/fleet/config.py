@@ -23,7 +23,7 @@ class FleetConfig:
     """How a node finds others and gossips. A card survives `ttl_s / interval_s` silent rounds."""
 
     join: str = setting(
-        "become a member of a fleet with what kakeya invite printed; once is enough",
+        "join a fleet with the token that kakeya invite printed; needed once",
         text,
         "",  # no token
         argument="TOKEN",
@@ -47,7 +47,7 @@ class FleetConfig:
         argument="HOST:PORT",
     )
     ttl_s: float = setting(
-        f"how long peers believe this node's card without hearing of it again ({DEFAULT_TTL_S:g})",
+        f"how long peers keep this node's card without news of it ({DEFAULT_TTL_S:g})",
         number(MIN_TTL_S, MAX_TTL_S, "seconds"),
         DEFAULT_TTL_S,
         argument="SECONDS",

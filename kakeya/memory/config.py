@@ -17,7 +17,7 @@ _WEEK_S = 7 * 86400
 def _model_size(raw: object) -> tuple[str, int]:
     model_id, equals, size_mb = text(raw).rpartition("=")
     if not equals or not model_id:
-        raise Illegal(f"{raw!r} says of no model how large it is; give MODEL=MB")
+        raise Illegal(f"{raw!r} does not state the size of a model; give MODEL=MB")
     return model_id, megabytes(1, _MOST_MB)(size_mb)
 
 

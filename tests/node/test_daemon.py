@@ -104,7 +104,7 @@ async def test_sigterm_under_load_ends_with_0_within_a_second_of_its_grace(tmp_p
 
 
 async def test_a_node_that_is_open_to_all_says_so_at_every_start(tmp_path: Path) -> None:
-    said = "--insecure-lan: whoever reaches this node may use it and read along"
+    said = "--insecure-lan: every machine that reaches this node may use it"
     for starts in (1, 2):
         async with NodeProcess(tmp_path, "--insecure-lan", *NGRAM_ONLY) as node:
             pass

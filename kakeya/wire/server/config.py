@@ -13,8 +13,8 @@ class ListenConfig:
     """The addresses where a node answers, and the one that peers are told."""
 
     bind: str = setting(
-        "gRPC listens here; port 0 lets the system choose (127.0.0.1:50051; for a member of a "
-        "fleet that port on each address of its local networks too, encrypted)",
+        "gRPC listens here; port 0 lets the system choose (127.0.0.1:50051; a member of a fleet "
+        "listens on that port of each local network too, encrypted)",
         bind_address,
         "",  # the default depends on the identity, which is read at the start
         argument="HOST:PORT",
@@ -26,7 +26,7 @@ class ListenConfig:
         argument="HOST:PORT",
     )
     advertise: str = setting(
-        "the gRPC address that peers are told (the one that is bound)",
+        "the gRPC address that peers are told (the address of --bind)",
         peer_address,
         "",  # the bound one
         argument="HOST:PORT",

@@ -189,11 +189,11 @@ def test_missing_files_and_broken_json_are_named(tmp_path: Path) -> None:
 def test_what_is_no_regular_file_is_refused_without_reading_it(tmp_path: Path, name: str) -> None:
     (write_adapter(tmp_path, small(), rank=2) / name).unlink()
     os.mkfifo(tmp_path / name)  # nobody will ever write to it
-    with pytest.raises(InvalidArgument, match="no regular file"):
+    with pytest.raises(InvalidArgument, match="not a regular file"):
         pack(tmp_path)
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")
-    with pytest.raises(InvalidArgument, match="no regular file"):
+    with pytest.raises(InvalidArgument, match="not a regular file"):
         pack(tmp_path)
 
 
