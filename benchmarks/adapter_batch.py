@@ -26,11 +26,12 @@ from benchmarks.report import emit, interleaved, median  # noqa: E402
 from kakeya.adapters.files.packed import PackedAdapter, PackedTensor, Precision  # noqa: E402
 from kakeya.decoding.control.controller import DraftController  # noqa: E402
 from kakeya.engine.adapters.slots import SlottedAdapter  # noqa: E402
-from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame  # noqa: E402
 from kakeya.engine.kv.slots import KvSlots  # noqa: E402
 from kakeya.engine.steps.drafting import RemoteBooks  # noqa: E402
 from kakeya.engine.steps.scheduler import QueueTicket, Scheduler  # noqa: E402
 from kakeya.engine.steps.sequence import SequenceTools, Violations  # noqa: E402
+from kakeya.generation.frames import Done, EngineFrame  # noqa: E402
+from kakeya.generation.request import DecodeJob  # noqa: E402
 from kakeya.mlx.loader import load  # noqa: E402
 from kakeya.mlx.lora import AdapterSlots  # noqa: E402
 from kakeya.mlx.model import MlxModel  # noqa: E402
@@ -89,10 +90,10 @@ class Bench:
             adapters=Loaded(),  # type: ignore[arg-type]
         )
         scheduler = Scheduler(model, tools, max_running=ROWS)
-        ended: list[DoneFrame] = []
+        ended: list[Done] = []
 
         def on_frame(frame: EngineFrame) -> None:
-            if isinstance(frame, DoneFrame):
+            if isinstance(frame, Done):
                 ended.append(frame)
                 if len(ended) == ROWS:
                     scheduler.stop()

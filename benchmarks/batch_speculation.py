@@ -16,18 +16,18 @@ preload_blas(threads=1)
 from benchmarks.models import random_model  # noqa: E402
 from benchmarks.report import emit, median  # noqa: E402
 from kakeya.decoding.control.controller import DraftController  # noqa: E402
-from kakeya.decoding.draft.sampling import SamplingParams  # noqa: E402
-from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, SourceSpec  # noqa: E402
 from kakeya.engine.kv.slots import KvSlots  # noqa: E402
 from kakeya.engine.steps.drafting import RemoteBooks  # noqa: E402
 from kakeya.engine.steps.scheduler import QueueTicket, Scheduler  # noqa: E402
 from kakeya.engine.steps.sequence import SequenceTools, Violations  # noqa: E402
+from kakeya.generation.frames import Done, EngineFrame  # noqa: E402
+from kakeya.generation.request import DecodeJob, DraftSource, Sampling  # noqa: E402
 from kakeya.mlx.loader import load  # noqa: E402
 from kakeya.mlx.model import MlxModel  # noqa: E402
 
 ROWS = 8
 TOKENS = 128
-NGRAM = (SourceSpec(kind="ngram"),)
+NGRAM = (DraftSource(kind="ngram"),)
 
 
 class Bench:
@@ -44,7 +44,7 @@ class Bench:
         self.thread_s: dict[bool, list[float]] = {True: [], False: []}
         """CPU time of the model thread in each run with drafts, and without."""
 
-    def run(self, sources: Sequence[SourceSpec]) -> float:
+    def run(self, sources: Sequence[DraftSource]) -> float:
         """Tokens per second of eight generations that begin at once, prompts included."""
         tools = SequenceTools(
             slots=KvSlots(1 << 30),
@@ -54,18 +54,18 @@ class Bench:
             max_draft_rows=16,
         )
         scheduler = Scheduler(self._model, tools, max_running=ROWS)
-        ended: list[DoneFrame] = []
+        ended: list[Done] = []
 
         def on_frame(frame: EngineFrame) -> None:
-            if isinstance(frame, DoneFrame):
+            if isinstance(frame, Done):
                 ended.append(frame)
                 if len(ended) == ROWS:
                     scheduler.stop()
 
         for row, prompt in enumerate(self._prompts):
-            sampling = SamplingParams(temperature=self._temperature, seed=row)
+            sampling = Sampling(temperature=self._temperature, seed=row)
             job = DecodeJob(
-                token_ids=prompt, max_tokens=TOKENS, sources=tuple(sources), sampling=sampling
+                token_ids=prompt, max_tokens=TOKENS, draft_sources=tuple(sources), sampling=sampling
             )
             scheduler.submit(QueueTicket(job, on_frame, fail))
         started, thread_s = time.perf_counter(), time.thread_time()
@@ -73,8 +73,8 @@ class Bench:
         took_s = time.perf_counter() - started
         self.thread_s[bool(sources)].append(time.thread_time() - thread_s)
         if sources:
-            self.accepted = sum(done.accepted for done in ended)
-            self.blocks = sum(done.forwards for done in ended)
+            self.accepted = sum(done.usage.accepted for done in ended)
+            self.blocks = sum(done.usage.forwards for done in ended)
         return ROWS * TOKENS / took_s
 
 

@@ -19,10 +19,11 @@ from benchmarks.nodes import generate, wait_ready  # noqa: E402
 from benchmarks.report import emit, median  # noqa: E402
 from kakeya.cli.child import NodeProcess  # noqa: E402
 from kakeya.decoding.control.controller import DraftController  # noqa: E402
-from kakeya.engine.job import DecodeJob, TokensFrame  # noqa: E402
 from kakeya.engine.kv.slots import KvSlots  # noqa: E402
 from kakeya.engine.steps.drafting import RemoteBooks  # noqa: E402
 from kakeya.engine.steps.sequence import SequenceRun, SequenceTools, Violations  # noqa: E402
+from kakeya.generation.frames import Tokens  # noqa: E402
+from kakeya.generation.request import DecodeJob  # noqa: E402
 from kakeya.mlx.loader import load  # noqa: E402
 from kakeya.mlx.model import MlxModel  # noqa: E402
 from kakeya.sessions.client import Client  # noqa: E402
@@ -50,7 +51,7 @@ class OwnLoop:
         job = DecodeJob(token_ids=PROMPT, max_tokens=TOKENS)
         first = count = 0.0
         for frame in SequenceRun(self._model, self._tools, job).frames():
-            if isinstance(frame, TokensFrame):
+            if isinstance(frame, Tokens):
                 first = first or time.perf_counter()
                 count += len(frame.token_ids)
         return (count - 1) / (time.perf_counter() - first)

@@ -24,16 +24,16 @@ from benchmarks.models import EMBEDDED, random_model  # noqa: E402
 from benchmarks.plain import plain_network  # noqa: E402
 from benchmarks.report import emit, interleaved, median  # noqa: E402
 from kakeya.decoding.control.controller import DraftController  # noqa: E402
-from kakeya.decoding.draft.sampling import SamplingParams  # noqa: E402
-from kakeya.engine.job import DecodeJob, SourceSpec, TokensFrame  # noqa: E402
 from kakeya.engine.kv.slots import KvSlots  # noqa: E402
 from kakeya.engine.steps.drafting import RemoteBooks  # noqa: E402
 from kakeya.engine.steps.sequence import SequenceRun, SequenceTools, Violations  # noqa: E402
+from kakeya.generation.frames import Tokens  # noqa: E402
+from kakeya.generation.request import DecodeJob, DraftSource, Sampling  # noqa: E402
 from kakeya.mlx.loader import load  # noqa: E402
 from kakeya.mlx.model import MlxModel  # noqa: E402
 
 TOKENS = 256
-NGRAM = (SourceSpec(kind="ngram"),)
+NGRAM = (DraftSource(kind="ngram"),)
 CODE = """class Point:
     def __init__(self, x, y):
         self.x = x
@@ -62,16 +62,16 @@ class Bench:
             max_draft_rows=16,
         )
 
-    def ours(self, prompt: list[int], sampling: SamplingParams, drafts: bool) -> list[int]:
+    def ours(self, prompt: list[int], sampling: Sampling, drafts: bool) -> list[int]:
         """Tokens of our loop."""
         job = DecodeJob(
             token_ids=prompt,
             max_tokens=TOKENS,
             sampling=sampling,
-            sources=NGRAM if drafts else (),
+            draft_sources=NGRAM if drafts else (),
         )
         frames = SequenceRun(self.model, self.tools, job).frames()
-        return [t for f in frames if isinstance(f, TokensFrame) for t in f.token_ids]
+        return [t for f in frames if isinstance(f, Tokens) for t in f.token_ids]
 
     def theirs(self, prompt: list[int], sampler: Callable[[mx.array], mx.array] | None) -> None:
         """Run generate_step to the end."""
@@ -93,7 +93,7 @@ def rate(work: Callable[[], object]) -> Callable[[], float]:
 
 def compare(name: str, folder: str, prompt: list[int], temperature: float, goal: float) -> None:
     bench = Bench(folder)
-    sampling = SamplingParams(temperature=temperature, seed=5)
+    sampling = Sampling(temperature=temperature, seed=5)
     sampler = None
     if temperature > 0:
 

@@ -19,7 +19,6 @@ from collections.abc import Callable
 
 from benchmarks.report import at_reference, emit, interleaved, machine_factor
 from kakeya.backends.engine.life import EngineOptions
-from kakeya.engine.job import DecodeJob
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.model import LoadedFacts
 from kakeya.engine.queue.pace import Pace
@@ -28,6 +27,7 @@ from kakeya.engine.queue.queue import Line
 from kakeya.engine.queue.room import KvRoom
 from kakeya.engine.queue.rows import QueueRow, QueueTicket
 from kakeya.engine.queue.waiting import Waiting
+from kakeya.generation.request import DecodeJob
 
 GOAL_US = 20.0
 ROUNDS, REPEATS = 400, 7

@@ -21,7 +21,6 @@ KV bound is lowered to what they leave, so that a context that is promised can b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kakeya.core.errors import MemoryRefused
 from kakeya.core.process import resident_bytes, trim_heap
@@ -29,6 +28,7 @@ from kakeya.core.units import format_bytes
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.model import KEPT_BUFFER_BYTES, Model
 from kakeya.engine.queue.room import RETRY_S, KvRoom
+from kakeya.generation.facts import Footprint
 from kakeya.memory.estimate.estimate import STEP_BYTES
 
 _LEAST_KV_TOKENS = 2048
@@ -37,17 +37,6 @@ _NOTED_BYTES = 1 << 20
 """By less the share does not change."""
 _LOOK_EVERY_UNITS = 8
 """Units of work between two looks at what is resident: 30 us each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFootprint:
-    """What the engine occupies now, in bytes; `limit_bytes` 0 = unbounded."""
-
-    resident_bytes: int
-    active_bytes: int
-    cache_bytes: int
-    idle_kv_bytes: int
-    limit_bytes: int
 
 
 class EngineLimits:
@@ -81,7 +70,7 @@ class EngineLimits:
         """What was asked for; what is allowed is less where slots of adapters need it."""
         self._model_bytes = model.memory().active_bytes - self._idle_bytes() - self._slot_bytes()
 
-    def set(self, memory_bytes: int, cache_bytes: int, kv_bytes: int) -> EngineFootprint:
+    def set(self, memory_bytes: int, cache_bytes: int, kv_bytes: int) -> Footprint:
         """Bound memory, spare buffers and KV; 0 = unchanged. What is above and idle goes at once.
 
         Raises MemoryRefused when the model alone takes more, InvalidArgument for a KV bound in
@@ -125,7 +114,7 @@ class EngineLimits:
         left = self._share_bytes - self._model_bytes - self._slot_bytes() - kv
         return max(0, min(room, left))
 
-    def shrink(self, size: int) -> EngineFootprint:
+    def shrink(self, size: int) -> Footprint:
         """Give `size` bytes back, as far as nobody uses them, and tell what is left."""
         missing = size - self._model.memory().cache_bytes
         if missing > 0:
@@ -182,14 +171,14 @@ class EngineLimits:
             return None
         return max(0, self._share_bytes - self._model.memory().active_bytes + self._idle_bytes())
 
-    def footprint(self) -> EngineFootprint:
+    def footprint(self) -> Footprint:
         """What is occupied now."""
         memory = self._model.memory()
         held = memory.active_bytes + memory.cache_bytes
-        return EngineFootprint(
+        return Footprint(
             resident_bytes=self._resident() or held,
-            active_bytes=memory.active_bytes,
-            cache_bytes=memory.cache_bytes,
+            mlx_active_bytes=memory.active_bytes,
+            mlx_cache_bytes=memory.cache_bytes,
             idle_kv_bytes=self._idle_bytes(),
             limit_bytes=self._limit_bytes,
         )
@@ -215,7 +204,7 @@ class EngineLimits:
             now = self._tidied()
         self._rest_bytes = self._other_bytes(now)
 
-    def _tidied(self) -> EngineFootprint:
+    def _tidied(self) -> Footprint:
         """Give back what nothing refers to, to the system: the C library keeps pages too."""
         self._model.tidy()
         self._trim()
@@ -227,7 +216,7 @@ class EngineLimits:
         """What of a bound is the framework's."""
         now = self.footprint()
         other = self._other_bytes(now)
-        fixed = now.active_bytes - now.idle_kv_bytes - self.room.lent_bytes
+        fixed = now.mlx_active_bytes - now.idle_kv_bytes - self.room.lent_bytes
         if memory_bytes - other < fixed:
             raise MemoryRefused(
                 f"a bound of {format_bytes(memory_bytes)} is less than the model itself occupies, "
@@ -235,7 +224,7 @@ class EngineLimits:
             )
         return memory_bytes - other
 
-    def _fit_share(self, now: EngineFootprint) -> None:
+    def _fit_share(self, now: Footprint) -> None:
         """The bound less what else is resident now; KV that is promised can be filled all the
         same, so that it costs spare buffers only."""
         if self._share_bytes is None:
@@ -247,9 +236,9 @@ class EngineLimits:
             self._share_bytes = share
             self._model.limit(share, None)
 
-    def _other_bytes(self, now: EngineFootprint) -> int:
+    def _other_bytes(self, now: Footprint) -> int:
         """What is resident and not the framework's."""
-        return max(0, now.resident_bytes - now.active_bytes - now.cache_bytes)
+        return max(0, now.resident_bytes - now.mlx_active_bytes - now.mlx_cache_bytes)
 
     def _slot_bytes(self) -> int:
         return self._model.adapters.nbytes if self._model.adapters is not None else 0

@@ -13,7 +13,8 @@ from typing import Protocol
 
 from kakeya.adapters.files.packed import PackedAdapter
 from kakeya.core.units import KV_BLOCK_TOKENS
-from kakeya.decoding.draft.sampling import SamplingParams
+from kakeya.generation.facts import ModelFacts
+from kakeya.generation.request import Sampling
 
 CHUNK_LIMIT_S = 0.15
 """A prefill chunk longer than this would make a cancelled request linger."""
@@ -24,56 +25,18 @@ LEAST_CHUNK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedFacts:
-    """What is known of a model once it is loaded and probed."""
+class LoadedFacts(ModelFacts):
+    """Facts of a loaded and probed model, with those that only its engine needs."""
 
-    model_id: str
-    model_path: str
-    vocab_size: int
-    context_tokens: int
-    eos_token_ids: tuple[int, ...]
-    quantization: str
-    dtype: str
-    weight_bytes: int
-    kv_bytes_per_token: int
-    mlx_version: str
-    tokens_per_second: float
-    prefill_tokens_per_second: float
-    load_s: float
-    prefill_chunk_tokens: int
-    vocabulary_digest: str
-    device: str
-    blas_accelerated: bool
     forward_costs_s: Mapping[int, float]
     """Seconds of one forward by its rows; 1 is the pipelined plain step."""
     kv_windows: tuple[tuple[int, int], ...] = ()
     """(tokens, bytes of each): of layers that keep only the last so many tokens, beside
     `kv_bytes_per_token`."""
     sequence_state_bytes: int = 0
-    """What a sequence holds whatever its length: recurrent state."""
+    """Bytes that a sequence holds at any length: recurrent state."""
     prefill_context_s: float = 0.0
     """Seconds that each token of context adds to each token of prefill: attention over it."""
-    adapter_slots: int = 0
-    adapter_rank: int = 0
-    base_fingerprint: str = ""
-    batch_rows: int = 1
-    """How many sequences share one forward."""
-    kv_block_tokens: int = 0
-    """Tokens of a block of KV that another engine can take; 0 = this model's KV cannot."""
-    kv_block_bytes: int = 0
-    kv_state_bytes: int = 0
-    """Of the recurrent state that may lie behind a block; 0 = the model has none."""
-    kv_layout: str = ""
-    """What a block's bytes mean, as canonical JSON; equal only for blocks of the same kind."""
-    kv_exactness: str = ""
-    """What else must be equal for blocks of the very same bits, as canonical JSON."""
-    weights_state: str = ""
-    """Of the files that the weights were read from; "" = not known."""
-
-    prefill_grid: tuple[tuple[int, int], ...] = ()
-    """(position, tokens): from each position on, a prompt is computed in pieces of so many tokens,
-    whatever was measured; positions rise from 0, each at the beginning of a block. () = the bits
-    of KV do not depend on the pieces, which are cut as the measurements say."""
 
     def kv_bytes(self, tokens: int) -> int:
         """What the KV of a sequence of this length takes, as mlx-lm allocates it: in blocks.
@@ -81,9 +44,9 @@ class LoadedFacts:
         While a chunk is added, a window holds that too.
         """
         rows = -(-min(tokens, self.context_tokens) // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
-        return self.kv_bytes_per_token * rows + self.kv_fixed_bytes(rows)
+        return self.kv_bytes_per_token * rows + self.fixed_bytes(rows)
 
-    def kv_fixed_bytes(self, rows: int) -> int:
+    def fixed_bytes(self, rows: int) -> int:
         """The part of this that stops growing at some length; `rows` are allocated."""
         if rows <= 0:
             return 0
@@ -156,7 +119,7 @@ class SequenceState(Protocol):
         """Bytes of KV."""
         ...
 
-    def select_with(self, sampling: SamplingParams) -> None:
+    def select_with(self, sampling: Sampling) -> None:
         """Choose tokens this way from now on."""
         ...
 

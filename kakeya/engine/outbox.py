@@ -16,26 +16,20 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from kakeya.core.errors import KakeyaError
-from kakeya.decoding.draft.decoder import FinishReason
-from kakeya.engine.job import (
-    DoneFrame,
+from kakeya.generation.engine_wire import frames_to_wire
+from kakeya.generation.frames import (
+    Done,
     EngineFrame,
-    ExportedFrame,
-    ImportedFrame,
-    LogitsFrame,
-    ParkFrame,
-    PrefillFrame,
-    TokensFrame,
+    HistoryLogits,
+    KvImported,
+    KvPark,
+    Progress,
+    Tokens,
 )
 from kakeya.v1 import engine_pb2 as pb
 
 FRAME_S = 0.02
 """The least time between two messages of one stream, ends excepted."""
-_REASONS = {
-    FinishReason.MAX_TOKENS: pb.DecodeDone.REASON_MAX_TOKENS,
-    FinishReason.STOP_TOKEN: pb.DecodeDone.REASON_STOP_TOKEN,
-    FinishReason.CONTEXT_FULL: pb.DecodeDone.REASON_CONTEXT_FULL,
-}
 
 
 class Outbox:
@@ -53,9 +47,9 @@ class Outbox:
     def put(self, frame: EngineFrame) -> None:
         """Add a frame; called on the model thread."""
         self._frames.append(frame)
-        if isinstance(frame, DoneFrame | ParkFrame):
+        if isinstance(frame, Done | KvPark):
             self._loop.call_soon_threadsafe(self._hurry)
-        elif isinstance(frame, TokensFrame) and not self._has_spoken:
+        elif isinstance(frame, Tokens) and not self._has_spoken:
             self._has_spoken = True
             self._loop.call_soon_threadsafe(self._hurry)
         # One call is enough for all that is appended before the loop looks.
@@ -80,12 +74,10 @@ class Outbox:
             self._is_called = True
             self._filled.clear()
             self._is_urgent.clear()
-            responses = self._drain()
-            if responses:
-                is_over = responses[-1].HasField("done")
-                responses[0].following.extend(responses[1:])
-                yield responses[0]
-                if is_over:
+            frames = self._drain()
+            if frames:
+                yield frames_to_wire(frames)
+                if isinstance(frames[-1], Done):
                     return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._frame_s):
@@ -96,86 +88,33 @@ class Outbox:
                 await self._filled.wait()
                 self._filled.clear()
 
-    def _drain(self) -> list[pb.DecodeResponse]:
-        """Take all frames; committed tokens that follow each other become one response."""
-        responses: list[pb.DecodeResponse] = []
+    def _drain(self) -> list[EngineFrame]:
+        """Take all frames; committed tokens that follow each other become one frame."""
+        frames: list[EngineFrame] = []
         tokens: list[int] = []
         while self._frames:
             frame = self._frames.popleft()
-            if isinstance(frame, TokensFrame):
+            if isinstance(frame, Tokens):
                 tokens += frame.token_ids
                 continue
             if isinstance(frame, KakeyaError):
-                if not tokens and not responses:
+                if not tokens and not frames:
                     raise frame
-                # What was committed before it goes out first: it need not be computed again.
+                # Tokens committed before it go out first: nobody need compute them again.
                 self._frames.appendleft(frame)
                 self._hurry()
                 break
             if tokens:
-                responses.append(_tokens_to_wire(tokens))
+                frames.append(Tokens(token_ids=tuple(tokens)))
                 tokens = []
-            responses.append(_to_wire(frame))
+            frames.append(frame)
         if tokens:
-            responses.append(_tokens_to_wire(tokens))
-        return responses
+            frames.append(Tokens(token_ids=tuple(tokens)))
+        return frames
 
 
 def _can_wait(frame: EngineFrame) -> bool:
     """Whether it travels with the next one: nobody does anything about it."""
-    if isinstance(frame, PrefillFrame):
+    if isinstance(frame, Progress):
         return frame.computed_tokens == frame.cached_tokens
-    return isinstance(frame, ImportedFrame | LogitsFrame)
-
-
-def _tokens_to_wire(tokens: list[int]) -> pb.DecodeResponse:
-    return pb.DecodeResponse(tokens=pb.CommittedTokens(token_ids=tokens))
-
-
-def _to_wire(
-    frame: ImportedFrame | ExportedFrame | ParkFrame | PrefillFrame | LogitsFrame | DoneFrame,
-) -> pb.DecodeResponse:
-    if isinstance(frame, ParkFrame):
-        return pb.DecodeResponse(park=pb.KvPark(lengths=frame.lengths, number=frame.number))
-    if isinstance(frame, ImportedFrame):
-        return pb.DecodeResponse(imported=pb.KvImported(tokens=frame.tokens))
-    if isinstance(frame, ExportedFrame):
-        return pb.DecodeResponse(exported=pb.KvExported(index=frame.index, tokens=frame.tokens))
-    if isinstance(frame, LogitsFrame):
-        return pb.DecodeResponse(logits=pb.HistoryLogits(le_f32=frame.logits))
-    if isinstance(frame, PrefillFrame):
-        return pb.DecodeResponse(
-            progress=pb.PrefillProgress(
-                computed_tokens=frame.computed_tokens,
-                total_tokens=frame.total_tokens,
-                cached_tokens=frame.cached_tokens,
-            )
-        )
-    return pb.DecodeResponse(
-        done=pb.DecodeDone(
-            reason=_REASONS[frame.reason],
-            prefill_seconds=frame.prefill_s,
-            total_seconds=frame.total_s,
-            cached_tokens=frame.cached_tokens,
-            forwards=frame.forwards,
-            drafted=frame.drafted,
-            verified=frame.verified,
-            accepted=frame.accepted,
-            sources=[
-                pb.SourceStats(
-                    source=tally.source,
-                    drafts=tally.drafts,
-                    drafted=tally.drafted,
-                    verified=tally.verified,
-                    accepted=tally.accepted,
-                    abstained=tally.abstained,
-                    failed=tally.failed,
-                    late=tally.late,
-                    shadowed=tally.shadowed,
-                    shadow_hits=tally.shadow_hits,
-                    mean_wait_ms=1000 * tally.wait_s / max(1, tally.drafts),
-                )
-                for tally in frame.sources
-            ],
-        )
-    )
+    return isinstance(frame, KvImported | HistoryLogits)

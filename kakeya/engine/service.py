@@ -11,23 +11,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc.aio
 
 from kakeya.core.errors import InvalidArgument, KakeyaError, UnknownMethod
-from kakeya.core.units import unpack_ids
-from kakeya.decoding.draft.sampling import SamplingParams
 from kakeya.engine.adapters.loads import AdapterLoads
 from kakeya.engine.adapters.pages import AdapterPages
 from kakeya.engine.adapters.slots import EngineAdapters, LoadedAdapter
-from kakeya.engine.job import DecodeJob, SourceSpec
-from kakeya.engine.limits import EngineFootprint
 from kakeya.engine.model import Model, ModelDraft
 from kakeya.engine.outbox import FRAME_S, Outbox
 from kakeya.engine.steps.scheduler import QueueTicket, Scheduler
 from kakeya.engine.steps.sequence import SequenceTools
-from kakeya.generation.kv import KvPages, PageRef
+from kakeya.generation.engine_wire import (
+    facts_to_wire,
+    footprint_to_wire,
+    ids_from_wire,
+    job_from_wire,
+    page_ref_from_wire,
+    stats_to_wire,
+)
+from kakeya.generation.facts import EngineStats, Footprint
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1 import engine_pb2_grpc
 from kakeya.wire.status import abort
@@ -55,41 +60,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeResponse:
         """The model's facts, and whether its thread still comes round."""
         facts = self._model.facts
-        return pb.DescribeResponse(
-            model_id=facts.model_id,
-            model_path=facts.model_path,
-            vocab_size=facts.vocab_size,
+        told = replace(
+            facts,
             context_tokens=self._limits.room.context_tokens,
-            eos_token_ids=facts.eos_token_ids,
-            quantization=facts.quantization,
-            dtype=facts.dtype,
-            weight_bytes=facts.weight_bytes,
-            kv_bytes_per_token=facts.kv_bytes_per_token,
-            kv_fixed_bytes=facts.kv_fixed_bytes(facts.context_tokens),
-            mlx_version=facts.mlx_version,
-            tokens_per_second=facts.tokens_per_second,
-            prefill_tokens_per_second=facts.prefill_tokens_per_second,
-            load_seconds=facts.load_s,
-            prefill_chunk_tokens=facts.prefill_chunk_tokens,
-            vocabulary_digest=facts.vocabulary_digest,
-            device=facts.device,
-            blas_accelerated=facts.blas_accelerated,
-            model_thread_silent_seconds=self._scheduler.silent_s(),
-            adapter_slots=facts.adapter_slots,
-            adapter_rank=facts.adapter_rank,
-            base_fingerprint=facts.base_fingerprint,
-            batch_rows=facts.batch_rows,
-            kv_block_tokens=facts.kv_block_tokens,
-            kv_block_bytes=facts.kv_block_bytes,
-            kv_state_bytes=facts.kv_state_bytes,
-            kv_layout=facts.kv_layout,
-            kv_exactness=facts.kv_exactness,
-            weights_state=facts.weights_state,
-            prefill_grid=[
-                pb.GridPiece(position=position, tokens=tokens)
-                for position, tokens in facts.prefill_grid
-            ],
+            kv_fixed_bytes=facts.fixed_bytes(facts.context_tokens),
         )
+        response = facts_to_wire(told)
+        response.model_thread_silent_seconds = self._scheduler.silent_s()
+        return response
 
     async def Decode(  # type: ignore[override]
         self, request: pb.DecodeRequest, context: _Context
@@ -99,15 +77,15 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         Written, not yielded: a cancellation then ends this very frame, and with it the work.
         """
         try:
-            frame_s = max(FRAME_S, request.frame_ms / 1000)
-            outbox = Outbox(asyncio.get_running_loop(), frame_s)
-            await self._loads.behind(request.after_load)
-            ticket = QueueTicket(_job_from_wire(request), outbox.put, outbox.fail)
+            job = job_from_wire(request)
+            outbox = Outbox(asyncio.get_running_loop(), max(FRAME_S, job.frame_s))
+            await self._loads.behind(job.after_load)
+            ticket = QueueTicket(job, outbox.put, outbox.fail)
             self._scheduler.submit(ticket)
             try:
                 async for response in outbox:
                     await context.write(response)
-                    self._loads.followed(request.after_load)
+                    self._loads.followed(job.after_load)
             finally:
                 ticket.cancel()
         except KakeyaError as failure:
@@ -119,7 +97,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         Beyond the model's context there is nothing to draft: the answer is then short or empty.
         """
         try:
-            prefix = _ids(request.token_ids_le32)
+            prefix = ids_from_wire(request.token_ids_le32)
             facts = self._model.facts
             _check_draft(prefix, request.size, facts.vocab_size)
             size = min(request.size, facts.context_tokens - len(prefix))
@@ -145,7 +123,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self, request: pb.LendPagesRequest, context: _Context
     ) -> pb.LendPagesResponse:
         """Take pages for the KV of a generation that was set aside."""
-        pages = tuple(map(_page_ref, request.pages))
+        pages = tuple(map(page_ref_from_wire, request.pages))
         try:
             await self._on_model_thread(
                 lambda: self._scheduler.lend(request.park_id, request.number, pages)
@@ -162,7 +140,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     async def Stats(self, request: pb.StatsRequest, context: _Context) -> pb.StatsResponse:
         """Live numbers."""
-        return await self._on_model_thread(self._stats)
+        return stats_to_wire(await self._on_model_thread(self._stats))
 
     async def SetLimits(self, request: pb.SetLimitsRequest, context: _Context) -> pb.Footprint:
         """Bound memory, spare buffers and KV; 0 = unchanged."""
@@ -195,7 +173,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     def _load_adapter(self, load: pb.AdapterLoad) -> Future[LoadedAdapter]:
         """Read here, and leave to the model thread only what it alone may do."""
-        adapters, read = self._taken(), self._pages.read(_page_ref(load.pages))
+        adapters, read = self._taken(), self._pages.read(page_ref_from_wire(load.pages))
         flight = self._scheduler.call(lambda: adapters.load(load.adapter_id, read, load.instead_of))
         flight.add_done_callback(lambda _: read.close())
         return flight
@@ -216,20 +194,18 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._limits.holds()
         return draft
 
-    async def _footprint(
-        self, context: _Context, work: Callable[[], EngineFootprint]
-    ) -> pb.Footprint:
+    async def _footprint(self, context: _Context, work: Callable[[], Footprint]) -> pb.Footprint:
         try:
-            return _footprint_to_wire(await self._on_model_thread(work))
+            return footprint_to_wire(await self._on_model_thread(work))
         except KakeyaError as failure:
             await abort(context, failure)
             raise
 
-    def _stats(self) -> pb.StatsResponse:
+    def _stats(self) -> EngineStats:
         load, memory = self._scheduler.load(), self._model.memory()
         footprint = self._limits.footprint()
         by_key = self._tools.slots.bytes_by_key()
-        return pb.StatsResponse(
+        return EngineStats(
             kv_live_bytes=self._tools.slots.held_bytes,
             kv_entries=len(by_key),
             running=load.running,
@@ -240,7 +216,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             cache_length_violations=self._tools.violations.cache_length,
             position_violations=self._tools.violations.position,
             kv_bytes_by_key=by_key,
-            footprint=_footprint_to_wire(footprint),
+            footprint=footprint,
             adapter_ids=self._adapters.ids() if self._adapters else (),
             batch_rows=load.batch_rows,
         )
@@ -248,15 +224,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def _on_model_thread(self, work: Callable[[], _Answer]) -> _Answer:
         """Await `work` done between two steps; a cancelled wait drops it if it has not begun."""
         return await asyncio.wrap_future(self._scheduler.call(work))
-
-
-def _ids(packed: bytes) -> list[int]:
-    try:
-        return unpack_ids(packed)
-    except ValueError:
-        raise InvalidArgument(
-            f"token ids take 4 bytes each; {len(packed)} bytes is no multiple of 4"
-        ) from None
 
 
 def _check_draft(prefix: list[int], size: int, vocab_size: int) -> None:
@@ -267,71 +234,3 @@ def _check_draft(prefix: list[int], size: int, vocab_size: int) -> None:
         raise InvalidArgument(
             f"the prefix holds token id {max(prefix)}, outside the vocabulary of {vocab_size}"
         )
-
-
-def _job_from_wire(request: pb.DecodeRequest) -> DecodeJob:
-    return DecodeJob(
-        token_ids=_ids(request.token_ids_le32),
-        max_tokens=request.max_tokens,
-        stop_token_ids=frozenset(request.stop_token_ids),
-        sampling=SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p or 1.0,
-            top_k=request.top_k,
-            seed=request.seed,
-        ),
-        sources=tuple(
-            SourceSpec(
-                kind="ngram" if source.kind == pb.DraftSource.KIND_NGRAM else "remote",
-                address=source.address,
-                model_id=source.model_id,
-                extended=source.extended,
-                server_name=source.server_name,
-            )
-            for source in request.draft_sources
-        ),
-        kv_key=request.kv_key,
-        adapter_id=request.adapter_id,
-        kv_blocks=tuple(_kv_pages(block) for block in request.kv_blocks),
-        kv_exports=tuple(_kv_pages(block) for block in request.kv_exports),
-        cuts=tuple(request.cuts),
-        park_id=request.park_id,
-        client=request.client,
-        user=request.user,
-        priority=request.priority,
-        deadline_s=request.deadline_seconds or None,
-        logits=request.logits_le_f32,
-        wants_logits=request.wants_logits,
-    )
-
-
-def _kv_pages(block: pb.KvBlock) -> KvPages:
-    return KvPages(
-        index=block.index,
-        pages=_page_ref(block.pages),
-        has_state=block.has_state,
-        tokens=block.tokens,
-        is_cut=block.is_cut,
-    )
-
-
-def _page_ref(pages: pb.PageRef) -> PageRef:
-    return PageRef(
-        slab=pages.slab,
-        slab_pages=pages.slab_pages,
-        page_bytes=pages.page_bytes,
-        first=pages.first,
-        pages=pages.pages,
-        length=pages.length,
-        stamp=pages.stamp,
-    )
-
-
-def _footprint_to_wire(footprint: EngineFootprint) -> pb.Footprint:
-    return pb.Footprint(
-        resident_bytes=footprint.resident_bytes,
-        mlx_active_bytes=footprint.active_bytes,
-        mlx_cache_bytes=footprint.cache_bytes,
-        idle_kv_bytes=footprint.idle_kv_bytes,
-        limit_bytes=footprint.limit_bytes,
-    )

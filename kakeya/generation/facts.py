@@ -32,13 +32,22 @@ class ModelFacts:
     adapter_rank: int = 0
     base_fingerprint: str = ""
     batch_rows: int = 1
+    """How many sequences share one forward."""
     kv_block_tokens: int = 0
+    """Tokens of a block of KV that another engine can take; 0 = this model's KV cannot."""
     kv_block_bytes: int = 0
     kv_state_bytes: int = 0
+    """Of the recurrent state that may lie behind a block; 0 = the model has none."""
     kv_layout: str = ""
+    """Meaning of a block's bytes, as canonical JSON; equal only for blocks of the same kind."""
     kv_exactness: str = ""
+    """What else must be equal for blocks of the very same bits, as canonical JSON."""
     weights_state: str = ""
+    """Of the files that the weights were read from; "" = not known."""
     prefill_grid: tuple[tuple[int, int], ...] = ()
+    """(position, tokens): from each position on, a prompt is computed in pieces of so many tokens,
+    at any measured speed; positions rise from 0, each at the beginning of a block. () = the bits of
+    KV do not depend on the pieces, which are cut as the measurements say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

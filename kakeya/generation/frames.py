@@ -1,4 +1,8 @@
-"""What a generation answers with: frames, in order, the last of them `Done` with its cost."""
+"""Frames: the answer of a generation, in order, the last of them `Done` with its cost.
+
+Callers see progress, tokens and the end. An engine also tells its agent of KV and logits; these
+frames end at the agent's `KvExchange`.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,11 @@ class StopReason(StrEnum):
     CONTEXT_FULL = "context_full"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SourceUsage:
-    """What one draft source did during one generation; counts are tokens unless said.
+    """Counts of one draft source in one generation, in tokens unless said; the engine counts on.
 
-    `shadowed` tokens were only compared with what plain decoding emitted, which costs nothing;
+    `shadowed` tokens were only compared with the output of plain decoding, which costs nothing;
     `shadow_hits` of them were right.
     """
 
@@ -37,7 +41,10 @@ class SourceUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a generation cost."""
+    """Cost of a generation; counts are tokens unless said.
+
+    `forwards` are those of decoding, plain steps and blocks; prefill is not among them.
+    """
 
     prefill_s: float = 0.0
     total_s: float = 0.0
@@ -51,7 +58,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Prefill so far, the cached tokens that were there before included."""
+    """Prompt tokens whose KV is there, the `cached_tokens` from earlier requests included."""
 
     computed_tokens: int
     total_tokens: int
@@ -60,7 +67,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """What one step committed, in order; never empty."""
+    """Tokens that one step committed, in order; never empty."""
 
     token_ids: tuple[int, ...]
 
@@ -73,4 +80,38 @@ class Done:
     usage: Usage = field(default_factory=Usage)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvImported:
+    """The engine took the KV of so many tokens from the offered blocks."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvExported:
+    """The engine filled the pages of a block; `tokens` as the offer said, 0 = a whole block."""
+
+    index: int
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvPark:
+    """The engine asks for pages of these lengths, in bytes, for KV that has to go.
+
+    () = it needs none any more. `number` counts what the generation asked for.
+    """
+
+    lengths: tuple[int, ...]
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryLogits:
+    """The logits behind the history, the same each time: float32, little-endian. Shape: [V]."""
+
+    logits: bytes
+
+
 Frame = Progress | Tokens | Done
+EngineFrame = Frame | KvImported | KvExported | KvPark | HistoryLogits

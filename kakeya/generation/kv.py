@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+LOGIT_BYTES = 4
+"""Of one logit: float32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRef:
@@ -49,6 +52,10 @@ class KvOffer:
     exports: tuple[KvPages, ...] = ()
     logits: bytes = b""
     wants_logits: bool = False
+
+
+NO_KV = KvOffer()
+"""An offer of nothing: the engine computes the prompt."""
 
 
 class KvExchange(Protocol):

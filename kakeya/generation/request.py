@@ -7,8 +7,12 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Literal
 
-from kakeya.generation.kv import KvExchange
+from kakeya.core.errors import InvalidArgument
+from kakeya.generation.kv import LOGIT_BYTES, NO_KV, KvExchange, KvOffer
 from kakeya.generation.retention import Retention
+
+COLDEST = 1e-30
+"""Below it logits / T would overflow float32; long before, the noise has no weight any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,11 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always selected."""
+        return self.temperature < COLDEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,3 +100,37 @@ class DecodeRequest:
         if self.deadline_s is None:
             return self
         return replace(self, deadline_s=max(0.0, self.deadline_s - elapsed_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeJob(DecodeRequest):
+    """A request as an engine gets it: with the KV of `offer`, and the agent's numbers for it.
+
+    The blocks of the offer stay pinned until the first frame. `park_id` names the generation to
+    LendPages, 0 = no pages are ever lent for its KV. `after_load` is the number of the adapter load
+    that the generation begins behind, 0 = none. `kv` and `kv_retention` stay in the agent.
+    """
+
+    offer: KvOffer = NO_KV
+    park_id: int = 0
+    after_load: int = 0
+
+    def check(self, vocab_size: int, context_tokens: int) -> None:
+        """Raise InvalidArgument for a job that a model of these bounds cannot take."""
+        if not self.token_ids:
+            raise InvalidArgument("the history is empty; give at least one token")
+        if self.max_tokens < 0:
+            raise InvalidArgument(f"max_tokens is {self.max_tokens}; 0 = only prefill")
+        if len(self.token_ids) >= context_tokens:
+            raise InvalidArgument(
+                f"the history has {len(self.token_ids)} tokens, the model's context is "
+                f"{context_tokens}; leave room for at least one new token"
+            )
+        largest = max(self.token_ids)
+        if largest >= vocab_size or min(self.token_ids) < 0:
+            raise InvalidArgument(f"token id {largest} is outside the vocabulary of {vocab_size}")
+        if len(self.offer.logits) not in (0, LOGIT_BYTES * vocab_size):
+            raise InvalidArgument(
+                f"the logits have {len(self.offer.logits)} bytes, those of a vocabulary of "
+                f"{vocab_size} have {LOGIT_BYTES * vocab_size}"
+            )

@@ -13,8 +13,8 @@ from typing import cast
 
 import mlx.core as mx
 
-from kakeya.decoding.draft.sampling import SamplingParams
 from kakeya.engine.model import ModelDraft
+from kakeya.generation.request import Sampling
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.verifier import MlxVerifier, select
 
@@ -56,9 +56,7 @@ class Drafter:
         """
         stream = self._follow(prefix)
         state = stream.state
-        sampling = SamplingParams(
-            temperature=temperature if seed is not None else 0.0, seed=seed or 0
-        )
+        sampling = Sampling(temperature=temperature if seed is not None else 0.0, seed=seed or 0)
         position = len(prefix)
         row = mx.array([stream.tokens[-1]], dtype=mx.int32)
         rows: list[mx.array] = []

@@ -28,8 +28,9 @@ from mlx_lm.models.cache import (
 )
 
 from kakeya.core.errors import InvariantBroken
-from kakeya.decoding.draft.sampling import SamplingParams, noise_key
+from kakeya.decoding.draft.sampling import noise_key
 from kakeya.engine.model import KvView
+from kakeya.generation.request import Sampling
 from kakeya.mlx.batch.slabs import PlacedKV, Seat, leave
 from kakeya.mlx.kv import layers as kv_layers
 from kakeya.mlx.kv.blocks import KvBlocks, Rings
@@ -87,7 +88,7 @@ class MlxVerifier:
         self._length = 0
         self._flight: deque[Landing] = deque()
         self._logits: mx.array | None = None
-        self._sampling = SamplingParams()
+        self._sampling = Sampling()
         self._slot = 0
         self._slots: mx.array | None = None
 
@@ -102,7 +103,7 @@ class MlxVerifier:
         return self._cache
 
     @property
-    def sampling(self) -> SamplingParams:
+    def sampling(self) -> Sampling:
         """How tokens are chosen."""
         return self._sampling
 
@@ -120,7 +121,7 @@ class MlxVerifier:
         """Bytes that one more token takes, by what the layers hold; 0 before the first token."""
         return sum(_nbytes_per_token(layer) for layer in self._cache)
 
-    def select_with(self, sampling: SamplingParams) -> None:
+    def select_with(self, sampling: Sampling) -> None:
         """Choose tokens this way from now on."""
         self._sampling = sampling
 
@@ -299,7 +300,7 @@ def _rows(tokens: Sequence[int]) -> mx.array:
     return mx.array(list(tokens), dtype=mx.int32)[None]
 
 
-def select(logits: mx.array, sampling: SamplingParams, first_position: int) -> mx.array:
+def select(logits: mx.array, sampling: Sampling, first_position: int) -> mx.array:
     """Greedy or position-keyed selection. Shapes: logits [L, V] any float -> tokens [L] int32.
 
     Sampling is argmax(logits / T + Gumbel noise keyed by (seed, absolute position)) over what

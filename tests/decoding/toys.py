@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kakeya.decoding.draft.proposer import Draft, ProposerStats
-from kakeya.decoding.draft.sampling import SamplingParams, gumbel, select
+from kakeya.decoding.draft.sampling import gumbel, select
+from kakeya.generation.request import Sampling
 
 VOCAB = 29
-GREEDY = SamplingParams()
-SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7)
+GREEDY = Sampling()
+SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
 
 
 class HashModel:
@@ -22,7 +23,7 @@ class HashModel:
     cache still holds is a fault of the decoder.
     """
 
-    def __init__(self, params: SamplingParams = GREEDY, order: int = 3) -> None:
+    def __init__(self, params: Sampling = GREEDY, order: int = 3) -> None:
         self.params = params
         self.order = order
         self.forwards = 0

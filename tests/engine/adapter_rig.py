@@ -9,9 +9,10 @@ from pathlib import Path
 from kakeya.core.errors import KakeyaError
 from kakeya.engine.adapters.pages import ReadAdapter
 from kakeya.engine.adapters.slots import EngineAdapters, SlottedAdapter
-from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, TokensFrame
 from kakeya.engine.steps.scheduler import QueueTicket, Scheduler
 from kakeya.engine.steps.sequence import SequenceTools
+from kakeya.generation.frames import Done, EngineFrame, Tokens
+from kakeya.generation.request import DecodeJob
 from kakeya.mlx.loader import load
 from kakeya.mlx.model import MlxModel
 from tests.engine.rig import tools
@@ -29,14 +30,14 @@ class Answer:
 
     after: Callable[[int], None] = lambda count: None
     tokens: list[int] = field(default_factory=list)
-    done: DoneFrame | None = None
+    done: Done | None = None
     error: KakeyaError | None = None
 
     def put(self, frame: EngineFrame) -> None:
-        if isinstance(frame, TokensFrame):
+        if isinstance(frame, Tokens):
             self.tokens += frame.token_ids
             self.after(len(self.tokens))
-        elif isinstance(frame, DoneFrame):
+        elif isinstance(frame, Done):
             self.done = frame
 
     def fail(self, error: KakeyaError) -> None:
@@ -71,7 +72,7 @@ class Ending:
     def submit(self, job: DecodeJob, answer: Answer) -> QueueTicket:
         def put(frame: EngineFrame) -> None:
             answer.put(frame)
-            if isinstance(frame, DoneFrame):
+            if isinstance(frame, Done):
                 self.end()
 
         def fail(error: KakeyaError) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.units import pack_ids, unpack_ids
-from kakeya.decoding.draft.sampling import SamplingParams
 from kakeya.engine.model import KvView, LoadedFacts, MemoryUse, ModelDraft
+from kakeya.generation.request import Sampling
 from kakeya.node.engine_main import main
 
 CHUNK_S = 1.0
@@ -48,7 +48,7 @@ class ToyState:
     def nbytes(self) -> int:
         return self.length
 
-    def select_with(self, sampling: SamplingParams) -> None:
+    def select_with(self, sampling: Sampling) -> None:
         return None
 
     def adapt(self, slot: int) -> None:

@@ -14,18 +14,12 @@ import numpy as np
 
 from kakeya.core.units import KIB, pack_ids
 from kakeya.decoding.draft.acceptance import agreeing
-from kakeya.engine.job import (
-    DecodeJob,
-    DoneFrame,
-    EngineFrame,
-    ExportedFrame,
-    ImportedFrame,
-    ParkFrame,
-)
 from kakeya.engine.model import LoadedFacts
 from kakeya.engine.steps.sequence import SequenceRun
 from kakeya.generation.cuts import is_cut, marked, usable
-from kakeya.generation.kv import KvPages
+from kakeya.generation.frames import Done, EngineFrame, KvExported, KvImported, KvPark
+from kakeya.generation.kv import KvOffer, KvPages
+from kakeya.generation.request import DecodeJob
 from kakeya.memory.pages.content import ContentType, PageConfig
 from kakeya.memory.pages.shared_arena import Filling, PageArena
 from tests.engine.rig import Rig
@@ -49,20 +43,20 @@ class Outcome:
 
     @property
     def imported(self) -> int:
-        return next(f.tokens for f in self.frames if isinstance(f, ImportedFrame))
+        return next(f.tokens for f in self.frames if isinstance(f, KvImported))
 
     @property
     def exported(self) -> list[int]:
-        return [f.index for f in self.frames if isinstance(f, ExportedFrame)]
+        return [f.index for f in self.frames if isinstance(f, KvExported)]
 
     @property
     def filled(self) -> list[tuple[int, int]]:
         """The same with the tokens of what is no whole block."""
-        return [(f.index, f.tokens) for f in self.frames if isinstance(f, ExportedFrame)]
+        return [(f.index, f.tokens) for f in self.frames if isinstance(f, KvExported)]
 
     @property
-    def done(self) -> DoneFrame:
-        assert isinstance(self.frames[-1], DoneFrame)
+    def done(self) -> Done:
+        assert isinstance(self.frames[-1], Done)
         return self.frames[-1]
 
 
@@ -179,8 +173,7 @@ class Prefixes:
         offer = self.offer(history, rig.model.facts, most=most, cuts=cuts)
         values: dict[str, object] = {
             "max_tokens": 0,
-            "kv_blocks": offer.kv_blocks,
-            "kv_exports": offer.kv_exports,
+            "offer": KvOffer(blocks=offer.kv_blocks, exports=offer.kv_exports),
             "cuts": cuts,
         }
         wanted = DecodeJob(token_ids=history, **{**values, **job})  # type: ignore[arg-type]
@@ -218,7 +211,7 @@ class Lender:
         for park_id in tuple(self._held):
             self._give_back(park_id)
 
-    def _park(self, told: Told, frame: ParkFrame) -> None:
+    def _park(self, told: Told, frame: KvPark) -> None:
         self._give_back(told.job.park_id)
         after_s = self._after_s(told)
         if not frame.lengths:
@@ -227,7 +220,7 @@ class Lender:
         if after_s is not None:
             self._rig.at(self._rig.now_s + after_s, lambda: self._lend(told, frame))
 
-    def _lend(self, told: Told, frame: ParkFrame) -> None:
+    def _lend(self, told: Told, frame: KvPark) -> None:
         park_id = told.job.park_id
         if told.is_over:
             return

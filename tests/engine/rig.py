@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kakeya.decoding.control.controller import DraftController
-from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, TokensFrame
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.steps.drafting import RemoteBooks
 from kakeya.engine.steps.sequence import SequenceRun, SequenceTools, Violations
+from kakeya.generation.frames import Done, EngineFrame, Tokens
+from kakeya.generation.request import DecodeJob
 from kakeya.mlx.loader import load
 from kakeya.mlx.model import MlxModel
+from kakeya.v1 import engine_pb2 as pb
 from tests.mlx.random_models import write_model
 
 
@@ -33,16 +35,16 @@ class Rig:
     model: MlxModel
     tools: SequenceTools
 
-    def run(self, job: DecodeJob) -> tuple[list[int], DoneFrame]:
+    def run(self, job: DecodeJob) -> tuple[list[int], Done]:
         return collect(SequenceRun(self.model, self.tools, job))
 
 
-def collect(run: SequenceRun) -> tuple[list[int], DoneFrame]:
+def collect(run: SequenceRun) -> tuple[list[int], Done]:
     frames: list[EngineFrame] = list(run.frames())
-    tokens = [token for f in frames if isinstance(f, TokensFrame) for token in f.token_ids]
+    tokens = [token for f in frames if isinstance(f, Tokens) for token in f.token_ids]
     done = frames[-1]
-    assert isinstance(done, DoneFrame)
-    assert sum(isinstance(f, DoneFrame) for f in frames) == 1
+    assert isinstance(done, Done)
+    assert sum(isinstance(f, Done) for f in frames) == 1
     return tokens, done
 
 
@@ -59,3 +61,8 @@ def tools(*, eager: bool = True, kv_bytes: int = 1 << 30, rows: int = 8) -> Sequ
 def load_rig(folder: Path, architecture: str, *, eager: bool = True, **options: object) -> Rig:
     write_model(folder, architecture, **options)
     return Rig(MlxModel(load(str(folder), architecture), 0.0, False), tools(eager=eager))
+
+
+def frames_of(message: pb.DecodeResponse) -> tuple[pb.DecodeResponse, ...]:
+    """The frames of one message of a decode, in order."""
+    return (message, *message.following)

@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 from kakeya.core.errors import InvariantBroken
 from kakeya.decoding.control.controller import DraftController
 from kakeya.decoding.draft.proposer import Draft
-from kakeya.decoding.draft.sampling import SamplingParams
-from kakeya.engine.job import DecodeJob, SourceSpec
 from kakeya.engine.model import SequenceState
 from kakeya.engine.steps.scheduler import Scheduler
+from kakeya.generation.request import DecodeJob, DraftSource, Sampling
 from tests.engine.adapter_rig import Answer, Ending
 from tests.engine.child_engine import ToyState
 from tests.engine.rig import Rig, load_rig, tools
 from tests.engine.virtual_rig import VirtualRig, expected
 
 PROMPTS = [[5, 6, 7], [9, 9, 9, 9], [1, 2, 3, 4, 5, 6], [80, 81], [7] * 40]
-NGRAM = (SourceSpec(kind="ngram"),)
+NGRAM = (DraftSource(kind="ngram"),)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,7 @@ def jobs(count: int = len(PROMPTS), **more: object) -> list[DecodeJob]:
         DecodeJob(
             token_ids=prompt,
             max_tokens=12 + 5 * at,
-            sampling=SamplingParams(temperature=at % 2, seed=at),
+            sampling=Sampling(temperature=at % 2, seed=at),
             **more,  # type: ignore[arg-type]
         )
         for at, prompt in enumerate(PROMPTS[:count])
@@ -93,12 +92,12 @@ def test_rows_join_and_leave_one_forward_and_get_what_each_gets_alone(
     assert [answer.tokens for answer in answers] == alone
     assert max(model.rows) == len(PROMPTS)
     assert min(model.rows) == 2
-    forwards = [answer.done.forwards for answer in answers if answer.done]
+    forwards = [answer.done.usage.forwards for answer in answers if answer.done]
     assert forwards == [len(tokens) for tokens in alone]
 
 
 PARAMS = st.builds(
-    SamplingParams,
+    Sampling,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
     top_k=st.sampled_from([0, 1, 5, 95, 96, 2**31 - 1]),
     top_p=st.sampled_from([1.0, 0.9, 0.5, 0.1]),
@@ -115,7 +114,7 @@ MIXED = st.lists(
         max_tokens=st.integers(1, 40),
         sampling=PARAMS,
         stop_token_ids=st.frozensets(st.integers(0, 95), max_size=3),
-        sources=st.sampled_from([(), NGRAM]),
+        draft_sources=st.sampled_from([(), NGRAM]),
     ),
     min_size=2,
     max_size=8,
@@ -146,16 +145,16 @@ def test_a_model_that_cannot_batch_takes_turns(rigs: dict[str, Rig]) -> None:
 
 def test_rows_with_drafts_leave_for_their_block_and_come_back(rig: Rig) -> None:
     todo = [
-        DecodeJob(token_ids=[5, 9, 13, 2, 7] * 6, max_tokens=40, sources=NGRAM),
+        DecodeJob(token_ids=[5, 9, 13, 2, 7] * 6, max_tokens=40, draft_sources=NGRAM),
         *jobs(3),
-        DecodeJob(token_ids=[8, 3] * 9, max_tokens=40, sources=NGRAM),
+        DecodeJob(token_ids=[8, 3] * 9, max_tokens=40, draft_sources=NGRAM),
     ]
     alone = [rig.run(job)[0] for job in todo]
     model = Watched(rig)
     answers = run_together(rig, model, todo)
     assert [answer.tokens for answer in answers] == alone
     assert answers[0].done is not None
-    assert answers[0].done.verified > 0
+    assert answers[0].done.usage.verified > 0
     assert model.rows
 
 
@@ -263,7 +262,7 @@ def test_kv_of_a_row_is_kept_and_continued_as_if_it_had_been_alone(rig: Rig) -> 
     fresh = [rig.run(DecodeJob(token_ids=job.token_ids, max_tokens=6))[0] for job in longer]
     continued = run_together(rig, rig.model, longer)
     assert [answer.tokens for answer in continued] == fresh
-    cached = [answer.done.cached_tokens for answer in continued if answer.done]
+    cached = [answer.done.usage.cached_tokens for answer in continued if answer.done]
     assert cached == [len(job.token_ids) - 1 for job in longer]
 
 
@@ -284,7 +283,7 @@ def test_rows_that_are_parked_again_and_again_get_what_each_gets_alone(
     """In a prompt, with a step in flight and between blocks; no token is computed twice."""
     rig = Rig(rigs[name].model, tools())
     batch = DecodeJob(
-        token_ids=[5, 9, 13, 2, 7] * 30, max_tokens=40, sources=NGRAM, priority=2, client="b"
+        token_ids=[5, 9, 13, 2, 7] * 30, max_tokens=40, draft_sources=NGRAM, priority=2, client="b"
     )
     other = DecodeJob(token_ids=[3, 1, 2], max_tokens=60, priority=2, client="o")
     urgent = [
@@ -318,7 +317,7 @@ def test_rows_that_are_parked_again_and_again_get_what_each_gets_alone(
     assert not left
     done = answers[1].done
     assert done is not None
-    assert done.forwards == 60
+    assert done.usage.forwards == 60
     assert rig.tools.violations.position == rig.tools.violations.cache_length == 0
     assert max(most) > 0 or name == "mamba"
 

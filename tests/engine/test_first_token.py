@@ -12,16 +12,10 @@ import numpy as np
 import pytest
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.decoding.draft.sampling import SamplingParams
-from kakeya.engine.job import (
-    DecodeJob,
-    DoneFrame,
-    LogitsFrame,
-    SourceSpec,
-    TokensFrame,
-)
 from kakeya.engine.steps.sequence import Launch, SequenceRun
-from kakeya.prefix.names.endings import LOGIT_BYTES
+from kakeya.generation.frames import Done, HistoryLogits, Tokens
+from kakeya.generation.kv import LOGIT_BYTES, KvOffer
+from kakeya.generation.request import DecodeJob, DraftSource, Sampling
 from tests.engine.rig import Rig, load_rig, tools
 from tests.engine.virtual_rig import Told, VirtualRig, expected
 
@@ -30,10 +24,10 @@ PROMPT = [5, 9, 13, 2, 7] * 6
 
 
 SAMPLINGS = {
-    "greedy": SamplingParams(),
-    "sampled": SamplingParams(temperature=0.9, seed=11),
-    "another seed": SamplingParams(temperature=0.9, seed=12),
-    "nucleus": SamplingParams(temperature=1.3, top_k=12, top_p=0.8, seed=13),
+    "greedy": Sampling(),
+    "sampled": Sampling(temperature=0.9, seed=11),
+    "another seed": Sampling(temperature=0.9, seed=12),
+    "nucleus": Sampling(temperature=1.3, top_k=12, top_p=0.8, seed=13),
 }
 
 
@@ -53,7 +47,7 @@ def steps_of(rig: Rig, max_tokens: int, **more: object) -> tuple[SequenceRun, li
     job = DecodeJob(
         token_ids=PROMPT,
         max_tokens=max_tokens,
-        sources=(SourceSpec(kind="ngram"),),
+        draft_sources=(DraftSource(kind="ngram"),),
         **more,  # type: ignore[arg-type]
     )
     run = SequenceRun(rig.model, tools(), job)
@@ -62,38 +56,41 @@ def steps_of(rig: Rig, max_tokens: int, **more: object) -> tuple[SequenceRun, li
         if isinstance(step, Launch):
             step.alone()
         seen.append(type(step).__name__)
-        if isinstance(step, TokensFrame | DoneFrame):
-            assert not isinstance(step, TokensFrame) or len(step.token_ids) == 1
+        if isinstance(step, Tokens | Done):
+            assert not isinstance(step, Tokens) or len(step.token_ids) == 1
             break
     return run, seen
 
 
+WANTED = KvOffer(wants_logits=True)
+
+
 def told(rig: Rig, **job: object) -> list[bytes]:
     """The logits that a generation tells of."""
-    values: dict[str, object] = {"token_ids": PROMPT, "max_tokens": 1, "wants_logits": True, **job}
+    values: dict[str, object] = {"token_ids": PROMPT, "max_tokens": 1, "offer": WANTED, **job}
     run = SequenceRun(rig.model, rig.tools, DecodeJob(**values))  # type: ignore[arg-type]
-    return [frame.logits for frame in run.frames() if isinstance(frame, LogitsFrame)]
+    return [frame.logits for frame in run.frames() if isinstance(frame, HistoryLogits)]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 60])
 def test_one_plain_step_makes_the_first_token(rig: Rig, max_tokens: int) -> None:
     run, seen = steps_of(rig, max_tokens)
-    assert seen == ["PrefillFrame", "Launch", "TokensFrame"]
+    assert seen == ["Progress", "Launch", "Tokens"]
     assert run.state.in_flight() == 0
     assert len(run._drafting._history) == 0  # the prompt is indexed behind it
     run.finish()
 
 
 def test_where_only_a_prompt_is_computed_no_token_is(rig: Rig) -> None:
-    run, seen = steps_of(rig, 0, wants_logits=True)
-    assert seen == ["PrefillFrame", "DoneFrame"]
+    run, seen = steps_of(rig, 0, offer=WANTED)
+    assert seen == ["Progress", "Done"]
     run.finish()
 
 
 def test_the_first_token_of_a_prompt_whose_logits_are_known_waits_for_no_step(rig: Rig) -> None:
     (logits,) = told(rig)
-    run, seen = steps_of(rig, 3, logits=logits)
-    assert seen == ["PrefillFrame", "TokensFrame"]
+    run, seen = steps_of(rig, 3, offer=KvOffer(logits=logits))
+    assert seen == ["Progress", "Tokens"]
     run.finish()
 
 
@@ -113,9 +110,9 @@ def test_in_whatever_way_it_is_asked_again_the_answer_is_that_of_a_fresh_engine(
                 token_ids=PROMPT, max_tokens=count, sampling=sampling, stop_token_ids=stops
             )
             expected, cold = fresh().run(job)
-            found, warm = rig.run(replace(job, logits=logits, wants_logits=True))
+            found, warm = rig.run(replace(job, offer=replace(WANTED, logits=logits)))
             assert (found, warm.reason) == (expected, cold.reason), name
-            assert cold.forwards - warm.forwards == (1 if len(expected) == 1 else 0)
+            assert cold.usage.forwards - warm.usage.forwards == (1 if len(expected) == 1 else 0)
 
 
 def test_logits_are_those_of_the_model_as_float32(folder: Path) -> None:
@@ -130,17 +127,19 @@ def test_logits_are_those_of_the_model_as_float32(folder: Path) -> None:
 def test_logits_of_another_vocabulary_are_refused(rig: Rig) -> None:
     for size in (1, 4, 4 * rig.model.facts.vocab_size - 1, 4 * rig.model.facts.vocab_size + 4):
         with pytest.raises(InvalidArgument, match=f"the logits have {size} bytes, those of a voc"):
-            steps_of(rig, 1, logits=bytes(size))
+            steps_of(rig, 1, offer=KvOffer(logits=bytes(size)))
 
 
 def test_an_answer_goes_on_from_kv_that_an_engine_without_the_first_token_has(rig: Rig) -> None:
     """What is kept under a key after each of two equal runs is gone on from alike."""
     kept = []
     for key, logits in (("first", b""), ("second", told(rig)[0])):
-        said, _ = rig.run(DecodeJob(token_ids=PROMPT, max_tokens=6, kv_key=key, logits=logits))
+        said, _ = rig.run(
+            DecodeJob(token_ids=PROMPT, max_tokens=6, kv_key=key, offer=KvOffer(logits=logits))
+        )
         turn = [*PROMPT, *said, 3, 4]
         answer, done = rig.run(DecodeJob(token_ids=turn, max_tokens=12, kv_key=key))
-        kept.append((said, answer, done.cached_tokens))
+        kept.append((said, answer, done.usage.cached_tokens))
     assert kept[0] == kept[1]
 
 
@@ -154,15 +153,15 @@ def test_only_logits_behind_what_has_the_bits_of_a_prefill_are_told(rig: Rig) ->
 
 def test_they_are_told_to_who_wants_them_and_does_not_know_them(rig: Rig) -> None:
     (logits,) = told(rig)
-    assert told(rig, wants_logits=False) == []
-    assert told(rig, max_tokens=3, logits=logits) == []
+    assert told(rig, offer=KvOffer()) == []
+    assert told(rig, max_tokens=3, offer=replace(WANTED, logits=logits)) == []
     held = rig.model.idle_bytes()
     assert held == 0, "an engine keeps none of it"
 
 
 def test_of_steps_that_several_share_nothing_is_told(rig: Rig) -> None:
     """Their bits may depend on who is beside them."""
-    wanted = DecodeJob(token_ids=PROMPT, max_tokens=1, wants_logits=True)
+    wanted = DecodeJob(token_ids=PROMPT, max_tokens=1, offer=WANTED)
     runs = [SequenceRun(rig.model, tools(), wanted)]
     runs.append(SequenceRun(rig.model, tools(), replace(wanted, token_ids=PROMPT[:-2])))
     steps = [run.steps() for run in runs]
@@ -170,7 +169,7 @@ def test_of_steps_that_several_share_nothing_is_told(rig: Rig) -> None:
     assert all(launch.keeps_logits for launch in due)
     rig.model.launch_together([step.state for step in due], [step.token for step in due])
     for one in steps:
-        assert not [step for step in one if isinstance(step, LogitsFrame)]
+        assert not [step for step in one if isinstance(step, HistoryLogits)]
 
 
 class Bell(list[float]):
@@ -193,7 +192,7 @@ def test_who_makes_place_between_its_first_token_and_its_step_says_the_same() ->
         int(one == first).to_bytes(LOGIT_BYTES, "little") for one in range(vocabulary)
     )
     urgent: list[Told] = []
-    slow = line.submit(max_tokens=9, priority=2, client="slow", logits=logits)
+    slow = line.submit(max_tokens=9, priority=2, client="slow", offer=KvOffer(logits=logits))
     held: list[int] = []
 
     def make_place() -> None:

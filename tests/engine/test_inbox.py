@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.engine.inbox import Inbox, Item
-from kakeya.engine.job import DecodeJob
 from kakeya.engine.queue.rows import QueueTicket
+from kakeya.generation.request import DecodeJob
 
 
 def ticket() -> QueueTicket:

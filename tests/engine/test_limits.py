@@ -20,10 +20,10 @@ from kakeya.adapters.files.packed import Precision, pack
 from kakeya.core.errors import MemoryRefused
 from kakeya.core.process import resident_bytes
 from kakeya.engine.adapters.slots import EngineAdapters
-from kakeya.engine.job import DecodeJob
 from kakeya.engine.limits import EngineLimits
 from kakeya.engine.model import MemoryUse
 from kakeya.engine.steps.scheduler import Scheduler
+from kakeya.generation.request import DecodeJob
 from kakeya.memory.estimate.estimate import GROWTH_BYTES, STEP_BYTES
 from kakeya.mlx.loader import load
 from kakeya.mlx.model import MlxModel
@@ -81,9 +81,9 @@ def test_a_footprint_is_of_now_and_not_of_the_peak(scheduler: Scheduler) -> None
     full = scheduler.call(limits.footprint).result(WAIT_S)
     del block
     left = scheduler.call(lambda: limits.shrink(64 * MIB)).result(WAIT_S)
-    assert full.active_bytes - left.active_bytes >= 64 * MIB
+    assert full.mlx_active_bytes - left.mlx_active_bytes >= 64 * MIB
     assert full.resident_bytes - left.resident_bytes > 60 * MIB
-    assert left.cache_bytes == 0
+    assert left.mlx_cache_bytes == 0
 
 
 def test_shrinking_takes_kv_that_idles_oldest_first_and_leaves_what_runs(
@@ -98,7 +98,7 @@ def test_shrinking_takes_kv_that_idles_oldest_first_and_leaves_what_runs(
     ticket, endless = submit(scheduler, token_ids=prompt(500), max_tokens=7000)
     assert endless.first.wait(WAIT_S)
     limits = scheduler.limits
-    a_little_more = lambda: limits.shrink(limits.footprint().cache_bytes + 1)  # noqa: E731
+    a_little_more = lambda: limits.shrink(limits.footprint().mlx_cache_bytes + 1)  # noqa: E731
     scheduler.call(a_little_more).result(WAIT_S)
     assert list(scheduler.call(slots.bytes_by_key).result(WAIT_S)) == ["new"]
     scheduler.call(lambda: scheduler.limits.shrink(1 << 40)).result(WAIT_S)
@@ -136,7 +136,7 @@ def test_a_generation_beyond_the_memory_limit_ends_with_an_error_and_the_engine_
     assert isinstance(greedy.error, MemoryRefused)
     assert "ask for fewer tokens" in greedy.error.message
     assert greedy.error.retry_after_s is None
-    assert scheduler.call(model.memory).result(WAIT_S).active_bytes <= now.active_bytes + MIB
+    assert scheduler.call(model.memory).result(WAIT_S).active_bytes <= now.mlx_active_bytes + MIB
     _, modest = submit(scheduler, token_ids=prompt(500), max_tokens=20)
     assert modest.ended.wait(WAIT_S)
     assert len(modest.tokens()) == 20

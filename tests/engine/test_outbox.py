@@ -10,35 +10,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kakeya.backends.engine.convert import frames_of
 from kakeya.core.errors import MemoryRefused
-from kakeya.decoding.draft.decoder import FinishReason
-from kakeya.engine.job import (
-    DoneFrame,
-    EngineFrame,
-    ExportedFrame,
-    ImportedFrame,
-    LogitsFrame,
-    PrefillFrame,
-    TokensFrame,
-)
 from kakeya.engine.outbox import Outbox
-from kakeya.v1 import engine_pb2 as pb
-
-DONE = DoneFrame(
-    reason=FinishReason.MAX_TOKENS,
-    prefill_s=0.0,
-    total_s=0.0,
-    cached_tokens=0,
-    forwards=1,
-    drafted=0,
-    verified=0,
-    accepted=0,
+from kakeya.generation.frames import (
+    Done,
+    EngineFrame,
+    HistoryLogits,
+    KvExported,
+    KvImported,
+    Progress,
+    StopReason,
+    Tokens,
 )
+from kakeya.v1 import engine_pb2 as pb
+from tests.engine.rig import frames_of
+
+DONE = Done(reason=StopReason.MAX_TOKENS)
 
 
-def tokens(*token_ids: int) -> TokensFrame:
-    return TokensFrame(token_ids=token_ids)
+def tokens(*token_ids: int) -> Tokens:
+    return Tokens(token_ids=token_ids)
 
 
 def outbox_of_this_loop() -> Outbox:
@@ -80,19 +71,19 @@ async def put(*frames: EngineFrame) -> Outbox:
     return outbox
 
 
-def progress(computed: int, *, cached: int) -> PrefillFrame:
-    return PrefillFrame(computed_tokens=computed, total_tokens=9, cached_tokens=cached)
+def progress(computed: int, *, cached: int) -> Progress:
+    return Progress(computed_tokens=computed, total_tokens=9, cached_tokens=cached)
 
 
 async def test_what_was_imported_waits_for_the_next_frame() -> None:
-    assert await sent(await put(ImportedFrame(tokens=8))) == []
-    assert await sent(await put(ImportedFrame(tokens=8), progress(8, cached=8))) == []
-    whole = await put(ImportedFrame(tokens=8), progress(8, cached=8), progress(9, cached=8))
+    assert await sent(await put(KvImported(tokens=8))) == []
+    assert await sent(await put(KvImported(tokens=8), progress(8, cached=8))) == []
+    whole = await put(KvImported(tokens=8), progress(8, cached=8), progress(9, cached=8))
     assert await sent(whole) == ["imported", "progress", "progress"]
 
 
 async def test_the_logits_behind_a_prompt_wait_for_the_next_frame() -> None:
-    logits = LogitsFrame(logits=bytes(8))
+    logits = HistoryLogits(logits=bytes(8))
     assert await sent(await put(tokens(1), logits)) == ["tokens"]
     assert await sent(await put(tokens(1), logits, DONE)) == ["tokens", "logits", "done"]
     assert await sent(await put(tokens(1), logits, tokens(2), DONE)) == [
@@ -106,7 +97,7 @@ async def test_the_logits_behind_a_prompt_wait_for_the_next_frame() -> None:
 async def test_the_first_tokens_leave_at_once_also_behind_other_frames() -> None:
     outbox = await put(
         progress(4, cached=0),
-        ExportedFrame(index=0),
+        KvExported(index=0),
         tokens(1),
         tokens(2),
     )
@@ -163,7 +154,7 @@ async def test_nobody_wakes_the_loop_while_it_holds_tokens_back() -> None:
 
 async def test_what_is_there_when_a_message_leaves_goes_with_it() -> None:
     outbox = outbox_of_this_loop()
-    for frame in (ImportedFrame(tokens=8), ExportedFrame(index=1), tokens(1), tokens(2), DONE):
+    for frame in (KvImported(tokens=8), KvExported(index=1), tokens(1), tokens(2), DONE):
         outbox.put(frame)
     async with asyncio.timeout(5):
         (message,) = [message async for message in outbox]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from kakeya.core.errors import DeadlineExceeded, MemoryRefused
 from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.decoding.control.controller import DraftController
-from kakeya.engine.job import SourceSpec
 from kakeya.engine.queue.policy import AGED_S, PATIENCE_S, ROUND_S, SPARE_RATIO
+from kakeya.generation.request import DraftSource
 from tests.engine.virtual_rig import CHUNK_S, STEP_S, TOKEN_S, VirtualRig, expected
 
 BLOCK = KV_BLOCK_TOKENS
@@ -129,7 +129,7 @@ def test_an_urgent_one_parks_a_less_urgent_one_which_loses_nothing(at_s: float) 
     assert urgent.tokens == expected(urgent.job.token_ids, 20)
     assert batch.tokens == expected(batch.job.token_ids, 200)
     assert rig.model.prefilled == 999 + 99
-    assert batch.done.forwards == 200
+    assert batch.done.usage.forwards == 200
 
 
 def test_equals_do_not_park_each_other() -> None:
@@ -304,9 +304,9 @@ class Eager(DraftController):
 def test_a_block_is_not_charged_with_the_work_of_others() -> None:
     controller = Eager()
     rig = VirtualRig(controller=controller)
-    ngram = (SourceSpec(kind="ngram"),)
+    ngram = (DraftSource(kind="ngram"),)
     told = [
-        rig.submit(0.4 * at, token_ids=prompt(200, at), max_tokens=200, sources=ngram)
+        rig.submit(0.4 * at, token_ids=prompt(200, at), max_tokens=200, draft_sources=ngram)
         for at in range(4)
     ]
     plain = [rig.submit(token_ids=prompt(5, 50 + at), max_tokens=300) for at in range(2)]

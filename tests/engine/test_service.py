@@ -17,12 +17,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from kakeya.backends.engine.convert import decode_to_wire, frames_of
 from kakeya.core.units import pack_ids
-from kakeya.engine.service import _job_from_wire
-from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
+from tests.engine.rig import frames_of
 from tests.mlx.random_models import EOS, VOCAB, write_model
 
 if TYPE_CHECKING:
@@ -289,11 +287,3 @@ async def test_an_engine_says_how_long_its_model_thread_has_been_at_one_step() -
             call.cancel()
             child.kill()
             await asyncio.to_thread(child.communicate)
-
-
-def test_who_asks_and_how_urgently_reaches_the_line() -> None:
-    asked = DecodeRequest(
-        token_ids=[1], max_tokens=1, client="a", user="b", priority=GenerationPriority.BATCH
-    )
-    job = _job_from_wire(decode_to_wire(asked))
-    assert (job.client, job.user, job.priority) == ("a", "b", 2)

@@ -15,21 +15,15 @@ from pathlib import Path
 
 from kakeya.core.errors import KakeyaError, MemoryRefused
 from kakeya.decoding.control.controller import DraftController
-from kakeya.engine.job import (
-    DecodeJob,
-    DoneFrame,
-    EngineFrame,
-    ParkFrame,
-    PrefillFrame,
-    TokensFrame,
-)
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.limits import EngineLimits
 from kakeya.engine.model import KvView, MemoryUse
 from kakeya.engine.steps.drafting import RemoteBooks
 from kakeya.engine.steps.scheduler import QueueTicket, Scheduler
 from kakeya.engine.steps.sequence import SequenceTools, Violations
-from kakeya.prefix.names.endings import LOGIT_BYTES
+from kakeya.generation.frames import Done, EngineFrame, KvPark, Progress, Tokens
+from kakeya.generation.kv import LOGIT_BYTES
+from kakeya.generation.request import DecodeJob
 from tests.engine.child_engine import ToyModel, ToyState
 
 STEP_S = 0.005
@@ -141,7 +135,7 @@ class Told:
     tokens: list[int] = field(default_factory=list)
     at_s: list[float] = field(default_factory=list)
     prefill_at_s: list[float] = field(default_factory=list)
-    done: DoneFrame | None = None
+    done: Done | None = None
     error: KakeyaError | None = None
     ticket: QueueTicket | None = None
     retries: int = 0
@@ -184,7 +178,7 @@ class VirtualRig:
         limits.set(memory_bytes, 0, 0)
         self.scheduler = Scheduler(self.model, tools, max_running=places, limits=limits)
         self.scheduler._parking.wait = self._skip  # type: ignore[method-assign]
-        self.parks: Callable[[Told, ParkFrame], None] = lambda told, frame: None
+        self.parks: Callable[[Told, KvPark], None] = lambda told, frame: None
         self._open: list[Told] = []
         self._is_running = False
         self._due: list[tuple[float, Callable[[], None]]] = []
@@ -244,15 +238,15 @@ class VirtualRig:
 
     def _send(self, told: Told, job: DecodeJob) -> None:
         def put(frame: EngineFrame) -> None:
-            if isinstance(frame, TokensFrame):
+            if isinstance(frame, Tokens):
                 told.losses_in_a_row = 0
                 told.tokens += frame.token_ids
                 told.at_s.append(self.now_s)
-            elif isinstance(frame, PrefillFrame):
+            elif isinstance(frame, Progress):
                 told.prefill_at_s.append(self.now_s)
-            elif isinstance(frame, ParkFrame):
+            elif isinstance(frame, KvPark):
                 self.parks(told, frame)
-            elif isinstance(frame, DoneFrame):
+            elif isinstance(frame, Done):
                 told.done = frame
                 self._close(told)
 

@@ -9,8 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kakeya.decoding.draft.sampling import SamplingParams, gumbel, probabilities
+from kakeya.decoding.draft.sampling import gumbel, probabilities
 from kakeya.decoding.draft.sampling import select as reference
+from kakeya.generation.request import Sampling
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.verifier import UNBOUNDED_ROWS, MlxVerifier, select
 from tests.mlx.random_models import write_model
@@ -30,14 +31,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(temperature=1.0, seed=1),
-        SamplingParams(temperature=0.5, seed=2),
-        SamplingParams(temperature=1.3, top_k=3, seed=3),
-        SamplingParams(temperature=1.0, top_p=0.7, seed=4),
-        SamplingParams(temperature=0.8, top_k=4, top_p=0.9, seed=5),
+        Sampling(temperature=1.0, seed=1),
+        Sampling(temperature=0.5, seed=2),
+        Sampling(temperature=1.3, top_k=3, seed=3),
+        Sampling(temperature=1.0, top_p=0.7, seed=4),
+        Sampling(temperature=0.8, top_k=4, top_p=0.9, seed=5),
     ],
 )
-def test_selection_draws_from_the_reference_distribution(sampling: SamplingParams) -> None:
+def test_selection_draws_from_the_reference_distribution(sampling: Sampling) -> None:
     draws = 4000
     rows = mx.array(np.tile(LOGITS, (draws, 1)))
     counts = Counter(select(rows, sampling, first_position=17).tolist())
@@ -51,7 +52,7 @@ def test_selection_draws_from_the_reference_distribution(sampling: SamplingParam
 
 
 def test_noise_belongs_to_the_position_not_to_the_row() -> None:
-    sampling = SamplingParams(temperature=1.0, seed=9)
+    sampling = Sampling(temperature=1.0, seed=9)
     rows = mx.array(np.tile(LOGITS, (8, 1)))
     block = select(rows, sampling, first_position=100).tolist()
     single = [select(rows[:1], sampling, first_position=100 + i).item() for i in range(8)]
@@ -60,20 +61,20 @@ def test_noise_belongs_to_the_position_not_to_the_row() -> None:
 
 def test_greedy_ignores_the_seed_and_takes_the_lowest_of_equals() -> None:
     rows = mx.array([[1.0, 3.0, 3.0, 0.0]])
-    assert select(rows, SamplingParams(seed=1), 0).item() == 1
+    assert select(rows, Sampling(seed=1), 0).item() == 1
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-29, 1e-31, 1e-40, 5e-324])
 def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     rows = mx.array(np.tile(LOGITS[::-1], (4, 1)))
-    sampling = SamplingParams(temperature=temperature, top_k=4, top_p=0.9, seed=1)
+    sampling = Sampling(temperature=temperature, top_k=4, top_p=0.9, seed=1)
     assert select(rows, sampling, 7).tolist() == [5] * 4
 
 
 @pytest.mark.parametrize("top_p", [1e-3, 1e-40, 1e-46, 5e-324])
 def test_a_top_p_near_zero_keeps_the_best_token(top_p: float) -> None:
     rows = mx.array(np.tile(LOGITS[::-1], (4, 1)))
-    sampling = SamplingParams(temperature=1.0, top_p=top_p, seed=1)
+    sampling = Sampling(temperature=1.0, top_p=top_p, seed=1)
     assert select(rows, sampling, 7).tolist() == [5] * 4
     noise = gumbel(1, 7, len(LOGITS))
     assert reference(LOGITS[::-1], sampling, noise) == 5

@@ -12,23 +12,31 @@ import grpc
 import grpc.aio
 
 from kakeya.backends.engine.adapter_stream import AdapterStream
-from kakeya.backends.engine.convert import (
-    decode_to_wire,
-    facts_from_wire,
-    footprint_from_wire,
-    frame_from_wire,
-    frames_of,
-    page_ref_to_wire,
-    stats_from_wire,
-)
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import InvariantBroken, KakeyaError, PeerProtocol, PeerUnavailable
 from kakeya.core.tasks import is_cancelled
 from kakeya.core.units import pack_ids
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.generation.engine_wire import (
+    facts_from_wire,
+    footprint_from_wire,
+    frames_from_wire,
+    job_to_wire,
+    page_ref_to_wire,
+    stats_from_wire,
+)
 from kakeya.generation.facts import EngineStats, Footprint, ModelFacts
-from kakeya.generation.frames import Done, Frame
-from kakeya.generation.kv import KvExchange, KvOffer, PageRef
+from kakeya.generation.frames import (
+    Done,
+    Frame,
+    HistoryLogits,
+    KvExported,
+    KvImported,
+    KvPark,
+    Progress,
+    Tokens,
+)
+from kakeya.generation.kv import NO_KV, KvExchange, KvOffer, PageRef
 from kakeya.generation.request import DecodeRequest
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
@@ -74,9 +82,6 @@ def _options(keepalive: Keepalive) -> tuple[Option, ...]:
     return kept + quick + message_options(ENGINE_MESSAGE_BYTES)
 
 
-_NOTHING = KvOffer()
-
-
 class EngineClient:
     """Calls one engine. A new child gets a new socket and a new client."""
 
@@ -101,7 +106,7 @@ class EngineClient:
         return facts_from_wire(reply)
 
     async def decode(
-        self, request: DecodeRequest, timeout_s: float, offer: KvOffer = _NOTHING
+        self, request: DecodeRequest, timeout_s: float, offer: KvOffer = NO_KV
     ) -> AsyncGenerator[Frame, None]:
         """Stream the frames of one decode. Closing the iterator cancels the call.
 
@@ -112,31 +117,33 @@ class EngineClient:
         after_load = self._loads.under_way(request.adapter_id)
         parking: set[asyncio.Task[None]] = set()
         with self._told():  # it may have been closed during the offer
-            asked = decode_to_wire(request, offer, park_id, after_load)
+            asked = job_to_wire(request, offer, park_id, after_load)
             call = self._stub.Decode(asked, timeout=timeout_s)
         try:
             with self._told():
                 async for message in call:
-                    for response in frames_of(message):
-                        frame = frame_from_wire(response, request.kv)
-                        if response.HasField("park") and request.kv is not None:
-                            lending = self._lend(park_id, response.park, request.kv)
+                    for frame in frames_from_wire(message):
+                        if isinstance(frame, Tokens | Progress | Done):
+                            yield frame
+                            if isinstance(frame, Done):
+                                return
+                        elif request.kv is None:
+                            continue
+                        elif isinstance(frame, KvPark):
+                            lending = self._lend(park_id, frame, request.kv)
                             parking.add(task := asyncio.create_task(lending))
                             task.add_done_callback(parking.discard)
-                        if frame is None:
-                            continue
-                        yield frame
-                        if isinstance(frame, Done):
-                            return
+                        else:
+                            _tell(request.kv, frame)
             raise PeerProtocol(f"{self._name}: the decode stream ended without a done frame")
         finally:
             call.cancel()
             for task in parking:
                 task.cancel()
 
-    async def _lend(self, park_id: int, asked: pb.KvPark, kv: KvExchange) -> None:
+    async def _lend(self, park_id: int, asked: KvPark, kv: KvExchange) -> None:
         """Answer a generation that asks for pages for its KV, or that gives them back."""
-        pages = await kv.park(tuple(asked.lengths))
+        pages = await kv.park(asked.lengths)
         if not asked.lengths:
             return
         request = pb.LendPagesRequest(
@@ -277,3 +284,14 @@ class EngineClient:
                 return InvariantBroken(kind, detail)
             case _:
                 return error_from_status(code, details, said, self._name)
+
+
+def _tell(kv: KvExchange, frame: KvImported | KvExported | HistoryLogits) -> None:
+    """Hand a frame to the exchange that it is for."""
+    match frame:
+        case KvImported():
+            kv.imported(frame.tokens)
+        case KvExported():
+            kv.exported(frame.index, frame.tokens)
+        case HistoryLogits():
+            kv.history_logits(frame.logits)

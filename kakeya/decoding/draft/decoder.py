@@ -19,18 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from kakeya.core.errors import InvalidArgument, InvariantBroken
 from kakeya.decoding.draft.acceptance import accept_block
-
-
-class FinishReason(StrEnum):
-    """Why a generation ended by itself."""
-
-    MAX_TOKENS = "max_tokens"
-    STOP_TOKEN = "stop_token"
-    CONTEXT_FULL = "context_full"
+from kakeya.generation.frames import StopReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +36,7 @@ class Commit:
     tokens: tuple[int, ...]
     accepted: int
     kept_rows: int
-    finish: FinishReason | None
+    finish: StopReason | None
 
 
 class Decoding:
@@ -75,12 +67,12 @@ class Decoding:
             )
         self.history = list(history)
         self.generated = 0
-        self.finish: FinishReason | None = None
+        self.finish: StopReason | None = None
         self._max_tokens = max_tokens
         self._stop = stop_token_ids
         self._context_tokens = context_tokens
         if len(self.history) >= context_tokens:
-            self.finish = FinishReason.CONTEXT_FULL
+            self.finish = StopReason.CONTEXT_FULL
 
     def room(self) -> int:
         """How many draft tokens can still be of use; 0 when one token is left, or none."""
@@ -99,7 +91,7 @@ class Decoding:
         stop_at = self._first_stop(tokens)
         if stop_at is not None:
             tokens = tokens[: stop_at + 1]
-            self.finish = FinishReason.STOP_TOKEN
+            self.finish = StopReason.STOP_TOKEN
         elif len(tokens) == left:
             self.finish = self._exhausted(len(tokens))
         self.history.extend(tokens)
@@ -119,7 +111,7 @@ class Decoding:
             return None
         return next((at for at, token in enumerate(tokens) if token in self._stop), None)
 
-    def _exhausted(self, count: int) -> FinishReason:
+    def _exhausted(self, count: int) -> StopReason:
         if self.generated + count == self._max_tokens:
-            return FinishReason.MAX_TOKENS
-        return FinishReason.CONTEXT_FULL
+            return StopReason.MAX_TOKENS
+        return StopReason.CONTEXT_FULL

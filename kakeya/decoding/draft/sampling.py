@@ -12,33 +12,13 @@ This is the reference, in numpy: an engine does the same in its framework, from 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
+from kakeya.generation.request import Sampling
+
 Floats = npt.NDArray[np.float32]
 _WORD = (1 << 64) - 1
-COLDEST = 1e-30
-"""Below it logits / T would overflow float32; long before, the noise has no weight any more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How a token is selected. Temperature 0 is greedy, or as good as 0; the seed has no effect.
-
-    `top_k` 0 and `top_p` 1 keep the whole vocabulary.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always selected."""
-        return self.temperature < COLDEST
 
 
 def noise_key(seed: int, position: int) -> int:
@@ -55,33 +35,33 @@ def gumbel(seed: int, position: int, size: int) -> Floats:
     return draws.gumbel(size=size).astype(np.float32)
 
 
-def select(logits: Floats, params: SamplingParams, noise: Floats) -> int:
+def select(logits: Floats, sampling: Sampling, noise: Floats) -> int:
     """Select one token. Shapes: logits [V], noise [V]; the noise is not looked at when greedy.
 
     Top-k counts first, then top-p of what it left; tokens as likely as the last kept one stay.
     Equal scores select the lowest id.
     """
-    if params.is_greedy:
+    if sampling.is_greedy:
         return int(np.argmax(logits))
-    scaled = logits.astype(np.float32) / np.float32(params.temperature)
-    return int(np.argmax(_kept(scaled, params) + noise))
+    scaled = logits.astype(np.float32) / np.float32(sampling.temperature)
+    return int(np.argmax(_kept(scaled, sampling) + noise))
 
 
-def probabilities(logits: Floats, params: SamplingParams) -> Floats:
+def probabilities(logits: Floats, sampling: Sampling) -> Floats:
     """The distribution that `select` draws from, for a temperature above 0. Shape: [V]."""
-    scaled = logits.astype(np.float32) / np.float32(params.temperature)
-    return _softmax(_kept(scaled, params))
+    scaled = logits.astype(np.float32) / np.float32(sampling.temperature)
+    return _softmax(_kept(scaled, sampling))
 
 
-def _kept(scaled: Floats, params: SamplingParams) -> Floats:
+def _kept(scaled: Floats, sampling: Sampling) -> Floats:
     """Replace what top-k and top-p drop by minus infinity."""
-    if 0 < params.top_k < len(scaled):
-        scaled = np.where(scaled < np.sort(scaled)[-params.top_k], -np.inf, scaled)
-    if params.top_p < 1.0:
+    if 0 < sampling.top_k < len(scaled):
+        scaled = np.where(scaled < np.sort(scaled)[-sampling.top_k], -np.inf, scaled)
+    if sampling.top_p < 1.0:
         descending = np.sort(scaled)[::-1]
         before = np.concatenate(([0.0], np.cumsum(_softmax(descending))[:-1]))
         # The most likely token always stays; another one while the mass before it is below top_p.
-        last = descending[max(1, int((before < params.top_p).sum())) - 1]
+        last = descending[max(1, int((before < sampling.top_p).sum())) - 1]
         scaled = np.where(scaled < last, -np.inf, scaled)
     return scaled.astype(np.float32)
 

@@ -20,11 +20,11 @@ from collections.abc import Callable
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.log import event
-from kakeya.engine.job import ParkFrame
 from kakeya.engine.kv.blocks import FAULTS
 from kakeya.engine.model import KvView, LoadedFacts
 from kakeya.engine.queue.queue import Line
 from kakeya.engine.queue.rows import Admitted, QueueRow
+from kakeya.generation.frames import KvPark
 from kakeya.generation.kv import PageRef
 from kakeya.memory.pages.reader import PageReader
 
@@ -147,7 +147,7 @@ class Parking:
             return False
         if row.asked_s is not None:
             row.is_stowed, row.pages, row.asked_s = False, None, None
-            row.ticket.on_frame(ParkFrame(lengths=()))
+            row.ticket.on_frame(KvPark(lengths=()))
         return True
 
     def _is_coming(self, row: QueueRow, now_s: float) -> bool:
@@ -157,7 +157,7 @@ class Parking:
         if row.asked_s is None and can_park:
             row.asked_s, row.asks = now_s, row.asks + 1
             wanted = lengths(self._facts, row.length)
-            row.ticket.on_frame(ParkFrame(lengths=wanted, number=row.asks))
+            row.ticket.on_frame(KvPark(lengths=wanted, number=row.asks))
         return row.asked_s is not None and row.pages is None and now_s < row.asked_s + PAGES_S
 
     def _stow(self, row: QueueRow) -> bool:

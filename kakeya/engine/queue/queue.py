@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kakeya.core.errors import DeadlineExceeded, KakeyaError, MemoryRefused
-from kakeya.engine.job import DecodeJob
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.model import LoadedFacts
 from kakeya.engine.queue.pace import Pace
@@ -40,6 +39,7 @@ from kakeya.engine.queue.policy import (
 from kakeya.engine.queue.room import RETRY_S, KvRoom
 from kakeya.engine.queue.rows import Admitted, QueueRow, QueueTicket
 from kakeya.engine.queue.waiting import Waiting
+from kakeya.generation.request import DecodeJob
 
 LOOK_S = 0.1
 """How often the line is looked through for what only time changes."""
@@ -98,7 +98,7 @@ class Line:
             work_s=self._pace.prefill_s(self._known_tokens(job), len(job.token_ids) - 1),
             expires_s=math.inf if job.deadline_s is None else now_s + job.deadline_s,
             need_bytes=self.room.need_bytes(job),
-            has_drafts=bool(job.sources),
+            has_drafts=bool(job.draft_sources),
         )
         try:
             self._check_deadline(row, running, now_s)
@@ -356,7 +356,7 @@ class Line:
 
     def _known_tokens(self, job: DecodeJob) -> int:
         """How much of a prompt need not be computed, as far as can be told before it is opened."""
-        blocks = sum(one.tokens or self._facts.kv_block_tokens for one in job.kv_blocks)
+        blocks = sum(one.tokens or self._facts.kv_block_tokens for one in job.offer.blocks)
         kept = self._slots.kept_tokens(job.kv_key) if job.kv_key else 0
         return min(max(blocks, kept), len(job.token_ids) - 1)
 

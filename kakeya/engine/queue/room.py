@@ -21,9 +21,9 @@ from collections.abc import Hashable
 
 from kakeya.core.errors import InvalidArgument, MemoryRefused
 from kakeya.core.units import KV_BLOCK_TOKENS, format_bytes
-from kakeya.engine.job import DecodeJob
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.model import LoadedFacts
+from kakeya.generation.request import DecodeJob
 
 AHEAD_TOKENS = 512
 """Of an answer, set aside at its beginning: most are no longer."""

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kakeya.core.errors import KakeyaError
-from kakeya.engine.job import DecodeJob, EngineFrame
 from kakeya.engine.queue.policy import GenerationClaim
 from kakeya.engine.steps.sequence import Launch, SequenceRun, Step
+from kakeya.generation.frames import EngineFrame
 from kakeya.generation.kv import PageRef
+from kakeya.generation.request import DecodeJob
 
 
 @dataclass(slots=True, eq=False)

@@ -21,13 +21,13 @@ from kakeya.decoding.control.controller import DraftController
 from kakeya.decoding.control.shadow import ShadowScorer
 from kakeya.decoding.draft.acceptance import agreeing
 from kakeya.decoding.draft.proposer import Draft, SamplingNoise
-from kakeya.decoding.draft.sampling import SamplingParams
 from kakeya.decoding.ngram.source import NGramSource
 from kakeya.decoding.remote.draft_book import RemoteDraftBook
 from kakeya.decoding.remote.remote import RemoteProposer
 from kakeya.decoding.remote.sender import PendingDraft
 from kakeya.decoding.remote.stream import StreamedDraft, StreamedPeer
-from kakeya.engine.job import SourceSpec, SourceTally
+from kakeya.generation.frames import SourceUsage
+from kakeya.generation.request import DraftSource, Sampling
 from kakeya.wire.security import TlsMaterial
 
 _log = logging.getLogger(__name__)
@@ -55,12 +55,12 @@ class RemoteBooks:
 
     def __init__(self, identity: Callable[[], TlsMaterial | None] = lambda: None) -> None:
         self._identity = identity
-        self._shared: OrderedDict[SourceSpec, _Shared] = OrderedDict()
+        self._shared: OrderedDict[DraftSource, _Shared] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._shared)
 
-    def open(self, spec: SourceSpec, vocab_size: int, noise: SamplingNoise | None) -> RemoteBook:
+    def open(self, spec: DraftSource, vocab_size: int, noise: SamplingNoise | None) -> RemoteBook:
         """A new book of drafts from a peer, for one sequence, until `close`.
 
         Raises ConfigError when the peer must be asked over TLS and there are no usable keys.
@@ -85,7 +85,7 @@ class RemoteBooks:
         self._shared.move_to_end(spec)
         return RemoteDraftBook(StreamedPeer(shared.proposer), noise)
 
-    def close(self, spec: SourceSpec, book: RemoteBook) -> None:
+    def close(self, spec: DraftSource, book: RemoteBook) -> None:
         """End a book; once for each `open`."""
         book.close()
         self._shared[spec].books -= 1
@@ -93,7 +93,7 @@ class RemoteBooks:
         for known in idle[:-KEPT_PEERS]:
             self._shared.pop(known).proposer.close()
 
-    def _material(self, spec: SourceSpec) -> TlsMaterial | None:
+    def _material(self, spec: DraftSource) -> TlsMaterial | None:
         if not spec.server_name:
             return None
         material = self._identity()
@@ -110,11 +110,11 @@ class Drafting:
 
     def __init__(
         self,
-        specs: Sequence[SourceSpec],
+        specs: Sequence[DraftSource],
         controller: DraftController,
         books: RemoteBooks,
         vocab_size: int,
-        sampling: SamplingParams,
+        sampling: Sampling,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._controller = controller
@@ -124,7 +124,8 @@ class Drafting:
         self._own = NGramSource() if any(spec.kind == "ngram" for spec in specs) else None
         self._shared_books = books
         self._remote = {spec.name: spec for spec in specs if spec.kind == "remote"}
-        self._tallies = {spec.name: SourceTally(source=spec.name) for spec in specs}
+        self._tallies = {spec.name: SourceUsage(source=spec.name) for spec in specs}
+        self._waited_s = dict.fromkeys(self._tallies, 0.0)
         self._books = self._open(_noise(sampling))
         self._unasked = set(self._books)
         self._shadows = ShadowScorer(self)
@@ -226,12 +227,13 @@ class Drafting:
         tally.shadowed += min(hits + 1, len(actual), len(draft.tokens))
         tally.shadow_hits += hits
 
-    def tallies(self) -> tuple[SourceTally, ...]:
+    def tallies(self) -> tuple[SourceUsage, ...]:
         """What each source did."""
         for name, book in self._books.items():
             tally, counts = self._tallies[name], book.counts
             tally.late = counts.late + counts.stale
             tally.failed = counts.failed + counts.malformed
+            tally.mean_wait_ms = 1000 * self._waited_s[name] / max(1, tally.drafts)
         return tuple(self._tallies.values())
 
     def close(self) -> None:
@@ -271,7 +273,7 @@ class Drafting:
         self._controller.observe_wait(
             name, waited, patience_s=patience_s, has_draft=bool(draft.tokens)
         )
-        self._tallies[name].wait_s += waited
+        self._waited_s[name] += waited
         draft = Draft(
             source=name,
             tokens=_within(draft.tokens, self._vocab_size),
@@ -290,7 +292,7 @@ class Drafting:
             tally.abstained += 1
 
 
-def _noise(sampling: SamplingParams) -> SamplingNoise | None:
+def _noise(sampling: Sampling) -> SamplingNoise | None:
     """What a draft model is told of the way that tokens are selected; None when greedily."""
     if sampling.is_greedy:
         return None

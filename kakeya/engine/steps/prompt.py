@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kakeya.decoding.draft.acceptance import agreeing
-from kakeya.engine.job import DecodeJob, ExportedFrame, PrefillFrame
 from kakeya.engine.kv.blocks import KvExports, plan_take, take
 from kakeya.engine.kv.slots import KeptKv, KvSlots
 from kakeya.engine.model import Model, SequenceState
 from kakeya.engine.steps.pieces import Pieces
+from kakeya.generation.frames import KvExported, Progress
+from kakeya.generation.request import DecodeJob
 
 LEAST_TOKENS = 32
 """Of a history that begins within a piece: fewer take hardly less time to compute."""
@@ -46,13 +47,13 @@ class Prompt:
         self._history = history
         self._content = content
         self._pieces = Pieces(model.facts, len(job.token_ids) - 1, job.cuts)
-        self._exports = KvExports(job.kv_exports, model.facts, self._pieces)
+        self._exports = KvExports(job.offer.exports, model.facts, self._pieces)
         self.imported_tokens = 0
         self.state, self.cached_tokens = self._reopen(model)
         self.is_exact = self.state.grid_tokens == self._pieces.total
         """Whether its KV has the bits that it has where nothing of it was there before."""
 
-    def computed(self) -> Iterator[PrefillFrame | ExportedFrame]:
+    def computed(self) -> Iterator[Progress | KvExported]:
         """Compute what is missing, but for the last token, and export what is whole of it. What was
         there before is told first."""
         history, state, pieces = self._history, self.state, self._pieces
@@ -76,16 +77,16 @@ class Prompt:
             tokens = self._history[: self.state.length]
             self._slots.keep(self._job.kv_key, tokens, self.state, self._content, self._pieces.cuts)
 
-    def _progress(self) -> PrefillFrame:
-        return PrefillFrame(
+    def _progress(self) -> Progress:
+        return Progress(
             computed_tokens=self.state.length,
             total_tokens=self._pieces.total,
             cached_tokens=self.cached_tokens,
         )
 
-    def _exported(self, until: int) -> Iterator[ExportedFrame]:
+    def _exported(self, until: int) -> Iterator[KvExported]:
         for pages in self._exports.computed(self.state, until):
-            yield ExportedFrame(index=pages.index, tokens=pages.tokens)
+            yield KvExported(index=pages.index, tokens=pages.tokens)
 
     def _reopen(self, model: Model) -> tuple[SequenceState, int]:
         """Continue the kept KV as far as it agrees with the history, or from blocks that reach
@@ -93,7 +94,7 @@ class Prompt:
         job, facts = self._job, self._facts
         kept = self._slots.take(job.kv_key) if job.kv_key else None
         shared = self._shared(kept) if kept is not None else 0
-        plan = plan_take(job.kv_blocks, facts, self._pieces)
+        plan = plan_take(job.offer.blocks, facts, self._pieces)
         if plan.tokens > shared:
             state = model.open()
             if take(state, plan, facts):
@@ -114,7 +115,7 @@ class Prompt:
             return 0
         shared = min(agreeing(kept.tokens, self._history), self._pieces.total)
         is_in_the_way = self._exact(kept, shared) < shared < LEAST_TOKENS
-        return 0 if is_in_the_way and self._job.kv_exports else shared
+        return 0 if is_in_the_way and self._job.offer.exports else shared
 
     def _exact(self, kept: KeptKv, shared: int) -> int:
         """How much of that has the bits of this prompt's own pieces."""

@@ -30,7 +30,6 @@ from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.engine.faults import as_kakeya_error
 from kakeya.engine.inbox import Inbox
-from kakeya.engine.job import DoneFrame, EngineFrame, ExportedFrame, ImportedFrame, TokensFrame
 from kakeya.engine.kv.parking import Parking
 from kakeya.engine.limits import EngineLimits
 from kakeya.engine.model import Model
@@ -41,12 +40,13 @@ from kakeya.engine.queue.rows import EngineLoad, QueueRow, QueueTicket
 from kakeya.engine.steps.prefilling import Prefilling
 from kakeya.engine.steps.sequence import Launch, SequenceRun, SequenceTools
 from kakeya.engine.steps.shared_forwards import SharedForwards
+from kakeya.generation.frames import Done, EngineFrame, KvExported, KvImported, Tokens
 
 __all__ = ["EngineLoad", "QueueTicket", "Scheduler"]
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 _TIDY_EVERY_UNITS = 512
-_ASIDES = (ImportedFrame, ExportedFrame)
+_ASIDES = (KvImported, KvExported)
 """Frames between which nothing is computed that counts as a turn."""
 
 
@@ -194,10 +194,10 @@ class Scheduler:
             if row.run is None:
                 row.run = SequenceRun(self._model, self._tools, job)
                 row.steps = row.run.steps()
-                if job.kv_blocks:
+                if job.offer.blocks:
                     # What was taken of them: who pinned them waits for this.
                     imported = next(row.steps)
-                    if isinstance(imported, ImportedFrame):
+                    if isinstance(imported, KvImported):
                         ticket.on_frame(imported)
         except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
             self._abandon(row, as_kakeya_error(failure))
@@ -292,14 +292,14 @@ class Scheduler:
     def _tell(self, row: QueueRow, frame: EngineFrame) -> None:
         """Hand a frame on, and note what the row has come to with it."""
         row.ticket.on_frame(frame)
-        if isinstance(frame, TokensFrame):
+        if isinstance(frame, Tokens):
             made = len(frame.token_ids)
             row.has_spoken, row.expires_s = True, math.inf
             row.account.pay(OUTPUT_WEIGHT * made)
             row.headroom -= made
             if row.headroom < 0:
                 self._grow(row)
-        elif isinstance(frame, DoneFrame):
+        elif isinstance(frame, Done):
             self._pace.ended(self._tools.timer() - row.placed_s)
             self._end(row)
 

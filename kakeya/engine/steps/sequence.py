@@ -28,21 +28,23 @@ from typing import TypeAlias
 
 from kakeya.core.errors import InvariantBroken, NotFound
 from kakeya.decoding.control.controller import DraftController
-from kakeya.decoding.draft.decoder import Decoding, FinishReason
+from kakeya.decoding.draft.decoder import Decoding
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.engine.adapters.slots import EngineAdapters, SlottedAdapter
-from kakeya.engine.job import (
-    DecodeJob,
-    DoneFrame,
-    EngineFrame,
-    ImportedFrame,
-    LogitsFrame,
-    TokensFrame,
-)
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.model import Model, SequenceState
 from kakeya.engine.steps.drafting import NOTHING, Drafting, RemoteBooks
 from kakeya.engine.steps.prompt import Prompt
+from kakeya.generation.frames import (
+    Done,
+    EngineFrame,
+    HistoryLogits,
+    KvImported,
+    StopReason,
+    Tokens,
+    Usage,
+)
+from kakeya.generation.request import DecodeJob
 
 
 @dataclass(slots=True)
@@ -111,7 +113,7 @@ class SequenceRun:
             self.state.adapt(self._adapter.slot if self._adapter else 0)
             # Last: what it opens is closed by `finish` and `abandon`, which need the rest.
             self._drafting = Drafting(
-                job.sources, tools.controller, tools.books, facts.vocab_size, job.sampling
+                job.draft_sources, tools.controller, tools.books, facts.vocab_size, job.sampling
             )
         except BaseException:
             self._leave_adapter()
@@ -128,7 +130,7 @@ class SequenceRun:
         return self.state.length
 
     def frames(self) -> Iterator[EngineFrame]:
-        """Do one step per `next`, alone on the model; the last frame is a DoneFrame."""
+        """Do one step per `next`, alone on the model; the last frame is a Done."""
         for step in self.steps():
             if isinstance(step, Launch):
                 step.alone()
@@ -139,8 +141,8 @@ class SequenceRun:
         """As `frames`, but a plain step is launched by the caller before the next `next`."""
         timer = self._tools.timer
         started = timer()
-        if self._job.kv_blocks:
-            yield ImportedFrame(tokens=self._prompt.imported_tokens)
+        if self._job.offer.blocks:
+            yield KvImported(tokens=self._prompt.imported_tokens)
         self._drafting.prepare(self._decoding.history)
         yield from self._prompt.computed()
         self._prefill_s = timer() - started
@@ -156,7 +158,7 @@ class SequenceRun:
                 self._tools.controller.observe_forward(comparable_rows, now - self._mark_s)
             self._mark_s = now
             self._check_length()
-            yield TokensFrame(token_ids=tokens)
+            yield Tokens(token_ids=tokens)
         done = self._done(timer() - started)
         self.finish()
         yield done
@@ -202,14 +204,14 @@ class SequenceRun:
         wait for its own step where what that gives is known; its KV is needed then only if another
         token is to follow.
         """
-        last, is_known = self._decoding.history[-1], bool(self._job.logits)
+        last, is_known = self._decoding.history[-1], bool(self._job.offer.logits)
         if is_known:
-            known = self.state.selected_from(self._job.logits)
+            known = self.state.selected_from(self._job.offer.logits)
             self._decoding.commit((), (known,))
-            yield TokensFrame(token_ids=(known,))
+            yield Tokens(token_ids=(known,))
             if self._decoding.finish is not None:
                 return
-        keeps_logits = self._job.wants_logits and self._prompt.is_exact and not is_known
+        keeps_logits = self._job.offer.wants_logits and self._prompt.is_exact and not is_known
         yield Launch(self.state, last, keeps_logits=keeps_logits)
         self._forwards += 1
         token = self.state.collect()
@@ -218,9 +220,9 @@ class SequenceRun:
         self._check_length()
         if is_known:
             return
-        yield TokensFrame(token_ids=(token,))
+        yield Tokens(token_ids=(token,))
         if keeps_logits and (logits := self.state.take_logits()):
-            yield LogitsFrame(logits=logits)
+            yield HistoryLogits(logits=logits)
 
     def _step(self) -> Generator[Launch, None, tuple[tuple[int, ...], int]]:
         """Commit at least one token.
@@ -322,12 +324,11 @@ class SequenceRun:
                 f"cache layers hold {state.layer_length()} tokens, expected {state.length}",
             )
 
-    def _done(self, total_s: float) -> DoneFrame:
-        finish = self._decoding.finish if self._job.max_tokens else FinishReason.MAX_TOKENS
+    def _done(self, total_s: float) -> Done:
+        finish = self._decoding.finish if self._job.max_tokens else StopReason.MAX_TOKENS
         if finish is None:
             raise InvariantBroken("finish", "a generation ended without a reason")
-        return DoneFrame(
-            reason=finish,
+        usage = Usage(
             prefill_s=self._prefill_s,
             total_s=total_s,
             cached_tokens=self._prompt.cached_tokens,
@@ -337,6 +338,7 @@ class SequenceRun:
             accepted=self._accepted,
             sources=self._drafting.tallies(),
         )
+        return Done(reason=finish, usage=usage)
 
 
 def _enter(tools: SequenceTools, adapter_id: str) -> SlottedAdapter | None:

@@ -30,7 +30,7 @@ import mlx.nn as nn
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
-from kakeya.decoding.draft.sampling import SamplingParams
+from kakeya.generation.request import Sampling
 from kakeya.mlx.batch.cache import AloneKV, Attend, RowCaches, RowGroup, SlabKV, SlabRows, split
 from kakeya.mlx.batch.places import PlaceAssignment
 from kakeya.mlx.batch.shared_prefix import runs
@@ -204,9 +204,7 @@ def _inputs(states: Sequence[MlxVerifier], tokens: Sequence[int | None]) -> mx.a
     )
 
 
-def _select(
-    logits: mx.array, samplings: Sequence[SamplingParams], lengths: Sequence[int]
-) -> mx.array:
+def _select(logits: mx.array, samplings: Sequence[Sampling], lengths: Sequence[int]) -> mx.array:
     """Select each row's token in its own way. Shapes: [B, V] -> [B] int32."""
     if all(sampling.is_greedy for sampling in samplings):
         return select(logits, samplings[0], first_position=0)

@@ -19,7 +19,6 @@ from kakeya.core.units import MIB
 from kakeya.prefix.names.blocks import BlockChain, BlockId, packed_ids
 from kakeya.prefix.names.pieces import Piece, longest_at
 
-LOGIT_BYTES = 4
 LIMIT_BYTES = 4 * MIB
 """300 prompts of a vocabulary of 3,000, six of one of 150,000."""
 

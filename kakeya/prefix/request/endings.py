@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 from kakeya.core.clock import Clock
 from kakeya.core.units import pack_ids
+from kakeya.generation.kv import LOGIT_BYTES
 from kakeya.generation.request import DecodeRequest
 from kakeya.generation.retention import Retention
 from kakeya.prefix.disk.kvb import StoredBlock
 from kakeya.prefix.disk.transfer import PrefixDisk
 from kakeya.prefix.names.blocks import ROOT
-from kakeya.prefix.names.endings import LOGIT_BYTES, Ending, Endings
+from kakeya.prefix.names.endings import Ending, Endings
 from kakeya.prefix.names.naming import LOGITS, Naming
 from kakeya.prefix.names.pieces import Piece
 from kakeya.prefix.pages.counts import PrefixCounts

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument, InvariantBroken
-from kakeya.decoding.draft.decoder import Decoding, FinishReason
+from kakeya.decoding.draft.decoder import Decoding
+from kakeya.generation.frames import StopReason
 from tests.decoding.toys import GREEDY, SAMPLED, VOCAB, HashModel
 
 
@@ -42,7 +43,7 @@ def test_a_stop_token_inside_an_accepted_block_ends_it_there():
     assert commit.tokens == (4, 5)
     assert commit.accepted == 2
     assert commit.kept_rows == 2
-    assert commit.finish is state.finish is FinishReason.STOP_TOKEN
+    assert commit.finish is state.finish is StopReason.STOP_TOKEN
     assert state.history[-1] == 5
 
 
@@ -50,29 +51,29 @@ def test_the_verifiers_own_token_may_be_the_stop():
     commit = decoding(stop={8}).commit([4, 5], [4, 8, 0])
     assert commit.tokens == (4, 8)
     assert commit.accepted == 1
-    assert commit.finish is FinishReason.STOP_TOKEN
+    assert commit.finish is StopReason.STOP_TOKEN
 
 
 def test_max_tokens_cuts_a_block():
     state = decoding(max_tokens=2)
     assert state.commit([4, 5, 6], [4, 5, 6, 7]).tokens == (4, 5)
-    assert state.finish is FinishReason.MAX_TOKENS
+    assert state.finish is StopReason.MAX_TOKENS
 
 
 def test_the_context_cuts_a_block():
     state = decoding(context=5)
     assert state.commit([4, 5, 6], [4, 5, 6, 7]).tokens == (4, 5)
-    assert state.finish is FinishReason.CONTEXT_FULL
+    assert state.finish is StopReason.CONTEXT_FULL
 
 
 def test_a_stop_at_the_last_token_is_told_as_a_stop():
     state = decoding(max_tokens=1, stop={4})
-    assert state.commit((), (4,)).finish is FinishReason.STOP_TOKEN
+    assert state.commit((), (4,)).finish is StopReason.STOP_TOKEN
 
 
 def test_a_history_that_fills_the_context_is_finished_from_the_start():
     state = decoding(context=3)
-    assert state.finish is FinishReason.CONTEXT_FULL
+    assert state.finish is StopReason.CONTEXT_FULL
     assert state.room() == 0
 
 
@@ -133,4 +134,4 @@ def test_any_drafts_give_the_tokens_of_plain_decoding_and_keep_the_cache_law(
     expected = plain[: ends[0] + 1] if ends else plain
     assert state.history == prompt + expected
     assert state.generated == len(expected)
-    assert (state.finish is FinishReason.STOP_TOKEN) == bool(ends)
+    assert (state.finish is StopReason.STOP_TOKEN) == bool(ends)

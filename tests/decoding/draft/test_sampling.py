@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 
 from kakeya.decoding.draft.acceptance import accept_block
-from kakeya.decoding.draft.sampling import SamplingParams, gumbel, noise_key, probabilities, select
+from kakeya.decoding.draft.sampling import gumbel, noise_key, probabilities, select
+from kakeya.generation.request import Sampling
 
 LOGITS = np.array([1.0, 0.2, -0.5, 2.0, 0.0, -3.0], dtype=np.float32)
 CRITICAL_5 = 25.7  # chi-square, 5 degrees of freedom, p = 0.0001
 DRAWS = 20_000
 
 
-def draw(params: SamplingParams, count: int = DRAWS) -> np.ndarray:
+def draw(params: Sampling, count: int = DRAWS) -> np.ndarray:
     noise = np.stack([gumbel(params.seed, position, LOGITS.size) for position in range(count)])
     return np.array([select(LOGITS, params, row) for row in noise])
 
@@ -27,11 +28,11 @@ def chi_square(drawn: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(temperature=1.0, seed=1),
-        SamplingParams(temperature=0.6, seed=2),
-        SamplingParams(temperature=1.0, top_k=3, seed=3),
-        SamplingParams(temperature=1.3, top_p=0.8, seed=4),
-        SamplingParams(temperature=0.9, top_p=0.9, top_k=4, seed=5),
+        Sampling(temperature=1.0, seed=1),
+        Sampling(temperature=0.6, seed=2),
+        Sampling(temperature=1.0, top_k=3, seed=3),
+        Sampling(temperature=1.3, top_p=0.8, seed=4),
+        Sampling(temperature=0.9, top_p=0.9, top_k=4, seed=5),
     ],
 )
 def test_draws_follow_the_models_distribution(params):
@@ -39,14 +40,14 @@ def test_draws_follow_the_models_distribution(params):
 
 
 def test_the_chi_square_notices_another_distribution():
-    drawn = draw(SamplingParams(temperature=1.0, seed=1))
-    assert chi_square(drawn, probabilities(LOGITS, SamplingParams(temperature=1.2))) > CRITICAL_5
+    drawn = draw(Sampling(temperature=1.0, seed=1))
+    assert chi_square(drawn, probabilities(LOGITS, Sampling(temperature=1.2))) > CRITICAL_5
 
 
 def test_accepting_what_equals_the_own_sample_keeps_the_distribution():
     """A drafter that always says 3: what is emitted is still the model's, and 3 is accepted as
     often as the model says it."""
-    params = SamplingParams(temperature=1.0, seed=11)
+    params = Sampling(temperature=1.0, seed=11)
     own = draw(params)
     accepted = [accept_block([3], [token, 0]) for token in own.tolist()]
     emitted = np.array([3 if hit else token for hit, token in zip(accepted, own, strict=True)])
@@ -58,23 +59,23 @@ def test_accepting_what_equals_the_own_sample_keeps_the_distribution():
 @pytest.mark.parametrize("temperature", [1e-6, 1e-29, 1e-31, 1e-40, 5e-324])
 def test_a_temperature_near_zero_is_greedy(temperature):
     """Divided by less than a float32 can carry, every logit would be infinite or no number."""
-    params = SamplingParams(temperature=temperature, top_k=5, top_p=0.9, seed=1)
+    params = Sampling(temperature=temperature, top_k=5, top_p=0.9, seed=1)
     assert select(LOGITS, params, gumbel(1, 0, LOGITS.size)) == 3
 
 
 def test_greedy_takes_the_lowest_of_equal_maxima_and_ignores_noise():
     logits = np.array([0.0, 4.0, 4.0], dtype=np.float32)
     noise = np.array([0.0, 0.0, 100.0], dtype=np.float32)
-    assert select(logits, SamplingParams(), noise) == 1
+    assert select(logits, Sampling(), noise) == 1
 
 
 def test_top_k_1_is_greedy():
-    params = SamplingParams(temperature=1.0, top_k=1, seed=3)
+    params = Sampling(temperature=1.0, top_k=1, seed=3)
     assert set(draw(params, 50).tolist()) == {3}
 
 
 def test_a_tiny_top_p_keeps_the_most_likely_token():
-    params = SamplingParams(temperature=1.0, top_p=1e-6, seed=3)
+    params = Sampling(temperature=1.0, top_p=1e-6, seed=3)
     assert set(draw(params, 50).tolist()) == {3}
 
 

@@ -17,12 +17,11 @@ from tokenizers import Tokenizer
 
 from kakeya.adapters.files.packed import Precision, pack
 from kakeya.core.errors import Conflict, InvalidArgument, MemoryRefused, NotFound, PageFreed
-from kakeya.decoding.draft.sampling import SamplingParams
 from kakeya.engine.adapters.pages import AdapterPages, ReadAdapter
 from kakeya.engine.adapters.slots import EngineAdapters
-from kakeya.engine.job import DecodeJob, SourceSpec
 from kakeya.engine.steps.scheduler import Scheduler
 from kakeya.generation.kv import PageRef
+from kakeya.generation.request import DecodeJob, DraftSource, Sampling
 from kakeya.memory.pages.content import ContentType, PageConfig
 from kakeya.memory.pages.pins import Block
 from kakeya.memory.pages.reader import PageReader
@@ -41,7 +40,7 @@ from tests.engine.adapter_rig import (
 )
 
 PACKED = {folder.name: pack(folder, Precision.EXACT) for folder in FOLDERS}
-NGRAM = (SourceSpec(kind="ngram"),)
+NGRAM = (DraftSource(kind="ngram"),)
 CONFIG = PageConfig(page_bytes=512 << 10, slab_pages=2, total_pages=4)
 
 
@@ -97,11 +96,11 @@ def test_each_adapter_computes_what_mlx_lm_computes_with_it(
 
 @pytest.mark.parametrize(
     ("sampling", "sources"),
-    [(SamplingParams(), ()), (SamplingParams(temperature=0.9, top_k=50), NGRAM)],
+    [(Sampling(), ()), (Sampling(temperature=0.9, top_k=50), NGRAM)],
     ids=["greedy", "keyed and drafted"],
 )
 def test_eight_adapters_and_the_base_in_one_batch_are_each_as_alone(
-    rig: AdapterRig, prompt: list[int], sampling: SamplingParams, sources: tuple[SourceSpec, ...]
+    rig: AdapterRig, prompt: list[int], sampling: Sampling, sources: tuple[DraftSource, ...]
 ) -> None:
     load_all(rig)
     jobs = [
@@ -109,7 +108,7 @@ def test_eight_adapters_and_the_base_in_one_batch_are_each_as_alone(
         for at, name in enumerate([*NAMES, "", ""])
     ]
     alone = [rig.alone(one) for one in jobs]
-    together = rig.run(*((replace(one, sources=sources), Answer()) for one in jobs))
+    together = rig.run(*((replace(one, draft_sources=sources), Answer()) for one in jobs))
     assert together == alone
     assert len({tuple(tokens) for tokens in together}) == len(jobs)
 
@@ -246,7 +245,7 @@ def test_kept_kv_is_continued_only_with_the_same_content(
         answer = Answer()
         rig.run((job(prompt, adapter_id, 4, kv_key="k"), answer))
         assert answer.done is not None
-        return answer.done.cached_tokens
+        return answer.done.usage.cached_tokens
 
     assert cached("a") == 0
     assert cached("a") == len(prompt) - 1

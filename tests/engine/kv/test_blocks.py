@@ -14,20 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.decoding.draft.decoder import FinishReason
-from kakeya.engine.job import (
-    DecodeJob,
-    DoneFrame,
-    ExportedFrame,
-    ImportedFrame,
-    PrefillFrame,
-    TokensFrame,
-)
 from kakeya.engine.kv.blocks import Take, plan_take, room_tokens
 from kakeya.engine.model import LoadedFacts
 from kakeya.engine.steps.pieces import Pieces, grid_floor
 from kakeya.engine.steps.sequence import SequenceRun
-from kakeya.generation.kv import KvPages, PageRef
+from kakeya.generation.frames import Done, KvExported, KvImported, Progress, StopReason, Tokens
+from kakeya.generation.kv import KvOffer, KvPages, PageRef
+from kakeya.generation.request import DecodeJob
 from kakeya.memory.pages.reader import PageReader
 from tests.engine.child_engine import ToyModel
 from tests.engine.kv_rig import Prefixes, logits_bits
@@ -90,7 +83,7 @@ def test_what_is_taken_has_the_bits_that_would_be_computed(
     expected = logits_bits(rig, "k", history[-1])
     for most, imported in ((5, 299), (4, 256), (2, 128), (1, 64)):
         warm = prefixes.run(rig, history, most=most, kv_key="k")
-        assert warm.imported == warm.done.cached_tokens == imported
+        assert warm.imported == warm.done.usage.cached_tokens == imported
         assert logits_bits(rig, "k", history[-1]) == expected
 
 
@@ -159,18 +152,18 @@ def test_frames_come_in_an_order_that_the_agent_can_rely_on(rig: Rig, prefixes: 
     prefixes.run(rig, history[:100])
     outcome = prefixes.run(rig, history, max_tokens=4)
     kinds = [type(frame) for frame in outcome.frames]
-    assert kinds[0] is ImportedFrame
-    assert kinds[-1] is DoneFrame
-    assert kinds.count(ImportedFrame) == 1
-    last_prefill = max(i for i, kind in enumerate(kinds) if kind is PrefillFrame)
-    assert max(i for i, kind in enumerate(kinds) if kind is ExportedFrame) < last_prefill
-    assert kinds.index(TokensFrame) > last_prefill
+    assert kinds[0] is KvImported
+    assert kinds[-1] is Done
+    assert kinds.count(KvImported) == 1
+    last_prefill = max(i for i, kind in enumerate(kinds) if kind is Progress)
+    assert max(i for i, kind in enumerate(kinds) if kind is KvExported) < last_prefill
+    assert kinds.index(Tokens) > last_prefill
     # Each right behind the piece that made it whole.
     computed = outcome.imported
     for before, frame in pairwise(outcome.frames):
-        if isinstance(before, PrefillFrame):
+        if isinstance(before, Progress):
             computed = before.computed_tokens
-        if isinstance(frame, ExportedFrame) and frame.index < 3:
+        if isinstance(frame, KvExported) and frame.index < 3:
             assert computed < (frame.index + 1) * SIZE
 
 
@@ -178,8 +171,8 @@ def test_prefill_alone_ends_without_a_token(rig: Rig, prefixes: Prefixes) -> Non
     history = text(2 * SIZE + 2)
     outcome = prefixes.run(rig, history, max_tokens=0)
     assert outcome.exported == [0, 1, 2]
-    assert outcome.done.reason is FinishReason.MAX_TOKENS
-    assert not any(isinstance(frame, TokensFrame) for frame in outcome.frames)
+    assert outcome.done.reason is StopReason.MAX_TOKENS
+    assert not any(isinstance(frame, Tokens) for frame in outcome.frames)
     again = prefixes.run(rig, history, max_tokens=0)
     assert (again.imported, again.exported) == (2 * SIZE + 1, [])
 
@@ -209,11 +202,11 @@ def test_kept_kv_that_reaches_further_is_continued_and_what_it_decoded_is_not_ex
 ) -> None:
     history = text(100)
     first = prefixes.run(rig, history, max_tokens=50, kv_key="s")
-    answer = [t for f in first.frames if isinstance(f, TokensFrame) for t in f.token_ids]
+    answer = [t for f in first.frames if isinstance(f, Tokens) for t in f.token_ids]
     longer = history + answer + text(100, seed=2)
     second = prefixes.run(rig, longer, max_tokens=2, kv_key="s")
     assert second.imported == 0
-    assert second.done.cached_tokens >= 100 + len(answer) - 1
+    assert second.done.usage.cached_tokens >= 100 + len(answer) - 1
     assert second.exported == []
     # From blocks alone everything is computed on the grid again.
     third = prefixes.run(rig, longer, max_tokens=0)
@@ -223,7 +216,7 @@ def test_kept_kv_that_reaches_further_is_continued_and_what_it_decoded_is_not_ex
     fourth = prefixes.run(rig, [*longer, 5], max_tokens=2, kv_key="t")
     assert fourth.imported == grid_floor(rig.model.facts, len(longer) - 1)
     tokens, _ = Rig(rig.model, tools()).run(DecodeJob(token_ids=[*longer, 5], max_tokens=2))
-    assert tokens == [t for f in fourth.frames if isinstance(f, TokensFrame) for t in f.token_ids]
+    assert tokens == [t for f in fourth.frames if isinstance(f, Tokens) for t in f.token_ids]
 
 
 def test_blocks_that_the_agent_lost_are_exported_from_kv_that_was_kept(
@@ -233,7 +226,7 @@ def test_blocks_that_the_agent_lost_are_exported_from_kv_that_was_kept(
     prefixes.run(rig, history, max_tokens=3, kv_key="s")
     prefixes.blocks.clear()
     again = prefixes.run(rig, [*history, 9, 9], max_tokens=1, kv_key="s")
-    assert again.done.cached_tokens >= len(history)
+    assert again.done.usage.cached_tokens >= len(history)
     assert again.exported == [0, 1]
     prefixes.run(rig, history, kv_key="k")
     warm = logits_bits(rig, "k", history[-1])
@@ -248,9 +241,9 @@ def test_few_tokens_of_another_history_in_its_slot_do_not_keep_a_prompt_from_bei
     one, other = text(2 * SIZE + 20), text(2 * SIZE + 20, seed=2)
     prefixes.run(rig, one, kv_key="s")
     outcome = prefixes.run(rig, [*one[:3], *other[3:]], kv_key="s")
-    assert (outcome.done.cached_tokens, outcome.exported) == (0, [0, 1, 2])
+    assert (outcome.done.usage.cached_tokens, outcome.exported) == (0, [0, 1, 2])
     _, done = rig.run(DecodeJob(token_ids=[*one[:3], *one], max_tokens=0, kv_key="s"))
-    assert done.cached_tokens == 3  # there is nothing to export
+    assert done.usage.cached_tokens == 3  # there is nothing to export
 
 
 def spoiled(pages: KvPages, how: str) -> KvPages:
@@ -279,17 +272,16 @@ def test_pages_that_went_cost_only_time(
         for index, filling in enumerate(fresh)
     ]
     with caplog.at_level(logging.WARNING, "kakeya.engine.kv.blocks"):
-        job = DecodeJob(
-            token_ids=history, max_tokens=8, kv_blocks=tuple(blocks), kv_exports=tuple(exports)
-        )
+        damaged = KvOffer(blocks=tuple(blocks), exports=tuple(exports))
+        job = DecodeJob(token_ids=history, max_tokens=8, offer=damaged)
         frames = list(SequenceRun(rig.model, rig.tools, job).frames())
     # Where the length alone is wrong, the blocks in front of it are of use.
-    assert frames[0] == ImportedFrame(tokens=SIZE if how in ("short", "long") else 0)
+    assert frames[0] == KvImported(tokens=SIZE if how in ("short", "long") else 0)
     # Pages that nobody committed have no stamp yet: it is not looked at where they are written.
-    exported = [frame.index for frame in frames if isinstance(frame, ExportedFrame)]
+    exported = [frame.index for frame in frames if isinstance(frame, KvExported)]
     assert exported == ([0, 1] if how == "freed" else [])
-    assert [f for f in frames if isinstance(f, TokensFrame)] == [
-        f for f in cold.frames if isinstance(f, TokensFrame)
+    assert [f for f in frames if isinstance(f, Tokens)] == [
+        f for f in cold.frames if isinstance(f, Tokens)
     ]
     # Said once for what is read, and once for all that is written.
     said = {"short": 0, "long": 0, "freed": 1}.get(how, 2)
@@ -301,9 +293,9 @@ def test_pages_that_are_committed_are_never_written(rig: Rig, prefixes: Prefixes
     prefixes.run(rig, history)
     pages = prefixes.blocks[tuple(history[:SIZE])]
     before = contents(pages)
-    job = DecodeJob(token_ids=text(100, seed=2), max_tokens=1, kv_exports=(pages,))
+    job = DecodeJob(token_ids=text(100, seed=2), max_tokens=1, offer=KvOffer(exports=(pages,)))
     frames = list(SequenceRun(rig.model, rig.tools, job).frames())
-    assert not any(isinstance(frame, ExportedFrame) for frame in frames)
+    assert not any(isinstance(frame, KvExported) for frame in frames)
     assert contents(pages) == before
 
 
@@ -312,10 +304,10 @@ def test_a_run_that_ends_early_tells_of_no_block_that_is_not_whole(
 ) -> None:
     history = text(150)
     offer = prefixes.offer(history, rig.model.facts)
-    job = DecodeJob(token_ids=history, max_tokens=1, kv_exports=offer.kv_exports)
+    job = DecodeJob(token_ids=history, max_tokens=1, offer=KvOffer(exports=offer.kv_exports))
     run = SequenceRun(rig.model, rig.tools, job)
     steps = run.steps()
-    assert isinstance(next(steps), PrefillFrame)
+    assert isinstance(next(steps), Progress)
     steps.close()  # type: ignore[attr-defined]
     run.finish()
     prefixes.commit(offer, [])
@@ -337,10 +329,10 @@ def test_an_engine_without_blocks_takes_nothing(rig: Rig, prefixes: Prefixes) ->
     prefixes.run(rig, history)
     bare = dataclasses.replace(rig.model.facts, kv_block_tokens=0, prefill_grid=())
     offer = prefixes.offer(history, rig.model.facts)
-    job = DecodeJob(token_ids=history, max_tokens=2, kv_blocks=offer.kv_blocks)
+    job = DecodeJob(token_ids=history, max_tokens=2, offer=KvOffer(blocks=offer.kv_blocks))
     without = Rig(Gridded(rig.model, bare), tools())  # type: ignore[arg-type]
     frames = list(SequenceRun(without.model, without.tools, job).frames())
-    assert frames[0] == ImportedFrame(tokens=0)
+    assert frames[0] == KvImported(tokens=0)
     assert room_tokens(offer.kv_blocks[0], bare) == 0
 
 

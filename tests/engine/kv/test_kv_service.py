@@ -12,15 +12,16 @@ import grpc
 import grpc.aio
 import pytest
 
-from kakeya.backends.engine.convert import decode_to_wire, facts_from_wire, frames_of
+from kakeya.generation.engine_wire import facts_from_wire, job_to_wire
 from kakeya.generation.facts import ModelFacts
-from kakeya.generation.kv import KvOffer, KvPages
+from kakeya.generation.kv import NO_KV, KvOffer, KvPages
 from kakeya.generation.request import DecodeRequest
 from kakeya.memory.pages.reader import PageReader
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from tests.engine.kv.test_blocks import text
 from tests.engine.kv_rig import Prefixes
+from tests.engine.rig import frames_of
 from tests.engine.test_service import START_S, spawn
 from tests.mlx.random_models import write_model
 
@@ -97,7 +98,7 @@ async def ask(
 ) -> Answer:
     """As the agent does: offer, decode, commit."""
     offer = prefixes.offer(history, facts, most=most, cuts=cuts)  # type: ignore[arg-type]
-    request = decode_to_wire(
+    request = job_to_wire(
         DecodeRequest(token_ids=history, max_tokens=max_tokens, cuts=cuts),
         KvOffer(blocks=offer.kv_blocks, exports=offer.kv_exports),
     )
@@ -115,7 +116,7 @@ async def test_an_engine_continues_from_pages_as_if_it_had_computed_them(
     stub: EngineServiceAsyncStub, facts: ModelFacts, prefixes: Prefixes
 ) -> None:
     history = text(300)
-    request = decode_to_wire(DecodeRequest(token_ids=history, max_tokens=ANSWER))
+    request = job_to_wire(DecodeRequest(token_ids=history, max_tokens=ANSWER), NO_KV)
     plain = (await decode(stub, request)).tokens
     cold = await ask(stub, prefixes, facts, history)
     assert facts.kv_block_tokens == 64
@@ -152,7 +153,7 @@ async def test_pages_that_went_only_cost_time(
     offer = prefixes.offer(history, facts)  # type: ignore[arg-type]
     for pages in offer.kv_blocks:
         prefixes.arena.pool.free(prefixes.arena._find(pages.pages))
-    request = decode_to_wire(
+    request = job_to_wire(
         DecodeRequest(token_ids=history, max_tokens=ANSWER), KvOffer(blocks=offer.kv_blocks)
     )
     lost = await decode(stub, request)

@@ -10,17 +10,10 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import KakeyaError, MemoryRefused
 from kakeya.core.units import KV_BLOCK_TOKENS
-from kakeya.decoding.draft.sampling import SamplingParams
-from kakeya.engine.job import (
-    DecodeJob,
-    DoneFrame,
-    EngineFrame,
-    ParkFrame,
-    PrefillFrame,
-    TokensFrame,
-)
 from kakeya.engine.steps.scheduler import QueueTicket, Scheduler
 from kakeya.engine.steps.sequence import SequenceRun
+from kakeya.generation.frames import Done, EngineFrame, KvPark, Progress, Tokens
+from kakeya.generation.request import DecodeJob, Sampling
 from kakeya.memory.pages.shared_arena import Filling
 from tests.engine.kv_rig import Lender, Prefixes
 from tests.engine.rig import Rig, collect, load_rig, tools
@@ -30,7 +23,7 @@ BATCH = {
     "token_ids": [(7 * at) % 96 for at in range(300)],
     "max_tokens": 60,
     "priority": 2,
-    "sampling": SamplingParams(temperature=0.9, seed=5),
+    "sampling": Sampling(temperature=0.9, seed=5),
 }
 URGENT = {"token_ids": [(5 * at) % 96 for at in range(290)], "max_tokens": 12, "priority": 0}
 MODELS = ("llama", "falcon_h1", "gemma3")
@@ -46,7 +39,7 @@ class Agent:
         self.spoilt: list[Filling] = []
         self.asked = 0
 
-    def park(self, scheduler: Scheduler, park_id: int, frame: ParkFrame) -> None:
+    def park(self, scheduler: Scheduler, park_id: int, frame: KvPark) -> None:
         self.end()
         if not frame.lengths:
             return
@@ -93,12 +86,12 @@ class Run:
         frames = self.frames[park_id] = []
 
         def put(frame: EngineFrame) -> None:
-            if isinstance(frame, ParkFrame):
+            if isinstance(frame, KvPark):
                 self.agent.park(self.scheduler, park_id, frame)
                 return
             frames.append(frame)
             calls.get(f"on_{len(frames)}", lambda: None)()
-            if isinstance(frame, DoneFrame):
+            if isinstance(frame, Done):
                 self.close()
 
         def fail(error: KakeyaError) -> None:
@@ -117,14 +110,14 @@ class Run:
 
     def tokens(self, park_id: int) -> list[int]:
         frames = self.frames[park_id]
-        return [token for f in frames if isinstance(f, TokensFrame) for token in f.token_ids]
+        return [token for f in frames if isinstance(f, Tokens) for token in f.token_ids]
 
     def is_empty(self) -> bool:
         room = self.scheduler.limits.room
         return room.lent_bytes == room.parked_bytes == 0 and not self.scheduler.load().waiting
 
 
-def alone(rig: Rig, job: dict[str, object]) -> tuple[list[int], DoneFrame]:
+def alone(rig: Rig, job: dict[str, object]) -> tuple[list[int], Done]:
     return collect(SequenceRun(rig.model, tools(eager=False), DecodeJob(**job)))  # type: ignore[arg-type]
 
 
@@ -176,9 +169,9 @@ def test_it_goes_on_bit_for_bit_and_nothing_is_computed_again(rigs, agent, name,
     assert run.tokens(1) == whole
     assert run.tokens(2) == alone(rig, URGENT)[0]
     ended = run.frames[1][-1]
-    assert isinstance(ended, DoneFrame)
-    assert ended.forwards == done.forwards
-    computed = [f.computed_tokens for f in run.frames[1] if isinstance(f, PrefillFrame)]
+    assert isinstance(ended, Done)
+    assert ended.usage.forwards == done.usage.forwards
+    computed = [f.computed_tokens for f in run.frames[1] if isinstance(f, Progress)]
     assert computed == sorted(set(computed))
     kept = run.tools.slots.take("k")
     if name == "llama":  # the other's state alone is more than the bound

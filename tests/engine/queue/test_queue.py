@@ -18,7 +18,6 @@ from hypothesis.stateful import (
 )
 
 from kakeya.core.errors import KakeyaError
-from kakeya.engine.job import DecodeJob
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.queue import fair_shares as shares
 from kakeya.engine.queue import waiting
@@ -27,6 +26,7 @@ from kakeya.engine.queue.policy import EQUAL_TOKENS, OUTPUT_WEIGHT
 from kakeya.engine.queue.queue import Line
 from kakeya.engine.queue.room import KvRoom
 from kakeya.engine.queue.rows import QueueRow, QueueTicket
+from kakeya.generation.request import DecodeJob
 from tests.engine.linear_line import LinearLine
 from tests.engine.virtual_rig import VirtualRig
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument, MemoryRefused
 from kakeya.core.units import KV_BLOCK_TOKENS
-from kakeya.engine.job import DecodeJob
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.queue.room import AHEAD_TOKENS, KvRoom, usual_kv_bytes
 from kakeya.engine.steps.sequence import SequenceRun
+from kakeya.generation.request import DecodeJob
 from tests.engine.child_engine import ToyModel, ToyState
 from tests.engine.rig import load_rig
 

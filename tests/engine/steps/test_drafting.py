@@ -8,20 +8,19 @@ from collections.abc import Sequence
 
 from kakeya.decoding.control.controller import DraftController
 from kakeya.decoding.draft.proposer import Draft, ProposerStats
-from kakeya.decoding.draft.sampling import SamplingParams
 from kakeya.decoding.serve.service import ProposerService
-from kakeya.engine.job import SourceSpec
 from kakeya.engine.steps.drafting import KEPT_PEERS, Drafting, RemoteBooks
+from kakeya.generation.request import DraftSource, Sampling
 from tests.decoding.servers import serving
 
 
-def peer(port: int, *, extended: bool = True) -> SourceSpec:
+def peer(port: int, *, extended: bool = True) -> DraftSource:
     address = f"127.0.0.1:{port}"
-    return SourceSpec(kind="remote", address=address, model_id="draft", extended=extended)
+    return DraftSource(kind="remote", address=address, model_id="draft", extended=extended)
 
 
-def drafting(books: RemoteBooks, *specs: SourceSpec) -> Drafting:
-    return Drafting(specs, DraftController(), books, vocab_size=100, sampling=SamplingParams())
+def drafting(books: RemoteBooks, *specs: DraftSource) -> Drafting:
+    return Drafting(specs, DraftController(), books, vocab_size=100, sampling=Sampling())
 
 
 def test_peers_that_come_and_go_leave_the_last_few_channels() -> None:
@@ -65,13 +64,13 @@ def test_a_peer_that_was_slow_is_asked_by_every_generation_and_judged_by_its_lat
     controller, books = DraftController(), RemoteBooks()
     controller.seed_costs({1: 0.001, 17: 0.01})
     with serving(ProposerService({"draft": Slow()})) as address:
-        spec = SourceSpec(kind="remote", address=address, model_id="draft", extended=True)
+        spec = DraftSource(kind="remote", address=address, model_id="draft", extended=True)
         wrong = Draft(source=spec.name, tokens=(1,) * 8)
         for _ in range(40):
             controller.observe_wait(spec.name, 0.5)
             controller.observe_shadow(wrong, (2,))
         for _ in range(2):
-            drafting = Drafting((spec,), controller, books, 100, SamplingParams())
+            drafting = Drafting((spec,), controller, books, 100, Sampling())
             history = [1, 2]
             drafting.begin(history)
             deadline = time.monotonic() + 10

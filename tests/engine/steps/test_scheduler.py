@@ -9,8 +9,9 @@ from functools import partial
 import pytest
 
 from kakeya.core.errors import InvalidArgument, InvariantBroken, KakeyaError
-from kakeya.engine.job import DecodeJob, DoneFrame, EngineFrame, PrefillFrame, TokensFrame
 from kakeya.engine.steps.scheduler import QueueTicket, Scheduler
+from kakeya.generation.frames import Done, EngineFrame, Progress, Tokens
+from kakeya.generation.request import DecodeJob
 from tests.engine.rig import Rig, load_rig, tools
 
 WAIT_S = 20.0
@@ -28,7 +29,7 @@ class Sink:
     def put(self, frame: EngineFrame) -> None:
         self.frames.append(frame)
         self.first.set()
-        if isinstance(frame, DoneFrame):
+        if isinstance(frame, Done):
             self.ended.set()
 
     def fail(self, failure: KakeyaError) -> None:
@@ -36,7 +37,7 @@ class Sink:
         self.ended.set()
 
     def tokens(self) -> list[int]:
-        return [t for f in self.frames if isinstance(f, TokensFrame) for t in f.token_ids]
+        return [t for f in self.frames if isinstance(f, Tokens) for t in f.token_ids]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def test_a_cancellation_during_prefill_ends_it(scheduler: Scheduler, rig: Rig) -
     ticket.cancel()
     scheduler.call(lambda: None).result(WAIT_S)
     assert scheduler.call(scheduler.load).result(WAIT_S).running == 0
-    assert isinstance(sink.frames[0], PrefillFrame)
+    assert isinstance(sink.frames[0], Progress)
 
 
 def test_a_bad_job_fails_alone(scheduler: Scheduler) -> None:

@@ -15,16 +15,14 @@ import grpc
 import grpc.aio
 import pytest
 
-from kakeya.backends.engine.convert import frames_of
 from kakeya.backends.engines import engine_command
 from kakeya.core.clock import SystemClock
 from kakeya.core.units import pack_ids
 from kakeya.decoding.draft.proposer import Draft
-from kakeya.decoding.draft.sampling import SamplingParams
 from kakeya.decoding.serve.service import ProposerService
 from kakeya.decoding.serve.stream_service import DraftStreamService
-from kakeya.engine.job import SourceSpec
 from kakeya.engine.steps.drafting import Drafting, RemoteBooks
+from kakeya.generation.request import DraftSource, Sampling
 from kakeya.generation.spec import parse_model
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import add_ProposerServiceServicer_to_server
@@ -33,7 +31,7 @@ from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from kakeya.wire.security import Caller, CertRole
 from kakeya.wire.server.authorization import current_caller
 from kakeya.wire.server.listeners import Listeners
-from tests.engine.rig import EagerController
+from tests.engine.rig import EagerController, frames_of
 from tests.mlx.random_models import write_model
 from tests.wire.certificates import Fleet, write
 
@@ -160,13 +158,13 @@ async def test_whoever_cannot_show_the_expected_name_is_told_no_prompt(
     assert done.accepted == 0
 
 
-def sampled(books: RemoteBooks, spec: SourceSpec) -> Drafting:
-    return Drafting((spec,), EagerController(), books, vocab_size=100, sampling=SamplingParams())
+def sampled(books: RemoteBooks, spec: DraftSource) -> Drafting:
+    return Drafting((spec,), EagerController(), books, vocab_size=100, sampling=Sampling())
 
 
 def test_without_keys_a_peer_that_wants_them_costs_its_drafts_and_nothing_else() -> None:
     books = RemoteBooks()
-    spec = SourceSpec(kind="remote", address="127.0.0.1:1", model_id="m", server_name="x")
+    spec = DraftSource(kind="remote", address="127.0.0.1:1", model_id="m", server_name="x")
     threads = threading.active_count()
     drafting = sampled(books, spec)
     assert drafting.choose([1, 2, 3], 4)[1] == 0
@@ -181,7 +179,7 @@ def test_renewed_keys_are_shown_by_the_next_generation(fleet: Fleet) -> None:
     shown = [fleet.issue()[1], fleet.issue()[1]]
     current = shown[0]
     books = RemoteBooks(lambda: current)
-    spec = SourceSpec(kind="remote", address="127.0.0.1:1", model_id="m", server_name="x")
+    spec = DraftSource(kind="remote", address="127.0.0.1:1", model_id="m", server_name="x")
     sampled(books, spec).close()
     first = books._shared[spec].proposer
     sampled(books, spec).close()

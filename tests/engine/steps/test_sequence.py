@@ -12,22 +12,21 @@ from mlx_lm.generate import generate_step
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.decoding.control.controller import DraftController
-from kakeya.decoding.draft.decoder import FinishReason
 from kakeya.decoding.draft.proposer import Draft
-from kakeya.decoding.draft.sampling import SamplingParams
 from kakeya.decoding.remote.draft_book import BookCounts
 from kakeya.decoding.serve.service import ProposerService
-from kakeya.engine.job import DecodeJob, PrefillFrame, SourceSpec, TokensFrame
 from kakeya.engine.model import CHUNK_LIMIT_S, LEAST_CHUNK_TOKENS, LoadedFacts
 from kakeya.engine.steps.sequence import SequenceRun
+from kakeya.generation.frames import Progress, StopReason, Tokens
+from kakeya.generation.request import DecodeJob, DraftSource, Sampling
 from kakeya.mlx.model import MlxModel
 from kakeya.mlx.verifier import MlxVerifier
 from tests.decoding.servers import serving
 from tests.engine.rig import Rig, collect, load_rig, tools
 
-NGRAM = (SourceSpec(kind="ngram"),)
+NGRAM = (DraftSource(kind="ngram"),)
 CYCLE = [5, 9, 13, 2, 7] * 6
-KEYED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=11)
+KEYED = Sampling(temperature=0.9, top_p=0.95, top_k=40, seed=11)
 ARCHITECTURES = ("llama", "qwen3", "gemma3", "mamba")
 
 
@@ -60,16 +59,16 @@ def reference(rig: Rig, prompt: list[int], count: int) -> list[int]:
 def test_plain_decoding_is_mlx_lms_greedy(rig: Rig) -> None:
     tokens, done = rig.run(job())
     assert tokens == reference(rig, CYCLE, 60)
-    assert done.reason is FinishReason.MAX_TOKENS
-    assert done.verified == 0
+    assert done.reason is StopReason.MAX_TOKENS
+    assert done.usage.verified == 0
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), KEYED], ids=["greedy", "keyed"])
-def test_ngram_drafts_never_change_tokens(rig: Rig, sampling: SamplingParams) -> None:
+@pytest.mark.parametrize("sampling", [Sampling(), KEYED], ids=["greedy", "keyed"])
+def test_ngram_drafts_never_change_tokens(rig: Rig, sampling: Sampling) -> None:
     plain, _ = rig.run(job(sampling=sampling))
-    drafted, done = rig.run(job(sampling=sampling, sources=NGRAM))
+    drafted, done = rig.run(job(sampling=sampling, draft_sources=NGRAM))
     assert drafted == plain
-    assert done.accepted <= done.verified <= done.drafted
+    assert done.usage.accepted <= done.usage.verified <= done.usage.drafted
 
 
 class RecordingDrafter:
@@ -88,33 +87,33 @@ class RecordingDrafter:
 @pytest.mark.parametrize(
     ("sampling", "told"),
     [
-        (SamplingParams(seed=11), (None, 0.0)),
-        (SamplingParams(temperature=0.75, seed=2**64 - 1), (2**64 - 1, 0.75)),
+        (Sampling(seed=11), (None, 0.0)),
+        (Sampling(temperature=0.75, seed=2**64 - 1), (2**64 - 1, 0.75)),
     ],
     ids=["greedy", "keyed"],
 )
 def test_a_peer_is_told_the_noise_of_a_sampled_decode(
-    rigs: dict[str, Rig], sampling: SamplingParams, told: tuple[int | None, float]
+    rigs: dict[str, Rig], sampling: Sampling, told: tuple[int | None, float]
 ) -> None:
     rig = Rig(rigs["llama"].model, tools())
     plain, _ = rig.run(job(sampling=sampling, max_tokens=20))
     drafter = RecordingDrafter()
     with serving(ProposerService({"m": drafter})) as address:
-        peer = SourceSpec(kind="remote", address=address, model_id="m", extended=True)
-        drafted, done = rig.run(job(sampling=sampling, max_tokens=20, sources=(peer,)))
+        peer = DraftSource(kind="remote", address=address, model_id="m", extended=True)
+        drafted, done = rig.run(job(sampling=sampling, max_tokens=20, draft_sources=(peer,)))
     assert drafter.told == {told}
     assert drafted == plain
-    assert done.drafted > 0
+    assert done.usage.drafted > 0
 
 
 def test_a_full_attention_model_really_verifies_blocks(rigs: dict[str, Rig]) -> None:
-    _, done = Rig(rigs["llama"].model, tools()).run(job(sources=NGRAM))
-    assert done.verified > 0
+    _, done = Rig(rigs["llama"].model, tools()).run(job(draft_sources=NGRAM))
+    assert done.usage.verified > 0
 
 
 def test_a_recurrent_model_never_verifies_blocks(rigs: dict[str, Rig]) -> None:
-    _, done = Rig(rigs["mamba"].model, tools()).run(job(sources=NGRAM))
-    assert done.verified == 0
+    _, done = Rig(rigs["mamba"].model, tools()).run(job(draft_sources=NGRAM))
+    assert done.usage.verified == 0
 
 
 class Scripted:
@@ -144,21 +143,21 @@ class Scripted:
 
 
 @pytest.mark.parametrize("kind", ["oracle", "wrong", "half", "empty"])
-@pytest.mark.parametrize("sampling", [SamplingParams(), KEYED], ids=["greedy", "keyed"])
-def test_whatever_is_drafted_the_tokens_stay(rig: Rig, kind: str, sampling: SamplingParams) -> None:
+@pytest.mark.parametrize("sampling", [Sampling(), KEYED], ids=["greedy", "keyed"])
+def test_whatever_is_drafted_the_tokens_stay(rig: Rig, kind: str, sampling: Sampling) -> None:
     plain, plain_done = rig.run(job(sampling=sampling))
-    run = SequenceRun(rig.model, rig.tools, job(sampling=sampling, sources=NGRAM))
+    run = SequenceRun(rig.model, rig.tools, job(sampling=sampling, draft_sources=NGRAM))
     run._drafting._own._index = Scripted(plain, len(CYCLE), kind)  # type: ignore[assignment]
     tokens, done = collect(run)
     assert tokens == plain
-    if kind == "oracle" and done.verified:
-        assert done.accepted == done.verified
+    if kind == "oracle" and done.usage.verified:
+        assert done.usage.accepted == done.usage.verified
     if kind == "empty":
-        assert done.verified == 0
+        assert done.usage.verified == 0
     if kind == "oracle" and run.state.verifiable_rows() > 1000:
         # Blocks of 8 drafts and their bonus token: 9 tokens a forward.
-        assert plain_done.forwards == len(plain)
-        assert done.forwards <= len(plain) // 9 + 3
+        assert plain_done.usage.forwards == len(plain)
+        assert done.usage.forwards <= len(plain) // 9 + 3
 
 
 @pytest.mark.parametrize("kind", ["wrong", "empty"])
@@ -170,7 +169,7 @@ def test_a_text_that_nothing_matches_is_decoded_as_without_drafts(
     plain, _ = rig.run(job())
     controller = rig.tools.controller
     monkeypatch.setattr(controller, "rows", lambda draft: 0)
-    run = SequenceRun(rig.model, rig.tools, job(sources=NGRAM))
+    run = SequenceRun(rig.model, rig.tools, job(draft_sources=NGRAM))
     run._drafting._own._index = Scripted(plain, len(CYCLE), kind)  # type: ignore[assignment]
     asked: list[int] = []
     verifiable_rows = run.state.verifiable_rows
@@ -179,7 +178,7 @@ def test_a_text_that_nothing_matches_is_decoded_as_without_drafts(
     )
     tokens, done = collect(run)
     assert tokens == plain
-    (tally,) = done.sources
+    (tally,) = done.usage.sources
     # A match of one length that is wrong is looked at once.
     assert tally.drafts == len(asked) == (1 if kind == "wrong" else 0)
     assert tally.shadow_hits == 0
@@ -209,17 +208,17 @@ class ForeignBook:
 def test_ids_outside_the_vocabulary_are_never_verified(rigs: dict[str, Rig]) -> None:
     rig = Rig(rigs["llama"].model, tools())
     plain, _ = rig.run(job())
-    run = SequenceRun(rig.model, rig.tools, job(sources=NGRAM))
+    run = SequenceRun(rig.model, rig.tools, job(draft_sources=NGRAM))
     run._drafting._own = None
     run._drafting._books["ngram"] = ForeignBook()  # type: ignore[assignment]
     tokens, done = collect(run)
     assert tokens == plain
-    assert done.verified == 0
+    assert done.usage.verified == 0
 
 
 def test_the_kv_after_drafts_equals_a_fresh_prefill(rigs: dict[str, Rig]) -> None:
     rig = Rig(rigs["llama"].model, tools())
-    run = SequenceRun(rig.model, rig.tools, job(sources=NGRAM, kv_key="s", max_tokens=40))
+    run = SequenceRun(rig.model, rig.tools, job(draft_sources=NGRAM, kv_key="s", max_tokens=40))
     collect(run)
     kept = rig.tools.slots.take("s")
     assert kept is not None
@@ -236,12 +235,12 @@ def test_a_stop_token_inside_a_block_ends_it_there(rigs: dict[str, Rig]) -> None
     stop = plain[7]
     first = plain.index(stop)
     run = SequenceRun(
-        rig.model, rig.tools, job(sources=NGRAM, stop_token_ids=frozenset({stop}), kv_key="s")
+        rig.model, rig.tools, job(draft_sources=NGRAM, stop_token_ids=frozenset({stop}), kv_key="s")
     )
     run._drafting._own._index = Scripted(plain, len(CYCLE), "oracle")  # type: ignore[assignment]
     tokens, done = collect(run)
     assert tokens == plain[: first + 1]
-    assert done.reason is FinishReason.STOP_TOKEN
+    assert done.reason is StopReason.STOP_TOKEN
     kept = rig.tools.slots.take("s")
     assert kept is not None
     assert len(kept.tokens) <= len(CYCLE) + first + 1
@@ -250,9 +249,11 @@ def test_a_stop_token_inside_a_block_ends_it_there(rigs: dict[str, Rig]) -> None
 def test_kept_kv_is_continued_and_changes_nothing(rig: Rig) -> None:
     whole, _ = rig.run(job(max_tokens=30))
     first, _ = rig.run(job(max_tokens=12, kv_key="s"))
-    rest, done = rig.run(job(token_ids=CYCLE + first, max_tokens=18, kv_key="s", sources=NGRAM))
+    rest, done = rig.run(
+        job(token_ids=CYCLE + first, max_tokens=18, kv_key="s", draft_sources=NGRAM)
+    )
     assert first + rest == whole
-    assert done.cached_tokens in (0, len(CYCLE) + 11, len(CYCLE) + 12)
+    assert done.usage.cached_tokens in (0, len(CYCLE) + 11, len(CYCLE) + 12)
 
 
 def test_what_was_there_of_a_prompt_is_told_before_the_first_token(rigs: dict[str, Rig]) -> None:
@@ -263,9 +264,9 @@ def test_what_was_there_of_a_prompt_is_told_before_the_first_token(rigs: dict[st
         run = SequenceRun(rig.model, rig.tools, job(token_ids=CYCLE[:length], kv_key="s"))
         frames = run.frames()
         told = next(frames)
-        assert isinstance(told, PrefillFrame)
+        assert isinstance(told, Progress)
         assert (told.computed_tokens, told.cached_tokens) == (cached, cached)
-        assert isinstance(next(frames), TokensFrame)
+        assert isinstance(next(frames), Tokens)
         run.finish()
 
 
@@ -276,14 +277,14 @@ def test_a_changed_history_reuses_only_what_agrees(rigs: dict[str, Rig]) -> None
     cold, _ = rig.run(job(token_ids=other, max_tokens=12))
     warm, done = rig.run(job(token_ids=other, max_tokens=12, kv_key="s"))
     assert warm == cold
-    assert done.cached_tokens == 20
+    assert done.usage.cached_tokens == 20
 
 
 def test_prefill_comes_in_chunks_with_progress(rigs: dict[str, Rig]) -> None:
     rig = Rig(rigs["llama"].model, tools())
     facts, prompt = rig.model.facts, [(3 * i) % 96 for i in range(270)]
     frames = list(SequenceRun(rig.model, rig.tools, job(token_ids=prompt, max_tokens=2)).frames())
-    progress = [f.computed_tokens for f in frames if isinstance(f, PrefillFrame)]
+    progress = [f.computed_tokens for f in frames if isinstance(f, Progress)]
     assert progress[-1] == len(prompt) - 1
     for start, end in pairwise([0, *progress[:-1]]):
         assert end - start == facts.prefill_chunk_at(start)
@@ -319,7 +320,7 @@ def test_the_grid_of_a_prompt_is_that_of_its_positions(rigs: dict[str, Rig]) -> 
     rig = Rig(Paced(rigs["llama"].model, 64, 1 / 0.001, 0.001), tools())
     prompt = [(3 * i) % 96 for i in range(400)]
     frames = list(SequenceRun(rig.model, rig.tools, job(token_ids=prompt, max_tokens=2)).frames())
-    ends = [f.computed_tokens for f in frames if isinstance(f, PrefillFrame)]
+    ends = [f.computed_tokens for f in frames if isinstance(f, Progress)]
     at = 0
     for end in ends[:-1]:
         chunk = rig.model.facts.prefill_chunk_at(at)
@@ -361,9 +362,9 @@ def test_context_makes_prefill_slower_where_layers_grow_with_it(rigs: dict[str, 
 def test_the_context_ends_a_generation(rigs: dict[str, Rig]) -> None:
     rig = Rig(rigs["llama"].model, tools())
     prompt = [(5 * i) % 96 for i in range(505)]
-    tokens, done = rig.run(job(token_ids=prompt, max_tokens=100, sources=NGRAM))
+    tokens, done = rig.run(job(token_ids=prompt, max_tokens=100, draft_sources=NGRAM))
     assert len(tokens) == 7
-    assert done.reason is FinishReason.CONTEXT_FULL
+    assert done.reason is StopReason.CONTEXT_FULL
 
 
 @pytest.mark.parametrize(
@@ -388,14 +389,14 @@ def test_an_abandoned_run_keeps_its_kv_consistent(rigs: dict[str, Rig]) -> None:
     run = SequenceRun(rig.model, rig.tools, job(max_tokens=30, kv_key="s"))
     got: list[int] = []
     for frame in run.frames():
-        if isinstance(frame, TokensFrame):
+        if isinstance(frame, Tokens):
             got += frame.token_ids
         if len(got) >= 10:
             break
     run.finish()
     rest, done = rig.run(job(token_ids=CYCLE + got, max_tokens=30 - len(got), kv_key="s"))
     assert got + rest == whole
-    assert done.cached_tokens >= len(CYCLE) + len(got) - 1
+    assert done.usage.cached_tokens >= len(CYCLE) + len(got) - 1
 
 
 class PricedController(DraftController):
@@ -411,18 +412,20 @@ class PricedController(DraftController):
 def test_text_without_matches_is_decoded_plainly(rigs: dict[str, Rig]) -> None:
     rig = Rig(rigs["llama"].model, replace(tools(), controller=PricedController()))
     prompt = list(range(90))
-    sampling = SamplingParams(temperature=5.0, seed=3)
+    sampling = Sampling(temperature=5.0, seed=3)
     plain, _ = rig.run(job(token_ids=prompt, sampling=sampling, max_tokens=150))
-    tokens, done = rig.run(job(token_ids=prompt, sampling=sampling, sources=NGRAM, max_tokens=150))
+    tokens, done = rig.run(
+        job(token_ids=prompt, sampling=sampling, draft_sources=NGRAM, max_tokens=150)
+    )
     assert tokens == plain
-    assert done.verified < 15
+    assert done.usage.verified < 15
 
 
 def test_drafts_that_hold_are_found_out_and_used(rigs: dict[str, Rig]) -> None:
     rig = Rig(rigs["llama"].model, replace(tools(), controller=PricedController()))
     plain, _ = rig.run(job(max_tokens=200))
-    run = SequenceRun(rig.model, rig.tools, job(max_tokens=200, sources=NGRAM))
+    run = SequenceRun(rig.model, rig.tools, job(max_tokens=200, draft_sources=NGRAM))
     run._drafting._own._index = Scripted(plain, len(CYCLE), "oracle")  # type: ignore[assignment]
     tokens, done = collect(run)
     assert tokens == plain
-    assert done.forwards < 60
+    assert done.usage.forwards < 60

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import QuantizedKVCache
 
 from kakeya.adapters.files.packed import PackedAdapter, PackedTensor, Precision
-from kakeya.decoding.draft.sampling import SamplingParams
+from kakeya.generation.request import Sampling
 from kakeya.mlx.batch import batch
 from kakeya.mlx.batch import cache as row_caches
 from kakeya.mlx.batch.batch import launch_together, why_by_turns
@@ -104,7 +104,7 @@ class Pair:
 
     def __init__(self, model: LoadedModel, prompt: list[int], slot: int, seed: int) -> None:
         self.alone, self.shared = MlxVerifier(model), MlxVerifier(model)
-        sampling = SamplingParams(temperature=1.0 if seed % 2 else 0.0, seed=seed)
+        sampling = Sampling(temperature=1.0 if seed % 2 else 0.0, seed=seed)
         for state in (self.alone, self.shared):
             state.select_with(sampling)
             state.adapt(slot)

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kakeya.decoding.draft.sampling import SamplingParams
+from kakeya.generation.request import Sampling
 from kakeya.mlx.batch import shared_prefix as kin
 from kakeya.mlx.batch.batch import launch_together, why_by_turns
 from kakeya.mlx.batch.places import WASTE, PlaceAssignment
@@ -54,7 +54,7 @@ class Pair:
         self.alone, self.shared = MlxVerifier(model), MlxVerifier(model)
         self.pending: int | None = prompt[-1]
         for state in (self.alone, self.shared):
-            state.select_with(SamplingParams(temperature=float(seed % 2), seed=seed))
+            state.select_with(Sampling(temperature=float(seed % 2), seed=seed))
             state.prefill(prompt)
 
     def next(self) -> int | None:
