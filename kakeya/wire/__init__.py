@@ -1,3 +1,3 @@
-"""gRPC from the caller's side: channels, TLS, deadlines, and what an error is on the wire. It
-knows no service.
+"""gRPC from the caller's side: channels, TLS, deadlines, and the form of errors on the wire. No
+service is known here.
 """

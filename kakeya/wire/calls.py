@@ -1,4 +1,4 @@
-"""One unary call that moves bytes as they are, and ends as an answer or as one of our errors."""
+"""One unary call that moves bytes unparsed, and ends with an answer or with a KakeyaError."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kakeya.core.tasks import is_cancelled
 from kakeya.wire.status import error_from_rpc
 
 _GRACE_S = 0.5
-"""After the RPC's own deadline; passes only when gRPC itself does not come back."""
+"""Time after the RPC's own deadline; it runs out only if gRPC itself does not return."""
 
 
 async def call_bytes(
     channel: grpc.aio.Channel, address: str, path: str, request: bytes, *, timeout_s: float
 ) -> bytes:
-    """Call `/package.Service/Method`; `address` is how errors name the peer.
+    """Call `/package.Service/Method`; errors name the peer by `address`.
 
-    Raises DeadlineExceeded, UnknownMethod, PeerUnavailable (a closed channel too) and what else
-    `error_from_rpc` makes of the peer's status.
+    Raises DeadlineExceeded, UnknownMethod, PeerUnavailable (also for a closed channel) and the
+    other errors that `error_from_rpc` makes of the peer's status.
     """
     try:
         method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)

@@ -1,7 +1,7 @@
-"""gRPC channels: one reused channel per address and name, with options that notice dead peers.
+"""gRPC channels: one shared channel per address and name, with options that detect dead peers.
 
-Between machines of a fleet with identities a channel is mutual TLS, and the certificate at its
-other end must carry the name that is expected there. Unix sockets and loopback are plain.
+Between machines of a fleet with identities a channel is mutual TLS, and the certificate of the
+peer must carry the expected name. Unix sockets and loopback are plain.
 
 `keepalive_timeout_ms` alone does not bound detection in grpcio; `http2.ping_timeout_ms` does.
 Reconnect backoff is capped, so a peer that returns after minutes is used again within seconds.
@@ -30,26 +30,26 @@ Option = tuple[str, int | str]
 _Way = tuple[str, str]
 """An address, and the name that the certificate there must carry; "" = plain."""
 NETWORK_MESSAGE_BYTES = 4 * MIB
-"""Between nodes and from clients, after decompression; gossip has its own, lower limit."""
+"""The limit between nodes and from clients, after decompression; gossip has a lower one."""
 ENGINE_MESSAGE_BYTES = 64 * MIB
-"""On the unix socket of an engine, which gets whole histories: 4 bytes a token."""
+"""The limit on an engine's unix socket, which carries whole histories: 4 bytes a token."""
 IDLE_S = 300.0
-"""After so long without a call a server closes a connection that another machine opened."""
+"""A server closes the connection of another machine after this time without a call."""
 _IDLE_MARGIN_S = 10.0
-"""The two ends do not begin to count at the same moment."""
+"""Tolerance, since the two ends start to count at different moments."""
 _LAST_CALLS_S = 10.0
-"""How long calls on a channel may go on after another one took its place."""
+"""How long calls may run on a channel after a new channel replaced it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keepalive:
-    """How fast a silent peer is noticed: at the latest after `interval_s + timeout_s`."""
+    """Pings that detect a silent peer, at the latest after `interval_s + timeout_s`."""
 
     interval_s: float = 10.0
     timeout_s: float = 5.0
 
     def client_options(self) -> tuple[Option, ...]:
-        """Options of a channel."""
+        """Make the options of a channel."""
         return (
             ("grpc.keepalive_time_ms", int(self.interval_s * 1000)),
             ("grpc.keepalive_timeout_ms", int(self.timeout_s * 1000)),
@@ -64,7 +64,7 @@ class Keepalive:
         )
 
     def server_options(self) -> tuple[Option, ...]:
-        """Options of a server that accepts these pings and sends its own."""
+        """Make the options of a server that accepts these pings and sends its own."""
         return (
             ("grpc.keepalive_time_ms", int(self.interval_s * 1000)),
             ("grpc.keepalive_timeout_ms", int(self.timeout_s * 1000)),
@@ -80,7 +80,7 @@ class Keepalive:
 
 
 def message_options(limit_bytes: int = NETWORK_MESSAGE_BYTES) -> tuple[Option, ...]:
-    """Options that bound messages both ways; larger ones end with RESOURCE_EXHAUSTED."""
+    """Make options that bound messages both ways; a larger one ends with RESOURCE_EXHAUSTED."""
     return (
         ("grpc.max_receive_message_length", limit_bytes),
         ("grpc.max_send_message_length", limit_bytes),
@@ -88,7 +88,7 @@ def message_options(limit_bytes: int = NETWORK_MESSAGE_BYTES) -> tuple[Option, .
 
 
 def is_local(address: str) -> bool:
-    """Whether only this machine can be meant: a unix socket, a loopback literal, localhost."""
+    """Whether an address is on this machine: a unix socket, a loopback literal, localhost."""
     if address.startswith("unix:"):
         return True
     return is_loopback_host(address.rpartition(":")[0].strip("[]"))
@@ -96,7 +96,7 @@ def is_local(address: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Open:
-    """A channel, what it was made with (None = plain), and the task that watches it."""
+    """A channel, the keys that it was made with (None = plain), and the task that watches it."""
 
     channel: grpc.aio.Channel
     material: TlsMaterial | None
@@ -106,12 +106,11 @@ class _Open:
 class Channels:
     """One asyncio channel per address and expected name, made on first use, kept until `aclose`.
 
-    With `security` the channels to other machines are mutual TLS; a renewed certificate makes the
-    next `get` open a new one, and so does another name where `get` leaves it to `security`.
-    `on_lost` is called with an address whose
-    open connection broke, also while nobody calls; it must not raise. A connection that nobody
-    used for so long that its server may have closed it is no loss. `is_plain` says which addresses
-    need no TLS.
+    With `security` the channels to other machines are mutual TLS. The next `get` opens a new
+    channel when the certificate was renewed, or when `security` expects another name there.
+    `on_lost` is called with an address whose open connection broke, also without a running call;
+    it must not raise. The end of a connection that was idle for so long that its server may have
+    closed it does not count. `is_plain` tells which addresses need no TLS.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class Channels:
         self._clock = clock or SystemClock()
         self._open: dict[_Way, _Open] = {}
         self._names: dict[str, str] = {}
-        """Of each address, the name that `security` chose last."""
+        """Address -> the name that `security` chose last."""
         self._used_mono: dict[_Way, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.on_lost = on_lost
@@ -137,8 +136,8 @@ class Channels:
     def get(self, address: str, node_id: str = "") -> grpc.aio.Channel:
         """Return the channel to `HOST:PORT` or `unix:PATH`; connects lazily.
 
-        `node_id` is the node that must answer there, whoever else claims the address; "" = whom
-        `security` expects. Where channels are plain, it means nothing.
+        `node_id` is the node that must answer there, even if other nodes claim the address; "" =
+        the node that `security` expects. A plain channel ignores it.
         """
         material, name = None, ""
         if self._security is not None and not self._is_plain(address):
@@ -160,7 +159,7 @@ class Channels:
 
     @property
     def addresses(self) -> frozenset[str]:
-        """Where channels are open, or try to be."""
+        """The addresses with a channel that is open or connects."""
         return frozenset(address for address, _ in self._open)
 
     def _chosen(self, address: str, security: ChannelSecurity) -> str:
@@ -174,7 +173,7 @@ class Channels:
         return name
 
     async def discard(self, address: str, node_id: str = "") -> None:
-        """Close the channels to one address, or only that to one node there."""
+        """Close the channels to one address, or only the channel to one node there."""
         names = {name for where, name in self._open if where == address}
         if node_id and names != {""}:
             names &= {node_id}
@@ -182,7 +181,7 @@ class Channels:
             self._names.pop(address, None)
         for name in names:
             self._used_mono.pop((address, name), None)
-            # Another discard may have come first while this one waited.
+            # Another discard may have closed it while this one waited.
             if (held := self._open.pop((address, name), None)) is not None:
                 await _close(held, None)
 
@@ -247,7 +246,7 @@ def sync_channel(
     tls: TlsMaterial | None = None,
     server_name: str = "",
 ) -> grpc.Channel:
-    """Open a blocking channel, for threads that own no event loop; with `tls` it is mutual TLS."""
+    """Open a blocking channel, for threads without an event loop; with `tls` it is mutual TLS."""
     options = (keepalive or Keepalive()).client_options() + message_options()
     if tls is None:
         return grpc.insecure_channel(address, options=options)

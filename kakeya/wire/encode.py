@@ -1,4 +1,4 @@
-"""Messages and metadata of what a caller of our Python interfaces gave."""
+"""Messages and metadata from the arguments that a program gives to our Python interfaces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made", bound=Message)
 
 METADATA_CHARACTERS = 1024
-"""A call whose metadata is over 8 KiB in all may be refused by whoever answers it."""
+"""Servers may refuse a call whose metadata is over 8 KiB in all."""
 _WORDS = {
     FieldDescriptor.TYPE_BOOL: "true or false",
     FieldDescriptor.TYPE_FLOAT: "a number",
@@ -28,8 +28,8 @@ _WORDS = {
 def fitted(kind: Callable[_Given, _Made], *args: _Given.args, **fields: _Given.kwargs) -> _Made:
     """Make a message of these fields.
 
-    Raises InvalidArgument that names the field, its value and what it holds: protobuf names
-    no field.
+    Raises InvalidArgument with the field, its value and its type: an error of protobuf names no
+    field.
     """
     try:
         return kind(*args, **fields)
@@ -42,9 +42,9 @@ def fitted(kind: Callable[_Given, _Made], *args: _Given.args, **fields: _Given.k
 
 
 def in_metadata(name: str, text: str) -> str:
-    """Return a text that metadata carries.
+    """Return the text if metadata can carry it.
 
-    Raises InvalidArgument for another, of which gRPC says "Invalid metadata" and no more.
+    Raises InvalidArgument if not; the error of gRPC says only "Invalid metadata".
     """
     if not (text.isascii() and text.isprintable()):
         raise InvalidArgument(

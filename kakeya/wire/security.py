@@ -1,7 +1,7 @@
-"""What a connection between machines is secured with, and who is at its other end.
+"""Keys of a connection between machines, and the identity of its other end.
 
-Values and seams only: `fleet/identity.py` makes the keys, `wire/channels.py` and the listeners
-use them, `wire/authorization.py` asks who calls.
+Values and seams only: `fleet/identity` makes the keys, `wire/channels.py` and the listeners use
+them, `wire/server/authorization.py` finds the caller.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 CLIENT_NAME = "x-kakeya-client"
-"""The metadata or header in which a caller without a certificate says who it is."""
+"""The metadata key or header in which a caller without a certificate states its id."""
 
 
 class CertRole(StrEnum):
-    """What a certificate allows its holder."""
+    """The role in a certificate, which decides the methods that its holder may call."""
 
     MEMBER = "member"
     CLIENT = "client"
@@ -24,7 +24,7 @@ class CertRole(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsMaterial:
-    """PEM texts: the own private key, the own certificate, the authority that peers must show."""
+    """PEM texts: the own private key and certificate, and the authority that peers must show."""
 
     key: bytes
     certificate: bytes
@@ -32,7 +32,7 @@ class TlsMaterial:
 
 
 class Certified(NamedTuple):
-    """Whom a certificate names, and when it runs out (wall seconds)."""
+    """The node and role in a certificate, and the time when it expires (wall seconds)."""
 
     node_id: str
     role: CertRole
@@ -41,10 +41,11 @@ class Certified(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who calls a service. `role` None = a process on this machine, over loopback or a socket; in
-    a fleet without identities anybody. `node_id` is then "".
+    """The caller of a method.
 
-    `address` is the IP and port that the call came from, `ipv4:10.0.0.5:50123` as gRPC writes it.
+    `role` None = a process on this machine, over loopback or a socket, or any caller in a fleet
+    without identities; `node_id` is then "". `address` is the caller's IP and port as gRPC writes
+    it: `ipv4:10.0.0.5:50123`.
     """
 
     node_id: str
@@ -53,12 +54,12 @@ class Caller:
 
 
 class ChannelSecurity(Protocol):
-    """How channels to other machines are opened; loopback and unix sockets are always plain."""
+    """The keys for channels to other machines; loopback and unix sockets are always plain."""
 
     def material(self) -> TlsMaterial:
-        """The own key and certificate as of now; a renewal changes it."""
+        """Return the current key and certificate; a renewal changes them."""
         ...
 
     def server_name(self, address: str) -> str:
-        """The name that the certificate at an address must carry: a node id, or any member's."""
+        """Return the name that a certificate must carry: a node id, or the name of all members."""
         ...

@@ -45,7 +45,7 @@ ERROR_BY_STATUS: dict[grpc.StatusCode, type[errors.KakeyaError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: errors.InvariantBroken,
 }
 STATUS_BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
-"""For statuses that travel in messages."""
+"""Status codes by number, for statuses inside messages."""
 _FINER: tuple[type[errors.KakeyaError], ...] = (
     errors.Unsupported,
     errors.PlacementError,
@@ -57,11 +57,11 @@ _FINER: tuple[type[errors.KakeyaError], ...] = (
 )
 _NAMED = {kind.code: kind for kind in (*STATUS_BY_ERROR.keys(), *_FINER)}
 _LONGEST_WAIT_S = 3600.0
-"""What a peer may have its callers wait for, whatever it says."""
+"""The longest wait that a peer's error may ask of its caller."""
 
 
 def status_of(error: errors.KakeyaError) -> grpc.StatusCode:
-    """The status of the nearest ancestor that the table names; INTERNAL without one."""
+    """Return the status of the nearest ancestor in the table; INTERNAL without one."""
     return _status_of_kind(type(error))
 
 
@@ -73,15 +73,15 @@ def _status_of_kind(kind: type[errors.KakeyaError]) -> grpc.StatusCode:
 
 
 def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.KakeyaError:
-    """Our error for a failed call to `peer`, with the peer's own words in it.
+    """Make the error for a failed call to `peer`, with the peer's own words.
 
-    A node of ours names the very error, which counts where the call's status agrees with it.
+    A Kakeya node names the exact error; the name counts if the status of the call agrees with it.
     """
     return error_from_status(*rpc_status(error), peer)
 
 
 def rpc_status(error: grpc.RpcError) -> tuple[grpc.StatusCode | None, str, Mapping[str, str]]:
-    """What a failed call ended with: status, details, metadata."""
+    """Return the status, details and metadata of a failed call."""
     code = error.code() if callable(getattr(error, "code", None)) else None
     details = error.details() if callable(getattr(error, "details", None)) else str(error)
     return code, details or "", _metadata(error)
@@ -90,7 +90,7 @@ def rpc_status(error: grpc.RpcError) -> tuple[grpc.StatusCode | None, str, Mappi
 def error_from_status(
     code: grpc.StatusCode | None, details: str, said: Mapping[str, str], peer: str
 ) -> errors.KakeyaError:
-    """Our error for a status that came from `peer`; `said` is the metadata that came with it."""
+    """Make the error for a status from `peer`; `said` is the metadata of the same call."""
     words = f"{peer}: {details or code}"
     kind = ERROR_BY_STATUS.get(code, errors.PeerError) if code else errors.PeerError
     named = _NAMED.get(said.get("kakeya-error", ""), kind)
@@ -115,12 +115,12 @@ def _seconds(text: str) -> float | None:
 
 
 def metadata_of(error: errors.KakeyaError) -> tuple[tuple[str, str], ...]:
-    """What goes beside the status of an error of ours."""
+    """Return the metadata that goes with the status of an error."""
     if error.retry_after_s is None:
         return (("kakeya-error", error.code),)
     return (("kakeya-error", error.code), ("retry-after", f"{error.retry_after_s:.0f}"))
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.KakeyaError) -> None:
-    """End a server call with our error's status and sentence. Never returns."""
+    """End a server call with the status and the sentence of an error. Never returns."""
     await context.abort(status_of(error), error.message, trailing_metadata=metadata_of(error))

@@ -1,7 +1,7 @@
-"""gRPC credentials from PEM texts, the files that hold them, and the name any member answers to.
+"""gRPC credentials from PEM texts, the files of an identity, and the name of all members.
 
-Both ends show a certificate of the fleet's authority. Servers take their certificate anew at each
-handshake and readers of the files notice a change, so a renewal needs no restart.
+Both ends show a certificate of the fleet's authority. A server reads its certificate at each
+handshake and a reader of the files notices a change, so that a renewal needs no restart.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Stamp = tuple[tuple[int, int, int], ...]
 
 
 def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:
-    """What a channel shows, and the only authority it believes."""
+    """Make the credentials of a channel: its certificate, and the only authority it trusts."""
     return grpc.ssl_channel_credentials(
         root_certificates=material.authority,
         private_key=material.key,
@@ -30,9 +30,9 @@ def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:
 
 
 def server_credentials(material: Callable[[], TlsMaterial]) -> grpc.ServerCredentials:
-    """What a listener shows; callers without a certificate of the authority end in the handshake.
+    """Make the credentials of a listener; the handshake refuses a caller without a certificate.
 
-    `material` is asked at each new connection, on a thread of gRPC.
+    `material` is called at each new connection, on a thread of gRPC.
     """
     shown = material()
 
@@ -57,7 +57,7 @@ def _server_configuration(material: TlsMaterial) -> grpc.ServerCertificateConfig
 
 
 class MaterialFolder:
-    """The TLS files of an identity folder, read again whenever one of them has changed."""
+    """The TLS files of an identity folder, read again when one of them has changed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -65,7 +65,7 @@ class MaterialFolder:
         self._read: TlsMaterial | None = None
 
     def current(self) -> TlsMaterial | None:
-        """The material as of now; None without an identity. Raises ConfigError naming a file."""
+        """Return the current keys; None without an identity. Raises ConfigError naming a file."""
         stamp = self._look()
         if stamp != self._stamp:
             self._read = self._load() if stamp else None
@@ -73,7 +73,7 @@ class MaterialFolder:
         return self._read
 
     def _look(self) -> _Stamp:
-        """What tells one state of the files from the next; () when there is no identity at all."""
+        """Return marks that change when a file does; () without an identity."""
         found = []
         for name in _FILES:
             try:
@@ -103,10 +103,10 @@ def _unreadable(path: Path, problem: OSError) -> ConfigError:
 
 
 class FolderSecurity:
-    """How a program that is no node opens channels: with the keys of a folder (`kakeya join`).
+    """Keys from a folder (`kakeya join`), for a program that is not a node.
 
-    `server_name` "" = any member of the fleet may answer, else the node id that must. Files are
-    read by `refresh` alone, which an event loop calls in a thread.
+    `server_name` is the id of the node that must answer; "" = any member of the fleet. Only
+    `refresh` reads files, and an event loop calls it in a thread.
     """
 
     def __init__(self, folder: Path, server_name: str = "") -> None:
@@ -117,7 +117,7 @@ class FolderSecurity:
         self._server_name = server_name
 
     def refresh(self) -> None:
-        """Read the keys, if they have changed. Raises ConfigError when there are none."""
+        """Read the keys if they have changed. Raises ConfigError without keys."""
         material = self._files.current()
         if material is None:
             raise ConfigError(
@@ -128,35 +128,35 @@ class FolderSecurity:
             self._material = material
 
     def material(self) -> TlsMaterial:
-        """The keys as of the last `refresh`."""
+        """Return the keys as of the last `refresh`."""
         if self._material is None:
             raise ConfigError(f"the keys in {self._folder} have not been read yet")
         return self._material
 
     def server_name(self, address: str) -> str:
-        """The name that a certificate must carry, wherever it is."""
+        """Return the name that a certificate must carry, at any address."""
         return self._server_name
 
 
 def fleet_of(authority: bytes) -> str:
-    """The name of the fleet with this authority, a certificate in PEM. Raises ConfigError."""
-    # Here, because plain processes that import this module need no X.509.
+    """Return the name of the fleet of an authority, given in PEM. Raises ConfigError."""
+    # Imported here: plain processes that import this module need no X.509.
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
     try:
         key = x509.load_pem_x509_certificate(authority).public_key()
     except ValueError as problem:
-        raise ConfigError(f"the fleet's authority is no PEM certificate: {problem}") from problem
+        raise ConfigError(f"the fleet's authority is not a PEM certificate: {problem}") from problem
     spki = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     return fleet_name(hashlib.sha256(spki).digest())
 
 
 def fleet_name(authority_hash: bytes) -> str:
-    """The name of the fleet whose authority's public key has this SHA-256; 16 hex digits."""
+    """Return the name of a fleet, 16 hex digits, from the SHA-256 of its authority's public key."""
     return authority_hash[:8].hex()
 
 
 def any_member(fleet: str) -> str:
-    """The name that every member's certificate carries, for first contact with an address."""
+    """Return the name in every member's certificate, for the first contact with an address."""
     return f"member.{fleet}.kakeya"

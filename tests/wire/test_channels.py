@@ -216,7 +216,7 @@ def test_the_fleet_is_named_alike_by_programs_and_by_nodes() -> None:
     assert fleet_of(fleet.pem) == fleet.founder.fleet
     security = FolderSecurity(Path("nowhere"), "a name")
     assert security.server_name("10.0.0.1:1") == "a name"
-    with pytest.raises(ConfigError, match="no PEM certificate"):
+    with pytest.raises(ConfigError, match="not a PEM certificate"):
         fleet_of(b"nonsense")
 
 

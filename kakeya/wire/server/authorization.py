@@ -1,13 +1,13 @@
-"""Who calls, and whether they may: asked for every call before its handler, deny by default.
+"""Find the caller of each call and decide, before its handler runs, whether it may; default: no.
 
-    unix socket   whoever may open the file                                 Caller.role None
-    loopback      a process on this machine                                 Caller.role None
-    mutual TLS    the holder of a certificate of this fleet, its role       Caller.role
-    open          anybody, in a fleet without identities (--insecure-lan)   Caller.role None
+    unix socket   a process that may open the file                            Caller.role None
+    loopback      a process on this machine                                   Caller.role None
+    mutual TLS    the holder of a certificate of this fleet, its role         Caller.role
+    open          any caller, in a fleet without identities (--insecure-lan)  Caller.role None
 
-A listener has one `CallGuard`, which knows where its calls come from. A request is parsed only
-after its caller was let in, and bytes that are no message end as INVALID_ARGUMENT, not as a
-Python error.
+A listener has one `CallGuard`, which knows the origin of its calls. A request is parsed only after
+its caller was admitted, and bytes that are not a message end as INVALID_ARGUMENT, not as a Python
+error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
 class Origin(StrEnum):
-    """Where the calls of a listener come from; the words finish "from ..."."""
+    """The origin of the calls of a listener; each value completes "from ..."."""
 
     SOCKET = "a socket of this node"
     LOOPBACK = "this machine"
@@ -45,23 +45,23 @@ class Origin(StrEnum):
 
 
 class CallerTrust(Protocol):
-    """What a fleet knows of those who hold its certificates."""
+    """A fleet's knowledge of the holders of its certificates."""
 
     def caller_of(self, certificate: bytes) -> Certified | None:
-        """Whom a certificate (PEM) names that the handshake has verified."""
+        """Return the holder of a certificate (PEM) that the handshake has verified."""
         ...
 
     def is_revoked(self, node_id: str) -> bool:
-        """Whether the fleet has taken this node out."""
+        """Whether the fleet has revoked this node."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Permission:
-    """Who may call a method, and what the calls of one caller are counted as.
+    """The callers that may call a method, and the budget that pays for their calls.
 
-    `loopback`: processes of this machine; `open`: anybody, in a fleet without identities. The
-    node's own socket may call everything.
+    `loopback`: processes of this machine; `open`: any caller, in a fleet without identities.
+    Callers on the node's own socket may call all methods.
     """
 
     roles: frozenset[CertRole]
@@ -71,19 +71,19 @@ class Permission:
 
 
 NOBODY = Permission(roles=frozenset(), loopback=False, open=False)
-"""For methods that the table does not name."""
+"""The permission of methods outside the table."""
 
 
 def current_caller() -> Caller:
-    """Who makes the call that is being handled. Raises Unauthenticated outside of a call."""
+    """Return the caller of the running call. Raises Unauthenticated outside of a call."""
     caller = _caller.get()
     if caller is None:
-        raise Unauthenticated("no call is being handled, so nobody calls")
+        raise Unauthenticated("no call is being handled, so there is no caller")
     return caller
 
 
 def calling_node() -> str:
-    """The id in the caller's certificate; "" = it has none, or no call is being handled."""
+    """Return the id in the caller's certificate; "" without one, and outside of a call."""
     caller = _caller.get()
     return caller.node_id if caller is not None else ""
 
@@ -102,12 +102,12 @@ def check(method: str, permission: Permission, origin: Origin, role: CertRole | 
     if is_allowed:
         return
     roles = " or ".join(sorted(permission.roles)) or "none"
-    who = f"a caller from {origin}" + (f" with role {role}" if role is not None else "")
-    raise Denied(f"{method} is not for {who}; the roles that may call it: {roles}")
+    caller = f"a caller from {origin}" + (f" with role {role}" if role is not None else "")
+    raise Denied(f"{method} is not for {caller}; the roles that may call it: {roles}")
 
 
 class CallGuard(grpc.aio.ServerInterceptor):
-    """Wraps every handler of one listener."""
+    """The interceptor that wraps every handler of one listener."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Called by gRPC with each call, before anything of its request is read."""
+        """Find the handler of a call; gRPC calls this before it reads the request."""
         method: str = handler_call_details.method
         handler = await continuation(handler_call_details)
         if handler is None:
@@ -149,7 +149,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         return guarded(handler, enter)
 
     async def _enter(self, method: str, context: Context) -> AbstractContextManager[object]:
-        """Let a call in or end it; the call lasts as long as the returned context is open."""
+        """Admit a call or end it; an admitted call lasts as long as the returned context."""
         turn = ExitStack()
         try:
             account, ends_at = self._authorize(method, context)
@@ -165,10 +165,10 @@ class CallGuard(grpc.aio.ServerInterceptor):
         return turn
 
     def _authorize(self, method: str, context: Context) -> tuple[str, float]:
-        """Let a caller in; return whose account pays, "" = nobody's, on this machine, and until
-        when its connection counts (wall seconds).
+        """Admit a caller; return its account, and until when its connection is good (wall seconds).
 
-        Raises Unauthenticated, Denied.
+        The account is "" for callers on this machine, which pay nothing. Raises Unauthenticated,
+        Denied.
         """
         permission = self._permissions.get(method, NOBODY)
         address = context.peer()
@@ -184,7 +184,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         return node_id or (peer or "").rpartition(":")[0], ends_at
 
     def _origin_of(self, peer: Peer | None) -> Origin:
-        """Where a call comes from: of plain listeners only loopback is this machine."""
+        """Find the origin of a call; on a plain listener only loopback is this machine."""
         if self._origin in (Origin.SOCKET, Origin.TLS):
             return self._origin
         if peer is not None and peer.startswith(("127.", "[::1]:")):
@@ -199,10 +199,10 @@ class CallGuard(grpc.aio.ServerInterceptor):
             raise Unauthenticated("this call shows no certificate; join the fleet to get one")
         known = self._trust.caller_of(certificates[0])
         if known is None:
-            raise Unauthenticated("the certificate of this call is none of this fleet's")
+            raise Unauthenticated("the certificate of this call is not from this fleet")
         if self._trust.is_revoked(known.node_id):
             raise Denied(
-                f"node {known.node_id} was taken out of this fleet; to come back, join it anew"
+                f"node {known.node_id} was removed from this fleet; to come back, join it again"
             )
         if self._clock.wall() > known.ends_at:
             raise Unauthenticated(

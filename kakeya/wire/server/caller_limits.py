@@ -1,8 +1,8 @@
-"""How much one caller may ask at once: a rate for exchanges, a number of calls, of connections.
+"""Limits for one caller: a rate of exchanges, a number of calls, a number of connections.
 
-Each caller has its own account, by identity where it has one, else by IP. Gossip has a budget of
-its own, so that a peer whose generations fill theirs is still heard. Decisions are synchronous and
-take `now`; `authorization.py` asks them for each call from another machine.
+Each caller has its own account, by identity if it has one, else by IP. Gossip has a separate
+budget, so that the gossip of a peer that runs many generations still gets through. Decisions are
+synchronous and take `now`; `authorization.py` makes one for each call from another machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kakeya.core.errors import Refused
 
 
 class Budget(StrEnum):
-    """What a call is paid from. An exchange makes the registry work, gossip only answers."""
+    """The budget that pays for a call. An exchange costs merging, other gossip only an answer."""
 
     EXCHANGE = "exchanges"
     GOSSIP = "gossip calls"
@@ -27,24 +27,24 @@ class Budget(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallerLimits:
-    """What one caller may have. A node's own round needs an exchange each 5 s or less."""
+    """The limits of one caller. An honest node needs an exchange each 5 s or less."""
 
     exchanges_per_s: float = 2.0
     exchange_burst: float = 10.0
     gossip_per_s: float = 20.0
     gossip_burst: float = 100.0
-    """Other gossip calls; a renewal costs a signature and a line in the log."""
+    """A limit of its own for renewals, since each costs a signature and a line in the log."""
     concurrent_work: int = 32
     concurrent_gossip: int = 8
     connections: int = 4
     connections_per_host: int = 64
-    """Over all callers of one IP, those that have made no call yet included."""
+    """The limit over all callers of one IP, connections without a call included."""
     callers: int = 4096
 
 
 @dataclass(slots=True)
 class TokenBucket:
-    """Lets `rate` per second through, after a rest `burst` at once."""
+    """A rate limit: `rate` calls per second, and after a rest `burst` calls at once."""
 
     rate: float
     burst: float
@@ -55,11 +55,11 @@ class TokenBucket:
         self._tokens = self.burst
 
     def take(self, now: float) -> float:
-        """Take one token; return 0, or the seconds until there is one."""
+        """Take one token and return 0, or return the seconds until a token is there."""
         rested = max(0.0, now - self._since_mono)
         self._tokens = min(self.burst, self._tokens + rested * self.rate)
         self._since_mono = now
-        # A wait that was kept exactly may leave a rounding error short of one.
+        # After exactly the told wait, rounding may leave slightly less than one token.
         if self._tokens >= 1 - 1e-9:
             self._tokens -= 1
             return 0.0
@@ -74,7 +74,7 @@ class _Account:
 
 
 class CallerAccounts:
-    """The accounts of all callers; those at rest the longest are forgotten first."""
+    """The accounts of all callers; the account that rests the longest is forgotten first."""
 
     def __init__(self, clock: Clock, limits: CallerLimits | None = None) -> None:
         self._clock = clock
@@ -86,7 +86,7 @@ class CallerAccounts:
 
     @contextmanager
     def turn(self, caller: str, budget: Budget) -> Iterator[None]:
-        """Hold one call of a caller. Raises Refused with what is exhausted and for how long."""
+        """Count one call while it runs. Raises Refused naming the exhausted limit and the wait."""
         account = self._account(caller)
         is_gossip = budget is not Budget.WORK
         limits = self._limits
@@ -124,7 +124,7 @@ class CallerAccounts:
         return account
 
     def _forget_one(self) -> None:
-        """Make room: drop the account that rested longest. One with calls under way stays."""
+        """Drop the account that rested the longest. An account with running calls stays."""
         if len(self._accounts) <= self._limits.callers:
             return
         for caller, account in self._accounts.items():

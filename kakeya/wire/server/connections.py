@@ -1,8 +1,8 @@
-"""Which connections each caller has open here, learned from its calls.
+"""The open connections of each caller, learned from its calls.
 
-gRPC tells of no connection, only of calls; which of them still are open is asked of the sockets
-(`hangup.py`), and only when it matters. A caller at its limit loses the connection that it left
-idle the longest, so a node that came back by a new path is heard.
+gRPC reports calls, not connections; the sockets of the process (`sockets.py`) tell which
+connections are still open, and are read only when a limit is reached. A caller at its limit loses
+its connection that was idle the longest, so that a node that returns by a new path is served.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kakeya.wire.server import sockets as hangup
 from kakeya.wire.server.sockets import Peer
 
 _TIDY_EVERY = 256
-"""New connections between two looks for those that have closed."""
+"""New connections between two searches for closed ones."""
 _ANSWER_S = 1.0
-"""How long a refused connection stays open, so that its caller reads why."""
+"""How long a refused connection stays open, so that its caller can read the reason."""
 
 
 def surplus(open_now: Sequence[Peer], known: Collection[Peer], limit: int) -> tuple[Peer, ...]:
-    """Which connections to close so that no host has more than `limit`: never the known ones.
+    """Choose connections to close so that no host has more than `limit`; known ones stay.
 
-    A host that opens connections and makes no call has no account to pay from; this bounds it.
+    This bounds a host that opens connections and makes no call, and so has no account.
     """
     by_host: dict[str, list[Peer]] = defaultdict(list)
     for peer in open_now:
@@ -41,14 +41,14 @@ def surplus(open_now: Sequence[Peer], known: Collection[Peer], limit: int) -> tu
 
 @dataclass(slots=True)
 class _Link:
-    """One connection: how many calls run on it, and until when its caller may use it."""
+    """One connection: the number of calls on it, and the time until which it may be used."""
 
     calls: int = 0
     ends_at: float = math.inf
 
 
 class Connections:
-    """Counts and closes; `limit` is for each caller. `hang_up` and `open_peers` reach sockets."""
+    """Counts and closes connections; `limit` is per caller. Two functions reach the sockets."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class Connections:
         self._noted = 0
 
     async def admit(self, caller: str, peer: Peer, *, ends_at: float = math.inf) -> None:
-        """Note a connection before its first call. Raises Refused for one too many.
+        """Note a connection before its first call. Raises Refused if it is one too many.
 
-        `ends_at` is when the certificate runs out that the caller showed on it (wall seconds).
+        `ends_at` is the end of the certificate that the caller showed on it (wall seconds).
         """
         known = self._held[caller].get(peer) if caller in self._held else None
         if known is not None:
-            known.ends_at = ends_at  # it may be a new connection by the port of an old one
+            known.ends_at = ends_at  # a new connection may come from the port of an old one
             return
         self._noted += 1
         is_full = len(self._held.get(caller, ())) >= self._limit
@@ -83,7 +83,7 @@ class Connections:
 
     @contextmanager
     def call(self, caller: str, peer: Peer) -> Iterator[None]:
-        """Hold one call that came over an admitted connection."""
+        """Count one call on an admitted connection while it runs."""
         held = self._held.setdefault(caller, OrderedDict())
         link = held.setdefault(peer, _Link())
         link.calls += 1
@@ -94,25 +94,25 @@ class Connections:
             link.calls -= 1
 
     def of(self, caller: str) -> tuple[Peer, ...]:
-        """The connections that a caller was last known to have, least recently used first."""
+        """List the last known connections of a caller, the least recently used first."""
         return tuple(self._held.get(caller, ()))
 
     def callers(self) -> tuple[str, ...]:
-        """Everyone who was last known to have a connection."""
+        """List the callers that were last known to have a connection."""
         return tuple(self._held)
 
     def known(self) -> frozenset[Peer]:
-        """Every connection over which a call came."""
+        """List the connections that carried a call."""
         return frozenset(peer for held in self._held.values() for peer in held)
 
     def drop(self, caller: str) -> int:
-        """Close all connections of a caller, whatever runs on them; return how many."""
+        """Close all connections of a caller with their calls; return their number."""
         held = self._held.pop(caller, OrderedDict())
         self._close(tuple(held))
         return len(held)
 
     def drop_ended(self, now: float) -> int:
-        """Close the connections whose certificates have run out; return how many."""
+        """Close the connections whose certificates have expired; return their number."""
         gone = [
             (caller, peer)
             for caller, held in self._held.items()
@@ -138,7 +138,7 @@ class Connections:
         self._close((idle,))
 
     def _close(self, peers: Collection[Peer]) -> None:
-        """Begin to hang up; in a thread, since it looks through all files of the process."""
+        """Begin to close, in a thread, since that walks through all open files of the process."""
         if peers:
             asyncio.get_running_loop().run_in_executor(None, self._hang_up, peers)
 

@@ -1,9 +1,9 @@
-"""gRPC method handlers behind a gate: the gate is asked first, then the request is parsed.
+"""gRPC method handlers behind a gate: the gate decides first, then the request is parsed.
 
-A refused caller thus costs no parsing, and bytes that are no message end as INVALID_ARGUMENT
-instead of a Python error. Each wrapped handler is of the kind that it wraps (a coroutine that
-writes, a generator that yields), so that a cancelled call still ends the very frame that works.
-What streams both ways is written.
+A refused call thus costs no parsing, and bytes that are not a message end as INVALID_ARGUMENT
+instead of a Python error. Each wrapper has the kind of the handler that it wraps (a coroutine that
+writes, a generator that yields), so that a cancelled call ends the frame that does the work.
+Handlers that stream both ways write their answers.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kakeya.wire.status import abort
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Gate = Callable[[Context], Awaitable[AbstractContextManager[object]]]
-"""Ends a call, or returns what is held open as long as it lasts."""
+"""Ends a call, or returns a context that is held open as long as the call lasts."""
 
 
 def guarded(handler: Handler, gate: Gate) -> Handler:
-    """The same handler behind a gate."""
+    """Put a handler behind a gate."""
     if handler.request_streaming:
         return _streamed(handler, gate)
     if handler.response_streaming:
         return _streaming(handler, gate)
-    answer: Any = handler.unary_unary  # the stubs know only of handlers that block
+    answer: Any = handler.unary_unary  # the stubs only know handlers that block
     parse = _parser(handler)
 
     async def unary(request: bytes, context: Context) -> object:
@@ -65,7 +65,7 @@ def _streaming(handler: Handler, gate: Gate) -> Handler:
 
 
 def _streamed(handler: Handler, gate: Gate) -> Handler:
-    """Requests that stream are parsed by gRPC, one by one, as the handler asks for them."""
+    """Wrap a handler of streamed requests, which gRPC parses one by one for the handler."""
     work: Any = handler.stream_stream if handler.response_streaming else handler.stream_unary
 
     async def collected(requests: AsyncIterator[object], context: Context) -> object:
@@ -94,7 +94,7 @@ def _parser(handler: Handler) -> Callable[[bytes, Context], Awaitable[object]]:
         try:
             return deserialize(request)
         except Exception:  # noqa: BLE001 - what protobuf raises differs between its builds
-            wrong = InvalidArgument(f"the {len(request)} bytes of the request are no message")
+            wrong = InvalidArgument(f"the {len(request)} bytes of the request are not a message")
         await abort(context, wrong)
         raise wrong
 

@@ -1,11 +1,11 @@
-"""grpc.health.v1 for a node: what each service is, and why none is served at the moment.
+"""grpc.health.v1 for a node: the state of each service, and the reason if none is served.
 
-A *hold* is a reason for which the whole node does not serve, whatever its services are: its loop
-was stuck, its name is taken. While there is one, every service and "" answer NOT_SERVING. All
-methods take effect at once, before a call that is answered after them, and watchers are told.
+A *hold* is a reason why the whole node does not serve: its event loop was stuck, or another node
+has its id. During a hold, every service and "" answer NOT_SERVING. All methods take effect at
+once, for every call that is answered after them, and watchers are told.
 
-Nothing on a stuck loop can answer. A caller sees its own deadline then, and NOT_SERVING from the
-first answer afterwards on: `LoopWatchdog` puts its hold in front of the calls that piled up.
+A stuck event loop answers no call; a caller then sees its own deadline. The first answers after
+that are NOT_SERVING: `LoopWatchdog` sets its hold before the waiting calls are handled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class NodeHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # it has no types
-    """The servicer; used on the event loop only."""
+    """The gRPC servicer; used on the event loop only."""
 
     def __init__(self) -> None:
         self._serves = {"": True}
@@ -33,17 +33,17 @@ class NodeHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # it has
         self._changed = asyncio.Event()
 
     def set(self, service: str, *, serves: bool) -> None:
-        """Say what a service is; "" is the node as a whole."""
+        """Set the state of a service; "" is the node as a whole."""
         self._serves[service] = serves
         self._tell()
 
     def hold(self, cause: str, reason: str) -> None:
-        """Serve nothing until this cause is released; `reason` is a sentence for people."""
+        """Serve nothing until this cause is released; `reason` is a sentence for the owner."""
         self._holds[cause] = reason
         self._tell()
 
     def release(self, cause: str) -> None:
-        """Take a hold back; one that is not there is fine."""
+        """Take a hold back; an unknown cause is ignored."""
         self._holds.pop(cause, None)
         self._tell()
 
@@ -53,11 +53,11 @@ class NodeHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # it has
         self.hold("stopping", "the node is stopping")
 
     def reason(self) -> str:
-        """Why the node serves nothing, in a sentence; "" while it serves."""
+        """The reason why the node serves nothing; "" while it serves."""
         return "; ".join(self._holds.values())
 
     def status(self, service: str) -> int | None:
-        """What is answered for a service; None for an unknown one."""
+        """Return the state of a service; None for an unknown one."""
         if service not in self._serves:
             return None
         if self._serves[service] and not self._holds:
@@ -67,7 +67,7 @@ class NodeHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # it has
     async def Check(
         self, request: pb.HealthCheckRequest, context: _Context
     ) -> pb.HealthCheckResponse:
-        """Answer what a service is now."""
+        """Answer the current state of a service."""
         status = self.status(request.service)
         if status is None:
             await context.abort(
@@ -76,7 +76,7 @@ class NodeHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # it has
         return pb.HealthCheckResponse(status=status)
 
     async def Watch(self, request: pb.HealthCheckRequest, context: _Context) -> None:
-        """Tell what a service is, and each change of it; ends when the node stops."""
+        """Stream the state of a service at each change; ends when the node stops."""
         told = None
         while True:
             changed, is_last = self._changed, self._is_draining

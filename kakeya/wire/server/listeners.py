@@ -1,11 +1,12 @@
-"""Where a node answers gRPC: one server per address, all with the same services.
+"""The gRPC servers of a node: one per address, all with the same services.
 
-    loopback, unix    plain; whoever can reach it is this machine
+    loopback, unix    plain; only this machine can reach them
     other addresses   mutual TLS, or plain in a fleet without identities
                       (`--insecure-lan`); strangers get little time, few streams, short headers
 
-Addresses come and go while the node runs, as cables do. A renewed certificate is shown at the next
-handshake; connections are closed under a node that was revoked or whose certificate ran out.
+Addresses come and go while the node runs, as cables do. A renewed certificate is used from the
+next handshake on; the connections of a node that was revoked, or whose certificate expired, are
+closed.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ _log = logging.getLogger(__name__)
 _NETWORK = (Origin.TLS, Origin.OPEN)
 _LOOK_EVERY_S = 2.0
 Register = Callable[[grpc.aio.Server], None]
-"""Adds the node's services to a server that has not started; called once for each."""
+"""Adds the node's services to a server before it starts; called once for each server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkLimits:
-    """What a connection from another machine may take, before and after its handshake."""
+    """Limits of a connection from another machine, before and after its handshake."""
 
     handshake_s: float = 5.0
     idle_s: float = IDLE_S
-    """Without a call; an honest peer comes back by itself."""
+    """The time without a call; an honest peer connects again by itself."""
     streams: int = 32
     metadata_bytes: int = 8 * KIB
 
     def options(self) -> tuple[Option, ...]:
-        """Options of a server that strangers can reach."""
+        """Make the options of a server that unknown machines can reach."""
         return (
             ("grpc.server_handshake_timeout_ms", int(self.handshake_s * 1000)),
             ("grpc.max_connection_idle_ms", int(self.idle_s * 1000)),
@@ -70,8 +71,8 @@ class _Listener:
 class Listeners:
     """The servers of a node by address. Ports are bound by `open_*`, calls answered from `start`.
 
-    `material` and `trust` belong to a fleet with identities; without them nothing can be opened
-    with TLS. The limits of a caller count over all listeners together.
+    `material` and `trust` belong to a fleet with identities; without them no address can use TLS.
+    The limits of a caller hold over all listeners together.
     """
 
     def __init__(
@@ -102,13 +103,13 @@ class Listeners:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where the node listens, in the order they were opened; ports as they were bound."""
+        """The addresses of the node in the order of opening, with their bound ports."""
         return tuple(self._open)
 
     async def open_plain(self, address: str, *, flag: str) -> str:
         """Listen without encryption on HOST:PORT or unix:PATH; return the address with its port.
 
-        Raises ConfigError naming `flag` when that cannot be.
+        Raises ConfigError naming `flag` when the address cannot be used.
         """
         if address.startswith("unix:"):
             origin = Origin.SOCKET
@@ -131,41 +132,43 @@ class Listeners:
         )
 
     async def start(self) -> None:
-        """Answer on every open address, and from now on on each that is opened."""
+        """Answer on every open address, and on each address that is opened later."""
         self._is_started = True
         for listener in list(self._open.values()):
             await self._start(listener.server)
 
     async def close(self, address: str, grace_s: float | None = None) -> None:
-        """Stop listening on one address; calls that run there may go on for `grace_s`."""
+        """Stop listening on one address; running calls may go on for `grace_s`."""
         listener = self._open.pop(address, None)
         if listener is not None:
             await listener.server.stop(grace_s)
 
     async def stop(self, grace_s: float | None) -> None:
-        """Refuse new calls everywhere at once; calls that run may go on for `grace_s`."""
+        """Refuse new calls on all addresses at once; running calls may go on for `grace_s`."""
         listeners = list(self._open.values())
         self._open.clear()
         await asyncio.gather(*(listener.server.stop(grace_s) for listener in listeners))
 
     def drop_revoked(self) -> int:
-        """Begin to close the connections of callers that the fleet has taken out; how many."""
+        """Begin to close the connections of revoked callers; return their number."""
         if self._trust is None:
             return 0
         gone = [caller for caller in self._connections.callers() if self._trust.is_revoked(caller)]
         return sum(self._connections.drop(caller) for caller in gone)
 
     def drop_expired(self) -> int:
-        """Begin to close the connections whose callers' certificates have run out; how many."""
+        """Begin to close connections with expired certificates; return their number."""
         return self._connections.drop_ended(self._clock.wall())
 
     async def watch(self) -> None:
-        """Close what has lost its right to be open, and keep any one host from taking all the
-        files that this process may open; never returns."""
+        """Close connections of revoked and expired certificates, and bound those of each host.
+
+        The bound keeps one host from using up the open files of the process. Never returns.
+        """
         while True:
             await self._clock.sleep(_LOOK_EVERY_S)
             if ended := self.drop_expired():
-                words = "closed connections whose certificates ran out"
+                words = "closed connections with expired certificates"
                 event(_log, words, level=logging.WARNING, closed=ended)
             ports = {
                 split_address(address)[1]
@@ -180,7 +183,7 @@ class Listeners:
                 closed = await asyncio.to_thread(hang_up, frozenset(too_many))
                 event(
                     _log,
-                    "closed connections of hosts that hold too many",
+                    "closed connections of hosts with too many",
                     level=logging.WARNING,
                     closed=closed,
                     first=too_many[0],
@@ -223,7 +226,7 @@ def _bind(address: str, bind: Callable[[str], int], flag: str) -> str:
         port = bind(address)
     except RuntimeError:
         if not address.startswith("unix:"):
-            # gRPC does not say why; the same attempt by hand does.
+            # gRPC does not tell the reason; a plain socket does.
             listen(flag, address).close()
         raise unusable(flag, address, "gRPC cannot listen there") from None
     if address.startswith("unix:"):

@@ -1,7 +1,7 @@
-"""Who may call what: every method of every service that a node of the fleet can meet.
+"""The permissions of every method of every service of a node, an engine and a join server.
 
-A method that is not here is for nobody. Members are the nodes, clients send prompts, admins are
-people who run the fleet; admins may do everything but speak for a node in gossip.
+No caller may call a method outside the table. Members are the nodes, clients send prompts, admins
+run the fleet; an admin may call everything but the methods by which a node gossips.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _GOSSIP = Permission(roles=_FLEET, budget=Budget.GOSSIP)
 _MEMBERS = Permission(roles=_FLEET)
 _RUNTIME = Permission(roles=_USERS)
 _HEALTH = Permission(roles=_ALL)
-# Minting invites is no business of other processes and users of this machine: they lack the
-# owner's key, and cannot open the socket in the data directory.
+# Only the owner may mint invites: other users of this machine lack the owner's key, and cannot
+# open the socket in the data directory.
 _CONTROL = Permission(roles=frozenset({CertRole.ADMIN}), loopback=False, open=False)
 
 _SERVICES: Mapping[str, Mapping[str, Permission]] = {
@@ -73,7 +73,7 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "ListAdapters": _CONTROL,
         "RemoveAdapter": _CONTROL,
     },
-    # Served on a port of its own while an invite lives, to those who have no certificate yet.
+    # Served on a port of its own while an invite is valid, to machines without a certificate.
     "kakeya.v1.JoinService": {"Join": NOBODY},
     # Served by engine children on their own sockets.
     "kakeya.v1.EngineService": {

@@ -1,4 +1,4 @@
-"""Listening sockets, and the one sentence for an address that cannot be listened on."""
+"""Listening sockets, and the sentence for an address that cannot be used."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def listen(flag: str, address: str) -> socket.socket:
 
 
 def unusable(flag: str, address: str, reason: str) -> ConfigError:
-    """The one sentence for an address that cannot be listened on."""
+    """Make the error for an address that cannot be used."""
     return ConfigError(
-        f"{flag} {address} cannot be used: {reason}; "
-        "stop what listens there, or give another address (port 0 lets the system choose)"
+        f"{flag} {address} cannot be used: {reason}; stop the program that listens there, "
+        "or give another address (port 0 lets the system choose)"
     )

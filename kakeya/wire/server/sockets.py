@@ -1,8 +1,8 @@
-"""Closes open TCP connections of this process from underneath: gRPC has no call for it.
+"""Close open TCP connections of this process by their sockets: gRPC has no call for it.
 
-A revoked node must lose what it has open, not only what it would open next. The sockets belong to
-gRPC; a duplicate of the descriptor reaches the same connection, and shutting that down ends it for
-both. Needs no root; `/dev/fd` lists the descriptors on Linux and macOS.
+A revoked node must lose its open connections, not only the right to new ones. The sockets belong
+to gRPC; a duplicate of the descriptor reaches the same connection, and shutting it down ends the
+connection for both. Needs no root; `/dev/fd` lists the descriptors on Linux and macOS.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def peer_of(grpc_peer: str) -> Peer | None:
-    """Read what `context.peer()` says, `ipv4:10.0.0.5:50123`; None for a unix socket."""
+    """Parse the text of `context.peer()`, `ipv4:10.0.0.5:50123`; None for a unix socket."""
     kind, _, rest = grpc_peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return None
@@ -30,14 +30,14 @@ def peer_of(grpc_peer: str) -> Peer | None:
 
 
 def open_peers() -> frozenset[Peer]:
-    """The other ends of all TCP connections that this process has open."""
+    """List the other ends of all open TCP connections of this process."""
     found: set[Peer] = set()
     _visit(lambda _, peer: found.add(peer))
     return frozenset(found)
 
 
 def accepted(ports: Collection[int]) -> tuple[Peer, ...]:
-    """The other ends of the connections to these ports of this process."""
+    """List the other ends of the connections to these ports of this process."""
     found: list[Peer] = []
 
     def keep(connection: socket.socket, peer: Peer) -> None:
@@ -49,7 +49,7 @@ def accepted(ports: Collection[int]) -> tuple[Peer, ...]:
 
 
 def hang_up(peers: Collection[Peer]) -> int:
-    """Close every connection to these ends; return how many there were."""
+    """Close every connection to these ends; return their number."""
     closed = 0
 
     def close(connection: socket.socket, peer: Peer) -> None:
@@ -67,11 +67,11 @@ def _visit(act: Callable[[socket.socket, Peer], None]) -> None:
     """Call `act` with each connected TCP socket of this process."""
     for name in os.listdir("/dev/fd"):  # noqa: PTH208 - names, not paths
         try:
-            # Files are left alone: closing any copy of one ends the locks that this process has
+            # Files are skipped: closing any copy of one ends the locks that this process has
             # on it, and SQLite's would be among them.
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
-            # Our own copy: whatever gRPC closes meanwhile, its number cannot become another file.
+            # A duplicate: if gRPC closes its own meanwhile, the number cannot become another file.
             copy = os.dup(int(name))
         except OSError:
             continue

@@ -215,7 +215,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
     whole = (write_adapter(tmp_path, small(), rank=2) / WEIGHTS_FILE).read_bytes()
     for length in range(len(whole)):
         (tmp_path / WEIGHTS_FILE).write_bytes(whole[:length])
-        with pytest.raises(InvalidArgument, match="damaged or no safetensors"):
+        with pytest.raises(InvalidArgument, match="damaged or not a safetensors"):
             pack(tmp_path)
 
 

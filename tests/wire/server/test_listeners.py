@@ -188,7 +188,7 @@ async def test_a_revoked_caller_loses_what_it_has_open() -> None:
         assert time.monotonic() - revoked_mono < 5
         refused = channel.unary_stream(generate)(b"", timeout=10)
         assert await ended(refused) is DENIED
-        assert "taken out of this fleet" in await refused.details()
+        assert "removed from this fleet" in await refused.details()
         await bystander.read()
         bystander.cancel()
     await listeners.stop(None)
@@ -309,7 +309,7 @@ async def test_bytes_that_are_no_message_are_the_callers_mistake() -> None:
             stream = channel.unary_stream(f"/kakeya.v1.RuntimeService/{method}")
             wrong = stream(b"\xff\xff\xff", timeout=10)
             assert await ended(wrong) is grpc.StatusCode.INVALID_ARGUMENT
-            assert await wrong.details() == "the 3 bytes of the request are no message"
+            assert await wrong.details() == "the 3 bytes of the request are not a message"
     await listeners.stop(None)
 
 
