@@ -13,8 +13,12 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
+import httpx
+import mlx.core as mx
+import mlx_lm
 import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -102,6 +106,41 @@ async def test_every_way_to_draft_gives_the_plain_tokens(
         assert await generate(verifier, policy, temperature=temperature) == plain, policy
     if temperature:
         assert await generate(verifier, "off", temperature=temperature, seed=8) != plain
+
+
+MODEL = Path(__file__).parents[2] / "kakeya" / "models" / VERIFIER
+PROMPTS = ("Once upon a time", "import os\n\n\nclass Queue:", "def add(a, b):\n    return", "x")
+
+
+async def test_answers_over_http_are_those_of_mlx_lm(verifier: NodeProcess) -> None:
+    """Greedy ones, drafted or not, as mlx-lm's own model gives them in float32."""
+    network, tokenizer = mlx_lm.load(str(MODEL))
+    network.set_dtype(mx.float32)
+
+    def expected(prompt: list[int]) -> str:
+        """mlx-lm's own text of an answer begins without the space that the answer begins with."""
+        stream = mlx_lm.stream_generate(network, tokenizer, prompt, max_tokens=64)
+        tokens = [step.token for step in stream]
+        before, after = tokenizer.decode(prompt), tokenizer.decode(prompt + tokens)
+        return after.removeprefix(before).partition("<|")[0]
+
+    for text in PROMPTS:
+        turn = [{"role": "user", "content": text}]
+        continued = expected(tokenizer.encode(text))
+        answered = expected(tokenizer.apply_chat_template(turn, add_generation_prompt=True))
+        for policy in ("auto", "ngram", "off"):
+            asked = {"model": VERIFIER, "max_tokens": 64, "temperature": 0, "draft_policy": policy}
+            said = await post(verifier, "/v1/completions", {**asked, "prompt": text})
+            assert said["choices"][0]["text"] == continued, policy
+            said = await post(verifier, "/v1/chat/completions", {**asked, "messages": turn})
+            assert said["choices"][0]["message"]["content"] == answered, policy
+
+
+async def post(node: NodeProcess, path: str, body: dict[str, object]) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=f"http://{node.http}", timeout=60) as client:
+        reply = await client.post(path, json=body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
 
 
 async def test_what_cannot_be_meant_has_the_right_status(verifier: NodeProcess) -> None:
