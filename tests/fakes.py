@@ -7,8 +7,19 @@ import contextlib
 import heapq
 import time
 from itertools import count
+from typing import Any
 
 _GRACES = 3
+
+
+async def set_by(task: asyncio.Future[Any], event: asyncio.Event) -> None:
+    """Wait until a task has set an event; a task that ends without it raises here."""
+    seen = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((task, seen), return_when=asyncio.FIRST_COMPLETED)
+        assert event.is_set(), f"{task.result()!r} came before the event"
+    finally:
+        seen.cancel()
 
 
 class FakeClock:

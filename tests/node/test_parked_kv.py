@@ -16,6 +16,7 @@ import pytest_asyncio
 from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.generation.frames import Tokens
 from kakeya.generation.request import DecodeRequest, GenerationPriority
+from tests.fakes import set_by
 from tests.prefix.world import Answer, Node, ask, node, take, text
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -65,7 +66,7 @@ class Batch:
 
     async def until_parked(self, seed: int) -> asyncio.Task[Answer]:
         """Have an urgent one take its place and its room."""
-        await self._has_spoken.wait()
+        await set_by(self.task, self._has_spoken)
         prompt = text(seed, URGENT)
         urgent = asyncio.create_task(
             ask(self._world, prompt, TOKENS, priority=GenerationPriority.URGENT, client="urgent")

@@ -17,6 +17,7 @@ from kakeya.generation.kv import KvOffer
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.prefix.pages.counts import Source
+from tests.fakes import set_by
 from tests.mlx.random_models import VOCAB, write_model
 from tests.prefix.world import Answer, Node, ask, node, take, text
 
@@ -96,10 +97,11 @@ async def test_when_the_leader_is_cancelled_the_next_one_leads(world: Node) -> N
                     has_begun.set()
 
     leader = asyncio.create_task(lead())
-    await has_begun.wait()
+    await set_by(leader, has_begun)
     follower = asyncio.create_task(ask(world, shared + text(6, 30)))
     gone = asyncio.create_task(ask(world, shared + text(7, 30)))
     while world.prefixes.waiting < 2:
+        assert not leader.done()
         await asyncio.sleep(0)
     leader.cancel()
     gone.cancel()  # one that only waits
@@ -126,6 +128,7 @@ async def test_a_request_does_not_wait_for_what_is_warmed_for_nobody(world: Node
 
     warming = asyncio.create_task(warm())
     while counts.committed == committed:
+        assert not warming.done()
         await asyncio.sleep(0.001)
     asked = await ask(world, shared + text(10, 30))
     assert asked.cached >= BLOCK
@@ -142,6 +145,7 @@ async def test_an_engine_killed_in_the_middle_goes_on_from_what_is_in_pages(worl
     committed = counts.committed
     tasks = [asyncio.create_task(ask(world, prompt, cuts=(1500,))) for prompt in prompts]
     while counts.committed < committed + 2:
+        assert not tasks[0].done()
         await asyncio.sleep(0)  # at once: on a busy machine the leader is done a moment later
     os.kill(world.model.pid, signal.SIGKILL)
     answers = await asyncio.gather(*tasks)

@@ -24,6 +24,7 @@ from kakeya.generation.facts import EngineStats, ModelState
 from kakeya.generation.frames import Done, Progress, StopReason, Tokens
 from kakeya.generation.request import DecodeRequest, Sampling
 from kakeya.wire.channels import Keepalive
+from tests.fakes import set_by
 from tests.sessions.toy import expected
 
 FAST = EngineOptions(
@@ -308,7 +309,7 @@ async def test_cancelling_the_consumer_reaches_the_child_and_stays_a_cancellatio
         await model.ready(20.0)
         seen = asyncio.Event()
         task = asyncio.create_task(collect(model, request(max_tokens=9000), lambda _: seen.set()))
-        await seen.wait()
+        await set_by(task, seen)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -429,7 +430,7 @@ async def test_closing_the_backend_ends_running_decodes_with_unavailable():
     await model.ready(20.0)
     seen = asyncio.Event()
     task = asyncio.create_task(collect(model, request(max_tokens=9000), lambda _: seen.set()))
-    await seen.wait()
+    await set_by(task, seen)
     await model.aclose()
     with pytest.raises(PeerUnavailable, match="stopped"):
         await task

@@ -444,6 +444,7 @@ async def test_a_client_that_took_all_places_keeps_no_other_out(folder):
 
         flood = [ask("a") for _ in range(2)]
         while len(model.requests) < 2:
+            assert not any(one.done() for one in flood)
             await asyncio.sleep(0.01)
         assert (await ask("a")).status_code == 429
         assert (await ask("b" * 100_000)).status_code == 200

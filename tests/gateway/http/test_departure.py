@@ -14,6 +14,7 @@ from kakeya.core.errors import Cancelled
 from kakeya.gateway.http.connection import Connection, HttpLimits
 from kakeya.gateway.openai.stream import KEEPALIVE
 from kakeya.generation.facts import ModelState
+from tests.fakes import set_by
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving, until
 
 PREFILL = Pace(prefill_s=60.0)
@@ -67,7 +68,7 @@ async def test_control_a_client_that_stays_gets_its_answer(folder):
     async with serving(model) as served:
         answer = served.openai.completions.create(model="toy", prompt="hi", max_tokens=40)
         task = asyncio.create_task(answer)
-        await model.started.wait()
+        await set_by(task, model.started)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(model.closed.wait(), 0.5)
         assert (await task).usage.completion_tokens == 40

@@ -15,6 +15,7 @@ import pytest
 from kakeya.core.clock import SystemClock
 from kakeya.gateway.app import build_app
 from kakeya.gateway.http.server import serve_http
+from tests.fakes import set_by
 from tests.gateway.toy import Directory, Pace, Router, ToyModel, make_folder, serving
 
 BODY = {"model": "toy", "prompt": "hi", "max_tokens": 20}
@@ -48,7 +49,7 @@ async def test_running_requests_get_their_grace_and_no_more(folder, grace_s, is_
     model = ToyModel(folder, pace=Pace(step_s=0.05))
     async with listening(model) as (http, running):
         asked = asyncio.create_task(http.post("/v1/completions", json=BODY))
-        await model.started.wait()
+        await set_by(asked, model.started)
         await running.stop(grace_s)
         if is_answered:
             assert (await asked).json()["usage"]["completion_tokens"] == 20

@@ -14,7 +14,7 @@ from kakeya.memory.leases.desk import LeaseDesk
 from kakeya.memory.leases.guard import LeaseGuard
 from kakeya.memory.leases.lease import ProcessLease
 from kakeya.memory.leases.processes import Census, Household
-from tests.fakes import FakeClock
+from tests.fakes import FakeClock, set_by
 from tests.memory.leases.world import borrower, eventually, sqlite_stores, wish
 
 
@@ -52,7 +52,7 @@ async def test_a_guard_guards_on_until_its_holder_is_gone(tmp_path: Path) -> Non
             ready = asyncio.Event()
             guard = LeaseGuard(store, census, lease, clock=FakeClock())
             running = asyncio.ensure_future(guard.run(ready.set))
-            await ready.wait()
+            await set_by(running, ready)
             await eventually("it looks on", lambda: running.done() or census.looks > 3)
             assert "a" in (await store.read()).leases
             os.kill(child.pid, 9)

@@ -11,6 +11,7 @@ from kakeya.prefix.peers.fetch import PeerFetch
 from kakeya.prefix.peers.seams import MissingBlocks
 from kakeya.prefix.peers.service import PrefillCacheService, ServiceLimits
 from kakeya.v1 import distributed_pb2 as pb
+from tests.fakes import set_by
 from tests.prefix.peers import world as w
 
 BLOCKS = 6
@@ -227,7 +228,7 @@ async def test_cancelled_in_the_middle_it_ends_the_call_at_the_peer(world):
     reached = asyncio.Event()
     sink = w.Sink(on_put=lambda i: reached.set())
     task = asyncio.ensure_future(fetcher.fetch(w.wanted(BLOCKS, rate=1.0), [peer.holder()], sink))
-    await reached.wait()
+    await set_by(task, reached)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
