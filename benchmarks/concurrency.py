@@ -21,7 +21,7 @@ preload_blas(threads=1)
 from mlx_lm import batch_generate, load  # noqa: E402
 
 from benchmarks.gateway import TOKENS, completion, post, unique_prompt  # noqa: E402
-from benchmarks.models import random_model  # noqa: E402
+from benchmarks.models import any_model, repeats  # noqa: E402
 from benchmarks.nodes import MlxLmServer, wait_ready  # noqa: E402
 from benchmarks.report import emit, median  # noqa: E402
 from kakeya.cli.child import NodeProcess  # noqa: E402
@@ -68,7 +68,7 @@ async def compare(folder: Path) -> None:
             def theirs() -> float:
                 return post(server.address, completion(server.model, unique_prompt()))
 
-            for _ in range(REPEATS):
+            for _ in range(repeats(REPEATS)):
                 taken["ours"].append(await asyncio.to_thread(rate, ours))
                 taken["server"].append(await asyncio.to_thread(rate, theirs))
                 taken["batch"].append(inside())
@@ -89,4 +89,4 @@ async def compare(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(compare(random_model("3m")))
+    asyncio.run(compare(any_model("3m")))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.eight_agents import PROMPT_WORDS, Turn, ask, words
 from benchmarks.long_prompt import STREAMS, stream
-from benchmarks.models import random_model
+from benchmarks.models import any_model, repeats
 from benchmarks.nodes import wait_ready
 from benchmarks.report import emit, median
 from kakeya.cli.child import NodeProcess
@@ -81,7 +81,7 @@ async def compare(folder: Path) -> None:
                 async def taken(node: NodeProcess, prompt: str) -> Turn:
                     return await asyncio.to_thread(first_token, node.http, name, prompt)
 
-                prompts = [unseen() for _ in range(PROMPTS)]
+                prompts = [unseen() for _ in range(repeats(PROMPTS))]
                 cold, again, short = [], [], []
                 for prompt in prompts:
                     cold.append((await taken(first, prompt)).seconds)
@@ -118,4 +118,4 @@ async def compare(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(compare(random_model("3m")))
+    asyncio.run(compare(any_model("3m")))

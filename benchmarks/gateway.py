@@ -23,7 +23,7 @@ preload_blas(threads=1)
 
 from mlx_lm import load, stream_generate  # noqa: E402
 
-from benchmarks.models import EMBEDDED, random_model  # noqa: E402
+from benchmarks.models import EMBEDDED, NAMED, any_model, repeats  # noqa: E402
 from benchmarks.nodes import CODE, MlxLmServer, wait_ready  # noqa: E402
 from benchmarks.report import emit, median  # noqa: E402
 from kakeya.cli.child import NodeProcess  # noqa: E402
@@ -72,7 +72,7 @@ async def compare(folder: Path, *, dense: bool) -> None:
     with tempfile.TemporaryDirectory() as home, MlxLmServer(folder) as server:
         async with NodeProcess(Path(home), "--model", str(folder)) as node:
             await wait_ready(node)
-            for _ in range(REPEATS):
+            for _ in range(repeats(REPEATS)):
                 started = time.perf_counter()
                 for _ in stream_generate(network, tokenizer, unique_prompt(), max_tokens=TOKENS):
                     pass
@@ -122,5 +122,6 @@ def say(name: str, seconds: dict[str, float], *, dense: bool) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(compare(random_model("3m"), dense=True))
-    asyncio.run(compare(EMBEDDED, dense=False))
+    asyncio.run(compare(any_model("3m"), dense=True))
+    if not NAMED:
+        asyncio.run(compare(EMBEDDED, dense=False))

@@ -1,21 +1,41 @@
-"""Random-weight models of chosen sizes, with kakeya-tiny's tokenizer.
+"""The models that benchmarks run on.
 
-Their greedy texts are cyclic, so drafting on them shows the ceiling; real text is benchmarked on
-kakeya-tiny itself. Folders are made once, below the system's temporary directory.
+Random weights of chosen sizes, with kakeya-tiny's tokenizer: their greedy texts are cyclic, so
+drafting on them shows the ceiling. Folders are made once, below the system's temporary directory.
+Real text is benchmarked on kakeya-tiny, and on the model of real size that `scripts/real_model`
+makes: `scripts/bench --model real`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "kakeya" / "models" / "kakeya-tiny"
+REAL = Path(
+    os.environ.get("KAKEYA_REAL_MODEL")
+    or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kakeya" / "real-model"
+)
+"""The folder of the model of real size, once `scripts/real_model` has made it."""
+NAMED = os.environ.get("KAKEYA_BENCH_MODEL")
+"""The model folder of `scripts/bench --model`, for benchmarks that take any model."""
 _SHAPES = {
     "05m": {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 352},
     "3m": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 704},
 }
+
+
+def any_model(size: str) -> Path:
+    """The folder that `scripts/bench --model` names, else that of a random model."""
+    return Path(NAMED) if NAMED else random_model(size)
+
+
+def repeats(usual: int) -> int:
+    """How often to measure: less often on a model that was named, which may take minutes."""
+    return min(3, usual) if NAMED else usual
 
 
 def random_model(size: str) -> Path:

@@ -20,7 +20,7 @@ import mlx.core as mx  # noqa: E402
 from mlx_lm.generate import generate_step  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
-from benchmarks.models import EMBEDDED, random_model  # noqa: E402
+from benchmarks.models import EMBEDDED, NAMED, any_model, repeats  # noqa: E402
 from benchmarks.plain import plain_network  # noqa: E402
 from benchmarks.report import emit, interleaved, median  # noqa: E402
 from kakeya.decoding.control.controller import DraftController  # noqa: E402
@@ -32,7 +32,7 @@ from kakeya.generation.request import DecodeJob, DraftSource, Sampling  # noqa: 
 from kakeya.mlx.loader import load  # noqa: E402
 from kakeya.mlx.model import MlxModel  # noqa: E402
 
-TOKENS = 256
+TOKENS = 64 if NAMED else 256
 NGRAM = (DraftSource(kind="ngram"),)
 CODE = """class Point:
     def __init__(self, x, y):
@@ -107,7 +107,7 @@ def compare(name: str, folder: str, prompt: list[int], temperature: float, goal:
             "plain": rate(lambda: bench.ours(prompt, sampling, False)),
             "mlx_lm": rate(lambda: bench.theirs(prompt, sampler)),
         },
-        repeats=7,
+        repeats=repeats(7),
     )
     ours, theirs = median(taken["drafted"]), median(taken["mlx_lm"])
     emit(
@@ -123,9 +123,14 @@ def compare(name: str, folder: str, prompt: list[int], temperature: float, goal:
 
 
 def main() -> None:
-    tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
-    code = tokenizer.encode(CODE * 4).ids
-    three = str(random_model("3m"))
+    sized = any_model("3m")
+    if NAMED:
+        code = Tokenizer.from_file(str(sized / "tokenizer.json")).encode(CODE * 4).ids
+        compare(f"repeated code, {sized.name}", str(sized), code, 0.0, 2.5)
+        compare(f"no match, {sized.name}", str(sized), list(range(100, 160)), 3.0, 0.95)
+        return
+    code = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json")).encode(CODE * 4).ids
+    three = str(sized)
     compare("cyclic text, 3m", three, list(range(40)), 0.0, 2.5)
     compare("repeated code, kakeya-tiny", str(EMBEDDED), code, 0.0, 2.5)
     compare("no match, kakeya-tiny", str(EMBEDDED), list(range(100, 160)), 3.0, 0.95)

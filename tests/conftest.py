@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from blockbuster import BlockBuster
 from hypothesis import HealthCheck, settings
 
+from benchmarks.models import REAL
 from tests.late import (  # noqa: F401  # pytest finds its hooks by their names here
     pytest_addoption,
     pytest_runtest_call,
@@ -60,3 +62,14 @@ def grpc_stays_up() -> Iterator[None]:
     init_grpc_aio()
     yield
     shutdown_grpc_aio()
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """The folder of the model of real size."""
+    if not REAL.exists():
+        missing = f"there is no model of real size in {REAL}; scripts/real_model makes it"
+        if os.environ.get("KAKEYA_REQUIRE_REAL") == "1":
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return REAL

@@ -12,6 +12,7 @@ import pytest
 import kakeya
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPT_NAMES = "kakeya kakeya-node test real_model soak bench gen venv.sh ../.ci/run"
 
 
 @pytest.mark.parametrize("name", kakeya.__all__)
@@ -45,9 +46,7 @@ def test_the_command_line_answers_without_grpc() -> None:
     assert ended.stdout == "[]\n"
 
 
-@pytest.mark.parametrize(
-    "script", ["kakeya", "kakeya-node", "test", "soak", "bench", "gen", "venv.sh", "../.ci/run"]
-)
+@pytest.mark.parametrize("script", SCRIPT_NAMES.split())
 def test_every_script_is_well_formed(script: str) -> None:
     path = SCRIPTS / script
     subprocess.run(["bash", "-n", str(path)], check=True)

