@@ -15,7 +15,7 @@ from kakeya.adapters.config import AdapterConfig
 from kakeya.backends.resident import ResidentModel
 from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure
-from kakeya.core.tasks import TaskHealth
+from kakeya.core.tasks import Supervisor, TaskHealth
 from kakeya.generation.facts import ModelState
 from kakeya.generation.spec import ModelRole
 from kakeya.memory.estimate.estimate import estimate_source
@@ -68,6 +68,7 @@ class NodePages:
         self._data_dir = data_dir
         self._clock = clock
         self._rng = rng
+        self._tasks = Supervisor(clock)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -76,6 +77,8 @@ class NodePages:
             stack.push_async_callback(asyncio.to_thread, self.arena.__exit__, None, None, None)
             self._memory.arbiter.add_tenant(self.arena)
             stack.callback(self._memory.arbiter.remove_tenant, pages.NAME)
+            await stack.enter_async_context(self._tasks)
+            self._tasks.start("pages", self.arena.tend)
             self.adapters = await stack.enter_async_context(
                 NodeAdapters(
                     self._adapter_config,
@@ -144,6 +147,7 @@ class NodePages:
     def health(self) -> tuple[TaskHealth, ...]:
         """Background tasks."""
         return (
+            *self._tasks.health(),
             *self.adapters.manager.health(),
             *self.prefixes.health(),
             *self._start.health(),

@@ -152,11 +152,11 @@ CASES = (
     ),
     Case(
         "KakeyaPagesHeld",
-        of_pages(pinned=80, dirty=15, free=5),
+        of_pages(pinned=95, free=5),
         "10m",
         {"severity": "warning"},
         ("Pages of mini are nearly all in use", "95% of the pages"),
-        of_pages(pinned=80, evictable=15, free=5),
+        of_pages(pinned=80, dirty=15, free=5),
     ),
     Case(
         "KakeyaPagesFragmented",

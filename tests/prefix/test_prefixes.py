@@ -808,6 +808,59 @@ async def written(here: World) -> None:
         await asyncio.sleep(0.01)
 
 
+async def test_blocks_are_dirty_until_the_disk_has_them(tmp_path: Path) -> None:
+    async with world(tmp_path, disk=True) as here:
+        await here.ask(SEED_TEXT)
+        pool = here.arena.snapshot().pool
+        assert (pool.dirty_pages, pool.blocks) == (3, 3)
+        await written(here)
+        assert here.arena.snapshot().pool.dirty_pages == 0
+        await here.ask(SEED_TEXT)
+        await here.ask([*range(20)], kv_retention=Retention.IN_MEMORY)
+        await written(here)
+        assert here.arena.snapshot().pool.dirty_pages == 0
+        here.check()
+
+
+async def test_without_a_disk_nothing_is_dirty(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        await here.ask(SEED_TEXT)
+        assert here.arena.snapshot().pool.dirty_pages == 0
+
+
+async def test_a_wipe_leaves_nothing_dirty(tmp_path: Path) -> None:
+    async with world(tmp_path, disk=True) as here:
+        await here.ask(SEED_TEXT)
+        assert here.arena.snapshot().pool.dirty_pages
+        await here.prefixes.wipe()
+        assert here.arena.snapshot().pool.dirty_pages == 0
+        here.check()
+
+
+async def test_a_full_arena_has_pages_free_before_the_next_prompt_needs_them(
+    tmp_path: Path,
+) -> None:
+    """The oldest prompt goes, from its end, and a prompt that is kept by request stays."""
+    clock = FakeClock()
+    async with world(tmp_path, pages=20, slab=20, clock=clock) as here:
+        tending = asyncio.ensure_future(here.arena.tend())
+        prompts = [[first, *range(first, first + 16)] for first in range(100, 600, 100)]
+        for prompt in prompts:
+            await here.ask(prompt)
+            if prompt is prompts[0]:
+                here.prefixes.keep("toy", "", prompt, Retention.LONG, pin="kept")
+            await clock.sleep(1)
+        pool = here.arena.snapshot().pool
+        assert pool.evicted_pages == 0, "no allocation had to evict"
+        assert pool.evicted_ahead_pages > 0
+        assert pool.free_pages == 4
+        assert await here.ask(prompts[0]) == 16
+        assert await here.ask(prompts[1]) < 16
+        here.prefixes.release("kept")
+        here.check()
+        tending.cancel()
+
+
 async def only_on_disk(here: World) -> list[int]:
     """A prompt whose blocks lie in no page."""
     prompt = list(range(50, 80))

@@ -41,7 +41,7 @@ class Ageing:
         self.notes.clear()
 
     def least_worth(self, total_pages: int) -> Block | None:
-        """Find the block to evict first, or None when nothing may go."""
+        """Find the clean block to evict first; None when all are pinned or dirty."""
         if self.notes:
             self.file()
         now = self._now.s

@@ -105,7 +105,7 @@ class PageConfig:
     fit: Fit = Fit.BEST
     ready_blocks: int = 16  # freed single pages kept at hand before ranges are merged
     headroom: float = HEADROOM  # evict this share more than was asked, so the next one need not
-    high_watermark: float = 0.90  # pinned and dirty pages: writing back starts here
+    high_watermark: float = 0.90  # pages in use: eviction ahead of need starts here
     low_watermark: float = 0.80  # and ends here
     wait_limit_s: float = 0.1  # how long a caller waits in line for pages
     pin_limit_s: float = 30.0  # an ownerless pin ends, any other is reported, after so long

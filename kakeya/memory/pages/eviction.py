@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kakeya.memory.pages.content import keep_score
 from kakeya.memory.pages.pins import Block, Now
 from kakeya.memory.pages.table import PageTable
-from kakeya.memory.pages.windows import EvictionWindow, WindowSegment, WriteBack, cheapest_window
+from kakeya.memory.pages.windows import EvictionWindow, WindowSegment, cheapest_window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Worth:
         return min(windows, key=lambda window: window.cost, default=None)
 
     def cheapest_slabs(self, slabs: int) -> ShrinkPlan:
-        """Choose slabs without anything pinned or dirty, those whose blocks are worth the least."""
+        """Choose slabs without anything pinned, those whose blocks are worth the least."""
         costs = []
         for slab, segments in self.layouts():
             cost = sum(segment.cost for segment in segments)
@@ -66,16 +66,14 @@ class Worth:
             short=max(0, slabs - len(chosen)),
         )
 
-    def write_back(self, blocks: Iterable[Block], pages: int) -> WriteBack:
-        """Choose dirty blocks of so many pages that nobody uses, the least worth first."""
-        dirty = [block for block in blocks if block.dirty and not block.is_pinned]
-        chosen: list[Block] = []
-        for block in sorted(dirty, key=self.keep):
-            if pages <= 0:
-                break
-            chosen.append(block)
-            pages -= block.pages
-        return WriteBack(blocks=tuple(chosen), short_pages=max(0, pages))
+    def least_dirty(self) -> Block | None:
+        """Find the dirty block least worth keeping that nobody uses; None = there is none."""
+        blocks = (block for slab in self._table.slabs() for block in self._table.blocks(slab))
+        dirty = [block for block in blocks if block.dirty and block.is_evictable]
+        return min(dirty, key=self.keep, default=None)
 
     def _cost(self, block: Block) -> float:
-        return self.keep(block) if block.is_evictable else math.inf
+        if not block.is_evictable:
+            return math.inf
+        # One dirty block weighs more than a slab full of clean ones, each of which is worth <= 1.
+        return self.keep(block) + (self._table.config.slab_pages if block.dirty else 0.0)

@@ -37,7 +37,7 @@ def page_figures(arena: ArenaSnapshot) -> Iterator[Figure]:
             "pinned": pool.pinned_pages,
             "dirty": pool.dirty_pages,
         },
-        {"free": "free", "evictable": "evictable", "pinned": "pinned"},
+        {"free": "free", "evictable": "evictable", "pinned": "pinned", "dirty": "dirty"},
     )
     yield gauge(
         "kakeya_page_pool_content_pages{content}", "Pages in use by content", dict(pool.by_content)
@@ -48,6 +48,11 @@ def page_figures(arena: ArenaSnapshot) -> Iterator[Figure]:
         {"opened": arena.holds_asked - arena.holds_stale, "stale": arena.holds_stale},
     )
     yield counter("kakeya_pages_evicted", "Pages taken to make room", pool.evicted_pages)
+    yield counter(
+        "kakeya_pages_evicted_ahead",
+        "Pages freed in the background, before an allocation needed them",
+        pool.evicted_ahead_pages,
+    )
     yield counter(
         "kakeya_page_fillings_rolled_back",
         "Blocks that were being filled when their holder ended",

@@ -1,9 +1,9 @@
 """The page arena of a node: one for all that lies in pages, a tenant of the memory ledger.
 
 It has no memory until somebody needs pages. It grows slab by slab, each time only if the ledger
-has room, or makes it for somebody who waits; gives slabs back when the ledger asks; and ends what
-an engine held as soon as that engine is gone. Slabs that a killed agent left are removed at the
-start.
+has room, or makes it for a request that waits; gives slabs back when the ledger asks; and ends what
+an engine held as soon as that engine is gone. Where it may not grow, it evicts ahead of need (see
+`upkeep`). Slabs that a killed agent left are removed at the start.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from kakeya.memory.pages.pins import Block, Hold, PinHolder
 from kakeya.memory.pages.pool import PageOwner as PageTenant
 from kakeya.memory.pages.queue import PageLine
 from kakeya.memory.pages.shared_arena import ArenaSnapshot, Filling, PageArena
+from kakeya.memory.pages.upkeep import ArenaUpkeep, MakesWay
 
 _log = logging.getLogger(__name__)
 NAME = "pages"
@@ -119,6 +120,9 @@ class NodeArena:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._arena = PageArena(config, folder=folder, rng=rng, evicted=self._evicted)
         self._line = PageLine(self._arena)
+        self._upkeep = ArenaUpkeep(
+            self._arena, is_limited=self._is_limited, freed=self._line.stir, clock=clock
+        )
         self._ledger = ledger
         self._clock = clock
         self._growth = asyncio.Lock()
@@ -154,6 +158,10 @@ class NodeArena:
         """What so many bytes take in its pages."""
         return paged_bytes(length, self._arena.config.page_bytes)
 
+    async def tend(self) -> None:
+        """Evict ahead of need and report overdue pins, for ever: a supervised task."""
+        await self._upkeep.tend()
+
     # --- as a tenant of the ledger
 
     def usage(self) -> Tenant:
@@ -180,10 +188,16 @@ class NodeArena:
         owner: str,
         evicted: Callable[[Block], None],
         priority: ContentPriority | None = None,
+        makes_way: MakesWay | None = None,
     ) -> PageTenant:
-        """Make a tenant; `evicted` is told of its blocks before their pages are used again."""
+        """Make a tenant; `evicted` is told of its blocks before their pages are used again.
+
+        With `makes_way` the tenant chooses which of its blocks are evicted ahead of need.
+        """
         made = self._arena.pool.tenant(content, owner, priority)
         self._told[made] = evicted
+        if makes_way is not None:
+            self._upkeep.makes_way[made] = makes_way
         return made
 
     def holder(self, name: str) -> PinHolder:
@@ -208,15 +222,17 @@ class NodeArena:
         if not self._arena.pool.has_free(pages):
             await self._grow(pages)
         try:
-            return await self._line.prepare(tenant, length, holder)
+            filling = await self._line.prepare(tenant, length, holder)
         except OutOfPages as problem:
             if not is_wanted():
                 raise self._explained(problem) from problem
-        refused = await self._grow_by_force()
-        try:
-            return await self._line.prepare(tenant, length, holder)
-        except OutOfPages as problem:
-            raise self._explained(problem, refused) from problem
+            refused = await self._grow_by_force()
+            try:
+                filling = await self._line.prepare(tenant, length, holder)
+            except OutOfPages as still:
+                raise self._explained(still, refused) from still
+        self._upkeep.allocated()
+        return filling
 
     def ref(self, block: Block, length: int) -> PageRef:
         """What an engine needs to know of a block. Raises PageFreed."""
@@ -239,6 +255,14 @@ class NodeArena:
     def move(self, block: Block, tenant: PageTenant) -> None:
         """Give a block to another tenant. Raises PageFreed."""
         self._arena.pool.move(block, tenant)
+
+    def mark_dirty(self, block: Block) -> None:
+        """Say that a block waits for the disk. Raises PageFreed."""
+        self._arena.pool.mark_dirty(block)
+
+    def mark_clean(self, block: Block) -> None:
+        """Say that a block is on disk, or will not be; harmless when it is clean or free."""
+        self._arena.pool.mark_clean(block)
 
     def free(self, block: Block) -> None:
         """Give a block back. Raises PageFreed, Conflict while it is pinned."""
@@ -291,6 +315,19 @@ class NodeArena:
             is_enough = self._arena.pool.has_free(pages)
             if not is_enough and self._ledger.may_grow(NAME, self._arena.slab_bytes):
                 await self._add_slab()
+
+    def _is_limited(self) -> bool:
+        """Whether it may not grow now; looked at by a reservation that ends at once."""
+        if self._growth.locked():
+            return False
+        try:
+            self._arena.pool.check_growth()
+        except OutOfPages:
+            return True
+        if not self._ledger.may_grow(NAME, self._arena.slab_bytes):
+            return True
+        self._ledger.grown(NAME)
+        return False
 
     async def _grow_by_force(self) -> KakeyaError | None:
         """Add one slab, for which what idles may have to go; why there is no room in time."""

@@ -48,7 +48,7 @@ class Block:
         self.stamp = stamp  # never used again, by no block of this pool
         self.tenant: Allocator | None = None  # None: free
         self.preparing: PinHolder | None = None  # who fills it; nobody else sees it yet
-        self.dirty = False  # holds what exists nowhere else
+        self.dirty = False  # waits to be stored elsewhere, and goes last until it is
         self.used_s = 0.0  # when it was allocated, or last touched
         self.holds: tuple[Hold, ...] = ()
 
@@ -67,7 +67,7 @@ class Block:
     @property
     def is_evictable(self) -> bool:
         """Whether its pages may be taken now."""
-        return self.tenant is not None and not self.dirty and not self.is_pinned
+        return self.tenant is not None and not self.is_pinned
 
     @property
     def pins(self) -> int:

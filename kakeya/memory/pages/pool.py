@@ -27,7 +27,6 @@ from kakeya.memory.pages.eviction import ShrinkPlan, Worth
 from kakeya.memory.pages.pins import Block, Hold, Now, PinHolder, is_scoped
 from kakeya.memory.pages.stats import PoolStats, count_pages
 from kakeya.memory.pages.table import PageTable
-from kakeya.memory.pages.windows import Watermarks, WriteBack
 
 _NOTES = 4096  # file before so many notes pile up
 
@@ -93,12 +92,12 @@ class PagePool:
         self.now = Now()
         self.ownerless = PinHolder("nobody", self.now)
         self.evicted_pages = 0
+        self.evicted_ahead_pages = 0  # freed in the background, before an allocation needed them
         self._freed = freed
         self._table = PageTable(config)
         self._worth = Worth(self._table, self.now)
         self._ageing = Ageing(self.now)
         self._holders: set[PinHolder] = {self.ownerless}
-        self._watermarks = Watermarks(high=config.high_watermark, low=config.low_watermark)
 
     # --- time, tenants, holders
 
@@ -188,10 +187,7 @@ class PagePool:
 
     def free(self, block: Block) -> None:
         """Give a block back. Raises PageFreed the second time, Conflict while it is pinned."""
-        if block.tenant is None:
-            raise PageFreed(f"{block} is free already")
-        if block.preparing is not None or (block.holds and block.is_pinned):
-            raise Conflict(f"{block} is pinned {block.pins} times or being filled; unpin it first")
+        self._check_idle(block)
         self._release(block)
 
     def prepare(self, tenant: PageOwner, pages: int, holder: PinHolder) -> Block:
@@ -202,25 +198,6 @@ class PagePool:
         block.preparing = holder
         holder.preparing.add(block)
         return block
-
-    def prepare_scattered(
-        self, tenant: PageOwner, pages: int, holder: PinHolder
-    ) -> tuple[Block, ...]:
-        """Prepare pages that need not be in a row: few blocks while ranges are free, or none.
-
-        Raises OutOfPages, and then has evicted nothing.
-        """
-        if self.free_pages < pages:
-            evictable = sum(block.pages for block in self.blocks() if block.is_evictable)
-            if self.free_pages + evictable < pages:
-                raise self._out_of_pages(pages)
-        taken: list[Block] = []
-        missing = pages
-        while missing:
-            size = max(1, min(missing, self._table.largest_free()))
-            taken.append(self.prepare(tenant, size, holder))
-            missing -= size
-        return tuple(taken)
 
     def commit(self, block: Block) -> None:
         """Let all see a prepared block. Raises PageFreed when it was rolled back meanwhile."""
@@ -250,13 +227,13 @@ class PagePool:
         self._ageing.notes.append(block)
 
     def mark_dirty(self, block: Block) -> None:
-        """Say that a block holds what exists nowhere else: it is kept until `mark_clean`."""
+        """Say that a block waits to be stored elsewhere: it is evicted last until `mark_clean`."""
         if block.tenant is None:
             raise PageFreed(f"{block} is free and cannot be dirty")
         block.dirty = True
 
     def mark_clean(self, block: Block) -> None:
-        """Say that a block's content is stored elsewhere too, or worthless."""
+        """Say that a block is stored elsewhere too, or will not be."""
         if block.dirty:
             block.dirty = False
             self._ageing.notes.append(block)
@@ -271,20 +248,20 @@ class PagePool:
         )
 
     def evict_one(self) -> Block | None:
-        """Evict the block least worth keeping, whatever is free; None when nothing may go."""
-        block = self._ageing.least_worth(self._table.total_pages)
+        """Evict the block least worth keeping, a dirty one last; None when nothing may go."""
+        block = self.least_worth() or self._worth.least_dirty()
         if block is not None:
             self._evict(block)
         return block
 
-    def write_back(self) -> WriteBack:
-        """Say which dirty blocks to store elsewhere now; none while the watermarks are at rest."""
-        stats = self.stats()
-        held = stats.pinned_pages + stats.dirty_pages
-        wanted = self._watermarks.wanted_pages(held_pages=held, total_pages=stats.total_pages)
-        if not wanted:
-            return WriteBack(blocks=(), short_pages=0)
-        return self._worth.write_back(self.blocks(), wanted)
+    def least_worth(self) -> Block | None:
+        """Find the block least worth keeping that is neither pinned nor dirty."""
+        return self._ageing.least_worth(self._table.total_pages)
+
+    def evict(self, block: Block) -> None:
+        """Evict one block. Raises PageFreed, Conflict while it is pinned."""
+        self._check_idle(block)
+        self._evict(block)
 
     # --- slabs
 
@@ -303,20 +280,20 @@ class PagePool:
             )
 
     def plan_shrink(self, slabs: int) -> ShrinkPlan:
-        """Choose slabs without anything pinned or dirty, those whose blocks are worth the least."""
+        """Choose slabs without anything pinned, those whose blocks are worth the least."""
         return self._worth.cheapest_slabs(slabs)
 
     def remove(self, slab: int) -> tuple[Block, ...]:
         """Evict what is in a slab and take it away; what was evicted.
 
-        Raises Conflict when something in it is pinned or dirty; then nothing has changed.
+        Raises Conflict when something in it is pinned; then nothing has changed.
         """
         if slab not in self._table.slabs():
             raise InvalidArgument(f"there is no slab {slab}; there are {self._table.slabs()}")
         blocks = self._table.blocks(slab)
         held = [block for block in blocks if not block.is_evictable]
         if held:
-            raise Conflict(f"slab {slab} cannot go: {held[0]} in it is pinned or dirty")
+            raise Conflict(f"slab {slab} cannot go: {held[0]} in it is pinned")
         for block in blocks:
             self._evict(block)
         self._table.remove(slab)
@@ -329,9 +306,19 @@ class PagePool:
     # --- what there is
 
     @property
+    def total_pages(self) -> int:
+        """Pages of all slabs."""
+        return self._table.total_pages
+
+    @property
     def free_pages(self) -> int:
         """Pages that hold nothing."""
         return self._table.free_pages
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that hold something."""
+        return self._table.total_pages - self._table.free_pages
 
     def has_free(self, pages: int) -> bool:
         """Whether so many pages in a row are free, so that nobody is evicted for them."""
@@ -350,10 +337,19 @@ class PagePool:
         """Count everything once, without changing anything."""
         slabs = [self._table.segments(slab) for slab in self._table.slabs()]
         return count_pages(
-            slabs, slab_pages=self.config.slab_pages, evicted_pages=self.evicted_pages
+            slabs,
+            slab_pages=self.config.slab_pages,
+            evicted_pages=self.evicted_pages,
+            evicted_ahead_pages=self.evicted_ahead_pages,
         )
 
     # --- inside
+
+    def _check_idle(self, block: Block) -> None:
+        if block.tenant is None:
+            raise PageFreed(f"{block} is free already")
+        if block.preparing is not None or (block.holds and block.is_pinned):
+            raise Conflict(f"{block} is pinned {block.pins} times or being filled; unpin it first")
 
     def _release(self, block: Block, *, evicted: bool = False) -> None:
         if self._freed is not None:

@@ -16,12 +16,13 @@ class PoolStats:
     total_pages: int
     free_pages: int
     pinned_pages: int
-    dirty_pages: int  # dirty and not pinned
+    dirty_pages: int  # not pinned, and waiting for the disk
     largest_free: int  # pages in a row
     slabs: int
     slab_pages: int
     blocks: int
     evicted_pages: int  # since the start
+    evicted_ahead_pages: int  # in the background, before an allocation needed them
     by_content: tuple[tuple[ContentType, int], ...]
 
     @property
@@ -40,7 +41,11 @@ class PoolStats:
 
 
 def count_pages(
-    slabs: Sequence[Sequence[WindowSegment]], *, slab_pages: int, evicted_pages: int
+    slabs: Sequence[Sequence[WindowSegment]],
+    *,
+    slab_pages: int,
+    evicted_pages: int,
+    evicted_ahead_pages: int,
 ) -> PoolStats:
     """Count the pages of all slabs, each given as its segments by address."""
     free = pinned = dirty = blocks = largest = 0
@@ -71,5 +76,6 @@ def count_pages(
         slab_pages=slab_pages,
         blocks=blocks,
         evicted_pages=evicted_pages,
+        evicted_ahead_pages=evicted_ahead_pages,
         by_content=tuple(by_content.items()),
     )

@@ -2,9 +2,9 @@
 
 Two different needs. An allocation needs `n` pages in a row: the window of one slab whose blocks
 are the least worth keeping, all of them free to go, or none at all; so it ends, and never evicts
-in vain. The watermarks watch what nobody could take at once, pinned and dirty pages: from 90 %
-on, dirty blocks are to be written back, faster the fuller it is, until 80 %, and then nothing
-until 90 % is reached again.
+in vain. The watermarks keep pages free ahead of need: from 90 % of the pages in use on, blocks are
+evicted in the background, faster the fuller it is, until 80 %, and then nothing until 90 % is
+reached again.
 """
 
 from __future__ import annotations
@@ -60,16 +60,8 @@ def cheapest_window(segments: Sequence[WindowSegment], pages: int) -> EvictionWi
     return EvictionWindow(blocks=blocks, cost=max(0.0, cost))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteBack:
-    """Dirty blocks that their tenants should store elsewhere now, the least worth first."""
-
-    blocks: tuple[Block, ...]
-    short_pages: int  # what is above the low watermark and pinned, so out of reach
-
-
 class Watermarks:
-    """Whether writing back is on: from the high watermark on, down to the low one."""
+    """Whether blocks are evicted ahead of need: from the high watermark on, to the low one."""
 
     __slots__ = ("_high", "_low", "is_on")
 
@@ -78,21 +70,29 @@ class Watermarks:
         self._low = low
         self.is_on = False
 
-    def wanted_pages(self, *, held_pages: int, total_pages: int) -> int:
-        """How many pages to write back in this round; 0 when it is off.
+    def is_reached(self, used_pages: int, total_pages: int) -> bool:
+        """Whether the pool is so full that eviction begins."""
+        return total_pages > 0 and used_pages >= self._high * total_pages
+
+    def excess_pages(self, used_pages: int, total_pages: int) -> int:
+        """How many whole pages are used above the low watermark; none of a pool of a few pages."""
+        return max(0, math.floor(used_pages - self._low * total_pages + 1e-9))
+
+    def wanted_pages(self, used_pages: int, total_pages: int) -> int:
+        """How many pages to evict in this round; 0 when it is off.
 
         The share of the excess grows from the low watermark to a full pool, where all of it goes.
         """
-        if not total_pages:
-            self.is_on = False
-            return 0
-        load = held_pages / total_pages
-        if load >= self._high:
+        excess = self.excess_pages(used_pages, total_pages)
+        if self.is_reached(used_pages, total_pages):
             self.is_on = True
-        elif load <= self._low:
+        elif not excess:
             self.is_on = False
-        if not self.is_on:
+        if not self.is_on or not excess:
             return 0
-        excess = held_pages - self._low * total_pages
-        urgency = (load - self._low) / (1.0 - self._low)
+        urgency = (used_pages / total_pages - self._low) / (1.0 - self._low)
         return max(1, math.ceil(excess * min(1.0, urgency) - 1e-9))
+
+    def rest(self) -> None:
+        """Evict nothing until the high watermark is reached again."""
+        self.is_on = False

@@ -17,7 +17,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import PageFreed
 from kakeya.core.units import unpack_ids
 from kakeya.generation.retention import BlockClass
-from kakeya.memory.pages.pins import Hold
+from kakeya.memory.pages.pins import Block, Hold
 from kakeya.memory.pages.shared_arena import Filling
 from kakeya.prefix.disk.kvb import StoredBlock
 from kakeya.prefix.disk.store import BlockStore
@@ -45,6 +45,14 @@ processor, and whoever asks for a prompt again, or goes on from it, mostly does 
 _LATEST_S = 0.5
 _RECALLED = 1024
 """Blocks that are looked at when what was used last is brought back."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ToWrite:
+    """A write that waits, and the block in pages that it makes clean."""
+
+    write: Callable[[], Awaitable[bool]]
+    block: Block | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,7 @@ class PrefixDisk:
         self._clock = clock
         self._counts = counts
         self._holder = pages.arena.holder("prefixes on their way to disk")
-        self._to_write: deque[Callable[[], Awaitable[object]]] = deque(maxlen=_MAX_TO_WRITE)
+        self._to_write: deque[_ToWrite] = deque()
         self._wake = asyncio.Event()
         self._added_mono = clock.mono()
         self._rate = FIRST_RATE
@@ -125,16 +133,25 @@ class PrefixDisk:
     # --- writing
 
     def keep(self, shelf: FingerprintBlocks, block_id: BlockId) -> None:
-        """Have a block written when its turn comes; of too many, the oldest stay in memory only."""
-        self._later(partial(self._put, shelf, block_id))
+        """Have a block written when its turn comes; of too many, the oldest stay in memory only.
+
+        Its pages are dirty until that has happened.
+        """
+        node = shelf.tree.node(block_id)
+        if node is None or node.payload is None:
+            return
+        block = node.payload.block
+        self._pages.arena.mark_dirty(block)
+        self._later(_ToWrite(partial(self._put, shelf, block_id), block))
 
     def keep_payload(self, block: StoredBlock, payload: bytes) -> None:
         """Have something else written that has a name among the blocks, and lies in no pages."""
-        self._later(partial(self.store.put, block, payload))
+        self._later(_ToWrite(partial(self.store.put, block, payload)))
 
     def forget(self) -> None:
         """Write nothing of what waits."""
-        self._to_write.clear()
+        while self._to_write:
+            self._clean(self._to_write.popleft().block)
 
     async def write(self) -> None:
         """Hand blocks to the store, a moment after they came, for ever."""
@@ -150,34 +167,45 @@ class PrefixDisk:
     async def flush(self) -> None:
         """Hand the store what waits, now."""
         while self._to_write:
-            await self._to_write.popleft()()
+            waiting = self._to_write.popleft()
+            if not await waiting.write():
+                self._clean(waiting.block)
 
-    def _later(self, write: Callable[[], Awaitable[object]]) -> None:
-        self._to_write.append(write)
+    def _later(self, waiting: _ToWrite) -> None:
+        if len(self._to_write) == _MAX_TO_WRITE:
+            self._clean(self._to_write.popleft().block)
+        self._to_write.append(waiting)
         self._added_mono = self._clock.mono()
         self._wake.set()
 
-    async def _put(self, shelf: FingerprintBlocks, block_id: BlockId) -> None:
+    async def _put(self, shelf: FingerprintBlocks, block_id: BlockId) -> bool:
+        """Hand the store a block as it lies in pages now; False = it is not to be written."""
         node = shelf.tree.node(block_id)
-        if node is None or node.payload is None or node.is_written:
-            return
-        if not node.retention.is_on_disk:
-            return
+        if node is None or node.payload is None:
+            return False
+        if node.is_written or not node.retention.is_on_disk:
+            return False
         holds = self._pages.hold((node,), self._holder)
         if not holds:
-            return
+            return False
         try:
             view = self._pages.view(node.payload)
         except PageFreed:
             self._pages.release(holds)
-            return
-        released = partial(self._written, holds, view)
-        if await self.store.put(self._described(shelf, node), view, released):
-            self._counts.written += 1
+            return False
+        released = partial(self._written, holds, view, node.payload.block)
+        is_taken = await self.store.put(self._described(shelf, node), view, released)
+        self._counts.written += is_taken
+        return is_taken
 
-    def _written(self, holds: Sequence[Hold], view: memoryview) -> None:
+    def _written(self, holds: Sequence[Hold], view: memoryview, block: Block) -> None:
         view.release()
+        self._clean(block)
         self._pages.release(holds)
+
+    def _clean(self, block: Block | None) -> None:
+        if block is not None:
+            self._pages.arena.mark_clean(block)
 
     def _described(self, shelf: FingerprintBlocks, node: Node[Lying]) -> StoredBlock:
         parent = node.parent.id if node.parent is not None else ROOT

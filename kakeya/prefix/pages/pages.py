@@ -78,7 +78,9 @@ class PrefixPages:
         self._dropped = dropped
         self._used = used
         self._opened = opened
-        self._tenant = arena.tenant(ContentType.KV_CACHE, "prefixes", self._evicted)
+        self._tenant = arena.tenant(
+            ContentType.KV_CACHE, "prefixes", self._evicted, makes_way=self.make_way
+        )
         self._age = Age()
         self._shelves: dict[bytes, FingerprintBlocks] = {}
         self._places: dict[Block, tuple[FingerprintBlocks, BlockId]] = {}
@@ -296,6 +298,18 @@ class PrefixPages:
             nbytes -= node.nbytes
             yield shelf, node
             queues = [pair for pair in queues if pair[1]]
+
+    def make_way(self, most_bytes: int) -> int:
+        """Have the block of least worth leave, unless it is larger, in use, or not on disk yet; how
+        many bytes that frees."""
+        for shelf, node in self._victims(1):
+            block = node.payload.block if node.payload is not None else None
+            if block is None or block.dirty or block.is_pinned or node.nbytes > most_bytes:
+                return 0
+            self._counts.evicted += 1
+            self.lose(shelf, node.id, for_room=True)
+            return node.nbytes
+        return 0
 
     def _evicted(self, block: Block) -> None:
         """The arena took a block; its pages are another's next."""

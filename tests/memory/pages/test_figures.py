@@ -70,6 +70,7 @@ def test_every_figure_is_what_the_arena_did(samples: Samples) -> None:
     assert value("page_pool_bytes") == 8 * 512 * KIB + 16 * KIB
     assert value("page_pool_overdue_pins") == 1.0
     assert value("pages_evicted_total") == 2.0
+    assert value("pages_evicted_ahead_total") == 0.0
     assert value("page_fillings_rolled_back_total") == 1.0
     assert value("page_holds_total", outcome="stale") == 1.0
     assert value("page_holds_total", outcome="opened") == 4.0

@@ -367,6 +367,7 @@ async def test_status_tells_which_pages_are_pinned_and_which_could_go(arena: Nod
         "total": SLAB,
         "free": SLAB - 4,
         "pinned": 2,
+        "dirty": 0,
         "evictable": 2,
         "fragmentation": 0.0,
     }

@@ -332,30 +332,6 @@ def test_freed_pages_at_hand_never_stand_in_the_way_of_a_range() -> None:
     assert kv(pool).range(16).pages == 16
 
 
-def test_scattered_pages_are_had_where_a_range_is_not() -> None:
-    """R14: extents for prefixes."""
-    pool = pool_of(headroom=0.0)
-    engine = pool.holder("engine")
-    blocks = fill(pool, kv(pool))
-    for block in blocks[::2]:
-        engine.hold(block).pin()
-    pool.free(blocks[1])
-    with pytest.raises(OutOfPages, match="9 pages cannot be had"):
-        pool.prepare_scattered(kv(pool), 9, engine)
-    assert all(block.is_live for block in blocks[2:])
-    assert engine.preparing == set()
-    taken = pool.prepare_scattered(kv(pool), 8, engine)
-    assert sum(block.pages for block in taken) == 8
-    assert all(block.preparing is engine for block in taken)
-
-
-def test_scattered_pages_are_in_a_row_while_ranges_are_free() -> None:
-    pool = pool_of(slabs=2)
-    engine = pool.holder("engine")
-    assert [b.pages for b in pool.prepare_scattered(kv(pool), 20, engine)] == [16, 4]
-    assert pool.close(engine).rolled_back == 2
-
-
 def test_an_adapter_that_cools_goes_earlier() -> None:
     pool = pool_of()
     warm = pool.tenant(ContentType.LORA_WEIGHT, "adapters")
@@ -380,38 +356,34 @@ def test_a_block_that_became_worth_more_stays_longer() -> None:
     assert [pool.evict_one(), pool.evict_one()] == [other, risen]
 
 
-def test_a_dirty_block_is_written_back_first_and_evicted_when_clean() -> None:
+def test_a_dirty_block_is_evicted_after_every_clean_one() -> None:
     pool = pool_of()
     blocks = fill(pool, kv(pool))
-    for block in blocks:
+    for block in blocks[:2]:
         pool.mark_dirty(block)
-    with pytest.raises(OutOfPages, match="16 dirty"):
-        kv(pool).page()
-    asked = pool.write_back()
-    assert asked.blocks == tuple(blocks[i] for i in order(blocks))[: len(asked.blocks)]
-    assert len(asked.blocks) == 4  # 16 - 0.8 * 16, rounded up
-    assert asked.short_pages == 0
-    for block in asked.blocks:
-        pool.mark_clean(block)
-    assert pool.evict_until_free(4).blocks == asked.blocks[:4]
-    assert pool.write_back().blocks == ()
+    pool.at(pool.now.s + 60)
+    assert pool.least_worth() is blocks[2]
+    assert pool.evict_until_free(13).blocks == (*blocks[2:], blocks[0])
 
 
-def order(blocks: list[Block]) -> list[int]:
-    return sorted(range(len(blocks)), key=lambda i: blocks[i].used_s)
-
-
-def test_the_watermark_counts_what_is_pinned_or_dirty_and_not_what_can_go() -> None:
-    """R6: a pool that is full of evictable pages is at rest."""
-    pool = pool_of()
-    engine = pool.holder("engine")
+def test_a_range_takes_many_clean_blocks_before_one_dirty_one() -> None:
+    pool = pool_of(headroom=0.0)
     blocks = fill(pool, kv(pool))
-    assert pool.stats().utilisation == 1.0
-    assert pool.write_back().blocks == ()
-    for block in blocks:
-        engine.hold(block).pin()
-    asked = pool.write_back()
-    assert (asked.blocks, asked.short_pages) == ((), 4)
+    pool.mark_dirty(blocks[3])
+    pool.at(pool.now.s + 60)
+    for block in blocks[4:]:
+        pool.touch(block)
+    kv(pool).range(12)
+    assert [block for block in blocks if block.is_live] == blocks[:4]
+
+
+def test_a_block_that_became_clean_may_go_by_its_age() -> None:
+    pool = pool_of()
+    blocks = fill(pool, kv(pool))
+    pool.mark_dirty(blocks[0])
+    assert pool.least_worth() is blocks[1]
+    pool.mark_clean(blocks[0])
+    assert pool.least_worth() is blocks[0]
 
 
 def test_only_pins_without_an_owner_end_by_themselves() -> None:

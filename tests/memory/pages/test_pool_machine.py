@@ -1,7 +1,7 @@
 """The laws of the pool, held against any order of calls.
 
 A plain model knows which pages each block has and who pinned what; the pool must agree with it
-after every step: no two blocks overlap, no page is lost, nothing pinned or dirty goes, what fails
+after every step: no two blocks overlap, no page is lost, nothing pinned goes, what fails
 changes nothing, and what is gone stays gone for its old handle.
 """
 
@@ -68,7 +68,6 @@ class Pool(RuleBasedStateMachine):
         for block in self.evicted:
             assert block in self.live, "evicted what was not there"
             assert not self.in_use(block), "evicted what was in use"
-            assert block not in self.dirty, "evicted what exists nowhere else"
             self.forget(block)
         self.evicted.clear()
 
@@ -91,7 +90,7 @@ class Pool(RuleBasedStateMachine):
         staying = {
             page
             for block, size in self.live.items()
-            if self.in_use(block) or block in self.dirty
+            if self.in_use(block)
             for page in range(block.first, block.first + size)
         }
         return any(
@@ -129,27 +128,6 @@ class Pool(RuleBasedStateMachine):
         self.enter(block, pages)
         self.preparing[block] = holder
         return block
-
-    @rule(target=filling, holder=holders, pages=st.integers(1, 3 * SLAB))
-    def prepare_scattered(self, holder: PinHolder, pages: int) -> object:
-        staying = sum(
-            size for block, size in self.live.items() if self.in_use(block) or block in self.dirty
-        )
-        could = self.pool.stats().total_pages - staying
-        try:
-            blocks = self.pool.prepare_scattered(self.tenants[0], pages, holder)
-        except OutOfPages:
-            assert could < pages
-            assert not self.evicted
-            return multiple()
-        except PageFreed:
-            assert not holder.is_open
-            return multiple()
-        for block in blocks:
-            self.enter(block, block.pages)
-            self.preparing[block] = holder
-        assert sum(block.pages for block in blocks) == pages
-        return multiple(*blocks)
 
     @rule(target=blocks, block=consumes(filling))
     def commit(self, block: Block) -> Block:
@@ -248,7 +226,11 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def evict_one(self) -> None:
-        worth = {block: self.pool._worth.keep(block) for block in self.live if block.is_evictable}
+        worth = {
+            block: self.pool._worth.keep(block) + (block in self.dirty)
+            for block in self.live
+            if block.is_evictable
+        }
         gone = self.pool.evict_one()
         assert (gone is None) == (not worth)
         if gone is not None:
@@ -258,9 +240,7 @@ class Pool(RuleBasedStateMachine):
     @rule(pages=st.integers(1, 2 * SLAB))
     def evict(self, pages: int) -> None:
         could = self.pool.free_pages + sum(
-            size
-            for block, size in self.live.items()
-            if not self.in_use(block) and block not in self.dirty
+            size for block, size in self.live.items() if not self.in_use(block)
         )
         eviction = self.pool.evict_until_free(pages)
         assert list(eviction.blocks) == self.evicted
@@ -300,7 +280,7 @@ class Pool(RuleBasedStateMachine):
             taken |= pages
             assert block in self.live
             assert block.is_pinned == self.in_use(block)
-            assert block.is_evictable == (not self.in_use(block) and block not in self.dirty)
+            assert block.is_evictable == (not self.in_use(block))
             assert block.pins == sum(n for (_, b), n in self.pins.items() if b is block)
         stats = self.pool.stats()
         assert len(taken) == sum(self.live.values())

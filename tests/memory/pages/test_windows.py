@@ -1,4 +1,4 @@
-"""Which blocks make way for a range, and when dirty ones are written back."""
+"""Which blocks make way for a range, and when blocks are evicted ahead of need."""
 
 from __future__ import annotations
 
@@ -51,19 +51,27 @@ def test_nothing_is_evicted_where_the_free_ranges_suffice() -> None:
     assert window.blocks == ()
 
 
-def test_writing_back_starts_at_90_percent_ends_at_80_and_waits_for_90() -> None:
-    """S2.17."""
+def test_eviction_starts_at_90_percent_ends_at_80_and_waits_for_90() -> None:
     marks = Watermarks(high=0.9, low=0.8)
     loads = [85, 89, 90, 85, 81, 80, 85, 89, 90]
-    states = [marks.wanted_pages(held_pages=load, total_pages=100) > 0 for load in loads]
+    states = [marks.wanted_pages(load, 100) > 0 for load in loads]
     assert states == [False, False, True, True, True, False, False, False, True]
 
 
-def test_the_fuller_the_pool_the_larger_is_the_share_that_is_written_back() -> None:
+def test_the_fuller_the_pool_the_larger_is_the_share_that_is_evicted() -> None:
     marks = Watermarks(high=0.9, low=0.8)
-    wanted = [marks.wanted_pages(held_pages=held, total_pages=100) for held in (90, 95, 100)]
+    wanted = [marks.wanted_pages(used, 100) for used in (90, 95, 100)]
     assert wanted == [5, 12, 20]
 
 
-def test_an_arena_without_pages_writes_nothing_back() -> None:
-    assert Watermarks(high=0.9, low=0.8).wanted_pages(held_pages=0, total_pages=0) == 0
+def test_after_a_rest_eviction_waits_for_the_high_watermark() -> None:
+    marks = Watermarks(high=0.9, low=0.8)
+    assert marks.wanted_pages(92, 100)
+    marks.rest()
+    assert [marks.wanted_pages(used, 100) > 0 for used in (89, 90)] == [False, True]
+
+
+@pytest.mark.parametrize(("used", "total"), [(0, 0), (1, 1), (4, 4)])
+def test_a_pool_of_a_few_pages_keeps_them_all(used: int, total: int) -> None:
+    """One page of them is more than what lies between the watermarks."""
+    assert Watermarks(high=0.9, low=0.8).wanted_pages(used, total) == 0
