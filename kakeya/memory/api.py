@@ -281,6 +281,10 @@ class MemoryArbiter:
         self._keeper.count_tenants()
         return self._arbiter.snapshot()
 
+    def check_integrity(self) -> None:
+        """Check what holds of the ledger between any two events. Raises InvariantBroken."""
+        self._arbiter.check_integrity()
+
     def health(self) -> tuple[TaskHealth, ...]:
         """The background task that carries out what is decided."""
         return self._tasks.health() if self._tasks else ()

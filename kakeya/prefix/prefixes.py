@@ -347,6 +347,18 @@ class NodePrefixes:
         if self._disk is not None:
             self._disk.keep(shelf, block_id)
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no request is under way, and nothing that was cut off or waits for the disk."""
+        is_written = self._disk is None or not self._disk.waiting
+        is_quiet = not self._leaving and not len(self.turns.flights) and not self.waiting
+        return self.pages.is_at_rest and is_quiet and is_written
+
+    def check_integrity(self) -> None:
+        """Check what holds between any two events. Raises InvariantBroken."""
+        self.pages.check_integrity()
+        self.turns.flights.check_integrity()
+
     async def _tend(self) -> None:
         await every(TEND_S, self._look_after, clock=self._clock, rng=self._rng)
 

@@ -114,6 +114,7 @@ class Host(agent.Agent):
             model = rng.choice(list(SIZES))
             terms = Terms(priority=rng.choice(list(RequestPriority)), timeout_s=rng.uniform(2, 30))
             for attempt in range(TRIES):
+                arbiter.check_integrity()
                 try:
                     await arbiter.request("embed", model, rng.randrange(1000), terms)
                 except errors.KakeyaError as refused:

@@ -164,11 +164,10 @@ class World:
 
     def check(self) -> None:
         pages, pool = self.prefixes.pages, self.arena.snapshot().pool
+        self.prefixes.check_integrity()
+        assert pages.is_at_rest
         assert pool.pinned_pages == 0
-        assert pages._filling_bytes == 0
-        assert not pages._leaving
         shelves = pages.shelves()
-        assert len(pages._places) == pool.blocks
         assert sum(shelf.tree.stats().ram_blocks for shelf in shelves) == pool.blocks
         assert pages.used_bytes == pool.blocks * PAGE_BYTES <= pages.budget_bytes
         assert len(self.prefixes.turns.flights) == 0
@@ -406,7 +405,7 @@ async def test_when_the_beginning_is_taken_what_needed_it_is_given_back(tmp_path
         block = root.payload.block
         # As the arena does it, in the middle of its work.
         here.arena._arena.pool._evict(block)
-        assert here.prefixes.pages._leaving
+        assert not here.prefixes.pages.is_at_rest
         await asyncio.sleep(0)
         assert here.arena.snapshot().pool.blocks == 0
         here.check()
@@ -802,7 +801,7 @@ async def test_a_wait_ends_with_the_time_of_the_request(tmp_path: Path) -> None:
 
 async def written(here: World) -> None:
     async with asyncio.timeout(10):
-        while here.prefixes._disk._to_write:
+        while not here.prefixes.is_at_rest:
             await asyncio.sleep(0.01)
         await here.prefixes.store.flush()
         await asyncio.sleep(0.01)
@@ -926,7 +925,7 @@ async def live(folder: Path, rng: random.Random) -> None:
         for end in ends:
             assert not isinstance(end, Exception), repr(end)
         async with asyncio.timeout(10):
-            while here.prefixes._leaving or here.prefixes.pages._leaving:
+            while not here.prefixes.is_at_rest:
                 await asyncio.sleep(0.01)
         if here.prefixes._disk is not None:
             await written(here)

@@ -42,19 +42,16 @@ class Node:
         prefixes, pool = self.prefixes, self.pages.arena.snapshot().pool
         held = prefixes.pages
         in_trees = sum(shelf.tree.stats().ram_blocks for shelf in held.shelves())
+        prefixes.check_integrity()
+        assert prefixes.is_at_rest
         assert pool.pinned_pages == 0
-        assert held._filling_bytes == 0
-        assert not held._leaving
-        assert len(held._places) == in_trees == pool.blocks
-        assert len(prefixes.turns.flights) == 0
-        assert not prefixes.turns.flights._leaders
-        assert prefixes.waiting == 0
+        assert in_trees == pool.blocks
         assert all(shelf.tree.stats().pinned_blocks == 0 for shelf in held.shelves())
 
     async def settled(self) -> None:
         """Wait until what was cut off is over, and the disk has everything."""
         async with asyncio.timeout(20):
-            while self.prefixes._leaving or self.prefixes._disk._to_write:
+            while not self.prefixes.is_at_rest:
                 await asyncio.sleep(0.02)
             await self.prefixes.store.flush()
             await asyncio.sleep(0.02)

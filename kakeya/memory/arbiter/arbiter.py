@@ -297,6 +297,10 @@ class Arbiter:
             kept=self._tickets.kept,
         )
 
+    def check_integrity(self) -> None:
+        """Check what holds of the ledger between any two events. Raises InvariantBroken."""
+        self._ledger.check_integrity()
+
     def next_wake_mono(self, now: float) -> float | None:
         """When time alone changes a decision; None = only an event does."""
         due = (*self._tickets.due(now, self._rules), *self._doors.due(), *self._taking.due())

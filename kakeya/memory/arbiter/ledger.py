@@ -183,6 +183,21 @@ class Ledger:
         if not size:
             del self._foreign[holder], self._foreign_unfilled[holder]
 
+    def check_integrity(self) -> None:
+        """Check that notes are of what is there, figures 0 or more. Raises InvariantBroken."""
+        notes = {*self._promised, *self._given, *self._stubborn, *self._growing}
+        if strangers := notes - set(self._tenants):
+            raise errors.InvariantBroken("ledger", f"notes of no tenant: {sorted(strangers)}")
+        if self._foreign.keys() != self._foreign_unfilled.keys():
+            raise errors.InvariantBroken("ledger", f"{self._foreign} but {self._foreign_unfilled}")
+        for key, one in self._residents.items():
+            if one.key != key or one.state is State.ABSENT or one.unfilled_bytes > one.bytes:
+                raise errors.InvariantBroken("ledger", f"under {key} is {one}")
+        figures = (*self._promised.values(), *self._given.values(), *self._growing.values())
+        known = self.available_bytes if self.available_bytes is not None else 0
+        if min(known, self._margin_bytes, *figures, *self._foreign.values()) < 0:
+            raise errors.InvariantBroken("ledger", f"a figure is below 0: {self}")
+
     @property
     def has_promises(self) -> bool:
         """Whether a tenant has not yet given up what it was told to."""

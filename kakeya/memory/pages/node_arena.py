@@ -296,6 +296,10 @@ class NodeArena:
         """Count everything once."""
         return self._arena.snapshot()
 
+    def check_integrity(self) -> None:
+        """Check what holds of the pages between any two calls. Raises InvariantBroken."""
+        self._arena.pool.check_integrity()
+
     def status(self) -> Json:
         """Pages by state, as JSON; `fragmentation` is 0 where all free pages lie together."""
         arena = self._arena.snapshot()

@@ -343,6 +343,26 @@ class PagePool:
             evicted_ahead_pages=self.evicted_ahead_pages,
         )
 
+    def check_integrity(self) -> None:
+        """Check that a page is free or in one block, and that a block knows its holders, which are
+        open, as they know it. Raises InvariantBroken."""
+        taken: set[int] = set()
+        for block in self.blocks():
+            pages = set(range(block.first, block.first + block.pages))
+            if taken & pages:
+                raise InvariantBroken("pages", f"{block} overlaps another block")
+            taken |= pages
+            if block.preparing is not None and block not in block.preparing.preparing:
+                raise InvariantBroken("pages", f"{block} is prepared by no holder")
+            for hold in block.holds:
+                if not hold.holder.is_open or hold not in hold.holder.holds():
+                    raise InvariantBroken("pages", f"{block} is held by {hold.holder.name}, ended")
+        if len(taken) + self.free_pages != self._table.total_pages:
+            raise InvariantBroken(
+                "pages",
+                f"{len(taken)} in blocks and {self.free_pages} free of {self._table.total_pages}",
+            )
+
     # --- inside
 
     def _check_idle(self, block: Block) -> None:

@@ -153,6 +153,11 @@ class PrefixDisk:
         while self._to_write:
             self._clean(self._to_write.popleft().block)
 
+    @property
+    def waiting(self) -> int:
+        """Writes that have yet to begin."""
+        return len(self._to_write)
+
     async def write(self) -> None:
         """Hand blocks to the store, a moment after they came, for ever."""
         mono = self._clock.mono

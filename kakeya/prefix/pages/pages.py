@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import Conflict, InvalidArgument, OutOfPages, PageFreed
+from kakeya.core.errors import Conflict, InvalidArgument, InvariantBroken, OutOfPages, PageFreed
 from kakeya.core.log import event
 from kakeya.core.units import format_bytes
 from kakeya.generation.retention import BlockClass, Retention
@@ -126,6 +126,33 @@ class PrefixPages:
     def free_bytes(self) -> int:
         """What more may be taken without anybody leaving."""
         return max(0, self.budget_bytes - self.used_bytes)
+
+    @property
+    def filling_bytes(self) -> int:
+        """What pages take that are being filled."""
+        return self._filling_bytes
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing is being filled, and nothing is still held that left its tree."""
+        return not self._filling_bytes and not self._leaving
+
+    def check_integrity(self) -> None:
+        """Check that trees and pages agree about each block. Raises InvariantBroken."""
+        for block, (shelf, block_id) in self._places.items():
+            node = shelf.tree.node(block_id)
+            if node is None or node.payload is None or node.payload.block is not block:
+                raise InvariantBroken("prefixes", f"{block} is not where its tree has it")
+            if not block.is_live or block in self._leaving:
+                raise InvariantBroken("prefixes", f"{block} is in a tree, and has left or is free")
+        in_trees = sum(shelf.tree.stats().ram_blocks for shelf in self._shelves.values())
+        if in_trees != len(self._places) or self._filling_bytes < 0:
+            raise InvariantBroken(
+                "prefixes",
+                f"trees have {in_trees} blocks, pages {len(self._places)}; "
+                f"{self._filling_bytes} bytes are being filled",
+            )
+        self.arena.check_integrity()
 
     # --- filling
 

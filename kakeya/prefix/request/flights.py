@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from kakeya.core.errors import InvariantBroken
 from kakeya.generation.cuts import usable
 from kakeya.prefix.names.blocks import BlockId, shared_tokens
 from kakeya.prefix.names.naming import Naming
@@ -97,6 +98,17 @@ class Flights:
 
     def __len__(self) -> int:
         return len(self._flights)
+
+    def check_integrity(self) -> None:
+        """Check that each claim is of one flight that is under way. Raises InvariantBroken."""
+        claims = [(one, flight) for flight in self._flights for one in flight.claims]
+        if dict(claims) != self._leaders or len(claims) != len(self._leaders):
+            raise InvariantBroken(
+                "claims", f"{len(claims)} of {len(self)} flights, {len(self._leaders)} known"
+            )
+        children = {one for siblings in self._children.values() for one in siblings}
+        if children != set(self._leaders):
+            raise InvariantBroken("claims", f"{len(children)} have a parent of {len(claims)}")
 
     def join(
         self, lane: str, seed: bytes, *, urgency: int, can_yield: bool, now: float

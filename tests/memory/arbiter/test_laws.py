@@ -384,6 +384,10 @@ class ArbiterMachine(RuleBasedStateMachine):
     # What always holds.
 
     @invariant()
+    def the_ledger_adds_up(self) -> None:
+        self.arbiter.check_integrity()
+
+    @invariant()
     def the_budget_holds(self) -> None:
         snapshot = self.arbiter.snapshot()
         if self.is_surely_within() and not self.todo:

@@ -379,7 +379,7 @@ async def test_without_pages_for_them_nothing_is_fetched(tmp_path):
         await a.lay(named)
         introduce(a, b)
         assert 1 <= await b.fetch(named) < BLOCKS
-        assert b.prefixes.pages._filling_bytes == 0
+        assert b.prefixes.pages.is_at_rest
 
 
 async def test_a_card_is_not_made_anew_for_each_block(two):

@@ -141,7 +141,7 @@ async def test_none_is_brought_back_while_a_request_waits_for_the_disk(tmp_path:
         naming = here.prefixes.names.known("toy", "")
         recalled = asyncio.ensure_future(here.prefixes.recall(naming, 1 << 30))
         while disk._asking:
-            assert here.prefixes.pages._filling_bytes <= 3 * PAGE_BYTES  # those of the request
+            assert here.prefixes.pages.filling_bytes <= 3 * PAGE_BYTES  # those of the request
             await asyncio.sleep(0)
         assert await asked == 9
         assert (await recalled).histories == [THIRD[:-1], SECOND[:-1]]
