@@ -533,7 +533,7 @@ async def test_vision_displaces_idle_text_only_when_allowed(shelf: Shelf) -> Non
     """S0.34 by R3."""
     shelf.arbiter.set_budget(150)
     await shelf.arbiter.request("text", "m", 1)
-    with pytest.raises(errors.MemoryRefused, match="never yield"):
+    with pytest.raises(errors.MemoryRefused, match="cannot be evicted"):
         await shelf.arbiter.request("see", "m", 1)
     terms = Terms(priority=RequestPriority.HIGH, may_displace_text=True)
     call = asyncio.ensure_future(shelf.arbiter.request("see", "m", 1, terms))

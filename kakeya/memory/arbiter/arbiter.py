@@ -1,11 +1,11 @@
 """The arbiter: decides what is in memory. Each method is one event and returns an `ArbiterOutcome`.
 
-It never awaits, logs or touches a model. The keeper tells it what happened, performs what it
-answers, and asks again at `next_wake_mono`. A lease is written down in the decision that grants it,
-a reservation in the decision that plans a load, so nothing can come between.
+It never awaits, logs or touches a model. The keeper reports events, performs outcomes, and asks
+again at `next_wake_mono`. A lease is written down in the decision that grants it, a reservation in
+the decision that plans a load, so nothing can come between.
 
-After each event the line is walked (see `line`), then pressure and overdue idlers are looked at.
-What was DRAINING for a request that no longer waits is READY again.
+After each event the queue is walked (see `queue`); then the reclaimer evicts residents that idle
+for too long, and relieves pressure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from kakeya.core import errors
-from kakeya.memory.arbiter import queue as line
+from kakeya.memory.arbiter import queue
 from kakeya.memory.arbiter.drain_gate import DrainGate
 from kakeya.memory.arbiter.ledger import Ledger
 from kakeya.memory.arbiter.plan import ArbiterOutcome, Ask, Grant, Plan, Reason, Refusal, Snapshot
@@ -28,39 +28,37 @@ from kakeya.memory.arbiter.tickets import Tickets
 
 
 class Arbiter:
-    """Decides for one node. `now` is monotonic, in seconds, and the same clock throughout."""
+    """Decides for one node. `now` is monotonic, in seconds, and of the same clock throughout."""
 
     def __init__(self, budget: int, *, rules: Rules | None = None) -> None:
         self._ledger = Ledger(budget)
         self._rules = rules or Rules()
         self._planner = Planner(self._ledger)
-        self._taking = Reclaimer(self._ledger, self._planner, self._rules)
+        self._reclaimer = Reclaimer(self._ledger, self._planner, self._rules)
         self._tickets = Tickets()
-        self._doors = DrainGate(self._rules)
+        self._drain_gate = DrainGate(self._rules)
         self._holders: dict[LeaseId, ResidentKey] = {}
         self._measured: dict[ResidentKey, int] = {}
         self._is_stopping = False
 
-    # What is asked.
+    # Requests.
 
     def ask(self, ask: Ask, now: float) -> tuple[LeaseId, ArbiterOutcome]:
-        """Put a request at the end of the line. It is granted or refused under this number, in
-        this outcome or a later one, exactly once."""
+        """Put a request at the end of the queue. The number that is returned is granted or
+        refused exactly once, in this outcome or a later one."""
         lease = LeaseId(self._planner.number())
-        self._tickets.enter(line.LoadTicket(lease, self._learnt(ask), now, now))
+        self._tickets.enter(queue.LoadTicket(lease, self._learnt(ask), now, now))
         return lease, self.settle(now)
 
     def withdraw(self, lease: LeaseId, now: float) -> ArbiterOutcome:
-        """The asker left: out of the line, or, where the lease was granted just now, released."""
+        """Cancel a request: take it out of the queue, or release the lease it was just granted."""
         if self._tickets.pop(lease, None) is None and lease in self._holders:
             return self.release(lease, now)
         return self.settle(now)
 
     def retain(self, lease: LeaseId, now: float) -> LeaseId:
-        """One more lease for who holds one; it needs no place in the line.
-
-        Raises NotFound when the lease is not held.
-        """
+        """Add a lease to a resident that is leased already, past the queue. Raises NotFound when
+        `lease` is not held."""
         resident = self._ledger.get(self._holder(lease))
         another = LeaseId(self._planner.number())
         self._ledger.put(resident.leased(another, resident.leases[lease], now))
@@ -77,12 +75,12 @@ class Arbiter:
         resident = self._ledger.get(self._holder(lease))
         del self._holders[lease]
         self._ledger.put(resident.released(lease, now))
-        return not (self._is_calm and self._doors.are_open and self._taking.is_idle)
+        return not (self._is_calm and self._drain_gate.are_open and self._reclaimer.is_idle)
 
     def preload(self, ask: Ask, now: float) -> tuple[bool, ArbiterOutcome]:
-        """Load without a request: only at nominal pressure, into room that is free, that nobody
-        waits for, and, but for text, whose use makes no pressure. False = not now. What is resident
-        is kept warm from now."""
+        """Load a model without a request; False = not now. That needs nominal pressure, no
+        request in the queue and free bytes; a role that yields needs spare bytes, so that its
+        load makes no pressure. A model that is loaded is kept warm from now."""
         resident = self._ledger.find(ask.key)
         if resident is not None:
             if not resident.is_open:
@@ -95,11 +93,12 @@ class Arbiter:
         room = self._ledger.spare_bytes if ask.role.yields else self._ledger.free_bytes
         if not (self._is_calm and has_place and 0 < ask.estimate_bytes <= room):
             return False, self.settle(now)
-        plan = replace(self._planner.load(ask, line.LoadNow(), now), is_preload=True)
+        plan = replace(self._planner.load(ask, queue.LoadNow(), now), is_preload=True)
         return True, self._settle(DraftOutcome(plans=[plan]), now)
 
     def unload(self, key: ResidentKey, now: float) -> ArbiterOutcome:
-        """Evict at somebody's wish. Raises NotFound, and Conflict when it is in use or loading."""
+        """Evict a resident on request. Raises NotFound, and Conflict when it is in use or
+        loading."""
         resident = self._ledger.get(key)
         if resident.is_leaving:
             return self.settle(now)
@@ -110,7 +109,7 @@ class Arbiter:
         return self._settle(answer, now)
 
     def stop(self, now: float) -> ArbiterOutcome:
-        """Refuse whoever waits or asks from now on. Leases stay; see `clear`."""
+        """Refuse all requests, waiting and new. Leases stay; see `clear`."""
         self._is_stopping = True
         return self.settle(now)
 
@@ -121,7 +120,8 @@ class Arbiter:
         return self._settle(DraftOutcome(plans=plans), now)
 
     def lend(self, key: ResidentKey, priority: RequestPriority, now: float) -> LeaseId | None:
-        """A lease of what is there and stays; None = it is not, or others wait for its room."""
+        """Lease a loaded resident at once, past the queue. None = it is not loaded, drains for
+        another request, or the node stops."""
         resident = self._ledger.find(key)
         if resident is None or resident.state is not State.READY or self._is_stopping:
             return None
@@ -131,12 +131,12 @@ class Arbiter:
         return lease
 
     def would_grant(self, ask: Ask, now: float) -> bool:
-        """Whether a request would be served that came now, at once or in its turn: it would not
-        have to wait for others to let go, not even as the first in line."""
+        """Whether a new request would be served without waiting for residents to drain. It may
+        wait for its turn."""
         return deepcopy(self).rehearse(ask, now)
 
     def rehearse(self, ask: Ask, now: float) -> bool:
-        """The same, by asking: only a copy is to be used for that."""
+        """Put the question of `would_grant` by asking. Changes the state: for a copy only."""
         lease, outcome = self.ask(ask, now)
         ticket = self._tickets.get(lease)
         if ticket is not None and not ticket.is_stuck:
@@ -146,8 +146,8 @@ class Arbiter:
         return not is_refused and (ticket is None or not ticket.is_stuck)
 
     def may_grow(self, name: str, size: int) -> bool:
-        """Reserve bytes for a tenant, if there is room that nobody waits for and whose use makes no
-        pressure. Raises NotFound."""
+        """Reserve spare bytes for a tenant; False = no request may wait, and there must be
+        enough. Raises NotFound."""
         if size < 0:
             raise errors.InvalidArgument(f"{name!r} cannot grow by {size} bytes; 0 or more is due")
         if not self._is_calm or size > self._ledger.spare_bytes:
@@ -160,7 +160,7 @@ class Arbiter:
         self._ledger.grown(name)
         return self.settle(now)
 
-    # What is so.
+    # Facts.
 
     def observe(
         self,
@@ -169,54 +169,56 @@ class Arbiter:
         now: float,
         spare_bytes: int | None = None,
     ) -> ArbiterOutcome:
-        """A reading of the machine. Worth telling although nothing changed: low pressure that
-        lasts takes one thing after the other. `spare_bytes` may be taken while the machine stays
-        calm; below 0, so much has to come back; None = not known."""
-        self._taking.press(level, None if spare_bytes is None else max(0, -spare_bytes))
+        """Take a reading of the machine's memory. `spare_bytes` may be taken while the machine
+        stays calm; negative = so many bytes have to come back; None = not known. A reading that
+        repeats the last one counts too: low pressure that lasts evicts one thing after the
+        other."""
+        self._reclaimer.press(level, None if spare_bytes is None else max(0, -spare_bytes))
         self._ledger.observe(available_bytes, spare_bytes)
         return self.settle(now)
 
     def report(self, tenant: Tenant) -> None:
-        """What a tenant holds by now. Takes effect with the next event."""
+        """Note the bytes of a tenant. They count from the next event on."""
         self._ledger.report(tenant)
 
     def hold(
         self, holder: str, size: int, now: float, *, unfilled_bytes: int = 0
     ) -> ArbiterOutcome:
-        """What another process occupies by now, asked or not; 0 = nothing more. `unfilled_bytes` of
-        it are not used yet."""
+        """Note the bytes that another process occupies; 0 = none. `unfilled_bytes` of them are
+        lent and not used yet."""
         self._ledger.hold(holder, size, unfilled_bytes)
         return self.settle(now)
 
     def set_budget(self, budget: int, now: float) -> ArbiterOutcome:
-        """Another budget. When more is committed, idle residents go."""
+        """Change the budget. When more is committed, idle residents are evicted."""
         self._ledger.budget_bytes = budget
         return self.settle(now)
 
     def forget(self, name: str, now: float) -> ArbiterOutcome:
-        """A tenant is there no longer."""
+        """Remove a tenant."""
         self._ledger.forget(name)
         return self.settle(now)
 
     def measure(
         self, key: ResidentKey, size: int, now: float, *, unfilled_bytes: int = 0
     ) -> ArbiterOutcome:
-        """What a resident occupies by now; also the estimate of its next load."""
+        """Note the bytes that a resident occupies; they are the estimate of its next load, too."""
         self._ledger.measured(self._ledger.get(key), size, unfilled_bytes)
         self._measured[key] = size
         return self.settle(now)
 
     def unlearn(self, key: ResidentKey) -> None:
-        """Forget what a model took that never comes back."""
+        """Forget the measured size of a model that will not be loaded again."""
         if self._ledger.find(key) is None:
             self._measured.pop(key, None)
 
-    # How plans go on.
+    # Plans under way.
 
     def begin_load(self, plan: Plan, now: float) -> tuple[bool, ArbiterOutcome]:
-        """All that had to go has gone. False = do not load: it is room for a tenant, which has it
-        now; or nobody waits for it any more, pressure came up, or more is committed than the budget
-        holds, and the requests wait for a better plan."""
+        """Begin a planned load, now that its evictions and shrinks are done. False = do not
+        load. Either the room is a tenant's, which has it now; or no request waits for the model,
+        pressure came up, or more is committed than the budget holds: then its requests wait for
+        another plan."""
         self._fit_planned(now)
         resident = self._planner.begin(plan)
         if resident is None:
@@ -233,11 +235,10 @@ class Arbiter:
     def loaded(
         self, key: ResidentKey, size: int | None, now: float, *, unfilled_bytes: int = 0
     ) -> ArbiterOutcome:
-        """A load succeeded; `size` is what it occupies, None = not measured.
-
-        It is for all who wait for it by now, whoever waits for its room, so that models in turns
-        are not loaded once for each. Under critical pressure a role that yields is refused still.
-        """
+        """Note a load that succeeded; `size` is the measured bytes, None = not measured. All
+        requests that wait for the model get their leases now, before requests that wait for its
+        room: models that take turns are then not loaded once for each request. Under critical
+        pressure a role that yields is still refused."""
         resident, answer = self._ledger.get(key), DraftOutcome()
         if size is not None:
             resident = self._ledger.measured(resident, size, unfilled_bytes)
@@ -247,7 +248,7 @@ class Arbiter:
         is_refused = self._level is PressureLevel.CRITICAL and resident.role.yields
         for ticket in self._tickets.of(key):
             if is_refused:
-                self._refuse(ticket, line.critical(ticket.ask, self._rules), answer)
+                self._refuse(ticket, queue.critical(ticket.ask, self._rules), answer)
             elif now < ticket.ask.deadline_mono:
                 self._lend(ticket, answer, now)
         return self._settle(answer, now)
@@ -255,7 +256,7 @@ class Arbiter:
     def load_failed(
         self, key: ResidentKey, error: Callable[[], errors.KakeyaError], now: float
     ) -> ArbiterOutcome:
-        """A load failed: all who wait for it are refused. The next request tries again."""
+        """Note a load that failed and refuse its requests. The next request tries again."""
         self._ledger.put(self._ledger.get(key).moved(State.ABSENT))
         answer = DraftOutcome()
         for ticket in self._tickets.of(key):
@@ -263,23 +264,23 @@ class Arbiter:
         return self._settle(answer, now)
 
     def unloaded(self, key: ResidentKey, now: float) -> ArbiterOutcome:
-        """A resident has left and its bytes are given back."""
+        """Note that a resident was unloaded and its bytes are free."""
         self._ledger.gone(self._ledger.get(key))
         return self.settle(now)
 
     def shrunk(self, shrink: ShrinkTenant, tenant: Tenant, now: float) -> ArbiterOutcome:
-        """A tenant did what it could of a shrink, and holds this now."""
+        """Note the end of a shrink, and the bytes that the tenant holds after it."""
         self._ledger.shrunk(shrink, tenant)
         return self.settle(now)
 
-    # What is to be seen.
+    # Queries.
 
     def find(self, key: ResidentKey) -> Resident | None:
         """The resident of a key; None = absent."""
         return self._ledger.find(key)
 
     def snapshot(self) -> Snapshot:
-        """The whole ledger."""
+        """The whole ledger at this moment."""
         ledger = self._ledger
         return Snapshot(
             budget_bytes=ledger.budget_bytes,
@@ -302,26 +303,27 @@ class Arbiter:
         self._ledger.check_integrity()
 
     def next_wake_mono(self, now: float) -> float | None:
-        """When time alone changes a decision; None = only an event does."""
-        due = (*self._tickets.due(now, self._rules), *self._doors.due(), *self._taking.due())
+        """The next time at which a decision changes without an event; None = none."""
+        due = [*self._tickets.due(now, self._rules), *self._drain_gate.due()]
+        due += self._reclaimer.due()
         return min((at for at in due if at > now), default=None)
 
-    # How it is decided.
+    # Decisions.
 
     def settle(self, now: float) -> ArbiterOutcome:
-        """What follows from the time alone."""
+        """Decide again, for the time that has passed."""
         return self._settle(DraftOutcome(), now)
 
     def _settle(self, answer: DraftOutcome, now: float) -> ArbiterOutcome:
         self._fit_planned(now)
         self._walk(answer, now)
-        self._taking.take(answer, now)
+        self._reclaimer.take(answer, now)
         return answer.done()
 
     def _fit_planned(self, now: float) -> None:
-        """Take back loads that have not begun while more is committed than the budget holds: less
-        was given up than was promised, or something grew. Those that are waited for least go first,
-        and who waits for them is in the line again."""
+        """Take back loads that have not begun while more is committed than the budget holds.
+        That happens when a tenant gave up less than it promised, or grew. The least urgent load
+        goes first; its requests are in the queue again."""
         ledger = self._ledger
         if ledger.committed_bytes <= ledger.budget_bytes or not self._planner.planned:
             return
@@ -333,15 +335,15 @@ class Arbiter:
             self._planner.take_back(key)
 
     def _walk(self, answer: DraftOutcome, now: float) -> None:
-        opened = self._doors.to_open(now)
-        ahead = line.EarlierClaims(opened)
+        opened = self._drain_gate.to_open(now)
+        ahead = queue.EarlierClaims(opened)
         self._tickets.lapse(now)
         for ticket in self._tickets.in_order(now, self._rules):
             if ticket.kept_until_mono is None:
                 self._serve(ticket, ahead, answer, now)
-            elif (kept := line.keep(ticket, ahead, self._view(now))) is not None:
+            elif (kept := queue.keep(ticket, ahead, self._view(now))) is not None:
                 ahead.add(ticket.ask, kept)
-        self._doors.walked(ahead.claims, opened, now)
+        self._drain_gate.walked(ahead.claims, opened, now)
         for one in self._ledger.residents:
             is_claimed = one.key in ahead.claims
             if one.state is State.READY and is_claimed:
@@ -350,26 +352,26 @@ class Arbiter:
                 self._ledger.put(one.moved(State.READY))
 
     def _serve(
-        self, ticket: line.LoadTicket, ahead: line.EarlierClaims, answer: DraftOutcome, now: float
+        self, ticket: queue.LoadTicket, ahead: queue.EarlierClaims, answer: DraftOutcome, now: float
     ) -> None:
-        match verdict := line.decide(ticket, ahead, self._view(now)):
-            case line.Lend():
+        match verdict := queue.decide(ticket, ahead, self._view(now)):
+            case queue.Lend():
                 self._lend(ticket, answer, now)
-            case line.LoadNow():
+            case queue.LoadNow():
                 answer.plans.append(self._planner.load(ticket.ask, verdict, now))
-            case line.Refuse(error, keeps):
+            case queue.Refuse(error, keeps):
                 self._refuse(ticket, error, answer)
                 if isinstance(error, errors.DrainTimeout):
                     self._tickets.keep(ticket, now + self._rules.place_s)
                 if keeps is not None:
                     ahead.add(ticket.ask, keeps)
-            case line.NotYet():
+            case queue.NotYet():
                 ahead.add(ticket.ask, verdict)
 
-    def _view(self, now: float) -> line.QueueView:
-        return line.QueueView(self._ledger, self._level, self._rules, now, self._is_stopping)
+    def _view(self, now: float) -> queue.QueueView:
+        return queue.QueueView(self._ledger, self._level, self._rules, now, self._is_stopping)
 
-    def _lend(self, ticket: line.LoadTicket, answer: DraftOutcome, now: float) -> None:
+    def _lend(self, ticket: queue.LoadTicket, answer: DraftOutcome, now: float) -> None:
         key = ticket.ask.key
         resident = self._ledger.get(key).leased(ticket.lease, ticket.ask.priority, now)
         self._ledger.put(replace(resident, warmth=ticket.ask.warmth))
@@ -378,13 +380,13 @@ class Arbiter:
         answer.grants.append(Grant(ticket.lease, key))
 
     def _refuse(
-        self, ticket: line.LoadTicket, error: errors.KakeyaError, answer: DraftOutcome
+        self, ticket: queue.LoadTicket, error: errors.KakeyaError, answer: DraftOutcome
     ) -> None:
         del self._tickets[ticket.lease]
         answer.refusals.append(Refusal(ticket.lease, error, ticket.ask.key))
 
     def _room_made(self, resident: Resident, now: float) -> ArbiterOutcome:
-        """Reserve what is free now for the tenant; who asked first has it, without a lease."""
+        """Reserve the free bytes for the tenant. Its first request is granted, without a lease."""
         key, answer = resident.key, DraftOutcome()
         ticket = self._tickets.of(key)[0]
         self._ledger.put(resident.moved(State.ABSENT))
@@ -407,7 +409,7 @@ class Arbiter:
 
     @property
     def _level(self) -> PressureLevel:
-        return self._taking.level
+        return self._reclaimer.level
 
     def _learnt(self, ask: Ask) -> Ask:
         return replace(ask, estimate_bytes=self._measured.get(ask.key, ask.estimate_bytes))

@@ -1,4 +1,4 @@
-"""What a plug-in brings: a capability, that is one handler of one kind of model, and its role.
+"""A capability: a handler of one kind of model and its role, as a plug-in brings it.
 
     class Camera:
         async def load(self, model_key: str) -> Loaded: ...
@@ -13,8 +13,8 @@ A distribution offers it with
     [project.entry-points."kakeya.capabilities"]
     vision-describe = "camera.plugin:capability"
 
-A new capability takes the role that says what it is worth to the node (a re-ranker is an
-`EMBEDDING`), or brings a role of its own, which tells what its eviction costs.
+A new capability takes the role that gives its worth to the node (a re-ranker is an `EMBEDDING`), or
+brings a role of its own, which tells what its eviction costs.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from kakeya.core import errors
 from kakeya.memory.arbiter.resident import Role, Warmth
 
 MAX_WAITING = 10
-"""Requests that may wait for one model before more are refused; a queue in front holds longer
-lines, and knows their order."""
+"""The most requests that wait for one model; more are refused. A queue in front may hold more,
+in an order of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A loaded model. `measured_bytes` is what memory really grew by, None = not measured.
+    """A loaded model. `measured_bytes` is the growth of memory by the load, None = not measured.
 
-    `unfilled_bytes` of them are its own and not yet used, such as room for what it computes later.
+    `unfilled_bytes` of them are its own and not used yet, such as room for later computations.
     """
 
     backend: object
@@ -44,15 +44,15 @@ class Loaded:
 
 
 class Handler(Protocol):
-    """Loads, runs and unloads models of one kind. The arbiter calls it; nobody else does.
+    """Loads, runs and unloads models of one kind. Only the arbiter calls it.
 
     Loads and runs of different models overlap. Calls for one model do not, beyond `concurrency`
     runs, so a handler need not serialise anything.
     """
 
     async def load(self, model_key: str) -> Loaded:
-        """Load a model; called once until it is unloaded. Cancelled when the node stops; then it
-        leaves nothing behind."""
+        """Load a model; called once until it is unloaded. A cancelled load leaves nothing
+        behind."""
         ...
 
     async def unload(self, model_key: str, backend: object) -> None:
@@ -67,9 +67,10 @@ class Handler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """One capability. `estimate` says by model key how many bytes a load is expected to take; it
-    decides until a measurement is there. It answers at once, and for an unknown model it raises
-    what the caller should get.
+    """One capability.
+
+    `estimate` gives the expected bytes of a load by model key; it counts until a measurement is
+    there. It answers at once, and raises the caller's error for an unknown model.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Capability:
     handler: Handler
     estimate: Callable[[str], int]
     warmth: Warmth | None = None
-    """None = kept warm as its role is."""
+    """None = the role's."""
     pinned: frozenset[str] = frozenset()
     """Models that stay once they are loaded."""
     concurrency: int = 1
@@ -91,6 +92,6 @@ class Capability:
             )
 
     def warmth_of(self, model_key: str) -> Warmth:
-        """How long a model stays without being used, where its callers say nothing of it."""
+        """The warmth of a model where its callers give none."""
         warmth = self.warmth or Warmth(stay_warm_s=self.role.stay_warm_s)
         return replace(warmth, is_pinned=True) if model_key in self.pinned else warmth

@@ -1,7 +1,7 @@
-"""When models that pressure took come back: pure, with `now` in monotonic seconds.
+"""When models that pressure evicted may load again: pure, with `now` in monotonic seconds.
 
-Memory has to be calm for a while first; and a model that pressure takes again and again comes back
-later each time, so that it does not itself make the pressure that takes it.
+Memory has to be calm for a while first. A model that pressure evicts again and again waits longer
+each time, so that its load does not itself make the pressure that evicts it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ CALM_S = 10.0
 """Two polls of the machine."""
 LONGEST_S = 640.0
 SETTLED_S = 600.0
-"""Who stayed for so long counts as never taken."""
+"""A model that stayed for so long counts as never evicted."""
 
 
 class Comeback:
-    """Told what happens; says who may be loaded without being asked for."""
+    """Follows pressure and evictions; tells which models may load without a request."""
 
     def __init__(self) -> None:
         self._calm_since_mono: float | None = float("-inf")
@@ -25,11 +25,11 @@ class Comeback:
         self._taken_mono: dict[ResidentKey, float] = {}
 
     def pressed(self, level: PressureLevel, now: float) -> None:
-        """The level of pressure changed."""
+        """Note a change of the level of pressure."""
         self._calm_since_mono = now if level is PressureLevel.NOMINAL else None
 
     def taken(self, key: ResidentKey, now: float) -> None:
-        """Pressure took a model."""
+        """Note a model that pressure evicted."""
         before = self._taken_mono.get(key)
         is_repeated = before is not None and now - before < SETTLED_S
         pause_s = self._pauses.get(key, CALM_S) * 2 if is_repeated else CALM_S

@@ -1,10 +1,12 @@
-"""Which residents take nobody new, since others wait for their room, and for how long at most.
+"""Residents that take no new leases because a queued request needs their room.
 
-Who waits is served when those who use a resident have let go, however long they take: so the door
-stays shut. But one who uses it for hours would keep all others from it, and help nobody. So a door
-that was shut for long opens once for all who wait at it; the next time it stays shut for twice as
-long. However long a use takes, who waits for its end is served at last, and nobody else waits much
-longer than that.
+    claimed    closed: leases end one by one, and the queued request gets the room
+    `shut_s`   later, still in use: open once for the requests that wait for the resident itself
+    then       closed again, for twice as long
+
+A resident may be in use for hours. The doubling serves both sides in the end: the request that
+needs the room waits about as long as the longest use, and requests for the resident wait little
+longer.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from kakeya.memory.arbiter.resident import ResidentKey
 
 
 @dataclass(slots=True)
-class _Door:
+class _Closed:
     since_mono: float
     limit_s: float
 
@@ -27,30 +29,31 @@ class _Door:
 
 
 class DrainGate:
-    """Those that are shut."""
+    """The closed residents of one arbiter."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._shut: dict[ResidentKey, _Door] = {}
+        self._closed: dict[ResidentKey, _Closed] = {}
 
     @property
     def are_open(self) -> bool:
-        """Whether no door is shut."""
-        return not self._shut
+        """Whether no resident is closed."""
+        return not self._closed
 
     def to_open(self, now: float) -> frozenset[ResidentKey]:
-        """Which were shut for long enough."""
-        return frozenset(key for key, door in self._shut.items() if now >= door.until_mono)
+        """The residents that were closed for long enough."""
+        return frozenset(key for key, gate in self._closed.items() if now >= gate.until_mono)
 
     def walked(
         self, claims: Collection[ResidentKey], opened: Collection[ResidentKey], now: float
     ) -> None:
-        """The line was walked: who waits in it claims these, and `opened` let in who waited."""
-        still = {key: self._shut.get(key, _Door(now, self._rules.shut_s)) for key in claims}
-        again = {key: _Door(now, 2 * self._shut[key].limit_s) for key in opened}
-        self._shut = still | again
+        """Note a walk over the queue: waiting requests claim `claims`, and `opened` took new
+        leases."""
+        still = {key: self._closed.get(key, _Closed(now, self._rules.shut_s)) for key in claims}
+        again = {key: _Closed(now, 2 * self._closed[key].limit_s) for key in opened}
+        self._closed = still | again
 
     def due(self) -> Iterator[float]:
-        """When one opens, in monotonic seconds."""
-        for door in self._shut.values():
-            yield door.until_mono
+        """The monotonic times at which residents open."""
+        for gate in self._closed.values():
+            yield gate.until_mono

@@ -1,4 +1,4 @@
-"""What happens in memory, told to whoever listens: metrics, status, the card, plug-ins."""
+"""Events in memory, for listeners: metrics, status, the card, plug-ins."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class ModelUnload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evicted:
-    """A model had to leave for another one, for pressure or for the budget."""
+    """A model was evicted for another one, for pressure or for the budget."""
 
     key: ResidentKey
     reason: Reason
     bytes: int
     room_for: ResidentKey | None = None
-    """Who asked for its room."""
+    """The model that needed its room; None = none did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPressure:
-    """The level of pressure changed. `source` is the one that says the worst."""
+    """The level of pressure changed. `source` is the source with the worst level."""
 
     level: PressureLevel
     source: str
@@ -63,7 +63,7 @@ class CapabilityRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFailure:
-    """A load failed; who waited for it gets the same error."""
+    """A load failed; the requests that waited for it get the same error."""
 
     key: ResidentKey
     error: errors.KakeyaError
@@ -88,8 +88,8 @@ class EngineShrunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDrained:
-    """An engine that stayed above its lease was drained and asked to end, which gives so many bytes
-    back. What still ran goes on in the next one."""
+    """An engine that stayed above its lease was drained and asked to end, which frees so many
+    bytes. Generations that still ran go on in the next engine."""
 
     key: ResidentKey
     bytes: int
@@ -122,14 +122,14 @@ Listener = Callable[[Event], None]
 
 
 class EventListeners:
-    """Who is told. A listener that raises is told nothing more."""
+    """The listeners. One that raises is told of no further events."""
 
     def __init__(self) -> None:
         self._by_number: dict[int, Listener] = {}
         self._count = 0
 
     def add(self, listener: Listener) -> Callable[[], None]:
-        """Tell `listener` from now on, until what is returned is called."""
+        """Tell `listener` of events until the returned function is called."""
         self._count += 1
         number = self._count
         self._by_number[number] = listener
@@ -140,11 +140,11 @@ class EventListeners:
         return unsubscribe
 
     def tell(self, happened: Event) -> None:
-        """Tell everybody, in the order in which they came."""
+        """Tell all listeners, in the order in which they were added."""
         for number, listener in tuple(self._by_number.items()):
             try:
                 listener(happened)
-            except Exception as fault:  # noqa: BLE001 - somebody else's code
+            except Exception as fault:  # noqa: BLE001 - foreign code
                 self._by_number.pop(number, None)
                 event(
                     _log,

@@ -1,4 +1,4 @@
-"""What a caller holds while it uses a model, how it wants to be served, and the live models."""
+"""The handle of a leased model, the terms of a lease, and the table of live models."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LOADS_KEPT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """How a caller wants to be served.
+    """Terms of a caller for its lease.
 
     `timeout_s` covers waiting, loading and running. `warmth` overrides the capability's for the
-    model from now on. `may_displace_text` lets the load take the room of text that idles.
+    model from now on. `may_displace_text` lets the load take the room of idle text models.
     """
 
     priority: RequestPriority = RequestPriority.NORMAL
@@ -35,7 +35,7 @@ PLAIN = Terms()
 
 
 class LiveModels:
-    """The live models, by key. Loads and unloads by their handlers; decides nothing."""
+    """The live models by key, loaded and unloaded by their handlers. It decides nothing."""
 
     def __init__(self, capabilities: Mapping[str, Capability], clock: Clock) -> None:
         self._capabilities = capabilities
@@ -45,7 +45,7 @@ class LiveModels:
         self.backends: dict[ResidentKey, object] = {}
 
     async def load(self, key: ResidentKey) -> Loaded:
-        """Load by the capability's handler."""
+        """Load a model by its capability's handler."""
         began_mono = self._began_mono[key] = self._clock.mono()
         try:
             loaded = await self._capabilities[key.capability].handler.load(key.model_key)
@@ -57,19 +57,19 @@ class LiveModels:
         return loaded
 
     async def unload(self, key: ResidentKey) -> None:
-        """Unload by the capability's handler: once for each load."""
+        """Unload a model by its capability's handler: once for each load."""
         if key in self.backends:
             backend = self.backends.pop(key)
             await self._capabilities[key.capability].handler.unload(key.model_key, backend)
 
     def unlearn(self, key: ResidentKey) -> None:
-        """Forget how long a model took to load that is not there."""
+        """Forget the load times of a model that is not loaded."""
         if key not in self.backends:
             self._loads.pop(key, None)
 
     def usual_load_s(self, key: ResidentKey) -> float:
-        """How long it takes until a model is there, by its last loads, less what a load under way
-        has taken already; 0 = it is, or unknown."""
+        """Seconds until a model is loaded, by its last loads, less the seconds of a load under
+        way; 0 = it is loaded, or nothing is known."""
         if key in self.backends or key not in self._loads:
             return 0.0
         now = self._clock.mono()
@@ -78,18 +78,18 @@ class LiveModels:
 
 
 class Lender(Protocol):
-    """Who lent a model: the arbiter."""
+    """The lender of a handle: the arbiter."""
 
     def backend(self, key: ResidentKey) -> object:
-        """The live model of a key that is leased."""
+        """The live model of a leased key."""
         ...
 
     async def run_held(self, key: ResidentKey, payload: object) -> object:
-        """Run on a key that is leased."""
+        """Run a request on a leased key."""
         ...
 
     def retain(self, lease: LeaseId) -> LeaseId:
-        """One more lease for who holds one."""
+        """Add a lease beside one that is held."""
         ...
 
     def release(self, lease: LeaseId) -> None:
@@ -98,8 +98,8 @@ class Lender(Protocol):
 
 
 class Handle:
-    """The right to use a model until it is released. Each handle is released by itself, once;
-    what is released again does nothing."""
+    """The right to use a model until its release. Each handle is released once; further releases
+    do nothing."""
 
     __slots__ = ("_lease", "_lender", "key")
 
@@ -136,7 +136,7 @@ class Handle:
             return await self._lender.run_held(self.key, payload)
 
     def retain(self) -> Handle:
-        """Another handle of the same model, for somebody else to release."""
+        """Make another handle of the same model, with a release of its own."""
         return Handle(self._lender, self.key, self._lender.retain(self._held("retain")))
 
     def release(self) -> None:

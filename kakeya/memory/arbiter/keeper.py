@@ -1,13 +1,12 @@
-"""The keeper: carries out what the arbiter decided, and tells it what came of it.
+"""The keeper: carries out the arbiter's plans, and reports the results to it. It decides nothing.
 
-Plans make their room side by side, so that memory that is short now waits for no slow unload. A
-load begins when its own room and that of all earlier plans is there, since it may count on what
-they free; loads then go on side by side too. Nothing is decided here.
+    plan A   shrink, evict ───────────┐
+    plan B   shrink, evict ──┐        ├── load A
+                             └────────┴── load B
 
-A load is cancelled only when the node stops: a model that nobody waits for any more stays warm.
-An unload that does not end is left alone after a while; its bytes stay in the ledger, as foreign
-ones, until it does, and its model is not loaded meanwhile. So is a tenant whose shrink does not
-end: what it holds counts as in use until it does.
+Plans make their room side by side, so that a short shrink waits for no slow unload. A load begins
+when its own room and that of all earlier plans is there, since it may count on bytes that they
+free; then loads go on side by side.
 """
 
 from __future__ import annotations
@@ -38,47 +37,47 @@ from kakeya.memory.arbiter.resident import LeaseId, ResidentKey, State
 
 _log = logging.getLogger(__name__)
 UNLOAD_LIMIT_S = SHRINK_LIMIT_S = 30.0
-"""After which other plans wait no longer for an unload or a tenant: three times the drain limit."""
+"""The longest wait of other plans for an unload or a tenant: three times the drain limit."""
 FORCE_S = 2.0
-"""What each step of an end by force may take: handlers may ignore that they are cancelled."""
+"""The limit of each step of a forced end: handlers may ignore that they are cancelled."""
 _TELLING = frozenset({Reason.SWAP, Reason.FIT, Reason.PRESSURE})
 Result = TypeVar("Result")
 
 
 class ModelHandlers(Protocol):
-    """Who holds the live models."""
+    """The owner of the live models."""
 
     async def load(self, key: ResidentKey) -> Loaded:
-        """Load one. Returns it with what it was measured to occupy."""
+        """Load a model and return it with its measured size."""
         ...
 
     async def unload(self, key: ResidentKey) -> None:
-        """Unload one and give its bytes back."""
+        """Unload a model and free its bytes."""
         ...
 
 
 class TenantSource(Protocol):
-    """Who holds many small things: a cache, the page arena, sessions."""
+    """A holder of many small things: a cache, the page arena, the sessions."""
 
     def usage(self) -> Tenant:
-        """What it holds now."""
+        """The bytes that it holds now."""
         ...
 
     async def shrink(self, size: int) -> None:
-        """Give up `size` bytes, expired ones first; less when less can be spared by now."""
+        """Give up `size` bytes, expired ones first; less when fewer can be spared by now."""
         ...
 
 
 @dataclass(slots=True, eq=False)
-class _Lodger:
-    """A tenant, asked for one thing after the other; not for more while one does not end."""
+class _CountedTenant:
+    """A tenant that is asked for one shrink at a time, and for none while one does not end."""
 
     source: TenantSource
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     is_stuck: bool = False
 
     def usage(self) -> Tenant:
-        """What it holds; all of it is in use while it is stuck."""
+        """The bytes that it holds; all are in use while a shrink does not end."""
         usage = self.source.usage()
         return replace(usage, expired_bytes=0, spare_bytes=0) if self.is_stuck else usage
 
@@ -89,7 +88,7 @@ async def within(
     work: Coroutine[object, object, Result],
     late: errors.DeadlineExceeded,
 ) -> Result:
-    """The result of `work`, which is cancelled when its time is up; then `late` is raised."""
+    """The result of `work`. At its time limit it is cancelled, and `late` is raised."""
     task = asyncio.ensure_future(work)
     if seconds == float("inf"):
         return await task
@@ -106,7 +105,7 @@ async def within(
 
 
 async def has_ended(clock: Clock, seconds: float, task: asyncio.Task[None]) -> bool:
-    """Wait for a task's end, but no longer than `seconds`; it goes on after them."""
+    """Wait for a task for `seconds` at most; it goes on after them."""
     sleeper = asyncio.ensure_future(clock.sleep(seconds))
     try:
         await asyncio.wait((task, sleeper), return_when=asyncio.FIRST_COMPLETED)
@@ -116,7 +115,7 @@ async def has_ended(clock: Clock, seconds: float, task: asyncio.Task[None]) -> b
 
 
 async def cancelled(clock: Clock, seconds: float, tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait for their ends, but no longer than `seconds`."""
+    """Cancel tasks and wait for their ends, for `seconds` at most."""
     for task in tasks:
         task.cancel()
     if tasks:
@@ -128,7 +127,7 @@ async def cancelled(clock: Clock, seconds: float, tasks: Collection[asyncio.Task
 
 
 class Keeper:
-    """Performs the outcomes of one arbiter; `run` has to run meanwhile."""
+    """Performs the outcomes of one arbiter while `run` runs."""
 
     def __init__(
         self, arbiter: Arbiter, *, models: ModelHandlers, listeners: EventListeners, clock: Clock
@@ -137,7 +136,7 @@ class Keeper:
         self._models = models
         self._listeners = listeners
         self._clock = clock
-        self._tenants: dict[str, _Lodger] = {}
+        self._tenants: dict[str, _CountedTenant] = {}
         self._waiters: dict[LeaseId, asyncio.Future[None]] = {}
         self._plans: asyncio.Queue[Plan] = asyncio.Queue()
         self._rooms: set[asyncio.Task[None]] = set()
@@ -148,20 +147,20 @@ class Keeper:
         self._shrinks: set[asyncio.Task[None]] = set()
 
     def add_tenant(self, source: TenantSource) -> None:
-        """Count what a tenant holds, and ask it to shrink when room is needed."""
+        """Count the bytes of a tenant, and ask it to shrink when room is needed."""
         tenant = source.usage()
         if tenant.name in self._tenants:
             raise errors.Conflict(f"tenant {tenant.name!r} is already registered")
-        self._tenants[tenant.name] = _Lodger(source)
+        self._tenants[tenant.name] = _CountedTenant(source)
         self._arbiter.report(tenant)
 
     def remove_tenant(self, name: str) -> None:
-        """Count a tenant no longer; what it was told to give up is forgotten."""
+        """Stop counting a tenant, and forget the bytes that it was told to give up."""
         if self._tenants.pop(name, None) is not None:
             self.take(self._arbiter.forget(name, self._clock.mono()))
 
     async def lease(self, ask: Ask) -> LeaseId:
-        """Wait for a lease. Cancelled: the place in the line is given up, a lease given back."""
+        """Wait for a lease. A cancelled wait leaves the queue, or releases the lease."""
         self.count_tenants()
         lease, outcome = self._arbiter.ask(ask, self._clock.mono())
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -178,12 +177,12 @@ class Keeper:
         return lease
 
     def count_tenants(self) -> None:
-        """Tell the arbiter what each tenant holds by now."""
+        """Report the bytes of each tenant to the arbiter."""
         for tenant in self._tenants.values():
             self._arbiter.report(tenant.usage())
 
     def take(self, outcome: ArbiterOutcome) -> None:
-        """Perform an outcome: answer who waits, put plans to the others."""
+        """Perform an outcome: answer requests, and queue its plans."""
         for grant in outcome.grants:
             waiter = self._waiters.pop(grant.lease)
             if not waiter.done():  # cancelled this very turn: its `lease` gives back
@@ -219,7 +218,7 @@ class Keeper:
             await cancelled(self._clock, FORCE_S, tasks)
 
     async def drain(self, grace_s: float) -> tuple[ResidentKey, ...]:
-        """Unload all that is released in time; returns what is still in use or loading then."""
+        """Unload all released models in time; return those that are still in use or loading."""
         until_mono = self._clock.mono() + grace_s
         while True:
             self._changed.clear()
@@ -232,11 +231,11 @@ class Keeper:
             await sleep_or_wake(self._clock, left_s, self._changed)
 
     async def cancel_loads(self) -> None:
-        """End loads that are under way; who waits for them is refused."""
+        """Cancel loads that are under way; their requests are refused."""
         await cancelled(self._clock, FORCE_S, tuple(self._loads))
 
     async def unload_now(self, key: ResidentKey) -> None:
-        """Unload what is still held, at the very end."""
+        """Unload a model that is still held, at the very end."""
         task = asyncio.get_running_loop().create_task(self._unload(key))
         await has_ended(self._clock, FORCE_S, task)
         task.cancel()
@@ -274,6 +273,7 @@ class Keeper:
         await asyncio.wait(rooms)
         goes_on, outcome = self._arbiter.begin_load(plan, self._clock.mono())
         if goes_on:
+            # Only the end of the node cancels it: a model without requests stays warm.
             task = asyncio.get_running_loop().create_task(self._load(key))
             self._loads.add(task)
             task.add_done_callback(self._loads.discard)
@@ -289,16 +289,17 @@ class Keeper:
             if self._tenants.get(shrink.name) is tenant:  # else it left, and its promise with it
                 self.take(self._arbiter.shrunk(shrink, tenant.usage(), self._clock.mono()))
 
-    async def _ask_back(self, tenant: _Lodger, shrink: ShrinkTenant) -> None:
+    async def _ask_back(self, tenant: _CountedTenant, shrink: ShrinkTenant) -> None:
         task = asyncio.get_running_loop().create_task(self._give_up(tenant.source, shrink))
         self._shrinks.add(task)
         task.add_done_callback(self._shrinks.discard)
         if not await has_ended(self._clock, SHRINK_LIMIT_S, task):
-            _warn("tenant does not end to shrink; its bytes stay counted", tenant=shrink.name)
+            # Its bytes count as in use until the shrink ends.
+            _warn("shrink of a tenant does not end; its bytes stay counted", tenant=shrink.name)
             tenant.is_stuck = True
             task.add_done_callback(lambda _: self._unstuck(tenant))
 
-    def _unstuck(self, tenant: _Lodger) -> None:
+    def _unstuck(self, tenant: _CountedTenant) -> None:
         tenant.is_stuck = False
         self.count_tenants()
         self.take(self._arbiter.settle(self._clock.mono()))
@@ -317,6 +318,8 @@ class Keeper:
         self._unloads[key] = task
         task.add_done_callback(lambda _: self._unloads.pop(key))
         if not await has_ended(self._clock, UNLOAD_LIMIT_S, task):
+            # It is left alone: its bytes stay in the ledger as foreign ones until it ends, and its
+            # model is not loaded meanwhile.
             _warn("unload does not end; its bytes stay counted", model=str(key))
             held = f"unload of {key}"
             self.take(self._arbiter.hold(held, eviction.bytes, self._clock.mono()))
@@ -338,7 +341,7 @@ class Keeper:
             _warn("unload failed", model=str(key), error=repr(fault))
 
     def _check_unloaded(self, key: ResidentKey) -> None:
-        """Calls for one model do not overlap."""
+        """Refuse a load beside an unload: calls for one model do not overlap."""
         if key in self._unloads:
             raise errors.MemoryRefused(
                 f"the last unload of {key} does not end, and its memory is still held; ask again "

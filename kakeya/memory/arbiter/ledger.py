@@ -1,15 +1,15 @@
-"""The byte ledger: who occupies what, within which budget. It decides nothing.
+"""The byte ledger: all holders of memory within one budget. It decides nothing.
 
-    committed   residents that do not leave + tenants less what they were told to give up
-                + foreign bytes: what the budget must hold once all plans are carried out
-    free        the less of budget - committed and what the machine has available, where known,
-                less what loads under way have yet to take, less what is lent and not used yet,
-                and plus what leaves
-    spare       free, without what is only promised, of which so much is left that the machine stays
-                calm: for what nobody needs
+    committed   residents that stay + tenants, less the bytes that they were told to give up
+                + foreign bytes: the budget must hold this once all plans are carried out
+    free        the less of budget - committed and the available bytes of the machine, where
+                known, less bytes that loads under way still take and lent bytes not used yet,
+                plus the bytes of residents that leave
+    spare       free, less promised bytes and the margin that keeps the machine calm: for loads
+                that can be done without
 
-The machine's figure is of its last reading; loads and evictions since then are added to it. By how
-much it fell since loads began, as far as they reach, is what they have taken.
+The available bytes are of the machine's last reading, plus loads and evictions since. Loads under
+way have taken the bytes by which they fell since these loads began.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ class Ledger:
 
     budget_bytes: int
     available_bytes: int | None = None
-    """What the machine can still give without pressure; None where nobody measures it."""
+    """Bytes that the machine can give without pressure; None = not measured."""
     _unloaded_bytes: int | None = None
-    """The same as if loads under way had taken nothing yet."""
+    """Available bytes as if loads under way had taken nothing yet."""
     _margin_bytes: int = 0
-    """What of that has to be left so that there is no pressure."""
+    """Available bytes that must stay unused so that there is no pressure."""
     _residents: dict[ResidentKey, Resident] = field(default_factory=dict)
     _tenants: dict[str, Tenant] = field(default_factory=dict)
     _foreign: dict[str, int] = field(default_factory=dict)
     _foreign_unfilled: dict[str, int] = field(default_factory=dict)
-    """What others hold and do not use yet."""
+    """Bytes that foreign holders hold and do not use yet."""
     _promised: dict[str, int] = field(default_factory=dict)
-    """What tenants were told to give up, until they say that they did what they could."""
+    """Bytes that tenants were told to give up, until the end of the shrink."""
     _given: dict[str, int] = field(default_factory=dict)
-    """What they hold less by since: they give slab by slab, and are asked meanwhile."""
+    """Bytes that tenants gave up of that so far: they report slab by slab."""
     _stubborn: dict[str, int] = field(default_factory=dict)
-    """What tenants had after they gave up less than they had offered: while they have as much,
-    their offers count as nothing, else they would be asked again and again."""
+    """Size of tenants that gave up less than they had offered. While a tenant holds as much, its
+    offers count as nothing; else it would be asked again and again."""
     _growing: dict[str, int] = field(default_factory=dict)
-    """What is reserved for tenants that grow, less what they grew by since."""
+    """Bytes reserved for tenants that grow, less the growth since."""
 
     def __contains__(self, key: ResidentKey) -> bool:
         return key in self._residents
@@ -59,22 +59,22 @@ class Ledger:
         """The resident of a key. Raises NotFound."""
         resident = self._residents.get(key)
         if resident is None:
-            raise errors.NotFound(f"{key} is not resident; see status for what is")
+            raise errors.NotFound(f"{key} is not resident; `kakeya status` lists the residents")
         return resident
 
     @property
     def residents(self) -> tuple[Resident, ...]:
-        """All that are not absent."""
+        """All residents that are not absent."""
         return tuple(self._residents.values())
 
     @property
     def tenants(self) -> tuple[Tenant, ...]:
-        """All tenants, as if they had given up what they were told to."""
+        """All tenants, as if they had given up the promised bytes."""
         return tuple(self._after(tenant) for tenant in self._tenants.values())
 
     @property
     def foreign(self) -> dict[str, int]:
-        """Bytes that others hold, by holder."""
+        """Bytes of foreign holders, by holder."""
         return dict(self._foreign)
 
     def put(self, resident: Resident) -> None:
@@ -88,7 +88,7 @@ class Ledger:
         self._note_unloaded()
 
     def measured(self, resident: Resident, size: int, unfilled_bytes: int = 0) -> Resident:
-        """Write down what a resident really occupies, and what it does not use of it yet."""
+        """Write down the measured bytes of a resident, and how many of them it does not use yet."""
         if not 0 <= unfilled_bytes <= size:
             raise errors.InvalidArgument(
                 f"{resident.key} measured {size} bytes, {unfilled_bytes} of them not used yet; "
@@ -104,12 +104,12 @@ class Ledger:
         return corrected
 
     def gone(self, resident: Resident) -> None:
-        """Take a resident out, whose bytes are given back."""
+        """Remove a resident; its bytes are available again."""
         self.put(resident.moved(State.ABSENT))
         self._add_available((resident.measured_bytes or 0) - resident.unfilled_bytes)
 
     def report(self, tenant: Tenant) -> None:
-        """Write down what a tenant says of itself."""
+        """Write down the bytes that a tenant reports."""
         name, before = tenant.name, self._tenants.get(tenant.name)
         self._tenants[name] = tenant
         if before is None:
@@ -136,7 +136,7 @@ class Ledger:
         self._growing.pop(name, None)
 
     def forget(self, name: str) -> None:
-        """Take a tenant out with all that is noted of it."""
+        """Remove a tenant and all notes of it."""
         self._tenants.pop(name, None)
         for notes in (self._promised, self._given, self._stubborn, self._growing):
             notes.pop(name, None)
@@ -147,12 +147,12 @@ class Ledger:
             del self._growing[name]
 
     def promise(self, shrinks: Iterable[ShrinkTenant]) -> None:
-        """Count what tenants are told to give up as free."""
+        """Count the bytes of these shrinks as free."""
         for shrink in shrinks:
             self._promised[shrink.name] = self._promised.get(shrink.name, 0) + shrink.bytes
 
     def shrunk(self, shrink: ShrinkTenant, tenant: Tenant) -> None:
-        """Replace a promise by what the tenant says after it."""
+        """End a promise with the tenant's report after it."""
         before = self._tenants[shrink.name]
         dropped = max(0, before.held_bytes - tenant.held_bytes)
         dropped += max(0, before.lent_bytes - tenant.lent_bytes)
@@ -164,8 +164,8 @@ class Ledger:
         self._add_available(dropped)
 
     def observe(self, available_bytes: int | None, spare_bytes: int | None) -> None:
-        """Write down what the machine can give, and what of it makes no pressure; None = not
-        known."""
+        """Write down the machine's available bytes, and how many of them make no pressure; None
+        = not known."""
         self.available_bytes = available_bytes
         self._note_unloaded()
         self._margin_bytes = 0
@@ -173,7 +173,7 @@ class Ledger:
             self._margin_bytes = max(0, available_bytes - spare_bytes)
 
     def hold(self, holder: str, size: int, unfilled_bytes: int = 0) -> None:
-        """Write down what another process occupies, or may; 0 = nothing more."""
+        """Write down the bytes that a foreign process occupies or may occupy; 0 = none."""
         if not 0 <= unfilled_bytes <= size:
             raise errors.InvalidArgument(
                 f"{holder!r} holds {size} bytes, {unfilled_bytes} of them not used yet; 0 or more, "
@@ -200,12 +200,12 @@ class Ledger:
 
     @property
     def has_promises(self) -> bool:
-        """Whether a tenant has not yet given up what it was told to."""
+        """Whether a tenant has not finished a shrink yet."""
         return any(self._promised.values())
 
     @property
     def committed_bytes(self) -> int:
-        """What the budget must hold once all plans are carried out."""
+        """Bytes that the budget must hold once all plans are carried out."""
         stays = sum(r.bytes for r in self._residents.values() if not r.is_leaving)
         tenants = sum(tenant.held_bytes for tenant in self._tenants.values()) - self.promised_bytes
         growing = sum(self._growing.values())
@@ -213,13 +213,13 @@ class Ledger:
 
     @property
     def free_bytes(self) -> int:
-        """What a load may still take; negative when more is committed than there is."""
+        """Bytes that a load may take; negative when more is committed than there is."""
         return self._free_beyond(0)
 
     @property
     def spare_bytes(self) -> int:
-        """What may still be taken by who can do without it: nothing that is only promised, which
-        may not be given after all."""
+        """Bytes for a load that can be done without. Promised bytes are not among them: the
+        tenant may not give them after all."""
         return self._free_beyond(self._margin_bytes) - self.promised_bytes
 
     def _free_beyond(self, margin: int) -> int:
@@ -234,15 +234,15 @@ class Ledger:
 
     @property
     def unfilled_bytes(self) -> int:
-        """What is lent and not used yet, so that the machine still shows it. A load under way
-        counts as a whole elsewhere."""
+        """Bytes that are lent and not used yet, so that the machine shows them as available.
+        Loads under way are not among them; `_free_beyond` counts these as a whole."""
         there = (r for r in self._residents.values() if not r.is_leaving)
         residents = sum(r.unfilled_bytes for r in there if r.state is not State.LOADING)
         return residents + sum(self._foreign_unfilled.values())
 
     @property
     def promised_bytes(self) -> int:
-        """What tenants are still going to give up."""
+        """Bytes that tenants still have to give up."""
         return sum(self._owed(tenant) for tenant in self._tenants.values())
 
     def _after(self, tenant: Tenant) -> Tenant:
@@ -260,7 +260,7 @@ class Ledger:
         )
 
     def _owed(self, tenant: Tenant) -> int:
-        """What it is still going to give up: no more than it could."""
+        """Bytes that a tenant still has to give up, and can."""
         could = 0 if self._is_stubborn(tenant) else tenant.expired_bytes + tenant.spare_bytes
         return min(self._outstanding(tenant.name), could)
 
@@ -276,20 +276,20 @@ class Ledger:
 
     @property
     def _taken_bytes(self) -> int:
-        """What the machine shows of loads under way."""
+        """Bytes of loads under way that the machine's figure shows as taken."""
         if self.available_bytes is None or self._unloaded_bytes is None:
             return 0
         return min(self._loading_bytes, max(0, self._unloaded_bytes - self.available_bytes))
 
     def _taken_of(self, key: ResidentKey) -> int:
-        """As much of that as may be of one load."""
+        """The part of `_taken_bytes` that may be of one load."""
         resident = self._residents.get(key)
         if resident is None or resident.state is not State.LOADING:
             return 0
         return min(self._taken_bytes, resident.bytes)
 
     def _unloaded_less(self, size: int) -> None:
-        """What one load took is no longer that of loads under way: it ends."""
+        """Count the bytes of a load that ended as taken for good."""
         if self._unloaded_bytes is not None:
             self._unloaded_bytes = max(0, self._unloaded_bytes - size)
 

@@ -1,8 +1,8 @@
-"""What the arbiter is asked, and what it answers: values without behaviour.
+"""Requests to the arbiter and its answers: values without behaviour.
 
 An `ArbiterOutcome` is all that follows from one event, for the keeper to perform: leases to hand
-out, requests to refuse, plans to carry out. A plan is frozen: what it names has been taken out of
-everybody else's reach when it was made, so its room cannot be robbed while it is carried out.
+out, requests to refuse, plans to carry out. A plan is frozen, and the ledger reserves all that it
+names when it is made, so that no other request can take its room while it is carried out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A wish to use one model. `may_displace_text` lets it take the room of idle text models."""
+    """A request to use one model. `may_displace_text` lets it take the room of idle text models."""
 
     key: ResidentKey
     role: Role
@@ -59,7 +59,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A lease is held from now on."""
+    """A request got its lease."""
 
     lease: LeaseId
     key: ResidentKey
@@ -67,7 +67,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request that waited will not be served."""
+    """A request that waited is not served."""
 
     lease: LeaseId
     error: errors.KakeyaError
@@ -76,7 +76,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentEviction:
-    """A resident that nobody uses goes, and gives back so many bytes."""
+    """An idle resident leaves, and frees so many bytes."""
 
     key: ResidentKey
     reason: Reason
@@ -85,9 +85,9 @@ class ResidentEviction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """First the shrinks, then the evictions, then the load.
+    """Shrinks first, then evictions, then a load.
 
-    `asked_bytes` is what had to become free, `short_bytes` what the plan cannot give.
+    `asked_bytes` had to become free; the plan frees `short_bytes` less than that.
     """
 
     plan_id: int
@@ -95,14 +95,14 @@ class Plan:
     shrink: tuple[ShrinkTenant, ...] = ()
     load: ResidentKey | None = None
     is_preload: bool = False
-    """Loads although no request waits for it."""
+    """Loads although no request waits for the model."""
     asked_bytes: int = 0
     short_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exhausted:
-    """Pressure lasts, and nothing can be taken: what is left is in use, pinned or text."""
+    """Pressure lasts and nothing can be evicted: all residents are in use, pinned or text."""
 
     level: PressureLevel
     kept: tuple[ResidentKey, ...]
@@ -120,7 +120,8 @@ class ArbiterOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The ledger as status and card show it. Estimates and measurements stand side by side."""
+    """The ledger at one moment, for status and card. Estimates and measurements stand side by
+    side."""
 
     budget_bytes: int
     committed_bytes: int
@@ -132,10 +133,10 @@ class Snapshot:
     foreign: Mapping[str, int]
     waiting: tuple[ResidentKey, ...]
     kept: tuple[ResidentKey, ...] = ()
-    """What those want who were refused, and whose places in the line are kept for a while."""
+    """The residents that refused requests with a kept place in the queue want."""
     unfilled_bytes: int = 0
-    """What of the committed bytes is lent and not used yet."""
+    """Committed bytes that are lent and not used yet."""
     spare_bytes: int = 0
-    """What of the free bytes may be had by who can do without."""
+    """Free bytes for loads that can be done without."""
     promised_bytes: int = 0
-    """What of the free bytes tenants are still going to give up, or not."""
+    """Free bytes that tenants still have to give up."""

@@ -1,4 +1,4 @@
-"""Plans in the making: what a plan names is out of everybody else's reach from here on."""
+"""Plans in the making. Each reserves what it names, so that no other plan can take it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DraftOutcome:
     exhausted: Exhausted | None = None
 
     def done(self) -> ArbiterOutcome:
-        """The outcome."""
+        """Freeze the outcome."""
         return ArbiterOutcome(
             grants=tuple(self.grants),
             refusals=tuple(self.refusals),
@@ -40,7 +40,7 @@ class DraftOutcome:
 
 
 class Planner:
-    """Writes down in the ledger what its plans take away, and what they promise."""
+    """Makes plans, and writes into the ledger what they take away and what they promise."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -48,12 +48,12 @@ class Planner:
         self._planned: dict[ResidentKey, int] = {}
 
     def number(self) -> int:
-        """A number that nothing else has: of plans and of leases."""
+        """Draw a number for a plan or a lease; each is drawn once."""
         self._numbers += 1
         return self._numbers
 
     def load(self, ask: Ask, load: LoadNow, now: float) -> Plan:
-        """Plan a load, and what goes for it."""
+        """Plan a load with its evictions and shrinks."""
         self._take(tuple(self._ledger.get(eviction.key) for eviction in load.evict), load.shrink)
         absent = Resident(
             key=ask.key,
@@ -76,27 +76,27 @@ class Planner:
 
     @property
     def planned(self) -> tuple[ResidentKey, ...]:
-        """Whose loads have not begun: nothing of them is in memory, all of it is reserved."""
+        """The models of loads that have not begun: all their bytes are reserved, none is used."""
         return tuple(self._planned)
 
     def begin(self, plan: Plan) -> Resident | None:
-        """Whose load begins now, or never; None = the plan was taken back."""
+        """Begin the load of a plan and return its resident; None = the plan was taken back."""
         if plan.load is None or self._planned.get(plan.load) != plan.plan_id:
             return None
         del self._planned[plan.load]
         return self._ledger.get(plan.load)
 
     def take_back(self, key: ResidentKey) -> None:
-        """Give up what is reserved for a load that has not begun. What goes for it, goes."""
+        """Cancel a load that has not begun. The evictions of its plan go on."""
         del self._planned[key]
         self._ledger.put(self._ledger.get(key).moved(State.ABSENT))
 
     def eviction(self, victims: tuple[Resident, ...], reason: Reason) -> Plan:
-        """Plan the end of residents."""
+        """Plan the eviction of residents."""
         return self.relief(Relief(victims=victims), reason, 0)
 
     def relief(self, relief: Relief, reason: Reason, asked_bytes: int) -> Plan:
-        """Plan what is taken so that `asked_bytes` become free."""
+        """Plan shrinks and evictions that are to free `asked_bytes`."""
         self._take(relief.victims, relief.shrinks)
         return Plan(
             plan_id=self.number(),

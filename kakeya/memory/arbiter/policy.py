@@ -1,16 +1,14 @@
-"""What goes first: the two orders of eviction, the ladder above them, ageing and the budget.
+"""The two orders of eviction, the ladder of tenants above them, ageing and the budget. All is pure.
 
-PRESSURE    (role priority, least urgent, longest unused, id)   the machine lacks memory
-FIT         (least urgent, role priority, longest unused, id)   a request needs room
+    PRESSURE    (role priority, least urgent, longest unused, id)   the machine lacks memory
+    FIT         (least urgent, role priority, longest unused, id)   a request needs room
 
-How urgent a resident is, is its last request's class, one class less for each `stay_warm_s` that
-it idles; leases count as themselves. A waiting request gains a class for each `age_s`, without
-end, so that it passes at last whatever stands before it. What costs least to get back is taken
-before any model:
+A resident is as urgent as its last request, one class less for each `stay_warm_s` that it idles;
+with leases it is as urgent as the most urgent of them. A waiting request gains a class for each
+`age_s`, without end, so that it passes any resident at last. Bytes that cost little to get back are
+taken before any model:
 
     expired entries -> live entries of caches -> spare pages -> idle sessions -> models
-
-All functions here are pure.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class PressureLevel(IntEnum):
 
 
 class Rung(IntEnum):
-    """What a tenant's spare bytes are, in the order in which they are asked back.
+    """The kinds of tenants, in the order in which their spare bytes are asked back.
 
     Low pressure alone leaves live cache entries where they are.
     """
@@ -51,12 +49,11 @@ class Rung(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """What a holder of many small things says of itself: a cache, the page arena, the sessions.
+    """Bytes of a holder of many small things: a cache, the page arena, the sessions.
 
-    It gives up expired bytes before spare ones. The rest of what it holds is in use.
-
-    `lent_bytes` are not among what it holds: it has them in room that stays lent to somebody else.
-    Given up, they help a machine that is short, and make room for nobody.
+    It gives up expired bytes before spare ones; the rest of `held_bytes` is in use. `lent_bytes`
+    are beside them, in room that stays lent to an engine: given up, they help a machine that is
+    short of memory, and make no room in the ledger.
     """
 
     name: str
@@ -71,13 +68,13 @@ class Tenant:
         if min(*parts, self.lent_bytes) < 0 or sum(parts) > self.held_bytes:
             raise errors.InvalidArgument(
                 f"tenant {self.name!r} holds {self.held_bytes} bytes and would give up "
-                f"{self.expired_bytes} + {self.spare_bytes}; at most what it holds is possible"
+                f"{self.expired_bytes} + {self.spare_bytes}; it can give up no more than it holds"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class ShrinkTenant:
-    """That a tenant gives up so many bytes."""
+    """The order to a tenant to give up so many bytes."""
 
     name: str
     bytes: int
@@ -88,28 +85,28 @@ class Rules:
     """The numbers that decisions use."""
 
     age_s: float = 5.0
-    """After which a waiting request counts as one class more urgent: the longest wait behind
-    idle equals that are kept warm."""
+    """A waiting request gains a class each time: the longest wait behind idle equals that are
+    kept warm."""
     drain_limit_s: float = 10.0
-    """The longest a swap waits for those who use what has to go, before its asker is refused."""
+    """The longest wait of a request for residents in use to drain; then it is refused."""
     return_s: float = 5.0
-    """After which an asker that was refused so is told to come again."""
+    """The time after which a request that was refused so is told to come again."""
     place_s: float = 10.0
-    """How long its place in the line is kept: twice that, since clients are not punctual."""
+    """How long its place is kept: twice `return_s`, since clients are not punctual."""
     shut_s: float = 60.0
-    """How long a model in use lets nobody new in, at most, for those who wait for its room; twice
-    as long each time that was not enough. Half of what a request waits that says no time."""
+    """The longest that a resident in use gives no new leases, for a request that needs its room;
+    doubled each time. Half of the default deadline of a request."""
     cooldown_s: float = 5.0
-    """Between two takings while memory is low: one poll, so that the effect is seen first."""
+    """Between two evictions under low pressure: one poll, so that the effect is seen first."""
     exhausted_s: float = 60.0
-    """Between two reports that pressure finds nothing to take."""
+    """Between two reports that pressure finds nothing to evict."""
     low_step_bytes: int = 32 * MIB
-    """The least that low pressure asks of a tenant at once; else half of what it can spare."""
+    """The least that low pressure takes of a tenant at once; else half of its spare bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relief:
-    """What is taken, and by how much it is less than what was asked."""
+    """Shrinks and evictions, and the bytes that they lack."""
 
     shrinks: tuple[ShrinkTenant, ...] = ()
     victims: tuple[Resident, ...] = ()
@@ -135,7 +132,7 @@ def budget_bytes(
 
 
 def check_fixed(fixed: Mapping[str, int], budget: int) -> None:
-    """Raise ConfigError when what never yields (pinned, text) leaves no room by itself."""
+    """Raise ConfigError when pinned and text models alone leave no room in the budget."""
     total = sum(fixed.values())
     if total >= budget:
         named = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(fixed.items()))
@@ -146,12 +143,12 @@ def check_fixed(fixed: Mapping[str, int], budget: int) -> None:
 
 
 def periods(seconds: float, each_s: float) -> int:
-    """How many periods have passed; a rounding error before the end of one does not hide it."""
+    """Count the periods that have passed; a rounding error at the end of one does not hide it."""
     return int(seconds / each_s + 1e-9)
 
 
 def resident_rank(resident: Resident, now: float) -> int:
-    """How urgent a resident is: 0 = most. Idleness costs it a class for each `stay_warm_s`."""
+    """The urgency of a resident: 0 is the most. It loses a class for each idle `stay_warm_s`."""
     if resident.leases:
         return min(priority.rank for priority in resident.leases.values())
     idle_s = max(0.0, now - resident.last_used_mono)
@@ -161,12 +158,12 @@ def resident_rank(resident: Resident, now: float) -> int:
 
 
 def ticket_rank(priority: RequestPriority, waited_s: float, rules: Rules) -> int:
-    """How urgent a waiting request is; below 0 when it waited long."""
+    """The urgency of a waiting request; below 0 when it waited long."""
     return priority.rank - periods(max(0.0, waited_s), rules.age_s)
 
 
 def pressure_key(resident: Resident, now: float) -> tuple[int, int, float, ResidentKey]:
-    """The order of leaving when the machine lacks memory."""
+    """Sort key of evictions when the machine lacks memory."""
     return (
         resident.role.priority,
         -resident_rank(resident, now),
@@ -176,7 +173,7 @@ def pressure_key(resident: Resident, now: float) -> tuple[int, int, float, Resid
 
 
 def fit_key(resident: Resident, now: float) -> tuple[int, int, float, ResidentKey]:
-    """The order of leaving when a request needs room."""
+    """Sort key of evictions when a request needs room."""
     return (
         -resident_rank(resident, now),
         resident.role.priority,
@@ -186,8 +183,8 @@ def fit_key(resident: Resident, now: float) -> tuple[int, int, float, ResidentKe
 
 
 def yields_to(resident: Resident, rank: int, now: float) -> bool:
-    """Whether a request of a rank may take a resident's room: it is more urgent, or an equal of
-    one that idles and is no longer kept warm."""
+    """Whether a request of `rank` may take a resident's room: it is more urgent, or as urgent,
+    and the resident idles and is no longer kept warm."""
     own = resident_rank(resident, now)
     is_cold = not resident.leases and now - resident.last_used_mono >= resident.warmth.stay_warm_s
     return own > rank or (own == rank and is_cold)
@@ -201,7 +198,7 @@ def may_displace(role: Role, resident: Resident, *, may_displace_text: bool) -> 
 
 
 def shrink_by(need_bytes: int, tenants: Iterable[Tenant]) -> tuple[ShrinkTenant, ...]:
-    """The ladder above the models, climbed until the need is met or it ends."""
+    """Climb the ladder of tenants until the need is met or the ladder ends."""
     given: dict[str, int] = {}
     left = need_bytes
     climbing = sorted(tenants, key=lambda tenant: (tenant.rung, tenant.name))
@@ -216,7 +213,7 @@ def shrink_by(need_bytes: int, tenants: Iterable[Tenant]) -> tuple[ShrinkTenant,
 
 
 def shrinkable_bytes(tenants: Iterable[Tenant]) -> int:
-    """All that `shrink_by` could take."""
+    """The most bytes that `shrink_by` can free."""
     return sum(shrink.bytes for shrink in shrink_by(_ALL, tenants))
 
 
@@ -226,10 +223,10 @@ def fit(
     tenants: Iterable[Tenant],
     key: Callable[[Resident], tuple[int, int, float, ResidentKey]],
 ) -> Relief:
-    """Who goes so that `need_bytes` become free: caches, then idle models, then those in use.
+    """Choose the evictions that free `need_bytes`: caches, then idle models, then models in use.
 
-    `candidates` may all go. What later choices make superfluous stays, models before caches and
-    pages. `short_bytes` is what is missing when everybody went.
+    All `candidates` may go. Earlier choices that later ones make superfluous stay, models before
+    caches and pages. `short_bytes` is missing when all of them went.
     """
     shrinks = shrink_by(need_bytes, tenants)
     left = need_bytes - sum(shrink.bytes for shrink in shrinks)
@@ -248,7 +245,7 @@ def fit(
 
 
 def _without(surplus_bytes: int, shrinks: Sequence[ShrinkTenant]) -> tuple[ShrinkTenant, ...]:
-    """Shrinks less what is too much of them: what is highest on the ladder stays."""
+    """Drop surplus bytes from the end of the ladder."""
     kept = []
     for shrink in reversed(shrinks):
         spared = min(surplus_bytes, shrink.bytes)
@@ -267,11 +264,11 @@ def relieve(
     now: float,
     rules: Rules,
 ) -> Relief:
-    """What pressure takes now: never what is in use, pinned or text.
+    """Choose the evictions that pressure asks for: never a model that is in use, pinned or text.
 
-    Low: what expired, and the next thing on the ladder, which is one model at the most. Critical:
-    what expired, all of caches, all models that can go; then pages and idle sessions, as far as
-    `wanted_bytes` are not there yet (None = nobody knows how much is wanted: all of them).
+    Low pressure takes expired bytes and the next thing on the ladder, at most one model. Critical
+    pressure takes expired bytes, all caches and all models that can go; then pages and idle
+    sessions until `wanted_bytes` are freed (None = the need is not known: all of them).
     """
     idle = sorted(
         (r for r in residents if r.is_idle and r.role.yields and not r.warmth.is_pinned),
@@ -307,7 +304,7 @@ def relieve(
 
 
 def _with_lent(tenant: Tenant) -> Tenant:
-    """With what it could give up for the machine's sake among what it could give up."""
+    """Count the lent bytes of a tenant as spare: given up, they help the machine."""
     lent = tenant.lent_bytes
     return replace(
         tenant,

@@ -1,18 +1,12 @@
-"""The line of requests that wait for a lease, and what becomes of one of them now.
+"""The queue of requests for a lease, and the decision on one of them at this moment.
 
-Those ahead are looked at first, and what they need is out of reach for those behind: the residents
-that go for them (`claims`: no new lease, though they are in use), the places of their role, the
-bytes they will take. So nobody is overtaken by an equal, while requests that want nothing of what
-those ahead want proceed.
+    by swap   a resident goes as it has a place in the same role, and no place is left
+    to fit    a resident goes as its bytes are needed, and the request is more urgent than the
+              resident, or has waited long enough
 
-A resident has to go for a request
-  by swap   it has a place in the same role, and there is none left
-  to fit    its bytes are needed, and the request is more urgent, or has waited long enough
-
-`NotYet.is_stuck` tells waiting for others to let go, which has a limit, from waiting for a
-turn. At the limit it is refused, and its place in the line kept until it comes again. When it
-has done so once, what it waits for is kept from those behind while it is away, too: users of a
-model come to an end, and a request that comes again is served.
+All functions are pure. The arbiter walks the queue in order of urgency and adds up the claims of
+the requests ahead. So no request is overtaken by an equal, and a request that needs nothing of
+these claims proceeds.
 """
 
 from __future__ import annotations
@@ -41,25 +35,30 @@ _EVER_S = 1e9
 
 @dataclass(slots=True)
 class LoadTicket:
-    """A request in the line, or its place. Its number becomes the number of its lease."""
+    """A request in the queue, or the place of a refused one. Its number becomes that of its
+    lease."""
 
     lease: LeaseId
     ask: Ask
     asked_mono: float
     place_mono: float
-    """Since when its place counts: before it asked, where it came again."""
+    """When its place was taken: earlier than `asked_mono` where the request came again."""
     kept_until_mono: float | None = None
-    """How long its place is kept without it; None = it is there."""
+    """The end of a kept place; None = the request is in the queue."""
     stuck_since_mono: float | None = None
     stuck_s: float = 0.0
-    """How long it waited for others to let go, before it waited for its turn again."""
+    """Seconds of earlier waits for residents to drain, with waits for its turn between."""
 
     def go_first(self) -> None:
-        """Stand before all others, as if it had waited for longer than anybody does."""
+        """Stand before all other requests, as the one that waited longest."""
         self.place_mono = -_EVER_S
 
     def mark(self, now: float, *, is_stuck: bool) -> None:
-        """Note what it waits for. Two that overtake each other by age both come to their limit."""
+        """Note whether the request waits for residents to drain.
+
+        The seconds are summed up: two requests that overtake each other by age both reach their
+        limit.
+        """
         if self.stuck_since_mono is not None and not is_stuck:
             self.stuck_s += now - self.stuck_since_mono
             self.stuck_since_mono = None
@@ -67,13 +66,13 @@ class LoadTicket:
             self.stuck_since_mono = now
 
     def limit_mono(self, rules: Rules) -> float | None:
-        """When it has waited for others for long enough; None = it does not wait for them now."""
+        """When its wait for residents to drain has to end; None = it does not wait for that."""
         since_mono = self.stuck_since_mono
         return None if since_mono is None else since_mono + rules.drain_limit_s - self.stuck_s
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it waits for others to let go, which has a limit."""
+        """Whether it waits for residents to drain, which has a limit."""
         return self.stuck_since_mono is not None
 
     @property
@@ -82,42 +81,42 @@ class LoadTicket:
         return self.place_mono < self.asked_mono
 
     def rank(self, now: float, rules: Rules) -> int:
-        """How urgent it is by now."""
+        """Its urgency, age included; the lowest rank is the most urgent."""
         return ticket_rank(self.ask.priority, now - self.place_mono, rules)
 
 
 @dataclass(slots=True)
 class EarlierClaims:
-    """What those ahead in the line keep from those behind them."""
+    """Residents, places of roles and bytes that requests ahead in the queue need."""
 
     opened: frozenset[ResidentKey] = frozenset()
-    """These let in who waits for them, this once, before they have to go."""
+    """Residents that give leases once more before they drain on."""
     claims: set[ResidentKey] = field(default_factory=set)
     roles: set[str] = field(default_factory=set)
     keys: set[ResidentKey] = field(default_factory=set)
     held_bytes: int = 0
 
     def add(self, ask: Ask, wait: NotYet) -> None:
-        """Keep what one more request waits for."""
+        """Keep what one more request waits for from the requests behind it."""
         self.claims.update(wait.claims)
         self.roles.add(ask.role.name)
         self.keys.add(ask.key)
         self.held_bytes += wait.held_bytes
 
     def may_go(self, one: Resident) -> bool:
-        """Whether a resident may go for who comes next."""
+        """Whether a resident may be evicted for the next request."""
         is_open = one.is_open and not (one.leases and one.key in self.opened)
         return is_open and one.key not in self.claims
 
 
 @dataclass(frozen=True, slots=True)
 class Lend:
-    """The resident is there: a lease at once."""
+    """The resident is loaded: give a lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadNow:
-    """The model can be loaded once these have gone, and none of them is in use."""
+    """The model can be loaded after these evictions and shrinks; none of them is in use."""
 
     evict: tuple[ResidentEviction, ...] = ()
     shrink: tuple[ShrinkTenant, ...] = ()
@@ -126,7 +125,12 @@ class LoadNow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotYet:
-    """Not now."""
+    """The request waits.
+
+    `claims` are the residents that it needs to drain, `held_bytes` the free bytes that requests
+    behind it must leave. `is_stuck` = it waits for residents to drain, which has a limit, and not
+    just for its turn.
+    """
 
     claims: tuple[ResidentKey, ...] = ()
     held_bytes: int = 0
@@ -135,8 +139,10 @@ class NotYet:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Not in any foreseeable time, or not before it comes again: `keeps` is what stays kept from
-    those behind until then."""
+    """The request is refused.
+
+    `keeps` are claims that stay until the request comes again; None = nothing stays.
+    """
 
     error: errors.KakeyaError
     keeps: NotYet | None = None
@@ -147,7 +153,7 @@ Verdict = Lend | LoadNow | NotYet | Refuse
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """What a decision looks at."""
+    """The state that a decision reads."""
 
     ledger: Ledger
     level: PressureLevel
@@ -157,7 +163,8 @@ class QueueView:
 
 
 def decide(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> Verdict:
-    """What becomes of a request, which does not wait longer than its deadline and its limit."""
+    """Decide on a request; refuse it at its deadline, and at the limit of its wait for
+    residents."""
     ask, now = ticket.ask, view.now
     if view.is_stopping:
         return Refuse(errors.Refused(f"the memory arbiter is shutting down; {ask.key} is not lent"))
@@ -177,9 +184,11 @@ def decide(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> Verdict
 
 
 def keep(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> NotYet | None:
-    """What is kept from those behind until an asker comes again; None = nothing."""
+    """The claims of a kept place, until its request comes again; None = none."""
     if view.is_stopping or not ticket.has_come_again:
         return None
+    # A request that came again has its claims kept while it is away: the leases of a model come
+    # to an end, and the request is served when it is back.
     verdict = consider(ticket, ahead, view)
     match verdict:
         case NotYet():
@@ -193,7 +202,7 @@ def keep(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> NotYet | 
 
 
 def consider(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> Verdict:
-    """What becomes of a request, after those ahead of it."""
+    """Decide on a request after the requests ahead of it, without its deadline and limit."""
     ask = ticket.ask
     resident = view.ledger.find(ask.key)
     if resident is not None and resident.is_open and ask.key not in ahead.claims:
@@ -202,7 +211,7 @@ def consider(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> Verdi
         return NotYet()
     if view.level is PressureLevel.CRITICAL and ask.role.yields:
         return Refuse(critical(ask, view.rules))
-    if ask.key in ahead.keys:
+    if ask.key in ahead.keys:  # loaded for the request ahead, and then for this one too
         return NotYet()
     if resident is not None:
         return NotYet(held_bytes=ask.estimate_bytes)
@@ -214,21 +223,21 @@ def consider(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> Verdi
 def critical(ask: Ask, rules: Rules) -> errors.MemoryRefused:
     """The refusal of a load while memory is critical."""
     return errors.MemoryRefused(
-        f"memory pressure is critical; refusing to load {ask.key}, whose role {ask.role.name!r} "
-        "can do without; ask again when it has passed",
+        f"memory pressure is critical; refusing to load {ask.key}: role {ask.role.name!r} gives "
+        "way to pressure; ask again when it has passed",
         retry_after_s=rules.cooldown_s,
     )
 
 
 def _stuck(ticket: LoadTicket, wait: NotYet, view: QueueView) -> Refuse:
-    """The refusal of a request that waited for others to the limit."""
+    """The refusal of a request that waited to the limit for residents to drain."""
     ask, limit_s = ticket.ask, view.rules.drain_limit_s
     users = [view.ledger.get(key) for key in wait.claims]
     held = ", ".join(f"{one.key} (refcount={len(one.leases)})" for one in users if one.leases)
     if held:
         error = errors.DrainTimeout(
             f"timeout waiting for {held} to drain: in use for over {limit_s:.3g} s while {ask.key} "
-            f"waits for its room; ask again, the place in the line is kept for "
+            f"waits for its room; ask again, its place in the queue is kept for "
             f"{view.rules.place_s:.3g} s",
             retry_after_s=view.rules.return_s,
         )
@@ -279,7 +288,7 @@ def _consider_load(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) ->
 def _swapped(
     ask: Ask, ahead: EarlierClaims, view: QueueView
 ) -> tuple[Resident, ...] | NotYet | Refuse:
-    """Who goes because the role has no place left."""
+    """The residents to evict because the role has no place left."""
     if ask.role.places is None:
         return ()
     there = _of_role(ask, view)
@@ -305,12 +314,13 @@ def _of_role(ask: Ask, view: QueueView) -> list[Resident]:
 
 
 def _more_than(there: list[Resident], ask: Ask) -> int:
-    """What a load takes from the free bytes when any of these makes place for it."""
+    """The bytes that a load needs beyond those of the smallest resident that may make place for
+    it."""
     return max(0, ask.estimate_bytes - min((one.bytes for one in there), default=0))
 
 
 def _short(ask: Ask, view: QueueView) -> NotYet | Refuse:
-    """Too little can be taken now: is there ever going to be enough?"""
+    """Too little can be freed now: wait, or refuse where it can never be enough."""
     ledger = view.ledger
     movable, fixed, lent = 0, 0, 0
     for one in ledger.residents:
@@ -323,7 +333,7 @@ def _short(ask: Ask, view: QueueView) -> NotYet | Refuse:
         else:
             fixed += one.bytes
     if ask.estimate_bytes + fixed > ledger.budget_bytes:
-        kept = f", of which {format_bytes(fixed)} never yield to it" if fixed else ""
+        kept = f", of which {format_bytes(fixed)} cannot be evicted for it" if fixed else ""
         way_out = (
             "lease less, or give the node a larger budget"
             if ask.role.is_lent
@@ -343,7 +353,7 @@ def _short(ask: Ask, view: QueueView) -> NotYet | Refuse:
 
 
 def _lent(ask: Ask, size: int, view: QueueView) -> errors.MemoryRefused:
-    """The refusal of what has to wait for others to give back what they hold, however long."""
+    """The refusal of a load that has to wait, however long, for lent memory to be returned."""
     held = ", ".join(str(one.key) for one in view.ledger.residents if one.role.is_lent)
     return errors.MemoryRefused(
         f"{ask.key} needs {format_bytes(ask.estimate_bytes)}; of the budget of "

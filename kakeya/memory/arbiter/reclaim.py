@@ -1,5 +1,5 @@
-"""What is taken without anybody asking for room: what idles too long, what is above the budget,
-what pressure wants back. Told the level of pressure; changes nothing but by plans."""
+"""Evictions that no request asks for: idle for too long, above the budget, wanted back by
+pressure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kakeya.memory.arbiter.policy import PressureLevel, Rules, fit, pressure_key
 
 
 class Reclaimer:
-    """Decides what goes now, and when to look again. `level` is the machine's pressure."""
+    """Plans such evictions at the arbiter's word. `level` is the machine's pressure."""
 
     def __init__(self, ledger: Ledger, planner: Planner, rules: Rules) -> None:
         self._ledger = ledger
@@ -22,8 +22,11 @@ class Reclaimer:
         self.level = PressureLevel.NOMINAL
 
     def press(self, level: PressureLevel, wanted_bytes: int | None) -> None:
-        """Another reading. A higher level takes at once. What is on its way back already is not
-        wanted again; None = nobody knows how much is wanted."""
+        """Note a reading of the machine; `wanted_bytes` None = the need is not known.
+
+        A higher level evicts at once. Bytes that are on their way back already are not wanted
+        again.
+        """
         if level > self.level:
             self._relieved_mono = self._reported_mono = float("-inf")
         self.level = level
@@ -33,19 +36,19 @@ class Reclaimer:
             self._wanted = max(0, wanted_bytes - leaving - self._ledger.promised_bytes)
 
     def take(self, answer: DraftOutcome, now: float) -> None:
-        """Add what goes now."""
+        """Add the plans of evictions that are due."""
         self._unload_overdue(answer, now)
         self._fit_budget(answer, now)
         self._relieve(answer, now)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing goes now, nor later for the time alone."""
+        """Whether no eviction is due, nor will be by time alone."""
         is_over = self._ledger.committed_bytes > self._ledger.budget_bytes
         return not is_over and not self.due()
 
     def due(self) -> list[float]:
-        """When time alone makes something go, in monotonic seconds."""
+        """The monotonic times at which evictions are due by time alone."""
         due = [
             one.last_used_mono + one.warmth.unload_after_s
             for one in self._ledger.residents
@@ -69,7 +72,7 @@ class Reclaimer:
             answer.plans.append(self._planner.eviction(overdue, Reason.IDLE))
 
     def _fit_budget(self, answer: DraftOutcome, now: float) -> None:
-        """Take back what measurement or other processes brought above the budget."""
+        """Evict what measurements or foreign processes brought above the budget."""
         over = self._ledger.committed_bytes - self._ledger.budget_bytes
         if over <= 0:
             return

@@ -1,16 +1,16 @@
-"""Residents: what occupies memory, in which role, in which state.
+"""Residents: models and other holders of memory, each with a role and a state.
 
     ABSENT -> LOADING -> READY -> DRAINING -> ABSENT
                  |         ^          |
                  v         +----------+  rescued by a lease, or no longer asked to go
               ABSENT (failed)
 
-A resident that leaves is DRAINING in two steps: first it only lets nobody new in, which can be
-taken back; then, without leases, it is part of a plan (`is_leaving`), which cannot.
+A resident that leaves is DRAINING in two steps: at first it takes no new leases, which can be taken
+back; then, without leases, it is part of a plan (`is_leaving`), which cannot.
 
-A resident is a value. It neither loads nor evicts anything, its owner is the ledger.
-Three kinds of priority exist in this project and are three types: of roles and requests (here),
-and of page contents.
+A resident is a value. It neither loads nor evicts anything; its owner is the ledger. Three kinds of
+priority exist in this project and are three types: of roles and requests (here), and of page
+contents.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import NamedTuple, NewType
 from kakeya.core import errors
 
 RolePriority = NewType("RolePriority", int)
-"""What is worth keeping in memory: the lowest goes first."""
+"""The worth of a role to the node: the lowest is evicted first."""
 LeaseId = NewType("LeaseId", int)
 
 
 class RequestPriority(IntEnum):
-    """How urgent a request is: the lowest number goes first, as clients send it."""
+    """The urgency of a request: the lowest number is served first, as clients send it."""
 
     URGENT = 1
     HIGH = 5
@@ -48,24 +48,25 @@ WORST_RANK = len(_RANKS) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """What a group of capabilities is to the node. Its residents compete for its places.
+    """The part that a group of capabilities plays for the node. Its residents compete for its
+    places.
 
     `places` is how many may be resident at once, None = as many as fit; beyond it, one is swapped
-    for the other. A role that does not yield is never taken for pressure, nor to fit other roles.
+    for the other. A role that does not yield is never evicted for pressure, nor to fit other roles.
     """
 
     name: str
     priority: RolePriority
     eviction: str
-    """What losing one costs, for people."""
+    """The cost of losing a resident of it, for people."""
     yields: bool = True
     places: int | None = 1
     stay_warm_s: float = 300.0
     """Default of `Warmth.stay_warm_s`."""
     is_lent: bool = False
-    """Its residents are held by others, who give them back: in the way now, not for good."""
+    """Its bytes are lent to other processes, which return them some day."""
     is_room: bool = False
-    """Its keys name tenants that wait for room to grow: nothing is loaded, only what idles goes."""
+    """Its keys name tenants that wait for room to grow: models are evicted, none is loaded."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -120,7 +121,7 @@ ROLES: tuple[Role, ...] = (
 
 
 class State(StrEnum):
-    """Where a resident is in its life."""
+    """The stages in a resident's life."""
 
     ABSENT = "absent"
     LOADING = "loading"
@@ -151,7 +152,8 @@ class Warmth:
     """How long a resident stays without being used.
 
     Until `stay_warm_s` after its last use, requests of equal priority do not take its place. After
-    `unload_after_s` it leaves though nobody needs the room; None = it stays. A pinned one stays.
+    `unload_after_s` it is evicted although no request needs the room; None = it stays. A pinned one
+    stays.
     """
 
     stay_warm_s: float = 0.0
@@ -177,9 +179,10 @@ COLD = Warmth()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resident:
-    """One thing that occupies bytes: an estimate until it is loaded, then what was measured.
+    """A model or another holder of bytes: estimated until it is loaded, then measured.
 
-    `unfilled_bytes` of them it may use and does not yet, so that the machine shows them as free.
+    `unfilled_bytes` of them it may use and does not use yet, so that the machine shows them as
+    free.
     """
 
     key: ResidentKey
@@ -197,7 +200,7 @@ class Resident:
 
     @property
     def bytes(self) -> int:
-        """What the ledger counts."""
+        """The bytes that the ledger counts."""
         return self.estimate_bytes if self.measured_bytes is None else self.measured_bytes
 
     @property
@@ -207,11 +210,11 @@ class Resident:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is loaded, in nobody's use, and not yet on its way out."""
+        """Whether it is loaded, without leases, and not part of a plan that ends it."""
         return self.is_open and not self.leases
 
     def moved(self, state: State) -> Resident:
-        """The resident in its next state. Raises InvariantBroken where the table has no way."""
+        """The resident in its next state. Raises InvariantBroken for a step not in TRANSITIONS."""
         if state not in TRANSITIONS[self.state]:
             raise errors.InvariantBroken("resident state", f"{self.key}: {self.state} -> {state}")
         return replace(self, state=state, is_leaving=False)

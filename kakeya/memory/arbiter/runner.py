@@ -1,9 +1,9 @@
-"""Runs requests on loaded models: in turn, timed, and ended together when the node stops.
+"""Runs requests on loaded models: in turn, timed, and cancelled together when the node stops.
 
-A model has two lanes of `concurrency` places. Requests first take turns to ask for a lease, then,
-with it, to run; handles, which have one, only take turns to run. So whoever holds a model waits
-for others that hold it, never for one that still waits for it; and those in line for a turn keep
-no other model out of memory.
+A model has two lanes of `concurrency` places. A request first takes a turn to ask for its lease,
+then, with the lease, a turn to run; a handle has a lease and only takes turns to run. So the holder
+of a model waits for other holders, never for a request without a lease; and requests in line for a
+turn keep no other model out of memory.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _RUNS_KEPT_S = 60.0
 
 
 class Timings:
-    """How long something took of late. What lies back is forgotten, so that a slow minute does not
-    refuse for ever who would show that it has passed."""
+    """Durations of the last `keep_s` seconds. Older ones are forgotten, so that one slow minute
+    does not make estimates long for ever."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
@@ -36,12 +36,12 @@ class Timings:
         self._taken.append((now, seconds))
 
     def longest_s(self, now: float) -> float | None:
-        """The longest of the last 64 that are not forgotten; None = none is known."""
+        """The longest of the last 64 that are not forgotten; None = none."""
         return max((s for at, s in self._taken if now - at <= self._keep_s), default=None)
 
 
 class Lane:
-    """Who runs on one model: `concurrency` at a time, first come first served, a bounded line."""
+    """The runs on one model: `concurrency` at a time, first come first served, a bounded queue."""
 
     def __init__(self, name: str, concurrency: int, max_waiting: int) -> None:
         self._name = name
@@ -66,7 +66,7 @@ class Lane:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody runs or waits."""
+        """Whether no request runs or waits."""
         return self._inside == 0
 
 
@@ -83,7 +83,7 @@ class Runner:
         self._is_over = False
 
     def usual_s(self, key: ResidentKey) -> float | None:
-        """The longest that a run took of late; None = none is known."""
+        """The longest run of late; None = not known."""
         times = self._times.get(key.capability)
         return None if times is None else times.longest_s(self._clock.mono())
 
@@ -96,13 +96,13 @@ class Runner:
     async def run(
         self, key: ResidentKey, capability: Capability, backend: object, payload: object
     ) -> object:
-        """Run on a model that the caller holds, in turn. Raises QueueFull and what the run raises;
-        cancelling it cancels the run."""
+        """Run a request on a model that its caller holds, in turn. Raises QueueFull and all that
+        the run raises; cancelling it cancels the run."""
         async with self._turn(self._running, key, capability):
             return await self._run(key, capability, backend, payload)
 
     async def cancel_all(self) -> None:
-        """End all runs; their callers are refused."""
+        """Cancel all runs; their callers are refused."""
         self._is_over = True
         await cancelled(self._clock, FORCE_S, tuple(self._runs))
 

@@ -1,4 +1,4 @@
-"""Who waits for memory, by the lease that each is to have."""
+"""Requests that wait for memory, by the number of the lease that each is to have."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _Wish = tuple[ResidentKey, RequestPriority]
 
 
 class Tickets(dict[LeaseId, LoadTicket]):
-    """In the order in which they came; `in_order` is the one in which they are served.
+    """Tickets in the order of arrival; `in_order` gives the order of service.
 
-    Who waited for others to let go, to the limit, is refused and told to come again. Its place is
-    kept meanwhile, and is that of all who ask for the same as urgently: one of them is the one that
-    was told to.
+    A request that waited to its limit for residents to drain is refused and told to come again. Its
+    place is kept meanwhile.
     """
 
     def __init__(self, tickets: Mapping[LeaseId, LoadTicket] | None = None) -> None:
@@ -27,16 +26,16 @@ class Tickets(dict[LeaseId, LoadTicket]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody waits, and nobody is expected back."""
+        """Whether no request waits and no place is kept."""
         return not self and not self._kept
 
     @property
     def kept(self) -> tuple[ResidentKey, ...]:
-        """What those wait for whose places are kept."""
+        """The residents that refused requests with a kept place want."""
         return tuple(ticket.ask.key for ticket in self._kept.values())
 
     def enter(self, ticket: LoadTicket) -> None:
-        """Put a request into the line: where a place is kept for it, else at the end."""
+        """Put a request into the queue: at the place that is kept for it, else at the end."""
         self.lapse(ticket.asked_mono)
         kept = self._kept.get(_wish(ticket))
         if kept is not None:
@@ -44,7 +43,7 @@ class Tickets(dict[LeaseId, LoadTicket]):
         self[ticket.lease] = ticket
 
     def keep(self, ticket: LoadTicket, until_mono: float) -> None:
-        """Keep the place of one that was refused. Those that wait for the same have it, too."""
+        """Keep the place of a refused request for it, and for requests that want the same."""
         alike = [one for one in self.values() if _wish(one) == _wish(ticket)]
         for one in alike:
             one.place_mono = min(one.place_mono, ticket.place_mono)
@@ -52,28 +51,29 @@ class Tickets(dict[LeaseId, LoadTicket]):
         self._kept[_wish(ticket)] = ticket
 
     def lapse(self, now: float) -> None:
-        """Keep no place longer than it is to be kept."""
+        """Drop the places that were kept for long enough."""
         for wish, ticket in tuple(self._kept.items()):
             if ticket.kept_until_mono is not None and now >= ticket.kept_until_mono:
                 del self._kept[wish]
 
     def of(self, key: ResidentKey) -> tuple[LoadTicket, ...]:
-        """Those that wait for one resident."""
+        """The requests that wait for one resident."""
         return tuple(one for one in self.values() if one.ask.key == key)
 
     def in_order(self, now: float, rules: Rules) -> list[LoadTicket]:
-        """The most urgent first, among equals who came first; with places that nobody has taken."""
+        """All waiting requests and kept places: the most urgent first, then the oldest."""
         taken = {_wish(one) for one in self.values()}
         away = (one for wish, one in self._kept.items() if wish not in taken)
         return sorted((*self.values(), *away), key=lambda one: _order(one, now, rules))
 
     def urgency(self, key: ResidentKey, now: float, rules: Rules) -> _Order:
-        """Where the first who waits for a resident stands; behind all where nobody does."""
+        """The rank of the first request that waits for a resident; the last rank where none
+        waits."""
         places = (_order(one, now, rules) for one in self.of(key))
         return min(places, default=(math.inf, math.inf, math.inf))
 
     def due(self, now: float, rules: Rules) -> Iterator[float]:
-        """When time alone changes what becomes of one, on the monotonic clock."""
+        """The monotonic times at which a waiting request may be decided anew without an event."""
         for one in (*self.values(), *self._kept.values()):
             yield one.place_mono + (periods(now - one.place_mono, rules.age_s) + 1) * rules.age_s
             if one.kept_until_mono is not None:

@@ -292,7 +292,7 @@ def test_text_is_not_taken_to_fit_and_the_refusal_says_what_is_there() -> None:
     refused = world.ask(ask("see"))
     error = world.refusals[refused]
     assert isinstance(error, errors.MemoryRefused)
-    assert "never yield" in str(error)
+    assert "cannot be evicted" in str(error)
     assert world.resident == {"text"}
 
 

@@ -103,7 +103,7 @@ def test_what_never_yields_must_leave_room() -> None:
 
 
 def test_a_tenant_cannot_offer_more_than_it_holds() -> None:
-    with pytest.raises(errors.InvalidArgument, match="at most what it holds"):
+    with pytest.raises(errors.InvalidArgument, match="no more than it holds"):
         Tenant(name="x", rung=Rung.PAGES, held_bytes=10, expired_bytes=5, spare_bytes=6)
 
 
