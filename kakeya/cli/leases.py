@@ -149,7 +149,7 @@ def _drain(folder: Path, options: argparse.Namespace) -> int:
 async def _drained(folder: Path, options: argparse.Namespace, wait_s: float) -> int:
     from kakeya.cli.lease_run import WaitProgress
     from kakeya.memory.leases.desk import open_desk
-    from kakeya.memory.leases.rules import called
+    from kakeya.memory.leases.rules import named
 
     async with open_desk(folder, os.environ) as desk:
         if options.off:
@@ -159,10 +159,10 @@ async def _drained(folder: Path, options: argparse.Namespace, wait_s: float) -> 
         await desk.begin_drain()
         if options.stop:
             for lease in await desk.stop_holders():
-                print(f"told {called(lease)} to end", file=sys.stderr)
+                print(f"told {named(lease)} to end", file=sys.stderr)
         progress, until_mono, told = WaitProgress(), time.monotonic() + wait_s, ""
         while held := (await desk.look()).granted:
-            text = f"{', '.join(map(called, held))} to end"
+            text = f"{', '.join(map(named, held))} to end"
             if text != told:
                 told = text
                 progress.waits_for(text)
@@ -178,7 +178,7 @@ async def _drained(folder: Path, options: argparse.Namespace, wait_s: float) -> 
 
 async def _cleanup(folder: Path, *, as_json: bool) -> int:
     from kakeya.memory.leases.desk import open_desk
-    from kakeya.memory.leases.rules import called
+    from kakeya.memory.leases.rules import named
 
     dead: tuple[ProcessLease, ...] = ()
     if folder.is_dir():  # noqa: ASYNC240 - one look, by a command that does nothing else
@@ -189,7 +189,7 @@ async def _cleanup(folder: Path, *, as_json: bool) -> int:
         return 0
     for lease in dead:
         size = format_bytes(lease.wish.size_bytes)
-        print(f"removed {lease.lease_id}: {called(lease)} is gone, {size} {lease.state}")
+        print(f"removed {lease.lease_id}: {named(lease)} is gone, {size} {lease.state}")
     if not dead:
         print("nothing to remove: all holders live")
     return 0

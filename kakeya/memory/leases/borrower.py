@@ -1,4 +1,4 @@
-"""The asking side of leases: waits in the line, and settles it where no node grants.
+"""The asking side of leases: waits in the queue, and settles it where no node grants.
 
     async with store:
         borrower = Borrower(store, census, clock=clock, room=machine_room)
@@ -6,7 +6,7 @@
         ...
         await borrower.release(lease.lease_id)
 
-Who dies while it waits or holds needs no farewell: everybody else sees that it is gone.
+A process that dies while it waits or holds needs no farewell: the others see that it is gone.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kakeya.core import errors
 from kakeya.core.clock import Clock
 from kakeya.core.units import format_bytes
 from kakeya.memory.leases import rules
-from kakeya.memory.leases.lease import Book, LeaseState, No, ProcessLease, Wish
+from kakeya.memory.leases.lease import Book, LeaseDenial, LeaseState, ProcessLease, Wish
 from kakeya.memory.leases.processes import Census
 from kakeya.memory.leases.rules import MachineSight
 from kakeya.memory.leases.store import LeaseStore
 
 POLL_S = 0.25
 LOOK_S = 1.0
-"""How often a waiting process looks who has died."""
+"""How often a waiting process looks for dead holders."""
 _ANSWER_S = 3.0
-"""What a node has for its answer, however little the caller would wait for room."""
+"""The least time that a node has for its answer, if the caller's wait is shorter."""
 _PATIENCE_S = 30.0
-"""How long the store, or the system, may be out of order before a waiting process gives up."""
+"""How long a waiting process puts up with a store or system out of order."""
 _BY_CODE: dict[str, type[errors.Refused]] = {
     kind.code: kind for kind in (errors.MemoryRefused, errors.DrainTimeout, errors.LeaseRefused)
 }
@@ -38,9 +38,10 @@ _BY_CODE: dict[str, type[errors.Refused]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What a machine has for leases where no node says so. Both may block.
+    """A machine's bytes for leases where no node tells them. Both functions may block.
 
-    `budget` is what all may hold, `available` what the machine can give now, None = unknown.
+    `budget` is the most that all leases may hold, `available` the free memory of the machine, None
+    = unknown.
     """
 
     budget: Callable[[], int]
@@ -48,7 +49,7 @@ class Room:
 
 
 class Borrower:
-    """Asks for leases in the name of its process. Between `async with store`."""
+    """Asks for leases on behalf of its process, within `async with store`."""
 
     def __init__(
         self, store: LeaseStore, census: Census, *, clock: Clock, room: Room, poll_s: float = POLL_S
@@ -67,11 +68,12 @@ class Borrower:
         wait_s: float = float("inf"),
         tell: Callable[[str], None] = lambda _: None,
     ) -> ProcessLease:
-        """Wait for a lease; `tell` hears what is waited for, whenever that changes.
+        """Wait for a lease; `tell` is called with the reason of the wait whenever it changes.
+
+        A call that ends without a lease leaves the queue.
 
         Raises DeadlineExceeded, MemoryRefused, LeaseRefused, StoreFailed, and PeerUnavailable where
-        the system does not say who lives. However it ends without
-        a lease, the place in the line is given up.
+        the system does not list its processes.
         """
         sight = MachineSight(boot=self._census.boot, now_mono=self._clock.mono())
         try:
@@ -79,30 +81,31 @@ class Borrower:
                 lambda book: rules.ask(book, wish, lease_id, self._census.own, sight)
             )
             return await self._wait(lease, self._clock.mono() + wait_s, tell)
-        except BaseException:  # a change whose asker left may be written all the same
+        except BaseException:  # the change may be written although the caller left
             await asyncio.shield(self._give_up(lease_id))
             raise
 
     async def release(self, lease_id: str) -> None:
-        """Give a lease, or a place in the line, back; a second time does nothing."""
+        """End a lease or its wait; a second call does nothing."""
         await self._store.change(lambda book: (book.without(lease_id), None))
 
     async def beat(self, lease: ProcessLease) -> ProcessLease:
-        """Say that this process holds it still. Needed each `BEAT_S`, where others cannot see."""
-        found = await asyncio.to_thread(self._census.households, (lease,))
-        house = found[lease.lease_id]
+        """Send a heartbeat. It is needed each `BEAT_S`, since other containers cannot see the
+        process."""
+        found = await asyncio.to_thread(self._census.process_trees, (lease,))
+        tree = found[lease.lease_id]
         return await self._store.change(
             lambda book: rules.beat(
                 book,
                 lease,
                 self._clock.mono(),
-                processes=house.processes,
-                used_bytes=house.used_bytes,
+                processes=tree.processes,
+                used_bytes=tree.used_bytes,
             )
         )
 
     async def settle(self) -> Book:
-        """Serve the line if no node does; returns the book after it."""
+        """Serve the queue if no node does; returns the book after it."""
         book = await self._store.read()
         sight = await asyncio.to_thread(self._census.look, book, self._clock.mono())
         available = await asyncio.to_thread(self._room.available)
@@ -125,7 +128,7 @@ class Borrower:
         try:
             await self.release(lease_id)
         except errors.KakeyaError:
-            return  # the store is out of order; the others will see that this process is gone
+            return  # the store is out of order; the other processes see that this one is gone
 
     async def _wait(
         self, lease: ProcessLease, until_mono: float, tell: Callable[[str], None]
@@ -154,7 +157,7 @@ class Borrower:
                     return mine
                 if mine.no is not None:
                     raise error_of(mine.no)
-                text = mine.note or _asked_whom(book)
+                text = mine.note or _usual_wait(book)
                 answer_s = _ANSWER_S if book.granter is not None else 0.0
                 if now >= max(until_mono, asked_mono + answer_s):
                     raise _too_late(mine, now - asked_mono, text)
@@ -164,13 +167,13 @@ class Borrower:
             await self._clock.sleep(self._poll_s)
 
 
-def error_of(no: No) -> errors.Refused:
+def error_of(no: LeaseDenial) -> errors.Refused:
     """The error that a refusal in the book stands for."""
     kind = _BY_CODE.get(no.code, errors.LeaseRefused)
     return kind(no.message, retry_after_s=no.retry_after_s)
 
 
-def _asked_whom(book: Book) -> str:
+def _usual_wait(book: Book) -> str:
     return f"node {book.granter.node_id} to make room" if book.granter else "its turn"
 
 

@@ -1,7 +1,7 @@
 """Lines of the book as JSON texts, the same in every store.
 
-What does not read back exactly is damaged: `PeerProtocol` names it, and its store decides what to
-do about it. `FORMAT` is raised when an older program would misread what a newer one wrote.
+A line that does not read back exactly is damaged: `PeerProtocol` names it, and its store decides
+what follows. `FORMAT` is raised when an older program would misread a newer one's lines.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kakeya.memory.leases.lease import (
     Book,
     Drain,
     Granter,
+    LeaseDenial,
     LeaseState,
-    No,
     Process,
     ProcessLease,
     Wish,
@@ -59,7 +59,7 @@ def decode_lease(lease_id: str, text: str) -> ProcessLease:
 
 
 def encode_head(book: Book) -> str:
-    """Write what the book says beside its lines."""
+    """Write the fields of the book beside its lines."""
     granter, drain = book.granter, book.drain
     fields = {
         "format": FORMAT,
@@ -73,7 +73,7 @@ def encode_head(book: Book) -> str:
 
 
 def decode_book(head: str | None, lines: Mapping[str, str]) -> tuple[Book, dict[str, str]]:
-    """Read a book, and why some of its lines cannot be read, by id.
+    """Read a book, and the faults of its unreadable lines, by id.
 
     Raises StoreFailed for a book of a newer program, PeerProtocol for a head that is none.
     """
@@ -140,7 +140,7 @@ def _lease(lease_id: str, fields: Mapping[str, Any]) -> ProcessLease:
         granted_mono=None if granted is None else _finite(granted),
         used_bytes=int(fields["used_bytes"]),
         note=str(fields["note"]),
-        no=no and No(code=str(no[0]), message=str(no[1]), retry_after_s=no[2]),
+        no=no and LeaseDenial(code=str(no[0]), message=str(no[1]), retry_after_s=no[2]),
     )
 
 

@@ -1,4 +1,4 @@
-"""Leases as a program beside the node uses them: opens the store, and knows the machine.
+"""Leases for a program beside the node: opens the store, and measures the machine itself.
 
 async with open_desk(folder, os.environ) as desk:
     async with desk.hold(Wish(name="train", size_bytes=4 * GIB)) as lease:
@@ -27,7 +27,7 @@ from kakeya.memory.leases import rules
 from kakeya.memory.leases.borrower import Borrower, Room
 from kakeya.memory.leases.lease import Book, LeaseState, ProcessLease, Wish, describe_lease
 from kakeya.memory.leases.place import chosen_url, open_lease_store
-from kakeya.memory.leases.processes import Census, Household
+from kakeya.memory.leases.processes import Census, ProcessTree
 from kakeya.memory.leases.rules import MachineSight
 from kakeya.memory.leases.store import LeaseStore
 from kakeya.memory.machine.machine import machine_sources
@@ -35,32 +35,32 @@ from kakeya.memory.machine.pressure import worst
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """The book, who of it lives, and what they use."""
+class LeaseOverview:
+    """The book, with the processes of living holders and the bytes that they use."""
 
     book: Book
     sight: MachineSight
-    houses: Mapping[str, Household]
+    trees: Mapping[str, ProcessTree]
 
     @property
     def leases(self) -> tuple[ProcessLease, ...]:
-        """In the order of asking, without the dead."""
+        """Leases of living holders, in the order of asking."""
         living = (one for one in self.book.leases.values() if not rules.is_dead(one, self.sight))
         return tuple(sorted(living, key=lambda one: one.number))
 
     @property
     def granted(self) -> tuple[ProcessLease, ...]:
-        """Those that hold memory."""
+        """The leases that hold memory."""
         return tuple(one for one in self.leases if one.state is LeaseState.GRANTED)
 
     def shown(self, lease: ProcessLease) -> dict[str, object]:
-        """One lease as JSON."""
-        house = self.houses.get(lease.lease_id)
-        return describe_lease(lease, house.used_bytes if house else None, self.sight.now_mono)
+        """Describe one lease as JSON."""
+        tree = self.trees.get(lease.lease_id)
+        return describe_lease(lease, tree.used_bytes if tree else None, self.sight.now_mono)
 
 
 class LeaseDesk:
-    """A store of leases that is open between `async with`."""
+    """A store of leases, open within `async with`."""
 
     def __init__(self, folder: Path, url: str, *, wait_s: float = float("inf")) -> None:
         self.folder = folder
@@ -95,14 +95,15 @@ class LeaseDesk:
         return await self._borrower.acquire(wish, lease_id, wait_s=wait_s, tell=tell)
 
     async def release(self, lease_id: str) -> None:
-        """Give it back."""
+        """End a lease."""
         await self._borrower.release(lease_id)
 
     @contextlib.asynccontextmanager
     async def hold(
         self, wish: Wish, *, wait_s: float = float("inf")
     ) -> AsyncIterator[ProcessLease]:
-        """A lease of this process for a block, with heartbeats. Raises what `acquire` raises."""
+        """Hold a lease of this process for a block, with heartbeats. Raises the errors of
+        `acquire`."""
         lease = await self.acquire(wish, wait_s=wait_s)
         beating = asyncio.ensure_future(self._beat(lease))
         try:
@@ -112,19 +113,19 @@ class LeaseDesk:
             await asyncio.gather(beating, return_exceptions=True)
             await asyncio.shield(self.release(lease.lease_id))
 
-    async def look(self) -> Seen:
-        """Everything as it is now; settles the line where no node does."""
+    async def look(self) -> LeaseOverview:
+        """Read all leases as they are now; settles the queue where no node does."""
         with contextlib.suppress(errors.StoreFailed):  # a full disk can still be read
             await self._borrower.settle()
         book = await self._store.read()
         now = self._clock.mono()
         sight = await asyncio.to_thread(self._census.look, book, now)
         granted = book.of(LeaseState.GRANTED)
-        houses = await asyncio.to_thread(self._census.households, granted)
-        return Seen(book=book, sight=sight, houses=houses)
+        trees = await asyncio.to_thread(self._census.process_trees, granted)
+        return LeaseOverview(book=book, sight=sight, trees=trees)
 
     async def clean_up(self) -> tuple[ProcessLease, ...]:
-        """Take out the leases of the dead; returns them."""
+        """Remove the leases of dead holders, and return them."""
         book = await self._store.read()
         sight = await asyncio.to_thread(self._census.look, book, self._clock.mono())
         return await self._store.change(lambda book: rules.expire(book, sight))
@@ -140,13 +141,13 @@ class LeaseDesk:
         await self._store.change(lambda book: (rules.end_drain(book), None))
 
     async def stop_holders(self) -> tuple[ProcessLease, ...]:
-        """Tell all holders to end, by SIGTERM to each of their processes; returns them."""
+        """Send SIGTERM to each process of all holders; returns their leases."""
         seen = await self.look()
         told = []
         for lease in seen.leases:
-            house = seen.houses.get(lease.lease_id)
-            if lease.state is LeaseState.GRANTED and house is not None:
-                living = [one for one in house.processes if self._census.lives(one)]
+            tree = seen.trees.get(lease.lease_id)
+            if lease.state is LeaseState.GRANTED and tree is not None:
+                living = [one for one in tree.processes if self._census.lives(one)]
                 for process in living:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGTERM)
@@ -163,8 +164,8 @@ class LeaseDesk:
 def open_desk(
     folder: Path, environ: Mapping[str, str], *, wait_s: float = float("inf")
 ) -> LeaseDesk:
-    """The desk of a data directory, whose store the environment or the last node named. `wait_s`
-    is what its leases will be waited for at most.
+    """Open the desk of a data directory. The environment names its store, or the last node did.
+    `wait_s` is the longest wait for a lease that is intended.
 
     Raises ConfigError.
     """
@@ -176,7 +177,7 @@ def _machine_budget() -> int:
 
 
 def _available() -> int | None:
-    """What the machine can give before it is short, by all that it says of itself."""
+    """The least of the available bytes that the sources of the machine give."""
     return asyncio.run(_read_sources())
 
 

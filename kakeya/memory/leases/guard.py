@@ -1,11 +1,11 @@
-"""What stays beside a leased command: tells that it lives, ends its lease when all of it is gone.
+"""The guard beside a leased command: sends heartbeats, and ends the lease after the last process.
 
     python -m kakeya.memory.leases.guard ID    the lease as JSON on stdin; says "ok" when it guards
 
 The command replaces the program that asked for its lease, so nothing stands between it and its
-terminal, its signals and its exit status. This small process is nobody's child, in a session of
-its own: no signal of a terminal reaches it, and the command never waits for a child that it did
-not start. Killed, it is missed by nobody who sees the command's processes; the lease goes on.
+terminal, its signals and its exit status. The guard has no parent and a session of its own: no
+signal of a terminal reaches it, and the command never waits for a child that it did not start. When
+the guard is killed, the lease goes on as long as the command's processes are seen to live.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kakeya.memory.leases import rules
 from kakeya.memory.leases.codec import decode_lease, encode_lease
 from kakeya.memory.leases.lease import Process, ProcessLease
 from kakeya.memory.leases.place import open_lease_store
-from kakeya.memory.leases.processes import Census, Household
+from kakeya.memory.leases.processes import Census, ProcessTree
 from kakeya.memory.leases.store import LeaseStore
 
 _START_S = 20.0
 _POLL_S = 1.0
-_PARTING_S = 60.0
-"""How long a store that is out of order is tried to be told of the end."""
+_END_S = 60.0
+"""How long the end of the lease is retried at a store that is out of order."""
 
 
 def start_guard(lease: ProcessLease, folder: Path, url: str) -> None:
@@ -43,7 +43,7 @@ def start_guard(lease: ProcessLease, folder: Path, url: str) -> None:
         "folder": str(folder.resolve()),
         "url": url,
     }
-    # The id is for people who look at their processes.
+    # The id is for a list of processes.
     command = [sys.executable, "-m", "kakeya.memory.leases.guard", lease.lease_id]
     with subprocess.Popen(
         command,
@@ -64,7 +64,7 @@ def start_guard(lease: ProcessLease, folder: Path, url: str) -> None:
 
 
 class LeaseGuard:
-    """Guards one lease until its holder is gone."""
+    """Guards one lease until its holder's processes have ended."""
 
     def __init__(
         self, store: LeaseStore, census: Census, lease: ProcessLease, *, clock: Clock
@@ -77,53 +77,53 @@ class LeaseGuard:
 
     async def run(self, when_ready: Callable[[], None]) -> None:
         """Guard, with a first heartbeat before `when_ready`; then end the lease."""
-        house = await self._look()
-        await self._beat(house)
+        tree = await self._look()
+        await self._beat(tree)
         when_ready()
         async with _when_ended(self._lease.processes[0], self._ended):
-            await self._watch(house)
-        await self._part()
+            await self._watch(tree)
+        await self._end_lease()
 
-    async def _watch(self, house: Household) -> None:
+    async def _watch(self, tree: ProcessTree) -> None:
         beat_mono = self._clock.mono()
-        while house.is_alive:
+        while tree.is_alive:
             # Once the first process has ended, its children are asked for more often.
             pause_s = _POLL_S if self._ended.is_set() or sys.platform != "linux" else rules.BEAT_S
             wake = asyncio.Event() if self._ended.is_set() else self._ended
             await sleep_or_wake(self._clock, pause_s, wake)
             with contextlib.suppress(*rules.OUT_OF_ORDER):
-                house = await self._look()
+                tree = await self._look()
                 now = self._clock.mono()
-                if house.is_alive and now - beat_mono >= rules.BEAT_S:
+                if tree.is_alive and now - beat_mono >= rules.BEAT_S:
                     beat_mono = now
-                    await self._beat(house)
+                    await self._beat(tree)
 
-    async def _look(self) -> Household:
-        # The holder's child for a moment, or again where it adopts orphans: a guard that took
-        # itself for one of the household would guard itself for ever.
+    async def _look(self) -> ProcessTree:
+        # The guard is the holder's child for a moment, or again where that adopts orphans: a guard
+        # that counted itself would guard itself for ever.
         apart = frozenset({os.getpid()})
-        houses = await asyncio.to_thread(self._census.households, (self._lease,), apart)
-        return houses[self._lease.lease_id]
+        trees = await asyncio.to_thread(self._census.process_trees, (self._lease,), apart)
+        return trees[self._lease.lease_id]
 
-    async def _beat(self, house: Household) -> None:
+    async def _beat(self, tree: ProcessTree) -> None:
         self._lease = await self._store.change(
             lambda book: rules.beat(
                 book,
                 self._lease,
                 self._clock.mono(),
-                processes=house.processes,
-                used_bytes=house.used_bytes,
+                processes=tree.processes,
+                used_bytes=tree.used_bytes,
             )
         )
 
-    async def _part(self) -> None:
-        until_mono = self._clock.mono() + _PARTING_S
+    async def _end_lease(self) -> None:
+        until_mono = self._clock.mono() + _END_S
         while True:
             try:
                 await self._store.change(lambda book: (book.without(self._lease.lease_id), None))
             except errors.StoreFailed:
                 if self._clock.mono() >= until_mono:
-                    return  # whoever reads the book sees that nobody of the holder lives
+                    return  # readers of the book see that no process of the holder lives
                 await self._clock.sleep(_POLL_S)
             else:
                 return
@@ -159,11 +159,11 @@ async def _main(order: dict[str, str]) -> None:
     lease = decode_lease(order["lease_id"], order["lease"])
     census = await asyncio.to_thread(Census)
     async with open_lease_store(Path(order["folder"]), order["url"]) as store:
-        await LeaseGuard(store, census, lease, clock=SystemClock()).run(_let_go)
+        await LeaseGuard(store, census, lease, clock=SystemClock()).run(_detach)
 
 
-def _let_go() -> None:
-    """Say that it guards, and hold nothing of the terminal or the folder it was started in."""
+def _detach() -> None:
+    """Report that the guard works; then let go of the terminal and of the working folder."""
     sys.stdout.write("ok\n")
     sys.stdout.flush()
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -174,7 +174,7 @@ def _let_go() -> None:
 
 
 if __name__ == "__main__":
-    if os.fork():  # nobody's child from here on; there is one thread yet
+    if os.fork():  # without a parent from here on; there is one thread yet
         os._exit(0)
     try:
         asyncio.run(_main(json.load(sys.stdin)))

@@ -1,9 +1,9 @@
-"""What the memory arbiter was told of leases: one job for each, made to follow the book.
+"""Leases as the memory arbiter knows them: one job each, which follows the book.
 
-A lease that waits becomes a request to the arbiter when it is first in the line: so nobody is
-overtaken, not even while the arbiter refuses for now and is asked again. A granted one is a pinned
-resident until it is over. One that was granted elsewhere (by an earlier node, or while no node ran)
-is counted as a foreign holder.
+waiting, first in the queue   a request to the arbiter, so that no lease overtakes another,
+                              not even while the arbiter refuses for a while
+granted by this node          a pinned resident until it is over
+granted elsewhere             a foreign holder: by an earlier node, or while no node ran
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kakeya.memory.arbiter.plan import Snapshot
 from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.arbiter.resident import Warmth
 from kakeya.memory.leases import rules
-from kakeya.memory.leases.lease import Book, LeaseState, No, ProcessLease
-from kakeya.memory.leases.processes import Household
+from kakeya.memory.leases.lease import Book, LeaseDenial, LeaseState, ProcessLease
+from kakeya.memory.leases.processes import ProcessTree
 from kakeya.memory.leases.rules import CAPABILITY, JOB
 
 _log = logging.getLogger(__name__)
@@ -35,32 +35,32 @@ _COARSE_BYTES = 16 * MIB
 _PINNED = Warmth(is_pinned=True)
 
 Write = Callable[[Callable[[Book], Book], asyncio.Event], Awaitable[None]]
-"""Writes a change to the book, however long that takes, or until the event is set."""
+"""Writes a change to the book, with retries, until it succeeds or the event is set."""
 
 
 @dataclass(slots=True)
 class LeaseJob:
     """A lease that the arbiter knows of. `task` holds the request; None = counted as foreign.
 
-    `told` is what the arbiter was told last: the bytes, and how many of them are not used yet.
+    `told` are the bytes that the arbiter was told last, and how many of them are not used yet.
     """
 
     lease: ProcessLease
     task: asyncio.Task[None] | None = None
     is_granted: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    house: Household | None = None
+    tree: ProcessTree | None = None
     told: tuple[int, int] = (0, 0)
     note: str = ""
 
     @property
     def is_failed(self) -> bool:
-        """Whether the arbiter failed it, by a fault or because it stops."""
+        """Whether the request has ended, by a fault or because the arbiter stops."""
         return self.task is not None and self.task.done()
 
     @property
     def label(self) -> str:
-        """As a foreign holder."""
+        """The name of the foreign holder."""
         return f"{CAPABILITY}:{self.lease.lease_id}"
 
 
@@ -77,39 +77,39 @@ class Jobs:
             Capability(
                 name=CAPABILITY,
                 role=JOB,
-                handler=_Holders(self._estimate),
+                handler=_LeaseHandler(self._estimate),
                 estimate=self._estimate,
                 warmth=_PINNED,
             )
         )
 
     def find(self, lease_id: str) -> LeaseJob | None:
-        """The job of a lease; None = the arbiter knows nothing of it."""
+        """The job of a lease; None = the arbiter does not know it."""
         return self._by_id.get(lease_id)
 
     def granted(self) -> tuple[LeaseJob, ...]:
-        """Those that hold memory."""
+        """The jobs that hold memory."""
         return tuple(job for job in self._by_id.values() if job.is_granted)
 
     def notes(self) -> dict[str, str]:
-        """What waiting ones wait for, by lease."""
+        """The reasons for which leases wait, by lease."""
         return {key: job.note for key, job in self._by_id.items() if job.note}
 
     def as_seen(self, book: Book) -> Book:
         """The book with the processes that were seen here: the book may not know them yet."""
         for key, job in self._by_id.items():
             lease = book.leases.get(key)
-            if lease is not None and job.house is not None:
-                processes = dict.fromkeys((*lease.processes, *job.house.processes))
+            if lease is not None and job.tree is not None:
+                processes = dict.fromkeys((*lease.processes, *job.tree.processes))
                 book = book.put(replace(lease, processes=tuple(processes)))
         return book
 
     def follow(self, book: Book, *, is_granter: bool) -> bool:
-        """Have the arbiter know of the leases that the book has; whether any of them ended."""
+        """Start and end jobs as the book has it. Returns whether a lease ended."""
         for lease_id in self._left:
             self._arbiter.unlearn(CAPABILITY, lease_id)
         self._left.clear()
-        ready = [one.lease_id for one in rules.line(book) if not one.missing]
+        ready = [one.lease_id for one in rules.queue(book) if not one.missing]
         asked = ready[0] if is_granter and ready else ""
         ended = False
         for lease_id, job in tuple(self._by_id.items()):
@@ -128,15 +128,16 @@ class Jobs:
             self._ask(book.leases[asked])
         return ended
 
-    def measured(self, houses: Mapping[str, Household]) -> None:
-        """Tell the arbiter what holders use; what was leased and is not used stays theirs."""
-        for lease_id, house in houses.items():
+    def measured(self, trees: Mapping[str, ProcessTree]) -> None:
+        """Tell the arbiter the used bytes of holders; leased bytes that are not used stay
+        theirs."""
+        for lease_id, tree in trees.items():
             job = self._by_id.get(lease_id)
             if job is not None and job.is_granted:
-                self._measured(job, house)
+                self._measured(job, tree)
 
     def tell_waiting(self, book: Book) -> None:
-        """Note for those who wait what the arbiter waits for."""
+        """Note for waiting leases why the arbiter does not lend yet."""
         waiting = [job for job in self._by_id.values() if not job.is_granted]
         if waiting:
             seen = self._arbiter.status()
@@ -144,7 +145,7 @@ class Jobs:
                 job.note = _waits_for(job.lease, seen, book)
 
     async def aclose(self) -> None:
-        """Take back what waits, and tell the arbiter no more; who holds a lease keeps it."""
+        """Withdraw waiting requests. Granted leases stay in the book."""
         tasks = [job.task for job in self._by_id.values() if job.task is not None]
         for task in tasks:
             task.cancel()
@@ -176,10 +177,10 @@ class Jobs:
         elif not job.is_granted:
             job.task.cancel()
 
-    # How one lease goes.
+    # The life of one lease.
 
     async def _serve(self, job: LeaseJob) -> None:
-        """Ask the arbiter until it lends, or refuses for good; hold until the lease is over."""
+        """Ask the arbiter until it lends or refuses for good; hold until the lease is over."""
         lease_id, priority = job.lease.lease_id, job.lease.wish.priority
         terms = Terms(priority=priority, warmth=_PINNED, may_displace_text=True)
         while not job.over.is_set():
@@ -218,24 +219,24 @@ class Jobs:
         event(_log, "lease is over", lease=lease_id)
 
     async def _refuse(self, job: LeaseJob, error: errors.MemoryRefused) -> None:
-        no = No(code=error.code, message=error.message, retry_after_s=error.retry_after_s)
+        no = LeaseDenial(code=error.code, message=error.message, retry_after_s=error.retry_after_s)
         lease_id = job.lease.lease_id
         event(_log, "lease refused", lease=lease_id, reason=error.message)
         await self._write(lambda book: rules.refuse(book, lease_id, no), job.over)
 
-    def _measured(self, job: LeaseJob, house: Household) -> None:
-        was_over = job.house is not None and job.lease.is_exceeded_by(job.house.used_bytes)
-        job.house = house
+    def _measured(self, job: LeaseJob, tree: ProcessTree) -> None:
+        was_over = job.tree is not None and job.lease.is_exceeded_by(job.tree.used_bytes)
+        job.tree = tree
         lease_id, leased = job.lease.lease_id, job.lease.wish.size_bytes
-        size = max(leased, house.used_bytes)
-        unfilled = size - house.used_bytes
+        size = max(leased, tree.used_bytes)
+        unfilled = size - tree.used_bytes
         if abs(size - job.told[0]) + abs(unfilled - job.told[1]) >= _STEP_BYTES:
             job.told = size, unfilled
             if job.task is None:
                 self._arbiter.hold(job.label, size, unfilled)
             else:
                 self._arbiter.measure(CAPABILITY, lease_id, size, unfilled)
-        if job.lease.is_exceeded_by(house.used_bytes) and not was_over:
+        if job.lease.is_exceeded_by(tree.used_bytes) and not was_over:
             event(
                 _log,
                 "a holder uses more than it leased",
@@ -243,18 +244,18 @@ class Jobs:
                 lease=lease_id,
                 pid=job.lease.pid,
                 leased=format_bytes(leased),
-                used=format_bytes(house.used_bytes),
+                used=format_bytes(tree.used_bytes),
             )
 
 
-class _Holders:
+class _LeaseHandler:
     """The handler of the capability: a lease is loaded by being granted; nothing is run."""
 
     def __init__(self, size: Callable[[str], int]) -> None:
         self._size = size
 
     async def load(self, model_key: str) -> Loaded:
-        # All of it is the holder's, and nothing of it is used yet.
+        # All bytes are the holder's, and none is used yet.
         size = self._size(model_key)
         return Loaded(backend=model_key, measured_bytes=size, unfilled_bytes=size)
 
@@ -271,7 +272,8 @@ def _log_fault(task: asyncio.Task[None]) -> None:
 
 
 def _waits_for(lease: ProcessLease, seen: Snapshot, book: Book) -> str:
-    """What a lease waits for, in words; coarse, so that it is not written anew all the time."""
+    """The reason of a wait, in words; sizes are coarse, so that it is not rewritten all the
+    time."""
     wanted = format_bytes(lease.wish.size_bytes)
     if seen.level is PressureLevel.CRITICAL:
         return f"{wanted} of memory: memory pressure is critical"

@@ -1,17 +1,17 @@
-"""Leases of other processes, as the node keeps them: it grants, through its memory arbiter.
+"""The lease keeper of a node: grants leases of other processes through the memory arbiter.
 
     waiting in the book  -> takes its named resources, then a request to the arbiter, which makes
-                            room as for a model: what idles goes, never what is in use
+                            room as for a model: idle residents go, never one in use
     granted              -> a resident that is pinned until its holder is gone
     refused              -> the arbiter's own words, in the book, for the command that waits
     ended, or died       -> unloaded: the memory is free at once
 
-The book says who holds what; the arbiter is told of it (`lease_jobs`). So a node that starts anew
-counts who holds a lease already, and one that stops leaves all as it is. Of two nodes that share a
-book one grants; both count.
+The book is the truth; the arbiter follows it (`jobs`). So a node that starts counts the leases that
+are held already, and one that stops leaves them as they are. Of two nodes that share a book one
+grants; both count.
 
-A store that is out of order stops grants, nothing else: who held a lease holds it, and who died is
-seen to be dead all the same.
+A store that is out of order stops grants and nothing else: held leases stay, and dead holders are
+noticed all the same.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LEAVE_S = 2.0
 
 
 class LeaseKeeper:
-    """Between `async with`, after the arbiter's start and before anything is loaded."""
+    """Runs within `async with`, after the arbiter's start and before any load."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class LeaseKeeper:
         when_open: Callable[[], None] = lambda: None,
         make_census: Callable[[], Census] = Census,
     ) -> None:
-        """`when_open` is called once when the keeper begins; like `make_census`, off the loop."""
+        """`when_open` is called once at the start; like `make_census`, off the event loop."""
         self._store = store
         self._arbiter = arbiter
         self._clock = clock
@@ -99,7 +99,7 @@ class LeaseKeeper:
 
     @property
     def is_granter(self) -> bool:
-        """Whether this node grants; else another one that shares the store does."""
+        """Whether this node grants; if not, another one that shares the store does."""
         return self._is_mine(self._book)
 
     def health(self) -> tuple[TaskHealth, ...]:
@@ -107,7 +107,7 @@ class LeaseKeeper:
         return self._tasks.health()
 
     def status(self) -> dict[str, object]:
-        """All leases, as JSON; what is used is what was measured last."""
+        """All leases as JSON, with the last measured bytes."""
         now = self._clock.mono()
         leases = sorted(self._book.leases.values(), key=lambda one: one.number)
         return {
@@ -119,7 +119,7 @@ class LeaseKeeper:
         }
 
     async def _leave(self) -> None:
-        """Let somebody else grant."""
+        """Let another node grant."""
         await self._jobs.aclose()
         own = self._census.own
         with contextlib.suppress(errors.StoreFailed, TimeoutError):
@@ -138,11 +138,11 @@ class LeaseKeeper:
             self._jobs.tell_waiting(self._book)
             held = [job.lease for job in self._jobs.granted()]
             if held:
-                houses = await asyncio.to_thread(self._census.households, held)
-                self._jobs.measured(houses)
+                trees = await asyncio.to_thread(self._census.process_trees, held)
+                self._jobs.measured(trees)
 
     async def _round(self) -> None:
-        """Read the book, write what has to follow from it, and have the arbiter follow."""
+        """Read the book, write the changes that follow, and have the arbiter follow."""
         now = self._clock.mono()
         book, is_read = await self._read()
         sight = await asyncio.to_thread(self._census.look, self._jobs.as_seen(book), now)
@@ -158,10 +158,11 @@ class LeaseKeeper:
             event(_log, "lease ended with its holder", lease=lease.lease_id, pid=lease.pid)
         self._book = decided
         if self._jobs.follow(decided, is_granter=self.is_granter):
-            self._changed.set()  # what was freed is somebody else's turn at once
+            self._changed.set()  # the freed bytes are for the next lease at once
 
     async def _read(self) -> tuple[Book, bool]:
-        """The book, and whether it is of now; else the last one, to see in it who died."""
+        """The book, and True; without the store the last one, to look for dead holders, and
+        False."""
         try:
             book = await self._store.read()
         except errors.StoreFailed as problem:
@@ -172,12 +173,12 @@ class LeaseKeeper:
     def _decided(
         self, book: Book, sight: MachineSight
     ) -> tuple[Book, tuple[Book, tuple[ProcessLease, ...]]]:
-        """The new book; as the result of the change both it and who died."""
+        """The decision as a change of the store; its result has the dead leases, too."""
         decided = self._decide(book, sight)
         return decided[0], decided
 
     def _decide(self, book: Book, sight: MachineSight) -> tuple[Book, tuple[ProcessLease, ...]]:
-        """What this node makes of the book, and who died. Changes nothing else."""
+        """The book after this node's changes, and the dead leases. Pure."""
         book, dead = rules.expire(self._restored(book, sight), sight)
         budget = self._arbiter.status().budget_bytes
         granter = book.granter
@@ -190,15 +191,15 @@ class LeaseKeeper:
             for job in self._jobs.granted():
                 lease = book.leases.get(job.lease.lease_id)
                 if lease is not None and not lease.missing:
-                    # Already so, unless the store was lost before this was written or read.
+                    # Granted already, unless the store was lost before that was written or read.
                     book = rules.grant(book, lease.lease_id, sight.now_mono)
             for lease_id, note in self._jobs.notes().items():
                 book = rules.note(book, lease_id, note)
         return book, dead
 
     def _restored(self, book: Book, sight: MachineSight) -> Book:
-        """Who holds a lease holds it, though the store was lost and begun anew: this node granted,
-        and the book does not know it."""
+        """The book with the granted leases of this node, where the store was lost and begun
+        anew: their holders hold them still."""
         if not self._is_mine(self._book) or self._is_mine(book):
             return book
         for job in self._jobs.granted():
@@ -234,7 +235,7 @@ class LeaseKeeper:
 
     def _shown(self, lease: ProcessLease, now: float) -> dict[str, object]:
         job = self._jobs.find(lease.lease_id)
-        used = job.house.used_bytes if job and job.house else None
+        used = job.tree.used_bytes if job and job.tree else None
         return describe_lease(lease, used, now)
 
 

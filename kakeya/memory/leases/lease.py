@@ -1,14 +1,12 @@
 """Leases of memory that processes hold: values, and the book that all of them share.
 
-A training job, a tool or anything else that needs much memory asks for a lease. The book says who
-waits, who holds what, who grants, and whether leases are given at all; it lies in a store
-(`lease_store`), and `lease_rules` says what happens in it. One book for one machine: memory and
-GPUs are the machine's own.
+A training job, a tool or any process that needs much memory asks for a lease. The book lists the
+waiting and the granted leases, names the node that grants, and says whether leases are given at
+all. It lies in a store (`store`); `rules` are its changes. There is one book for one machine:
+memory and GPUs are the machine's own.
 
-Whether a holder lives is asked of the operating system (`processes`), never of a clock: a process
-that was stopped for an hour still occupies its memory. Only of a process that cannot be seen from
-here (another container) the age of the last heartbeat decides. Stamps are monotonic, which all
-processes of a machine share until its next boot; those of another boot mean nothing.
+Stamps are monotonic, which all processes of a machine share until its next boot; those of another
+boot mean nothing.
 """
 
 from __future__ import annotations
@@ -29,15 +27,15 @@ MAX_RESOURCES = 32
 _RESOURCE = re.compile(r"[a-z][a-z0-9_-]{0,31}(?::[a-z0-9_.-]{1,32})?")
 _MEMORY = "memory"
 _TOLERANCE = 1.1
-"""How far a holder may go beyond its lease before the owner is told."""
+"""A holder that uses more than this times its lease is reported."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Process:
     """One process of a machine: a pid alone may be another process by tomorrow.
 
-    `started` is when it started, as the system counts it; `space` is where the pid holds: the boot
-    and the container.
+    `started` is its start as the system counts it. `space` is the boot and the container in which
+    the pid is valid.
     """
 
     pid: int
@@ -46,7 +44,7 @@ class Process:
 
 
 class LeaseState(StrEnum):
-    """Where a lease is in its life; a released one is no longer in the book."""
+    """The stages of a lease; a released one is not in the book."""
 
     WAITING = "waiting"
     GRANTED = "granted"
@@ -55,7 +53,8 @@ class LeaseState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What somebody asks for: bytes of memory and, one holder each, named things like `gpu:0`."""
+    """The request for a lease: bytes of memory, and named things like `gpu:0` that have one
+    holder each."""
 
     name: str
     size_bytes: int
@@ -93,8 +92,8 @@ class Wish:
 
 
 def in_order(resources: Iterable[str]) -> list[str]:
-    """The order in which everybody takes resources, so that nobody waits in a circle: by name,
-    with numbers as numbers, each once. Memory comes after all of them."""
+    """The order in which all leases take resources, so that no circle of waits can form: by
+    name, with numbers as numbers, each once. Memory comes after all of them."""
     return sorted(set(resources), key=_natural)
 
 
@@ -105,8 +104,8 @@ def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class No:
-    """Why a lease was refused, in the words of an error; see `errors` for `code`."""
+class LeaseDenial:
+    """The reason of a refusal, in the words of an error; see `errors` for `code`."""
 
     code: str
     message: str
@@ -118,8 +117,8 @@ class ProcessLease:
     """One line of the book.
 
     `number` is the place in the order of asking. `taken` are the first of the wish's resources,
-    which nobody else has. `processes` are the holder and those it started, as far as known.
-    `note` says to people what a waiting one waits for.
+    which no other lease has. `processes` are the holder and the processes that it started, as far
+    as known. `note` tells people the reason of a wait.
     """
 
     lease_id: str
@@ -134,11 +133,11 @@ class ProcessLease:
     granted_mono: float | None = None
     used_bytes: int = 0
     note: str = ""
-    no: No | None = None
+    no: LeaseDenial | None = None
 
     @property
     def pid(self) -> int:
-        """Of the process that asked."""
+        """The pid of the process that asked."""
         return self.processes[0].pid
 
     @property
@@ -148,13 +147,13 @@ class ProcessLease:
 
     @property
     def held_bytes(self) -> int:
-        """What the machine has to keep for it."""
+        """The bytes that the machine has to keep for it."""
         is_held = self.state is LeaseState.GRANTED
         return max(self.wish.size_bytes, self.used_bytes) if is_held else 0
 
     @property
     def unfilled_bytes(self) -> int:
-        """What it may still grow by within its lease."""
+        """The bytes by which its holder may still grow within the lease."""
         return max(0, self.held_bytes - self.used_bytes)
 
     def is_exceeded_by(self, used_bytes: int) -> bool:
@@ -182,7 +181,7 @@ class Granter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """That no leases are given any more, until the next boot or until somebody ends it."""
+    """A stop of all leases, until the next boot or until an owner ends it."""
 
     boot: str
     pid: int
@@ -191,7 +190,8 @@ class Drain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Book:
-    """All that a machine's processes share. `budget_bytes` is the last granter's, None = none."""
+    """The state that all processes of a machine share. `budget_bytes` is the last granter's,
+    None = none."""
 
     leases: Mapping[str, ProcessLease] = field(default_factory=dict)
     granter: Granter | None = None
@@ -214,7 +214,7 @@ class Book:
         return tuple(sorted(found, key=lambda one: one.number))
 
     def holder_of(self, resource: str) -> ProcessLease | None:
-        """Who has a named resource."""
+        """The lease that has a named resource."""
         takers = (one for one in self.leases.values() if resource in one.taken)
         return next(takers, None)
 

@@ -1,8 +1,8 @@
-"""Where this machine's leases are kept: the node says it, and the command line finds it again.
+"""The place of a machine's leases: the node chooses it, and the command line finds it again.
 
-leases.db    the SQLite file of a data directory, unless
-leases.url   names another store, written by a node that was configured so (it may hold a
-             password, as the folder's other secrets do: only its owner reads it)
+    leases.db    the SQLite file of a data directory, unless
+    leases.url   names another store, written by a node that was configured so (it may hold a
+                 password, as the folder's other secrets do: only its owner reads it)
 
 Settings are checked by programs that open no store, so a store is imported when it is opened.
 """
@@ -26,10 +26,10 @@ _LEAST_BUSY_S = 1.0
 
 
 def open_lease_store(folder: Path, url: str = "", *, wait_s: float = float("inf")) -> LeaseStore:
-    """The store of a data directory: SQLite in it, or what a URL names. Raises ConfigError.
+    """The store of a data directory: its SQLite file, or the store of a URL. Raises ConfigError.
 
-    Who waits `wait_s` for a lease waits half of it for other processes that write to a file: once
-    to ask, and once more to take that back.
+    Of a wait of `wait_s` for a lease, half is for other processes that write to a file: once to
+    ask, and once more to take that back.
     """
     if url:
         from kakeya.memory.leases.processes import system_table
@@ -42,7 +42,7 @@ def open_lease_store(folder: Path, url: str = "", *, wait_s: float = float("inf"
 
 
 def chosen_url(folder: Path, environ: Mapping[str, str]) -> str:
-    """The store that the environment names, else the one that the last node used. Blocks."""
+    """The store that the environment names, else that of the last node. Blocks."""
     if environ.get(VARIABLE):
         return environ[VARIABLE]
     try:
@@ -57,7 +57,7 @@ def chosen_url(folder: Path, environ: Mapping[str, str]) -> str:
 
 
 def remember_url(folder: Path, url: str) -> None:
-    """Tell the command line which store a node uses. Raises OSError. Blocks."""
+    """Tell the command line the store of a node. Raises OSError. Blocks."""
     if url:
         write_atomically(folder / URL_FILE, url.encode())
     else:

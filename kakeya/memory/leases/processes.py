@@ -1,9 +1,9 @@
-"""Which processes live, who started whom, and what they occupy, as the operating system says it.
+"""The processes of a machine, their parents and the bytes that they occupy, as the system tells.
 
     Linux   /proc/PID/stat: the start in ticks since the boot, which no clock that is set can move
     macOS   `ps`: the start as it was written down then, in UTC
 
-A process that ended and that nobody waited for is dead: its memory has been given back. All of
+A process that ended and that no parent waited for is dead: its memory has been given back. All of
 this blocks for a moment; call it off the event loop.
 """
 
@@ -34,14 +34,15 @@ _OUT_OF_ORDER = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 class LivingProcess(NamedTuple):
-    """A living process: who started it, and when it started."""
+    """A living process: its parent and its start."""
 
     parent: int
     started: str
 
 
-class Household(NamedTuple):
-    """Who belongs to a holder: who asked comes first, living or not, then all others that live."""
+class ProcessTree(NamedTuple):
+    """The processes of a holder: first the one that asked, living or not, then all others that
+    live."""
 
     processes: tuple[Process, ...]
     used_bytes: int
@@ -49,14 +50,14 @@ class Household(NamedTuple):
 
 
 class ProcessTable(Protocol):
-    """What one kind of system tells."""
+    """The process table of one kind of system."""
 
     def boot(self) -> str:
-        """Which boot this is: another one each time."""
+        """The id of this boot."""
         ...
 
     def space(self) -> str:
-        """Where the pids that are seen from here hold."""
+        """The space of the pids that are seen from here."""
         ...
 
     def machine(self) -> str:
@@ -64,20 +65,20 @@ class ProcessTable(Protocol):
         ...
 
     def find(self, pids: Iterable[int]) -> dict[int, LivingProcess]:
-        """Those of some processes that live. Raises PeerUnavailable where nobody says so: then
-        none of them may be taken for dead."""
+        """The living ones of some processes. Raises PeerUnavailable where the system does not
+        tell: then none of them may be taken for dead."""
         ...
 
     def all(self) -> dict[int, LivingProcess]:
-        """All that live."""
+        """All living processes."""
         ...
 
     def marked(self, value: str) -> list[int]:
-        """Those whose environment carries a mark; [] where that cannot be seen."""
+        """Processes with a mark in their environment; [] where that cannot be seen."""
         ...
 
     def used_bytes(self, pids: Iterable[int]) -> int:
-        """What processes occupy together."""
+        """The bytes that processes occupy together."""
         ...
 
 
@@ -118,7 +119,7 @@ class LinuxProcesses:
         ]
 
     def used_bytes(self, pids: Iterable[int]) -> int:
-        """Several share pages when one forked the others: then each counts its share."""
+        """Sum up proportional shares: processes of one fork share pages."""
         wanted = tuple(pids)
         if len(wanted) == 1:
             return resident_bytes(wanted[0]) or 0
@@ -159,7 +160,7 @@ class MacProcesses:
         return self._boot
 
     def space(self) -> str:
-        """There is one for each boot."""
+        """The boot: pids are the same for all processes of it."""
         return self.boot()
 
     def machine(self) -> str:
@@ -176,7 +177,7 @@ class MacProcesses:
         wanted = set(pids)
         if not wanted:
             return {}
-        # ps fails where it finds nobody: with this process among them that means that it failed.
+        # ps fails where it finds no process; this one is among them, so that is a failure of ps.
         named = ",".join(map(str, sorted(wanted | {os.getpid()})))
         rows = parse_ps(self._run((*_PS, *_COLUMNS, "-p", named)))
         return {pid: row for pid, row in rows.items() if pid in wanted}
@@ -186,7 +187,7 @@ class MacProcesses:
         return parse_ps(self._run((*_PS, "-ax", *_COLUMNS)))
 
     def marked(self, value: str) -> list[int]:
-        """Environments are not shown on macOS; children are known by having been seen."""
+        """None: macOS does not show environments. Children are known by having been seen."""
         del value
         return []
 
@@ -208,7 +209,7 @@ def parse_ps(text: str) -> dict[int, LivingProcess]:
 
 
 class Census:
-    """What one process sees of leases' holders. `table` None = this system's."""
+    """The holders of leases as one process sees them. `table` None = this system's."""
 
     def __init__(self, table: ProcessTable | None = None, *, pid: int | None = None) -> None:
         self._table = table or system_table()
@@ -217,7 +218,7 @@ class Census:
         self.own = self.identify(os.getpid() if pid is None else pid)
 
     def identify(self, pid: int) -> Process:
-        """The process that has a pid now. Raises NotFound."""
+        """The process that has a pid at this moment. Raises NotFound."""
         row = self._table.find((pid,)).get(pid)
         if row is None:
             raise errors.NotFound(f"no process {pid} lives")
@@ -231,7 +232,7 @@ class Census:
         return row is not None and row.started == process.started
 
     def look(self, book: Book, now_mono: float) -> MachineSight:
-        """See whose holders live."""
+        """See which holders live."""
         mine = [one for one in book.leases.values() if self._is_visible(one)]
         rows = self._table.find({process.pid for one in mine for process in one.processes})
         living = {one.lease_id: self._lives(one, rows) for one in mine}
@@ -243,22 +244,22 @@ class Census:
             granter_lives=None if granter is None else self.lives(granter.process),
         )
 
-    def households(
+    def process_trees(
         self, leases: Iterable[ProcessLease], apart: Collection[int] = ()
-    ) -> dict[str, Household]:
-        """Who belongs to each holder now, and what they occupy, by lease; `apart` are pids that
-        belong to none, whoever started them.
+    ) -> dict[str, ProcessTree]:
+        """The living processes of each holder and their bytes, by lease. `apart` are pids that are
+        left out.
 
-        Its children and theirs, those seen before, and those that carry its mark: a child whose
-        parent ended is nobody's child any more, yet its memory is in use. Holders that cannot be
-        seen from here are left out.
+        They are the children of a holder and theirs, processes seen before, and those with its
+        mark: a process whose parent ended still uses memory. Holders that cannot be seen from here
+        are left out.
         """
         mine = [one for one in leases if self._is_visible(one)]
         rows = self._table.all() if mine else {}
         rows = {pid: row for pid, row in rows.items() if pid not in apart}
-        return {one.lease_id: self._household(one, rows) for one in mine}
+        return {one.lease_id: self._tree_of(one, rows) for one in mine}
 
-    def _household(self, lease: ProcessLease, rows: Mapping[int, LivingProcess]) -> Household:
+    def _tree_of(self, lease: ProcessLease, rows: Mapping[int, LivingProcess]) -> ProcessTree:
         found = {
             one.pid
             for one in lease.processes
@@ -270,7 +271,7 @@ class Census:
         first = lease.processes[0]
         seen = {Process(pid, rows[pid].started, self._space) for pid in found}
         used = self._table.used_bytes(sorted(found)) if found else 0
-        return Household((first, *sorted(seen - {first})), used, bool(found))
+        return ProcessTree((first, *sorted(seen - {first})), used, bool(found))
 
     def _is_visible(self, lease: ProcessLease) -> bool:
         return any(process.space == self._space for process in lease.processes)
@@ -304,7 +305,7 @@ def _text(path: Path) -> str:
 
 
 def _bytes(path: Path) -> bytes:
-    """A file's content; nothing where there is none: processes come and go."""
+    """The content of a file; empty where there is none: processes come and go."""
     try:
         return path.read_bytes()
     except OSError as problem:

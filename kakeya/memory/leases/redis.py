@@ -1,9 +1,9 @@
 """The book of leases in Redis, for hosts that run one anyway (`pip install kakeya[redis]`).
 
-One hash for each machine: the head, one field for each lease, and a version that every change
-raises. A change is written by one script, only if the version is still the one it was decided on;
-where somebody was first, it is decided anew. Redis that was emptied is a book that was lost:
-holders that live write themselves down again.
+One hash for each machine: the head, a field for each lease, and a version that every change raises.
+One script writes a change, only if the version is still that of the book it was decided on;
+otherwise it is decided anew. An emptied Redis is a lost book: living holders write themselves down
+again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ Result = TypeVar("Result")
 
 
 class RedisLeaseStore:
-    """See `lease_store.LeaseStore`. `machine` names the machine whose book it is; it may block.
+    """See `store.LeaseStore`. `machine` gives the name of the machine that the book is of; it may
+    block.
 
     Raises ConfigError for a URL that is none, and where the client is not installed.
     """
@@ -132,7 +133,7 @@ class RedisLeaseStore:
         return await self._script(version, puts, [_LINE + key for key in removed])
 
     async def _remove(self, version: str, fields: list[str], *problems: str) -> None:
-        """Take out what cannot be read, so that it stops nobody else."""
+        """Remove unreadable fields, so that they stop no other process."""
         if await self._script(version, [], fields):
             event(
                 _log,
@@ -154,7 +155,7 @@ class RedisLeaseStore:
         if self._redis is None:
             raise errors.Conflict(f"the lease store {self._place} is not open; use `async with`")
         # In a task of its own: the client may swallow a cancellation that meets an answer, and
-        # whoever gave up its place in the line would wait on.
+        # a process that left the queue would wait on.
         asked = asyncio.ensure_future(call(self._redis))
         try:
             await asyncio.wait((asked,), timeout=_LIMIT_S)

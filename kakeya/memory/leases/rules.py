@@ -1,14 +1,15 @@
-"""What happens in the book of leases: pure functions from one book to the next.
+r"""Changes of the book of leases: pure functions from one book to the next.
 
     ask -> WAITING -> take each named resource in order -> memory, granted last -> GRANTED
-                 \\-> REFUSED, all that was taken is given back
-    release, withdrawal, death -> no longer in the book
+                 \-> REFUSED, all taken resources are given back
+    release, withdrawal, death -> removed from the book
 
-All take resources in one order and memory after them, so nobody waits in a circle. While a node
-lives it grants memory (`grant`), as its arbiter finds room. Without one, whoever waits settles the
-line for all (`settle_alone`): the first in line is not overtaken, so nobody starves.
+All leases take resources in one order, and memory last, so no circle of waits can form. While a
+node lives it grants memory (`grant`), as its arbiter finds room. Without a node, each waiting
+process settles the queue for all (`settle_alone`): the first lease is not overtaken, so none
+starves.
 
-Every function may run again on a book that changed meanwhile; it then finds nothing left to do.
+Each function may run again on a book that changed meanwhile; it then finds nothing left to do.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from kakeya.memory.leases.lease import (
     Book,
     Drain,
     Granter,
+    LeaseDenial,
     LeaseState,
-    No,
     Process,
     ProcessLease,
     Wish,
@@ -40,21 +41,23 @@ JOB = Role(
     stay_warm_s=0.0,
     is_lent=True,
 )
-"""What a lease is to a node's arbiter. It yields, so that critical pressure refuses new ones; one
-that is granted is pinned, so that it is never taken."""
+"""The role of a lease for a node's arbiter. It yields, so that critical pressure refuses new
+leases; a granted one is pinned, so that it is never evicted."""
 BEAT_S = 5.0
 EXPIRE_S = 30.0
 """Six missed beats of a holder that cannot be seen from here."""
 OUT_OF_ORDER = (errors.StoreFailed, errors.PeerUnavailable)
-"""The store, or the system that says who lives, does not answer now; to the next beat it may."""
+"""The store, or the table of processes, does not answer; at the next beat it may."""
 _COARSE_BYTES = 16 * MIB
 _RULES = Rules()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSight:
-    """What one process sees of the machine now. `living` says by lease whether anybody of its
-    holder lives; it lacks those that cannot be seen from here, and those that were not looked at.
+    """The machine as one process sees it at one moment.
+
+    `living` says by lease whether a process of its holder lives; leases that cannot be seen from
+    here, or were not looked at, are missing.
     """
 
     boot: str
@@ -64,18 +67,18 @@ class MachineSight:
 
 
 def waits_on(key: ResidentKey, error: errors.KakeyaError) -> bool:
-    """Whether an arbiter's refusal ends nothing: a lease for which there is no room yet stays in
-    the line, and its node asks again by itself."""
+    """Whether a lease stays in the queue after a refusal by the arbiter: there is no room yet,
+    and its node asks again by itself."""
     return key.capability == CAPABILITY and error.retry_after_s is not None
 
 
-# What holders do.
+# Holders.
 
 
 def ask(
     book: Book, wish: Wish, lease_id: str, process: Process, sight: MachineSight
 ) -> tuple[Book, ProcessLease]:
-    """Put a wish at the end of the line. Raises LeaseRefused while leases are drained."""
+    """Put a wish at the end of the queue. Raises LeaseRefused while leases are drained."""
     if book.drain is not None and book.drain.boot == sight.boot:
         raise errors.LeaseRefused(
             f"no leases are given: they were drained by `kakeya lease drain` (pid "
@@ -101,10 +104,10 @@ def beat(
     processes: tuple[Process, ...],
     used_bytes: int,
 ) -> tuple[Book, ProcessLease]:
-    """Say that a holder lives, who belongs to it and what it uses.
+    """Note that a holder lives, with its processes and the bytes that they use.
 
     A lease that the book has lost (a damaged file, an emptied Redis) is written down again: its
-    memory is in use, whatever the book says.
+    memory is in use in any case.
     """
     known = book.leases.get(lease.lease_id, lease)
     told = replace(known, beat_mono=now_mono, processes=processes, used_bytes=used_bytes)
@@ -112,11 +115,11 @@ def beat(
     return restored.put(told), told
 
 
-# What grants, refuses and ends.
+# Grants, refusals and ends.
 
 
 def grant(book: Book, lease_id: str, now_mono: float) -> Book:
-    """Grant memory, last of all; the holder that has left meanwhile is granted nothing."""
+    """Grant the memory of a lease, last of all. A lease that has ended meanwhile stays ended."""
     lease = book.leases.get(lease_id)
     if lease is None or lease.state is not LeaseState.WAITING:
         return book
@@ -126,8 +129,8 @@ def grant(book: Book, lease_id: str, now_mono: float) -> Book:
     return book.put(granted)
 
 
-def refuse(book: Book, lease_id: str, no: No) -> Book:
-    """Refuse one that waits, and give back what it had taken."""
+def refuse(book: Book, lease_id: str, no: LeaseDenial) -> Book:
+    """Refuse a waiting lease, and give back its resources."""
     lease = book.leases.get(lease_id)
     if lease is None or lease.state is not LeaseState.WAITING:
         return book
@@ -135,7 +138,7 @@ def refuse(book: Book, lease_id: str, no: No) -> Book:
 
 
 def note(book: Book, lease_id: str, text: str) -> Book:
-    """Tell one that waits what it waits for."""
+    """Note the reason for which a lease waits."""
     lease = book.leases.get(lease_id)
     if lease is None or lease.state is not LeaseState.WAITING or lease.note == text:
         return book
@@ -143,7 +146,7 @@ def note(book: Book, lease_id: str, text: str) -> Book:
 
 
 def is_dead(lease: ProcessLease, sight: MachineSight) -> bool:
-    """Whether nobody of a holder is left."""
+    """Whether no process of a holder lives."""
     if lease.boot != sight.boot:
         return True
     lives = sight.living.get(lease.lease_id)
@@ -153,7 +156,7 @@ def is_dead(lease: ProcessLease, sight: MachineSight) -> bool:
 
 
 def expire(book: Book, sight: MachineSight) -> tuple[Book, tuple[ProcessLease, ...]]:
-    """Take out who died, and what an earlier boot left. Returns the leases that ended by it."""
+    """Remove the leases of dead holders and of earlier boots. Returns them beside the book."""
     dead = tuple(one for one in book.leases.values() if is_dead(one, sight))
     book = book.without(*(one.lease_id for one in dead))
     if book.granter is not None and not has_granter(book, sight):
@@ -164,9 +167,9 @@ def expire(book: Book, sight: MachineSight) -> tuple[Book, tuple[ProcessLease, .
 
 
 def begin_drain(book: Book, sight: MachineSight, pid: int, now_at: float) -> Book:
-    """Give no more leases; who waits is refused."""
+    """Give no more leases; waiting ones are refused."""
     for lease in book.of(LeaseState.WAITING):
-        no = No(code="lease_refused", message="leases were drained while this one waited")
+        no = LeaseDenial(code="lease_refused", message="leases were drained while this one waited")
         book = refuse(book, lease.lease_id, no)
     if book.drain is not None and book.drain.boot == sight.boot:
         return book
@@ -178,11 +181,11 @@ def end_drain(book: Book) -> Book:
     return book if book.drain is None else replace(book, drain=None)
 
 
-# Who grants.
+# The granter.
 
 
 def has_granter(book: Book, sight: MachineSight) -> bool:
-    """Whether a node grants. One that hangs still does: its models are in memory."""
+    """Whether a node grants. A node that hangs still does: its models are in memory."""
     granter = book.granter
     if granter is None or granter.boot != sight.boot:
         return False
@@ -194,7 +197,7 @@ def has_granter(book: Book, sight: MachineSight) -> bool:
 def become_granter(
     book: Book, node_id: str, process: Process, budget_bytes: int, sight: MachineSight
 ) -> Book:
-    """Write a node down as the one that grants, unless another does."""
+    """Enter a node as the granter, unless another one grants."""
     granter = book.granter
     if granter is not None and granter.process != process and has_granter(book, sight):
         return book
@@ -203,17 +206,20 @@ def become_granter(
 
 
 def leave_granter(book: Book, process: Process) -> Book:
-    """Take a node out that stops; its budget stays for those who go on without it."""
+    """Remove a node that stops. Its budget stays for leases that are settled without it."""
     is_mine = book.granter is not None and book.granter.process == process
     return replace(book, granter=None) if is_mine else book
 
 
-# The line.
+# The queue.
 
 
-def line(book: Book) -> tuple[ProcessLease, ...]:
-    """Who waits, the first to be served first: a class of urgency is worth `Rules.age_s` of
-    waiting, so nobody waits for ever, and two never change places."""
+def queue(book: Book) -> tuple[ProcessLease, ...]:
+    """The waiting leases, the first to be served first.
+
+    A class of urgency is worth `Rules.age_s` of waiting. So none waits for ever, and two never
+    change places.
+    """
 
     def place(lease: ProcessLease) -> tuple[float, int]:
         return lease.asked_mono + lease.wish.priority.rank * _RULES.age_s, lease.number
@@ -222,13 +228,13 @@ def line(book: Book) -> tuple[ProcessLease, ...]:
 
 
 def take_resources(book: Book) -> Book:
-    """Hand out named resources that are free, to each in its order; says who waits for which."""
-    for lease in line(book):
+    """Give free named resources to the waiting leases, in order, and note the other waits."""
+    for lease in queue(book):
         while lease.missing:
             wanted = lease.missing[0]
             holder = book.holder_of(wanted)
             if holder is not None:
-                book = note(book, lease.lease_id, f"{wanted}, which {called(holder)} has")
+                book = note(book, lease.lease_id, f"{wanted}, which {named(holder)} has")
                 break
             lease = lease.taking(wanted)
             book = book.put(lease)
@@ -238,17 +244,17 @@ def take_resources(book: Book) -> Book:
 def settle_alone(
     book: Book, sight: MachineSight, *, budget_bytes: int, available_bytes: int | None
 ) -> Book:
-    """Serve the line where no node does; with one, only take out who died.
+    """Serve the queue where no node grants; where one does, only remove dead leases.
 
-    `budget_bytes` is what all leases may hold together, `available_bytes` what the machine has to
-    give by now, None = unknown. Both must allow a grant.
+    `budget_bytes` is the most that all leases may hold, `available_bytes` the free memory of the
+    machine, None = unknown. Both must allow a grant.
     """
     book, _ = expire(book, sight)
     if has_granter(book, sight):
         return book
     book = take_resources(book)
     room = room_bytes(book, budget_bytes, available_bytes)
-    for lease in line(book):
+    for lease in queue(book):
         size = lease.wish.size_bytes
         if size > budget_bytes:
             book = refuse(book, lease.lease_id, too_big(lease, budget_bytes))
@@ -259,13 +265,13 @@ def settle_alone(
             room -= size
         else:
             book = note(book, lease.lease_id, _wants(lease, book, budget_bytes, room))
-            room = 0  # whoever comes later does not overtake
+            room = 0  # later leases do not overtake
     return book
 
 
 def room_bytes(book: Book, budget_bytes: int, available_bytes: int | None) -> int:
-    """What may be granted: the budget less what is held, and no more than the machine has beyond
-    what holders may still grow by."""
+    """The bytes that may be granted: the budget less the held bytes, and at most the machine's
+    available bytes less the growth that holders are still entitled to."""
     granted = book.of(LeaseState.GRANTED)
     room = budget_bytes - sum(one.held_bytes for one in granted)
     if available_bytes is not None:
@@ -273,25 +279,25 @@ def room_bytes(book: Book, budget_bytes: int, available_bytes: int | None) -> in
     return room
 
 
-def too_big(lease: ProcessLease, budget_bytes: int) -> No:
-    """The refusal of what will never fit."""
-    return No(
+def too_big(lease: ProcessLease, budget_bytes: int) -> LeaseDenial:
+    """The refusal of a lease that is larger than the budget."""
+    return LeaseDenial(
         code=errors.MemoryRefused.code,
         message=f"{lease.wish.name} asks for {format_bytes(lease.wish.size_bytes)}; the budget is "
         f"{format_bytes(budget_bytes)}; ask for less, or give the node a larger budget",
     )
 
 
-def called(lease: ProcessLease) -> str:
-    """A lease in words."""
+def named(lease: ProcessLease) -> str:
+    """The name of a lease in sentences."""
     return f"{lease.wish.name} (pid {lease.pid})"
 
 
 def holders(book: Book) -> str:
-    """Who holds memory, in words; "" = nobody."""
+    """The holders of memory in words; "" = none."""
     granted = book.of(LeaseState.GRANTED)
-    named = (f"{called(one)} holds {format_bytes(one.held_bytes)}" for one in granted)
-    return ", ".join(named)
+    told = (f"{named(one)} holds {format_bytes(one.held_bytes)}" for one in granted)
+    return ", ".join(told)
 
 
 def _wants(lease: ProcessLease, book: Book, budget_bytes: int, room: int) -> str:

@@ -4,8 +4,8 @@ Write-ahead log, so readers never wait; one writer at a time, the others wait `B
 process that is killed in the middle of a change leaves the book as it was. Commits are not forced
 to the disk one by one: after a power cut every lease is void anyway, and the file stays whole.
 
-A file that is damaged is set aside as `*.corrupt` and named; holders that live write themselves
-down again with their next heartbeat.
+A damaged file is set aside as `*.corrupt` and named; living holders write themselves down again
+with their next heartbeat.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Result = TypeVar("Result")
 
 
 class _Damaged(Exception):
-    """The file does not hold what was written to it."""
+    """The file does not hold the written lines."""
 
 
 class SqliteLeaseStore:
-    """See `lease_store.LeaseStore`. `path` is the file; its folder must exist. A read or a change
+    """See `store.LeaseStore`. `path` is the file; its folder must exist. A read or a change
     waits `busy_s` for other processes."""
 
     def __init__(self, path: Path, *, busy_s: float = BUSY_S) -> None:
@@ -235,7 +235,7 @@ def _locked(path: Path, busy_s: float) -> Iterator[None]:
 
 
 def _lock(lock: int, path: Path, busy_s: float) -> None:
-    """Lock, or give up in time: who has the lock may be stopped, and nobody may hang with it."""
+    """Lock, or give up in time: the process that has the lock may be stopped."""
     until_mono = time.monotonic() + busy_s
     while True:
         try:
@@ -252,7 +252,7 @@ def _lock(lock: int, path: Path, busy_s: float) -> None:
 
 
 def _is_whole(path: Path, busy_s: float) -> bool:
-    """Whether a fresh look finds nothing wrong; also when there is nothing."""
+    """Whether a fresh connection finds no fault; True where there is no file."""
     if not path.exists():
         return True
     try:

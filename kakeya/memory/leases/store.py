@@ -1,10 +1,10 @@
-"""Where the book of leases lies: one contract for every store, and one suite of tests.
+"""Stores of the book of leases: one contract for all, and one suite of tests.
 
     async with store:
         lease = await store.change(lambda book: rules.ask(book, wish, ...))
 
-A change is atomic among all processes: it is decided on the book as it is when it is written. So
-decisions are pure functions; where somebody else was first, they run again on the newer book.
+A change is atomic among all processes: it is decided on the very book that it replaces. So
+decisions are pure functions; they run again on the newer book where another process wrote first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LeaseStore(Protocol):
 
     @property
     def place(self) -> str:
-        """Where the book lies, for people: no password in it."""
+        """The place of the book, for people, without passwords."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -40,14 +40,14 @@ class LeaseStore(Protocol):
     ) -> None: ...
 
     async def read(self) -> Book:
-        """The book now."""
+        """Read the book."""
         ...
 
     async def change(self, decide: Callable[[Book], tuple[Book, Result]]) -> Result:
-        """Replace the book by what `decide` makes of it, and return its result.
+        """Replace the book by the result of `decide`, and return its second value.
 
-        `decide` may run several times, in another thread, and must be pure. What it raises leaves
-        the book as it was, and is raised here.
+        `decide` may run several times, in another thread, and must be pure. An error that it raises
+        leaves the book as it was, and is raised here.
         """
         ...
 

@@ -13,7 +13,7 @@ from kakeya.core import errors
 from kakeya.memory.leases.desk import LeaseDesk
 from kakeya.memory.leases.guard import LeaseGuard
 from kakeya.memory.leases.lease import ProcessLease
-from kakeya.memory.leases.processes import Census, Household
+from kakeya.memory.leases.processes import Census, ProcessTree
 from tests.fakes import FakeClock, set_by
 from tests.memory.leases.world import borrower, eventually, sqlite_stores, wish
 
@@ -23,13 +23,13 @@ class Faltering(Census):
 
     looks = 0
 
-    def households(
+    def process_trees(
         self, leases: Iterable[ProcessLease], apart: Collection[int] = ()
-    ) -> dict[str, Household]:
+    ) -> dict[str, ProcessTree]:
         self.looks += 1
         if self.looks % 2 == 0:
             raise errors.PeerUnavailable("ps failed: timed out")
-        return super().households(leases, apart)
+        return super().process_trees(leases, apart)
 
 
 async def test_a_program_that_holds_a_lease_beats_on(tmp_path: Path) -> None:

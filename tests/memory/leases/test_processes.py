@@ -127,7 +127,7 @@ def test_a_holder_elsewhere_is_judged_by_its_heartbeat_alone() -> None:
     census = Census()
     lease = lease_of(Process(1, "1", "another container"))
     assert lives(census, lease) is None
-    assert census.households((lease,)) == {}
+    assert census.process_trees((lease,)) == {}
     assert not is_dead(lease, MachineSight(boot=census.boot, now_mono=10.0))
 
 
@@ -136,12 +136,12 @@ def test_children_belong_to_a_holder_and_count_what_they_use() -> None:
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HOG!r}, '80'])"
     with running(code) as child:
         assert line(child) == "up"
-        house = census.households((lease_of(census.identify(child.pid)),))["a"]
-        assert len(house.processes) == 2
-        assert house.processes[0].pid == child.pid
-        assert house.used_bytes > 80 * MIB
-        assert house.is_alive
-        for one in house.processes[1:]:
+        tree = census.process_trees((lease_of(census.identify(child.pid)),))["a"]
+        assert len(tree.processes) == 2
+        assert tree.processes[0].pid == child.pid
+        assert tree.used_bytes > 80 * MIB
+        assert tree.is_alive
+        for one in tree.processes[1:]:
             os.kill(one.pid, signal.SIGKILL)
 
 
@@ -150,10 +150,10 @@ def test_pages_that_forks_share_count_once() -> None:
     census = Census()
     with running(FORKS) as child:
         assert line(child) == "up"
-        house = census.households((lease_of(census.identify(child.pid)),))["a"]
-        assert len(house.processes) == 4
-        assert 60 * MIB < house.used_bytes < 120 * MIB
-        for one in house.processes[1:]:
+        tree = census.process_trees((lease_of(census.identify(child.pid)),))["a"]
+        assert len(tree.processes) == 4
+        assert 60 * MIB < tree.used_bytes < 120 * MIB
+        for one in tree.processes[1:]:
             os.kill(one.pid, signal.SIGKILL)
 
 
@@ -162,16 +162,16 @@ def test_a_child_that_was_seen_keeps_the_lease_when_its_parent_ends() -> None:
     with running(ORPHAN) as child:
         orphan = int(line(child))
         lease = lease_of(census.identify(child.pid))
-        lease = replace(lease, processes=census.households((lease,))["a"].processes)
+        lease = replace(lease, processes=census.process_trees((lease,))["a"].processes)
         child.kill()
         child.wait()
         assert lives(census, lease) is True
-        house = census.households((lease,))["a"]
-        assert house.is_alive
-        assert [one.pid for one in house.processes] == [child.pid, orphan]
+        tree = census.process_trees((lease,))["a"]
+        assert tree.is_alive
+        assert [one.pid for one in tree.processes] == [child.pid, orphan]
         os.kill(orphan, signal.SIGKILL)
         until(lambda: lives(census, lease) is False)
-        assert not census.households((lease,))["a"].is_alive
+        assert not census.process_trees((lease,))["a"].is_alive
 
 
 def test_who_only_watches_a_household_is_none_of_it_though_its_child() -> None:
@@ -179,13 +179,13 @@ def test_who_only_watches_a_household_is_none_of_it_though_its_child() -> None:
     with running(ORPHAN) as child:
         watcher = int(line(child))
         lease = lease_of(census.identify(child.pid))
-        seen = census.households((lease,))["a"].processes
+        seen = census.process_trees((lease,))["a"].processes
         assert [one.pid for one in seen] == [child.pid, watcher]
-        house = census.households((lease,), {watcher})["a"]
-        assert [one.pid for one in house.processes] == [child.pid]
+        tree = census.process_trees((lease,), {watcher})["a"]
+        assert [one.pid for one in tree.processes] == [child.pid]
         child.kill()
         child.wait()
-        assert not census.households((replace(lease, processes=seen),), {watcher})["a"].is_alive
+        assert not census.process_trees((replace(lease, processes=seen),), {watcher})["a"].is_alive
         os.kill(watcher, signal.SIGKILL)
 
 
@@ -198,7 +198,7 @@ def test_a_child_that_nobody_saw_is_known_by_its_mark() -> None:
         child.kill()
         child.wait()
         assert lives(census, lease) is True
-        assert census.households((lease,))["a"].processes[1].pid == orphan
+        assert census.process_trees((lease,))["a"].processes[1].pid == orphan
         assert lives(census, lease_of(census.identify(os.getpid()), lease_id="a")) is True
         os.kill(orphan, signal.SIGKILL)
         until(lambda: lives(census, lease) is False)
@@ -281,7 +281,7 @@ def test_who_cannot_be_looked_for_is_not_taken_for_dead() -> None:
         with pytest.raises(errors.PeerUnavailable, match="cannot be read"):
             lives(census, lease)
         with pytest.raises(errors.PeerUnavailable, match="cannot be read"):
-            census.households((lease,))
+            census.process_trees((lease,))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert lives(census, lease) is True
@@ -298,5 +298,5 @@ def test_this_machine_has_a_name_and_each_boot_another() -> None:
 def test_this_system_knows_this_process_and_what_it_occupies() -> None:
     census = Census()
     assert census.lives(census.own) is True
-    house = census.households((lease_of(census.own),))["a"]
-    assert house.used_bytes > MIB
+    tree = census.process_trees((lease_of(census.own),))["a"]
+    assert tree.used_bytes > MIB

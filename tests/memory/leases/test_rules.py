@@ -17,8 +17,8 @@ from kakeya.memory.leases import rules
 from kakeya.memory.leases.lease import (
     Book,
     Granter,
+    LeaseDenial,
     LeaseState,
-    No,
     Process,
     ProcessLease,
     Wish,
@@ -151,7 +151,7 @@ def test_a_refusal_gives_back_what_was_taken() -> None:
     book = alone(asked(asked(Book(), "a", 100 * MIB, "gpu:0", "gpu:1"), "b", MIB, "gpu:1"))
     held = rules.take_resources(asked(Book(), "c", MIB, "gpu:0", "gpu:1"))
     assert held.leases["c"].taken == ("gpu:0", "gpu:1")
-    refused = rules.refuse(held, "c", No(code="memory_refused", message="no"))
+    refused = rules.refuse(held, "c", LeaseDenial(code="memory_refused", message="no"))
     assert refused.leases["c"].taken == ()
     freed = alone(book.without("a"))
     assert freed.leases["b"].taken == ("gpu:1",)
@@ -161,7 +161,7 @@ def test_death_release_and_refusal_come_too_late_for_nothing() -> None:
     book = alone(asked(Book(), "a"))
     assert rules.grant(book, "gone", 1.0) is book
     assert rules.grant(book, "a", 1.0) is book
-    assert rules.refuse(book, "a", No(code="x", message="x")) is book
+    assert rules.refuse(book, "a", LeaseDenial(code="x", message="x")) is book
     assert rules.note(book, "a", "x") is book
     assert book.without("gone") is book
 
@@ -304,7 +304,9 @@ class LeaseMachine(RuleBasedStateMachine):
     def refuse(self, data: st.DataObject) -> None:
         waiting = [one.lease_id for one in self.book.of(LeaseState.WAITING)]
         lease_id = data.draw(st.sampled_from(waiting))
-        self.book = rules.refuse(self.book, lease_id, No(code="memory_refused", message="no"))
+        self.book = rules.refuse(
+            self.book, lease_id, LeaseDenial(code="memory_refused", message="no")
+        )
 
     @precondition(lambda self: self.book.leases)
     @rule(data=st.data())

@@ -26,8 +26,8 @@ from kakeya.memory.leases.lease import (
     Book,
     Drain,
     Granter,
+    LeaseDenial,
     LeaseState,
-    No,
     Process,
     ProcessLease,
     Wish,
@@ -110,7 +110,9 @@ async def test_the_whole_book_comes_back_as_it_was(make: MakeStore) -> None:
         book, _ = rules.ask(book, wish("a", 7, "gpu:0", "gpu:1"), "a", ME, SIGHT)
         book, _ = rules.ask(book, wish("b", 7, "gpu:1"), "b", ME, SIGHT)
         book = rules.grant(rules.take_resources(book), "a", 2.0)
-        book = rules.refuse(book, "b", No(code="memory_refused", message="né", retry_after_s=1.5))
+        book = rules.refuse(
+            book, "b", LeaseDenial(code="memory_refused", message="né", retry_after_s=1.5)
+        )
         book = rules.become_granter(book, "node-1", ME, 99, SIGHT)
         book = rules.begin_drain(book, SIGHT, 3, 4.0)
         return book, book
@@ -293,7 +295,7 @@ LEASES = st.builds(
     granted_mono=st.none() | TIMES,
     used_bytes=st.integers(0, MAX_BYTES),
     note=TEXT,
-    no=st.none() | st.builds(No, code=TEXT, message=TEXT, retry_after_s=st.none() | TIMES),
+    no=st.none() | st.builds(LeaseDenial, code=TEXT, message=TEXT, retry_after_s=st.none() | TIMES),
 )
 
 
