@@ -187,7 +187,7 @@ def test_a_parked_one_that_is_given_up_leaves_and_its_kv_is_kept() -> None:
     assert rig.scheduler.limits.room.parked_bytes == 0
 
 
-def test_one_whose_deadline_passes_in_line_ends_and_is_never_computed() -> None:
+def test_one_whose_deadline_passes_in_the_queue_ends_and_is_never_computed() -> None:
     rig = VirtualRig(places=1)
     rig.submit(token_ids=prompt(100), max_tokens=400)
     late = rig.submit(0.2, token_ids=prompt(100, 9), max_tokens=4, deadline_s=0.5)
@@ -234,7 +234,7 @@ def test_one_that_was_parked_behind_its_first_token_has_no_deadline_any_more() -
     assert batch.tokens == expected(batch.job.token_ids, 100)
 
 
-def test_one_that_is_given_up_in_line_is_never_computed() -> None:
+def test_one_that_is_cancelled_in_the_queue_is_never_computed() -> None:
     rig = VirtualRig(places=1)
     rig.submit(token_ids=prompt(100), max_tokens=400)
     given_up = rig.submit(0.2, token_ids=prompt(100, 9), max_tokens=4)
@@ -266,7 +266,7 @@ def test_a_deadline_before_a_single_step_is_refused_though_nobody_is_there() -> 
     assert easy.done is not None
 
 
-def test_one_that_is_given_up_in_line_leaves_it_before_the_next_step() -> None:
+def test_one_that_is_cancelled_in_the_queue_leaves_it_before_the_next_step() -> None:
     rig = VirtualRig(places=1)
     rig.submit(token_ids=prompt(5), max_tokens=100)
     given_up = rig.submit(0.1, token_ids=prompt(100, 9), max_tokens=4)
@@ -374,4 +374,4 @@ def test_whatever_comes_all_get_what_they_get_alone_within_the_bound(jobs, place
             assert one.error is None or one.error.retry_after_s is None
             assert one.error is not None or job["cancel_s"] is not None
     assert limits.room.lent_bytes == limits.room.parked_bytes == 0
-    assert all(row.ticket.cancelled for row in rig.scheduler._line.waiting.values())
+    assert all(row.ticket.cancelled for row in rig.scheduler._queue.waiting)

@@ -226,7 +226,7 @@ class VirtualRig:
     def _skip(self) -> None:
         """Nobody computes: what is due next comes at once; else time passes all the same, for those
         that wait for pages only so long."""
-        if self.scheduler._line.waiting:
+        if self.scheduler._queue.waiting:
             next_s = min((at_s for at_s, _ in self._due), default=self.now_s + _IDLE_S)
             self.now_s = max(self.now_s, next_s)
             self._act()

@@ -22,7 +22,7 @@ from kakeya.core.errors import InvalidArgument
 from kakeya.core.log import event
 from kakeya.engine.kv.blocks import FAULTS
 from kakeya.engine.model import KvView, LoadedFacts
-from kakeya.engine.queue.queue import Line
+from kakeya.engine.queue.queue import EngineQueue
 from kakeya.engine.queue.rows import Admitted, QueueRow
 from kakeya.generation.frames import KvPark
 from kakeya.generation.kv import PageRef
@@ -39,7 +39,7 @@ class Parking:
 
     def __init__(
         self,
-        line: Line,
+        queue: EngineQueue,
         facts: LoadedFacts,
         timer: Callable[[], float],
         *,
@@ -47,8 +47,8 @@ class Parking:
     ) -> None:
         """`lost` ends a sequence whose KV is gone."""
         self._lost = lost
-        self._line = line
-        self._room = line.room
+        self._queue = queue
+        self._room = queue.room
         self._facts = facts
         self._timer = timer
         self._due: list[QueueRow] = []
@@ -62,12 +62,12 @@ class Parking:
         """
         coming = [row for row in entry.drops if self._is_coming(row, now_s)]
         if coming:
-            self._line.promise(entry.row)
+            self._queue.promise(entry.row)
         return bool(coming)
 
     def wait(self) -> None:
         """A moment, where nobody computes because pages are on their way."""
-        if self._line.waiting:
+        if self._queue.waiting:
             time.sleep(_MOMENT_S)
 
     def lend(self, park_id: int, number: int, pages: tuple[PageRef, ...]) -> None:
@@ -76,7 +76,7 @@ class Parking:
         What answers an earlier question is not the row's any more. Raises InvalidArgument when
         they are not those that were asked for.
         """
-        for row in self._line.parked:
+        for row in self._queue.parked:
             if row.ticket.job.park_id == park_id and row.asks == number and row.pages is None:
                 wanted = lengths(self._facts, row.length)
                 if pages and tuple(one.length for one in pages) != wanted:
@@ -104,7 +104,7 @@ class Parking:
         ready = [row for row in self._due if not self._is_coming(row, now_s)]
         for row in ready:
             self._due.remove(row)
-            if row in self._line.holding:
+            if row in self._queue.parked_with_kv:
                 self.drop(row)
         if not self._due:
             while self._settled:
@@ -121,7 +121,7 @@ class Parking:
         What can lie in pages goes when these are there, a moment later.
         """
         before, now_s = self._room.parked_bytes, self._timer()
-        for row in reversed(self._line.holding):
+        for row in reversed(self._queue.parked_with_kv):
             if size <= 0:
                 break
             size -= self._room.held_bytes(row)
@@ -135,7 +135,7 @@ class Parking:
             return
         row.is_stowed = True
         self._room.leave(row)
-        self._line.stowed(row)
+        self._queue.recheck()
 
     def resume(self, row: QueueRow) -> bool:
         """It has a place again: take its KV back where that lies in pages, which are needed no

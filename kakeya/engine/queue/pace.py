@@ -1,8 +1,7 @@
-"""How long prompts take here, and how long a generation keeps its place: as measured.
+"""Pace of an engine: the time that prompts take, and how long a generation keeps its place.
 
-Begins with what the probe of the model said, and follows what chunks take from then on: one
-factor on all of it, since the machine may be busy and adapters cost something. Pure: told the
-times, it reads no clock.
+The estimate begins with the probe of the model. Chunks that are computed correct it by one factor
+on all of it, since the machine may be busy and adapters cost time. Pure: it reads no clock.
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ from __future__ import annotations
 from kakeya.engine.model import LoadedFacts
 
 _WEIGHT = 0.2
-"""Of the newest measurement."""
+"""Of the newest measurement in the mean."""
 _SURPRISE = 4.0
 """A single measurement counts as at most this many times more or less than was expected."""
 _ENDS_KNOWN = 4
-"""Before so many generations ended, nobody says when the next one will."""
+"""The next end is unknown before so many generations ended."""
 
 
 class Pace:
-    """Of one model; belongs to the model thread."""
+    """The pace of one model; belongs to the model thread."""
 
     def __init__(self, facts: LoadedFacts) -> None:
         rate = facts.prefill_tokens_per_second
@@ -32,7 +31,7 @@ class Pace:
 
     @property
     def stretch(self) -> float:
-        """How much longer prompts take for the steps of others between their chunks; 1 = none."""
+        """Factor by which steps between the chunks of a prompt lengthen it; 1 = not at all."""
         return self._stretch
 
     @property
@@ -45,18 +44,18 @@ class Pace:
         return self._factor * self._probed_s(start, end)
 
     def place_every_s(self, places: int) -> float:
-        """How often one of so many places falls vacant when all are taken; 0 = nobody knows."""
+        """Seconds until one of so many taken places falls vacant; 0 = unknown."""
         return self._stay_s / places if self._ends >= _ENDS_KNOWN else 0.0
 
     def computed(self, start: int, end: int, seconds: float) -> None:
-        """Learn what a chunk took."""
+        """Learn the time that a chunk took."""
         expected_s = self.prefill_s(start, end)
         if expected_s > 0 and seconds > 0:
             surprise = min(max(seconds / expected_s, 1 / _SURPRISE), _SURPRISE)
             self._factor *= 1 + _WEIGHT * (surprise - 1)
 
     def interleaved(self, chunk_s: float, steps_s: float) -> None:
-        """Learn that steps of others took `steps_s` between two chunks of `chunk_s`."""
+        """Learn that steps took `steps_s` between two chunks of `chunk_s`."""
         if chunk_s > 0:
             stretch = min(1 + steps_s / chunk_s, _SURPRISE * self._stretch)
             self._stretch += _WEIGHT * (stretch - self._stretch)

@@ -1,98 +1,81 @@
-"""Who goes next, and who makes place: pure decisions over claims, for the scheduler to perform.
+"""The order of generations: pure decisions about places and chunks, for the scheduler to perform.
 
-A claim is one generation. Two things are shared out: places (who runs), and the chunks of prompts
-between two steps of those that decode. Both go by the same order:
+Two things are shared out: places (which generations run), and chunks of prompts between two steps
+of the running batch. Both go by the same order:
 
     class    the more urgent priority, always
-    share    among these, clients that used about as little as the one that used least; and of its
-             users, where a client names some, those that did
-    work     among these, whose prompt would be done first if it had been alone since it arrived
+    share    within a class, clients that used at most EQUAL_TOKENS more than the client that used
+             least; within a client that names users, the same of its users
+    work     within a share, the prompt that would be done first if it had been alone here
 
-What a client used is counted in tokens, an output token OUTPUT_WEIGHT times: a prompt when its
-generation begins, an output as it is made (the virtual counters of "Fairness in Serving Large
-Language Models", Sheng et al. 2024). A client that comes back is lifted to those that are there:
-what it did not use is gone. So between two clients of a class that always want more, neither gets
-ahead by more than EQUAL_TOKENS and what may run at a time.
+Use is counted in tokens, an output token OUTPUT_WEIGHT times: a prompt when its generation begins,
+an output as it is made. Of two clients of a class that always want more, neither gets ahead by
+more than EQUAL_TOKENS and the tokens of those that may run at a time (`fair_shares`).
 
-What nobody waits for gets about one part in SPARE_RATIO of the time that others want, in chunks.
-
-Nobody starves: who arrives later than a prompt's own work goes after it, and every FLOOR_TURNS-th
-time the order is that of waiting alone, whatever the class. Who got a place so, and not by its
-class, keeps it for AGED_S, or until the next one gets one so: it would make place at once for those
-that it went before. Who waited for HELD_S holds the line, unless nobody waits for what it makes:
-until there is room for it, only those more urgent than it get a place, and these only while one
-runs that is less urgent than they are. So what it waits for comes to an end, class by class, and
-what is urgent waits for nobody but its equals.
+No generation starves. Within a share, a generation goes before all that arrive later than its
+prompt takes; and each FLOOR_TURNS-th place and chunk goes by age, whatever the class.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 INPUT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
-"""An output token takes a step of its own; those of a prompt share forwards."""
+"""An output token takes a step of its own; tokens of a prompt share forwards."""
 CLASSES = 4
 """Priorities 0 to 3."""
 SPECULATIVE = CLASSES - 1
-"""What nobody waits for: it makes place at any time."""
+"""Work that no client waits for: it may be parked at any time."""
 EQUAL_TOKENS = 1024
-"""Clients whose use differs by no more have the same share: a short prompt then goes first."""
+"""Clients that differ by no more have the same share: the shorter prompt then goes first."""
 FLOOR_TURNS = 8
-"""Each so many-th place and chunk goes to who waited longest."""
+"""Each so many-th place and chunk goes to the generation that waited longest."""
 AGED_S = 10.0
-"""So long somebody must have waited for such a place, which then goes to it where it fits."""
+"""The least wait for a place by age, which goes to the oldest generation that fits. It may not be
+parked for so long, or until the next place by age: those that it overtook would park it at once."""
 HELD_S = 60.0
-"""So long, and it holds the line until there is room for it."""
+"""After such a wait a generation holds the queue: the next place is its, once there is room."""
 PATIENCE_S = 2.0
-"""A client that runs nothing waits so long before one that runs several makes place."""
+"""The wait of a client that runs nothing before a client that runs several makes place for it."""
 ROUND_S = 0.05
-"""Of prompts between two steps of those that decode: 20 tokens a second look fluent. A single
-chunk may be longer."""
+"""Time for prompts between two steps of the running batch: 20 tokens a second look fluent. A
+single chunk may be longer."""
 SPARE_RATIO = 16
-"""Beside others, a prompt that nobody waits for rests so many times as long as its chunks take."""
+"""Beside other work, a speculative prompt rests so many times as long as its chunks take."""
 ClaimT = TypeVar("ClaimT", bound="GenerationClaim")
-Turn: TypeAlias = tuple[float, int]
-"""When a claim's prompt would be done if alone, in seconds, and its number: an order of claims."""
-
-
-@dataclass(slots=True, eq=False)
-class Equals:
-    """So many accounts that wait, run nothing, and used the same, of those that are fair to each
-    other; `shares` keeps them. `heads` is a heap of the first claims of each."""
-
-    used: int
-    accounts: int = 0
-    is_near: bool = False
-    heads: list[Turn] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """What one client, or one of its users, used in one class, in weighted tokens, and what it has
-    there now."""
+    """Use of one client, or of one of its users, in one class, and its generations here.
+
+    `used` is in weighted tokens. `owner` is the account of a user's client, None for a client's.
+    """
 
     client: str
     priority: int
     used: int = 0
+    user: str = ""
     waiting: int = 0
     running: int = 0
-    turns: list[Turn] = field(default_factory=list)
-    """Of the claims of a user that wait; `shares` keeps them."""
-    equals: Equals | None = None
-    """Among which it rests."""
     owner: Account | None = None
-    """The client's; None = it is that."""
 
-    def head(self) -> Turn | None:
-        """The first of its claims that wait; None = it has none."""
-        return self.turns[0] if self.turns else None
+    @property
+    def name(self) -> str:
+        """Its name in its group: the user's among the users of a client, else the client's."""
+        return self.client if self.owner is None else self.user
+
+    @property
+    def is_present(self) -> bool:
+        """Whether it has a generation here."""
+        return bool(self.waiting or self.running)
 
     def pay(self, tokens: int) -> None:
-        """Count what it used, or does not use after all, in weighted tokens."""
+        """Count weighted tokens, below 0 to give back what was charged ahead and not used."""
         self.used += tokens
         if self.owner is not None:
             self.owner.used += tokens
@@ -102,11 +85,10 @@ class Account:
 class GenerationClaim:
     """One generation that waits or runs.
 
-    `number` counts arrivals. `work_s` is what is left of its prompt, `charged` the part of it that
-    its account was charged for ahead. `served` is when it last got a chunk, or else its place,
-    counted in chunks. `expires_s` is when its first token must be there. `alone_s` is when its
-    prompt would be done if alone, and `need_bytes` the room that it enters with. While it waits,
-    none of these changes.
+    `number` counts arrivals. `work_s` is the time that the rest of its prompt takes, `charged` the
+    tokens that its account paid ahead for it. `served` is the count of chunks when it last got a
+    chunk, or its place. `expires_s` is the deadline of its first token; an answer has none, because
+    its length is not known.
     """
 
     account: Account
@@ -116,8 +98,6 @@ class GenerationClaim:
     expires_s: float = math.inf
     charged: int = 0
     served: int = 0
-    alone_s: float = 0.0
-    need_bytes: int = 0
 
     @property
     def priority(self) -> int:
@@ -125,144 +105,162 @@ class GenerationClaim:
         return self.account.priority
 
 
+# --- the order
+
+
 def first(claims: Sequence[ClaimT]) -> ClaimT:
-    """Whose turn it is, by class, share and work; `claims` are not empty."""
+    """The claim that is next by class, share and work. `claims` are not empty."""
     if len(claims) == 1:
         return claims[0]
     urgent = min(claim.priority for claim in claims)
     peers = [claim for claim in claims if claim.priority == urgent]
     peers = _equals(peers, [claim.account.owner or claim.account for claim in peers])
-    by_client: dict[str, list[ClaimT]] = {}
+    of_users: dict[str, list[ClaimT]] = {}
     for claim in peers:
         if claim.account.owner is not None:
-            by_client.setdefault(claim.account.client, []).append(claim)
+            of_users.setdefault(claim.account.client, []).append(claim)
     turns = [claim for claim in peers if claim.account.owner is None]
-    for claims in by_client.values():
+    for claims in of_users.values():
         turns += _equals(claims, [claim.account for claim in claims])
     return min(turns, key=_done_alone_s)
 
 
 def _equals(claims: Sequence[ClaimT], accounts: Sequence[Account]) -> list[ClaimT]:
-    """Those whose account used about as little as the one that used least."""
+    """The claims of accounts that used at most EQUAL_TOKENS more than the least of them."""
     equal = min(account.used for account in accounts) + EQUAL_TOKENS
     both = zip(claims, accounts, strict=True)
     return [claim for claim, account in both if account.used <= equal]
 
 
-def is_turn_of_age(turn: int) -> bool:
-    """Whether a place or chunk goes to who waited longest; `turn` counts those given so far."""
-    return turn % FLOOR_TURNS == FLOOR_TURNS - 1
+def _done_alone_s(claim: GenerationClaim) -> tuple[float, int]:
+    """When its prompt would be done if it were alone here."""
+    return claim.arrived_s + claim.work_s, claim.number
+
+
+# --- places
+
+
+def next_place(
+    claims: Sequence[ClaimT], turn: int, now_s: float, fits: Callable[[ClaimT], bool]
+) -> ClaimT:
+    """The claim that gets the next place; `turn` counts the places given so far.
+
+    A claim that may hold the queue is chosen whether there is room for it or not.
+    """
+    if is_turn_of_age(turn):
+        by_age = sorted(claims, key=lambda claim: claim.number)
+        for claim in by_age:
+            if may_hold(claim, now_s):
+                return claim
+        for claim in by_age:
+            if now_s - claim.arrived_s >= AGED_S and fits(claim):
+                return claim
+    return first(claims)
 
 
 def may_hold(claim: GenerationClaim, now_s: float) -> bool:
-    """Whether a claim has waited so long that others wait until there is room for it."""
+    """Whether a claim waited so long that others wait until there is room for it."""
     return claim.priority != SPECULATIVE and now_s - claim.arrived_s >= HELD_S
 
 
 def may_pass(
     claim: GenerationClaim, held: GenerationClaim, running: Iterable[GenerationClaim]
 ) -> bool:
-    """Whether a claim may get a place before the one that holds the line.
-
-    While one runs that is less urgent than the claim, the other waits for that one anyway.
-    """
+    """Whether a claim may get a place before the claim that holds the queue."""
+    # The holder waits for the less urgent one that runs anyway, and that one makes place for the
+    # claim. So running work ends class by class, and an urgent claim waits for its equals only.
     return claim.priority < held.priority and any(one.priority > claim.priority for one in running)
 
 
-def next_chunk(claims: Sequence[ClaimT], turn: int) -> ClaimT:
-    """Whose chunk is computed next; `turn` counts the chunks computed so far."""
-    if is_turn_of_age(turn):
-        return min(claims, key=lambda claim: (claim.served, claim.number))
-    return first(claims)
-
-
-def makes_place(
+def parking_order(
     claim: GenerationClaim,
     running: Sequence[ClaimT],
     now_s: float,
     kept: GenerationClaim | None = None,
 ) -> list[ClaimT]:
-    """Who of those that run may be set aside for a claim, in this order; never `kept`.
+    """Running generations that may be parked for a claim, in this order; never `kept`.
 
-    All that are less urgent, the youngest of the least urgent class first. Where there is none:
-    the youngest of the client that runs most, when it runs several in the claim's class or a less
-    urgent one and the claim's client, which waited long enough, runs none.
+    All that are less urgent, the youngest of the least urgent class first. Where there is none,
+    and the claim's client runs nothing and waited for PATIENCE_S: of the client that runs most,
+    the youngest of the claim's class, if that client runs several of this class.
     """
-    client = claim.account.client
-    has_none = now_s - claim.arrived_s >= PATIENCE_S and all(
-        one.account.client != client for one in running
-    )
-    return victims(claim.priority, running, kept, has_none=has_none)
-
-
-def victims(
-    priority: int, running: Sequence[ClaimT], kept: GenerationClaim | None, *, has_none: bool
-) -> list[ClaimT]:
-    """See `makes_place`: for a claim of a class, whose client runs none and waited long enough."""
-    below = [one for one in running if one.account.priority > priority and one is not kept]
+    below = [one for one in running if one.priority > claim.priority and one is not kept]
     if below:
         return sorted(below, key=lambda one: (-one.priority, -one.number))
-    if not has_none:
-        return []
     by_client: dict[str, list[ClaimT]] = {}
     for one in running:
         by_client.setdefault(one.account.client, []).append(one)
+    if claim.account.client in by_client or now_s - claim.arrived_s < PATIENCE_S:
+        return []
     most = max(by_client.values(), key=len, default=[])
-    peers = [one for one in most if one.priority == priority and one is not kept]
+    peers = [one for one in most if one.priority == claim.priority and one is not kept]
     return [max(peers, key=lambda one: one.number)] if len(peers) > 1 else []
 
 
 def weakest(running: Sequence[ClaimT]) -> ClaimT:
-    """Who ends when those that run outgrow what there is: never the oldest of the most urgent."""
+    """The generation that is parked first when memory is outgrown: the youngest of the least urgent
+    class, so the oldest of the most urgent class always comes to its end."""
     return max(running, key=lambda one: (one.priority, one.number))
 
 
+# --- chunks of prompts
+
+
+def next_chunk(claims: Sequence[ClaimT], turn: int) -> ClaimT:
+    """The claim that gets the next chunk; `turn` counts the chunks computed so far."""
+    if is_turn_of_age(turn):
+        return min(claims, key=lambda claim: (claim.served, claim.number))
+    return first(claims)
+
+
 def has_rested(next_s: float, rested_s: float) -> bool:
-    """Whether a prompt that nobody waits for may go on beside others, with a chunk of `next_s`,
+    """Whether a speculative prompt may go on beside other work, with a chunk that takes `next_s`,
     `rested_s` after its last one."""
     return rested_s >= SPARE_RATIO * next_s
 
 
-def is_chunk_due(chunks: int, spent_s: float, next_s: float, *, somebody_is_mute: bool) -> bool:
-    """Whether another chunk is computed before those that decode take their next step.
+def is_chunk_due(chunks: int, spent_s: float, next_s: float, *, is_first_token_due: bool) -> bool:
+    """Whether another chunk is computed before the next step of the running batch.
 
-    `chunks` were computed since their last one, in `spent_s`; the next takes `next_s`. A long one
-    also waits for those whose prompts are done to say their first word.
+    `chunks` were computed since its last step, in `spent_s`; the next takes `next_s`. A long chunk
+    also waits until generations that are done with their prompts have sent their first token.
     """
     if spent_s + next_s <= ROUND_S:
         return True
-    return chunks == 0 and not somebody_is_mute
+    return chunks == 0 and not is_first_token_due
 
 
-@dataclass(frozen=True, slots=True)
-class AheadOfClaim:
-    """How many that wait go before a claim by class and work, and what of their prompts is left,
-    in seconds."""
+def is_turn_of_age(turn: int) -> bool:
+    """Whether a place or chunk goes by age; `turn` counts those given so far."""
+    return turn % FLOOR_TURNS == FLOOR_TURNS - 1
 
-    count: int = 0
-    work_s: float = 0.0
+
+# --- deadlines
 
 
 def first_token_s(
     claim: GenerationClaim,
-    ahead: AheadOfClaim,
-    running: Iterable[GenerationClaim],
+    waiting: Iterable[GenerationClaim],
+    running: Sequence[GenerationClaim],
     *,
-    free_places: int,
+    places: int,
     place_every_s: float,
     stretch: float,
 ) -> float:
-    """When a claim's first token can be expected, in seconds from now.
+    """Estimate when a claim's first token comes, in seconds from `now`.
 
-    Prompts that go before it and its own, `stretch` times as long as alone because of those that
-    decode meanwhile; not before it gets a place, of which one falls vacant `place_every_s`.
+    Counted are the prompts that go before it by class and work, and its own, `stretch` times as
+    long as alone because of steps between their chunks. Not before it gets a place, of which one
+    of all `places` falls vacant each `place_every_s`.
     """
-    order = (claim.priority, *_done_alone_s(claim))
-    before_s = ahead.work_s
-    before_s += sum(one.work_s for one in running if (one.priority, *_done_alone_s(one)) < order)
-    place_s = max(0, ahead.count + 1 - free_places) * place_every_s
+    order = _urgency(claim)
+    ahead = [one for one in waiting if _urgency(one) < order]
+    before_s = sum(one.work_s for one in ahead)
+    before_s += sum(one.work_s for one in running if _urgency(one) < order)
+    free_places = places - sum(one.priority <= claim.priority for one in running)
+    place_s = max(0, len(ahead) + 1 - free_places) * place_every_s
     return max(before_s * stretch, place_s) + claim.work_s * stretch
 
 
-def _done_alone_s(claim: GenerationClaim) -> tuple[float, int]:
-    return claim.arrived_s + claim.work_s, claim.number
+def _urgency(claim: GenerationClaim) -> tuple[int, float, int]:
+    return claim.priority, *_done_alone_s(claim)

@@ -1,14 +1,14 @@
-"""Who may compute: sequences enter as far as their KV fits the bound, before any of it is made.
+"""Room for KV: a sequence enters if its KV fits the bound, before any of it is made.
 
-    refused   the whole of it, prompt and max_tokens, is more than the bound: it can never end
-    waits     prompt and AHEAD_TOKENS are more than those that run leave
-    enters    with that much set aside; what it needs beyond, it takes as it grows
-    parked    set aside for a more urgent one: what it holds stays, and counts as long as it does
+    refused   prompt and max_tokens take more than the bound: it can never come to its end
+    waits     prompt and AHEAD_TOKENS take more than running sequences leave
+    enters    that much is set aside for it; what it needs beyond, it takes as it grows
+    parked    a more urgent sequence took its place: its KV stays, and counts as long as it does
 
-So a request that only may become long does not keep others out. When those that run outgrow the
-bound together, or the model the memory limit, kept KV goes first, then what is parked (to pages
-where there are some, see `parking`; else it ends with an error that says when to come back), and
-then the weakest of those that run is parked: the oldest of the most urgent always comes to its end.
+So a request that may become long, and seldom does, does not keep others out. When running sequences
+outgrow the bound together, or the model the memory limit, KV goes in this order: kept KV, then KV
+of parked sequences (to pages, see `parking`; without pages the sequence ends with an error that
+says when to come back), then the weakest running sequence is parked.
 
 KV is counted as mlx-lm allocates it, in blocks of 256 tokens, with sliding windows as far as they
 are filled and recurrent state.
@@ -26,15 +26,15 @@ from kakeya.engine.model import LoadedFacts
 from kakeya.generation.request import DecodeJob
 
 AHEAD_TOKENS = 512
-"""Of an answer, set aside at its beginning: most are no longer."""
+"""Tokens of an answer that are set aside at its beginning: most answers are no longer."""
 RETRY_S = 1.0
-"""When an ended sequence may find room again; it waits its turn in line anyway."""
+"""After so long an ended sequence may ask again; it waits in the queue anyway."""
 KEPT_BYTES = 2 << 30
-"""Of KV, where nobody sets a bound and the model's context takes no more."""
+"""The KV bound where none is set, and the model's context takes no more."""
 
 
 class KvRoom:
-    """The running sequences' share of the KV budget; belongs to the model thread."""
+    """KV of running and parked sequences; belongs to the model thread."""
 
     def __init__(self, slots: KvSlots, facts: LoadedFacts) -> None:
         self._slots = slots
@@ -46,27 +46,27 @@ class KvRoom:
 
     @property
     def budget_bytes(self) -> int:
-        """What all KV may take."""
+        """The bound of all KV."""
         return self._slots.budget_bytes
 
     @property
     def left_bytes(self) -> int:
-        """What those that run and are parked leave of it; less than 0 where they outgrew it."""
+        """Bytes that running and parked sequences leave; below 0 where they outgrew the bound."""
         return self._slots.budget_bytes - self._taken_bytes
 
     @property
     def lent_bytes(self) -> int:
-        """What is set aside for those that run."""
+        """Bytes set aside for running sequences."""
         return sum(self._shares.values())
 
     @property
     def parked_bytes(self) -> int:
-        """What those hold that are parked."""
+        """Bytes that parked sequences hold."""
         return sum(self._parked.values())
 
     @property
     def context_tokens(self) -> int:
-        """How long one sequence can become: the model's context, or what its KV leaves of it."""
+        """The longest sequence that the model's context and the bound allow."""
         return self._tokens_in(self._slots.budget_bytes)
 
     def check_bound(self, kv_bytes: int) -> None:
@@ -79,7 +79,7 @@ class KvRoom:
             )
 
     def check_fits(self, job: DecodeJob) -> None:
-        """Raise MemoryRefused when there never will be room for `job`."""
+        """Raise MemoryRefused when `job` can never fit."""
         prompt, budget = len(job.token_ids), self._slots.budget_bytes
         whole = self.whole_bytes(job)
         if whole > budget:
@@ -89,27 +89,22 @@ class KvRoom:
                 f"together may have {self.context_tokens} tokens"
             )
 
-    def admits(self, job: DecodeJob) -> bool:
-        """Whether there is room for `job` now. Raises MemoryRefused when there never will be."""
-        self.check_fits(job)
-        return self.lacks(None, job) <= 0
-
     def lacks(self, owner: Hashable, job: DecodeJob, length: int = 0) -> int:
         """Bytes that are missing for `job`, which has come to `length`; 0 or less = none.
 
-        What it holds itself while it is parked is not in its way.
+        The KV that it holds itself while it is parked does not count.
         """
         taken = self._taken_bytes - self._parked.get(owner, 0)
         return taken + self.need_bytes(job, length) - self._slots.budget_bytes
 
     def enter(self, owner: Hashable, job: DecodeJob, length: int = 0) -> None:
-        """Set room aside; kept KV goes where it is in the way."""
+        """Set room aside for a sequence; kept KV is dropped as far as it is in the way."""
         self._parked.pop(owner, None)
         self._shares[owner] = self.need_bytes(job, length)
         self._lend()
 
     def grown(self, owner: Hashable, length: int) -> bool:
-        """Note a sequence's length after a step; whether all of them still fit."""
+        """Note a sequence's length after a step. Returns whether all KV is within the bound."""
         needed = self.kv_bytes(length + 1)
         if needed > self._shares.get(owner, needed):
             self._shares[owner] = needed
@@ -118,46 +113,46 @@ class KvRoom:
 
     @property
     def holds(self) -> bool:
-        """Whether all of them are within the bound."""
+        """Whether all KV is within the bound."""
         return self._taken_bytes <= self._slots.budget_bytes
 
     def headroom_tokens(self, owner: Hashable, length: int) -> int:
-        """How many more tokens fit into what is set aside for a sequence of this length."""
+        """Tokens that still fit into the room set aside for a sequence of this length."""
         return self._tokens_in(self._shares.get(owner, 0)) - length - 1
 
     def park(self, owner: Hashable, length: int) -> None:
-        """From now on it only holds what it has computed."""
+        """Count only the KV that a sequence of this length has."""
         self._shares.pop(owner, None)
         self._parked[owner] = self.kv_bytes(length)
         self._lend()
 
     def leave(self, owner: Hashable) -> None:
-        """Give back what was set aside or held; fine for who never entered."""
+        """Give back what a sequence holds, if anything."""
         share = self._shares.pop(owner, None)
         parked = self._parked.pop(owner, None)
         if share is not None or parked is not None:
             self._lend()
 
     def held_bytes(self, owner: Hashable) -> int:
-        """What is set aside for one, or held by it; 0 for who is not here."""
+        """Bytes set aside for a sequence or held by it; 0 for one that is not here."""
         return self._shares.get(owner, 0) or self._parked.get(owner, 0)
 
     def kv_bytes(self, tokens: int) -> int:
-        """What the KV of a sequence of this length takes."""
+        """Bytes of KV of a sequence of this length."""
         return self._facts.kv_bytes(tokens)
 
     def whole_bytes(self, job: DecodeJob) -> int:
-        """What the KV of `job` takes at its longest."""
+        """Bytes of KV of `job` at its longest."""
         return self.kv_bytes(len(job.token_ids) + job.max_tokens)
 
     def need_bytes(self, job: DecodeJob, length: int = 0) -> int:
-        """What is set aside for `job`, which has come to `length`, when it enters."""
+        """Bytes that are set aside when `job` enters, which has come to `length`."""
         prompt = len(job.token_ids)
         ahead = max(prompt, length) + AHEAD_TOKENS
         return self.kv_bytes(min(ahead, prompt + job.max_tokens))
 
     def _tokens_in(self, size: int) -> int:
-        """How many tokens of one sequence fit into so many bytes."""
+        """Tokens of one sequence whose KV fits into `size` bytes."""
         fitting = bisect_right(
             self._blocks, size, key=lambda blocks: self.kv_bytes(blocks * KV_BLOCK_TOKENS)
         )
@@ -169,5 +164,5 @@ class KvRoom:
 
 
 def usual_kv_bytes(facts: LoadedFacts) -> int:
-    """The KV bound of an engine whose owner sets none: at least one whole context."""
+    """The KV bound of an engine where none is set: at least one whole context."""
     return max(KEPT_BYTES, facts.kv_bytes(facts.context_tokens))

@@ -1,4 +1,4 @@
-"""A generation from its arrival to its end: what was submitted, and what is known of it since."""
+"""A generation in an engine: the ticket that was submitted, and its row in queue and batch."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ class QueueTicket:
     on_frame: Callable[[EngineFrame], None]
     on_error: Callable[[KakeyaError], None]
     _cancelled: threading.Event = field(default_factory=threading.Event)
-    _tell: Callable[[], None] = lambda: None
+    _on_cancel: Callable[[], None] = lambda: None
 
     def cancel(self) -> None:
-        """End it before its next step; what it committed stays in its KV."""
+        """End it before its next step; the tokens that it committed stay in its KV."""
         self._cancelled.set()
-        self._tell()
+        self._on_cancel()
 
-    def tell(self, call: Callable[[], None]) -> None:
-        """Have somebody told, on the thread that cancels it; at once if that was done."""
-        self._tell = call
+    def when_cancelled(self, call: Callable[[], None]) -> None:
+        """Call this on the thread that cancels it; at once if it is cancelled already."""
+        self._on_cancel = call
         if self.cancelled:
             call()
 
     @property
     def cancelled(self) -> bool:
-        """Whether somebody gave it up."""
+        """Whether it was cancelled."""
         return self._cancelled.is_set()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueueRow(GenerationClaim):
-    """A generation; `run` once it has begun, and while it is parked too.
+    """A generation from its arrival to its end.
 
-    `launch` is a plain step that is due and waits for the others'.
+    `run` is there once it has begun, and while it is parked too. `launch` is a plain step that is
+    due and waits for the step of the batch. `whole_bytes` is its KV at its longest.
     """
 
     ticket: QueueTicket
@@ -55,15 +56,16 @@ class QueueRow(GenerationClaim):
     placed_s: float = 0.0
     chunk_ended_s: float = 0.0
     """When its last chunk was done."""
+    whole_bytes: int = 0
     headroom: int = 0
-    """Tokens that it can still make with the room that is set aside for it."""
+    """Tokens that it can still make within the room that is set aside for it."""
     pages: tuple[PageRef, ...] | None = None
-    """Lent for its KV while it is parked, () = there are none; `asked_s` is when they were asked
-    for."""
+    """Pages lent for its KV while it is parked, () = the agent has none; `asked_s` is when the
+    engine asked for them."""
     asked_s: float | None = None
     asks: int = 0
     is_stowed: bool = False
-    """Its KV lies in them."""
+    """Whether its KV lies in these pages."""
     has_drafts: bool = False
     is_prefilling: bool = False
     has_spoken: bool = False
@@ -82,8 +84,7 @@ class QueueRow(GenerationClaim):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """Who gets a place now; `parks` of those that run make place for it, then `drops` of those
-    that are parked lose their KV."""
+    """A row that gets a place: first `parks` are parked for it, then `drops` lose their KV."""
 
     row: QueueRow
     parks: tuple[QueueRow, ...] = ()
@@ -92,8 +93,11 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """How busy the thread is. `batch_rows` were in the last shared forward, 0 = none was yet, 1 =
-    it failed, and sequences take turns; parked sequences are among the waiting."""
+    """Load of the model thread; parked sequences count as waiting.
+
+    `batch_rows` took part in the last shared forward: 0 = none was yet, 1 = it failed, and
+    sequences take turns.
+    """
 
     running: int
     waiting: int

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 
 from kakeya.engine.queue.pace import Pace
 from kakeya.engine.queue.policy import SPECULATIVE, is_chunk_due
-from kakeya.engine.queue.queue import Line
+from kakeya.engine.queue.queue import EngineQueue
 from kakeya.engine.queue.rows import QueueRow
 
 _HELD_BACK_ROUNDS = 2
@@ -28,19 +28,19 @@ class Prefilling:
         "_ended_s",
         "_first",
         "_held_back",
-        "_line",
         "_pace",
+        "_queue",
         "_timer",
         "chunks",
         "round_s",
         "rows",
     )
 
-    def __init__(self, line: Line, pace: Pace, timer: Callable[[], float]) -> None:
+    def __init__(self, queue: EngineQueue, pace: Pace, timer: Callable[[], float]) -> None:
         self.rows: list[QueueRow] = []
         self.chunks = 0
         self.round_s = 0.0
-        self._line = line
+        self._queue = queue
         self._pace = pace
         self._timer = timer
         self._chunks_in_round = self._held_back = 0
@@ -67,16 +67,14 @@ class Prefilling:
     def due(self, running: Collection[QueueRow]) -> QueueRow | None:
         """Whose chunk comes before the next round; None = nobody's."""
         is_beside = len(self.rows) < len(running)
-        row = self._line.next_chunk(
-            self.rows, self.chunks, self._timer(), somebody_decodes=is_beside
-        )
+        row = self._queue.next_chunk(self.rows, self.chunks, self._timer(), others_decode=is_beside)
         if row is None or not is_beside:
             return row
         is_mute = self._held_back < _HELD_BACK_ROUNDS and any(
             not one.has_spoken and not one.is_prefilling for one in running
         )
-        chunks, next_s = self._chunks_in_round, self._line.chunk_s(row)
-        is_due = is_chunk_due(chunks, self.round_s, next_s, somebody_is_mute=is_mute)
+        chunks, next_s = self._chunks_in_round, self._queue.chunk_s(row)
+        is_due = is_chunk_due(chunks, self.round_s, next_s, is_first_token_due=is_mute)
         self._held_back = 0 if is_due or chunks else self._held_back + 1
         return row if is_due else None
 
@@ -98,7 +96,7 @@ class Prefilling:
         if row.is_over:
             return
         self._pace.computed(self._first, row.length, took_s)
-        row.work_s = self._line.prompt_s(row)
+        row.work_s = self._queue.prompt_s(row)
         if not row.prompt_left and row.ticket.job.max_tokens:
             row.is_prefilling = False
             self.rows.remove(row)

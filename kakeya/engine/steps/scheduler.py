@@ -35,7 +35,7 @@ from kakeya.engine.limits import EngineLimits
 from kakeya.engine.model import Model
 from kakeya.engine.queue.pace import Pace
 from kakeya.engine.queue.policy import OUTPUT_WEIGHT, ROUND_S, weakest
-from kakeya.engine.queue.queue import Line
+from kakeya.engine.queue.queue import EngineQueue
 from kakeya.engine.queue.rows import EngineLoad, QueueRow, QueueTicket
 from kakeya.engine.steps.prefilling import Prefilling
 from kakeya.engine.steps.sequence import Launch, SequenceRun, SequenceTools
@@ -67,7 +67,7 @@ class Scheduler:
         self._tools = tools
         self._inbox = Inbox(tools.timer)
         self._pace = Pace(model.facts)
-        self._line = Line(
+        self._queue = EngineQueue(
             self._room,
             tools.slots,
             model.facts,
@@ -75,11 +75,11 @@ class Scheduler:
             places=max_running,
             memory_bytes=self.limits.room_bytes,
         )
-        self._parking = Parking(self._line, model.facts, tools.timer, lost=self._lose)
+        self._parking = Parking(self._queue, model.facts, tools.timer, lost=self._lose)
         self.limits.drop_parked = self._parking.drop_until
         self.lend = self._parking.lend
         self._running: list[QueueRow] = []
-        self._prefilling = Prefilling(self._line, self._pace, tools.timer)
+        self._prefilling = Prefilling(self._queue, self._pace, tools.timer)
         self._turns: deque[QueueRow] = deque()
         self._forwards = SharedForwards(model, tools.controller, tools.timer)
         self._latest: QueueRow | None = None
@@ -109,7 +109,7 @@ class Scheduler:
         """How many sequences run and wait; read on the model thread."""
         return EngineLoad(
             running=len(self._running),
-            waiting=len(self._line.waiting),
+            waiting=len(self._queue.waiting),
             batch_rows=self._forwards.last_rows,
         )
 
@@ -125,13 +125,13 @@ class Scheduler:
             if self._running and not (self._keeps_limit and self._room.holds):
                 self._relieve(now_s)
                 continue
-            if self._line.is_due(now_s):
+            if self._queue.is_due(now_s):
                 self._admit(now_s)
             if self._running:
                 self._turn()
             else:
                 self._parking.wait()
-        for row in [*self._running, *self._line.parked]:
+        for row in [*self._running, *self._queue.parked]:
             self._end(row)
 
     def _accept(self) -> float | None:
@@ -139,7 +139,7 @@ class Scheduler:
 
         Returns the time, None once it is to stop.
         """
-        is_idle = not self._running and not self._line.waiting
+        is_idle = not self._running and not self._queue.waiting
         for item in self._inbox.items(is_idle=is_idle):
             if item is None:
                 return None
@@ -152,22 +152,22 @@ class Scheduler:
     def _do(self, work: Callable[[], None]) -> None:
         work()
         # It may have changed the bounds.
-        self._line.stir()
+        self._queue.recheck()
 
     def _arrive(self, ticket: QueueTicket, now_s: float) -> None:
         try:
-            self._line.arrive(ticket, self._running, now_s)
+            self._queue.arrive(ticket, self._running, now_s)
         except KakeyaError as refusal:
             ticket.on_error(refusal)
 
     def _admit(self, now_s: float) -> None:
         """Let in who can enter, and out of the line who has to go."""
-        for row, failure in self._line.gone(self._running, now_s):
+        for row, failure in self._queue.departures(self._running, now_s):
             if failure is None:
                 self._end(row)
             else:
                 self._abandon(row, failure)
-        while (entry := self._line.next_entry(self._running, now_s)) is not None:
+        while (entry := self._queue.next_entry(self._running, now_s)) is not None:
             for row in entry.parks:
                 self._park(row)
             if self._parking.are_coming(entry, now_s):
@@ -184,7 +184,7 @@ class Scheduler:
     def _place(self, row: QueueRow, now_s: float) -> None:
         """Begin a sequence, or go on with a parked one."""
         began_s = self._tools.timer()
-        self._line.enter(row)
+        self._queue.enter(row)
         row.placed_s, row.headroom, row.served = now_s, 0, self._prefilling.chunks
         self._running.append(row)
         ticket, job = row.ticket, row.ticket.job
@@ -205,7 +205,7 @@ class Scheduler:
         # Of one that was parked, the time since its last step measures nothing.
         row.run.resumed(None)
         self._room.enter(row, job, row.length)
-        self._line.charge(row)
+        self._queue.charge(row)
         self._prefilling.enter(row)
         self._prefilling.round_s += self._tools.timer() - began_s
 
@@ -213,7 +213,7 @@ class Scheduler:
         """Take the place of a running sequence, between two of its steps."""
         self._forget(row)
         self._room.park(row, row.length)
-        self._line.park(row)
+        self._queue.park(row)
 
     def _turn(self) -> None:
         """One unit of work: the block of a row, what all share after the last, or a chunk."""
@@ -335,7 +335,7 @@ class Scheduler:
         self._keeps_limit = self.limits.holds()
 
     def _make_place(self, now_s: float) -> None:
-        if held := self._line.holding:
+        if held := self._queue.parked_with_kv:
             self._parking.drop_soon(held[-1], now_s)
         elif len(self._running) > 1:
             self._park(weakest(self._running))
@@ -367,14 +367,14 @@ class Scheduler:
         row.is_over, row.launch = True, None
         if row in self._running:
             self._forget(row)
-            self._line.ended(row)
-        elif row.number in self._line.waiting:
-            self._line.leave(row)
+            self._queue.ended(row)
+        elif row in self._queue.waiting:
+            self._queue.leave(row)
         self._room.leave(row)
 
     def _forget(self, row: QueueRow) -> None:
         """It has no place any more."""
-        self._line.refund(row)
+        self._queue.refund(row)
         self._running.remove(row)
         self._prefilling.leave(row)
         if row in self._turns:

@@ -1,7 +1,4 @@
-"""Laws of who goes next: shares, urgency, age, and who makes place for whom.
-
-Places are given here as the definition says; `test_line` shows that the line does the same.
-"""
+"""Laws of the order of generations: shares, urgency, age, and parking."""
 
 from __future__ import annotations
 
@@ -22,19 +19,17 @@ from kakeya.engine.queue.policy import (
     PATIENCE_S,
     ROUND_S,
     Account,
-    AheadOfClaim,
     GenerationClaim,
     first,
     first_token_s,
     is_chunk_due,
-    makes_place,
     may_hold,
     may_pass,
     next_chunk,
+    next_place,
+    parking_order,
     weakest,
 )
-from kakeya.engine.queue.waiting import Waiting
-from tests.engine.linear_line import next_place
 
 
 def claim(
@@ -56,11 +51,11 @@ def test_the_order_is_class_then_share_then_work_then_arrival() -> None:
     short = claim(7, used=EQUAL_TOKENS, work_s=0.1)
     shorter_and_rich = claim(6, used=EQUAL_TOKENS + 1, work_s=0.01)
     late = claim(11, used=EQUAL_TOKENS, work_s=0.1)
-    line = [late, shorter_and_rich, poor, short, urgent]
+    queue = [late, shorter_and_rich, poor, short, urgent]
     order = []
-    while line:
-        order.append(first(line))
-        line.remove(order[-1])
+    while queue:
+        order.append(first(queue))
+        queue.remove(order[-1])
     assert order == [urgent, short, late, poor, shorter_and_rich]
 
 
@@ -70,7 +65,7 @@ def test_a_short_prompt_goes_after_a_long_one_that_waited_for_its_own_work() -> 
     assert first([long, claim(3, arrived_s=3.95, work_s=0.1)]).number == 1
 
 
-def test_a_client_that_comes_back_is_lifted_to_those_that_are_there() -> None:
+def test_a_client_that_comes_back_is_lifted_to_those_that_are_present() -> None:
     shares = FairShares()
     busy, idle = shares.arrive("busy", 1), shares.arrive("idle", 1)
     shares.begin(busy)
@@ -81,7 +76,7 @@ def test_a_client_that_comes_back_is_lifted_to_those_that_are_there() -> None:
     assert shares.arrive("new", 1).used == 5000
 
 
-def test_who_used_much_stays_behind_while_somebody_is_there_and_no_longer() -> None:
+def test_a_client_that_used_much_keeps_its_debt_while_another_is_present_and_not_longer() -> None:
     shares = FairShares()
     other, much = shares.arrive("other", 1), shares.arrive("much", 1)
     much.used = 9000
@@ -103,10 +98,28 @@ def test_classes_do_not_pay_for_each_other() -> None:
 
 def test_clients_that_left_are_not_remembered_for_ever() -> None:
     shares = FairShares()
-    shares.arrive("there", 1)
+    present = shares.arrive("present", 1)
     for at in range(5000):
-        shares.leave(shares.arrive(str(at), 1), was_running=False)
-    assert len(list(shares)) < 1500
+        account = shares.arrive(str(at), 1)
+        shares.begin(account)
+        account.pay(3)
+        present.pay(2)
+        shares.leave(account, was_running=True)
+    clients = shares._clients[1]
+    assert len(clients.accounts) == 1
+    assert 1 <= len(clients._debts) <= 1024
+    shares.leave(shares.arrive("client", 1, "user"), was_running=False)
+    assert not shares._users
+
+
+def test_a_new_client_begins_at_the_level_of_those_that_waited_though_a_running_one_used_less():
+    shares = FairShares()
+    runs, waits = shares.arrive("runs", 1), shares.arrive("waits", 1)
+    shares.begin(runs)
+    waits.pay(5000)
+    shares.begin(waits)
+    assert runs.used == 0
+    assert shares.arrive("new", 1).used == 5000
 
 
 SIZES = st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 500)), min_size=1, max_size=5)
@@ -130,22 +143,22 @@ def test_clients_that_always_want_more_use_about_the_same(clients, places):
         made += 1
         return GenerationClaim(account=shares.arrive(name, 1), number=made, arrived_s=0.0)
 
-    line = [arrive(name) for name in names for _ in range(2)]
+    queue = [arrive(name) for name in names for _ in range(2)]
     running: deque[tuple[GenerationClaim, int]] = deque()
     for _ in range(100):
         if len(running) == places:
             done, output = running.popleft()
             done.account.used += OUTPUT_WEIGHT * output
             shares.leave(done.account, was_running=True)
-        chosen = first(line)
+        chosen = first(queue)
         name = chosen.account.client
-        line.remove(chosen)
+        queue.remove(chosen)
         shares.begin(chosen.account)
-        line.append(arrive(name))
+        queue.append(arrive(name))
         taken, output = todo[name][chosen.number % len(todo[name])]
         chosen.account.used += INPUT_WEIGHT * taken
         running.append((chosen, output))
-        used = {one.account.client: one.account.used for one in line}
+        used = {one.account.client: one.account.used for one in queue}
         most = max(names, key=lambda one: used[one])
         gap = used[most] - min(used.values())
         assert gap <= EQUAL_TOKENS + places * cost[most]
@@ -158,12 +171,13 @@ def test_clients_that_always_want_more_use_about_the_same(clients, places):
 )
 def test_clients_use_about_the_same_however_many_users_they_name_and_so_do_these(users, size):
     """One place; each user always wants more, of one size. 0 = it names none."""
-    shares: FairShares[GenerationClaim] = FairShares()
+    shares = FairShares()
+    waiting: list[GenerationClaim] = []
     asked: list[tuple[int, int]] = []
 
     def wait(client: int, user: int) -> None:
         account = shares.arrive(str(client), 1, str(user) if users[client] else "")
-        shares.add(GenerationClaim(account=account, number=len(asked), arrived_s=0.0))
+        waiting.append(GenerationClaim(account=account, number=len(asked), arrived_s=0.0))
         asked.append((client, user))
 
     used = [[0] * max(1, count) for count in users]
@@ -172,10 +186,9 @@ def test_clients_use_about_the_same_however_many_users_they_name_and_so_do_these
             wait(client, user)
             wait(client, user)
     for _ in range(100):
-        chosen = shares.first()
-        assert chosen is not None
+        chosen = first(waiting)
         client, user = asked[chosen.number]
-        shares.remove(chosen)
+        waiting.remove(chosen)
         shares.begin(chosen.account)
         chosen.account.pay(size)
         used[client][user] += size
@@ -192,25 +205,27 @@ def test_clients_use_about_the_same_however_many_users_they_name_and_so_do_these
     priority=st.integers(0, 3),
     used=st.integers(0, 10**9),
 )
-def test_nobody_starves_for_a_place(rivals, before, priority, used):
-    """However urgent, poor and short those are that come without end."""
+def test_no_generation_starves_for_a_place(rivals, before, priority, used):
+    """However urgent, poor and short the generations are that come without end."""
     older = [claim(at, client=f"o{at}", priority=one) for at, one in enumerate(before)]
     mine = claim(50, client="me", priority=priority, used=used, work_s=1e6)
-    line, now_s = [*older, mine], AGED_S
+    queue, now_s = [*older, mine], AGED_S
     for turn in range(FLOOR_TURNS * (len(older) + 1)):
-        while len(line) < len(older) + 1 + len(rivals):
-            urgency, work_s = rivals[len(line) % len(rivals)]
-            number = 100 + turn * 10 + len(line)
-            line.append(claim(number, client="r", priority=urgency, arrived_s=now_s, work_s=work_s))
-        chosen = next_place(line, turn, now_s, lambda one: True)
-        line.remove(chosen)
+        while len(queue) < len(older) + 1 + len(rivals):
+            urgency, work_s = rivals[len(queue) % len(rivals)]
+            number = 100 + turn * 10 + len(queue)
+            queue.append(
+                claim(number, client="r", priority=urgency, arrived_s=now_s, work_s=work_s)
+            )
+        chosen = next_place(queue, turn, now_s, lambda one: True)
+        queue.remove(chosen)
         now_s += 0.01
         if chosen is mine:
             return
     raise AssertionError("starved")
 
 
-def test_who_needs_more_room_than_there_is_holds_the_line_only_after_a_long_wait() -> None:
+def test_a_generation_without_room_holds_the_queue_only_after_a_long_wait() -> None:
     large = claim(1, priority=2)
     small = claim(2, priority=1, arrived_s=AGED_S)
     turn = FLOOR_TURNS - 1
@@ -221,10 +236,11 @@ def test_who_needs_more_room_than_there_is_holds_the_line_only_after_a_long_wait
     assert next_place([large, small], turn, AGED_S, fits) is small
     assert next_place([large, small], turn, HELD_S, fits) is large
     assert next_place([large, small], turn, AGED_S, lambda one: True) is large
+    assert next_place([large, small], turn, AGED_S - 1.0, lambda one: True) is small
     assert next_place([large, small], turn + 1, HELD_S, fits) is small
 
 
-def test_what_nobody_waits_for_never_holds_the_line() -> None:
+def test_speculative_work_never_holds_the_queue() -> None:
     large = claim(1, priority=3)
     small = claim(2, priority=1, arrived_s=HELD_S)
     turn = FLOOR_TURNS - 1
@@ -236,7 +252,9 @@ def test_what_nobody_waits_for_never_holds_the_line() -> None:
 
 
 @given(running=st.lists(st.integers(0, 3), max_size=5), mine=st.integers(0, 3))
-def test_who_holds_the_line_is_passed_only_beside_what_it_waits_for_anyway(running, mine):
+def test_the_holder_of_the_queue_is_passed_only_while_it_waits_for_less_urgent_work_anyway(
+    running, mine
+):
     held = claim(0, priority=2)
     others = [claim(at, priority=one) for at, one in enumerate(running, 1)]
     passes = may_pass(claim(99, priority=mine), held, others)
@@ -247,7 +265,7 @@ def test_who_holds_the_line_is_passed_only_beside_what_it_waits_for_anyway(runni
     rivals=st.lists(st.tuples(st.integers(0, 3), st.floats(0, 5)), min_size=1, max_size=7),
     priority=st.integers(0, 3),
 )
-def test_nobody_starves_for_a_chunk(rivals, priority):
+def test_no_generation_starves_for_a_chunk(rivals, priority):
     """Each gets one in FLOOR_TURNS times as many chunks as there are prompts."""
     others = [
         claim(at, client="r", priority=one, work_s=work_s)
@@ -281,10 +299,10 @@ CLAIMS = st.lists(
     ),
     now_s=st.floats(0, 2 * PATIENCE_S),
 )
-def test_place_is_made_by_the_less_urgent_or_by_who_has_several_for_who_has_none(
+def test_less_urgent_work_is_parked_or_one_of_several_of_a_client_for_a_client_with_none(
     running, mine, now_s
 ):
-    victims = makes_place(mine, running, now_s)
+    victims = parking_order(mine, running, now_s)
     below = [one for one in running if one.priority > mine.priority]
     if below:
         assert sorted(victims, key=lambda one: one.number) == sorted(
@@ -310,7 +328,7 @@ def test_the_weakest_is_the_youngest_of_the_least_urgent() -> None:
 def test_between_two_steps_is_one_chunk_or_what_fits_the_budget(chunks, is_mute):
     spent_s, done = 0.0, 0
     for next_s in chunks:
-        if not is_chunk_due(done, spent_s, next_s, somebody_is_mute=is_mute):
+        if not is_chunk_due(done, spent_s, next_s, is_first_token_due=is_mute):
             break
         spent_s, done = spent_s + next_s, done + 1
     assert done <= 1 or spent_s <= ROUND_S
@@ -322,20 +340,25 @@ def test_between_two_steps_is_one_chunk_or_what_fits_the_budget(chunks, is_mute)
 
 @given(
     works=st.lists(st.floats(0, 10), max_size=6),
-    free=st.integers(-3, 3),
+    runs=st.integers(0, 4),
     every_s=st.floats(0, 5),
     stretch=st.floats(1, 3),
 )
 def test_a_first_token_is_expected_after_its_own_prompt_and_later_behind_more(
-    works, free, every_s, stretch
+    works, runs, every_s, stretch
 ):
     mine = claim(50, arrived_s=0.0, work_s=2.0)
-    others = [claim(at, work_s=work_s) for at, work_s in enumerate(works)]
+    others = [claim(at, priority=0, work_s=work_s) for at, work_s in enumerate(works)]
+    running = [claim(100 + at) for at in range(runs)]
 
     def estimate(count: int) -> float:
-        ahead = AheadOfClaim(count, sum(one.work_s for one in others[:count]))
         return first_token_s(
-            mine, ahead, [], free_places=free, place_every_s=every_s, stretch=stretch
+            mine,
+            others[:count],
+            running,
+            places=2,
+            place_every_s=every_s,
+            stretch=stretch,
         )
 
     assert estimate(0) >= 2.0 * stretch
@@ -343,15 +366,12 @@ def test_a_first_token_is_expected_after_its_own_prompt_and_later_behind_more(
         assert estimate(count) <= estimate(count + 1)
 
 
-def test_what_goes_after_it_does_not_delay_it() -> None:
-    waiting: Waiting[GenerationClaim] = Waiting()
+def test_later_and_less_urgent_generations_do_not_delay_a_first_token() -> None:
+    def expected_s(one: GenerationClaim, waiting: list[GenerationClaim]) -> float:
+        return first_token_s(one, waiting, [], places=1, place_every_s=0.1, stretch=1.0)
+
     mine = claim(1, work_s=1.0)
     behind = [claim(2, work_s=1.5), claim(3, priority=2, work_s=0.1)]
-    for one in behind:
-        waiting.add(one)
-    ahead = waiting.ahead_of(mine)
-    assert ahead == AheadOfClaim()
-    expected_s = first_token_s(mine, ahead, behind, free_places=1, place_every_s=1.0, stretch=1.0)
-    assert expected_s == pytest.approx(1.0)
+    assert expected_s(mine, [mine, *behind]) == pytest.approx(1.0)
     late = claim(4, priority=2, work_s=2.0)
-    assert waiting.ahead_of(late) == AheadOfClaim(2, 1.6)
+    assert expected_s(late, [mine, *behind]) == pytest.approx(1.0 + 1.5 + 0.1 + 2.0)

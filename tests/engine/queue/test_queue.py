@@ -1,145 +1,120 @@
-"""The line decides what its definition says, whatever comes: heaps and sums lose nobody."""
+"""Laws of the queue: conservation, room, urgency and promises, over whatever may happen to it."""
 
 from __future__ import annotations
 
 import math
-import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kakeya.core.errors import KakeyaError
+from kakeya.core.errors import DeadlineExceeded, KakeyaError, MemoryRefused
+from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.engine.kv.slots import KvSlots
-from kakeya.engine.queue import fair_shares as shares
-from kakeya.engine.queue import waiting
 from kakeya.engine.queue.pace import Pace
-from kakeya.engine.queue.policy import EQUAL_TOKENS, OUTPUT_WEIGHT
-from kakeya.engine.queue.queue import Line
+from kakeya.engine.queue.policy import (
+    AGED_S,
+    EQUAL_TOKENS,
+    FLOOR_TURNS,
+    HELD_S,
+    OUTPUT_WEIGHT,
+    Account,
+)
+from kakeya.engine.queue.queue import LOOK_S, EngineQueue
 from kakeya.engine.queue.room import KvRoom
-from kakeya.engine.queue.rows import QueueRow, QueueTicket
+from kakeya.engine.queue.rows import Admitted, QueueRow, QueueTicket
 from kakeya.generation.request import DecodeJob
-from tests.engine.linear_line import LinearLine
-from tests.engine.virtual_rig import VirtualRig
+from tests.engine.virtual_rig import Told, VirtualRig, expected
 
 FACTS = VirtualRig(
     prefill_tokens_per_second=512.0, kv_bytes_per_token=1, context_tokens=4096
 ).model.facts
-"""A token of a prompt takes a whole number of nanoseconds: sums are exact in any order."""
 PLACES = 3
 
 
-class Side:
-    """One of the two lines, and a scheduler that does nothing but what the line says."""
+class World:
+    """A queue, and a scheduler that does nothing but perform its decisions."""
 
-    def __init__(self, kind: str, pace: Pace, kv_bytes: int) -> None:
+    def __init__(self, kv_bytes: int = 4096) -> None:
         self.slots = KvSlots(kv_bytes)
         self.room = KvRoom(self.slots, FACTS)
-        self.line: Line | LinearLine
-        if kind == "line":
-            self.line = Line(self.room, self.slots, FACTS, pace, places=PLACES)
-        else:
-            self.line = LinearLine(self.room, pace, places=PLACES)
+        self.pace = Pace(FACTS)
+        self.queue = EngineQueue(self.room, self.slots, FACTS, self.pace, places=PLACES)
         self.running: list[QueueRow] = []
+        self.now_s = 0.0
+        self.arrived = self.over = 0
 
-    def waiting(self) -> list[QueueRow]:
-        held = self.line.waiting
-        rows = list(held.values()) if isinstance(held, dict) else held
-        return sorted(rows, key=lambda row: row.number)
-
-    def arrive(self, job: DecodeJob, now_s: float) -> str:
-        ticket = QueueTicket(job, lambda frame: None, lambda error: None)
+    def arrive(self, prompt: int, max_tokens: int = 1, **job: object) -> QueueRow | KakeyaError:
+        """The row that waits now, or the refusal."""
+        wanted = DecodeJob(token_ids=range(prompt), max_tokens=max_tokens, **job)  # type: ignore[arg-type]
+        ticket = QueueTicket(wanted, lambda frame: None, lambda error: None)
         try:
-            self.line.arrive(ticket, self.running, now_s)
+            self.queue.arrive(ticket, self.running, self.now_s)
         except KakeyaError as refusal:
-            return f"{type(refusal).__name__} {refusal.message.split(', behind')[0]}"
-        return ""
+            return refusal
+        self.arrived += 1
+        return self.queue.waiting[-1]
 
-    def look(self, now_s: float) -> list[object]:
-        """What a look at the line comes to, done as said."""
-        said: list[object] = []
-        for row, error in sorted(
-            self.line.gone(self.running, now_s), key=lambda pair: pair[0].number
-        ):
-            said.append(("gone", row.number, type(error).__name__))
+    def look(self) -> tuple[list[KakeyaError | None], list[Admitted]]:
+        """Perform one look at the queue: errors of rows that left, and entries, in order."""
+        left = self.queue.departures(self.running, self.now_s)
+        for row, _ in left:
             self.leave(row)
-        while (entry := self.line.next_entry(self.running, now_s)) is not None:
-            said.append(
-                (entry.row.number, [r.number for r in entry.parks], [r.number for r in entry.drops])
-            )
+        entries = []
+        while (entry := self.queue.next_entry(self.running, self.now_s)) is not None:
+            entries.append(entry)
             for row in entry.parks:
                 self.park(row)
             for row in entry.drops:
                 self.leave(row)
             self.place(entry.row)
-        return said
+        return [error for _, error in left], entries
 
     def place(self, row: QueueRow) -> None:
-        self.line.enter(row)
+        self.queue.enter(row)
         self.running.append(row)
         if row.run is None:
             row.run = SimpleNamespace(length=0)  # type: ignore[assignment]
         self.room.enter(row, row.ticket.job, row.length)
-        self.line.charge(row)
+        self.queue.charge(row)
         row.is_prefilling = row.prompt_left > 0
 
     def park(self, row: QueueRow) -> None:
-        self.line.refund(row)
+        self.queue.refund(row)
         self.running.remove(row)
         self.room.park(row, row.length)
-        self.line.park(row)
+        self.queue.park(row)
 
     def leave(self, row: QueueRow) -> None:
+        self.over += 1
         if row in self.running:
-            self.line.refund(row)
+            self.queue.refund(row)
             self.running.remove(row)
-            self.line.ended(row)
+            self.queue.ended(row)
         else:
-            self.line.leave(row)
+            self.queue.leave(row)
         self.room.leave(row)
 
-    def step(self, at: int, tokens: int) -> None:
-        row = self.running[at % len(self.running)]
+    def step(self, row: QueueRow, tokens: int) -> None:
         made = min(tokens, row.prompt_left) or tokens
         if not row.prompt_left:
             row.account.pay(OUTPUT_WEIGHT * made)
             row.expires_s = math.inf
         row.run.length += made  # type: ignore[union-attr, misc]
-        last = len(row.ticket.job.token_ids) - 1
-        row.work_s = max(0, last - row.length) / 512
+        row.work_s = self.queue.prompt_s(row)
         row.is_prefilling = row.prompt_left > 0
         self.room.grown(row, row.length)
 
-    def facts(self) -> list[object]:
-        return [
-            (row.number, one.used, one.waiting, one.running)
-            for row in [*self.waiting(), *self.running]
-            for one in (row.account, row.account.owner)
-            if one is not None
-        ] + [row.number for row in self.line.parked]
 
-
-class Both(RuleBasedStateMachine):
-    """All that may happen to a line, to both of them."""
+class QueueLaws(RuleBasedStateMachine):
+    """Everything that may happen to a queue."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now_s = 0.0
-        self.pace = Pace(FACTS)
-        self.sides = [Side(kind, self.pace, 4096) for kind in ("line", "linear")]
-
-    def both(self, act):
-        ours, linear = (act(side) for side in self.sides)
-        assert ours == linear
-        return ours
+        self.world = World()
 
     @rule(
         client=st.sampled_from("abcdefg"),
@@ -150,138 +125,229 @@ class Both(RuleBasedStateMachine):
         deadline_s=st.sampled_from([None, None, None, 0.25, 4.0, 30.0]),
         count=st.sampled_from([1, 1, 1, 12]),
     )
-    def arrive(self, client, user, priority, prompt, max_tokens, deadline_s, count):
+    def arrive(self, count, **job):
         for _ in range(count):
-            job = DecodeJob(
-                token_ids=range(prompt),
-                max_tokens=max_tokens,
-                client=client,
-                user=user,
-                priority=priority,
-                deadline_s=deadline_s,
-            )
-            self.both(lambda side, job=job: side.arrive(job, self.now_s))
+            refusal = self.world.arrive(**job)
+            if isinstance(refusal, MemoryRefused):
+                assert job["prompt"] + job["max_tokens"] > self.world.room.context_tokens
+            elif isinstance(refusal, DeadlineExceeded):
+                assert job["deadline_s"] is not None
 
     @rule()
     def look(self):
-        self.both(lambda side: side.look(self.now_s))
+        """Entries have room, and park nothing that is more urgent."""
+        world = self.world
+        fitted = world.room.holds
+        waiting = list(world.queue.waiting)
+        errors, entries = world.look()
+        assert errors.count(None) == sum(row.ticket.cancelled for row in waiting)
+        for entry in entries:
+            assert all(row.priority >= entry.row.priority for row in entry.parks)
+        assert len(world.running) <= PLACES
+        if fitted:
+            assert world.room.holds
+        assert world.queue.next_entry(world.running, world.now_s) is None
+        assert not world.queue.is_due(world.now_s)
+        assert world.queue.is_due(world.now_s + LOOK_S) == bool(world.queue.waiting)
 
     @rule(eighths=st.sampled_from([1, 8, 17, 81, 600]))
     def wait(self, eighths):
-        self.now_s += eighths / 8
+        self.world.now_s += eighths / 8
         self.look()
 
-    def runs(self) -> bool:
-        return bool(self.sides[0].running)
-
-    @precondition(runs)
+    @precondition(lambda self: bool(self.world.running))
     @rule(at=st.integers(0, 9), tokens=st.sampled_from([1, 256, EQUAL_TOKENS]))
     def step(self, at, tokens):
-        self.both(lambda side: side.step(at, tokens))
+        self.world.step(self.world.running[at % len(self.world.running)], tokens)
 
-    @precondition(runs)
+    @precondition(lambda self: bool(self.world.running))
     @rule(at=st.integers(0, 9))
     def end(self, at):
-        self.pace.ended(2.0)
-        self.both(lambda side: side.leave(side.running[at % len(side.running)]))
+        self.world.pace.ended(2.0)
+        self.world.leave(self.world.running[at % len(self.world.running)])
         self.look()
 
-    @precondition(lambda self: bool(self.sides[0].waiting()))
+    @precondition(lambda self: bool(self.world.queue.waiting))
     @rule(at=st.integers(0, 99))
-    def give_up(self, at):
-        def act(side):
-            rows = side.waiting()
-            rows[at % len(rows)].ticket.cancel()
+    def cancel(self, at):
+        waiting = self.world.queue.waiting
+        waiting[at % len(waiting)].ticket.cancel()
+        assert self.world.queue.is_due(self.world.now_s)
 
-        self.both(act)
-
-    @precondition(lambda self: bool(self.sides[0].line.parked))
+    @precondition(lambda self: bool(self.world.queue.parked))
     @rule()
     def drop_parked(self):
-        self.both(lambda side: side.leave(side.line.parked[-1]))
+        self.world.leave(self.world.queue.parked[-1])
 
     @rule(kv_bytes=st.sampled_from([1024, 4096, 4096, 8192]))
     def bound(self, kv_bytes):
-        self.both(lambda side: side.slots.set_budget(kv_bytes))
+        self.world.slots.set_budget(kv_bytes)
 
     @invariant()
-    def they_agree(self):
-        self.both(Side.facts)
+    def each_generation_waits_runs_or_is_over(self):
+        world = self.world
+        waiting, running = world.queue.waiting, world.running
+        assert not set(waiting) & set(running)
+        assert world.arrived == len(waiting) + len(running) + world.over
+        assert [row for row in waiting if row.run is not None] == world.queue.parked
+
+    @invariant()
+    def accounts_count_the_generations_that_are_here(self):
+        def count(rows: list[QueueRow]) -> Counter[Account]:
+            accounts = [one for row in rows for one in (row.account, row.account.owner)]
+            return Counter(one for one in accounts if one is not None)
+
+        waiting, running = count(self.world.queue.waiting), count(self.world.running)
+        for account in {*waiting, *running}:
+            assert account.used >= 0
+            assert account.waiting == waiting[account]
+            assert account.running == running[account]
 
 
-@pytest.fixture(autouse=True)
-def _small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is made anew and split at sizes that are reached here."""
-    monkeypatch.setattr(waiting, "_RUN", 4)
-    monkeypatch.setattr(waiting, "_FEW", 3)
-    monkeypatch.setattr(shares, "_SPARE", 4)
-    monkeypatch.setattr(shares, "_STALE_ENTRIES", 2)
-    monkeypatch.setattr(shares, "_KEPT_CLIENTS", 2)
+QueueLaws.TestCase.settings = settings(deadline=None, max_examples=30, stateful_step_count=30)
+TestQueueLaws = QueueLaws.TestCase
 
 
-def test_the_line_decides_as_one_that_looks_through_all() -> None:
-    run_state_machine_as_test(
-        Both, settings=settings(deadline=None, max_examples=8, stateful_step_count=30)
-    )
+def waiting_row(row: QueueRow | KakeyaError) -> QueueRow:
+    assert isinstance(row, QueueRow)
+    return row
 
 
-def test_so_it_does_behind_very_many() -> None:
-    rng = random.Random(7)
-    both = Both()
-    for at in range(400):
-        client, user = f"client {rng.randrange(90)}", rng.choice("xyz")
-        both.arrive(client, user, rng.choice([0, 1, 1, 2]), 1 + at, 200, None, 1)
-    for at in range(400):
-        both.now_s += rng.choice([0.0, 0.125, 2.0])
-        client, user = f"client {rng.randrange(90)}", rng.choice("xyz")
-        both.arrive(client, user, 1, 1 + rng.randrange(900), 200, None, 1)
-        if both.runs():
-            both.step(at, 100)
-            both.end(rng.randrange(9))
-        if rng.random() < 0.2:
-            both.give_up(rng.randrange(999))
-        both.they_agree()
-    assert len(both.sides[0].waiting()) > 200
+def test_each_eighth_place_goes_by_age_to_the_oldest_that_fits() -> None:
+    world = World()
+    large = waiting_row(world.arrive(3500, client="large", priority=2))
+    old = waiting_row(world.arrive(10, client="old", priority=2))
+    world.now_s = AGED_S
+    for at in range(2 * FLOOR_TURNS):
+        world.arrive(600, 400, client=f"{at}", priority=1)
+    order = []
+    while old in world.queue.waiting:
+        order += [entry.row for entry in world.look()[1]]
+        world.leave(world.running[0])
+    assert order.index(old) == FLOOR_TURNS - 1
+    assert large in world.queue.waiting
 
 
-def test_who_came_while_there_was_more_room_is_refused_when_it_is_gone_again() -> None:
-    """Even when nobody looked at the line in between."""
-    side = Side("line", Pace(FACTS), 2048)
-    assert side.look(0.0) == []
-    side.slots.set_budget(8192)
-    side.arrive(DecodeJob(token_ids=range(4000), max_tokens=96), 0.0)
-    side.slots.set_budget(2048)
-    assert side.look(0.0) == [("gone", 1, "MemoryRefused")]
+def test_a_place_by_age_is_kept_from_those_that_were_overtaken() -> None:
+    world = World()
+    old = waiting_row(world.arrive(10, client="old", priority=2))
+    world.now_s = AGED_S
+    for at in range(3 * FLOOR_TURNS):
+        world.arrive(10, client=f"{at}", priority=1)
+    while old in world.queue.waiting:
+        world.look()
+        world.leave(next(row for row in world.running if row is not old))
+    world.look()
+    assert old in world.running
+    world.now_s += AGED_S
+    world.look()
+    assert old in world.queue.parked
 
 
-def test_who_began_while_there_was_more_room_is_refused_when_it_is_parked_without() -> None:
+def test_kv_of_the_row_that_was_parked_last_goes_first() -> None:
+    world = World(4096)
+    rows = [waiting_row(world.arrive(1000, 24)) for _ in range(2)]
+    world.look()
+    for row in rows:
+        world.step(row, 999)
+        world.park(row)
+    urgent = waiting_row(world.arrive(2500, priority=0))
+    entry = world.queue.next_entry(world.running, 0.0)
+    assert entry == Admitted(row=urgent, drops=(rows[1],))
+
+
+def test_a_request_that_only_fitted_a_larger_bound_is_refused_when_that_is_gone() -> None:
+    """Even when no look came in between."""
+    world = World(2048)
+    world.slots.set_budget(8192)
+    world.arrive(4000, 96)
+    world.slots.set_budget(2048)
+    errors, entries = world.look()
+    assert [type(error) for error in errors] == [MemoryRefused]
+    assert entries == []
+
+
+def test_a_row_that_began_within_a_larger_bound_is_refused_when_it_is_parked() -> None:
     """It would go before others for ever, and never fit."""
-    side = Side("line", Pace(FACTS), 4096)
-    side.arrive(DecodeJob(token_ids=range(10), max_tokens=2000), 0.0)
-    assert side.look(0.0) == [(1, [], [])]
-    side.slots.set_budget(1024)
-    assert side.look(0.0) == []
-    side.park(side.running[0])
-    assert side.look(0.0) == [("gone", 1, "MemoryRefused")]
+    world = World(4096)
+    row = waiting_row(world.arrive(10, 2000))
+    assert [entry.row for entry in world.look()[1]] == [row]
+    world.slots.set_budget(1024)
+    assert world.look() == ([], [])
+    world.park(row)
+    assert [type(error) for error in world.look()[0]] == [MemoryRefused]
 
 
-def test_who_was_promised_the_next_place_gets_it_before_those_that_go_first() -> None:
-    """Those that made place for it wait too, and would take it back."""
-    side = Side("line", Pace(FACTS), 4096)
-    line = side.line
-    assert isinstance(line, Line)
-    for prompt in (200, 10, 100):
-        side.arrive(DecodeJob(token_ids=range(prompt), max_tokens=1), 0.0)
-    first, second = side.waiting()[1], side.waiting()[0]
+def test_a_row_that_was_promised_the_next_place_gets_it_before_the_first_one() -> None:
+    """Rows that were parked for it wait too, and would take the place back."""
+    world = World(4096)
+    queue = world.queue
+    second, first, _ = (waiting_row(world.arrive(prompt)) for prompt in (200, 10, 100))
 
     def next_row() -> QueueRow | None:
-        entry = line.next_entry(side.running, 0.0)
+        entry = queue.next_entry(world.running, 0.0)
         return None if entry is None else entry.row
 
     assert next_row() is first
-    line.promise(second)
+    queue.promise(second)
     assert next_row() is second
     assert next_row() is first  # it is promised anew each time
-    line.promise(second)
-    side.leave(second)
+    queue.promise(second)
+    world.leave(second)
     assert next_row() is first
+
+
+# --- a holder of the queue beside urgent requests, in virtual time
+
+BLOCK = KV_BLOCK_TOKENS
+LARGE = 10 * BLOCK
+"""Of a prompt: with its answer it takes 11 of 12 blocks."""
+
+
+def prompt(length: int, start: int = 3) -> list[int]:
+    return [(start + 7 * at) % 100 for at in range(length)]
+
+
+def waits_s(told: list[Told], every_s: float) -> list[float]:
+    return [one.at_s[0] - (1.0 + every_s * at) for at, one in enumerate(told)]
+
+
+@pytest.mark.parametrize("priority", [2, 3])
+def test_an_urgent_request_does_not_wait_for_a_less_urgent_holder(priority: int) -> None:
+    rig = VirtualRig(places=8, kv_bytes=12 * BLOCK)
+    for at in range(18):
+        rig.submit(4.0 * at + 0.1, token_ids=prompt(100, at), max_tokens=1900, client=f"{at % 3}")
+    large = rig.submit(
+        0.5,
+        token_ids=prompt(LARGE, 50),
+        max_tokens=4 if priority < 3 else 0,
+        priority=priority,
+        client="large",
+    )
+    urgent = [
+        rig.submit(1.0 + 0.5 * at, token_ids=prompt(20, at), max_tokens=2, priority=0, client="u")
+        for at in range(160)
+    ]
+    rig.run()
+    assert max(waits_s(urgent, 0.5)) < 0.5
+    assert large.done is not None
+    if priority < 3:
+        # It holds the queue for as long as running ones go on, each for less than ten seconds.
+        assert HELD_S < large.at_s[0] < HELD_S + 20.0
+    assert all(one.tokens == expected(one.job.token_ids, 2) for one in urgent)
+
+
+@pytest.mark.parametrize("priority", [1, 2])
+def test_a_holder_gets_its_turn_though_urgent_requests_never_end(priority: int) -> None:
+    """Together they always take more than it leaves them, and none of them waits for long."""
+    rig = VirtualRig(places=8, kv_bytes=12 * BLOCK)
+    rig.submit(0.2, token_ids=prompt(100), max_tokens=2900, client="load")
+    large = rig.submit(0.5, token_ids=prompt(LARGE, 50), max_tokens=4, priority=priority)
+    urgent = [
+        rig.submit(1.0 + 0.2 * at, token_ids=prompt(20, at), max_tokens=200, priority=0, client="u")
+        for at in range(360)
+    ]
+    rig.run()
+    assert large.tokens == expected(large.job.token_ids, 4)
+    assert large.at_s[0] < HELD_S + 10.0
+    assert max(waits_s(urgent, 0.2)) < 5.0

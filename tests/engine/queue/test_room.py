@@ -35,21 +35,27 @@ def make(blocks: int) -> tuple[KvRoom, KvSlots]:
     return KvRoom(slots, FACTS), slots
 
 
-def test_what_can_never_fit_is_refused_and_told_what_would() -> None:
+def admits(room: KvRoom, wanted: DecodeJob) -> bool:
+    """Whether there is room now. Raises MemoryRefused when there never will be."""
+    room.check_fits(wanted)
+    return room.lacks(None, wanted) <= 0
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_size_that_would() -> None:
     room, _ = make(4)
-    assert room.admits(job(1000, 24))
+    assert admits(room, job(1000, 24))
     with pytest.raises(MemoryRefused, match="prompt and answer together may have 1024 tokens"):
-        room.admits(job(1000, 25))
+        admits(room, job(1000, 25))
     assert room.context_tokens == 1024
 
 
-def test_the_rest_waits_for_those_that_run() -> None:
+def test_a_request_without_room_waits_for_running_ones() -> None:
     room, _ = make(4)
     room.enter("a", job(600, 100))
-    assert not room.admits(job(200, 100))
-    assert room.admits(job(200, 56))
+    assert not admits(room, job(200, 100))
+    assert admits(room, job(200, 56))
     room.leave("a")
-    assert room.admits(job(200, 100))
+    assert admits(room, job(200, 100))
 
 
 def test_an_answer_that_may_become_long_sets_aside_what_most_take() -> None:
@@ -62,7 +68,7 @@ def test_an_answer_that_may_become_long_sets_aside_what_most_take() -> None:
     assert room.lent_bytes == 256 + AHEAD_TOKENS + BLOCK
 
 
-def test_what_is_parked_counts_with_what_it_holds_until_it_goes() -> None:
+def test_a_parked_sequence_counts_with_the_kv_that_it_holds() -> None:
     room, slots = make(8)
     room.enter("a", job(300, 2000))
     assert room.held_bytes("a") == 4 * BLOCK
@@ -77,7 +83,7 @@ def test_what_is_parked_counts_with_what_it_holds_until_it_goes() -> None:
     assert room.parked_bytes == 0
 
 
-def test_who_comes_back_gets_room_for_what_it_has_come_to() -> None:
+def test_a_parked_sequence_gets_room_for_its_length_when_it_goes_on() -> None:
     room, _ = make(12)
     room.enter("a", job(300, 2000))
     assert room.grown("a", 1500)
@@ -106,7 +112,7 @@ def test_kv_of_a_sequence_that_just_ended_is_kept() -> None:
     assert slots.held_bytes == 1000
 
 
-def test_a_smaller_bound_takes_what_idles_at_once() -> None:
+def test_a_smaller_bound_drops_idle_kv_at_once() -> None:
     room, slots = make(8)
     for key in ("old", "new"):
         slots.keep(key, [1] * BLOCK, kept(BLOCK))
@@ -130,9 +136,9 @@ def test_recurrent_state_is_counted_for_each_sequence_however_long_it_is() -> No
     assert room.context_tokens == FACTS.context_tokens
     room.enter("a", job(5000, 5000))
     assert room.headroom_tokens("a", 5000) == FACTS.context_tokens - 5001
-    assert room.admits(job(5, 5))
+    assert admits(room, job(5, 5))
     room.enter("b", job(5, 5))
-    assert not room.admits(job(5, 5))
+    assert not admits(room, job(5, 5))
     room.park("a", 0)
     assert room.parked_bytes == 0, "it has computed nothing yet"
 
@@ -167,7 +173,7 @@ def test_the_usual_bound_holds_a_whole_context() -> None:
     big = replace(FACTS, kv_bytes_per_token=1 << 20)
     room = KvRoom(KvSlots(usual_kv_bytes(big)), big)
     assert room.context_tokens == big.context_tokens
-    assert room.admits(job(10, big.context_tokens))
+    assert admits(room, job(10, big.context_tokens))
     assert usual_kv_bytes(FACTS) == 2 << 30
 
 
@@ -200,14 +206,14 @@ def test_all_that_can_fit_comes_to_its_end_within_the_bound(blocks, wanted, step
     for prompt, more in wanted:
         sequence = Sequence(job(prompt, more))
         try:
-            room.admits(sequence.job)
+            admits(room, sequence.job)
         except MemoryRefused:
             assert room.kv_bytes(sequence.end) > slots.budget_bytes
         else:
             waiting.append(sequence)
     asked, entries = len(waiting), 0
     for turn in range(100_000):
-        while waiting and room.admits(waiting[0].job):
+        while waiting and admits(room, waiting[0].job):
             entries += 1
             waiting[0].entered = entries
             room.enter(waiting[0], waiting[0].job)
