@@ -19,7 +19,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -247,17 +247,15 @@ class Generations:
                 return (*job.request.token_ids, *job.token_ids)
 
     def _sampling(self, params: GenerationParams, facts: ModelFacts) -> Sampling:
-        if params.top_k > facts.vocab_size:
+        top_k = params.sampling.top_k
+        if top_k > facts.vocab_size:
             raise InvalidArgument(
-                f"top_k is {params.top_k}; {facts.model_id} has {facts.vocab_size} tokens",
+                f"top_k is {top_k}; {facts.model_id} has {facts.vocab_size} tokens",
                 param="top_k",
             )
-        return Sampling(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            seed=self._rng.getrandbits(64) if params.seed is None else params.seed,
-        )
+        if params.has_seed:
+            return params.sampling
+        return replace(params.sampling, seed=self._rng.getrandbits(64))
 
 
 class GenerationRoute:

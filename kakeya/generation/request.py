@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -20,13 +21,27 @@ class Sampling:
     """How a token is selected. Temperature 0 is greedy; the seed then has no effect.
 
     The same seed gives the same tokens with or without drafts and after a failover, because noise
-    is keyed by (seed, position). `top_p` 1 and `top_k` 0 keep the whole vocabulary.
+    is keyed by (seed, position). `top_p` 1 and `top_k` 0 keep the whole vocabulary. Raises
+    InvalidArgument that names a field out of its range.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, is_right, right in (
+            (
+                "temperature",
+                self.temperature,
+                0 <= self.temperature < math.inf,
+                "finite and not below 0",
+            ),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+        ):
+            if not is_right:
+                raise InvalidArgument(f"{name} is {value:g}, it must be {right}", param=name)
 
     @property
     def is_greedy(self) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.generation.request import Sampling
@@ -47,22 +46,18 @@ def read_parameters(
 
 
 def _read_sampling(request: pb.GenerateRequest, vocab_size: int, rng: random.Random) -> Sampling:
-    temperature = request.temperature if request.HasField("temperature") else 0.0
-    if not math.isfinite(temperature) or not 0.0 <= temperature <= MAX_TEMPERATURE:
+    if not 0.0 <= request.temperature <= MAX_TEMPERATURE:
         raise InvalidArgument(
-            f"temperature is {temperature:g}, it must be in 0..{MAX_TEMPERATURE:g} (0 is greedy)",
+            f"temperature is {request.temperature:g}, it must be in 0..{MAX_TEMPERATURE:g} "
+            "(0 is greedy)",
             param="temperature",
         )
-    top_p = request.top_p if request.HasField("top_p") else 1.0
-    if not 0.0 < top_p <= 1.0:
+    if request.top_k > vocab_size:
         raise InvalidArgument(
-            f"top_p is {top_p:g}, it must be above 0 and at most 1", param="top_p"
-        )
-    top_k = request.top_k if request.HasField("top_k") else 0
-    if top_k > vocab_size:
-        raise InvalidArgument(
-            f"top_k is {top_k}, it must be in 0..{vocab_size} (the vocabulary; 0 keeps all of it)",
+            f"top_k is {request.top_k}, it must be in 0..{vocab_size} "
+            "(the vocabulary; 0 keeps all of it)",
             param="top_k",
         )
-    seed = request.seed if request.HasField("seed") else rng.getrandbits(64)
-    return Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    names = {field.name for field in fields(Sampling)}
+    given = {field.name: value for field, value in request.ListFields() if field.name in names}
+    return Sampling(**given if "seed" in given else {**given, "seed": rng.getrandbits(64)})

@@ -10,6 +10,7 @@ from typing import NoReturn, TypeVar, cast
 from kakeya.core.errors import InvalidArgument
 
 Parsed = TypeVar("Parsed")
+_Default = TypeVar("_Default", int, None)
 OFFLOAD_BYTES = 64 * 1024
 """Longer bodies are read in a thread: of the smallest objects it takes 10 ms to read so many."""
 MAX_DEPTH = 128
@@ -89,8 +90,8 @@ def flag(body: Mapping[str, object], name: str, prefix: str = "") -> bool:
 
 
 def integer(
-    body: Mapping[str, object], name: str, low: int, high: int, *, default: int | None
-) -> int | None:
+    body: Mapping[str, object], name: str, low: int, high: int, *, default: _Default
+) -> int | _Default:
     """Read an integer in low..high; true and 1.0 are none."""
     value = body.get(name)
     if value is None:

@@ -26,7 +26,7 @@ from kakeya.core.errors import InvalidArgument, NotFound, Unsupported
 from kakeya.gateway.http.body import flag, integer, number, refuse, shown, text
 from kakeya.gateway.openai.cache_params import CACHE_PARAMS, read_cache_use
 from kakeya.gateway.openai.share_params import SHARE_PARAMS, read_priority, read_user
-from kakeya.generation.request import GenerationPriority
+from kakeya.generation.request import GenerationPriority, Sampling
 from kakeya.prefix.seam import CacheUse
 from kakeya.text.template import Message, Tool
 
@@ -52,15 +52,13 @@ class ModelNotFound(NotFound):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationParams:
-    """What both routes share. `max_tokens` None = to the end of the context; `seed` None = draw;
-    `deadline_s` None = the caller did not say how long it waits."""
+    """Parameters that both routes share. `max_tokens` None = to the end of the context; without
+    `has_seed` the seed is still to be drawn; `deadline_s` None = the caller gave no deadline."""
 
     model: str
     max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int | None
+    sampling: Sampling
+    has_seed: bool
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
@@ -210,10 +208,8 @@ def _params(body: Mapping[str, object], *, default_max_tokens: int | None) -> Ge
     return GenerationParams(
         model=parse_model(body.get("model")),
         max_tokens=_max_tokens(body, default_max_tokens),
-        temperature=number(body, "temperature", 0, 2, default=1.0),
-        top_p=_top_p(body),
-        top_k=integer(body, "top_k", 0, 2**31 - 1, default=0) or 0,
-        seed=integer(body, "seed", 0, MAX_SEED, default=None),
+        sampling=_sampling(body),
+        has_seed=body.get("seed") is not None,
         stop=_stops(body.get("stop")),
         stream=stream,
         include_usage=_include_usage(body.get("stream_options"), stream=stream),
@@ -265,11 +261,13 @@ def _max_tokens(body: Mapping[str, object], default: int | None) -> int | None:
     return limits.pop() if limits else default
 
 
-def _top_p(body: Mapping[str, object]) -> float:
-    value = number(body, "top_p", 0, 1, default=1.0)
-    if value == 0:
-        refuse("top_p", 0, "above 0 and at most 1")
-    return value
+def _sampling(body: Mapping[str, object]) -> Sampling:
+    return Sampling(
+        temperature=number(body, "temperature", 0, 2, default=1.0),
+        top_p=number(body, "top_p", 0, 1, default=1.0),
+        top_k=integer(body, "top_k", 0, 2**31 - 1, default=0),
+        seed=integer(body, "seed", 0, MAX_SEED, default=0),
+    )
 
 
 def _draft_policy(value: object) -> str:
