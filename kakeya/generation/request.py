@@ -21,7 +21,8 @@ class Sampling:
     """How a token is selected. Temperature 0 is greedy; the seed then has no effect.
 
     The same seed gives the same tokens with or without drafts and after a failover, because noise
-    is keyed by (seed, position). `top_p` 1 and `top_k` 0 keep the whole vocabulary. Raises
+    is keyed by (seed, position). `top_p` 1, `top_k` 0 and `min_p` 0 keep the whole vocabulary;
+    `min_p` drops the tokens less likely than this part of the most likely one. Raises
     InvalidArgument that names a field out of its range.
     """
 
@@ -29,6 +30,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value, is_right, right in (
@@ -39,6 +41,7 @@ class Sampling:
                 "finite and not below 0",
             ),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "in 0..1 (0 drops no token)"),
         ):
             if not is_right:
                 raise InvalidArgument(f"{name} is {value:g}, it must be {right}", param=name)

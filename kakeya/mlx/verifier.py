@@ -13,6 +13,7 @@ tail can be trimmed, which only some cache classes allow and only at some length
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -303,8 +304,8 @@ def _rows(tokens: Sequence[int]) -> mx.array:
 def select(logits: mx.array, sampling: Sampling, first_position: int) -> mx.array:
     """Greedy or position-keyed selection. Shapes: logits [L, V] any float -> tokens [L] int32.
 
-    Sampling is argmax(logits / T + Gumbel noise keyed by (seed, absolute position)) over what
-    top-k and then top-p keep, in float32: the same seed selects the same token at a position
+    Sampling is argmax(logits / T + Gumbel noise keyed by (seed, absolute position)) over the tokens
+    that top-k, top-p and min-p keep, in float32: the same seed selects the same token at a position
     however the rows before it were computed.
     """
     if sampling.is_greedy:
@@ -322,6 +323,9 @@ def select(logits: mx.array, sampling: Sampling, first_position: int) -> mx.arra
         kept = mx.where(before < sampling.top_p, descending, mx.inf)
         last = mx.minimum(kept.min(axis=-1, keepdims=True), descending[:, :1])
         scaled = mx.where(scaled < last, -mx.inf, scaled)
+    if sampling.min_p > 0.0:
+        least = scaled.max(axis=-1, keepdims=True) + math.log(sampling.min_p)
+        scaled = mx.where(scaled < least, -mx.inf, scaled)
     noise = mx.stack(
         [
             mx.random.gumbel(

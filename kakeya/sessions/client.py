@@ -248,6 +248,7 @@ class ClientSession:
         top_p: float | None = None,
         top_k: int | None = None,
         seed: int | None = None,
+        min_p: float | None = None,
         draft_policy: str = "",
         conversation_id: str = "",
         priority: GenerationPriority = GenerationPriority.NORMAL,
@@ -268,6 +269,7 @@ class ClientSession:
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
+            min_p=min_p,
             draft_policy=draft_policy,
         )
         dropped = 0

@@ -269,6 +269,7 @@ class DecodeRequest(_message.Message):
     WANTS_LOGITS_FIELD_NUMBER: _builtins.int
     AFTER_LOAD_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
     token_ids_le32: _builtins.bytes
     """The whole history, little-endian uint32 each."""
     max_tokens: _builtins.int
@@ -305,6 +306,8 @@ class DecodeRequest(_message.Message):
     """
     user: _builtins.str
     """For which user of the client; "" = it does not say."""
+    min_p: _builtins.float
+    """Tokens less likely than this part of the most likely one are dropped; 0 = none."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -353,10 +356,11 @@ class DecodeRequest(_message.Message):
         wants_logits: _builtins.bool = ...,
         after_load: _builtins.int = ...,
         user: _builtins.str = ...,
+        min_p: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "after_load", b"after_load", "client", b"client", "cuts", b"cuts", "deadline_seconds", b"deadline_seconds", "draft_sources", b"draft_sources", "frame_ms", b"frame_ms", "kv_blocks", b"kv_blocks", "kv_exports", b"kv_exports", "kv_key", b"kv_key", "logits_le_f32", b"logits_le_f32", "max_tokens", b"max_tokens", "park_id", b"park_id", "priority", b"priority", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p", "user", b"user", "wants_logits", b"wants_logits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "after_load", b"after_load", "client", b"client", "cuts", b"cuts", "deadline_seconds", b"deadline_seconds", "draft_sources", b"draft_sources", "frame_ms", b"frame_ms", "kv_blocks", b"kv_blocks", "kv_exports", b"kv_exports", "kv_key", b"kv_key", "logits_le_f32", b"logits_le_f32", "max_tokens", b"max_tokens", "min_p", b"min_p", "park_id", b"park_id", "priority", b"priority", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p", "user", b"user", "wants_logits", b"wants_logits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

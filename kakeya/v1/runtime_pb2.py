@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kakeya/v1/runtime.proto\x12\tkakeya.v1\"U\n\x14\x43reateSessionRequest\x12\x14\n\x0c\x63lient_label\x18\x01 \x01(\t\x12\x15\n\reos_token_ids\x18\x02 \x03(\r\x12\x10\n\x08model_id\x18\x64 \x01(\t\"+\n\x15\x43reateSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\"<\n\x13\x41ppendTokensRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\".\n\x14\x41ppendTokensResponse\x12\x16\n\x0ehistory_length\x18\x01 \x01(\x04\")\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"4\n\x14\x43loseSessionResponse\x12\x1c\n\x14\x66inal_history_length\x18\x01 \x01(\x04\"\xd1\x01\n\x0fGenerateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x14\n\x0c\x64raft_policy\x18\x64 \x01(\tB\x07\n\x05_seedB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_k\"\x8c\x01\n\x10GenerateResponse\x12\x12\n\x08token_id\x18\x01 \x01(\rH\x00\x12\'\n\x04\x64one\x18\x02 \x01(\x0b\x32\x17.kakeya.v1.GenerateDoneH\x00\x12\x30\n\ttruncated\x18\x03 \x01(\x0b\x32\x1b.kakeya.v1.HistoryTruncatedH\x00\x42\t\n\x07payload\"\x85\x04\n\x0cGenerateDone\x12\x37\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\".kakeya.v1.GenerateDone.StopReason\x12\x1d\n\x15generated_token_count\x18\x02 \x01(\r\x12 \n\x18prefill_duration_seconds\x18\x03 \x01(\x01\x12\x1e\n\x16total_duration_seconds\x18\x04 \x01(\x01\x12\x1b\n\x13\x64rafted_token_count\x18\x64 \x01(\x04\x12\x1c\n\x14verified_token_count\x18\x65 \x01(\x04\x12\x1c\n\x14\x61\x63\x63\x65pted_token_count\x18\x66 \x01(\x04\x12\x15\n\rforward_count\x18g \x01(\x04\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18h \x01(\x04\x12\x1c\n\x14shadowed_token_count\x18i \x01(\x04\x12\x1e\n\x16shadow_hit_token_count\x18j \x01(\x04\"\x90\x01\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16STOP_REASON_MAX_TOKENS\x10\x01\x12\x13\n\x0fSTOP_REASON_EOS\x10\x02\x12\x19\n\x15STOP_REASON_CANCELLED\x10\x03\x12\x19\n\x15STOP_REASON_TRUNCATED\x10\x04\"/\n\x10HistoryTruncated\x12\x1b\n\x13\x64ropped_token_count\x18\x01 \x01(\x04\"+\n\x15GetSessionInfoRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\xaf\x01\n\x16GetSessionInfoResponse\x12\x16\n\x0ehistory_length\x18\x01 \x01(\x04\x12\x15\n\rkv_live_bytes\x18\x02 \x01(\x04\x12\'\n\x1f\x63\x61\x63he_invariant_inv1_violations\x18\x03 \x01(\x04\x12\'\n\x1f\x63\x61\x63he_invariant_inv2_violations\x18\x04 \x01(\x04\x12\x14\n\x0cidle_seconds\x18\x05 \x01(\x01\x32\xa4\x03\n\x0eRuntimeService\x12R\n\rCreateSession\x12\x1f.kakeya.v1.CreateSessionRequest\x1a .kakeya.v1.CreateSessionResponse\x12O\n\x0c\x41ppendTokens\x12\x1e.kakeya.v1.AppendTokensRequest\x1a\x1f.kakeya.v1.AppendTokensResponse\x12\x45\n\x08Generate\x12\x1a.kakeya.v1.GenerateRequest\x1a\x1b.kakeya.v1.GenerateResponse0\x01\x12O\n\x0c\x43loseSession\x12\x1e.kakeya.v1.CloseSessionRequest\x1a\x1f.kakeya.v1.CloseSessionResponse\x12U\n\x0eGetSessionInfo\x12 .kakeya.v1.GetSessionInfoRequest\x1a!.kakeya.v1.GetSessionInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kakeya/v1/runtime.proto\x12\tkakeya.v1\"U\n\x14\x43reateSessionRequest\x12\x14\n\x0c\x63lient_label\x18\x01 \x01(\t\x12\x15\n\reos_token_ids\x18\x02 \x03(\r\x12\x10\n\x08model_id\x18\x64 \x01(\t\"+\n\x15\x43reateSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\"<\n\x13\x41ppendTokensRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\".\n\x14\x41ppendTokensResponse\x12\x16\n\x0ehistory_length\x18\x01 \x01(\x04\")\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"4\n\x14\x43loseSessionResponse\x12\x1c\n\x14\x66inal_history_length\x18\x01 \x01(\x04\"\xef\x01\n\x0fGenerateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x11\n\x04seed\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x14\n\x0c\x64raft_policy\x18\x64 \x01(\t\x12\x12\n\x05min_p\x18\x65 \x01(\x02H\x04\x88\x01\x01\x42\x07\n\x05_seedB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_p\"\x8c\x01\n\x10GenerateResponse\x12\x12\n\x08token_id\x18\x01 \x01(\rH\x00\x12\'\n\x04\x64one\x18\x02 \x01(\x0b\x32\x17.kakeya.v1.GenerateDoneH\x00\x12\x30\n\ttruncated\x18\x03 \x01(\x0b\x32\x1b.kakeya.v1.HistoryTruncatedH\x00\x42\t\n\x07payload\"\x85\x04\n\x0cGenerateDone\x12\x37\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\".kakeya.v1.GenerateDone.StopReason\x12\x1d\n\x15generated_token_count\x18\x02 \x01(\r\x12 \n\x18prefill_duration_seconds\x18\x03 \x01(\x01\x12\x1e\n\x16total_duration_seconds\x18\x04 \x01(\x01\x12\x1b\n\x13\x64rafted_token_count\x18\x64 \x01(\x04\x12\x1c\n\x14verified_token_count\x18\x65 \x01(\x04\x12\x1c\n\x14\x61\x63\x63\x65pted_token_count\x18\x66 \x01(\x04\x12\x15\n\rforward_count\x18g \x01(\x04\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18h \x01(\x04\x12\x1c\n\x14shadowed_token_count\x18i \x01(\x04\x12\x1e\n\x16shadow_hit_token_count\x18j \x01(\x04\"\x90\x01\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16STOP_REASON_MAX_TOKENS\x10\x01\x12\x13\n\x0fSTOP_REASON_EOS\x10\x02\x12\x19\n\x15STOP_REASON_CANCELLED\x10\x03\x12\x19\n\x15STOP_REASON_TRUNCATED\x10\x04\"/\n\x10HistoryTruncated\x12\x1b\n\x13\x64ropped_token_count\x18\x01 \x01(\x04\"+\n\x15GetSessionInfoRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\xaf\x01\n\x16GetSessionInfoResponse\x12\x16\n\x0ehistory_length\x18\x01 \x01(\x04\x12\x15\n\rkv_live_bytes\x18\x02 \x01(\x04\x12\'\n\x1f\x63\x61\x63he_invariant_inv1_violations\x18\x03 \x01(\x04\x12\'\n\x1f\x63\x61\x63he_invariant_inv2_violations\x18\x04 \x01(\x04\x12\x14\n\x0cidle_seconds\x18\x05 \x01(\x01\x32\xa4\x03\n\x0eRuntimeService\x12R\n\rCreateSession\x12\x1f.kakeya.v1.CreateSessionRequest\x1a .kakeya.v1.CreateSessionResponse\x12O\n\x0c\x41ppendTokens\x12\x1e.kakeya.v1.AppendTokensRequest\x1a\x1f.kakeya.v1.AppendTokensResponse\x12\x45\n\x08Generate\x12\x1a.kakeya.v1.GenerateRequest\x1a\x1b.kakeya.v1.GenerateResponse0\x01\x12O\n\x0c\x43loseSession\x12\x1e.kakeya.v1.CloseSessionRequest\x1a\x1f.kakeya.v1.CloseSessionResponse\x12U\n\x0eGetSessionInfo\x12 .kakeya.v1.GetSessionInfoRequest\x1a!.kakeya.v1.GetSessionInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,19 +44,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLOSESESSIONRESPONSE']._serialized_start=323
   _globals['_CLOSESESSIONRESPONSE']._serialized_end=375
   _globals['_GENERATEREQUEST']._serialized_start=378
-  _globals['_GENERATEREQUEST']._serialized_end=587
-  _globals['_GENERATERESPONSE']._serialized_start=590
-  _globals['_GENERATERESPONSE']._serialized_end=730
-  _globals['_GENERATEDONE']._serialized_start=733
-  _globals['_GENERATEDONE']._serialized_end=1250
-  _globals['_GENERATEDONE_STOPREASON']._serialized_start=1106
-  _globals['_GENERATEDONE_STOPREASON']._serialized_end=1250
-  _globals['_HISTORYTRUNCATED']._serialized_start=1252
-  _globals['_HISTORYTRUNCATED']._serialized_end=1299
-  _globals['_GETSESSIONINFOREQUEST']._serialized_start=1301
-  _globals['_GETSESSIONINFOREQUEST']._serialized_end=1344
-  _globals['_GETSESSIONINFORESPONSE']._serialized_start=1347
-  _globals['_GETSESSIONINFORESPONSE']._serialized_end=1522
-  _globals['_RUNTIMESERVICE']._serialized_start=1525
-  _globals['_RUNTIMESERVICE']._serialized_end=1945
+  _globals['_GENERATEREQUEST']._serialized_end=617
+  _globals['_GENERATERESPONSE']._serialized_start=620
+  _globals['_GENERATERESPONSE']._serialized_end=760
+  _globals['_GENERATEDONE']._serialized_start=763
+  _globals['_GENERATEDONE']._serialized_end=1280
+  _globals['_GENERATEDONE_STOPREASON']._serialized_start=1136
+  _globals['_GENERATEDONE_STOPREASON']._serialized_end=1280
+  _globals['_HISTORYTRUNCATED']._serialized_start=1282
+  _globals['_HISTORYTRUNCATED']._serialized_end=1329
+  _globals['_GETSESSIONINFOREQUEST']._serialized_start=1331
+  _globals['_GETSESSIONINFOREQUEST']._serialized_end=1374
+  _globals['_GETSESSIONINFORESPONSE']._serialized_start=1377
+  _globals['_GETSESSIONINFORESPONSE']._serialized_end=1552
+  _globals['_RUNTIMESERVICE']._serialized_start=1555
+  _globals['_RUNTIMESERVICE']._serialized_end=1975
 # @@protoc_insertion_point(module_scope)

@@ -101,6 +101,7 @@ PARAMS = st.builds(
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
     top_k=st.sampled_from([0, 1, 5, 95, 96, 2**31 - 1]),
     top_p=st.sampled_from([1.0, 0.9, 0.5, 0.1]),
+    min_p=st.sampled_from([0.0, 0.05, 0.4, 1.0]),
     seed=st.integers(0, 2**64 - 1),
 )
 MIXED = st.lists(

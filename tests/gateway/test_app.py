@@ -179,12 +179,13 @@ async def test_sampling_and_extensions_reach_the_engine(folder):
             top_p=0.9,
             seed=7,
             max_completion_tokens=5,
-            extra_body={"top_k": 3, "draft_policy": "off"},
+            extra_body={"top_k": 3, "min_p": 0.25, "draft_policy": "off"},
         )
         await served.openai.chat.completions.create(model="toy", messages=HI)
     asked, plain = model.requests
     sampling = asked.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 3)
+    assert (sampling.min_p, plain.sampling.min_p) == (0.25, 0.0)
     assert (sampling.seed, asked.max_tokens, asked.draft_sources) == (7, 5, ())
     assert asked.stop_token_ids == {0, 2}
     assert "system\naa<" in model.tokenizer.decode(asked.token_ids, skip_special_tokens=False)

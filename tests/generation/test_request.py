@@ -19,6 +19,9 @@ from kakeya.generation.request import Sampling
         ("top_p", 0.0, "above 0 and at most 1"),
         ("top_p", 1.01, "above 0 and at most 1"),
         ("top_p", math.nan, "above 0 and at most 1"),
+        ("min_p", -0.1, r"in 0\.\.1"),
+        ("min_p", 1.01, r"in 0\.\.1"),
+        ("min_p", math.nan, r"in 0\.\.1"),
     ],
 )
 def test_a_sampling_parameter_out_of_range_is_refused_by_name(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.sample_utils import apply_min_p
 
 from kakeya.decoding.draft.sampling import gumbel, probabilities
 from kakeya.decoding.draft.sampling import select as reference
@@ -36,6 +38,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
         Sampling(temperature=1.3, top_k=3, seed=3),
         Sampling(temperature=1.0, top_p=0.7, seed=4),
         Sampling(temperature=0.8, top_k=4, top_p=0.9, seed=5),
+        Sampling(temperature=1.2, min_p=0.3, seed=6),
+        Sampling(temperature=1.2, top_p=0.95, top_k=4, min_p=0.2, seed=7),
     ],
 )
 def test_selection_draws_from_the_reference_distribution(sampling: Sampling) -> None:
@@ -49,6 +53,28 @@ def test_selection_draws_from_the_reference_distribution(sampling: Sampling) -> 
     chi_square = float((((seen - expected) ** 2)[kept] / expected[kept]).sum())
     # 99.99th percentile of chi-square with 5 degrees of freedom.
     assert chi_square < 25.7
+
+
+@pytest.mark.parametrize("min_p", [0.001, 0.05, 0.3, 0.99])
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
+def test_min_p_keeps_the_tokens_that_mlx_lm_keeps(min_p: float, temperature: float) -> None:
+    logits = 3 * np.random.default_rng(5).normal(size=(40, 96)).astype(np.float32)
+    scaled = mx.array(logits) / temperature
+    theirs = apply_min_p(scaled - mx.logsumexp(scaled, axis=-1, keepdims=True), min_p) > -mx.inf
+    sampling = Sampling(temperature=temperature, min_p=min_p, seed=3)
+    ours = np.stack([probabilities(row, sampling) > 0 for row in logits])
+    assert ours.tolist() == theirs.tolist()
+    for first_position in range(0, 400, 40):
+        drawn = select(mx.array(logits), sampling, first_position)
+        assert all(ours[row, token] for row, token in enumerate(drawn.tolist()))
+
+
+@pytest.mark.parametrize("min_p", [0.0, 1e-30])
+def test_a_min_p_that_drops_nothing_changes_nothing(min_p: float) -> None:
+    logits = mx.array(np.random.default_rng(6).normal(size=(200, 96)).astype(np.float32))
+    sampling = Sampling(temperature=1.3, top_k=20, top_p=0.9, seed=4)
+    expected = select(logits, sampling, 7).tolist()
+    assert select(logits, replace(sampling, min_p=min_p), 7).tolist() == expected
 
 
 def test_noise_belongs_to_the_position_not_to_the_row() -> None:

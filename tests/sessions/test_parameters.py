@@ -36,6 +36,9 @@ def read(session=None, **fields):
         ({"top_p": 0.0}, "top_p is 0, it must be above 0 and at most 1"),
         ({"top_p": 1.5}, "top_p is 1.5, it must be above 0 and at most 1"),
         ({"top_p": float("nan")}, "top_p is nan, it must be above 0 and at most 1"),
+        ({"min_p": -0.5}, "min_p is -0.5, it must be in 0..1 (0 drops no token)"),
+        ({"min_p": 1.5}, "min_p is 1.5, it must be in 0..1 (0 drops no token)"),
+        ({"min_p": float("nan")}, "min_p is nan, it must be in 0..1 (0 drops no token)"),
         ({"top_k": 98}, "top_k is 98, it must be in 0..97 (the vocabulary; 0 keeps all of it)"),
     ],
 )
@@ -54,6 +57,19 @@ def test_an_empty_history_is_told_to_append_a_prompt_first():
 def test_unset_sampling_is_greedy_over_the_whole_vocabulary():
     sampling = read().sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 1.0, 0)
+
+
+def test_each_parameter_that_is_set_is_taken():
+    given = {"temperature": 0.5, "top_p": 0.25, "top_k": 9, "seed": 7, "min_p": 0.125}
+    assert read(**given).sampling == Sampling(**given)
+
+
+async def test_each_parameter_of_the_client_reaches_the_model(node):
+    given = {"temperature": 0.5, "top_p": 0.25, "top_k": 9, "seed": 7, "min_p": 0.125}
+    async with await node.client.create_session() as session:
+        await session.append([1, 2])
+        assert [token async for token in session.generate(3, **given)]
+    assert node.model.requests[-1].sampling == Sampling(**given)
 
 
 def test_an_unset_seed_is_drawn_and_zero_is_a_seed():

@@ -12,6 +12,8 @@ This is the reference, in numpy: an engine does the same in its framework, from 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -39,7 +41,7 @@ def select(logits: Floats, sampling: Sampling, noise: Floats) -> int:
     """Select one token. Shapes: logits [V], noise [V]; the noise is not looked at when greedy.
 
     Top-k counts first, then top-p of what it left; tokens as likely as the last kept one stay.
-    Equal scores select the lowest id.
+    Min-p looks at the most likely token only. Equal scores select the lowest id.
     """
     if sampling.is_greedy:
         return int(np.argmax(logits))
@@ -54,7 +56,7 @@ def probabilities(logits: Floats, sampling: Sampling) -> Floats:
 
 
 def _kept(scaled: Floats, sampling: Sampling) -> Floats:
-    """Replace what top-k and top-p drop by minus infinity."""
+    """Replace the scores that top-k, top-p and min-p drop by minus infinity."""
     if 0 < sampling.top_k < len(scaled):
         scaled = np.where(scaled < np.sort(scaled)[-sampling.top_k], -np.inf, scaled)
     if sampling.top_p < 1.0:
@@ -63,6 +65,8 @@ def _kept(scaled: Floats, sampling: Sampling) -> Floats:
         # The most likely token always stays; another one while the mass before it is below top_p.
         last = descending[max(1, int((before < sampling.top_p).sum())) - 1]
         scaled = np.where(scaled < last, -np.inf, scaled)
+    if sampling.min_p > 0.0:
+        scaled = np.where(scaled < scaled.max() + math.log(sampling.min_p), -np.inf, scaled)
     return scaled.astype(np.float32)
 
 

@@ -4,7 +4,7 @@ the parameter. Nothing is ignored in silence.
     honoured      model, messages | prompt, max_tokens, max_completion_tokens, temperature, top_p,
                   seed, stop, stream, stream_options.include_usage; of chats tools with
                   tool_choice "none": the model is shown them, and answers with a message
-    extensions    top_k; draft_policy ("auto", "off", "ngram", "peer", MODEL@HOST:PORT);
+    extensions    top_k; min_p; draft_policy ("auto", "off", "ngram", "peer", MODEL@HOST:PORT);
                   deadline_s: how long the caller waits for the first token, loading included;
                   conversation_id, prompt_cache_key, prompt_cache_retention: see `cache_params`;
                   priority, service_tier, user, safety_identifier: see `share_params`
@@ -105,7 +105,6 @@ _NO_OPS: Mapping[str, Callable[[object], bool]] = {
     "presence_penalty": _is_number(0),
     "frequency_penalty": _is_number(0),
     "repetition_penalty": _is_number(1),
-    "min_p": _is_number(0),
     "logit_bias": _is({}),
     "logprobs": _is(False),
     "top_logprobs": _is(0),
@@ -123,7 +122,7 @@ _NO_OPS: Mapping[str, Callable[[object], bool]] = {
 }
 _SHARED = frozenset(
     {"model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream"}
-    | {"stream_options", "draft_policy", "deadline_s"}
+    | {"min_p", "stream_options", "draft_policy", "deadline_s"}
     | CACHE_PARAMS
     | SHARE_PARAMS
 )
@@ -267,6 +266,7 @@ def _sampling(body: Mapping[str, object]) -> Sampling:
         top_p=number(body, "top_p", 0, 1, default=1.0),
         top_k=integer(body, "top_k", 0, 2**31 - 1, default=0),
         seed=integer(body, "seed", 0, MAX_SEED, default=0),
+        min_p=number(body, "min_p", 0, 1, default=0.0),
     )
 
 

@@ -33,6 +33,8 @@ def chi_square(drawn: np.ndarray, expected: np.ndarray) -> float:
         Sampling(temperature=1.0, top_k=3, seed=3),
         Sampling(temperature=1.3, top_p=0.8, seed=4),
         Sampling(temperature=0.9, top_p=0.9, top_k=4, seed=5),
+        Sampling(temperature=1.2, min_p=0.3, seed=6),
+        Sampling(temperature=1.2, top_p=0.95, top_k=4, min_p=0.2, seed=7),
     ],
 )
 def test_draws_follow_the_models_distribution(params):
@@ -77,6 +79,19 @@ def test_top_k_1_is_greedy():
 def test_a_tiny_top_p_keeps_the_most_likely_token():
     params = Sampling(temperature=1.0, top_p=1e-6, seed=3)
     assert set(draw(params, 50).tolist()) == {3}
+
+
+def test_a_min_p_of_1_keeps_the_most_likely_token():
+    params = Sampling(temperature=1.0, min_p=1.0, seed=3)
+    assert set(draw(params, 50).tolist()) == {3}
+
+
+@pytest.mark.parametrize("min_p", [0.01, 0.1, 0.5, 0.9])
+def test_min_p_keeps_tokens_by_their_part_of_the_most_likely_one(min_p):
+    whole = probabilities(LOGITS, Sampling(temperature=1.5))
+    kept = probabilities(LOGITS, Sampling(temperature=1.5, min_p=min_p))
+    assert (kept > 0).tolist() == (whole >= min_p * whole.max()).tolist()
+    assert kept.sum() == pytest.approx(1)
 
 
 def test_a_key_depends_on_seed_and_position_only():

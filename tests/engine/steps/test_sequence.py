@@ -27,6 +27,7 @@ from tests.engine.rig import Rig, collect, load_rig, tools
 NGRAM = (DraftSource(kind="ngram"),)
 CYCLE = [5, 9, 13, 2, 7] * 6
 KEYED = Sampling(temperature=0.9, top_p=0.95, top_k=40, seed=11)
+MIN_P = Sampling(temperature=1.1, min_p=0.2, seed=12)
 ARCHITECTURES = ("llama", "qwen3", "gemma3", "mamba")
 
 
@@ -63,7 +64,7 @@ def test_plain_decoding_is_mlx_lms_greedy(rig: Rig) -> None:
     assert done.usage.verified == 0
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), KEYED], ids=["greedy", "keyed"])
+@pytest.mark.parametrize("sampling", [Sampling(), KEYED, MIN_P], ids=["greedy", "keyed", "min_p"])
 def test_ngram_drafts_never_change_tokens(rig: Rig, sampling: Sampling) -> None:
     plain, _ = rig.run(job(sampling=sampling))
     drafted, done = rig.run(job(sampling=sampling, draft_sources=NGRAM))
