@@ -1,14 +1,14 @@
 """The HTTP gateway of a node: one Starlette application over the models of a directory.
 
-    GET  /v1/models, /v1/models/{id}     what is served
+    GET  /v1/models, /v1/models/{id}     the served models
     POST /v1/chat/completions            OpenAI chat, streamed or not
     POST /v1/completions                 OpenAI completions, streamed or not
-    POST /v1/precache                    have a prefix warm before it is asked for
+    POST /v1/precache                    warm a prefix before a request needs it
     GET  /healthz                        200 while the process lives
     GET  /readyz                         200 when the default model serves (or, on a node that
                                          only drafts, all that draft), else 503 and why
     GET  /metrics                        Prometheus
-    GET  /api/v1/status, /api/v1/fleet   what the node tells of itself; fleet is its `fleet` entry
+    GET  /api/v1/status, /api/v1/fleet   status of the node; fleet is its `fleet` entry
 
 Parsing is in `openai`, running in `generation`, admission and errors in `edge`.
 """
@@ -58,11 +58,11 @@ def build_app(
 ) -> Starlette:
     """Build the application.
 
-    `status` is what /api/v1/status shows; `hosts` are names and addresses, without ports, that the
-    node may be called by beside loopback and the address that a connection came in by; `figures`
+    `status` gives the body of /api/v1/status; `hosts` are names and addresses, without ports, by
+    which callers may reach the node, beside loopback and the connection's own address; `figures`
     gives those of other floors per scrape; `proposers` are the configured models that only
     draft; `unready` says why the node as a whole does not serve now, "" while it does.
-    `texts` are those that others of the node use too; None = nobody does.
+    `texts` are shared with other parts of the node; None = the application makes its own.
     """
     metrics = HttpMetrics(figures)
     texts = texts or Texts(clock.wall)
@@ -127,7 +127,7 @@ class Gateway:
         self._created_at = created_at
 
     def routes(self) -> list[Route]:
-        """Every path that is served."""
+        """The served paths."""
         chat = GenerationRoute("chat", parse_chat, self._generations)
         completion = GenerationRoute("completion", parse_completion, self._generations)
         return [
@@ -180,7 +180,7 @@ class Gateway:
         return _json(body, 503 if reason else 200)
 
     def _decisive_model(self) -> ServedModel | DraftModelState | None:
-        """The default model; on a node that only drafts, a model that does not yet, or any."""
+        """The default model; on a draft-only node a model that is not ready yet, or else any."""
         if models := self._directory.verifiers():
             return models[0]
         proposers = self._proposers()
@@ -211,7 +211,7 @@ class Gateway:
 
 
 def _is_ready(model: ServedModel | DraftModelState) -> bool:
-    """Whether a request that comes now finds the model, or has it loaded."""
+    """Whether a request at this moment finds the model, or has it loaded."""
     if model.state is ModelState.READY:
         return True
     return model.state is ModelState.UNLOADED and not isinstance(model, DraftModelState)

@@ -63,7 +63,7 @@ from kakeya.wire.security import CLIENT_NAME
 
 Request = ChatRequest | CompletionRequest
 _WHOLE_FRAME_S = 0.25
-"""Between two messages of an answer that is sent in one piece: what an engine that dies loses."""
+"""Between two messages of an answer that is sent whole; a dying engine loses as much work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class HttpGeneration:
 
 
 class Generations:
-    """Runs generations for HTTP clients; what the two routes share."""
+    """Runs generations for HTTP clients, of both routes."""
 
     def __init__(
         self,
@@ -137,8 +137,7 @@ class Generations:
 
     @contextmanager
     def admitted(self, share: str, user: str = "") -> Iterator[None]:
-        """Hold one of the places, for whoever the request is counted to. Raises QueueFull when all
-        are taken."""
+        """Hold a place for a request of this share. Raises QueueFull when all are taken."""
         full = f"{self._crowd.total} generations are running, which is the limit"
         try:
             with self._crowd.member(share, user, full):
@@ -220,10 +219,11 @@ class Generations:
             self._precache.turn_ended(job.claim, functools.partial(self._next_tokens, job))
 
     async def _next_tokens(self, job: HttpGeneration) -> Sequence[int]:
-        """What the next turn of a conversation begins with; elsewhere the prompt, to be repeated.
+        """The tokens that the next turn of a conversation begins with; without a conversation the
+        prompt, since it may be repeated.
 
-        Marked with its cuts. Nothing where the context has no room for another turn. Raises what
-        rendering raises.
+        The tokens are marked with their cuts; () where the context has no room for another turn.
+        Raises as rendering does.
         """
         if not job.claim.use.keys.conversation_id:
             return marked(job.request.token_ids, job.request.cuts)
@@ -337,7 +337,7 @@ class GenerationRoute:
 
 
 def client_of(scope: Scope) -> str:
-    """Who calls, by its own word: HTTP has no certificates here. "" = it says nothing."""
+    """The name that a caller gives, "" = none; HTTP has no certificates here to prove it."""
     return Headers(scope=scope).get(CLIENT_NAME, "")
 
 
@@ -350,7 +350,7 @@ async def _prompt_ids(asked: Request, text: TextModel, facts: ModelFacts) -> tup
 async def _cuts(
     asked: Request, token_ids: Sequence[int], text: TextModel, facts: ModelFacts
 ) -> tuple[int, ...]:
-    """Where others are likely to part from a prompt; of one without messages nobody can tell."""
+    """The places where other prompts are likely to part from a prompt of messages; else ()."""
     if not isinstance(asked, ChatRequest):
         return ()
     at_most = most_prompt_tokens(facts)
@@ -358,12 +358,12 @@ async def _cuts(
 
 
 def _frame_s(params: GenerationParams) -> float:
-    """Nobody reads the words of a whole answer as they come, except to find where it stops."""
+    """An answer that is sent whole needs its tokens seldom, unless a stop string may end it."""
     return 0.0 if params.stream or params.stop else _WHOLE_FRAME_S
 
 
 def _room(params: GenerationParams, prompt_tokens: int, facts: ModelFacts) -> int:
-    """How many tokens may be generated: what was asked, at most what the context holds."""
+    """How many tokens may be generated: as many as asked, and at most the rest of the context."""
     check_prompt(prompt_tokens, facts)
     room = facts.context_tokens - prompt_tokens
     return room if params.max_tokens is None else min(params.max_tokens, room)

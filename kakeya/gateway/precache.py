@@ -1,17 +1,17 @@
-"""POST /v1/precache: have a prefix warm before anybody waits for it.
+"""POST /v1/precache: warm a prefix before a request needs it.
 
     model               as for /v1/chat/completions
-    messages | prompt   what requests will begin with; messages that end with the user's are a whole
-                        request, others end where the user's next message begins
-    tools               what a chat template shows the model beside the messages
+    messages | prompt   the beginning of later requests; messages that end with the user's are a
+                        whole request, other messages end where the user's next message begins
+    tools               tools that a chat template shows the model beside the messages
     conversation_id, prompt_cache_key
-                        whom it is for, as in the requests that will come
-    retention           "short" (default) | "long" | "extended" (default with pin): for how long it
-                        is of use
-    pin                 true: nothing takes its place until then, or until it is sent again without
+                        the requests that it is for, as these will name themselves
+    retention           "short" (default) | "long" | "extended" (default with pin): for how long
+                        the prefix is kept
+    pin                 true: nothing takes its place for that time, unless it is sent again without
 
-The answer tells what became of it. A prefix that could not be warmed is no error: the requests that
-begin with it compute it. What cannot be meant is a 400 that names the field.
+The answer tells the outcome. A prefix that could not be warmed is no error: the requests that begin
+with it compute it. A field that cannot be meant is a 400 that names it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def parse_precache(body: Mapping[str, object]) -> PrecacheRequest:
 
 
 def segments_of(messages: Sequence[Message], tools: Sequence[Tool]) -> list[PromptSegment]:
-    """The pieces of a prefix, all of them stable: it is what it is filed under without a key."""
+    """The pieces of a prefix, all stable: they name a prefix without a key."""
     pieces = [_json(list(tools))] if tools else []
     pieces += [_json(dict(message)) for message in messages]
     return [PromptSegment(content=piece, stable=True) for piece in pieces]
@@ -146,7 +146,7 @@ class PrecacheRoute:
 
 
 def _filed(asked: PrecacheRequest) -> CacheUse:
-    """What the prefix is filed under: what its sender says, or else its own content."""
+    """The keys of a prefix: the sender's, or else a digest of its content."""
     if asked.use.keys != CacheKeys():
         return asked.use
     segments = (

@@ -1,7 +1,7 @@
-"""Who asks, and how urgently, as the doors read it: what fair shares and the order of work go by.
+"""The caller of a request and its urgency, for fair shares and for the order of work.
 
-A caller is its own word for itself where nobody proves it; without a word it is the machine that it
-calls from. It is for shares alone: what a caller may do is decided elsewhere.
+A caller without a certificate is known by the name that it gives, and without a name by its
+machine. The name counts for shares alone: `wire/server` decides what a caller may do.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kakeya.generation.request import GenerationPriority
 PRIORITY = "x-kakeya-priority"
 """Metadata of a gRPC call: 0 or urgent, 1 or normal, 2 or batch."""
 ASKABLE = (GenerationPriority.URGENT, GenerationPriority.NORMAL, GenerationPriority.BATCH)
-"""What a caller may ask for; speculative work is the node's own."""
+"""The priorities that a caller may ask for; speculative work is the node's own."""
 _WORDS: Mapping[str, GenerationPriority] = {
     word: priority for priority in ASKABLE for word in (str(int(priority)), priority.name.lower())
 }
 
 
 def read_priority(metadata: Iterable[tuple[str, str | bytes]]) -> GenerationPriority:
-    """How urgent a gRPC call says it is; absent is NORMAL. Raises InvalidArgument."""
+    """Read the priority that a gRPC call asks for; absent is NORMAL. Raises InvalidArgument."""
     said = next((value for key, value in metadata if key == PRIORITY), "")
     if not said:
         return GenerationPriority.NORMAL
@@ -34,6 +34,6 @@ def read_priority(metadata: Iterable[tuple[str, str | bytes]]) -> GenerationPrio
 
 
 def peer_host(peer: str) -> str:
-    """The machine in what gRPC calls a peer, as ipv4:10.0.0.7:50312; the whole of it elsewhere."""
+    """The machine of a gRPC peer name such as ipv4:10.0.0.7:50312; of another name all of it."""
     kind, _, address = peer.partition(":")
     return address.rpartition(":")[0] if kind in ("ipv4", "ipv6") else peer

@@ -1,16 +1,17 @@
-"""Cuts: places of a prompt, beside the grid, at which others are likely to part from it.
+"""Cuts: places of a prompt, beside the grid, at which other prompts are likely to part from it.
 
     system prompt and tools | first message | answer | next message | ...
                             cut             cut      cut
 
 Prefill computes in pieces, and on most devices the bits of KV depend on where these end. A piece
-ends at each cut of a request, be it cold or warm; so the KV in front of a cut is the same for all
-who share that text and its earlier cuts, and what lies behind one only for those who have it too.
+ends at each cut of a request, be it cold or warm. So the KV in front of a cut is the same for all
+requests that share that text and its earlier cuts, and the KV behind a cut is the same for those
+requests that also share the cut.
 
-That is written into the text itself: the first token behind a cut is *marked*, by its highest bit,
-which no vocabulary needs. Marked texts are compared, named, kept and sent as others are, and equal
-ones mean equal cuts. A text that ends at a cut has no mark for it: whatever ends there, ends a
-piece there. Texts are packed as `core.units.pack_ids` does.
+The cuts are written into the text itself: the first token behind a cut is *marked*, by its highest
+bit, which no vocabulary needs. Marked texts are compared, named, kept and sent like other texts,
+and equal marked texts have equal cuts. A text that ends at a cut has no mark for it, since the end
+of a text ends a piece anyway. Texts are packed as `core.units.pack_ids` does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _TOKEN_BYTES = 4
 
 
 def marked(token_ids: Sequence[int], cuts: Iterable[int]) -> list[int]:
-    """Mark what lies behind each cut; those outside of the text are passed over."""
+    """Mark the token behind each cut; cuts outside of the text are passed over."""
     text = list(token_ids)
     for cut in cuts:
         if 0 < cut < len(text):
@@ -54,8 +55,8 @@ def last_place(packed: bytes, most: int, grain: int) -> int:
 
 
 def usable(ours: bytes, theirs: bytes, shared: int, grain: int) -> int:
-    """How many tokens of the KV of one text serve another, of which the first `shared` are equal:
-    up to the last place at which a piece ends in both."""
+    """How many tokens of the KV of our text serve their text, where the first `shared` are equal:
+    up to the last place at which a piece ends in both texts."""
     place = last_place(ours, shared, grain)
     ends_too = shared * _TOKEN_BYTES == len(theirs) or is_cut(theirs, shared)
     if place < shared or ends_too or not shared % grain:

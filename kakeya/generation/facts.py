@@ -1,4 +1,4 @@
-"""What an engine tells of its model and of itself: facts of the load, live numbers, its state."""
+"""Facts of a loaded model, and the live numbers and the state of its engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ModelFacts:
     kv_layout: str = ""
     """Meaning of a block's bytes, as canonical JSON; equal only for blocks of the same kind."""
     kv_exactness: str = ""
-    """What else must be equal for blocks of the very same bits, as canonical JSON."""
+    """The other conditions for blocks of the very same bits, as canonical JSON."""
     weights_state: str = ""
     """Of the files that the weights were read from; "" = not known."""
     prefill_grid: tuple[tuple[int, int], ...] = ()
@@ -52,7 +52,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What an engine child occupies now, in bytes; `resident_bytes` includes the others.
+    """Bytes that an engine child occupies; `resident_bytes` includes the other fields.
 
     `mlx_cache_bytes` are buffers that no array uses, `idle_kv_bytes` KV that no generation uses:
     both can be given back. `limit_bytes` is the bound that was set, 0 = none.
@@ -82,8 +82,8 @@ class EngineStats:
     footprint: Footprint | None = None
     adapter_ids: tuple[str, ...] = ()
     batch_rows: int = 0
-    """Rows of the last forward over several sequences; 0 = there was none yet, 1 = it failed, and
-    they take turns for a while."""
+    """Rows of the last forward over several sequences; 0 = there was none yet, 1 = the forward
+    failed, and the sequences take turns for a while."""
 
 
 class ModelState(StrEnum):

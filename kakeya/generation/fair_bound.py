@@ -1,12 +1,14 @@
-"""How many may be in at a time, so that no client keeps the others out.
+"""A bound on the requests inside at a time, shared so that no client keeps the others out.
 
-As long as there is room, anybody comes in. Beyond that only who has fewer in than its part, which
-is the bound divided among the clients that are there, itself included; and never more than twice as
-many in all. So one client may take everything, and the next one still gets in at once.
+While there is room, each request enters. Beyond the bound a request enters only if its client has
+fewer requests inside than the client's part: the bound divided among the clients that are inside,
+its own included. The requests inside are never more than twice the bound. So one client may take
+all the room, and the first request of the next client still enters at once.
 
-A client's part is divided among its users in the same way: one that has fewer in than its part of
-that comes in beyond it, beside what is counted, and never more than the bound in all. So neither
-keeps a user those of the same client out, nor a client others, however many users it names.
+A client's part is divided among its users in the same way. A user with fewer requests inside than
+the user's part enters even when its client has its part; these entries are counted beside the
+others, and are never more than the bound. So no user keeps another user of its client out, and no
+client keeps another client out by naming many users.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ RETRY_S = 1.0
 
 
 class FairBound:
-    """Who is in, of `most` at a time."""
+    """The requests inside, `most` at a time."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -31,16 +33,16 @@ class FairBound:
 
     @property
     def total(self) -> int:
-        """How many are in."""
+        """Requests inside."""
         return self._total + self._beside
 
     def has_room(self, client: str, user: str = "") -> bool:
-        """Whether one more of this client's user may come in."""
+        """Whether one more request of this user of the client may enter."""
         return self._has_room_for(client) or self._has_room_beside(client, user)
 
     @contextmanager
     def member(self, client: str, user: str, says_full: str) -> Iterator[None]:
-        """Be in. Raises QueueFull with `says_full` where there is no room."""
+        """Stay inside for the `with`. Raises QueueFull with `says_full` when there is no room."""
         is_beside = not self._has_room_for(client)
         if is_beside and not self._has_room_beside(client, user):
             raise QueueFull(f"{says_full}: try again later", retry_after_s=RETRY_S)
@@ -56,7 +58,7 @@ class FairBound:
         return self._in(client) < self._part(client) and self._total < 2 * self._most
 
     def _has_room_beside(self, client: str, user: str) -> bool:
-        """Whether a user may come in although its client has its part."""
+        """Whether a request of the user may enter although the client has its part."""
         users = self._inside.get(client, Counter())
         part = self._part(client)
         part_of_user = part // (len(users) + (user not in users))

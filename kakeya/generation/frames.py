@@ -58,7 +58,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Prompt tokens whose KV is there, the `cached_tokens` from earlier requests included."""
+    """Prompt tokens with KV, the `cached_tokens` from earlier requests included."""
 
     computed_tokens: int
     total_tokens: int

@@ -27,10 +27,10 @@ class PageRef:
 class KvPages:
     """Pages for one block of KV; `index` counts blocks from the beginning of the history.
 
-    `has_state`: the recurrent state at the end of the block lies behind its KV, or is to.
-    `tokens` of it are meant, from its beginning; 0 = a whole block. Of blocks to begin from only
-    the last may be shorter; of pages to fill those for what ends at a cut, or with the prompt.
-    `is_cut`: a piece of prefill ended behind the tokens that are meant, though the block goes on.
+    `has_state`: the recurrent state at the end of the block lies behind its KV, or will.
+    `tokens` of the block are meant, from its beginning; 0 = a whole block. Of blocks to begin from
+    only the last may be shorter; pages to fill may be shorter where a block ends at a cut or with
+    the prompt. `is_cut`: a piece of prefill ended behind these tokens, though the block goes on.
     """
 
     index: int
@@ -42,10 +42,10 @@ class KvPages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvOffer:
-    """What one engine process begins from, and the pages that it may fill.
+    """Blocks that one engine process begins from, and the pages that it may fill.
 
-    `logits` are those behind the history, float32, little-endian, b"" = not known;
-    `wants_logits`: the exchange is to be told of them.
+    `logits` are the logits behind the history, float32, little-endian, b"" = not known;
+    `wants_logits`: the engine shall tell the exchange of them.
     """
 
     blocks: tuple[KvPages, ...] = ()
@@ -61,34 +61,35 @@ NO_KV = KvOffer()
 class KvExchange(Protocol):
     """KV blocks of one generation, between the node's pages and its engines.
 
-    For each engine process that is asked: `offer`, then `imported`, `exported` and `history_logits`
-    as it tells, then `ended`, whatever happened. Never raises: without blocks a prompt is computed.
+    Calls, for each engine process: `offer`, then `imported`, `exported` and `history_logits` as the
+    engine's frames come, then `ended` in any case. Never raises: without blocks the engine computes
+    the prompt.
     """
 
     async def offer(self, token_ids: Sequence[int], pid: int) -> KvOffer:
-        """Blocks of this history, pinned for the engine process, and pages for others."""
+        """Blocks of this history, pinned for the engine process, and pages for further blocks."""
         ...
 
     def imported(self, tokens: int) -> None:
-        """The engine took so many tokens from the offered blocks, and needs them no longer."""
+        """The engine took so many tokens from the offered blocks, and the pins may end."""
         ...
 
     def exported(self, index: int, tokens: int) -> None:
-        """The engine filled the pages of a block, or of a tail with so many tokens; 0 = a block."""
+        """The engine filled the pages of a block, or of a tail of `tokens` tokens; 0 = a block."""
         ...
 
     def history_logits(self, logits: bytes) -> None:
-        """The logits behind the history, as an offer is to have them. Shape: [V]."""
+        """The logits behind the history, in the form of `KvOffer.logits`. Shape: [V]."""
         ...
 
     async def park(self, lengths: Sequence[int]) -> tuple[PageRef, ...]:
         """Pages of these lengths, in bytes, for KV of this generation, which is set aside.
 
-        They are its own until the next call, or until `ended`. () = there are none, or, with no
-        lengths, it needs none any more.
+        The generation keeps the pages until the next call, or until `ended`; no lengths give them
+        back. () = there are no pages.
         """
         ...
 
     def ended(self) -> None:
-        """No more comes from this engine process."""
+        """The engine process sends nothing more."""
         ...

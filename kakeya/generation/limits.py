@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 MAX_PROMPT_TOKENS = 128 * 1024
-"""Of one call: what a caller may have checked, copied and computed at one go."""
+"""Tokens that one call may have checked, copied and computed."""

@@ -12,7 +12,7 @@ from kakeya.generation.request import DecodeRequest, DraftSource
 
 
 class ServedModel(Protocol):
-    """One model of this node, whoever runs it."""
+    """One model of this node, served by any backend."""
 
     @property
     def model_id(self) -> str:
@@ -21,16 +21,16 @@ class ServedModel(Protocol):
 
     @property
     def state(self) -> ModelState:
-        """Where it is in its life now."""
+        """State of the model."""
         ...
 
     @property
     def last_error(self) -> str:
-        """Why it is FAILED or RESTARTING, in one sentence; "" otherwise."""
+        """Why the model is FAILED or RESTARTING, in one sentence; "" otherwise."""
         ...
 
     async def ready(self, timeout_s: float) -> ModelFacts:
-        """Wait until it serves. Raises PeerUnavailable (with retry_after_s) when it will not."""
+        """Wait until the model serves. Raises PeerUnavailable with retry_after_s if it will not."""
         ...
 
     def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
@@ -38,8 +38,8 @@ class ServedModel(Protocol):
 
         A stop token is committed: it is the last token of the stream that it ends.
 
-        Survives the death of the engine: decoding goes on in the restarted one from the tokens
-        committed so far. Raises PeerUnavailable when it cannot be restarted in time.
+        The stream survives the death of the engine: the restarted engine goes on from the tokens
+        committed so far. Raises PeerUnavailable when no engine starts in time.
         """
         ...
 
@@ -48,13 +48,13 @@ class ServedModel(Protocol):
         ...
 
     async def stats(self) -> EngineStats:
-        """Live numbers; zeros while the engine is not up."""
+        """Live numbers of the engine; zeros while none is up."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedId:
-    """A model that is another one, its parent, with an adapter; both by the names callers use."""
+    """A model with an adapter, and its `parent`, the model without; by the names callers use."""
 
     model_id: str
     parent: str
@@ -66,8 +66,8 @@ class ModelDirectory(Protocol):
     def get(self, model_id: str, client: str = "") -> ServedModel:
         """Find a model that decodes; "" is the default, BASE:NAME a model with an adapter.
 
-        `client` is who asks, "" = nobody in particular. Raises NotFound naming the served ids, and
-        Denied for an adapter of another client.
+        `client` names the caller, "" = unknown. Raises NotFound naming the served ids, and Denied
+        for an adapter of another client.
         """
         ...
 
@@ -81,7 +81,7 @@ class ModelDirectory(Protocol):
 
 
 class DraftRouter(Protocol):
-    """Who may draft for a model, by the placement of this moment."""
+    """Chooses the draft sources of a model, by the current placement."""
 
     def sources(self, facts: ModelFacts, policy: str) -> tuple[DraftSource, ...]:
         """Best first. Policies: "" or "auto", "off", "ngram", "peer", MODEL_ID@HOST:PORT.

@@ -54,9 +54,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSource:
-    """Where drafts may come from: in the engine itself, or a peer's ProposerService.
+    """A source of drafts: the n-gram index of the engine itself, or a peer's ProposerService.
 
-    `server_name` is what the peer's certificate must carry; "" = a plain connection.
+    `server_name` is the name that the peer's certificate must carry; "" = a plain connection.
     """
 
     kind: Literal["ngram", "remote"]
@@ -72,13 +72,13 @@ class DraftSource:
 
 
 class GenerationPriority(IntEnum):
-    """How urgent a generation is; a more urgent one goes first, and may interrupt a less urgent."""
+    """Urgency of a generation; a more urgent one goes first, and may interrupt a less urgent."""
 
     URGENT = 0
     NORMAL = 1
     BATCH = 2
     SPECULATIVE = 3
-    """Nobody waits for it: prefixes that are warmed ahead."""
+    """Work that no caller waits for: prefixes that are warmed ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +87,13 @@ class DecodeRequest:
 
     `kv_key` names the KV to continue from and to keep afterwards; "" keeps nothing. `adapter_id`
     names a loaded adapter; "" is the model alone. `deadline_s` is how long the caller waits for the
-    first token, None = it did not say, or has it: a model that takes longer to load is refused at
-    once. With `max_tokens` 0 the history is only prefilled, all but its last token, for `kv`, which
-    carries blocks of KV between the node's pages and its engine. `client` is who asks, for fair
-    shares, and `user` for which of its users; a smaller `priority` is more urgent. `frame_s` is how
-    long tokens may wait for others to travel with, the first ones and the last excepted; 0 = as the
-    engine likes. `cuts` are places of the history at which others are likely to part from it, in
-    order: its KV can be taken up there (`kakeya.generation.cuts`). Blocks are kept for
+    first token, None = no deadline, or the first token is there: a request is refused at once when
+    its model would load for longer. With `max_tokens` 0 the history is only prefilled, all but its
+    last token, for `kv`, which carries blocks of KV between the node's pages and its engine.
+    `client` and `user` name the caller and its user, for fair shares; a smaller `priority` is more
+    urgent. `frame_s` is how long tokens may wait for later tokens to travel with, except the first
+    and the last; 0 = the engine's own time. `cuts` are places of the history, in order, at which
+    other prompts are likely to part from it (`kakeya.generation.cuts`). Blocks are kept for
     `kv_retention`.
     """
 
@@ -114,7 +114,7 @@ class DecodeRequest:
     kv_retention: Retention = Retention.LONG
 
     def after(self, elapsed_s: float) -> DecodeRequest:
-        """The same request so much later: what is left of its deadline."""
+        """The same request `elapsed_s` later, with the rest of its deadline."""
         if self.deadline_s is None:
             return self
         return replace(self, deadline_s=max(0.0, self.deadline_s - elapsed_s))

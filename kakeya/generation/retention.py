@@ -1,8 +1,8 @@
-"""How long a prefix stays unseen, and how much what it holds is worth.
+"""How long an unused prefix is kept, and the weight of its blocks.
 
 `Retention` is a promise of time: in that window after its last use a block goes only for want of
-room; and whether a disk may have it. `BlockClass` weighs blocks against each other when there is
-want of room; what is pinned never goes, so it needs no weight.
+room. It also says whether the block may lie on a disk. `BlockClass` weighs blocks against each
+other when room is short; a pinned block never goes, so it needs no weight.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kakeya.core.errors import InvalidArgument
 
 
 class Retention(IntEnum):
-    """How long a prefix is kept, and where; the one that promises more is the larger."""
+    """How long a prefix is kept, and where; a larger value promises more."""
 
     IN_MEMORY = 1
     SHORT = 2
@@ -23,17 +23,17 @@ class Retention(IntEnum):
 
     @property
     def seconds(self) -> int:
-        """Its window."""
+        """Length of the window."""
         return _WINDOWS_S[self]
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether it is written to disk, and may go to other nodes."""
+        """Whether the prefix is written to disk, and may go to other nodes."""
         return self is not Retention.IN_MEMORY
 
     @property
     def label(self) -> str:
-        """The word for it in files and parameters."""
+        """The word in files and parameters."""
         return self.name.lower()
 
 
@@ -46,7 +46,7 @@ _WINDOWS_S: Mapping[Retention, int] = {
 
 
 class BlockClass(StrEnum):
-    """What the tokens of a block are, by who wrote them; SPECULATIVE: nobody asked for it yet."""
+    """The author of a block's tokens; SPECULATIVE: warmed ahead, no request asked for it yet."""
 
     SPECULATIVE = "speculative"
     ASSISTANT = "assistant"
@@ -56,7 +56,7 @@ class BlockClass(StrEnum):
 
     @property
     def weight(self) -> float:
-        """How often more than a speculative one it is worth keeping."""
+        """The worth of keeping the block, in speculative blocks."""
         return WEIGHTS[self]
 
 
@@ -67,7 +67,7 @@ WEIGHTS: Mapping[BlockClass, float] = {
     BlockClass.TOOL: 4.0,
     BlockClass.SYSTEM: 8.0,
 }
-"""Each step is worth one more use: frequency counts linearly beside it."""
+"""Each step is worth one more use: a block's uses count linearly beside its weight."""
 
 _RETENTIONS = {retention.label: retention for retention in Retention}
 

@@ -1,4 +1,4 @@
-"""Which models a node serves, by the names people write: embedded, a folder, a Hugging Face id.
+"""The models that a node serves, by name: an embedded model, a folder, or a Hugging Face id.
 
 Only names and folders are looked at here; weights belong to engine children.
 """
@@ -17,12 +17,12 @@ from kakeya.core.settings import Illegal
 
 EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "models"
 EMBEDDED = ("kakeya-tiny", "kakeya-tiny-draft")
-"""Models that are shipped; they share one tokenizer."""
+"""Models that are shipped, with one tokenizer."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z", re.ASCII)
 
 
 class ModelRole(StrEnum):
-    """What a model is served for."""
+    """The use of a served model."""
 
     VERIFIER = "verifier"
     PROPOSER = "proposer"
@@ -30,7 +30,7 @@ class ModelRole(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One model to serve: the name that callers use, what was asked for, and for what."""
+    """One model to serve: the name that callers use, its source as configured, and its role."""
 
     model_id: str
     source: str
@@ -38,7 +38,7 @@ class ModelSpec:
 
     @property
     def is_ngram(self) -> bool:
-        """Whether it is the model-free proposer."""
+        """Whether the spec is the proposer without a model."""
         return self.model_id == NGRAM
 
 

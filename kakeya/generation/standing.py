@@ -1,4 +1,4 @@
-"""The state of models that only draft, as the front doors report it."""
+"""The state of a draft-only model, as the front doors report it."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ _RETENTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateSummary:
-    """What a node says at the end of a generation; nodes without our extensions say less."""
+    """Summary of a generation; nodes without our extensions leave fields at 0."""
 
     end: GenerateEnd
     generated_tokens: int
@@ -88,7 +88,7 @@ class GenerateSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionInfo:
-    """What a node says about a session."""
+    """A session as its node reports it."""
 
     history_length: int
     kv_live_bytes: int
@@ -98,14 +98,14 @@ class SessionInfo:
 
 
 class Client:
-    """Speaks to one node; an `async with` that closes its channel.
+    """A client of one node; an `async with` that closes its channel.
 
-    In a fleet with identities a node on another machine wants to see a client's certificate:
-    `identity` is the folder that `kakeya join` made. Any member may then answer, or only
+    In a fleet with identities, a node on another machine asks for a client certificate: `identity`
+    is the folder that `kakeya join` made. Any member of the fleet may then answer, or only
     `node_id`, which is checked even over loopback (the end of a tunnel, say).
 
-    `client_name` is who this client is where it shows no certificate: adapters have owners. Raises
-    InvalidArgument for one that is not of printable ASCII characters.
+    `client_name` names a client without a certificate, as the owner of its adapters. Raises
+    InvalidArgument for a name with other than printable ASCII characters.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Client:
     async def create_session(
         self, *, model_id: str = "", eos_token_ids: Sequence[int] = (), label: str = ""
     ) -> ClientSession:
-        """Open a session. Without `eos_token_ids` only max_tokens and the context end it.
+        """Open a session. Without `eos_token_ids` only max_tokens and the context end a generation.
 
         Raises ConfigError for an identity that is missing or damaged.
         """
@@ -179,10 +179,10 @@ class Client:
         pin: bool = False,
         timeout_s: float = 150.0,
     ) -> WarmReport:
-        """Have a prefix warm before a session asks for it; what became of it.
+        """Warm a prefix before a session asks for it, and report the outcome.
 
-        Without `retention` it is of use for 5 minutes, and with `pin` for a day.
-        One that could not be warmed is no error. Raises what `create_session` raises.
+        Without `retention` the prefix is kept for 5 minutes, and with `pin` for a day. A prefix
+        that could not be warmed is no error. Raises as `create_session`.
         """
         if self._security is not None:
             await asyncio.to_thread(self._security.refresh)
@@ -203,7 +203,7 @@ class Client:
 
 
 class ClientSession:
-    """One session at a node; an `async with` that closes it there."""
+    """One session at a node; an `async with` that closes the session."""
 
     def __init__(
         self, stub: RuntimeServiceAsyncStub, address: str, session_id: str, timeout_s: float
@@ -227,7 +227,7 @@ class ClientSession:
 
     @property
     def session_id(self) -> str:
-        """The id that the node gave it."""
+        """The id that the node gave the session."""
         return self._session_id
 
     async def append(self, token_ids: Sequence[int]) -> int:
@@ -254,11 +254,11 @@ class ClientSession:
         priority: GenerationPriority = GenerationPriority.NORMAL,
         timeout_s: float = 3600.0,
     ) -> AsyncGenerator[int, None]:
-        """Yield token ids as they are committed; afterwards `last_done` tells how it went.
+        """Yield token ids as they are committed; afterwards `last_done` is the summary.
 
-        What one session of a conversation computed is there for the next one of the same id.
-        Raises InvalidArgument that names a parameter which is out of its range.
-        Leaving the loop early and closing the generator cancels the generation at the node.
+        KV that one session of a conversation computed serves its next session, by the same id.
+        Raises InvalidArgument that names a parameter out of its range. Leaving the loop early and
+        closing the generator cancels the generation at the node.
         """
         self.last_done = None
         request = fitted(
@@ -301,7 +301,7 @@ class ClientSession:
             call.cancel()
 
     async def info(self) -> SessionInfo:
-        """Ask for the session's numbers; does not count as use of it."""
+        """Ask for the session's numbers; the call does not count as use of the session."""
         request = pb.GetSessionInfoRequest(session_id=self._session_id)
         try:
             reply = await self._stub.GetSessionInfo(request, timeout=self._timeout_s)

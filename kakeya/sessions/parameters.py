@@ -1,4 +1,4 @@
-"""What a GenerateRequest asks for, checked before anything changes. Pure but for the seed."""
+"""The parameters of a GenerateRequest, checked before anything changes. Pure but for the seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PrecacheService on grpc.aio: prefixes by token ids, warmed before anybody waits for them."""
+"""PrecacheService on grpc.aio: prefixes by token ids, warmed before a request needs them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _RETENTIONS = {
 
 
 class PrecacheService(PrecacheServiceServicer):
-    """Translates; what is warmed and when is the node's matter."""
+    """Translates calls; the node decides which prefix is warmed, and when."""
 
     def __init__(self, models: ModelDirectory, precache: Precache) -> None:
         self._models = models
         self._precache = precache
 
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
-        """Have a prefix warm."""
+        """Warm a prefix."""
         try:
             report = await self._warm(request, client_of(context))
         except KakeyaError as error:
@@ -53,7 +53,7 @@ class PrecacheService(PrecacheServiceServicer):
         )
 
     async def Wipe(self, request: pb.WipeRequest, context: Context) -> pb.WipeResponse:
-        """Let go of everything that is kept."""
+        """Drop all kept blocks and files."""
         try:
             wiped = await self._precache.wipe()
         except KakeyaError as error:

@@ -1,8 +1,8 @@
 """RuntimeService on grpc.aio: sessions of token ids, and generation as a stream of frames.
 
 A Generate stream is at most one `truncated`, then token ids in commit order, then exactly one
-`done`. A token enters the history just before it is sent, so whatever a client has seen is in
-the history, also when the call is cancelled or the engine is lost; the session stays usable.
+`done`. A token enters the history just before it is sent. So each token that a client has seen is
+in the history, also when the call is cancelled or the engine is lost; the session stays usable.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _STOP_REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeStats:
-    """Counts over the service's life; `generates_running` is now."""
+    """Counts over the service's life, but for `generates_running`, the count of this moment."""
 
     sessions: SessionCounts
     generates_running: int = 0
@@ -112,11 +112,11 @@ class RuntimeService(RuntimeServiceServicer):
         )
 
     def health(self) -> tuple[TaskHealth, ...]:
-        """The sweep."""
+        """Health of the sweep."""
         return self._tasks.health()
 
     def drain(self, reason: str) -> None:
-        """Refuse new sessions from now on; those that exist go on."""
+        """Refuse new sessions from now on; open sessions go on."""
         self._draining = reason
 
     async def CreateSession(
@@ -159,7 +159,7 @@ class RuntimeService(RuntimeServiceServicer):
     async def GetSessionInfo(
         self, request: pb.GetSessionInfoRequest, context: Context
     ) -> pb.GetSessionInfoResponse:
-        """Look at a session without touching it: its idle time goes on."""
+        """Look at a session; its idle time goes on."""
         try:
             session = self._store.get(request.session_id)
         except KakeyaError as error:
@@ -179,8 +179,8 @@ class RuntimeService(RuntimeServiceServicer):
     ) -> None:
         """Stream a generation.
 
-        Written with `context.write`: a cancellation then surfaces here, in the frame that holds
-        the engine's stream, and not in a suspended generator that somebody has to collect.
+        The frames are sent by `context.write`: a cancellation is then raised here, in the frame
+        that holds the engine's stream, and not in a suspended generator.
         """
         self._running += 1
         try:
@@ -295,7 +295,7 @@ class RuntimeService(RuntimeServiceServicer):
         await every(interval_s, self.sweep, clock=self._clock, rng=self._rng)
 
     async def sweep(self) -> None:
-        """Forget the sessions that were idle for too long, and their KV."""
+        """Forget the sessions past their idle time, and their KV."""
         gone = self._store.sweep()
         for session in gone:
             await session.model.release(session.session_id)
@@ -304,7 +304,7 @@ class RuntimeService(RuntimeServiceServicer):
 
 
 def _claim(session: Session, context: Context) -> PrefixClaim:
-    """What a call says of the prefix of its session. Raises InvalidArgument."""
+    """Read the claim of a call on the prefix of its session. Raises InvalidArgument."""
     return PrefixClaim(
         model_id=session.model.model_id,
         facts=session.facts,
@@ -316,10 +316,10 @@ def _claim(session: Session, context: Context) -> PrefixClaim:
 
 
 def client_of(context: Context) -> str:
-    """Who calls: the node id of the certificate, or without one what the caller says of itself.
+    """The caller: the node id of its certificate, or without a certificate the name that it gives.
 
-    What is said counts on this machine, and in a fleet without identities, where nobody can prove
-    who they are: it keeps clients apart that are honest.
+    Such a name counts on this machine and in a fleet without identities, where no caller can prove
+    its name: it keeps honest clients apart.
     """
     if proven := calling_node():
         return proven
@@ -330,7 +330,7 @@ def client_of(context: Context) -> str:
 
 
 def _log_cut(session: Session, dropped: int) -> None:
-    """Say what a cut costs; each one under a configured window, which cuts every turn."""
+    """Log the cost of a cut. Under a configured window every turn cuts, and every cut is logged."""
     event(
         _log,
         "history cut",

@@ -1,13 +1,13 @@
 """One conversation as token ids: an append-only history, and the rules of its window.
 
-Pure: no I/O, no clock; callers pass `now` in monotonic seconds. A history that has no room for
-output is cut before a generation: the sink (the first tokens) and the newest window stay.
+Pure: no I/O, no clock; callers pass `now` in monotonic seconds. A history without room for output
+is cut before a generation: the sink (the first tokens) and the newest window stay.
 
     [ sink ][ dropped ][ window ........ ]  -> generate ->  [ sink ][ window ........ ][ new ]
 
-Theory: a cut moves every token behind the sink, so all their KV is computed anew. Cut to the limit
-itself, a full session would pay that at every turn; cut to half of the context, it pays once and
-then keeps its prefix until the other half has filled.
+Theory: a cut moves every token behind the sink, so all their KV is computed anew. With a cut to the
+limit itself, a full session would pay for that at every turn. With a cut to half of the context, it
+pays once and then keeps its prefix until the other half has filled.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from kakeya.generation.limits import MAX_PROMPT_TOKENS
 from kakeya.generation.model import ServedModel
 
 MAX_HISTORY_TOKENS = 1 << 20
-"""Of one session: 4 MiB in the agent, far more than any model attends to."""
+"""The longest history of a session: 4 MiB in the agent, far more than any model attends to."""
 MAX_OUTPUT_RESERVE_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryCut:
-    """When a history is cut before a generation, and to what."""
+    """The rule by which a history is cut before a generation."""
 
     sink_tokens: int
     window_tokens: int
     limit_tokens: int
-    """The longest history, with the output that room is kept for, that is not cut."""
+    """The longest history, together with the room kept for output, that is not cut."""
     reserve_tokens: int
-    """Most output that room is kept for."""
+    """Most room kept for output."""
 
     @property
     def kept_tokens(self) -> int:
-        """What a cut leaves of a history."""
+        """Length of a history after a cut."""
         return self.sink_tokens + self.window_tokens
 
     def excess(self, history_length: int, max_tokens: int) -> int:
-        """How many tokens to drop from such a history before it generates up to `max_tokens`."""
+        """How many tokens to drop from a history before a generation of up to `max_tokens`."""
         if history_length + min(max_tokens, self.reserve_tokens) <= self.limit_tokens:
             return 0
         return max(0, history_length - self.kept_tokens)
@@ -54,8 +54,9 @@ class HistoryCut:
 def window_for(context_tokens: int, sink_tokens: int, window_tokens: int | None) -> HistoryCut:
     """Fit a window into a model's context.
 
-    A given one is the limit too. Without one, a history may fill the context up to a reserve for
-    output, and a cut keeps half of it. Raises ConfigError when there is no room for a new token.
+    A given window is the limit too. Without a window, a history may fill the context up to a
+    reserve for output, and a cut keeps half of the context. Raises ConfigError when there is no
+    room for a new token.
     """
     room = context_tokens - sink_tokens
     kept = room // 2 if window_tokens is None else window_tokens
@@ -85,13 +86,13 @@ class Session:
     label: str
     used_mono: float
     operation: str = ""
-    """What runs on it now; "" = idle."""
+    """The operation that runs on the session; "" = idle."""
     failure: str = ""
-    """Why it cannot be used any more; "" = healthy."""
+    """Why the session cannot be used any more; "" = healthy."""
     client: str = ""
-    """Who opened it; "" = it did not say."""
+    """The client that opened the session; "" = unknown."""
     kv_key: str = ""
-    """What the engine keeps the KV of its last generation under; "" before the first one."""
+    """The engine's key of the KV of the last generation; "" before the first generation."""
     cache_length_violations: int = 0
     position_violations: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -110,18 +111,18 @@ class Session:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an operation runs on it."""
+        """Whether an operation runs on the session."""
         return bool(self.operation)
 
     def idle_s(self, now: float) -> float:
-        """Seconds since the last operation ended; 0 while one runs."""
+        """Seconds since the last operation ended; 0 during an operation."""
         return 0.0 if self.is_busy else max(0.0, now - self.used_mono)
 
     def append(self, token_ids: Sequence[int]) -> int:
         """Add tokens, all or none, and return the new length.
 
-        Raises InvalidArgument for an id outside the vocabulary or more than one call may add,
-        CapacityExhausted for more than a history may have.
+        Raises InvalidArgument for an id outside the vocabulary or for too many ids in one call,
+        CapacityExhausted for a history that would be too long.
         """
         if len(token_ids) > MAX_PROMPT_TOKENS:
             raise InvalidArgument(
@@ -140,7 +141,7 @@ class Session:
         return length
 
     def truncate(self, max_tokens: int) -> int:
-        """Cut the history to sink + window if `max_tokens` more need it; return what was dropped.
+        """Cut the history to sink + window if `max_tokens` more need it; return the dropped count.
 
         A budget above the window's reserve may still end at the full context.
         """
@@ -158,7 +159,7 @@ class Session:
         self._history.append(token_id)
 
     def check_monotone(self, before: int, committed: int) -> None:
-        """Check that an operation only added what it committed. Raises InvariantBroken."""
+        """Check that an operation added only committed tokens. Raises InvariantBroken."""
         if self.history_length != before + committed:
             raise InvariantBroken(
                 "position",
@@ -177,7 +178,7 @@ class Session:
 
 
 def check_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise InvalidArgument for the first id that the model does not have."""
+    """Raise InvalidArgument for the first id outside the vocabulary."""
     if not token_ids or (max(token_ids) < vocab_size and min(token_ids) >= 0):
         return
     index, bad = next(

@@ -1,7 +1,7 @@
-"""The sessions of one node: who may be created, who is idle too long, one operation at a time.
+"""The sessions of one node: their number, their idle time, and one operation at a time on each.
 
-Unknown, closed and expired ids answer with one sentence, so an id tells nothing to who guesses
-it. A full store refuses new sessions; it never takes one away from its owner.
+Unknown, closed and expired ids get the same answer, so a guessed id tells nothing. A full store
+refuses new sessions, and never takes a session away from its owner.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kakeya.generation.model import ServedModel
 from kakeya.sessions.session import Session, window_for
 
 CAPACITY = 256
-"""Sessions; a history of a full context is some 100 kB. Further ones are refused, none evicted."""
+"""Sessions, some 100 kB each with a full context. Further sessions are refused, none evicted."""
 IDLE_TTL_S = 1800.0
 
 
@@ -32,8 +32,9 @@ class SessionLimits:
     sink_tokens: int = 4
     window_tokens: int | None = None
     """None: a history may fill the model's context, and is then cut to about half of it, so that
-    its KV survives the turns until it is full again. A given window is the limit as well: once it
-    is full, every turn cuts, and computes sink and window anew; the log says so each time."""
+    its KV survives the turns until the context is full again. A given window is the limit as well:
+    once the window is full, every turn cuts the history and computes sink and window anew, and the
+    log says so each time."""
     sweep_interval_s: float = 15.0
     model_wait_s: float = 10.0
     """How long CreateSession waits for a model that is loading."""
@@ -41,7 +42,7 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionCounts:
-    """Sessions over the store's life; `active` is now."""
+    """Sessions over the store's life, but for `active`, the count of this moment."""
 
     active: int = 0
     created: int = 0
@@ -52,7 +53,7 @@ class SessionCounts:
 
 
 class SessionStore:
-    """Owns every session and each change of who runs what."""
+    """Owns every session, and which operation runs on it."""
 
     def __init__(self, *, clock: Clock, rng: random.Random, limits: SessionLimits) -> None:
         self._clock = clock
@@ -63,7 +64,7 @@ class SessionStore:
 
     @property
     def limits(self) -> SessionLimits:
-        """Its bounds."""
+        """Bounds of the store."""
         return self._limits
 
     @property
@@ -83,7 +84,7 @@ class SessionStore:
         return tuple(self._sessions.values())
 
     def check_room(self) -> None:
-        """Raise CapacityExhausted when another session would be one too many."""
+        """Raise CapacityExhausted when the store is full."""
         if len(self._sessions) < self._limits.capacity:
             return
         self._refused += 1
@@ -168,7 +169,7 @@ class SessionStore:
         return session
 
     def expired(self, now: float) -> tuple[Session, ...]:
-        """The sessions that are idle for the TTL or longer; one in use never is."""
+        """The sessions that are idle for the TTL or longer; a session in use never is."""
         return tuple(s for s in self._sessions.values() if self._is_expired(s, now))
 
     def sweep(self) -> tuple[Session, ...]:

@@ -14,8 +14,8 @@ _Default = TypeVar("_Default", int, None)
 OFFLOAD_BYTES = 64 * 1024
 """Longer bodies are read in a thread: of the smallest objects it takes 10 ms to read so many."""
 MAX_DEPTH = 128
-"""Of lists and objects within each other. What is read is also written and rendered, by code that
-calls itself for each level and has fewer of them than who reads."""
+"""Of lists and objects within each other. A body is also written and rendered, by recursive code
+that has room for fewer levels than the reader."""
 MAX_DIGITS = 4000
 """Of an integer; Python reads few more, and says so in words of its own."""
 _TOO_DEEP = "the body is nested too deeply; no parameter needs it"

@@ -1,7 +1,7 @@
 """One HTTP exchange at the ASGI level: body within limits, events out, a client that leaves.
 
-A client that leaves costs nothing more: from then on the work is cancelled at its next await,
-whether it loads, prefills or decodes, and whether the answer streams or not.
+When a client leaves, the work for it is cancelled at the next await, be it a load, prefill or
+decode, and with or without streaming.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EVENT_HEADERS = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    """What one client may cost."""
+    """Bounds of the cost of one client."""
 
     body_bytes: int = 4 * MIB
     body_s: float = 30.0
@@ -37,11 +37,11 @@ class HttpLimits:
     ready_s: float = 120.0
     """How long a request waits for a model that loads or restarts."""
     keepalive_s: float = 5.0
-    """A stream without an event for so long gets a comment, so that nobody takes it for dead."""
+    """A stream without an event for so long gets a comment, so that no proxy or client ends it."""
     stall_s: float = 60.0
     """A client that takes nothing of its stream for so long has left."""
     generations: int = 256
-    """At once; more are told to come again."""
+    """At once; further requests are told to come again."""
 
 
 async def read_body(scope: Scope, receive: Receive, limits: HttpLimits) -> bytes:
@@ -149,7 +149,7 @@ class Connection:
             raise Cancelled("the client did not take the end of its stream") from fault
 
     def finish(self) -> None:
-        """Stop watching: what is still to be sent is the end."""
+        """Stop watching the client: only the end of the answer is still to be sent."""
         self._is_over = True
 
     async def _start(self) -> None:
@@ -163,7 +163,7 @@ class Connection:
         self._abandon()
 
     async def _keep_alive(self) -> None:
-        """Send comments into silence; a comment that nobody takes is bounded like any event."""
+        """Send comments into silence; a comment that is not taken is bounded like any event."""
         while not self._is_over:
             await self._clock.sleep(self._limits.keepalive_s)
             if self._is_quiet and not self._writes_since_mono and not self._is_over:
@@ -171,7 +171,7 @@ class Connection:
             self._is_quiet = True
 
     async def _watch_stall(self) -> None:
-        """Give a client up that has let one write wait for too long, whoever wrote."""
+        """Give up a client that let one write wait for too long, be it an event or a comment."""
         while not self._is_over:
             now = self._clock.mono()
             waited_s = now - min(self._writes_since_mono, default=now)

@@ -1,13 +1,13 @@
-"""The HTTP edge: who may come in, and how an error leaves. One of the two borders that translate
-our errors; the other is `wire/status.py`.
+"""The HTTP edge: which callers may enter, and how an error leaves. One of the two borders that
+translate our errors; the other is `wire/status.py`.
 
-Every error leaves as {"error": {"message", "type", "param", "code"}}. Every fault that nobody
-foresaw is logged here and answered with 500.
+Every error leaves as {"error": {"message", "type", "param", "code"}}. An unexpected fault is logged
+here and answered with 500.
 
-A page in a browser must not reach a node by a name that its attacker resolves (DNS rebinding), nor
-from another origin: so the Host header must be a loopback name, one of the node's own, or the very
-address that the connection came in by, which no name that resolves to it can be; and an Origin
-header must name the same host and port as Host. There are no CORS headers.
+A page in a browser must not reach a node by a name that an attacker resolves (DNS rebinding), nor
+from another origin. So the Host header must be a loopback name, one of the node's own names, or the
+IP address that the connection came in by, which no resolved name can equal; and an Origin header
+must name the same host and port as Host. There are no CORS headers.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ STATUS_BY_ERROR: dict[type[errors.KakeyaError], int] = {
     errors.KakeyaError: 500,
 }
 RETRY_AFTER_S = 1.0
-"""What a 429 or 503 says when the error knows nothing better."""
+"""Retry-After of a 429 or 503 when the error has no time of its own."""
 
 
 def status_of(error: errors.KakeyaError) -> int:
@@ -123,7 +123,7 @@ async def send_json(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallerCheck:
-    """Who may come in. `hosts` are the node's own names and addresses beside loopback."""
+    """Decides which callers enter. `hosts` are the node's names and addresses beside loopback."""
 
     hosts: frozenset[str] = frozenset()
 
@@ -204,7 +204,7 @@ class _WatchedSend:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.is_started = False
-        self.status = 499  # what is counted when the client left before an answer began
+        self.status = 499  # counted when the client left before an answer began
 
     async def __call__(self, message: Message) -> None:
         if not self.is_started:
@@ -214,7 +214,7 @@ class _WatchedSend:
 
 
 def stopping() -> errors.PeerUnavailable:
-    """What a request is told that the end of this node cuts off."""
+    """The error of a request that the end of this node cuts off."""
     return errors.PeerUnavailable("this node is stopping")
 
 

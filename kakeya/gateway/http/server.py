@@ -1,8 +1,8 @@
 """The HTTP server: uvicorn with httptools on a socket that the node bound, as a context manager.
 
-It installs no signal handlers and writes no logs of its own. What the parser refuses is answered in
-JSON like every other error; a connection that does not finish its request's head in time, or sends
-an oversized one, is closed.
+The server installs no signal handlers and writes no logs of its own. A request that the parser
+refuses is answered in JSON like every other error; a connection with a request head that is late or
+too large is closed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP request."""
+        """Refuse bytes that are no HTTP request."""
         body = error_body(msg, 400, code="invalid_http")
         self.transport.write(
             b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"

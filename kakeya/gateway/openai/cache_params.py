@@ -1,6 +1,6 @@
-"""What a request body says of its prefix, as all routes spell it.
+"""The parameters of a request body about its prefix, for all routes.
 
-conversation_id           every turn of a conversation, and what is warmed for it
+conversation_id           every turn of a conversation, and prefixes warmed for it
 prompt_cache_key          requests that begin alike, where there is no conversation
 prompt_cache_retention    "in_memory" | "24h", or "short" | "long" | "extended": for how long
                           the prefix is of use

@@ -39,7 +39,7 @@ MAX_STOP_CHARS = 1000
 MAX_SEED = 2**64 - 1
 MAX_DEADLINE_S = 86400.0
 COMPLETION_MAX_TOKENS = 16
-"""What /v1/completions gives when `max_tokens` is absent; a chat goes on to the context's end."""
+"""Of /v1/completions when `max_tokens` is absent; a chat goes on to the end of the context."""
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -76,7 +76,7 @@ class ChatRequest:
     params: GenerationParams
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
-    """What the template shows the model; it cannot call them."""
+    """Tools that the template shows the model; the model cannot call them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ _NO_OPS: Mapping[str, Callable[[object], bool]] = {
     "echo": _is(False),
     "suffix": _is(""),
     "store": _is(False),
-    # A label: it names the request and never the output.
+    # A label of the request: never changes the output.
     "metadata": _is_object,
     "tools": _is([]),
     "functions": _is([]),
@@ -221,7 +221,7 @@ def _params(body: Mapping[str, object], *, default_max_tokens: int | None) -> Ge
 
 
 def _shown_tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
-    """Tools that the model may know of and not call: what it says is never read as a call."""
+    """Tools that the model may know of and not call: no answer is read as a call."""
     tools, choice = body.get("tools"), body.get("tool_choice")
     if tools and choice != "none":
         given = "is missing" if choice is None else f"is {shown(choice)}"

@@ -1,9 +1,9 @@
-"""How urgent a request says it is, and who asks, for fair shares.
+"""The urgency that a request asks for, and its caller and user, for fair shares.
 
 priority        ours: 0 urgent, 1 normal, 2 batch
 service_tier    OpenAI's: "priority", "default" or "auto", "flex"
 user, safety_identifier
-                whom the caller asks for: they divide its share among them
+                the user that the caller asks for: its users divide its share
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TIERS = {
 
 
 def read_priority(body: Mapping[str, object]) -> GenerationPriority:
-    """Read how urgent it is. Raises InvalidArgument, also where two parameters differ."""
+    """Read the urgency. Raises InvalidArgument, also where two parameters differ."""
     number = integer(body, "priority", ASKABLE[0], ASKABLE[-1], default=None)
     tier = body.get("service_tier")
     if tier is None:
@@ -46,7 +46,7 @@ def read_priority(body: Mapping[str, object]) -> GenerationPriority:
 
 
 def read_user(body: Mapping[str, object]) -> str:
-    """Read whom the caller asks for; "" = it does not say. A long name becomes its digest."""
+    """Read the user that the caller asks for; "" = none. A long name becomes its digest."""
     for name in ("safety_identifier", "user"):
         if body.get(name) is not None and (user := text(body[name], name)):
             return sha256(user.encode()).hexdigest() if len(user) > _LONG_NAME else user
@@ -54,7 +54,6 @@ def read_user(body: Mapping[str, object]) -> str:
 
 
 def share_of(client: str, scope: Scope) -> str:
-    """Whose share a request is counted to: the caller's; without a name that of the machine that it
-    calls from."""
+    """The share of a request: the caller's, or that of its machine for a caller without a name."""
     caller: str = client or (scope.get("client") or ("",))[0]
     return caller

@@ -1,11 +1,11 @@
 """The OpenAI dialect, outbound: whole bodies, and server-sent events from prebuilt templates.
 
-Everything in a chunk but its text is fixed for one answer, so a chunk is two constant byte strings
-around one escaped text. One event may carry the text of several tokens: what one step committed.
+All of a chunk but its text is fixed for one answer, so a chunk is two constant byte strings around
+one escaped text. One event may carry the text of several tokens of one step.
 
 Beside OpenAI's fields, `usage` carries ours under `kakeya`:
 
-    prefill_ms, total_ms     what the engine spent
+    prefill_ms, total_ms     time of the engine
     forwards                 of the verifier, after prefill
     drafted, verified, accepted
                              draft tokens that were made, that the verifier looked at, that it kept
@@ -66,7 +66,7 @@ class ChunkWriter:
         self._before, self._after = before, after
 
     def first(self) -> bytes:
-        """What opens the stream: the role of a chat; a completion opens with its text."""
+        """The opening event: the role of a chat; a completion opens with its text."""
         if self._dialect == "completion":
             return b""
         return self._chunk({"delta": {"role": "assistant", "content": ""}, "finish_reason": None})
