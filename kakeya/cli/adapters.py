@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # gRPC takes longer to import than most commands to answer
     from kakeya.v1.adapters_pb2_grpc import AdapterServiceStub
 
 _TIMEOUT_S = 120.0
-"""A large adapter is read and packed meanwhile."""
+"""The limit for an answer: the node reads and packs a large adapter before it answers."""
 Answer = TypeVar("Answer")
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
@@ -28,20 +28,21 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     text = "LoRA adapters, which callers use as models BASE:NAME"
     adapters = commands.add_parser("adapters", help=text, description=text, allow_abbrev=False)
     actions = adapters.add_subparsers(dest="action", required=True, metavar="ACTION")
-    add = _action(actions, "add", "take an adapter in from a folder that mlx_lm.lora wrote")
+    add = _action(actions, "add", "add an adapter from a folder that mlx_lm.lora wrote")
     add.add_argument("name", metavar="NAME", help="callers use it as BASE:NAME")
     add.add_argument("--base", required=True, metavar="MODEL", help="the model it was trained on")
     add.add_argument("--path", required=True, metavar="DIR", help="the folder")
     add.add_argument(
-        "--owner", default="", metavar="CLIENT", help="who alone may use it (everybody)"
+        "--owner",
+        default="",
+        metavar="CLIENT",
+        help="the only client that may use it (default: all)",
     )
-    add.add_argument("--exact", action="store_true", help="keep its values; else they become int8")
-    add.add_argument(
-        "--replace", action="store_true", help="take the place of the adapter of this name"
-    )
-    _action(actions, "list", "what is registered, where it is, and how much it is used")
-    remove = _action(actions, "remove", "let nobody have it any more; running requests go on")
-    remove.add_argument("name", metavar="NAME", help="BASE:NAME, or NAME where that is clear")
+    add.add_argument("--exact", action="store_true", help="keep exact values (default: int8)")
+    add.add_argument("--replace", action="store_true", help="replace the adapter of this name")
+    _action(actions, "list", "list the adapters, where each one is, and how much it is used")
+    remove = _action(actions, "remove", "remove an adapter; running requests go on")
+    remove.add_argument("name", metavar="NAME", help="BASE:NAME, or NAME if only one base has it")
 
 
 def run(options: argparse.Namespace) -> int | None:
@@ -134,7 +135,7 @@ def _json(adapter: AdapterInfo) -> dict[str, object]:
 
 
 def _ask(folder: Path, call: Callable[[AdapterServiceStub], Answer]) -> Answer:
-    """Call the node that runs in a folder on its socket. Raises its refusal, without a prefix."""
+    """Call the socket of the node in a folder. Raises the node's refusal, without a prefix."""
     from kakeya.cli.owner_call import ask_node
     from kakeya.v1.adapters_pb2_grpc import AdapterServiceStub
 

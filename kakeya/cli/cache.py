@@ -1,9 +1,9 @@
-"""`kakeya cache`: what stored KV there is on disk, whether it is whole, and removing it.
+"""`kakeya cache`: show, verify and wipe the KV that is stored on disk.
 
-Looks at the files in the data directory, whether a node runs there or not: files only ever appear
-whole. A node that runs is asked to wipe what it keeps itself: it has more than files. One that was
-killed left its pages in shared memory; a wipe takes those too. Exit status: 0 done, 1 damage was
-found, something cannot be read or removed, or the node does not answer.
+The commands read the files in the data directory, with or without a running node: files only ever
+appear whole. A wipe asks a running node to remove its KV, since a node holds more than files; a
+killed node left its pages in shared memory, and a wipe removes those too. Exit status: 0 done, 1
+damage was found, a file cannot be read or removed, or the node does not answer.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:  # not needed for `kakeya status` to answer
     from kakeya.prefix.disk.files import BlockFolder, Contents, Damage, FoundFile
 
 _WIPE_S = 60.0
-"""How long a node may take to remove its files."""
+"""The limit for a node to remove its files."""
 _SHOWN = 10
-"""Files that are named one by one to a person; JSON has all of them."""
+"""The most files that are listed for a person; JSON has all of them."""
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelUse:
-    """What the blocks of one fingerprint take on disk."""
+    """The blocks of one fingerprint on disk."""
 
     fingerprint: str
     model_id: str
@@ -49,11 +49,11 @@ class ModelUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Done:
-    """What a wipe removed: files, blocks in a node's memory, and slabs of one that was killed."""
+    """The result of a wipe: files, blocks in a node's memory, and slabs of a killed node."""
 
     files: int
     kept: tuple[str, ...]
-    """What could not be removed, and why."""
+    """Files that could not be removed, with the reason."""
     blocks: int = 0
     slabs: int = 0
 
@@ -64,9 +64,9 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     cache = commands.add_parser("cache", help=text, description=text, allow_abbrev=False)
     actions = cache.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, said in (
-        ("stats", "how much is stored, for which models, and for how long"),
-        ("verify", "read everything, and set aside what is damaged"),
-        ("wipe", "remove everything, in the node's memory too; prompts are computed anew then"),
+        ("stats", "show how much is stored, for which models, and for how long"),
+        ("verify", "read all files, and set damaged ones aside"),
+        ("wipe", "remove all KV, also in the memory of the node; prompts are then computed again"),
     ):
         action = actions.add_parser(name, help=said, description=said, allow_abbrev=False)
         action.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
@@ -202,7 +202,7 @@ def _wipe(folder: BlockFolder, data_dir: Path, pid: int | None, *, as_json: bool
 
 
 def _clear(folder: BlockFolder, data_dir: Path) -> _Done:
-    """Remove the files, and the pages of a node that was killed."""
+    """Remove the files, and the pages of a killed node."""
     from kakeya.memory.pages.slabs import remove_leftovers
     from kakeya.node.pages import ARENA_FOLDER
 
@@ -216,8 +216,10 @@ def _clear(folder: BlockFolder, data_dir: Path) -> _Done:
 
 
 def _ask(folder: BlockFolder, data_dir: Path) -> _Done:
-    """Have the node that runs wipe what it keeps: blocks in memory, and files. Raises what
-    `ask_node` raises."""
+    """Make the running node wipe its blocks in memory and its files.
+
+    Raises the errors of `ask_node`.
+    """
     from kakeya.cli.owner_call import ask_node
     from kakeya.v1 import precache_pb2 as pb
     from kakeya.v1.precache_pb2_grpc import PrecacheServiceStub
@@ -231,13 +233,13 @@ def _ask(folder: BlockFolder, data_dir: Path) -> _Done:
     done = _Done(files=wiped.files, kept=tuple(wiped.kept), blocks=wiped.memory_blocks)
     if wiped.has_disk:
         return done
-    # Files of a life in which it kept some are of no concern to a node that keeps none.
+    # A node that keeps no KV on disk ignores the files of an earlier run that did.
     removal = folder.wipe()
     return replace(done, files=removal.files, kept=removal.kept)
 
 
 def models_of(contents: Contents, now: float) -> list[ModelUse]:
-    """Sum up what was found by fingerprint, the largest first."""
+    """Sum up the files by fingerprint, the largest first."""
     groups: dict[bytes, list[FoundFile]] = {}
     for file in contents.files:
         groups.setdefault(file.block.fingerprint, []).append(file)

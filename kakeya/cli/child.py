@@ -1,6 +1,6 @@
-"""A whole node as a child process on loopback: for the demo, for benchmarks, for tests.
+"""A whole node as a child process on loopback, for the demo, for benchmarks and for tests.
 
-It runs the real daemon with free ports and a folder of its own. Its log is a file in that folder.
+The child is the real daemon with free ports and its own folder, which also holds its log.
 """
 
 from __future__ import annotations
@@ -75,34 +75,34 @@ class NodeProcess:
 
     @property
     def log_file(self) -> Path:
-        """Where its stderr goes."""
+        """The file that takes the node's stderr."""
         return self._folder / "node.log"
 
     @property
     def api(self) -> NodeApi:
-        """Its HTTP interface."""
+        """The HTTP interface of the node."""
         return NodeApi(address=self.http)
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 before the start."""
+        """The process id; 0 before the start."""
         return self._process.pid if self._process else 0
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal, unless it is gone."""
+        """Send a signal, unless the process has ended."""
         if self._process is not None and self._process.returncode is None:
             self._is_told |= number in _ENDING
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
     async def wait(self) -> int:
-        """Wait for its end and return its exit status, negative for a signal."""
+        """Wait for the end of the process; return its exit status, negative for a signal."""
         return -1 if self._process is None else await self._process.wait()
 
     async def stop(self) -> int:
-        """Stop it and return its exit status.
+        """Stop the node and return its exit status.
 
-        What was told to end gets no second signal: by that a node leaves at once, with 1.
+        A node that was told to end gets no second signal: a second one ends it at once, with 1.
         """
         if not self._is_told:
             self.send(signal.SIGTERM)
@@ -122,7 +122,7 @@ class NodeProcess:
         match = _READY.fullmatch(line)
         if match is None:
             tail = await asyncio.to_thread(self._log_tail)
-            raise PeerUnavailable(f"the node did not start: {tail or 'it said nothing'}")
+            raise PeerUnavailable(f"the node did not start: {tail or 'no output'}")
         self.node_id, self.grpc, self.http = match.groups()
 
     def _open_log(self) -> IO[bytes]:

@@ -1,9 +1,9 @@
 """`kakeya demo`: two real nodes on this machine, and four ways to draft for the same generation.
 
-One node decodes with `kakeya-tiny`; the other one drafts, with n-grams and with
+One node decodes with `kakeya-tiny`; the other node drafts, with n-grams and with
 `kakeya-tiny-draft`. Both are ordinary daemons that find each other by gossip. Every way must give
-the tokens of the plain one; how fast is what the table is about. Runs of all ways alternate, and
-the median is shown, because a busy machine changes its speed from second to second.
+the tokens of plain decoding; the table compares their speed. Runs of all ways alternate, and the
+table shows medians, because a busy machine changes its speed from second to second.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ VERIFIER, DRAFTER = "kakeya-tiny", "kakeya-tiny-draft"
 PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 384, 192, 3
 _LIMIT_S = 115.0
 _GOSSIP_S = 0.5
-"""Exchange interval of the two nodes: short, so that nobody waits for a demo."""
+"""Exchange interval of the two nodes: short, so that they find each other within a second."""
 Report = Callable[[str, float], None]
-"""Told what happens now, and how much of the whole is done, 0..1."""
+"""Gets the current step, and the part of the whole that is done, 0..1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class DemoRun:
 
 
 def run_demo(*, as_json: bool) -> int:
-    """Run it and print the table, or one JSON object. Returns 1 when any output differs."""
+    """Run the demo; print the table or one JSON object. Returns 1 if an output differs."""
     with demo_progress(quiet=as_json) as report:
         rows = asyncio.run(_within_limit(report))
     if as_json:
@@ -82,7 +82,7 @@ async def _demo(folder: Path, report: Report) -> list[DemoRow]:
         drafts = ("--proposer", "ngram", "--proposer", DRAFTER, "--peer", verifier.grpc)
         drafter = NodeProcess(folder / "b", "--node-id", "demo-drafter", *drafts, *pace)
         await stack.enter_async_context(drafter)
-        report("waiting until they have found each other", 0.05)
+        report("waiting until the nodes have found each other", 0.05)
         await _until_planned(verifier, drafter)
         client = await stack.enter_async_context(Client(verifier.grpc))
         ways = {
@@ -152,7 +152,7 @@ def _row(text: str, way: str, runs: Sequence[DemoRun], plain: Sequence[DemoRun])
 
 
 def texts() -> dict[str, list[int]]:
-    """Prompts from Python's own library: code that repeats itself, and prose that does not."""
+    """Take prompts from Python's library: code, which repeats itself, and prose, which does not."""
     import http
     import pydoc_data.topics
 

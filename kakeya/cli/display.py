@@ -18,15 +18,15 @@ from kakeya.core.units import format_bytes
 Json = Mapping[str, object]
 _console = Console()
 _ID_CHARS, _LONG_ID_CHARS = 8, 40
-"""Ids that are keys' have 52 characters; eight of them tell a desk's nodes apart."""
+"""An id made from a key has 52 characters; eight of them distinguish the nodes of a shelf."""
 _SILENCE = {
-    "asymmetric": ", answers others but not this node",
-    "fleet_wide": ", answers nobody",
+    "asymmetric": ", answers other nodes but not this one",
+    "fleet_wide": ", answers no node",
 }
 
 
 def show_status(status: Json, *, clear: bool) -> None:
-    """Print the node, its models and the fleet as it sees it."""
+    """Print the node, its models, and the fleet as the node sees it."""
     if clear:
         _console.clear()
     status = _printable(status)
@@ -57,7 +57,7 @@ def show_status(status: Json, *, clear: bool) -> None:
 
 
 def _show_adapters(adapters: Json) -> None:
-    """One line each, where there are adapters, and pages."""
+    """Print one line for adapters and one for pages, if there are any."""
     pages = _object(adapters, "pages")
     if pages.get("total"):
         _console.print(
@@ -81,7 +81,7 @@ def _show_adapters(adapters: Json) -> None:
 
 
 def _show_prefixes(prefixes: Json) -> None:
-    """One line, where KV of prompts was kept or found."""
+    """Print one line if KV of prompts was kept or found."""
     pages, disk = _object(prefixes, "pages"), _object(prefixes, "disk")
     hit, computed = prefixes.get("hit_tokens"), prefixes.get("computed_tokens")
     if not (pages.get("blocks") or disk.get("blocks") or hit or computed):
@@ -91,14 +91,14 @@ def _show_prefixes(prefixes: Json) -> None:
         parts.append(f"{disk.get('blocks')} on disk ({_bytes(disk.get('bytes')) or '0 B'})")
     parts.append(f"{hit} prompt tokens found, {computed} computed")
     if prefixes.get("waiting"):
-        parts.append(f"{prefixes['waiting']} requests wait for others' prompts")
+        parts.append(f"{prefixes['waiting']} requests wait for a prompt that another one computes")
     if disk.get("problem"):
         parts.append(f"disk: {disk['problem']}")
     _console.print(f"prefixes  {'; '.join(parts)}", highlight=False, markup=False)
 
 
 def _show_precache(precache: Json) -> None:
-    """One line, where something is kept warm or a conversation is open; then what to look at."""
+    """Print one line if a prefix is kept warm or a conversation is open; then the warnings."""
     prewarms = _object(precache, "prewarms")
     if not (precache.get("conversations") or precache.get("kept") or prewarms.get("failed")):
         return
@@ -112,7 +112,7 @@ def _show_precache(precache: Json) -> None:
 
 
 def show_plan(plan: Json) -> None:
-    """Print who verifies, who drafts, and whom each policy would ask."""
+    """Print which node verifies, which node drafts, and which sources each policy would ask."""
     plan = _printable(plan)
     placed = plan.get("placement")
     if is_object(placed):
@@ -131,7 +131,7 @@ def show_plan(plan: Json) -> None:
         if is_object(policies):
             for policy, sources in policies.items():
                 names = ", ".join(sources) if isinstance(sources, list) else ""
-                line = f"{model}, policy {policy}: {names or 'nobody'}"
+                line = f"{model}, policy {policy}: {names or 'none'}"
                 _console.print(line, highlight=False, markup=False)
 
 
@@ -174,7 +174,7 @@ def _nodes(nodes: Iterable[Json]) -> Table:
 
 
 def _name(node: Json) -> str:
-    """The label with the first letters of an id that is a key's; any other id as it is."""
+    """Write the label with the start of an id made from a key; write any other id in full."""
     node_id, label = str(node.get("node_id")), str(node.get("label") or "")
     short = node_id[:_ID_CHARS] if len(node_id) > _LONG_ID_CHARS else node_id
     return f"{label} ({short})" if label else short
@@ -194,7 +194,7 @@ def is_object(value: object) -> TypeGuard[Mapping[str, object]]:
 
 
 def _printable(source: Json) -> Json:
-    """The same without what would drive a terminal: nodes choose most of the words themselves."""
+    """Replace control characters of a terminal: nodes choose most of the texts themselves."""
     return {_plain(key): _plain_value(value) for key, value in source.items()}
 
 
@@ -233,7 +233,7 @@ def _seconds(value: object) -> str:
 
 
 def show_demo(rows: Sequence[DemoRow]) -> None:
-    """Print what each way of drafting brought."""
+    """Print the table of the ways to draft."""
     table = Table(title="one generation, four ways to draft (greedy; median of the runs)")
     for heading in ("text", "way"):
         table.add_column(heading, no_wrap=True)
@@ -264,7 +264,7 @@ def _acceptance(row: DemoRow) -> str:
 
 @contextmanager
 def demo_progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
-    """Show progress on stderr; yields what to call with a text and the part that is done."""
+    """Show progress on stderr; yields a function of a text and the part that is done."""
     if quiet:
         yield lambda text, part: None
         return
@@ -278,8 +278,8 @@ def demo_progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
 class DemoRow:
     """All runs of one way on one text: `speedup` is over plain, `acceptance` 0..1.
 
-    Tokens of a source that does not pay are not verified, only compared with what came: of the
-    `shadowed` ones `shadow_hits` were right.
+    Drafts of a source that does not pay are not verified, only compared with the generated tokens:
+    of the `shadowed` ones `shadow_hits` were right.
     """
 
     text: str

@@ -1,6 +1,6 @@
-"""`kakeya doctor [PEER]`: asks the running node to examine; without one, what can be seen alone.
+"""`kakeya doctor [PEER]`: the running node examines; without one, this command does what it can.
 
-Exit status: 0 without a fault (warnings may be there), 1 with one, 2 for a wrong command line.
+Exit status: 0 without a fault (warnings are possible), 1 with one, 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from kakeya.node.datadir import find_running
 from kakeya.wire.server.config import ListenConfig
 
 _NODE_S = 11.0
-"""For the node's examination, which ends by itself before."""
+"""The limit for the node's examination, which ends earlier by itself."""
 _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.FAULT: "bold red"}
 
 
 def run(options: argparse.Namespace, folder: Path) -> int:
     """Examine, show, and return the exit status.
 
-    `folder` is the data directory. Raises NotFound or InvalidArgument for a PEER that cannot be
-    meant.
+    `folder` is the data directory. Raises NotFound or InvalidArgument for a PEER that names no
+    node.
     """
     with _progress(quiet=options.json or not sys.stderr.isatty()):
         report = examine(options.peer, folder, os.environ)
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
 
 
 def examine(peer: str, folder: Path, environ: Mapping[str, str]) -> Examination:
-    """Have the running node examine; look alone when none runs or it does not answer."""
+    """Let the running node examine; examine alone if none runs or it does not answer."""
     running = find_running(folder)
     if running is None:
         return asyncio.run(examine_alone(peer, folder, environ))
@@ -79,7 +79,7 @@ def examine(peer: str, folder: Path, environ: Mapping[str, str]) -> Examination:
 
 def ask_node(peer: str, address: str) -> Examination:
     """Let the node that answers at a control address examine. Raises its KakeyaError."""
-    # Only here: without a node the command answers without the time that gRPC takes to import.
+    # Imported here: without a node the command skips the import of gRPC, which takes long.
     import grpc
 
     from kakeya.v1.fleet_pb2 import ExamineRequest
@@ -98,16 +98,16 @@ def ask_node(peer: str, address: str) -> Examination:
 async def examine_alone(
     peer: str, folder: Path, environ: Mapping[str, str], node: Finding | None = None
 ) -> Examination:
-    """Look at this machine, and at the bare connection to an address; no node helps.
+    """Examine this machine and the plain connection to an address, without the help of a node.
 
-    `node` is what was found of a node that runs all the same; None = none does, so that its
-    ports should be free. Raises PeerUnavailable for a PEER that only a node could know.
+    `node` is the finding about a running node; None = none runs, so that its ports should be free.
+    Raises PeerUnavailable for a PEER that only a running node could know.
     """
     started = time.monotonic()
     machine = Machine(folder, environ=environ)
     if peer and not _address_in(peer):
         raise PeerUnavailable(
-            f"no node runs in {folder}, and only a running one knows who {peer!r} is; start it "
+            f"no node runs in {folder}, and only a running node can find {peer!r}; start it "
             "with kakeya-node, or give HOST:PORT"
         )
     target = find_targets(peer, ())[0] if peer else None
@@ -117,13 +117,13 @@ async def examine_alone(
         lines.append(node)
     else:
         lines += _check_ports(environ)
-        detail = f"none runs in {folder}; what peers see, and what they say of us, needs one"
+        detail = f"none runs in {folder}; only a running node can ask its peers"
         lines.append(warning("node", detail, "kakeya-node"))
     return Examination(node="", lines=tuple(lines), seconds=time.monotonic() - started)
 
 
 def _address_in(peer: str) -> str:
-    """The peer if it is an address, which can be dialled without knowing anybody; else ""."""
+    """Return the peer if it is an address, which can be dialled without a node; else ""."""
     try:
         return peer_address(peer)
     except Illegal:
@@ -153,7 +153,7 @@ def _check_ports(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def show_report(report: Examination, console: Console) -> None:
-    """Print the lines of this node, then those of each peer, and what to do about them."""
+    """Print the findings of this node, then of each peer, then the commands that mend them."""
     peers = dict.fromkeys(line.peer for line in report.lines)
     for peer in sorted(peers, key=bool):
         title = printable(peer) if peer else printable(report.node) or "this machine"
@@ -164,13 +164,13 @@ def show_report(report: Examination, console: Console) -> None:
         heading = f"\nto mend {printable(subjects)}" + (f" (on {printable(on)})" if on else "")
         worst = lines[0].level
         console.print(Text(heading + ":", style=_STYLES[worst]), soft_wrap=True)
-        # As one line, so that it can be copied whatever the width of the terminal.
+        # As one line, so that it can be copied in a terminal of any width.
         console.print(Text(f"    {printable(command)}"), soft_wrap=True)
     console.print(Text(f"\n{_verdict(report)}, in {report.seconds:.1f} s"))
 
 
 def _mends(report: Examination) -> dict[tuple[str, str], list[Finding]]:
-    """Each command once, with the lines that it mends; those that mend faults first."""
+    """List each command once with the findings that it mends; commands for faults come first."""
     bad = [line for line in report.lines if line.level is not Severity.OK]
     mends: dict[tuple[str, str], list[Finding]] = {}
     for line in sorted(bad, key=lambda line: line.level is not Severity.FAULT):
@@ -203,13 +203,13 @@ def _table(lines: list[Finding]) -> Table:
 
 
 def printable(text: str) -> str:
-    """Replace what would drive a terminal; peers choose labels and errors."""
+    """Replace control characters of a terminal: peers choose labels and errors."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[None]:
-    """Show on stderr that work goes on, by the time it usually takes."""
+    """Show progress on stderr, by the time that an examination usually takes."""
     if quiet:
         yield
         return

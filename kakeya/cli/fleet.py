@@ -1,7 +1,7 @@
-"""Commands of a fleet: init, invite, join, revoke; and what a host tells its node: pressure.
+"""Commands of a fleet: init, invite, join, revoke; and pressure, by which a host warns its node.
 
-`init` and `join` write the identity of the node in a data directory, which no node may hold
-meanwhile; the others are told to the node that runs there.
+`init` and `join` write the identity of the node in a data directory while no node runs there; the
+other commands go to the node that runs there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
         choices=_ROLES,
         help="member: a node (default); client: may generate; admin: may do everything",
     )
-    join = _command(commands, "join", "join the fleet that a token leads into")
+    join = _command(commands, "join", "join the fleet of a token")
     join.add_argument(
         "token",
         metavar="TOKEN",
@@ -61,7 +61,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
         "level", metavar="LEVEL", help="nominal, low, critical, or the system's own word"
     )
     pressure.add_argument(
-        "--free-mb", type=int, default=0, metavar="MB", help="what models may still take"
+        "--free-mb", type=int, default=0, metavar="MB", help="memory that models may still take"
     )
 
 
@@ -116,7 +116,7 @@ def _join(folder: Path, token: str, label: str, *, as_json: bool) -> int:
     from kakeya.core.clock import SystemClock
     from kakeya.fleet.identity.join_client import join
 
-    if token == "-":  # keeps it out of the list of processes
+    if token == "-":  # keeps the token out of the list of processes
         token = sys.stdin.readline()
     with DataDir(folder):
         joined = asyncio.run(join(folder, token, label, clock=SystemClock()))
@@ -160,7 +160,7 @@ def _revoke(folder: Path, node: str, *, as_json: bool) -> int:
     made = _ask(folder, lambda stub: stub.Revoke(RevokeRequest(node=node), timeout=_TIMEOUT_S))
     _show(
         {"node_id": made.node_id, "version": made.version},
-        f"revoked {made.node_id}; the fleet's nodes hear it by gossip, within seconds",
+        f"revoked {made.node_id}; the nodes of the fleet learn it by gossip, within seconds",
         as_json=as_json,
     )
     return 0
@@ -182,7 +182,7 @@ def _pressure(folder: Path, level: str, free_mb: int, *, as_json: bool) -> int:
 
 
 def _ask(folder: Path, call: Callable[[ControlServiceStub], Answer]) -> Answer:
-    """Call the node that runs in a folder on its socket. Raises its refusal, without a prefix."""
+    """Call the socket of the node in a folder. Raises the node's refusal, without a prefix."""
     from kakeya.cli.owner_call import ask_node
     from kakeya.v1.fleet_pb2_grpc import ControlServiceStub
 

@@ -1,8 +1,8 @@
 """`kakeya lease run`: wait for memory, then become the command.
 
-The same process goes on as the command, so signals, the terminal and the exit status are the
-command's own, and there is nothing in between that could be killed alone. A guard beside it
-(`lease_guard`) ends the lease when the last of the command's processes has ended.
+The same process goes on as the command, so that signals, the terminal and the exit status are the
+command's own, and no process stands between that could be killed alone. A guard process
+(`memory/leases/guard.py`) ends the lease when the last of the command's processes has ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LATER, CANNOT_RUN, NOT_FOUND = 75, 126, 127
 
 
 def run(folder: Path, options: argparse.Namespace) -> int:
-    """Run it; returns only when it was not run, with the exit status. Raises ConfigError."""
+    """Become the command; returns an exit status only if that failed. Raises ConfigError."""
     command = options.leased[1:] if options.leased[:1] == ["--"] else options.leased
     if not command:
         raise ConfigError("lease run: no command; kakeya lease run --mb N -- COMMAND ...")
@@ -61,7 +61,7 @@ class _Stopped(Exception):
 
 
 async def _acquire(desk: LeaseDesk, wish: Wish, wait_s: float) -> ProcessLease:
-    """Wait, say meanwhile what for, and have the lease guarded."""
+    """Wait for the memory, show the reason of the wait, and start the guard of the lease."""
     task = asyncio.ensure_future(_wait(desk, wish, wait_s))
     caught: list[int] = []
 
@@ -102,14 +102,14 @@ async def _wait(desk: LeaseDesk, wish: Wish, wait_s: float) -> ProcessLease:
 
 
 class WaitProgress:
-    """What is waited for, on stderr: one line that is replaced on a terminal, else a line each."""
+    """The reason of a wait, on stderr: on a terminal one line that changes, else a line each."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
         self.was_shown = False
 
     def waits_for(self, what: str) -> None:
-        """Show it."""
+        """Show a reason."""
         self.was_shown = True
         text = f"kakeya: waiting for {what}"
         if self._is_terminal:
@@ -119,16 +119,19 @@ class WaitProgress:
             print(text, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Leave the line."""
+        """End the line on a terminal."""
         if self.was_shown and self._is_terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _become(command: list[str], environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process by the command, with the signals as this one was given them."""
+    """Replace this process by the command, with the signal handling that this process got."""
     sys.stdout.flush()
     sys.stderr.flush()
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and it would inherit
+    for number in (
+        signal.SIGPIPE,
+        signal.SIGXFSZ,
+    ):  # Python ignores these signals, and the command would inherit that
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, environ)
@@ -141,7 +144,7 @@ def _become(command: list[str], environ: Mapping[str, str]) -> NoReturn:
 
 def _cannot_run(name: str) -> int:
     is_there = os.sep in name and Path(name).exists()
-    reason = "it is no program that may be run" if is_there else "there is no such command"
+    reason = "this file may not be run as a program" if is_there else "there is no such command"
     print(f"kakeya: {name} cannot be run: {reason}", file=sys.stderr)
     return CANNOT_RUN if is_there else NOT_FOUND
 
@@ -174,7 +177,7 @@ def _wish(options: argparse.Namespace, command: str) -> Wish:
 
 
 def seconds(text: str) -> float:
-    """The value of `--wait`; "" = for ever. Raises ConfigError."""
+    """Parse the value of `--wait`; "" = for ever. Raises ConfigError."""
     if not text:
         return float("inf")
     with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Leases for people: one table."""
+"""Leases as one table for people."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
     kakeya lease run --mb 4000 -- python train.py
 
-waits until the machine has the memory, then *becomes* the command: the same process, so signals,
-the terminal and the exit status are the command's own. Its memory is accounted until the last of
-its processes has ended, however they end.
+waits until the machine has the memory, then *becomes* the command: the process stays the same, so
+that signals, the terminal and the exit status are the command's own. The lease lasts until the
+last of the command's processes has ended, in whatever way.
 
-Exit status of `run`: the command's. Before it starts: 2 for a wrong command line, 75 when it may
-be granted later, 1 when it will not, 126 and 127 when the command cannot be run, as in a shell.
+Exit status of `run`: the command's. Before it starts: 2 for a wrong command line, 75 if the lease
+may be granted later, 1 if never, 126 and 127 if the command cannot be run, as in a shell.
 """
 
 from __future__ import annotations
@@ -48,18 +48,20 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     run.add_argument("--mb", required=True, metavar="N", help="how much memory, in MB")
     run.add_argument("--priority", default="normal", metavar=PRIORITIES, help="(normal)")
-    run.add_argument("--name", default="", metavar="TEXT", help="for people (the command's name)")
+    run.add_argument(
+        "--name", default="", metavar="TEXT", help="readable name (default: the command)"
+    )
     run.add_argument(
         "--resource",
         action="append",
         default=[],
         metavar="NAME",
-        help="hold this alone too, like gpu:0; any number of times",
+        help="lease this device too, like gpu:0; any number of times",
     )
     run.add_argument("--wait", default="", metavar="S", help="give up after S seconds (never)")
     run.add_argument("leased", nargs=argparse.REMAINDER, metavar="COMMAND")
     shown = actions.add_parser(
-        "list", help="jobs that hold memory, and that wait", allow_abbrev=False
+        "list", help="jobs that hold memory, and jobs that wait", allow_abbrev=False
     )
     shown.add_argument("--json", action="store_true", help="print JSON")
     drain = actions.add_parser(
@@ -68,7 +70,9 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     drain.add_argument("--stop", action="store_true", help="tell the holders to end (SIGTERM)")
     drain.add_argument("--off", action="store_true", help="give leases again")
     drain.add_argument("--wait", default="", metavar="S", help="give up after S seconds (never)")
-    clean = actions.add_parser("cleanup", help="take out leases of the dead", allow_abbrev=False)
+    clean = actions.add_parser(
+        "cleanup", help="remove leases of processes that have ended", allow_abbrev=False
+    )
     clean.add_argument("--json", action="store_true", help="print JSON")
     for action in (run, shown, drain, clean):
         action.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")

@@ -1,7 +1,7 @@
-"""The command line beside the daemon: status, plan, generate, demo, doctor, and the fleet's own.
+"""The command line beside the daemon: status, plan, generate, demo, doctor, and fleet commands.
 
 Each command finds the node that runs in the data directory, or takes `--node HOST:PORT`, the
-address of a node's HTTP interface. Exit status: 0 done, 1 the node said no or is not there, 2 the
+address of a node's HTTP interface. Exit status: 0 done, 1 the node refused or does not run, 2 the
 command line is wrong.
 """
 
@@ -26,7 +26,7 @@ from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
 from kakeya.core.folders import default_folder
 
 _WATCH_S = 1.0
-DOCTOR = "what is wrong with this node, its peers and the ways between them"
+DOCTOR = "find faults of this node, its peers and the network between them"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output has enough; Python would complain again at exit.
+        # The reader of the pipe has closed it; Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -86,9 +86,9 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="kakeya", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    status = _command(commands, "status", "what the node serves and whom it sees")
+    status = _command(commands, "status", "show the node's models, memory and peers")
     status.add_argument("--watch", action="store_true", help="show it again every second")
-    _command(commands, "plan", "who would verify and who would draft, and why")
+    _command(commands, "plan", "show which nodes would verify and draft, and why")
     generate = _command(commands, "generate", "continue a text, streamed to stdout")
     generate.add_argument("--prompt", metavar="TEXT", help="the text to continue (else stdin)")
     generate.add_argument("--model", default="", metavar="ID", help="default: the node's first")
@@ -161,7 +161,7 @@ def _number(written: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{written!r} is no number; give one from 0 to 2")
+        raise argparse.ArgumentTypeError(f"{written!r} is not a number; give one from 0 to 2")
     return number
 
 
@@ -169,7 +169,9 @@ def _generate(node: NodeApi, options: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if options.prompt is None else options.prompt
     if not prompt:
         raise InvalidArgument("the prompt is empty; give a text with --prompt or on stdin")
-    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # how Python reads other bytes
+    if any(
+        "\ud800" <= letter <= "\udfff" for letter in prompt
+    ):  # surrogates, as which Python reads bytes that are not UTF-8
         raise InvalidArgument("the prompt is not UTF-8; give a text with --prompt or on stdin")
     body = {
         "model": options.model or _default_model(node),
@@ -213,7 +215,7 @@ def _text_of(event: Mapping[str, object]) -> str:
 
 
 def _account(usage: Mapping[str, object]) -> str:
-    """One line for a person: tokens, speed, and what drafting brought."""
+    """Write one line for a person: tokens, speed, and the drafts that were accepted."""
     ours = usage.get("kakeya")
     tokens = int(str(usage.get("completion_tokens", 0)))
     if not isinstance(ours, dict) or not tokens:

@@ -1,4 +1,4 @@
-"""The ledger as a table of the command line. What it is given is printable already."""
+"""The ledger as a table of the command line. All texts are printable already."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Json = Mapping[str, object]
 _SHOWN_EVENTS = 6
 _SHOWN_EVICTIONS = 3
 _WIDE = 100
-"""Below it lines between columns would leave names no room."""
+"""In a narrower terminal, lines between columns would leave no room for names."""
 
 
 def show_memory(memory: Json, console: Console) -> None:
-    """Print who occupies what, who waits, and what happened lately."""
+    """Print the residents with their bytes, the requests that wait, and the latest events."""
     if not memory:
         return
     source = "" if memory.get("level") == "nominal" else f" by {memory.get('source')}"
@@ -54,14 +54,14 @@ def show_memory(memory: Json, console: Console) -> None:
 
 
 def _last(memory: Json) -> list[Json]:
-    """What happened last, and the last evictions where so much happened since."""
+    """Choose the latest events, and the latest evictions if they are older than those."""
     events = _objects(memory, "last_events")[:_SHOWN_EVENTS]
     evictions = _objects(memory, "last_evictions")[:_SHOWN_EVICTIONS]
     return [*events, *(one for one in evictions if one not in events)]
 
 
 def _about_leases(leases: Json) -> Iterator[str]:
-    """What the table does not have: those who hold something are residents there."""
+    """Print what the table lacks of leases: a held lease is a resident in the table."""
     if leases.get("problem"):
         yield f"leases  not given now: {leases.get('problem')}"
     if leases.get("is_drained"):

@@ -1,4 +1,4 @@
-"""How command line tools reach a node: its address, and HTTP calls whose failures are sentences.
+"""The client of the command line: the address of a node, and HTTP calls with readable errors.
 
 Standard library only, so that `kakeya status` answers at once.
 """
@@ -21,12 +21,12 @@ _STREAM_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeApi:
-    """One node's HTTP interface at HOST:PORT."""
+    """The HTTP interface of one node at HOST:PORT."""
 
     address: str
 
     def get(self, path: str) -> dict[str, object]:
-        """Fetch a JSON object. Raises PeerError with what the node said."""
+        """Fetch a JSON object. Raises PeerError with the node's message."""
         connection = self._connect(_ANSWER_S)
         try:
             answer = self._ask(connection, "GET", path, b"")
@@ -35,7 +35,7 @@ class NodeApi:
             connection.close()
 
     def stream(self, path: str, body: Mapping[str, object]) -> Iterator[dict[str, object]]:
-        """Post a request and yield the objects of its server-sent events. Raises PeerError."""
+        """Post a request and yield the JSON objects of the streamed events. Raises PeerError."""
         connection = self._connect(_STREAM_S)
         try:
             answer = self._ask(connection, "POST", path, json.dumps(body).encode())
@@ -82,8 +82,10 @@ class NodeApi:
         reason = str(problem) or repr(problem)
         if isinstance(problem, OSError) and problem.strerror:
             reason = problem.strerror
-        elif isinstance(problem, http.client.BadStatusLine):  # it holds what the other side wrote
-            reason = "what listens there does not speak it, as a node's gRPC port does not"
+        elif isinstance(
+            problem, http.client.BadStatusLine
+        ):  # its text holds the bytes of the other side
+            reason = "the port there speaks no HTTP, like the gRPC port of a node"
         return PeerUnavailable(
             f"no node answers HTTP at {self.address}: {reason}; "
             "start one with kakeya-node, or give the address of one with --node"
@@ -91,9 +93,9 @@ class NodeApi:
 
 
 def find_node(address: str, folder: Path) -> NodeApi:
-    """Return the node that was named, else the one that runs in `folder`.
+    """Return the node at an address, or the node that runs in `folder` if none is given.
 
-    Raises ConfigError for an address that is none, PeerUnavailable when no node runs.
+    Raises ConfigError for a malformed address, PeerUnavailable when no node runs.
     """
     if address:
         bare = address.removeprefix("http://").rstrip("/")
@@ -116,7 +118,7 @@ def _object(address: str, data: bytes) -> dict[str, object]:
     except ValueError as problem:
         raise PeerProtocol(f"{address} answered no JSON; is it a Kakeya node?") from problem
     if not isinstance(found, dict):
-        raise PeerProtocol(f"{address} answered JSON that is no object; is it a Kakeya node?")
+        raise PeerProtocol(f"{address} answered JSON that is not an object; is it a Kakeya node?")
     return found
 
 

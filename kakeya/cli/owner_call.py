@@ -1,4 +1,4 @@
-"""How commands tell the node that runs in a data directory what its owner wants: on its socket."""
+"""Owner commands to the node that runs in a data directory, over the node's socket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kakeya.wire.status import error_from_rpc
 Stub = TypeVar("Stub")
 Answer = TypeVar("Answer")
 _ANSWER_BYTES = 64 << 20
-"""A list of many adapters is long."""
+"""The limit of a message: a list of many adapters is long."""
 
 
 def ask_node(
@@ -26,9 +26,9 @@ def ask_node(
     *,
     timeout_s: float,
 ) -> Answer:
-    """Call the node that runs in a folder; `call` is given the stub, and waits for `timeout_s`.
+    """Call the node that runs in a folder; `call` gets the stub and waits for `timeout_s`.
 
-    Raises its refusal, without a prefix, PeerUnavailable, DeadlineExceeded. Blocks.
+    Raises the node's refusal without a prefix, PeerUnavailable, DeadlineExceeded. Blocks.
     """
     running = find_running(folder)
     if running is None:
@@ -44,7 +44,7 @@ def ask_node(
             refusal = error_from_rpc(failure, address)
             if isinstance(refusal, PeerUnavailable):
                 raise PeerUnavailable(
-                    f"the node in {folder} does not answer on {address}; start it anew"
+                    f"the node in {folder} does not answer on {address}; start it again"
                 ) from failure
             if isinstance(refusal, DeadlineExceeded):
                 raise DeadlineExceeded(
@@ -52,7 +52,7 @@ def ask_node(
                     f"{timeout_s:g} s: it is stopped or very busy; look at it with "
                     "`kakeya status`, then run the same command again"
                 ) from failure
-            # The owner knows which node he asked, and reads the sentence as from this command.
+            # The owner knows which node was asked, so the sentence needs no address.
             refusal.message = refusal.message.removeprefix(f"{address}: ")
             refusal.args = (refusal.message,)
             raise refusal from failure

@@ -1,3 +1,3 @@
-"""Diagnosis of a node, its machine and the way to its peers: each finding says what is wrong and
-what mends it.
+"""Diagnosis of a node, its machine and the network to its peers: each finding names a fault and the
+command that mends it.
 """

@@ -1,4 +1,4 @@
-"""Judges clocks, versions, ids, certificates, and how a peer sees this node. Pure."""
+"""Judge clocks, versions, ids, certificates, and a peer's view of this node. Pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kakeya.doctor.way_checks import Peer
 from kakeya.fleet.placement.ring import ring_path_available
 
 SKEW_WARNING_S = 5.0
-"""More than a clock is off that is set by the network."""
+"""More than the error of a clock that is set by the network."""
 _LAUNCH = "mlx.launch --hostfile HOSTS.json scripts/kakeya-node"
 _RENEW_GRACE_S = 86_400.0
-"""How long a renewal that is due may take, since the authority may be off for a night."""
+"""How late a renewal may be: the authority may be off for a night."""
 _MIN_JUDGES = 3
-"""Peers whose clocks together outvote our own."""
+"""The number of peers whose clocks together outvote the own clock."""
 
 
 class Protocols(NamedTuple):
-    """The range of protocol versions that a node speaks; 0, 0 = one without our extensions."""
+    """The protocol versions that a node speaks; 0, 0 = a node without Kakeya's extensions."""
 
     low: int
     high: int
@@ -30,7 +30,7 @@ class Protocols(NamedTuple):
 
 
 class CertificateDates(NamedTuple):
-    """When the own certificate begins, should be renewed, and ends; wall seconds."""
+    """The begin, the renewal date and the end of the own certificate; wall seconds."""
 
     not_before_at: float
     renew_at: float
@@ -38,7 +38,7 @@ class CertificateDates(NamedTuple):
 
 
 def check_skew(skew_s: float, ttl_s: float, peer: Peer) -> Finding:
-    """Judge how far the peer's clock is ahead of ours (negative: behind), against our TTL."""
+    """Judge by how much a peer's clock is ahead (negative: behind), against the own TTL."""
     size = abs(skew_s)
     if size <= SKEW_WARNING_S:
         return ok("clocks", f"{size:.1f} s apart", peer=peer.name)
@@ -52,7 +52,7 @@ def check_skew(skew_s: float, ttl_s: float, peer: Peer) -> Finding:
 
 
 def check_own_clock(skews: Mapping[str, float], platform: str) -> Finding | None:
-    """Judge the own clock by those of all peers; None when there are too few to outvote it."""
+    """Judge the own clock by the clocks of all peers; None if too few peers are known."""
     if len(skews) < _MIN_JUDGES:
         return None
     off = sorted(skew for skew in skews.values() if abs(skew) > SKEW_WARNING_S)
@@ -69,9 +69,9 @@ def check_own_clock(skews: Mapping[str, float], platform: str) -> Finding | None
 
 
 def check_protocol(own: Protocols, theirs: Protocols, version: str, peer: Peer) -> Finding:
-    """Judge whether the two speak a common protocol, and which of them is the older."""
+    """Judge whether the two nodes speak a common protocol, and which one is older."""
     if theirs.high == 0:
-        detail = f"{peer.name} knows none of our extensions; it is exchanged with in full"
+        detail = f"{peer.name} lacks Kakeya's extensions; gossip exchanges all cards with it"
         return ok("version", detail, peer=peer.name)
     if own.high < theirs.low:
         detail = f"{peer.name} is newer: it speaks protocol {theirs}, this node {own}"
@@ -84,7 +84,7 @@ def check_protocol(own: Protocols, theirs: Protocols, version: str, peer: Peer) 
 
 
 def check_conflicts(conflicts: Sequence[str], *, data_dir: str) -> Finding:
-    """Judge whether another process runs under this node's id; `conflicts` say where."""
+    """Judge whether another process runs under this node's id; `conflicts` name its places."""
     if not conflicts:
         return ok("node id", "no other process uses it")
     return fault(
@@ -97,7 +97,7 @@ def check_conflicts(conflicts: Sequence[str], *, data_dir: str) -> Finding:
 
 
 def check_seen(age_s: float | None, ttl_s: float, address: str, peer: Peer) -> Finding:
-    """Judge how long ago the peer, who answers at `address`, heard of us; None = never."""
+    """Judge how long ago the peer at `address` heard of this node; None = never."""
     if age_s is None:
         return warning(
             "seen",
@@ -117,7 +117,7 @@ def check_seen(age_s: float | None, ttl_s: float, address: str, peer: Peer) -> F
 
 
 def check_suspicion(peer: Peer, *, of_them: bool, of_us: bool) -> Finding | None:
-    """Judge whether either takes the other for one that does not answer; None = neither."""
+    """Judge whether one of two nodes holds the other for silent; None = neither does."""
     if of_them:
         detail = f"this node finds that {peer.name} does not answer, and gives it no work"
         return warning("suspicion", detail, "kakeya doctor", on=peer.name, peer=peer.name)
@@ -158,10 +158,10 @@ def check_certificate(dates: CertificateDates, now: float, platform: str) -> Fin
 
 
 def check_membership(*, is_member: bool, is_revoked: bool, is_exposed: bool) -> Finding | None:
-    """Judge a node that no fleet counts in; None for a member."""
+    """Judge a node without a fleet, or a revoked one; None for a member."""
     if is_revoked:
         detail = (
-            "this node was taken out of its fleet: no member answers it. `kakeya invite` on the "
+            "this node was removed from its fleet: no member answers it. `kakeya invite` on the "
             "fleet's authority prints a token to come back with"
         )
         return fault("fleet", detail, JOIN)
@@ -174,16 +174,16 @@ def check_membership(*, is_member: bool, is_revoked: bool, is_exposed: bool) -> 
 
 
 def revoked_peer(peer: Peer) -> Finding:
-    """Say that the fleet took the peer out; whatever else it answers counts for nothing."""
+    """Make the finding that the fleet has removed the peer; its answers do not count."""
     detail = (
-        f"{peer.name} was taken out of this fleet; `kakeya invite` on the fleet's authority "
+        f"{peer.name} was removed from this fleet; `kakeya invite` on the fleet's authority "
         "prints a token for it to come back with"
     )
     return fault("fleet", detail, JOIN, on=peer.name, peer=peer.name)
 
 
 def check_ring(own: str, theirs: str, peer: Peer) -> Finding | None:
-    """Judge whether two advertised ring addresses share a ring; None when neither has one."""
+    """Judge whether two advertised ring addresses belong to one ring; None without any."""
     if not own and not theirs:
         return None
     if ring_path_available(own, theirs):

@@ -1,9 +1,9 @@
-"""One dial, taken apart: did the network let it through, did a node answer, was it believed.
+"""One dial in its steps: the network lets it through, a node answers, both nodes trust each other.
 
-gRPC says UNAVAILABLE to all of it. So a dial is made twice: by hand, which yields the system's
-errno, and through a channel as gossip opens it, but anew, so that no connection that is already
-open hides what a new one would meet. Where that fails after the first succeeded, a bare TLS
-handshake tells whether the other side is encrypted and what its certificate says.
+gRPC reports UNAVAILABLE for a failure of any step. So a dial is made twice: with a plain socket,
+which yields the system's errno, and through a new channel with the options of gossip; a connection
+that is already open could hide the fault. If only the channel fails, a bare TLS handshake tells
+whether the other side is encrypted, and shows its certificate.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kakeya.v1.distributed_pb2_grpc import CapabilityServiceStub
 from kakeya.wire.channels import Channels, Keepalive
 
 DIAL_S = 2.0
-"""For the whole of one dial; a node on a desk answers within milliseconds."""
+"""The limit of one dial; a node in the same room answers within milliseconds."""
 _KEEPALIVE = Keepalive(interval_s=11.0)
-"""Other than gossip's: gRPC lets channels of equal options share a connection and its backoff."""
+"""Not gossip's value: in gRPC, channels of equal options share a connection and its backoff."""
 
 
 class DialOutcome(StrEnum):
-    """How a dial went; the first five are about a connection that was made."""
+    """The result of a dial; in the first five cases the connection was made."""
 
     ANSWERED = "answered"
     SILENT = "silent"
@@ -50,7 +50,7 @@ class DialOutcome(StrEnum):
     FAILED = "failed"
 
 
-# Numbers as each system has them: a peer's errno is read here by the peer's system.
+# Numbers by system: a peer's errno has the meaning of the peer's system.
 _BY_ERRNO: Mapping[str, Mapping[int, DialOutcome]] = {
     "darwin": {
         61: DialOutcome.REFUSED,
@@ -80,7 +80,7 @@ _TIMEOUT_ERRNO = {"darwin": 60, "linux": 110}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """Dates of the certificate that the other side showed, wall seconds."""
+    """Dates of the certificate that the other side showed; wall seconds."""
 
     not_before_at: float
     not_after_at: float
@@ -88,9 +88,9 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DialAttempt:
-    """One attempt. `errno` 0 = the system named none; `node_id` is who answered.
+    """One attempt. `errno` 0 = the system gave none; `node_id` is the id of the node that answered.
 
-    `shown` is looked at only where trust failed; None = no certificate was shown.
+    `shown` is read only where trust failed; None = no certificate was shown.
     """
 
     address: str
@@ -103,18 +103,18 @@ class DialAttempt:
 
 
 def system_of(platform: str) -> str:
-    """Read `darwin-arm64` or `linux` as the name of a system whose errnos are known; else ""."""
+    """Return the system of a platform like `darwin-arm64` if its errnos are known; else ""."""
     name = platform.partition("-")[0]
     return name if name in _BY_ERRNO else ""
 
 
 def outcome_of(number: int, platform: str) -> DialOutcome:
-    """What an errno of a failed connect means on a system."""
+    """Return the outcome that an errno of a failed connect means on a system."""
     return _BY_ERRNO.get(system_of(platform), {}).get(number, DialOutcome.FAILED)
 
 
 class Dialler:
-    """Dials addresses as a node would, each time with a connection of its own."""
+    """Dials addresses as a node does, each time with a new connection."""
 
     def __init__(
         self,
@@ -124,14 +124,14 @@ class Dialler:
         limit_s: float = DIAL_S,
         platform: str = sys.platform,
     ) -> None:
-        """`open_channels` makes channels that are secured as the node's own are."""
+        """`open_channels` makes channels with the same security as the node's own."""
         self._clock = clock
         self._open_channels = open_channels
         self._limit_s = limit_s
         self._platform = platform
 
     async def dial(self, address: str) -> DialAttempt:
-        """Connect and ask who is there. Never raises for what the network does."""
+        """Connect and ask for the node's id; a failure of the network is an outcome."""
         ends_mono = self._clock.mono() + self._limit_s
         reached = await self.connect(address)
         if reached.outcome is not DialOutcome.ANSWERED:
@@ -146,7 +146,7 @@ class Dialler:
         return replace(reached, node_id=answer.node.node_id)
 
     async def connect(self, address: str) -> DialAttempt:
-        """Make a bare connection and drop it; `ANSWERED` then only says that it was made."""
+        """Make a plain connection and close it; `ANSWERED` only says that it was made."""
         try:
             host, port = split_address(address)
         except Illegal as problem:
@@ -168,7 +168,7 @@ class Dialler:
 
     @asynccontextmanager
     async def channel(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
-        """Open a new connection to an address, closed at the end."""
+        """Open a new connection to an address, and close it at the end of the block."""
         channels = self._open_channels(_KEEPALIVE)
         try:
             yield channels.get(address)
@@ -195,7 +195,7 @@ class Dialler:
                 return replace(reached, outcome=DialOutcome.NO_NODE, error=words)
 
     async def _peek(self, address: str) -> Shown | None:
-        """Look at the certificate that is shown there, believing nothing."""
+        """Read the certificate that is shown at an address, without trusting it."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
@@ -204,7 +204,7 @@ class Dialler:
         try:
             async with asyncio.timeout(self._limit_s / 2):
                 _, writer = await asyncio.open_connection(host, port, ssl=context)
-        except (OSError, TimeoutError):  # ssl.SSLError is an OSError
+        except (OSError, TimeoutError):  # includes ssl.SSLError
             return None
         handshake: ssl.SSLObject = writer.get_extra_info("ssl_object")
         shown = handshake.getpeercert(binary_form=True)
@@ -213,7 +213,7 @@ class Dialler:
 
 
 async def _connect(host: str, port: int) -> None:
-    """Connect to any address of a host and let go. Raises the first OSError, with its errno."""
+    """Connect to an address of a host and close. Raises the first OSError, with its errno."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     failures: list[OSError] = []
@@ -231,10 +231,10 @@ async def _connect(host: str, port: int) -> None:
 
 
 def _check_peer(probe: socket.socket) -> None:
-    """Raise what became of a connect that is said to be made and has no peer.
+    """Raise the error of a connection that looks made but has no peer.
 
-    Linux may say that a socket is ready a moment before it says what is wrong with it, and who
-    looks between the two finds no error.
+    Linux may report a socket as ready a moment before it reports its error; a look between the two
+    finds no error.
     """
     try:
         probe.getpeername()

@@ -3,7 +3,7 @@
     itself     the machine; the own addresses, dialled; certificate, clock, id
     each peer  every endpoint dialled anew, then the peer is asked to dial back (DoctorService)
 
-Everything runs side by side and ends within `LIMIT_S`, whatever does not answer.
+All checks run concurrently and end within `LIMIT_S`, even if no peer answers.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from kakeya.v1.fleet_pb2_grpc import DoctorServiceStub
 
 LIMIT_S = 9.0
 _BACK_S = 4.0
-"""For one check from the other side: its dials take at most 3 s, side by side."""
+"""The limit of one check by a peer: its concurrent dials take at most 3 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetView:
-    """What only the running node knows; each is asked anew at each examination.
+    """Facts that only the running node knows; each function is called at each examination.
 
-    `skews` are seconds by which peers' clocks are ahead, by node id; `route` is the address that
-    calls to a node take now. `is_revoked` is asked with a node id, `why_not_dial` with an address
-    of a card: "" or the reason against it.
+    `skews` are seconds by which peers' clocks are ahead, by node id; `route` is the address of
+    calls to a node now. `is_revoked` takes a node id; `why_not_dial` takes an address of a card and
+    returns "" or the reason against it.
     """
 
     identity: Callable[[], Identity | None]
@@ -54,7 +54,7 @@ class FleetView:
 
 
 class Examiner:
-    """Examines on request; holds nothing between two examinations."""
+    """Examines on request; keeps no state between two examinations."""
 
     def __init__(
         self,
@@ -74,19 +74,19 @@ class Examiner:
         self._limit_s = limit_s
 
     async def examine_json(self, peer: str) -> str:
-        """Examine as `examine` does; the report is JSON text, as ControlService answers it."""
+        """Examine, and return the report as JSON text for ControlService."""
         return encode_report(await self.examine(peer))
 
     async def examine(self, peer: str) -> Examination:
         """Examine this node and one peer (HOST:PORT, node id, its beginning, label); "" = all.
 
-        Raises NotFound and InvalidArgument for a peer that cannot be meant.
+        Raises NotFound and InvalidArgument for a peer that names no node.
         """
         started_mono = self._clock.mono()
         own, *others = self._registry.snapshot(mono=started_mono)
         targets = find_targets(peer, others)
         if self._view.is_revoked(self._registry.node_id):
-            targets = ()  # each of them would say the same
+            targets = ()  # every address would say the same
         async with asyncio.TaskGroup() as group:
             parts = [
                 group.create_task(self._bounded("machine", self._machine.examine())),
@@ -117,7 +117,7 @@ class Examiner:
         now = self._clock.wall()
         me = Peer(name=name_of(own), node_id=own.node_id, platform=own.platform)
         is_revoked = self._view.is_revoked(self._registry.node_id)
-        # Nor does a revoked node believe itself.
+        # A revoked node does not trust itself either.
         dials = [] if is_revoked else await self._dial_all(ways_of(own))
         lines = [check_own_address(dial, me) for _, dial in dials]
         identity = self._view.identity()
@@ -170,7 +170,7 @@ class Examiner:
         return lines + await self._ask_back(address, target)
 
     def _reasons_against(self, target: Target) -> dict[str, str]:
-        """Why addresses are not dialled that only the peer itself names, not a person."""
+        """Find the reasons against dialling addresses that only the peer's card names."""
         if target.card is None:
             return {}
         why_not = self._view.why_not_dial
@@ -182,7 +182,7 @@ class Examiner:
         return list(zip(ways, dials, strict=True))
 
     def _with_card(self, target: Target, dials: Sequence[tuple[Endpoint, DialAttempt]]) -> Target:
-        """Find the card of a node that was named by its address only, once it answered."""
+        """Find the card of a node that was given by address, after it answered."""
         if target.card is not None:
             return target
         node_id = next((dial.node_id for _, dial in dials if dial.node_id), "")
@@ -225,12 +225,12 @@ class Examiner:
                 answer = await DoctorServiceStub(channel).CheckBack(request, timeout=_BACK_S)
         except grpc.aio.AioRpcError as failure:
             return [_no_answer(failure, peer)]
-        # The peer looks at its clock last of all, so only the way back lies between.
+        # The peer reads its clock last, so only the way back lies between the two readings.
         skew_s = answer.answered_at_unix - self._clock.wall()
         return self._judge_back(answer, skew_s, address, target)
 
     def _own_addresses(self, peer_address: str) -> list[str]:
-        """Where the peer should find us; loopback means something else on another machine."""
+        """List the addresses for the peer to dial; loopback only for a peer on this machine."""
         with_loopback = is_loopback(peer_address)
         addresses = [way.address for way in ways_of(self._registry.own)]
         return [a for a in addresses if with_loopback or not is_loopback(a)][:MAX_ADDRESSES]
@@ -272,7 +272,7 @@ class Examiner:
 
 
 def check_own_address(dial: DialAttempt, me: Peer) -> Finding:
-    """Judge a dial of this node to an address of its own: is it this node that answers there?"""
+    """Judge a dial to an own address: this node must be the one that answers."""
     what = f"answers at {dial.address}"
     if dial.outcome is DialOutcome.ANSWERED and dial.node_id == me.node_id:
         return ok(what, f"this node does, after {dial.rtt_ms:.1f} ms")

@@ -1,7 +1,7 @@
-"""Collects facts of this machine and has them judged; works with and without a running node.
+"""Collect facts of this machine and judge them, with or without a running node.
 
-Every collector is bounded in time and tells a failure as a fact. Files and interfaces are looked
-at in a thread; programs (pmset, ping, the mlx self-test) are children that end with their limit.
+Every collector is bounded in time and reports a failure as a fact. Files and interfaces are read
+in a thread; programs (pmset, ping, the mlx self-test) are children that end at their limit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KEYS = f"{IDENTITY}/*key.pem"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What a program printed and how it ended; `status` None = it had to be killed."""
+    """The output and exit status of a program; `status` None = it was killed at its limit."""
 
     status: int | None
     stdout: str
@@ -44,13 +44,13 @@ class Output:
 
 
 RunProgram = Callable[[Sequence[str], float], Awaitable[Output | None]]
-"""Runs a program with a limit in seconds; None = there is no such program."""
+"""Runs a program with a limit in seconds; None = the program does not exist."""
 
 
 async def run_program(command: Sequence[str], limit_s: float) -> Output | None:
-    """Run a program in a thread and collect what it prints; it does not outlive its limit.
+    """Run a program in a thread and collect its output; the program ends at its limit.
 
-    A caller that is cancelled does not end it before: a child that asyncio spawns cannot be
+    Cancelling the caller does not end the program earlier: a child that asyncio spawns cannot be
     cancelled safely while it starts.
     """
     return await asyncio.to_thread(_run, command, limit_s)
@@ -73,7 +73,7 @@ def _run(command: Sequence[str], limit_s: float) -> Output | None:
 
 
 class Machine:
-    """This machine as the doctor sees it."""
+    """Examines this machine."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Machine:
         python: str = sys.executable,
         run: RunProgram = run_program,
     ) -> None:
-        """`environ` is that of the process that is examined: a ring is described there."""
+        """`environ` belongs to the examined process, and describes its ring."""
         self.data_dir = data_dir
         self.platform = platform
         self.python = python
@@ -92,7 +92,7 @@ class Machine:
         self._run = run
 
     async def examine(self) -> tuple[Finding, ...]:
-        """Collect and judge everything; takes at most `SELF_TEST_S` and a little."""
+        """Collect and judge all facts; takes little more than `SELF_TEST_S` at most."""
         test, sleep, files = await asyncio.gather(
             self._self_test(), self._sleep(), asyncio.to_thread(self._look)
         )
@@ -106,13 +106,13 @@ class Machine:
         return tuple(line for line in found if line is not None)
 
     async def pings(self, host: str) -> bool | None:
-        """Whether a host answers a ping; None = this machine has no ping."""
+        """Whether a host answers a ping; None = this machine has no ping program."""
         flags = ("-t", "1") if self.platform == "darwin" else ("-W", "1")
         output = await self._run(("ping", "-c", "1", *flags, host), _PROGRAM_S)
         return None if output is None else output.status == 0
 
     def interfaces(self) -> tuple[Interface, ...]:
-        """Every address by which peers may reach this machine."""
+        """List the addresses by which peers may reach this machine."""
         return read_interfaces(self.platform)
 
     async def _self_test(self) -> SelfTest:
@@ -141,7 +141,7 @@ class Machine:
 
 
 def _files(folder: Path) -> list[FileFact]:
-    """Mode and owner of what keeps others out; nothing where no node ran yet."""
+    """Read mode and owner of the files that keep other users out; empty if no node ran yet."""
     facts = []
     for path in (folder, folder / "node.json", folder / IDENTITY, *folder.glob(_KEYS)):
         with contextlib.suppress(FileNotFoundError):
@@ -151,7 +151,7 @@ def _files(folder: Path) -> list[FileFact]:
 
 
 def read_self_test(output: Output | None) -> SelfTest:
-    """Read what the self-test's child left behind."""
+    """Read the result of the child that ran the self-test."""
     if output is None:
         return SelfTest(error="python could not be started")
     if output.status is None:
@@ -174,7 +174,7 @@ def read_self_test(output: Output | None) -> SelfTest:
 
 
 def listen_fault(address: str) -> int:
-    """Try to listen on an address; return the errno that forbids it, 0 when nothing does."""
+    """Try to listen on an address; return the errno of the refusal, 0 if it works."""
     try:
         host, port = split_address(address)
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

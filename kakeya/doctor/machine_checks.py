@@ -1,4 +1,4 @@
-"""Judges this machine: sleep, disk, files, ports, arithmetic, networks. Pure."""
+"""Judge this machine: sleep, disk, files, ports, arithmetic, networks. Pure."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from kakeya.fleet.placement.ring import RingEnvironment
 
 DISK_WARNING_BYTES = GIB
 DISK_FAULT_BYTES = 64 * MIB
-"""Less, and the node's own small files are no longer safe to write."""
+"""With less room, the node's own small files cannot be written safely."""
 _PMSET_ROW = re.compile(r"^\s+(\w[\w ]*?)\s+(\d+)(?:\s+\(.*\))?\s*$", re.MULTILINE)
 _SAME = 1e-3
-"""Of the largest logit: rounding differs with the shape of a product, a wrong row is far off."""
+"""The allowed share of the largest logit: rounding differs with the shape of a product, while a
+wrong row is far off."""
 _PRIVATE = 0o077
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfTest:
-    """What the child said of mlx; `error` "" = it said it. `is_unfinished`: it took too long."""
+    """The child's report on mlx; `error` "" = it is whole. `is_unfinished`: it took too long."""
 
     mlx: str = ""
     device: str = ""
@@ -52,7 +53,7 @@ class FileFact:
 
 
 def parse_pmset(text: str) -> dict[str, int]:
-    """Read the settings in use out of `pmset -g`."""
+    """Read the current settings from the output of `pmset -g`."""
     _, _, in_use = text.partition("Currently in use:")
     return {name: int(value) for name, value in _PMSET_ROW.findall(in_use)}
 
@@ -95,7 +96,7 @@ def check_disk(free_bytes: int, folder: Path) -> Finding:
 
 
 def check_files(facts: Sequence[FileFact], folder: Path, uid: int) -> Finding:
-    """Judge whether the data directory and what is secret in it belong to this user alone."""
+    """Judge whether only this user can read the data directory and its secrets."""
     if not facts:
         return ok("files", f"no node ran in {folder} yet")
     foreign = [fact for fact in facts if fact.uid != uid]
@@ -114,7 +115,7 @@ def check_files(facts: Sequence[FileFact], folder: Path, uid: int) -> Finding:
 
 
 def check_port(flag: str, address: str, number: int) -> Finding:
-    """Judge whether a node that is started now could listen there; `number` 0 = it could."""
+    """Judge whether a node could listen on an address; `number` is the errno, 0 = it could."""
     what = f"port {address}"
     port = address.rpartition(":")[2]
     match number:
@@ -135,7 +136,7 @@ def check_port(flag: str, address: str, number: int) -> Finding:
 
 
 def check_blas(test: SelfTest, platform: str) -> Finding | None:
-    """Judge whether mlx multiplies fast on a CPU; None where that is not known."""
+    """Judge whether mlx multiplies fast on a CPU; None if that is unknown."""
     if test.error:
         return None
     if is_mac(platform):
@@ -147,7 +148,7 @@ def check_blas(test: SelfTest, platform: str) -> Finding | None:
 
 
 def check_mlx(test: SelfTest, python: str) -> Finding:
-    """Judge whether mlx runs here and computes a batch of two as it does each row alone."""
+    """Judge whether mlx runs here, and computes two rows at once like each row alone."""
     reinstall = shell(python, "-m", "pip", "install", "--upgrade", "mlx", "mlx-lm")
     if test.is_unfinished:
         detail = f"the self-test was {test.error}: the machine is busy, or mlx hangs"
@@ -165,7 +166,7 @@ def check_mlx(test: SelfTest, python: str) -> Finding:
 
 
 def check_ring_probe(ring: RingEnvironment, environ: Mapping[str, str]) -> Finding:
-    """Judge the mlx.distributed ring of this process; being in none is nothing wrong."""
+    """Judge the mlx.distributed ring of this process; a node without a ring is fine."""
     if ring.is_available:
         return ok("ring", f"rank {ring.rank} of {ring.world_size} ({ring.backend})")
     if not environ.get("MLX_RANK"):
@@ -178,7 +179,7 @@ def check_ring_probe(ring: RingEnvironment, environ: Mapping[str, str]) -> Findi
 
 
 def link_to(host: str, interfaces: Sequence[Interface]) -> str:
-    """The own interface on whose network a host is; "" = on none of them."""
+    """Return the own interface that shares a network with a host; "" = none does."""
     try:
         wanted = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -187,7 +188,7 @@ def link_to(host: str, interfaces: Sequence[Interface]) -> str:
 
 
 def check_networks(interfaces: Sequence[Interface], platform: str) -> Finding:
-    """Judge whether this machine is on any network that peers share."""
+    """Judge whether this machine is on a network that peers can share."""
     if not interfaces:
         command = "networksetup -listallhardwareports" if is_mac(platform) else "ip address"
         return warning("networks", "none: only this machine itself can reach this node", command)

@@ -1,6 +1,6 @@
-"""The commands that mend things, and the words that the checks share.
+"""Commands that mend faults, and words that the checks share.
 
-Nothing here was run on a Mac; the Mac's commands are from Apple's manuals.
+No command was tried on a Mac; the commands for macOS are from Apple's manuals.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ UPDATE = "git pull"
 
 
 def is_mac(platform: str) -> bool:
-    """Whether `darwin` or `darwin-arm64` is meant."""
+    """Whether a platform is macOS: `darwin` or `darwin-arm64`."""
     return platform.startswith("darwin")
 
 
 def open_port(platform: str, port: str, python: str = "") -> str:
-    """Let calls through a machine's own firewall; `python` "" = not known here."""
+    """Return the command that opens a port of a machine's firewall; `python` "" = unknown."""
     if is_mac(platform):
         program = python or "PATH_OF_ITS_PYTHON"
         tool = "/usr/libexec/ApplicationFirewall/socketfilterfw"
@@ -33,21 +33,21 @@ def open_port(platform: str, port: str, python: str = "") -> str:
 
 
 def set_clock(platform: str) -> str:
-    """Set a clock by the network."""
+    """Return the command that sets a clock by the network."""
     if is_mac(platform):
         return "sudo sntp -sS time.apple.com"
     return "sudo timedatectl set-ntp true"
 
 
 def show_route(platform: str, host: str) -> str:
-    """Show which way calls to a host would go."""
+    """Return the command that shows the route to a host."""
     if is_mac(platform):
         return shell("route", "-n", "get", host)
     return shell("ip", "route", "get", host)
 
 
 def show_listener(port: str) -> str:
-    """Show which program has a port."""
+    """Return the command that shows the program that has a port."""
     return shell("lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN")
 
 

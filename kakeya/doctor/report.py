@@ -1,4 +1,4 @@
-"""What the doctor says: lines with a level each, and the report that they make. Values only."""
+"""Findings of the doctor, each with a level, and the report of an examination. Values only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kakeya.core.errors import PeerProtocol
 
 
 class Severity(StrEnum):
-    """How bad it is; a fault makes the command's exit status 1."""
+    """The level of a finding; a fault makes the command's exit status 1."""
 
     OK = "ok"
     WARNING = "warning"
@@ -26,8 +26,8 @@ _ORDER = tuple(Severity)
 class Finding:
     """One finding.
 
-    `command` is the one that mends it, "" exactly when all is well; `on` is the machine to type
-    it on, "" = this one. `peer` is the node that was looked at, "" = this one.
+    `command` mends the fault, "" exactly when all is well; `on` is the machine where to type it,
+    "" = this one. `peer` is the examined node, "" = this one.
     """
 
     level: Severity
@@ -39,32 +39,32 @@ class Finding:
 
 
 def ok(what: str, detail: str, *, peer: str = "") -> Finding:
-    """Say that all is well."""
+    """Make a finding that all is well."""
     return Finding(level=Severity.OK, what=what, detail=detail, peer=peer)
 
 
 def warning(what: str, detail: str, command: str, *, on: str = "", peer: str = "") -> Finding:
-    """Say what works badly, or soon will."""
+    """Make a finding of a thing that works badly, or soon will."""
     return Finding(
         level=Severity.WARNING, what=what, detail=detail, command=command, on=on, peer=peer
     )
 
 
 def fault(what: str, detail: str, command: str, *, on: str = "", peer: str = "") -> Finding:
-    """Say what does not work."""
+    """Make a finding of a thing that does not work."""
     return Finding(
         level=Severity.FAULT, what=what, detail=detail, command=command, on=on, peer=peer
     )
 
 
 def shell(*words: str) -> str:
-    """Write a command line; whatever a peer put into a word stays inside that word."""
+    """Write a command line; the text of a peer stays one quoted word."""
     return shlex.join(words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What one examination found; `node` is who looked, "" = nobody but the command itself."""
+    """The findings of one examination by `node`; "" = the command examined without a node."""
 
     node: str
     lines: tuple[Finding, ...]
@@ -72,11 +72,11 @@ class Examination:
 
     @property
     def level(self) -> Severity:
-        """The worst of its lines."""
+        """The worst level of all findings."""
         return max((line.level for line in self.lines), key=_ORDER.index, default=Severity.OK)
 
     def as_json(self) -> dict[str, object]:
-        """Return it as a JSON object."""
+        """Return the report as a JSON object."""
         return {
             "node": self.node,
             "level": self.level.value,
@@ -101,7 +101,7 @@ def encode_report(report: Examination) -> str:
 
 
 def decode_report(text: str) -> Examination:
-    """Read what `encode_report` wrote. Raises PeerProtocol for anything else."""
+    """Read the text of `encode_report`. Raises PeerProtocol for any other text."""
     try:
         tree = json.loads(text)
         return Examination(

@@ -1,12 +1,13 @@
-"""DoctorService: the other half of `kakeya doctor`, what a caller cannot see of itself.
+"""DoctorService: a node checks, for a peer that runs `kakeya doctor`, how the peer is reached.
 
-This node dials for the caller, so it must not become a tool against others: only addresses that
-gossip may dial, at the IP that the call came from or on the caller's own card where its certificate
-says who it is; few, briefly, one check at a time for each caller, so many in a minute.
+This node dials addresses for its caller, so it must not become a tool for attacks. It dials only
+addresses that gossip may dial: at the IP of the call, or on the caller's card if a certificate
+proves its id. Dials are few and short, with one check at a time and a bound per minute for each
+caller.
 
-    the call's own IP     tells all: the caller sits there
-    others on the card    anybody can write any address on a card, so it tells only whether the
-                          caller itself answers there, and takes as long whatever else is there
+    the IP of the call    the answer tells all: the caller is there
+    others on the card    a card may name any address, so the answer tells only whether the caller
+                          itself answers there, and takes equally long in all other cases
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from kakeya.wire.status import abort
 
 MAX_ADDRESSES = 8
 MAX_CHECKS = 8
-"""At once, of all callers together."""
+"""Checks at the same time, of all callers together."""
 MAX_DIALS, MAX_DIALS_EACH, DIALS_IN_S = 128, 32, 60.0
-"""Addresses dialled in a minute, for all callers and for one: a person who looks four times."""
+"""Addresses dialled in a minute, for all callers and for one, which allows four checks."""
 QUIET_S = 2.0
-"""How long the answer takes when an address other than the call's own does not answer: no less
-when it refuses than when it is silent."""
+"""The time of an answer about a card's address where the caller does not answer. A refusal takes
+as long as silence, so that the answer does not tell them apart."""
 Context = grpc.aio.ServicerContext[pb.CheckBackRequest, pb.CheckBackResponse]
 
 
 class CheckBackService(DoctorServiceServicer):
-    """Answers how this node sees its caller."""
+    """Answers a caller with this node's view of it."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class CheckBackService(DoctorServiceServicer):
         version: str,
         caller: Callable[[], Caller] = current_caller,
     ) -> None:
-        """`may_dial` is the policy for addresses of cards: "" or the reason against one."""
+        """`may_dial` is the policy for addresses of cards: it returns "" or the reason against."""
         self._registry = registry
         self._clock = clock
         self._dialler = dialler
@@ -71,7 +72,7 @@ class CheckBackService(DoctorServiceServicer):
     async def CheckBack(
         self, request: pb.CheckBackRequest, context: Context
     ) -> pb.CheckBackResponse:
-        """Dial the caller's addresses and tell what this node holds of it."""
+        """Dial the caller's addresses, and answer with the results and this node's facts of it."""
         try:
             caller = self._caller()
             source = source_of(caller.address)
@@ -163,13 +164,13 @@ class CheckBackService(DoctorServiceServicer):
 
 
 def source_of(peer: str) -> Literal | None:
-    """Read where a call came from, as gRPC writes it; None for a unix socket."""
+    """Parse the origin of a call as gRPC writes it; None for a unix socket."""
     kind, _, address = peer.partition(":")
     return read_literal(unquote(address)) if kind in ("ipv4", "ipv6") else None
 
 
 class BackTarget(NamedTuple):
-    """What to dial for a caller; `address` "" = nothing, for the reason given."""
+    """The address to dial for a caller; `address` "" = none, for the given reason."""
 
     address: str
     reason: str = ""
@@ -180,10 +181,10 @@ class BackTarget(NamedTuple):
 def choose_target(
     address: str, card: Card | None, source: Literal | None, may_dial: Callable[[str], str]
 ) -> BackTarget:
-    """Choose what to dial for a caller that names an address.
+    """Choose the address to dial for a caller that names an address.
 
-    A zone in an address means an interface of the caller; the one that the call came in by is
-    ours, and takes its place.
+    A zone in an address names an interface of the caller; it is replaced by the own interface on
+    which the call arrived.
     """
     wanted = read_literal(address)
     if wanted is None:

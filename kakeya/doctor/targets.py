@@ -1,4 +1,4 @@
-"""Whom an examination is about: peers by the names that people use. Pure."""
+"""Find the peers of an examination by the names that people use. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kakeya.doctor.way_checks import Peer
 from kakeya.fleet.cards.cards import Card, Endpoint
 
 MAX_PEERS = 8
-"""Looked at when none is named; a desk has fewer."""
+"""The most peers that are examined when none is named; a shelf has fewer."""
 _SHORT_ID_CHARS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A peer to look at and the ways to it; without a card it is an address and nothing more."""
+    """A peer to examine and the ways to it; without a card only its address is known."""
 
     peer: Peer
     ways: tuple[Endpoint, ...]
@@ -25,14 +25,14 @@ class Target:
 
 
 def name_of(card: Card) -> str:
-    """What people call a node: its label, else its id, of which the beginning is enough."""
+    """Return the readable name of a node: its label, else the beginning of its id."""
     if card.label:
         return card.label
     return card.node_id if len(card.node_id) <= 40 else card.node_id[:_SHORT_ID_CHARS]
 
 
 def ways_of(card: Card) -> tuple[Endpoint, ...]:
-    """Every way to a node, the one it names first among them, each address once."""
+    """List the ways to a node, each address once, `grpc_address` of its card included."""
     ways = {way.address: way for way in card.endpoints if way.address}
     if card.grpc_address:
         ways.setdefault(card.grpc_address, Endpoint(card.grpc_address))
@@ -40,9 +40,9 @@ def ways_of(card: Card) -> tuple[Endpoint, ...]:
 
 
 def find_targets(wanted: str, cards: Sequence[Card]) -> tuple[Target, ...]:
-    """Find what a person named among the cards of peers; "" means everybody, up to `MAX_PEERS`.
+    """Find peers by a node id, the beginning of an id, a label or HOST:PORT; "" = all peers.
 
-    A node id, the beginning of one, a label or HOST:PORT. Raises NotFound and InvalidArgument.
+    At most `MAX_PEERS` are found. Raises NotFound and InvalidArgument.
     """
     if not wanted:
         return tuple(_target(card) for card in cards[:MAX_PEERS])

@@ -1,7 +1,7 @@
-"""Judges dials: from this node to a peer's endpoints, from the peer to ours. Pure.
+"""Judge dials from this node to a peer's endpoints, and from the peer to this node's. Pure.
 
-A way that does not work is a warning while another way to the same node does, and a fault
-otherwise: gossip and drafts need one.
+A way that fails is a warning while another way to the same node works, and a fault otherwise:
+gossip and drafts need one way.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kakeya.fleet.cards.cards import Endpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Here:
-    """This machine, as far as dials depend on it.
+    """Facts of this machine on which a dial depends.
 
-    `link_to` is the own interface on whose network the dialled host is, "" = none; `pings` says
-    whether the host answers ping, None = not tried.
+    `link_to` is the own interface that shares a network with the dialled host, "" = none; `pings`
+    tells whether the host answers ping, None = not tried.
     """
 
     platform: str
@@ -43,7 +43,7 @@ class Here:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """The node that is looked at; `name` is for people, `node_id` "" = not known yet."""
+    """The examined node; `name` is readable, `node_id` "" = unknown."""
 
     name: str
     node_id: str = ""
@@ -72,7 +72,7 @@ def check_way(
 
 
 def not_dialled(address: str, reason: str, peer: Peer) -> Finding:
-    """Tell of an address that a card names and that this node never dials of its own accord."""
+    """Make the finding for an address of a card that this node never dials by itself."""
     return ok(f"reach {address}", f"not dialled, nor ever used: {reason}", peer=peer.name)
 
 
@@ -80,7 +80,7 @@ def _cause(dial: DialAttempt, peer: Peer, here: Here, now: float) -> _Cause:
     match dial.outcome:
         case DialOutcome.ANSWERED:
             return _Cause(
-                f"another node answers there: {dial.node_id}; the address was given to it since",
+                f"another node answers there: {dial.node_id}; it has the address now",
                 "kakeya status",
             )
         case DialOutcome.UNTRUSTED:
@@ -94,7 +94,7 @@ def _cause(dial: DialAttempt, peer: Peer, here: Here, now: float) -> _Cause:
 
 
 def _cause_at_port(dial: DialAttempt) -> _Cause:
-    """The machine is there; the port is not a node's."""
+    """Explain a dial that reached a machine but no node."""
     port = _port(dial.address)
     if dial.outcome is DialOutcome.REFUSED:
         return _Cause(
@@ -104,8 +104,8 @@ def _cause_at_port(dial: DialAttempt) -> _Cause:
         )
     if dial.outcome is DialOutcome.SILENT:
         detail = (
-            f"port {port} takes the connection and says nothing: the node there hangs, or another "
-            "program has the port"
+            f"port {port} accepts the connection and does not answer: the node there hangs, or "
+            "another program has the port"
         )
     else:
         detail = f"another program answers on port {port} ({dial.error})"
@@ -113,7 +113,7 @@ def _cause_at_port(dial: DialAttempt) -> _Cause:
 
 
 def _cause_in_network(dial: DialAttempt, peer: Peer, here: Here) -> _Cause:
-    """No connection was made."""
+    """Explain a dial without a connection."""
     host, port = _host(dial.address), _port(dial.address)
     match dial.outcome:
         case DialOutcome.TIMEOUT:
@@ -152,7 +152,7 @@ def _cause_in_network(dial: DialAttempt, peer: Peer, here: Here) -> _Cause:
 
 
 def _cause_of_distrust(dial: DialAttempt, here: Here, now: float) -> _Cause:
-    """The network let the dial through, and one of the two nodes did not believe the other."""
+    """Explain a connection on which one of the two nodes did not trust the other."""
     shown = dial.shown
     if shown is not None and not here.is_member:
         return _Cause("the node there belongs to a fleet, and this one to none", JOIN)
@@ -166,7 +166,9 @@ def _cause_of_distrust(dial: DialAttempt, here: Here, now: float) -> _Cause:
             set_clock(here.platform),
         )
     if shown is not None:
-        detail = f"its certificate is in date, yet one of the two is not believed ({dial.error})"
+        detail = (
+            f"its certificate is valid now, yet one node does not trust the other ({dial.error})"
+        )
         return _Cause(f"{detail}: another fleet, or revoked", JOIN, is_theirs=True)
     if here.is_member:
         detail = f"it shows no certificate ({dial.error}): it belongs to no fleet"
@@ -178,7 +180,7 @@ def _cause_of_distrust(dial: DialAttempt, here: Here, now: float) -> _Cause:
 def check_path(
     used: str, ways: Sequence[tuple[Endpoint, DialAttempt]], peer: Peer
 ) -> Finding | None:
-    """Judge whether calls take the best way that works; None when none works."""
+    """Judge whether calls use the best way that works; None if no way works."""
     working = {
         way.address: (way, dial) for way, dial in ways if dial.outcome is DialOutcome.ANSWERED
     }
@@ -219,7 +221,7 @@ def _cause_of_back(dial: DialAttempt, peer: Peer, here: Here) -> _Cause:
     match dial.outcome:
         case DialOutcome.TIMEOUT:
             return _Cause(
-                f"{peer.name} gets no answer: the firewall of this machine drops what comes",
+                f"{peer.name} gets no answer: the firewall of this machine drops its calls",
                 open_port(here.platform, _port(dial.address), here.python),
             )
         case DialOutcome.REFUSED:

@@ -107,7 +107,7 @@ async def test_alone_it_finds_a_port_that_is_taken_and_dials_an_address(tmp_path
     lines = {line.what: line for line in report.lines}
     assert lines[f"port {bind}"].level is Severity.FAULT
     assert "refuses port" in lines[f"reach {closed}"].detail
-    with pytest.raises(PeerUnavailable, match="only a running one knows who 'some label' is"):
+    with pytest.raises(PeerUnavailable, match="only a running node can find 'some label'"):
         await examine_alone("some label", tmp_path, FREE)
 
 

@@ -31,7 +31,7 @@ def other_protocol() -> Iterator[str]:
 
 
 def test_what_speaks_no_http_is_told_without_its_bytes(other_protocol: str) -> None:
-    with pytest.raises(PeerUnavailable, match="does not speak it") as told:
+    with pytest.raises(PeerUnavailable, match="speaks no HTTP") as told:
         NodeApi(address=other_protocol).get("/v1/models")
     assert told.value.message.isprintable()
 
@@ -40,7 +40,7 @@ def test_what_speaks_no_http_is_told_without_its_bytes(other_protocol: str) -> N
     ("arguments", "says"),
     [
         (("--prompt", "a\udcff"), "the prompt is not UTF-8"),
-        (("--prompt", "a", "--temperature", "nan"), "--temperature: 'nan' is no number"),
+        (("--prompt", "a", "--temperature", "nan"), "--temperature: 'nan' is not a number"),
     ],
 )
 def test_what_no_node_could_take_is_not_sent(arguments: tuple[str, ...], says: str) -> None:

@@ -213,7 +213,7 @@ async def test_an_edge_that_only_this_node_lacks_is_told_apart_from_a_dead_node(
     ]
     show_status(status, clear=False)
     shown = capsys.readouterr().out.split()  # columns fold, so words
-    assert {"answers", "others", "but", "not", "nobody"} <= set(shown)
+    assert {"answers", "nodes", "but", "not", "no"} <= set(shown)
     assert "doctor" in shown
 
 

@@ -353,7 +353,7 @@ async def test_a_revoked_member_is_refused_at_once_and_its_connection_closed(
         assert one.trust.fault_of(card, clock.wall()) is CardFault.REVOKED
         with pytest.raises(KakeyaError):
             await two.membership.renewal.renew()
-        with pytest.raises(Denied, match="taken out"):  # on a connection of its own, too
+        with pytest.raises(Denied, match="removed from"):  # on a connection of its own, too
             await two.membership.renewal.renew()
         path = one.home / FOLDER / REVOCATIONS
         await until(path.exists)
