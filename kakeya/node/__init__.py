@@ -1,3 +1,3 @@
-"""Composition: what is built, in which order, and what is wired to what. It decides nothing. Its
-files are one idea: the assembly of one node and of one engine.
+"""Composition: the parts of one node and of one engine are built and wired here, in a fixed order.
+Nothing here decides.
 """

@@ -1,4 +1,4 @@
-"""The adapters of a node as a part of the agent: the manager, and what it hangs on."""
+"""The adapters of a node as a part of the agent: the manager and its dependencies."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The agent: one node's parts, built and wired here and nowhere else, in one exit stack.
+"""The agent: the parts of one node, built and wired here only, in one exit stack.
 
     start   join if asked, bind the ports, build, accept; then engines load
     run     each change of a model's state restamps the card and wakes the gossip
     stop    health NOT_SERVING, farewell card, all servers drain, engines end
 
-Ports are bound before the rest is built, so that an unusable one ends the start at once. The fleet
-half is `plane.py`; what every listener serves is registered here.
+Ports are bound before the rest is built, so that an unusable port ends the start at once. The fleet
+half is `fleet.py`; the services of every listener are registered here.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ from kakeya.wire.server.ports import listen
 
 _log = logging.getLogger(__name__)
 GRACE_S = 5.0
-"""How long calls that run may go on after a stop signal."""
+"""How long running calls may go on after a stop signal."""
 _FAREWELL_S = 1.0
 _STUCK = "loop"
-"""A cause for which the whole node does not serve."""
+"""The cause of a hold: the whole node does not serve."""
 
 
 class Agent:
-    """A node from start to stop: an `async with` inside which it serves.
+    """A node from start to stop: it serves inside an `async with`.
 
-    Its data directory is held before it starts and until it has stopped. Entering raises
-    ConfigError for an address, a folder, a key or a model that cannot be used, and what joining
-    raises.
+    The caller holds the data directory from before the start until after the stop. Entering raises
+    ConfigError for an address, a folder, a key or a model that cannot be used, and the errors of
+    joining a fleet.
     """
 
     def __init__(self, config: NodeConfig, engine_command: EngineCommand, home: DataDir) -> None:
@@ -123,17 +123,17 @@ class Agent:
 
     @property
     def node_id(self) -> str:
-        """The name of this node in the fleet."""
+        """The id of this node in the fleet."""
         return self._state.node_id
 
     @property
     def grpc(self) -> str:
-        """HOST:PORT where gRPC is bound: of the best network, or of loopback."""
+        """The bound HOST:PORT of gRPC on the best network, or on loopback."""
         return self._reach.grpc
 
     @property
     def http(self) -> str:
-        """HOST:PORT where HTTP is bound."""
+        """The bound HOST:PORT of HTTP."""
         return self._http_address
 
     async def _start(self, stack: AsyncExitStack) -> None:
@@ -201,7 +201,7 @@ class Agent:
         tell_command_line(self._home, run)
 
     async def _listen(self, stack: AsyncExitStack, identity: Identity | None) -> None:
-        """Bind every address, then build the fleet half, which has to know them."""
+        """Bind every address, then build the fleet half, which needs the addresses."""
         config = self._config
         self._http_socket = listen("--http", config.listen.http)
         stack.callback(self._http_socket.close)
@@ -252,7 +252,7 @@ class Agent:
             saved=None,
             clock=self._clock,
         )
-        # Before the first card of this life is heard of anywhere.
+        # Before any node can hear of the first card of this run.
         await self._keeper.flush()
 
     async def _open_control(self) -> None:
@@ -260,7 +260,7 @@ class Agent:
         try:
             await self._listeners.open_plain(f"unix:{socket}", flag="--data-dir")
         except ConfigError as problem:
-            # The node serves without it; only its owner's commands do not reach it.
+            # The node serves without this socket; only its owner's commands do not reach it.
             event(
                 _log,
                 "the command line cannot invite, revoke or examine",
@@ -318,7 +318,7 @@ class Agent:
         return make_offer(place, self._engines.offered())
 
     async def _follow_changes(self) -> None:
-        """After each change: who drafts, the card, the runtime's health, the state on disk."""
+        """After each change, update the drafters, the card, the health and the state on disk."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -331,7 +331,7 @@ class Agent:
             self._plane.gossip.announce(offer)
 
     def _suspect_failed_drafters(self, usage: Usage) -> None:
-        """Ask no peer again that just failed, until gossip finds that it answers."""
+        """Ask a peer that just failed for no draft until gossip finds that it answers."""
         for address in failed_addresses(usage):
             self._plane.call_failed(address)
 
@@ -355,11 +355,11 @@ class Agent:
     # Stop
 
     async def _drain(self) -> None:
-        """Say farewell, refuse what is new, let what runs go on for the grace."""
+        """Send the farewell card, refuse new calls, let running calls go on for the grace."""
         await self._tasks.aclose()
         self._namesake.cancel()
         self._services.drain("it is stopping")
-        # The listeners close first: who hears NOT_SERVING and comes anew is refused cleanly.
+        # The listeners close first: a client that hears NOT_SERVING and retries is refused cleanly.
         closing = asyncio.ensure_future(self._listeners.stop(GRACE_S))
         await asyncio.sleep(0)
         self._health.drain()

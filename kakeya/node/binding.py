@@ -1,4 +1,4 @@
-"""Where a node listens for gRPC: a pure choice from the flag, the identity and the interfaces.
+"""Choose the gRPC addresses of a node from the flag, the identity and the interfaces. Pure.
 
 no identity      what --bind says, plain; beyond loopback only with --insecure-lan
 an identity      each address of the local networks, encrypted, and loopback for this machine's
@@ -22,10 +22,10 @@ _EVERYWHERE = ("0.0.0.0", "::")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """Hosts to listen on with one port; 0 = the system chooses it for the first of them.
+    """Hosts to listen on with one port; 0 = the system chooses it for the first host.
 
-    `network` hosts come first. `is_encrypted` is about those; loopback is plain. With
-    `follows_interfaces` the network hosts change as cables do.
+    `network` hosts come first; `is_encrypted` holds for them, loopback is plain. With
+    `follows_interfaces` the network hosts change when cables do.
     """
 
     port: int
@@ -42,9 +42,9 @@ def choose_binding(
     insecure_lan: bool,
     interfaces: Sequence[Interface],
 ) -> Binding:
-    """Answer what `--bind` means on this machine; "" = not given.
+    """Return the hosts that `--bind` means on this machine; "" = not given.
 
-    Raises ConfigError for an address beyond loopback that would be neither encrypted nor allowed.
+    Raises ConfigError for an address beyond loopback that is neither encrypted nor allowed.
     """
     host, port = split_address(bind) if bind else ("", DEFAULT_PORT)
     if host and is_loopback(bind):

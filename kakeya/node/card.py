@@ -1,8 +1,8 @@
-"""What this node offers to the fleet: a pure view of what it would serve now.
+"""The offer of this node to the fleet: a pure view of the models that it would serve now.
 
 A model is offered while a request for it would be served: it is in memory, or it is a text model
-that was loaded before, and its room would be granted. N-grams are offered always. Nothing here
-stamps or sends.
+that was loaded before and would get room. N-grams are always offered. Stamps and sending are not
+done here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kakeya.generation.spec import ModelRole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What a node is beside its models. `ring_address` "" = not in a ring."""
+    """Facts of a node beside its models. `ring_address` "" = not in a ring."""
 
     grpc_address: str
     platform: str

@@ -1,7 +1,7 @@
-"""ControlService: what the owner of a node tells it, on a socket in the data directory.
+"""ControlService: commands of a node's owner, on a socket in the data directory.
 
-Whoever can open the socket is the owner: the folder is his alone. Elsewhere it takes an admin's
-certificate.
+Only the owner can open the socket, since the folder is private. On other listeners the service
+needs an admin's certificate.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Context = grpc.aio.ServicerContext[object, object]
 
 
 class Fleet(Protocol):
-    """What a node can do for its fleet: `Membership`, or `NoFleet`."""
+    """Commands on the fleet of a node: `Membership`, or `NoFleet`."""
 
     async def invite(self, role: CertRole, valid_s: float) -> Invitation:
-        """Let one machine join."""
+        """Make a token with which one machine may join."""
         ...
 
     def revoke(self, node: str) -> tuple[str, int]:
-        """Put a node out; return its id and the version of the list."""
+        """Revoke a node; return its id and the version of the list."""
         ...
 
     async def save_revoked(self) -> None:
@@ -66,8 +66,11 @@ _NO_FLEET = (
 
 
 class ControlService(ControlServiceServicer):
-    """Translates the owner's calls; `examine` makes the doctor's report, as JSON, `dispatch` takes
-    a level of memory pressure and the free bytes, None = not said, and returns the level before."""
+    """Translates the owner's calls.
+
+    `examine` makes the doctor's report, as JSON. `dispatch` takes a level of memory pressure and
+    the free bytes, None = unknown, and returns the level before.
+    """
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class ControlService(ControlServiceServicer):
         return pb.InviteResponse(token=made.token, expires_at_unix=made.expires_at)
 
     async def Revoke(self, request: pb.RevokeRequest, context: Context) -> pb.RevokeResponse:
-        """Put a node out of the fleet; answered once a restart would remember it."""
+        """Remove a node from the fleet; answered once the list is on disk."""
         try:
             node_id, version = self._fleet.revoke(request.node)
             await self._fleet.save_revoked()
@@ -100,7 +103,7 @@ class ControlService(ControlServiceServicer):
         return pb.RevokeResponse(node_id=node_id, version=version)
 
     async def Examine(self, request: pb.ExamineRequest, context: Context) -> pb.ExamineResponse:
-        """Have the doctor look at this node, and at a peer if one is named."""
+        """Let the doctor examine this node and its peers, or one named peer."""
         try:
             report = await self._examine(request.peer)
         except KakeyaError as refusal:
@@ -111,7 +114,7 @@ class ControlService(ControlServiceServicer):
     async def DispatchPressure(
         self, request: pb.DispatchPressureRequest, context: Context
     ) -> pb.DispatchPressureResponse:
-        """Take what a host program was told of memory; it takes effect at once."""
+        """Take a level of memory pressure from a host program; it takes effect at once."""
         try:
             before = self._dispatch(request.level, request.free_bytes or None)
         except KakeyaError as refusal:
@@ -125,15 +128,18 @@ def _role(name: str) -> CertRole:
         return CertRole(name or CertRole.MEMBER)
     except ValueError:
         roles = ", ".join(CertRole)
-        raise InvalidArgument(f"{name!r} is no role; give one of {roles}", param="role") from None
+        raise InvalidArgument(
+            f"{name!r} is not a role; give one of {roles}", param="role"
+        ) from None
 
 
 def control_socket(data_dir: Path) -> Path:
-    """Where the socket of a data directory lies: in it, or, where its path would be too long to
-    bind, in a folder of this user's in /tmp, made here. Not in $TMPDIR, which is another one for
-    a node that launchd started than for a shell.
+    """Return the path of the socket of a data directory.
 
-    Raises ConfigError when that folder is somebody else's.
+    It lies in the data directory or, if that path would be too long to bind, in a private folder in
+    /tmp, which is made here. $TMPDIR will not do: launchd and a shell set it differently.
+
+    Raises ConfigError if that folder belongs to another user.
     """
     inside = data_dir.absolute() / SOCKET
     if len(os.fsencode(inside)) <= MAX_SOCKET_PATH_BYTES:
@@ -144,6 +150,6 @@ def control_socket(data_dir: Path) -> Path:
     found = folder.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
         raise ConfigError(
-            f"{folder} is not this user's alone; remove it, or choose a shorter --data-dir"
+            f"{folder} is open to other users; remove it, or choose a shorter --data-dir"
         )
     return folder / SOCKET

@@ -27,18 +27,18 @@ from kakeya.node.datadir import DataDir
 _log = logging.getLogger("kakeya.node.daemon")  # not __name__: this may be __main__
 _FILES = 8192
 _HANG_S = 5.0
-"""How much longer than its grace a shutdown may take before the process ends itself."""
+"""How much longer than the grace a shutdown may take before the process ends itself."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a node until it is told to stop."""
-    # gRPC's own stderr lines repeat, without our format, what our errors say.
+    # The lines of gRPC on stderr repeat our errors in another format.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     _allow_files()
     try:
         settings = config.load(sys.argv[1:] if argv is None else argv, os.environ)
         log.configure(settings.log_format)
-        # Before all that takes its time to import: a second node is refused at once.
+        # Before the slow imports, so that a second node is refused at once.
         with DataDir(settings.data_dir) as home:
             status = asyncio.run(_run(settings, home))
     except ConfigError as wrong:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except KakeyaError as fault:
         status = _refuse(1, fault.message)
     except Exception:  # noqa: BLE001 - the edge of the process; logged with its traceback
-        _log.exception("the node ended by a fault of its own")
+        _log.exception("the node ended by a fault of this program")
         status = 1
     logging.shutdown()
     sys.stdout.flush()
@@ -69,7 +69,7 @@ def _refuse(status: int, sentence: str) -> int:
 
 
 async def _run(settings: config.NodeConfig, home: DataDir) -> int:
-    # After the flags: a wrong one is answered without the time that gRPC takes to import.
+    # After the flags: a wrong one is refused without the slow import of gRPC.
     with undisturbed():
         from kakeya.backends.engines import engine_command
         from kakeya.fleet.identity.identity import FOLDER as IDENTITY
@@ -88,7 +88,7 @@ async def _run(settings: config.NodeConfig, home: DataDir) -> int:
         sys.stdout.write(ready + "\n")
         sys.stdout.flush()
         await stopped.wait()
-        _log.info("stopping: no new work; what runs may end within %g s", GRACE_S)
+        _log.info("stopping: no new requests; running ones may end within %g s", GRACE_S)
     _log.info("stopped")
     return 0
 

@@ -1,4 +1,4 @@
-"""One folder per node: its lock, its identity across starts, and where the running node answers.
+"""One folder per node: its lock, its identity across starts, the addresses of the running node.
 
     node.lock      held (flock) while a node runs; its text is that node's pid
     node.json      node id, incarnation, last stamp, peers (`state.py`)
@@ -29,7 +29,7 @@ LOCK, STATE, RUN = "node.lock", "node.json", "node.run.json"
 
 
 def make_folder(folder: Path) -> None:
-    """Make a data directory if it is not there. Raises ConfigError."""
+    """Make a data directory if it is missing. Raises ConfigError."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as problem:
@@ -38,7 +38,7 @@ def make_folder(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """Where the running node answers."""
+    """The process id and the addresses of the running node."""
 
     pid: int
     node_id: str
@@ -47,12 +47,12 @@ class RunInfo:
 
 
 class DataDir:
-    """A data directory that this process holds; a context manager that lets go of it."""
+    """A data directory that this process holds; a context manager that releases it."""
 
     def __init__(self, folder: Path) -> None:
         """Make the folder if needed and lock it.
 
-        Raises Conflict when another node holds it, ConfigError when it cannot be used.
+        Raises Conflict if another node holds it, ConfigError if it cannot be used.
         """
         self.folder = folder
         try:
@@ -96,7 +96,7 @@ class DataDir:
     def load_state(self) -> NodeState | None:
         """Read the state; None at the first start, and when the file was damaged.
 
-        Raises ConfigError when it can neither be read nor set aside.
+        Raises ConfigError if the file can neither be read nor set aside.
         """
         path = self.folder / STATE
         try:
@@ -129,12 +129,12 @@ class DataDir:
         write_atomically(self.folder / STATE, encode_state(state))
 
     def write_run(self, info: RunInfo) -> None:
-        """Tell the command line where this node answers. Raises OSError."""
+        """Write this node's addresses for the command line. Raises OSError."""
         write_atomically(self.folder / RUN, json.dumps(asdict(info)).encode())
 
 
 def find_running(folder: Path) -> RunInfo | None:
-    """Return where the node that holds `folder` answers; None when none runs or is ready."""
+    """Return the addresses of the node that holds `folder`; None if none runs or is ready."""
     return _read_run(folder / RUN) if is_held(folder) else None
 
 

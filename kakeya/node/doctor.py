@@ -1,4 +1,4 @@
-"""The doctor as a part of a running node: examines it, and answers the doctors of others."""
+"""The doctor as a part of a running node: it examines the node, and answers doctors of peers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kakeya.wire.channels import Channels
 
 
 class Doctor:
-    """Built on the fleet half of a node; its dials use connections of their own."""
+    """Built on the fleet half of a node; its dials make new connections."""
 
     def __init__(
         self, plane: NodeFleet, folder: Path, *, clock: Clock, environ: Mapping[str, str]
     ) -> None:
-        """`environ` is the node's own."""
+        """`environ` is the environment of the node."""
         dialler = Dialler(
             clock, open_channels=lambda keepalive: Channels(keepalive, security=plane.security)
         )
@@ -47,11 +47,11 @@ class Doctor:
         )
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Answer other nodes' doctors on one more server."""
+        """Add the service for other nodes' doctors to one more server."""
         add_DoctorServiceServicer_to_server(self._check_back, server)
 
     async def examine_json(self, peer: str) -> str:
-        """Examine this node, and a peer if one is named; the report as JSON."""
+        """Examine this node and its peers, or one named peer; return the report as JSON."""
         return await self._examiner.examine_json(peer)
 
 

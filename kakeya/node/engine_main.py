@@ -1,8 +1,8 @@
 """The engine child's main: one model, one model thread, EngineService on a unix socket.
 
-The parent holds the other end of this process's standard input: end of file there means that
-the parent is gone, and so is this process at once, whatever it was doing. Leaving goes through
-`os._exit`, since a normal interpreter exit beside a thread that used mlx can abort or hang.
+The parent holds the other end of this process's standard input: at end of file the parent has
+ended, and this process ends at once too, even in the middle of a step. It leaves by `os._exit`,
+since a normal interpreter exit beside a thread that used mlx can abort or hang.
 
 Exit status: 0 stopped, 1 fault, 2 the model cannot be loaded as configured.
 """
@@ -37,11 +37,11 @@ _STOP_GRACE_S = 2.0
 def main(argv: list[str] | None = None, load: Callable[[Namespace], Model] | None = None) -> None:
     """Run the engine until SIGTERM, the parent's death or a fault.
 
-    `load` makes the model, on the thread that computes later; by default mlx does.
+    `load` makes the model on the thread that computes later; the default loads with mlx.
     """
     options = _parse(argv)
     configure(options.log_format)
-    bound_heap()  # whoever watches sees what is resident, not what is in use
+    bound_heap()  # an engine's memory is measured as resident bytes, so freed blocks must leave
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
     engine: Future[_Engine] = Future()
     thread = threading.Thread(
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None, load: Callable[[Namespace], Model] | Non
 
 
 class _Engine:
-    """What the model thread made and both threads use."""
+    """Objects that the model thread made and both threads use."""
 
     def __init__(self, model: Model, options: Namespace) -> None:
         from kakeya.decoding.control.controller import DraftController
@@ -103,11 +103,13 @@ def _parse(argv: list[str] | None) -> Namespace:
     parser.add_argument(
         "--kv-bytes", type=int, default=0, help="KV of running and kept sequences; 0 = as usual"
     )
-    parser.add_argument("--max-running", type=int, default=8, help="sequences that take turns")
-    parser.add_argument("--draft-rows", type=int, default=16, help="most rows of one block")
+    parser.add_argument(
+        "--max-running", type=int, default=8, help="most sequences at the same time"
+    )
+    parser.add_argument("--draft-rows", type=int, default=16, help="most rows in one draft block")
     parser.add_argument("--adapter-slots", type=int, default=0, help="adapters loaded at a time")
     parser.add_argument("--adapter-rank", type=int, default=16, help="largest rank of an adapter")
-    parser.add_argument("--identity", type=Path, help="folder of the keys that peers want to see")
+    parser.add_argument("--identity", type=Path, help="folder of the identity for calls to peers")
     parser.add_argument("--blas-threads", type=int, default=1)
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
     return parser.parse_args(argv)
@@ -133,7 +135,7 @@ def _model_thread(
 
 
 def load_model(options: Namespace) -> Model:
-    """Load and probe a model with mlx, as the options say."""
+    """Load and probe a model with mlx by the options."""
     from kakeya.mlx.numerics.blas import preload_blas
 
     accelerated = preload_blas(options.blas_threads)
@@ -168,10 +170,10 @@ async def _serve(socket_path: str, engine: _Engine, model_thread: threading.Thre
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     await stopped.wait()
-    servicer.end_streams()  # an idle one would take all of the grace
+    servicer.end_streams()  # an idle stream would use up the grace
     await server.stop(_STOP_GRACE_S)
     engine.scheduler.stop()
-    # While the loop still runs: the thread's last step may have frames for it.
+    # While the event loop still runs: the last step of the thread may send frames to it.
     await asyncio.to_thread(model_thread.join, _STOP_GRACE_S)
 
 

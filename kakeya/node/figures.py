@@ -1,4 +1,4 @@
-"""Figures of the parts that tell none themselves: models, fleet, sessions, tasks, the loop."""
+"""Figures of the parts without a file of their own: models, fleet, sessions, tasks, the loop."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def gossip_figures(gossip: GossipStats) -> Iterator[Figure]:
 
 
 def fleet_figures(known: int, suspects: int, served: GossipServiceStats) -> Iterator[Figure]:
-    """The view of the fleet, and the exchanges that this node was asked for."""
+    """The view of the fleet, and the exchanges that peers began with this node."""
     yield gauge("kakeya_fleet_nodes", "Nodes with a live card", known)
     yield gauge("kakeya_fleet_suspects", "Nodes that do not answer", suspects)
     yield counter("kakeya_gossip_served", "Exchanges that this node answered", served.exchanges)
@@ -60,7 +60,7 @@ def fleet_figures(known: int, suspects: int, served: GossipServiceStats) -> Iter
 
 
 def route_figures(downgrades: int, mdns: DiscoveryStats | None) -> Iterator[Figure]:
-    """Better links that were lost, and what mDNS shows."""
+    """Better links that were lost, and the nodes that mDNS shows."""
     yield counter("kakeya_route_downgrades", "Better links lost", downgrades)
     if mdns is not None:
         running = float(mdns.is_running)
@@ -75,7 +75,7 @@ def invite_figures(door: InviteStats) -> Iterator[Figure]:
 
 
 def state_figures(failures: int) -> Iterator[Figure]:
-    """How often the disk took nothing."""
+    """Failed writes of the state file."""
     yield counter("kakeya_state_failures", "State not saved", failures)
 
 
@@ -106,7 +106,7 @@ def session_figures(stats: RuntimeStats) -> Iterator[Figure]:
 
 
 def task_figures(tasks: Sequence[TaskHealth]) -> Iterator[Figure]:
-    """Background tasks: a failure here is a fault of ours."""
+    """Background tasks: a failure here is a fault of this program."""
     running = {task.name: float(task.running) for task in tasks}
     yield gauge("kakeya_task_running{task}", "1 while it runs", running)
     failures = {task.name: task.failures for task in tasks}
@@ -114,6 +114,6 @@ def task_figures(tasks: Sequence[TaskHealth]) -> Iterator[Figure]:
 
 
 def loop_figures(stalls: int, worst_lag_s: float) -> Iterator[Figure]:
-    """The event loop: how often it was stuck, and the longest wait for it."""
+    """The event loop: the times that it was stuck, and the longest wait for it."""
     yield counter("kakeya_loop_stalls", "Times the loop was stuck", stalls)
     yield gauge("kakeya_loop_worst_lag_seconds", "Longest wait", worst_lag_s)

@@ -1,12 +1,12 @@
-"""The fleet half of a node: who it is, whom it sees, whom it believes; built and wired here.
+"""The fleet half of a node, built and wired here: its identity, its view of peers, its trust.
 
     identity and trust    none on loopback and with --insecure-lan
-    registry, sync        what is known, and what is said of it
-    gossip, prober        the loops that keep it true
-    routes, discovery     which of a node's addresses is used, and where new ones turn up
+    registry, sync        the cards, and their exchange
+    gossip, prober        the loops that keep the cards true
+    routes, discovery     the chosen address of each node, and new addresses
     membership            renewal, invites, revocations
 
-Nothing here knows models: the agent says what this node offers and asks what others do.
+Models are not known here: the agent passes the offer of this node, and asks for those of others.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from kakeya.wire.security import ChannelSecurity
 from kakeya.wire.server.authorization import current_caller
 
 _CERTIFICATES_S = 30.0
-"""Between two looks for certificates of others that have run out."""
+"""Seconds between two searches for expired certificates of other nodes."""
 OPEN_FLEET = "open"
-"""How a fleet without identities is announced on the local network."""
+"""The name of a fleet without identities in mDNS announcements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chances:
-    """Time and chance of a node; `rng` must not draw what has to stay secret."""
+    """The clock and the random source of a node; `rng` must not draw secrets."""
 
     clock: Clock
     rng: random.Random
 
 
 class NodeFleet:
-    """One node's part in the fleet. `offer` makes the card's content from what is loaded now."""
+    """One node's part in the fleet. `offer` makes the card's content from the current models."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class NodeFleet:
             add_MembershipServiceServicer_to_server(renewals, server)
 
     def start(self, supervisor: Supervisor) -> None:
-        """Begin to gossip, look around and keep what was found."""
+        """Start gossip, probes and discovery, and save the state."""
         self.reach.start(supervisor)
         self.gossip.start(supervisor)
         self.prober.start(supervisor)
@@ -161,11 +161,11 @@ class NodeFleet:
         self._on_round(done)
 
     def poke(self) -> None:
-        """Ask for a round soon."""
+        """Ask for a gossip round soon."""
         self.gossip.poke()
 
     def call_failed(self, address: str) -> None:
-        """Note that a call to an address broke: its node goes another way, or is in doubt."""
+        """Note that a call to an address broke: its node gets another route, or comes in doubt."""
         cards = self._cards_at(address)
         self.routes.lost(address)
         for card in cards:
@@ -176,19 +176,19 @@ class NodeFleet:
         self.prober.lost(address)
 
     def _connection_lost(self, address: str) -> None:
-        # Idle connections are closed by honest peers too, so this only gives reason to look.
+        # Honest peers close idle connections too, so this is only a reason for a probe.
         self.routes.lost(address)
         self.prober.lost(address)
 
     def addresses_changed(self) -> None:
-        """Take over what the reach has now; the agent announces the card anew."""
+        """Take over the current addresses; the agent then announces the card again."""
         self._policy = self.reach.policy()
         self.routes.interfaces_changed()
         if self.discovery is not None:
             self.discovery.update(hosts=self.reach.hosts, policy=self._policy)
 
     def why_not_dial(self, address: str) -> str:
-        """Why an address of a card is not dialled; "" = it may be."""
+        """Return the reason against dialling an address of a card; "" = it may be dialled."""
         return self._policy.may_dial(address)
 
     def skews(self) -> Mapping[str, float]:
@@ -198,7 +198,7 @@ class NodeFleet:
         }
 
     def view(self, cards: Sequence[Card]) -> FleetStatus:
-        """What the status tells of the fleet; `cards` as they are now, the own one first."""
+        """Return the fleet's part of the status; the own card is the first of `cards`."""
         mono = self._clock.mono()
         skews = self.sync.skews
         return FleetStatus(
@@ -221,7 +221,7 @@ class NodeFleet:
         return {node_id: doubt for node_id, doubt in found if doubt is not None}
 
     def figures(self) -> Iterator[Figure]:
-        """What the fleet half counts."""
+        """Figures of the fleet half."""
         known = len(self.registry.snapshot(mono=self._clock.mono()))
         suspects = len(self.registry.suspects())
         yield from fleet_figures(known, suspects, self.service.stats)
@@ -232,11 +232,11 @@ class NodeFleet:
         yield from route_figures(self.routes.downgrades, mdns)
 
     def live_peers(self) -> Sequence[Card]:
-        """Everybody but this node."""
+        """The live cards of all nodes but this one."""
         return self.registry.snapshot(mono=self._clock.mono())[1:]
 
     async def aclose(self) -> None:
-        """Close what is open; the loops end with their supervisor."""
+        """Close channels; the loops end with their supervisor."""
         if self.membership is not None:
             await self.membership.aclose()
         await self.channels.aclose()
@@ -245,7 +245,7 @@ class NodeFleet:
         return not self._policy.may_dial(address)
 
     def _forget(self, revoked: Collection[str]) -> None:
-        """Let go of nodes that the fleet took out, and tell it."""
+        """Drop nodes that the fleet has removed, and tell the agent."""
         self.let_go()
         self.poke()
 
@@ -256,11 +256,10 @@ class NodeFleet:
             self.let_go()
 
     def let_go(self) -> int:
-        """Let go of nodes that are trusted no more, as they were revoked or did not renew their
-        certificates: of their cards and the channels to them. Returns how many there were.
+        """Drop the cards and the channels of nodes without trust; return the number of nodes.
 
-        By a clock that is far ahead all certificates have run out, the own one among them; then
-        nobody is judged by it.
+        A node loses trust when it is revoked or does not renew its certificate. If the own
+        certificate has expired too, the own clock may be far ahead; then no node is dropped.
         """
         now = self._clock.wall()
         if self.trust is None or now > self.trust.identity.not_after_at:
@@ -270,7 +269,7 @@ class NodeFleet:
         gone = [card for card in cards if card.node_id in fallen]
         for card in gone:
             for address in card.addresses:
-                # Another node may be there, of which this one only said that it was itself.
+                # Another node may have the address; the untrusted node only claimed it.
                 node_id = card.node_id if self._cards_at(address) else ""
                 closing = asyncio.ensure_future(self.channels.discard(address, node_id))
                 self._closing.add(closing)

@@ -1,13 +1,13 @@
-"""Memory of a node: the arbiter, what presses on it, and the models that it owns, in one place.
+"""The memory of a node: the arbiter, the sources of pressure, and the models in its ledger.
 
     enter   sizes are estimated, capabilities registered; nothing is loaded yet
-    start   plug-ins, the first look at the machine, then models load as room allows, text first
+    start   plug-ins, the first reading of the machine, then models load as room allows, text first
     run     pressure is read, drafters come back when it has passed, sizes are remembered, and
-            `on_change` is called now and then: whoever uses or holds the room of a model that is
-            away changes what a request would get
+            `on_change` is called at intervals: any user of memory changes which absent model a
+            request could load
     exit    every engine is ended
 
-`arbiter` is what others use: plug-ins, jobs in other processes, adapters, the page arena.
+Plug-ins, jobs in other processes, adapters and the page arena use `arbiter`.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ from kakeya.memory.pressure_sources import dispatcher, pressure_monitor
 from kakeya.node.state_writer import StateWriter
 
 TEND_S = 2.0
-"""Between two looks at which models can come back, and which a request would get by now."""
+"""Seconds between two checks of which models can come back, or be loaded by a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """What engines are run with."""
+    """The command line, the sockets and the options of engines."""
 
     command: EngineCommand
     options: EngineOptions
@@ -75,7 +75,7 @@ class EngineSetup:
 
 
 def _with_places(command: EngineCommand, most: Callable[[], int | None]) -> EngineCommand:
-    """Engines that run no more sequences at the same time than `most` says when they start."""
+    """Limit the sequences of an engine to the value of `most` at its start."""
 
     def for_model(spec: ModelSpec, resolved: str) -> Command:
         on_socket = command(spec, resolved)
@@ -91,7 +91,7 @@ def _with_places(command: EngineCommand, most: Callable[[], int | None]) -> Engi
 
 
 class NodeMemory:
-    """See the module. `on_change` is called whenever what the node can serve may have changed."""
+    """See the module. `on_change` is called when the set of servable models may have changed."""
 
     def __init__(
         self,
@@ -106,10 +106,10 @@ class NodeMemory:
         reports: Sequence[Path] | None = None,
         pages_bytes: int = 0,
     ) -> None:
-        """`reports` are the folders of the system's reports of panics, None = where they are.
-        `pages_bytes` of the budget are left for pages by a model's sessions.
+        """`reports` are the folders of the system's panic reports, None = the usual ones.
+        `pages_bytes` of the budget are left to pages when a model's sessions are sized.
 
-        Raises ConfigError for a model that cannot be found, and for a budget of nothing.
+        Raises ConfigError for a model that cannot be found, and for a budget of 0 bytes.
         """
         self._config = config
         self._data_dir = data_dir
@@ -147,14 +147,14 @@ class NodeMemory:
             self.arbiter.on_event(listener)
 
     async def __aenter__(self) -> Self:
-        """Raises ConfigError when one model alone, or what is pinned, is larger than the budget."""
+        """Raises ConfigError if one model alone, or all pinned ones, exceed the budget."""
         self._history = await asyncio.to_thread(self._file.load)
         self._sizes = await asyncio.to_thread(self._estimate)
         texts = [model.model_id for model in self.engines.of_role(ModelRole.VERIFIER)]
         budget = self.arbiter.status().budget_bytes
         check_pinned(self._config.pinned, self._sizes, texts, budget)
         self._register()
-        # A request may load a model as soon as a door is open, which is before `start`.
+        # A request may load a model as soon as a listener is open, which is before `start`.
         await self.engines.prepare()
         async with AsyncExitStack() as stack:
             self._keeper: StateWriter[tuple[SizeRecord, ...]] = StateWriter(
@@ -178,7 +178,7 @@ class NodeMemory:
         await self._stack.aclose()
 
     async def start(self, tasks: Supervisor, node_id: str) -> None:
-        """Count what others hold, look at the machine, begin to load. Raises ConfigError."""
+        """Count leases of other processes, read the machine, begin to load. Raises ConfigError."""
         self.plugins = await load_capabilities(self.arbiter)
         leases = lease_keeper(
             self._data_dir,
@@ -206,15 +206,15 @@ class NodeMemory:
 
     @property
     def is_careful(self) -> bool:
-        """Whether it takes less upon itself, after what the machine went through."""
+        """Whether the node uses less memory after a panic of the machine."""
         return self.profile.name == "careful"
 
     async def lend_slots(self, model_id: str, size: int) -> bool:
-        """Lend an engine what its slots for adapters take, in bytes; False = not all of it now."""
+        """Lend an engine the bytes of its adapter slots; False = not all of them are free now."""
         return await self._watch.lend_slots(model_id, size)
 
     def status(self) -> Json:
-        """The ledger, and what happened in it lately."""
+        """Return the ledger and its latest events."""
         return describe_memory(
             self.arbiter.status(),
             self._log,
@@ -226,12 +226,12 @@ class NodeMemory:
         )
 
     def figures(self) -> Iterator[Figure]:
-        """The ledger's figures, and counts of what happened."""
+        """Figures of the ledger, and counts of its events."""
         yield from memory_figures(self.arbiter.status(), is_careful=self.is_careful)
         yield from self._counters.figures()
 
     def health(self) -> tuple[TaskHealth, ...]:
-        """Its background tasks that are not the agent's."""
+        """Background tasks of the memory, beside the agent's."""
         leases = self._leases.health() if self._leases else ()
         return (*self.arbiter.health(), *self._watch.health(), *leases)
 
@@ -251,7 +251,7 @@ class NodeMemory:
         )
 
     def _most_running(self) -> int | None:
-        """The most sequences that an engine may run which starts now; None = as configured."""
+        """The most sequences of an engine that starts now; None = as configured."""
         most = self.profile.max_running
         return None if most is None else min(most, self._options.max_running)
 
@@ -292,7 +292,7 @@ class NodeMemory:
         return self._sizes[model_id].bytes
 
     def _models(self) -> tuple[ResidentModel, ...]:
-        """Those that verify first: drafts are of no use without them."""
+        """List the models, verifiers first: drafts are of no use without a verifier."""
         of_role = self.engines.of_role
         return (*of_role(ModelRole.VERIFIER), *of_role(ModelRole.PROPOSER))
 
@@ -307,8 +307,10 @@ class NodeMemory:
             model.not_expected()
 
     async def _read_reports(self) -> None:
-        """See whether care is over, or begins: the system may have ended engines for memory. What
-        follows is for the budget, and for engines that start from then on."""
+        """Read panic reports, and change the profile if there is news.
+
+        The profile sets the budget at once, and the options of engines that start later.
+        """
         while True:
             await self._clock.sleep(FIND_PERIOD_S)
             self.profile, _ = await asyncio.to_thread(
@@ -328,7 +330,7 @@ class NodeMemory:
         self._on_change()
 
     async def _bring_back(self) -> None:
-        """Load what had to leave, or never came, into room that nobody else needs."""
+        """Load absent models into memory that no request needs."""
         for model in self._models():
             key = ResidentKey(model.capability, model.model_id)
             is_away = model.resident is None and model.may_come_back

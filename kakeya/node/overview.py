@@ -1,4 +1,4 @@
-"""The running node seen as a whole: its status as JSON, and its figures."""
+"""The status of the running node as JSON, and its figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kakeya.wire.server.listeners import Listeners
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
-    """The parts that have something to tell; `started_mono` is when the node began."""
+    """The parts that report; `started_mono` is the start of the node."""
 
     http: str
     started_mono: float
@@ -41,7 +41,7 @@ class Overview:
     tasks: Callable[[], Sequence[TaskHealth]]
 
     def status(self) -> Json:
-        """Describe the node and the fleet as it sees it."""
+        """Describe the node, and the fleet in its view."""
         plane, mono = self.plane, self.clock.mono()
         cards = plane.registry.snapshot(mono=mono)
         return describe(
@@ -68,7 +68,7 @@ class Overview:
         )
 
     def figures(self) -> Iterator[Figure]:
-        """Count what the floors below the gateway did."""
+        """Figures of the floors below the gateway."""
         yield from self.plane.figures()
         yield from figures.model_figures(self.memory.engines.models())
         yield from self.memory.figures()

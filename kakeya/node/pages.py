@@ -1,4 +1,4 @@
-"""What lies in the pages of a node, as a part of the agent: the arena, adapters, prefixes."""
+"""The pages of a node as a part of the agent: the arena, and the adapters and prefixes in it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from kakeya.prefix.warm.recall import PrefixStart, Recalled
 
 ARENA_FOLDER = "arena"
 BLOCK_TOKENS = 256
-"""The most that a block of KV has."""
+"""The most tokens of a block of KV."""
 _BLOCKS_A_SLAB = 2
-"""So that one fits though it is somewhat larger than its estimate."""
+"""Two, so that a block fits even if it is somewhat larger than its estimate."""
 
 
 def least_bytes(adapters: AdapterConfig, precache: PrecacheConfig) -> int:
-    """What pages need beside a model: one slab, as the ledger counts it; 0 = nothing is in any."""
+    """Return the bytes that pages need beside a model: one slab; 0 = no pages are used."""
     if not (adapters.slots or precache.memory_bytes):
         return 0
     slab = page_config(
@@ -131,15 +131,15 @@ class NodePages:
         return self.prefixes.is_on and self._precache_config.peers
 
     def tell_recalled(self, recalled: Recalled | None) -> None:
-        """Have somebody told of each history that comes back for a fresh engine; None = nobody."""
+        """Set the callback for each history that is recalled for a new engine; None = none."""
         self._start.recalled = recalled
 
     def unready(self) -> str:
-        """Why the node puts off that it is ready; "" = it does not."""
+        """The reason why the node is not ready yet; "" = it is."""
         return self._start.unready()
 
     def figures(self) -> Iterator[Figure]:
-        """Of the pages, and of what lies in them."""
+        """Figures of the pages and of their contents."""
         yield from self.arena.figures()
         yield from self.adapters.manager.figures()
         yield from self.prefixes.figures()
@@ -177,7 +177,7 @@ class NodePages:
         )
 
     def _largest_block_bytes(self) -> int:
-        """What a block of any model takes, by its files."""
+        """Estimate the largest block of all models from their files."""
         engines = self._memory.engines
         hub = hub_folder(os.environ, Path.home())
         return max(

@@ -1,7 +1,7 @@
-"""Where this node is reached: it listens, says so on its card, and follows cables in and out.
+"""The own addresses of this node: opened, put on its card, and changed as cables come and go.
 
-The port is chosen once, by the first address that is opened; later addresses share it, because
-peers remember HOST:PORT. An address that cannot be opened later costs only itself.
+The first opened address chooses the port; later addresses share it, because peers remember
+HOST:PORT. If a later address cannot be opened, only that address is missing.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ ReadInterfaces = Callable[[str, Collection[str]], tuple[Interface, ...]]
 class OwnAddresses:
     """The node's own addresses, opened in `open` and kept up to date from `start` on.
 
-    `on_change` is called after the addresses changed, on the loop; it must not wait. `source` tells
-    by which own host the system reaches an address; "" = it does not.
+    `on_change` is called on the loop after the addresses changed; it must not wait. `source`
+    returns the own host from which the system reaches an address; "" = it cannot.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class OwnAddresses:
         self._on_change = on_change
         self._platform = platform
         self._opened: dict[str, str] = {}
-        """Network hosts that are listened on, and the address that each is bound to."""
+        """Network host -> its bound address."""
         self._loopback = ""
 
     async def open(self, listeners: Listeners) -> None:
-        """Bind every address. Raises ConfigError naming the flag of one that cannot be used."""
+        """Bind every address. Raises ConfigError naming the flag of an unusable one."""
         self._listeners = listeners
         self._thunderbolt = await read_thunderbolt_ports(self._platform)
         self._interfaces = self._read(self._platform, self._thunderbolt)
@@ -98,20 +98,20 @@ class OwnAddresses:
             )
 
     def start(self, supervisor: Supervisor) -> None:
-        """Follow the interfaces, if the choice of addresses was left to the node."""
+        """Follow the interfaces if the node chooses its addresses itself."""
         if self._binding.follows_interfaces:
             supervisor.start("interfaces", self._follow)
 
-    # What others need to know
+    # Addresses for others
 
     @property
     def grpc(self) -> str:
-        """The address that people are told: of the best network, or of loopback."""
+        """The address in the ready line: on the best network, or on loopback."""
         return next(iter(self._opened.values()), self._loopback)
 
     @property
     def is_networked(self) -> bool:
-        """Whether other machines can reach this node, or could once a cable is plugged in."""
+        """Whether other machines can reach this node, now or after a cable is plugged in."""
         return bool(self._opened) or self._binding.follows_interfaces
 
     @property
@@ -121,7 +121,7 @@ class OwnAddresses:
 
     @property
     def advertised(self) -> str:
-        """The address on the card for nodes that know no other field."""
+        """The address on the card for nodes that read no other field."""
         return self._advertised()
 
     @property
@@ -131,11 +131,11 @@ class OwnAddresses:
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """What the card says of the ways to this node, with the round trips that were measured."""
+        """The endpoints on the card, with the measured round trips."""
         return self._round_trips.measured(endpoints_of(self._listened(), self._port))
 
     def answered(self, address: str, rtt_ms: float) -> None:
-        """Note how long a peer at an address took to answer."""
+        """Note the round trip of a peer at an address."""
         host = self._source(address)
         own = next((i.address(self._port) for i in self._listened() if i.host == host), "")
         if own:
@@ -147,7 +147,7 @@ class OwnAddresses:
         return self._round_trips.settle(own, mono=self._clock.mono())
 
     def policy(self) -> AddressPolicy:
-        """What may be dialled from here."""
+        """The policy for addresses that this node may dial."""
         made = policy_for(
             self._interfaces,
             own=(*self._opened.values(), self._loopback, self._advertised()),
@@ -179,7 +179,7 @@ class OwnAddresses:
         try:
             await self._open(host)
         except ConfigError as problem:
-            # Of addresses that nobody typed one may be dead; a port that is taken is taken on all.
+            # An automatic address may be dead; a port in use is in use on all addresses.
             is_last_hope = host == binding.network[-1] and not self._opened
             if is_last_hope or not binding.follows_interfaces:
                 raise
@@ -208,7 +208,7 @@ class OwnAddresses:
             try:
                 await self._open(host)
             except ConfigError as problem:
-                # A new IPv6 address may still be checked for duplicates; the next look retries.
+                # A new IPv6 address may still be checked for duplicates; a later look retries.
                 event(_log, "not listening yet", host=host, problem=problem.message)
         if self._opened != before:
             event(

@@ -1,4 +1,4 @@
-"""What every listener of a node serves. Who may call which method is the listener's matter."""
+"""The services of every listener of a node. The listener decides which caller may call them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Services:
             health.set(name, serves=True)
 
     def start(self, supervisor: Supervisor, on_change: Callable[[], None]) -> None:
-        """Look after what changes by itself; `on_change` is told when the card has more to say."""
+        """Start background work; `on_change` is called when the card needs new facts."""
         if self._shares_prefixes:
             self.peers.start(supervisor, on_change)
 
@@ -117,13 +117,13 @@ class Services:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 
     def drain(self, reason: str) -> None:
-        """Take no new work for others; what runs may end, streams that only wait end now."""
+        """Refuse new work for peers; running calls may end, idle streams end now."""
         self.runtime.drain(reason)
         self._streams.drain()
         self.peers.drain()
 
     def follow(self, drafters: Iterable[ResidentModel], *, is_runtime_ready: bool) -> None:
-        """Draft with the models that are ready now; say whether generations are served."""
+        """Draft with the models that are ready now; set the health of generations."""
         served = self._proposers.served()
         for model in drafters:
             is_ready = model.state is ModelState.READY

@@ -1,5 +1,5 @@
-"""Who a node is in this start: a member of a fleet, or a name of its own; its last life and the
-next one.
+"""The identity of a node at a start, a fleet's or its own; the state of the last run and of the
+next.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SEEN_S = 1800.0
 async def become_member(config: NodeConfig, clock: Clock) -> Identity | None:
     """Return the identity in the data directory, after joining if a token was given.
 
-    Raises ConfigError for a damaged key, and what joining raises.
+    Raises ConfigError for a damaged key, and the errors of joining.
     """
     if not config.fleet.join:
         return await asyncio.to_thread(load_identity, config.data_dir)
@@ -50,7 +50,7 @@ async def begin(
     clock: Clock,
     rng: random.Random,
 ) -> NodeState:
-    """Return what this start goes on from."""
+    """Return the state from which this start goes on."""
     if identity is not None and config.node_id not in ("", identity.node_id):
         event(
             _log,
@@ -78,9 +78,9 @@ async def begin(
 
 
 def to_remember(registry: CapabilityRegistry, node_id: str, clock: Clock) -> NodeState:
-    """Return what the next start goes on from."""
+    """Return the state from which the next start goes on."""
     memory = registry.memory(now=clock.wall(), mono=clock.mono())
-    # When a peer was last seen matters to the hour; to the second it would wear the disk.
+    # The time of a peer's last card needs one hour's precision; seconds would wear the disk.
     peers = tuple(
         peer._replace(last_seen_at=peer.last_seen_at // _SEEN_S * _SEEN_S) for peer in memory.peers
     )
@@ -88,11 +88,11 @@ def to_remember(registry: CapabilityRegistry, node_id: str, clock: Clock) -> Nod
 
 
 def tell_command_line(home: DataDir, run: RunInfo) -> None:
-    """Write where the node is, for the commands of its owner."""
+    """Write the node's addresses for the commands of its owner."""
     try:
         home.write_run(run)
     except OSError as problem:
-        # The node itself needs no disk, so a full one is no reason not to serve.
+        # The node itself needs no disk, so it also serves with a full one.
         event(
             _log,
             "addresses not saved; the command line cannot find this node",

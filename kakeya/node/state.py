@@ -1,7 +1,7 @@
-"""What a node remembers across starts, as the bytes of one file.
+"""The state that a node keeps across starts, as the bytes of one file.
 
-Versioned and with a checksum, because a wrong incarnation or a wrong address is worse than none:
-what does not read back exactly is damaged, and the start goes on without it.
+It has a version and a checksum, because a wrong incarnation or a wrong address is worse than none:
+a file that does not read back exactly is damaged, and the start goes on without it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ STATE_VERSION = 1
 
 
 class DamagedState(ValueError):
-    """The state file does not hold what was written to it."""
+    """The state file does not hold the bytes that were written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
-    """The node's name, and what its registry wants back."""
+    """The node's id, and the saved part of its registry."""
 
     node_id: str
     memory: RegistryState
@@ -46,7 +46,7 @@ def encode_state(state: NodeState) -> bytes:
 
 
 def decode_state(data: bytes) -> NodeState:
-    """Read what `encode_state` wrote. Raises DamagedState for anything else."""
+    """Read the bytes of `encode_state`. Raises DamagedState for any other bytes."""
     try:
         return _decode(data)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as problem:
@@ -85,10 +85,11 @@ def _sighting(fields: Sequence[object]) -> Sighting:
 
 
 def next_state(previous: NodeState | None, *, node_id: str, drawn_id: str, now: float) -> NodeState:
-    """Return what a start begins with: the id that was asked for, kept or drawn; the last life.
+    """Return the state of a start: the id that was configured, kept or drawn, and the last run.
 
-    The registry begins one incarnation above it. Without a previous state that is the wall clock's
-    seconds, above what an earlier life with the same id, whose file is lost, can have counted to.
+    The registry begins one incarnation above the last one. Without a previous state that is the
+    wall clock in seconds: an earlier run with the same id, whose file is lost, cannot have counted
+    so far.
     """
     if previous is None:
         return NodeState(

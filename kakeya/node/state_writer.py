@@ -1,7 +1,7 @@
-"""Keeps the node's state file up to date, off the loop and however long the disk is full.
+"""Keep the node's state file up to date, off the event loop, also through a full disk.
 
-The node itself runs on what it has in memory; a disk that takes nothing costs only what a restart
-would have remembered. Failures are counted, told at most once a minute and tried again.
+The running node needs only its memory; a failed write only costs a restart its latest state.
+Failures are counted, logged at most once a minute and retried.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from kakeya.core.tasks import sleep_or_wake
 
 _log = logging.getLogger(__name__)
 INTERVAL_S = 60.0
-"""Between two looks at what changed; a restart loses no more of the fleet's addresses."""
+"""Seconds between two checks for changes; a crash loses no more than that."""
 RETRY_S = 30.0
 WARN_S = 60.0
 State = TypeVar("State")
 
 
 class StateWriter(Generic[State]):
-    """Saves `current()` when it differs from what was saved; `failures` counts, `error` tells.
+    """Saves `current()` when it differs from the saved state; `failures` counts, `error` tells.
 
-    `save` is called in a thread and raises OSError when it could not; the old file then stays.
+    `save` is called in a thread and raises OSError on failure; the old file then stays.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class StateWriter(Generic[State]):
         self.error = ""
 
     def poke(self) -> None:
-        """Save soon: what changed must survive a crash."""
+        """Save soon: the change must survive a crash."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -59,7 +59,7 @@ class StateWriter(Generic[State]):
             await sleep_or_wake(self._clock, INTERVAL_S if is_saved else RETRY_S, self._wake)
 
     async def flush(self) -> bool:
-        """Save now if something changed; returns whether the file is up to date."""
+        """Save now if the state changed; return whether the file is up to date."""
         state = self._current()
         if state == self._saved:
             return True
@@ -78,7 +78,7 @@ class StateWriter(Generic[State]):
             self._warned_mono = self._clock.mono()
             event(
                 _log,
-                "state not saved; a restart would not know what changed since",
+                "state not saved; a restart would not know the latest changes",
                 level=logging.WARNING,
                 problem=self.error,
                 failures=self.failures,

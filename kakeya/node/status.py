@@ -1,4 +1,4 @@
-"""What a node says of itself and of the fleet, as JSON: the source of `kakeya status` and `plan`.
+"""The status of a node and its view of the fleet, as JSON: the source of `kakeya status`, `plan`.
 
 Pure views of the agent's parts. Ages and times are seconds; speeds are tokens per second, 0 = not
 measured.
@@ -31,11 +31,11 @@ from kakeya.node.figures import gossip_figures
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStatus:
-    """What the fleet half of a node knows beside the cards, at one moment.
+    """The knowledge of the fleet half beside the cards, at one moment.
 
-    By node id: `ages` seconds since it lived, `doubts` how far the silence of each suspect was
-    judged, `skews` seconds by which its clock is ahead, `routes` the way in use to nodes that have
-    several. `sightings` None = mDNS is off.
+    By node id: `ages` seconds since a sign of life, `doubts` the state of each suspect, `skews`
+    seconds by which a clock is ahead, `routes` the way in use to nodes with several. `sightings`
+    None = mDNS is off.
     """
 
     ages: Mapping[NodeId, float | None]
@@ -53,7 +53,7 @@ class FleetStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """The agent's parts at one moment; `cards` has the own one first.
+    """The agent's parts at one moment; the own card is the first of `cards`.
 
     `not_serving` and `state_error` are sentences, "" when all is well.
     """
@@ -76,7 +76,7 @@ class NodeView:
 
 
 def describe(view: NodeView) -> Json:
-    """Describe the node, its models, the fleet as it sees it, and what it would plan."""
+    """Describe the node, its models, its view of the fleet, and its plan for a generation."""
     own, fleet = view.cards[0], view.fleet
     return {
         "node": {
@@ -122,7 +122,7 @@ def _identity(fleet: FleetStatus, now: float) -> Json | None:
 
 
 def _warnings(view: NodeView) -> list[str]:
-    """Say what a person should look at, a sentence each."""
+    """List warnings for the owner, a sentence each."""
     fleet = view.fleet
     names = {card.node_id: card.label or card.node_id for card in view.cards}
     found = [view.not_serving] if view.not_serving else []
@@ -139,7 +139,7 @@ def _warnings(view: NodeView) -> list[str]:
         )
     if view.node_id in fleet.revoked:
         found.append(
-            "the fleet has taken this node out, and its members refuse it; to come back, stop it, "
+            "the fleet has removed this node, and its members refuse it; to come back, stop it, "
             "remove the folder identity from its data directory and join anew"
         )
     if fleet.is_clock_wrong:
@@ -273,7 +273,7 @@ def _placement(placed: SpecDecodePlacement) -> Json:
 
 
 def _drafts(view: NodeView) -> Mapping[str, Json]:
-    """Say, for each model decoded here, whom each policy would ask."""
+    """List, for each model decoded here, the sources that each policy would ask."""
     suspects = view.fleet.suspects
     return {
         facts.model_id: {

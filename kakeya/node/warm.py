@@ -1,4 +1,4 @@
-"""What a node does ahead of requests, as a part of the agent: what it hangs on."""
+"""Work ahead of requests as a part of the agent, and its dependencies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def node_precache(
     clock: Clock,
     rng: random.Random,
 ) -> AsyncIterator[NodePrecache]:
-    """Build it over a node's models and pages, and let it hear of both. Raises ConfigError."""
+    """Build warming over a node's models and pages, and connect it. Raises ConfigError."""
     arbiter = memory.arbiter
     source = ModelSource(
         models,

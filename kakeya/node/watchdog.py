@@ -1,9 +1,8 @@
-"""Notices that the event loop is stuck, which nothing on the loop can, and tells where.
+"""Detect a stuck event loop from a thread, and print where it is stuck.
 
-A thread asks the loop for a sign of life all the time. When none comes within the limit, the
-stacks of all threads go to stderr, while the loop is still where it is stuck. What is to be done
-about it on the loop itself is put in front of all that piled up meanwhile: the loop handles it
-before it reads the next call.
+The thread asks the loop for a sign of life all the time. When none comes within the limit, the
+stacks of all threads go to stderr while the loop is still stuck. Callbacks for the loop itself are
+put in front of all waiting work: the loop runs them before it reads the next call.
 """
 
 from __future__ import annotations
@@ -22,17 +21,18 @@ from kakeya.core.log import event
 
 _log = logging.getLogger(__name__)
 LIMIT_S = 1.2
-"""Ten times what a collection of garbage or a burst of cards may take."""
+"""Ten times the longest collection of garbage or burst of cards."""
 PAUSE_S = 0.3
-"""Between two questions. A loop that gets stuck right after an answer is found out after both."""
+"""Seconds between two questions. A loop that is stuck right after an answer is detected after this
+time and the limit."""
 CALM_S = 5.0
-"""How long the loop has to run before a stall is over: what blocked it once may do it again."""
+"""How long the loop has to run before a stall is over: the cause may come back."""
 
 
 class LoopWatchdog:
     """Watches the running loop inside a `with`.
 
-    `answers` and `stalls` count, `worst_lag_s` remembers.
+    `answers` and `stalls` are counts, `worst_lag_s` is the longest wait.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class LoopWatchdog:
     ) -> None:
         """`file` takes the stacks; it must have a descriptor.
 
-        `on_stuck` runs on the loop as soon as that runs again, before anything that came in
-        meanwhile; `on_calm` once it has run for `calm_s` since.
+        `on_stuck` runs on the loop as soon as the loop runs again, before any waiting work;
+        `on_calm` runs after the loop has run for `calm_s`.
         """
         self._limit_s = limit_s
         self._pause_s = pause_s
@@ -95,7 +95,7 @@ class LoopWatchdog:
                 self._tell(self._on_calm)
 
     def _wait_out(self, sign: threading.Event, asked_mono: float) -> bool:
-        """Wait until the loop runs again; False when nobody watches it any more."""
+        """Wait until the loop runs again; False if the watchdog was closed."""
         self._tell(self._on_stuck)
         while not sign.wait(self._pause_s):
             if self._stop.is_set():
@@ -109,7 +109,7 @@ class LoopWatchdog:
         return True
 
     def _tell(self, what: Callable[[], None] | None) -> bool:
-        """Have the loop do something next; False when it is closed."""
+        """Let the loop call a function next; False if the loop is closed."""
         if what is None:
             return True
         try:
