@@ -25,9 +25,9 @@ from kakeya.memory.api import MemoryArbiter
 
 _log = logging.getLogger(__name__)
 _SOCKET_NAME_BYTES = 32
-"""Of a folder and a socket below the folder of all sockets."""
+"""The length of an engine's folder and socket below the folder of all sockets."""
 EngineCommand = Callable[[ModelSpec, str], Command]
-"""Builds the command of the child that serves a model, given what the model was resolved to."""
+"""Builds the command of an engine child from the resolved name of its model."""
 
 
 def engine_command(
@@ -35,9 +35,9 @@ def engine_command(
 ) -> EngineCommand:
     """Return the command of the engine that is part of this package.
 
-    `identity` is the folder of the node's keys, which need not exist yet: engines dial the peers
-    that draft for them by themselves. `adapters` is what engines that decode have slots for, which
-    take no memory before the first adapter comes; None = none.
+    `identity` is the folder of the node's keys, which need not exist yet: an engine dials the peers
+    that draft for it. `adapters` gives verifiers adapter slots, which take no memory before the
+    first adapter; None = none.
     """
     keys = ("--identity", str(identity)) if identity else ()
     slots: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ def engine_command(
 
 
 def sockets_folder(data_dir: Path) -> Path | None:
-    """Where a node's engine sockets lie; None where their paths would be too long to bind."""
+    """Return the folder of a node's engine sockets; None if their paths would be too long."""
     folder = data_dir / "run"
     room = MAX_SOCKET_PATH_BYTES - len(os.fsencode(folder))
     return folder if room >= _SOCKET_NAME_BYTES else None
@@ -74,11 +74,10 @@ def _make_anew(folder: Path) -> None:
 
 
 class Engines:
-    """The models by name, and how their engines are made. Who starts and ends engines is
-    `EngineHandler`, when the arbiter says so.
+    """The models of a node by name, and the recipe of each engine.
 
-    Models that need no engine (n-grams) have a spec here and no model. `on_change` is called after
-    each change of a model's state.
+    The arbiter lets `EngineHandler` start and end engines. N-grams need no engine: they have a spec
+    here and no model. `on_change` is called after each change of a model's state.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class Engines:
         self._followers: list[Callable[[ResidentModel], None]] = []
         engines = [spec for spec in specs if not spec.is_ngram]
         self.sources = {spec.model_id: resolve(spec) for spec in engines}
-        """The folder, or the Hugging Face id, of each model that has an engine."""
+        """Model id -> its folder or Hugging Face id, for models with an engine."""
         self._commands = {
             spec.model_id: command(spec, self.sources[spec.model_id]) for spec in engines
         }
@@ -115,9 +114,9 @@ class Engines:
         }
 
     async def prepare(self) -> None:
-        """Make the folder of the sockets anew."""
+        """Make an empty folder for the sockets."""
         if self._sockets is not None:
-            # The node holds its data directory, so what lies there was left by a killed one.
+            # The node holds its data directory, so any file there was left by a killed node.
             await asyncio.to_thread(_make_anew, self._sockets)
 
     def follow(self, follower: Callable[[ResidentModel], None]) -> None:
@@ -125,11 +124,11 @@ class Engines:
         self._followers.append(follower)
 
     def use(self, options: EngineOptions) -> None:
-        """Make engines with these from now on."""
+        """Make later engines with these options."""
         self._options = options
 
     def make(self, model_id: str) -> EngineBackend:
-        """A fresh backend of a model, not started yet. Raises NotFound."""
+        """Make a new backend of a model without starting it. Raises NotFound."""
         model = self.get(model_id)
         return EngineBackend(
             model_id,
@@ -148,15 +147,15 @@ class Engines:
         return self._models[model_id]
 
     def models(self) -> tuple[tuple[ModelSpec, ResidentModel | None], ...]:
-        """Every configured model; None for one that needs no engine."""
+        """Every configured model; None for n-grams, which need no engine."""
         return tuple((spec, self._models.get(spec.model_id)) for spec in self._specs)
 
     def of_role(self, role: ModelRole) -> tuple[ResidentModel, ...]:
-        """The models of a role, in the order they were configured."""
+        """List the models of a role, in configured order."""
         return tuple(model for model in self._models.values() if model.role is role)
 
     def proposers(self) -> tuple[DraftModelState, ...]:
-        """Every configured model that only drafts; n-grams always can."""
+        """List every configured model that only drafts, n-grams included."""
         return tuple(
             DraftModelState(model_id=spec.model_id, state=ModelState.READY)
             if model is None
@@ -168,7 +167,7 @@ class Engines:
         )
 
     def offered(self) -> tuple[tuple[ModelRole, ModelFacts], ...]:
-        """What a request would get now, with the facts of each model."""
+        """List the models that a request would get now, with their facts."""
         return tuple(
             (model.role, model.facts)
             for model in self._models.values()
@@ -179,7 +178,7 @@ class Engines:
         facts = model.facts
         is_slow = model.state is ModelState.READY and facts and not facts.blas_accelerated
         if is_slow and not self._has_hinted:
-            self._has_hinted = True  # it is about the machine: once is enough
+            self._has_hinted = True  # a warning about the machine: once is enough
             event(
                 _log,
                 "OpenBLAS is missing: prompts are read 10 to 40 times slower than they could be; "

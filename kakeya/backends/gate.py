@@ -1,8 +1,8 @@
-"""Who may ask an engine: a bound on all of them, and a door that can be held.
+"""The gate of one engine: a bound on its requests, and a hold that stops new ones.
 
-Which of them run, and who waits for whom, the engine's own scheduler decides: it knows who asks,
-how urgent it is, and how much room each needs. So that it hears of every client, the bound is
-shared among them (see `crowd`).
+The engine's scheduler decides which requests run and in which order: it knows the client, the
+urgency and the memory of each. So that requests of every client reach it, the bound is shared
+fairly among clients (`generation/fair_bound.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from kakeya.generation.fair_bound import FairBound
 
 
 class Gate:
-    """Lets in as many as can run or may wait for that; further ones are refused.
+    """Admits as many requests as may run or wait in the engine, and refuses more.
 
-    While it is held, nobody gets in: they wait.
+    During a hold no request gets in: new ones wait.
     """
 
     def __init__(self, name: str, *, max_running: int, max_waiting: int) -> None:
@@ -31,30 +31,30 @@ class Gate:
 
     @property
     def running(self) -> int:
-        """How many run, as far as there are places."""
+        """The number of admitted requests that can run at the same time."""
         return min(self._inside, self._max_running)
 
     @property
     def waiting(self) -> int:
-        """How many wait, for a place or for the door."""
+        """The number of requests that wait, for a place or for the end of a hold."""
         return self._inside - self.running + self._outside
 
     @property
     def is_held(self) -> bool:
-        """Whether nobody gets in for now."""
+        """Whether the gate is held: no request gets in."""
         return not self._is_open.is_set()
 
     def hold(self) -> None:
-        """Let nobody in until `resume`; who is inside stays."""
+        """Admit no request until `resume`; admitted ones go on."""
         self._is_open.clear()
 
     def resume(self) -> None:
-        """Let them in again."""
+        """Admit requests again."""
         self._is_open.set()
 
     @asynccontextmanager
     async def turn(self, client: str = "", user: str = "") -> AsyncIterator[None]:
-        """Be one of them. Raises QueueFull when there are too many already, of this client."""
+        """Hold a place for one request. Raises QueueFull if its client's share is used up."""
         full = f"{self._name} runs {self.running} and {self.waiting} wait, which is its limit"
         with self._crowd.member(client, user, full):
             await self._pass()
@@ -65,7 +65,7 @@ class Gate:
                 self._inside -= 1
 
     async def _pass(self) -> None:
-        """Wait before the door as long as it is held."""
+        """Wait as long as the gate is held."""
         self._outside += 1
         try:
             while self.is_held:

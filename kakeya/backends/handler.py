@@ -1,7 +1,8 @@
-"""Loads and unloads engine children when the arbiter says so: the handler of text and draft models.
+"""The arbiter's handler of text and draft models: it loads and unloads engine children.
 
-A load is a fresh backend: child started, model described, footprint measured, child bounded by its
-lease and watched. An unload ends the child. A child that dies in between is its backend's matter.
+A load makes a new backend: the child starts and describes its model, its footprint is measured, its
+lease bounds it, and it is watched. An unload ends the child. If a child dies in between, its
+backend restarts it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from kakeya.memory.estimate.history import SizeHistory
 
 _log = logging.getLogger(__name__)
 CACHE_BYTES = 256 * MIB
-"""The most that an engine keeps of buffers that no array uses."""
+"""The most bytes of unused buffers that an engine keeps."""
 
 
 class EngineHandler:
-    """See the module; `sizes` by model id are what each is lent."""
+    """See the module; `sizes` are the leases by model id."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class EngineHandler:
         self._start_timeout_s = options.start_timeout_s
 
     async def load(self, model_key: str) -> Loaded:
-        """Start a child and wait until it serves. Raises PeerUnavailable when it was given up."""
+        """Start a child and wait until it serves. Raises PeerUnavailable if it was given up."""
         model = self._engines.get(model_key)
         backend = self._engines.make(model_key)
         model.opened(backend)
@@ -73,7 +74,7 @@ class EngineHandler:
         )
 
     async def unload(self, model_key: str, backend: object) -> None:
-        """End the child; returns when its memory is the system's again."""
+        """End the child; return when the system has its memory back."""
         engine = _engine(backend)
         self._watch.detach(model_key)
         model = self._engines.get(model_key)
@@ -83,9 +84,11 @@ class EngineHandler:
         model.ended()
 
     async def run(self, backend: object, payload: object) -> object:
-        """Run a DecodeRequest to its end; the frames, as a tuple. Raises InvalidArgument."""
+        """Run a DecodeRequest to its end; return its frames. Raises InvalidArgument."""
         if not isinstance(payload, DecodeRequest):
-            raise InvalidArgument(f"{type(payload).__name__} is no DecodeRequest", param="payload")
+            raise InvalidArgument(
+                f"{type(payload).__name__} is not a DecodeRequest", param="payload"
+            )
         frames: list[Frame] = [frame async for frame in _engine(backend).decode(payload)]
         return tuple(frames)
 
@@ -97,7 +100,7 @@ class EngineHandler:
             self._history.note(size.estimate.digest, kind, footprint)
         ledger = self._arbiter.status()
         lent = size.lent(footprint, ledger.free_bytes - ledger.promised_bytes)
-        # It counts before the engine is told of it: nobody else is given the same room meanwhile.
+        # The ledger counts it before the engine learns of it: no other tenant gets the same room.
         self._arbiter.measure(kind, model_id, lent.bytes, unfilled_bytes=lent.bytes)
         return lent
 
@@ -106,9 +109,9 @@ class EngineHandler:
         try:
             await backend.set_limits(lent.bytes, cache_bytes, lent.kv_bytes)
         except PeerUnavailable:
-            pass  # it died just now; the next child is bounded before it serves
+            pass  # the child died just now; the next one is bounded before it serves
         except KakeyaError as problem:
-            # It is watched all the same, and ended when it outgrows what it was lent.
+            # The child is watched all the same, and ended if it outgrows its lease.
             event(
                 _log,
                 "engine not bounded",

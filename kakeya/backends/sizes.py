@@ -1,10 +1,10 @@
-"""What the models of a node are going to occupy: the lease that each gets.
+"""The leases of a node's models.
 
-    lease    what the engine takes right after its load (an estimate, then what was measured), and
-             room for keys and values
+    lease    the memory of the engine right after its load (estimated, later measured), and room for
+             keys and values
 
-The room for keys and values is meant for `KV_TOKENS` tokens of sessions, less where the budget is
-small: an engine computes anew what it had to forget.
+The room for keys and values holds `KV_TOKENS` tokens of sessions, fewer if the budget is small: an
+engine computes dropped KV again.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from kakeya.memory.machine.panics import Profile
 
 _log = logging.getLogger(__name__)
 KV_TOKENS = 32_768
-"""Tokens of all sessions of a model together; four times what the shipped models hold."""
+"""Tokens of all sessions of a model together; four contexts of a shipped model."""
 MIN_KV_TOKENS = 2_048
-"""With less than that a model serves nothing of use."""
+"""The fewest tokens of KV with which a model is of use."""
 WINDOWS = 4
-"""Sequences for whose sliding windows there is room beside the tokens."""
+"""Sequences with room for their sliding windows beside the tokens."""
 UNKNOWN_KV_BYTES = 256 * MIB
-"""Of a model of which nothing but the name is known."""
+"""The assumed size of a model of which only the name is known."""
 
 
 class Lent(NamedTuple):
-    """What an engine is lent, in bytes; `kv_bytes` of it are for keys and values, and
-    `unfilled_bytes` are not used yet."""
+    """The lease of an engine in bytes: `kv_bytes` are for keys and values, `unfilled_bytes` are not
+    used yet."""
 
     bytes: int
     kv_bytes: int
@@ -50,26 +50,26 @@ class Lent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LeaseSize:
-    """What a model is lent, in bytes. The estimate is of a sequence of MIN_KV_TOKENS."""
+    """The size of a model's lease in bytes. The estimate is for one sequence of MIN_KV_TOKENS."""
 
     estimate: Estimate
     kv_bytes: int
-    """For keys and values, and never more than that: the engine is held to it."""
+    """Room for keys and values: a firm bound, which the engine enforces."""
 
     @property
     def bytes(self) -> int:
-        """What is lent before anything was measured."""
+        """The lease before the first measurement."""
         return self.estimate.base_bytes + self.kv_bytes
 
     @property
     def least_kv_bytes(self) -> int:
-        """With less than that it serves nothing of use."""
+        """The least room for keys and values with which the model is of use."""
         return min(self.kv_bytes, self.estimate.kv_bytes)
 
     def lent(self, footprint_bytes: int | None, free_bytes: int) -> Lent:
-        """What is lent to an engine that occupies so much before its first request.
+        """Return the lease of an engine by its footprint before the first request.
 
-        Where it is more than was estimated, and more than is free, sessions get less room.
+        If it is larger than estimated, and than the free memory, sessions get less room.
         """
         base = max(self.estimate.base_bytes, (footprint_bytes or 0) + self.estimate.work_bytes)
         over = max(0, base - self.estimate.base_bytes - max(0, free_bytes))
@@ -81,9 +81,9 @@ class LeaseSize:
 def node_budget(
     config: MemoryConfig, profile: Profile, *, platform: str = sys.platform, run: Run = run_command
 ) -> int:
-    """The most that a node's models may occupy together, in bytes.
+    """Return the most bytes that all models of a node may occupy together.
 
-    Blocks. Raises ConfigError when that is nothing.
+    Blocks. Raises ConfigError if that is 0.
     """
     total = unified_memory_bytes()
     limited = LinuxMachine().limited() if platform == "linux" else None
@@ -98,8 +98,8 @@ def node_budget(
 
 
 def _metal_limit(total_bytes: int, run: Run) -> int:
-    """What Metal lets one process keep wired: what the owner of the machine set, else the share
-    that the system takes by itself."""
+    """Return the bytes that Metal lets one process keep wired: the owner's setting, else the
+    system's default share."""
     try:
         limit_mb = run(("sysctl", "-n", "iogpu.wired_limit_mb")).strip()
     except KakeyaError:
@@ -110,8 +110,10 @@ def _metal_limit(total_bytes: int, run: Run) -> int:
 
 
 def lease_size(estimate: Estimate, budget: int, pages_bytes: int = 0) -> LeaseSize:
-    """The lease of a model within a budget, of which sessions leave so much to pages; the estimate
-    is of a sequence of MIN_KV_TOKENS."""
+    """Size the lease of a model within a budget, of which sessions leave some bytes to pages.
+
+    The estimate is for one sequence of MIN_KV_TOKENS.
+    """
     per_token, least = estimate.kv_bytes_per_token, estimate.kv_bytes
     windows = least - MIN_KV_TOKENS * per_token
     wanted = KV_TOKENS * per_token + WINDOWS * windows if per_token else UNKNOWN_KV_BYTES
@@ -119,7 +121,7 @@ def lease_size(estimate: Estimate, budget: int, pages_bytes: int = 0) -> LeaseSi
 
 
 def check_named(setting: str, named: Iterable[str], models: Collection[str]) -> None:
-    """Raise ConfigError when a setting names a model that is not there."""
+    """Raise ConfigError if a setting names a model that this node does not have."""
     unknown = [model_id for model_id in named if model_id not in models]
     if unknown:
         raise ConfigError(
@@ -130,8 +132,11 @@ def check_named(setting: str, named: Iterable[str], models: Collection[str]) -> 
 def check_pinned(
     pinned: Collection[str], sizes: Mapping[str, LeaseSize], others: Iterable[str], budget: int
 ) -> None:
-    """Raise ConfigError for a pinned model that is not there, and when beside those that are one of
-    `others`, which take turns, could never be loaded."""
+    """Check the pinned models of a node.
+
+    Raises ConfigError for an unknown one, and if beside the pinned ones one of `others`, which take
+    turns, could never be loaded.
+    """
     check_named("memory.pinned", pinned, sizes)
     if pinned:
         fixed = {model_id: sizes[model_id].bytes for model_id in pinned}
@@ -150,11 +155,11 @@ def lease_sizes(
     pages_bytes: int = 0,
     platform: str = sys.platform,
 ) -> dict[str, LeaseSize]:
-    """The lease of each model; `sources` are, by name, what it is resolved to and its capability.
+    """Size the lease of each model; `sources` maps an id to the resolved source and the capability.
     `pages_bytes` are left for pages beside the sessions of a model.
 
-    Blocks. Raises ConfigError for a model that does not fit the budget by itself, and where a size
-    is stated of one that is not there. One of which only the name is known is not judged by it.
+    Blocks. Raises ConfigError for a model that alone exceeds the budget, and for the stated size of
+    an unknown model. A model of which only the name is known is not checked.
     """
     check_named("memory.sizes_mb", stated_bytes, sources)
     sizes = {}

@@ -1,12 +1,11 @@
-"""Adapter loads of one engine over one stream, which is opened by the first and stays open.
+"""Adapter loads of one engine over one stream, which the first load opens and which stays open.
 
-A message on an open stream costs less than a call. Whoever loads sees what a call of their own
-would show: its own error, its own deadline, and a cancellation that concerns nobody else. A stream
-that breaks, at either end or in the middle of our own work, fails the loads that are under way;
-the next load opens another one.
+A message on an open stream costs less than a call. Each load still behaves like a call: it has its
+own error, its own deadline, and its cancellation affects no other load. A stream that breaks, at
+either end, fails the running loads; the next load opens a new stream.
 
-Nothing says which of two calls on one connection the engine sees first: a decode that is to come
-behind a load that is under way names its number.
+gRPC does not order two calls on one connection: a decode that must run after a load names the
+number of the load.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from kakeya.v1 import engine_pb2 as pb
 from kakeya.wire.status import STATUS_BY_NUMBER, rpc_status
 
 if TYPE_CHECKING:
-    from kakeya.v1.engine_pb2_grpc import EngineServiceAsyncStub  # of the stubs' types only
+    from kakeya.v1.engine_pb2_grpc import EngineServiceAsyncStub  # types of the stubs only
 
 _Call = grpc.aio.StreamStreamCall[pb.LoadAdaptersRequest, pb.LoadAdaptersResponse]
 Failure = Callable[[grpc.StatusCode | None, str, Mapping[str, str]], KakeyaError]
-"""Our error for a status, its details and its metadata."""
+"""Makes the error for a status, its details and its metadata."""
 
 
 class AdapterStream:
@@ -50,10 +49,9 @@ class AdapterStream:
     async def load(
         self, load: pb.AdapterLoad, timeout_s: float, sent: Callable[[], None] | None
     ) -> pb.AdapterLoaded:
-        """Have an adapter loaded. Raises what the engine found wrong, PeerUnavailable when it is
-        lost, DeadlineExceeded.
+        """Load an adapter. `sent` is called when the load is `under_way`.
 
-        `sent` is called as soon as it is `under_way`.
+        Raises the error of the engine, PeerUnavailable if the engine is lost, DeadlineExceeded.
         """
         stream, number = self._stream(), next(self._numbers)
         answering = stream.ask(number, load)
@@ -83,11 +81,11 @@ class AdapterStream:
                 raise PeerProtocol(f"{self._name}: an adapter load was answered with nothing")
 
     def under_way(self, adapter_id: str) -> int:
-        """The number of the load of an adapter that was asked for and has no answer; 0 = none."""
+        """The number of an adapter's load that was sent and has no answer yet; 0 = none."""
         return self._under_way.get(adapter_id, 0)
 
     async def aclose(self) -> None:
-        """End the stream, and what is under way on it."""
+        """End the stream and the running loads."""
         if self._open is not None:
             await self._open.aclose()
 
@@ -95,7 +93,7 @@ class AdapterStream:
         if self._open is None or self._open.is_over:
             try:
                 call = self._stub.LoadAdapters()
-            except grpc.aio.UsageError:  # how a channel answers that was closed
+            except grpc.aio.UsageError:  # how a closed channel answers
                 raise self._closed() from None
             self._open = _Open(self._name, call, self._problem, self._clock)
         return self._open
@@ -108,10 +106,10 @@ class AdapterStream:
 
 
 class _Open:
-    """A stream that was opened, until it breaks.
+    """An open stream, until it breaks.
 
-    Writes have a task of their own: one that is cancelled cancels the whole call. A fault in either
-    direction is logged and ends the call, and with it what waits for an answer.
+    Writes run in a separate task, since cancelling a write would cancel the whole call. A fault in
+    either direction is logged and ends the call, and with it all waiting loads.
     """
 
     def __init__(
@@ -130,19 +128,19 @@ class _Open:
         self._tasks.start(f"adapter loads of {name}", self._run)
 
     def ask(self, number: int, load: pb.AdapterLoad) -> asyncio.Future[pb.LoadAdaptersResponse]:
-        """Send a load; its answer. To be followed by `end`."""
+        """Send a load and return the future of its answer. The caller must call `end` later."""
         answer: asyncio.Future[pb.LoadAdaptersResponse]
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._outgoing.put_nowait(pb.LoadAdaptersRequest(number=number, load=load))
         return answer
 
     def end(self, number: int) -> None:
-        """Withdraw a load that has no answer; harmless for others."""
+        """Withdraw a load that has no answer, without effect on other loads."""
         if self._waiting.pop(number, None) is not None:
             self._outgoing.put_nowait(pb.LoadAdaptersRequest(number=number))
 
     async def aclose(self) -> None:
-        """Fail what is under way, and end the call."""
+        """Fail the running loads, and end the call."""
         self._end(None)
         await self._tasks.aclose()
 
@@ -159,7 +157,7 @@ class _Open:
             self._end(error)
 
     async def _read(self) -> grpc.aio.AioRpcError | None:
-        """Hand answers out until the call ends; how it broke, None = in order."""
+        """Hand out answers until the call ends; return its fault, None = it ended in order."""
         try:
             async for answer in self._call:
                 waiting = self._waiting.pop(answer.number, None)
@@ -175,7 +173,7 @@ class _Open:
                 request = await self._outgoing.get()
                 await self._call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the call ended; the reader knows how
+            return  # the call ended; the reader has its fault
 
     def _end(self, error: grpc.aio.AioRpcError | None) -> None:
         self.is_over = True

@@ -1,4 +1,4 @@
-"""The agent's end of the socket to one engine child: EngineService as our own values."""
+"""The agent's end of the socket to one engine child: EngineService with the contract's values."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from kakeya.wire.channels import ENGINE_MESSAGE_BYTES, Keepalive, Option, messag
 from kakeya.wire.status import error_from_status, rpc_status
 
 LEND_S = 5.0
-"""An engine that does not come round to it for so long has given up to wait."""
+"""After this time without an answer the engine has stopped waiting."""
 CLOSE_GRACE_S = 1.0
-"""Streams of a dead engine end by themselves; this is how long they may take."""
+"""How long the streams of a dead engine may take to end by themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemoryLimits:
-    """What an engine may occupy, in bytes; 0 = as it is.
+    """The memory bounds of an engine, in bytes; 0 = unchanged.
 
     `memory_bytes` bounds the process, `cache_bytes` buffers that no array uses, `kv_bytes` the KV
     of running and kept sequences together.
@@ -62,7 +62,7 @@ class EngineMemoryLimits:
     kv_bytes: int = 0
 
     def merged(self, newer: EngineMemoryLimits) -> EngineMemoryLimits:
-        """These, where `newer` leaves them as they are."""
+        """Return `newer`, with these values where `newer` has 0."""
         return EngineMemoryLimits(
             memory_bytes=newer.memory_bytes or self.memory_bytes,
             cache_bytes=newer.cache_bytes or self.cache_bytes,
@@ -72,7 +72,7 @@ class EngineMemoryLimits:
 
 def _options(keepalive: Keepalive) -> tuple[Option, ...]:
     kept = tuple(pair for pair in keepalive.client_options() if "reconnect" not in pair[0])
-    # The child binds its socket when it is ready to: look often, it costs one connect(2).
+    # The child binds its socket when it is ready; each look costs one connect(2).
     quick: tuple[Option, ...] = (
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.min_reconnect_backoff_ms", 50),
@@ -95,9 +95,9 @@ class EngineClient:
         self._loads = AdapterStream(name, self._stub, self._failure_of, clock or SystemClock())
 
     async def describe(self, timeout_s: float) -> ModelFacts:
-        """Ask for the model's facts; waits for the socket, but not for a model that loads.
+        """Ask for the model's facts; wait for the socket, but not for the load.
 
-        Raises DeadlineExceeded while there is no socket, PeerUnavailable while it loads.
+        Raises DeadlineExceeded if the socket does not appear, PeerUnavailable while it loads.
         """
         with self._told():
             reply = await self._stub.Describe(
@@ -110,13 +110,13 @@ class EngineClient:
     ) -> AsyncGenerator[Frame, None]:
         """Stream the frames of one decode. Closing the iterator cancels the call.
 
-        Raises PeerUnavailable when the engine is lost, InvariantBroken when it found a law broken,
+        Raises PeerUnavailable if the engine is lost, InvariantBroken if a law broke in it,
         PeerProtocol for a stream without an end.
         """
         park_id = next(self._park_ids) if request.kv is not None else 0
         after_load = self._loads.under_way(request.adapter_id)
         parking: set[asyncio.Task[None]] = set()
-        with self._told():  # it may have been closed during the offer
+        with self._told():  # the client may have been closed during the offer
             asked = job_to_wire(request, offer, park_id, after_load)
             call = self._stub.Decode(asked, timeout=timeout_s)
         try:
@@ -142,14 +142,14 @@ class EngineClient:
                 task.cancel()
 
     async def _lend(self, park_id: int, asked: KvPark, kv: KvExchange) -> None:
-        """Answer a generation that asks for pages for its KV, or that gives them back."""
+        """Answer a generation that asks for pages for its KV, or gives them back."""
         pages = await kv.park(asked.lengths)
         if not asked.lengths:
             return
         request = pb.LendPagesRequest(
             park_id=park_id, pages=map(page_ref_to_wire, pages), number=asked.number
         )
-        # Where it does not come through, the engine goes on without pages.
+        # If the answer does not arrive, the engine goes on without pages.
         with contextlib.suppress(KakeyaError), self._told():
             await self._stub.LendPages(request, timeout=LEND_S)
 
@@ -183,16 +183,16 @@ class EngineClient:
             await self._stub.Release(pb.ReleaseRequest(kv_key=kv_key), timeout=timeout_s)
 
     async def stats(self, timeout_s: float) -> EngineStats:
-        """Live numbers."""
+        """Return live figures of the engine."""
         with self._told():
             reply = await self._stub.Stats(pb.StatsRequest(), timeout=timeout_s)
         return stats_from_wire(reply)
 
     async def set_limits(self, limits: EngineMemoryLimits, timeout_s: float) -> Footprint:
-        """Bound what the engine may occupy; 0 = unchanged.
+        """Bound the memory of the engine; 0 = unchanged.
 
-        Raises MemoryRefused when its model alone takes more, InvalidArgument for a KV bound in
-        which no sequence fits.
+        Raises MemoryRefused if the model alone takes more, InvalidArgument for a KV bound in which
+        no sequence fits.
         """
         request = pb.SetLimitsRequest(
             memory_bytes=limits.memory_bytes,
@@ -203,7 +203,7 @@ class EngineClient:
             return footprint_from_wire(await self._stub.SetLimits(request, timeout=timeout_s))
 
     async def shrink(self, size: int, timeout_s: float) -> Footprint:
-        """Have the engine give `size` bytes back, as far as nobody uses them."""
+        """Ask the engine to free up to `size` unused bytes."""
         with self._told():
             reply = await self._stub.Shrink(pb.ShrinkRequest(bytes=size), timeout=timeout_s)
         return footprint_from_wire(reply)
@@ -216,13 +216,14 @@ class EngineClient:
         instead_of: str = "",
         sent: Callable[[], None] | None = None,
     ) -> int:
-        """Have the engine take an adapter from pages, into the slot of another one that is idle;
-        returns the bytes that it takes there. `sent` is called when it was asked for: a decode with
-        that adapter from then on comes behind it, and ends with NotFound where the load fails. One
-        should come then, as the engine answers a little later for it.
+        """Load an adapter from pages into a free slot or that of an idle adapter; return its bytes.
 
-        Raises MemoryRefused without a slot or room, InvalidArgument when it does not fit the
-        model, Conflict when the other one is in use, UnknownMethod when the engine takes no
+        `sent` is called when the load is sent. A later decode with the adapter runs after the load,
+        and ends with NotFound if the load fails. The engine delays its answer a little for such a
+        decode.
+
+        Raises MemoryRefused without a slot or room, InvalidArgument if the adapter does not fit the
+        model, Conflict if the other adapter is in use, UnknownMethod if the engine takes no
         adapters.
         """
         load = pb.AdapterLoad(
@@ -234,7 +235,7 @@ class EngineClient:
         return (await self._loads.load(load, timeout_s, sent)).bytes
 
     async def unload_adapter(self, adapter_id: str, timeout_s: float) -> bool:
-        """Free an adapter's slot; False where it had none. Raises Conflict for one in use."""
+        """Free an adapter's slot; False if it had none. Raises Conflict if it is in use."""
         request = pb.UnloadAdapterRequest(adapter_id=adapter_id)
         with self._told():
             return (await self._stub.UnloadAdapter(request, timeout=timeout_s)).was_loaded
@@ -244,7 +245,7 @@ class EngineClient:
         return await self.silent_s(timeout_s) is not None
 
     async def silent_s(self, timeout_s: float) -> float | None:
-        """How long its model thread has been at one piece of work; None without an answer."""
+        """Return the seconds since the model thread began its current step; None = no answer."""
         try:
             with self._told():
                 reply = await self._stub.Describe(pb.DescribeRequest(), timeout=timeout_s)
@@ -254,13 +255,16 @@ class EngineClient:
 
     async def aclose(self) -> None:
         """Close the channel; running streams get a moment to end by themselves."""
-        await self._loads.aclose()  # it does not end by itself
+        await self._loads.aclose()  # this call does not end by itself
         await self._channel.close(grace=CLOSE_GRACE_S)
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Tell in our own errors how a call failed. Closing the channel cancels its calls: to their
-        callers the engine is lost, and they themselves are not cancelled."""
+        """Translate the failure of a call.
+
+        Closing the channel cancels its calls. Their callers are not cancelled: for them the engine
+        is lost.
+        """
         try:
             yield
         except grpc.aio.AioRpcError as error:
@@ -277,7 +281,7 @@ class EngineClient:
     ) -> KakeyaError:
         match code:
             case grpc.StatusCode.CANCELLED:
-                # An engine that shuts down cancels its calls: it is lost all the same.
+                # An engine that shuts down cancels its calls: the engine is lost too.
                 return PeerUnavailable(f"{self._name}: {details}")
             case grpc.StatusCode.FAILED_PRECONDITION:
                 kind, _, detail = details.partition(": ")
@@ -287,7 +291,7 @@ class EngineClient:
 
 
 def _tell(kv: KvExchange, frame: KvImported | KvExported | HistoryLogits) -> None:
-    """Hand a frame to the exchange that it is for."""
+    """Hand a frame to its KV exchange."""
     match frame:
         case KvImported():
             kv.imported(frame.tokens)

@@ -1,20 +1,20 @@
-"""What is done about an engine that occupies more than its lease: pure, `now` as an argument.
+"""The steps against an engine that occupies more than its lease. Pure, `now` is an argument.
 
-    WITHIN     up to its lease
-    SHRINKING  above it: asked for what it can spare, and again each `ask_again_s`
-    DRAINING   far above it although it was asked: no sequence gets in, those that run may end
-    ENDING     drained, or `drain_s` over: asked to end; what still runs goes on in the next child
+    WITHIN     the engine is within its lease
+    SHRINKING  above it: asked to free memory, and again each `ask_again_s`
+    DRAINING   far above it after that: no sequence gets in, running ones may end
+    ENDING     drained, or `drain_s` over: asked to end; running sequences go on in the next child
     KILLED     it did not end within `end_s`
 
     WITHIN -> SHRINKING -> DRAINING -> ENDING -> KILLED
        ^          | ^          |          |         |
        +-- calm --+ +- rescued +          +---------+--> WITHIN, with another child
 
-Laws, held by the tests: no step is left out and none taken back to front; nothing is done to an
-engine that is within its lease; it is asked when it goes above, then once in a while.
+Laws, held by the tests: no step is skipped or taken in another order; an engine within its lease is
+left alone; it is asked when it goes above, then at intervals.
 
-An engine is ended only where that can help: after `rest_s`, twice, four times ... that since the
-last time, because one that is above its lease as soon as it was started was leased too little.
+An engine is ended only where that can help: at least `rest_s` after the last end, then twice, four
+times ... as long. An engine that is above its lease right after its start had too small a lease.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kakeya.core.units import format_bytes
 
 
 class Stage(StrEnum):
-    """Where an engine is on the way out."""
+    """The step at which an engine is."""
 
     WITHIN = "within"
     SHRINKING = "shrinking"
@@ -40,26 +40,26 @@ class EscalationRules:
     """Shares are of the lease."""
 
     full: float = 1.0
-    """Above it, memory is asked back."""
+    """Above this share, the engine is asked to free memory."""
     high: float = 1.1
-    """Above it although it was asked, the engine is drained. In between it is only asked: the
-    ledger counts what it really occupies."""
+    """An engine that was asked and is still above this share is drained. Between the two shares it
+    is only asked: the ledger counts its real memory."""
     calm: float = 0.95
-    """Below it, all is well again; what an engine is asked for brings it there."""
+    """Below this share, all is well again; the asked amount brings the engine there."""
     shrink_wait_s: float = 4.0
-    """From asking to draining: two looks."""
+    """Seconds from asking to draining: two measurements."""
     ask_again_s: float = 30.0
     drain_s: float = 10.0
-    """What sequences get to end by themselves; the limit of all draining in a node."""
+    """Seconds for sequences to end by themselves; the limit of all draining in a node."""
     end_s: float = 5.0
-    """From asking it to end to ending it: its streams get 2 s, its model thread 2 more."""
+    """Seconds from asking an engine to end to killing it: 2 for its streams, 2 for its thread."""
     rest_s: float = 60.0
-    """Between two ends of one model's engines, doubled for each end within the last hour."""
+    """Seconds between two ends of one model's engines, doubled for each end in the last hour."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSight:
-    """An engine as it is now. `child` is its process, `running` its sequences."""
+    """One measurement of an engine. `child` is its process, `running` its sequences."""
 
     child: int
     resident_bytes: int
@@ -106,7 +106,7 @@ _HOUR_S = 3600.0
 
 
 class Escalation:
-    """The way of one model's engines. `see` it regularly; what it answers is to be done."""
+    """The state of one model's engines. The caller runs `see` at intervals, and does its answer."""
 
     def __init__(self, rules: EscalationRules | None = None) -> None:
         self._rules = rules or EscalationRules()
@@ -117,7 +117,7 @@ class Escalation:
         self.stage = Stage.WITHIN
 
     def see(self, sight: EngineSight, now: float) -> Step | None:
-        """Decide by what is seen at `now`."""
+        """Decide by a measurement at `now`."""
         if sight.child != self._child:
             return self._begin(sight.child, now) or self._within(sight, now)
         match self.stage:
@@ -140,7 +140,7 @@ class Escalation:
         return now - recent[-1] >= self._rules.rest_s * 2.0 ** (len(recent) - 1)
 
     def _begin(self, child: int, now: float) -> Step | None:
-        """Another child: what was known of the one before means nothing for it."""
+        """Begin again with another child."""
         was_held = self.stage is Stage.DRAINING
         self._child = child
         self._move(Stage.WITHIN, now)
@@ -176,8 +176,8 @@ class Escalation:
         return EndIt(_words(sight))
 
     def _ending(self, sight: EngineSight, now: float) -> Step | None:
-        """One that has come within its lease and still does not end is its backend's matter, which
-        probes it."""
+        """Decide for an engine that was asked to end. If it is within its lease and still does not
+        end, its backend probes it."""
         is_late = now >= self._since_mono + self._rules.end_s
         if not is_late or not self._is_above(sight, self._rules.full):
             return None

@@ -1,10 +1,10 @@
-"""What one engine may occupy: its lease, and the part of it that was given up for others.
+"""The lease of one engine, and the part of it that was given up for other models.
 
-Only KV can be given up, and of the KV bound only what is above one whole context: the longest
+Only KV can be given up, and of the KV bound only the part above one whole context: the longest
 request that the engine takes stays possible.
 
-Slots for adapters are lent beside that. Where nobody had room to lend for them, the engine takes
-them out of its KV bound.
+Adapter slots are lent beside that. If there is no free memory for them, the engine takes them out
+of its KV bound.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from kakeya.core.units import KV_BLOCK_TOKENS
 
 
 class EngineLease:
-    """The lease of one backend's engine. Lowering and restoring it bounds the engine anew."""
+    """The lease of one backend's engine; each change sets new bounds in the engine."""
 
     def __init__(self, backend: EngineBackend, lease_bytes: int) -> None:
         self.backend = backend
         self.lowered_bytes = 0
         self.slot_bytes = 0
-        """What slots for adapters take in the engine."""
+        """Bytes of the adapter slots in the engine."""
         self.lent_slot_bytes = 0
-        """What of it was lent beside the rest."""
+        """Bytes of the slots that are lent beside the lease."""
         self._granted_bytes = lease_bytes
 
     @property
     def bytes(self) -> int:
-        """What the engine may occupy now."""
+        """The bytes that the engine may occupy now."""
         return self._granted_bytes + self.lent_slot_bytes - self.lowered_bytes
 
     @property
     def short_bytes(self) -> int:
-        """What slots take of the KV bound."""
+        """The bytes that slots take of the KV bound."""
         return max(0, self.slot_bytes - self.lent_slot_bytes)
 
     @property
     def is_lowered(self) -> bool:
-        """Whether a part is given up."""
+        """Whether a part of the lease is given up."""
         return self.lowered_bytes > 0
 
     @property
     def spare_kv_bytes(self) -> int:
-        """What could be given up."""
+        """The bytes that could be given up."""
         facts, bound = self.backend.facts, self.backend.limits.kv_bytes
         if facts is None or bound == 0:
             return 0
@@ -52,7 +52,7 @@ class EngineLease:
         return max(0, bound - self.short_bytes - context)
 
     async def lower(self, size: int) -> int:
-        """Give up to `size` bytes of the lease up, as far as they are spare; how many it were."""
+        """Give up at most `size` spare bytes of the lease; return their number."""
         part = min(size, self.spare_kv_bytes)
         if part <= 0 or not await self._bound(-part):
             return 0
@@ -60,19 +60,23 @@ class EngineLease:
         return part
 
     def regain(self) -> int:
-        """Count what was given up as the engine's again, so that nobody else is given it, and say
-        how much that is: `restore` it then."""
+        """Count the given-up bytes for the engine again; return their number.
+
+        From now on no other tenant gets them; the caller then calls `restore`.
+        """
         part, self.lowered_bytes = self.lowered_bytes, 0
         return part
 
     async def restore(self, part: int) -> None:
-        """Let the engine have this again; where it refuses, it stays given up."""
+        """Raise the engine's bounds again; if the engine refuses, the bytes stay given up."""
         if not await self._bound(part):
             self.lowered_bytes += part
 
     async def lent(self, change: int) -> None:
-        """Let the engine know that so much more or less is lent for slots; what it says of its
-        context follows. Where its model occupies what was to be taken away, it stays lent."""
+        """Tell the engine that more or fewer bytes are lent for slots; its context limit follows.
+
+        If the model occupies bytes that were to be taken away, they stay lent.
+        """
         limits = self.backend.limits
         if not limits.memory_bytes:
             return
@@ -81,12 +85,12 @@ class EngineLease:
         except MemoryRefused:
             self.lent_slot_bytes -= change
         except KakeyaError:
-            pass  # it is gone; the next child gets the same
+            pass  # the child is gone; the next one gets the same bounds
 
     async def _bound(self, change: int) -> bool:
-        """Bound the engine by so much more or less; False where it refuses, and keeps its bounds.
+        """Change the engine's bounds by some bytes; False if it refuses, and keeps its old bounds.
 
-        One that does not answer, or is gone, has them as soon as there is a next child.
+        If the child does not answer or is gone, the next child gets the new bounds.
         """
         limits = self.backend.limits
         memory = limits.memory_bytes + change if limits.memory_bytes else 0

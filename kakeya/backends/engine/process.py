@@ -1,8 +1,8 @@
-"""One engine child as an operating system process: spawned, listened to, ended, never left behind.
+"""One engine child as a process of the operating system: spawned, read, ended, never left behind.
 
-The child leads its own session, so a Ctrl-C at the terminal reaches the agent alone. Its stdin is
-a pipe that only the agent holds: when the agent is gone, however it went, the child reads
-end-of-file and exits. What it writes to stdout and stderr goes into the agent's log line by line.
+The child leads its own session, so that a Ctrl-C at the terminal reaches the agent alone. Its stdin
+is a pipe that only the agent holds: when the agent ends, in whatever way, the child reads
+end-of-file and exits. The lines of its stdout and stderr go into the agent's log.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_LINE_BYTES = 2000
 _DRAIN_S = 0.2
 
 Command = Callable[[Path], Sequence[str]]
-"""Builds the command line of a child that is to serve on the given socket."""
+"""Builds the command line of a child for a socket."""
 
 
 class SocketFolder:
@@ -48,11 +48,11 @@ class SocketFolder:
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """The path of the folder."""
         return self._path
 
     def next_socket(self) -> Path:
-        """A path that no earlier child had. Raises ConfigError when it is too long for a socket."""
+        """Return a new path. Raises ConfigError if it is too long for a socket."""
         self._made += 1
         socket = self._path / f"{self._made}.sock"
         length = len(os.fsencode(socket))
@@ -64,12 +64,12 @@ class SocketFolder:
         return socket
 
     def remove(self) -> None:
-        """Delete the folder and whatever is in it."""
+        """Delete the folder and its content."""
         shutil.rmtree(self._path, ignore_errors=True)
 
 
 class EngineProcess:
-    """A running child. Its owner awaits `aclose`, which leaves neither process nor socket."""
+    """A running child. Its owner must await `aclose`, which leaves no process and no socket."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, socket: Path) -> None:
         self._name = name
@@ -84,7 +84,7 @@ class EngineProcess:
     async def start(
         cls, name: str, command: Command, socket: Path, env: Mapping[str, str] | None = None
     ) -> Self:
-        """Spawn the child. Raises ConfigError when there is no such program."""
+        """Spawn the child. Raises ConfigError if the program does not exist."""
         arguments = [str(argument) for argument in command(socket)]
         try:
             process = await asyncio.create_subprocess_exec(
@@ -101,37 +101,37 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, also of its group."""
+        """The id of the process and of its group."""
         return self._process.pid
 
     @property
     def address(self) -> str:
-        """Where gRPC finds it."""
+        """The gRPC address of the child."""
         return f"unix:{self._socket}"
 
     async def exited(self) -> Exit:
-        """Wait for the end and say how it was."""
+        """Wait for the end of the child and return its exit."""
         returncode = await asyncio.shield(self._wait)
         await asyncio.wait((self._relay,), timeout=_DRAIN_S)
         return Exit(returncode=returncode, last_line=self._last_line, cause=self._cause)
 
     async def has_exited_within(self, timeout_s: float) -> bool:
-        """Whether it ends in that time by itself."""
+        """Whether the child ends by itself in that time."""
         await asyncio.wait((self._wait,), timeout=timeout_s)
         return self._wait.done()
 
     def end(self, cause: str) -> None:
-        """Ask it to end; `cause` completes "because it ..." in the account of its exit."""
+        """Ask the child to end; `cause` completes "because it ..." in the text of its exit."""
         self._cause = self._cause or cause
         self._signal(signal.SIGTERM)
 
     def kill(self, cause: str) -> None:
-        """End it at once; `cause` completes "because it ..." in the account of its exit."""
+        """Kill the child; `cause` completes "because it ..." in the text of its exit."""
         self._cause = self._cause or cause
         self._signal(signal.SIGKILL)
 
     async def aclose(self, grace_s: float) -> None:
-        """End it: SIGTERM, then SIGKILL after `grace_s`; remove its socket."""
+        """End the child: SIGTERM, then SIGKILL after `grace_s`; remove its socket."""
         try:
             if not self._wait.done():
                 self._signal(signal.SIGTERM)
@@ -165,7 +165,7 @@ class EngineProcess:
 
 
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Non-empty lines, ended by newline or carriage return; over-long ones are cut into pieces."""
+    """Yield non-empty lines, ended by newline or carriage return; long ones come in pieces."""
     pending = b""
     while chunk := await reader.read(65536):
         *complete, pending = re.split(rb"[\r\n]+", pending + chunk)

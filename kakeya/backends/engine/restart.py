@@ -1,4 +1,4 @@
-"""When a dead child is started again, and when it is given up: pure, with `now` as an argument.
+"""Decide whether a dead child is restarted or given up. Pure, `now` is an argument.
 
 The first restart is immediate, later ones wait 1, 2, 4, ... 60 s. Deaths are counted inside a
 sliding window; at the limit the breaker opens and the model is given up with a sentence that
@@ -17,9 +17,9 @@ _MAX_REASON_CHARS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """How a child ended. `returncode` is negative for a signal, as in `subprocess`.
+    """The end of a child. `returncode` is negative for a signal, as in `subprocess`.
 
-    `cause` is set when the agent itself ended it, and says why.
+    `cause` is the reason if the agent ended the child, else "".
     """
 
     returncode: int
@@ -27,7 +27,7 @@ class Exit:
     cause: str = ""
 
     def describe(self) -> str:
-        """Say it in one clause: `signal SIGKILL`, `exit code 3: <last line it wrote>`."""
+        """Write one clause: `signal SIGKILL`, `exit code 3: <the last line of its output>`."""
         if self.returncode < 0:
             how = f"signal {_signal_name(-self.returncode)}"
         else:
@@ -36,8 +36,8 @@ class Exit:
             return f"{how}, sent because it {self.cause}"
         if self.cause:
             return f"{how}, asked for because it {self.cause}"
-        # A signal comes unannounced, but for the one that a process sends itself: behind any other
-        # one, and behind an end in order, the last line speaks of something else.
+        # Only a process that signals itself writes a line about it before. After any other signal,
+        # and after an orderly end, the last line is about another subject.
         if self.last_line and (self.returncode > 0 or self.returncode == -signal.SIGABRT):
             return f"{how}: {self.last_line[:_MAX_REASON_CHARS]}"
         return how
@@ -52,7 +52,7 @@ def _signal_name(number: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartIn:
-    """Start it again after `delay_s`."""
+    """Restart the child after `delay_s`."""
 
     delay_s: float
     reason: str
@@ -60,7 +60,7 @@ class RestartIn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
-    """Leave it down; a person has to act."""
+    """Do not restart the child; its owner has to act."""
 
     reason: str
 
@@ -73,12 +73,12 @@ class RestartPolicy:
     """Waits before restarts, and the breaker."""
 
     backoff_s: tuple[float, ...] = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
-    """Before the restart after the 1st, 2nd, ... death in the window; the last one repeats."""
+    """Seconds before the restart after the 1st, 2nd, ... death in the window; the last repeats."""
     max_deaths: int = 5
     window_s: float = 600.0
 
     def recent(self, now: float, deaths: Sequence[float]) -> tuple[float, ...]:
-        """The deaths that still count at `now`."""
+        """List the deaths that still count at `now`."""
         return tuple(at for at in deaths if now - at < self.window_s)
 
     def after_exit(self, now: float, ended: Exit, deaths: Sequence[float]) -> Plan:

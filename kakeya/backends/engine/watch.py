@@ -1,14 +1,13 @@
-"""Watches what engines occupy, and does what follows: see `memory.escalation` for the decisions.
+"""Measure the memory of engines, and carry out the decisions of `escalation.py`.
 
-Each engine is looked at every POLL_S: its resident size by the system's own account, which it
-cannot withhold, and its idle KV by what it says itself. Both go to the ledger. The engine counts
-with its lease, or with what it occupies where that is more, less what of its idle KV the lease can
-do without, which is a tenant of its own: so it is counted once, and can be asked back before any
-model has to leave. Idle KV that the lease cannot do without is only asked for by pressure: room for
-others it would not make.
+Each engine is measured every POLL_S: its resident size as the system reports it, its idle KV as the
+engine reports it. Both go to the ledger. The *spare* idle KV, which the lease can do without, is a
+tenant of its own, so that it can be freed before any model has to leave. The engine counts with its
+lease, or with its resident size if that is larger, less its spare idle KV. The other idle KV is
+only asked for under pressure: freeing it makes no room for other models.
 
-Idle KV given up for another model makes the engine's KV bound and its lease smaller, down to one
-whole context; both grow again when nobody waits and the room is free.
+Idle KV that is given up for another model lowers the engine's KV bound and its lease, down to one
+whole context; both grow again when no request waits and memory is free.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from kakeya.memory.arbiter.resident import ResidentKey
 
 _log = logging.getLogger(__name__)
 POLL_S = 2.0
-"""Between two looks: a step of a large model grows KV by some 30 MB in that time."""
+"""Seconds between two measurements: a large model grows its KV by some 30 MB in that time."""
 
 
 @dataclass(slots=True)
@@ -62,8 +61,8 @@ class _Watched:
     last_reason: str = ""
     is_attended: bool = False
     parted_bytes: int = 0
-    """What of its idle KV counts as a tenant's and not as the engine's. Both are counted together:
-    what the lease can do without may change in between."""
+    """The idle KV that counts for the tenant and not for the engine. Both are counted in one step,
+    since the spare part may change in between."""
     steps: dict[str, int] = field(
         default_factory=lambda: {"shrink": 0, "drain": 0, "end": 0, "kill": 0}
     )
@@ -74,18 +73,18 @@ class _Watched:
 
     @property
     def spare_kv_bytes(self) -> int:
-        """What of it the lease can do without."""
+        """The idle KV that the lease can do without."""
         return min(self.idle_kv_bytes, self.lease.spare_kv_bytes)
 
 
 class EngineKvTenant:
-    """The idle KV of one engine, as the ladder sees it."""
+    """The idle KV of one engine, as a tenant of the arbiter."""
 
     def __init__(self, watched: _Watched) -> None:
         self._watched = watched
 
     def usage(self) -> Tenant:
-        """What was counted last."""
+        """The last counted bytes."""
         spare = self._watched.parted_bytes
         return Tenant(
             name=tenant_name(self._watched.key.model_key),
@@ -96,12 +95,12 @@ class EngineKvTenant:
         )
 
     async def shrink(self, size: int) -> None:
-        """Have the engine drop idle KV, oldest first, and take it off its lease."""
+        """Let the engine drop idle KV, the oldest first, and lower its lease by that."""
         watched = self._watched
         before = watched.footprint
         if before is None:
             return
-        # The engine gives spare buffers first: they are asked for beside the KV.
+        # The engine frees unused buffers first, so they are asked for beside the KV.
         backend = watched.lease.backend
         watched.footprint = await backend.shrink(before.mlx_cache_bytes + size)
         freed = max(0, before.idle_kv_bytes - watched.idle_kv_bytes)
@@ -110,12 +109,12 @@ class EngineKvTenant:
 
 
 def tenant_name(model_id: str) -> str:
-    """What the idle KV of a model is called in the ledger."""
+    """Return the name of a model's idle KV in the ledger."""
     return f"idle KV of {model_id}"
 
 
 class EngineWatch:
-    """All engines of a node; an `async with` around the time in which they are watched."""
+    """Watches all engines of a node, inside an `async with`."""
 
     def __init__(
         self,
@@ -151,9 +150,9 @@ class EngineWatch:
     def attach(
         self, model_id: str, backend: EngineBackend, lease_bytes: int, *, capability: str = "text"
     ) -> None:
-        """Watch an engine from now on, in place of an earlier one of its model.
+        """Watch an engine, in place of an earlier one of its model.
 
-        `lease_bytes` is what it may occupy: at least what it did when it was loaded, and its KV.
+        `lease_bytes` is at least its memory after the load and its KV.
         """
         self.detach(model_id)
         watched = _Watched(
@@ -165,21 +164,21 @@ class EngineWatch:
         self._arbiter.add_tenant(EngineKvTenant(watched))
 
     def detach(self, model_id: str) -> None:
-        """Watch it no longer; one that is not watched is fine."""
+        """Stop watching a model's engine; an unknown one is ignored."""
         watched = self._watched.pop(model_id, None)
         if watched is None:
             return
         self._arbiter.remove_tenant(tenant_name(model_id))
         watched.footprint = None
-        watched.lease.backend.resume()  # nobody else would, where it was being drained
-        # Its idle KV is no tenant any more; the whole lease is also what it will ask for next time.
+        watched.lease.backend.resume()  # the engine may be draining, and no other code resumes it
+        # Its idle KV ends as a tenant; the whole lease is also the size of the next request for it.
         self._measure(watched)
 
     async def lend_slots(self, model_id: str, size: int) -> bool:
-        """Lend a watched engine what its slots for adapters take, or are going to take, in bytes.
+        """Lend a watched engine the bytes of its adapter slots, present and coming.
 
-        False where there is no room for it now: what is missing comes out of its KV bound, and is
-        lent as soon as it is free.
+        False if there is no room now: the missing bytes come out of its KV bound, and are lent as
+        soon as they are free.
         """
         watched = self._watched.get(model_id)
         if watched is None:
@@ -190,7 +189,7 @@ class EngineWatch:
         if change > 0 and not self._arbiter.may_grow(name, change):
             change = 0
         lease.lent_slot_bytes += change
-        self._arbiter.grown(name)  # first: what is counted twice looks like too much
+        self._arbiter.grown(name)  # first, since bytes that count twice look like too much
         self._measure(watched)
         await lease.lent(change)
         self._measure(watched)
@@ -201,7 +200,7 @@ class EngineWatch:
         return self._tasks.health()
 
     def status(self) -> dict[str, dict[str, object]]:
-        """By model, as JSON: where it is, what it occupies, what was done so far."""
+        """Return the step, the memory and the counts of each model's engine, as JSON."""
         return {
             model_id: {
                 "stage": one.way.stage.value,
@@ -217,7 +216,7 @@ class EngineWatch:
         }
 
     async def look(self) -> None:
-        """Look at each engine once and do what follows."""
+        """Measure each engine once and carry out the decisions."""
         await asyncio.gather(*(self._attend(one) for one in tuple(self._watched.values())))
 
     async def _run(self) -> None:
@@ -225,7 +224,7 @@ class EngineWatch:
             while True:
                 await self._clock.sleep(self._poll_s)
                 for watched in self._watched.values():
-                    if not watched.is_attended:  # one that hangs keeps nobody from the others
+                    if not watched.is_attended:  # an engine that hangs does not delay the others
                         group.create_task(self._attend(watched))
 
     async def _attend(self, watched: _Watched) -> None:
@@ -243,7 +242,7 @@ class EngineWatch:
             self._measure(watched)
             return
         occupied = await asyncio.to_thread(self._resident, pid)
-        # While it is on its way out it may not answer, and need not be waited for.
+        # An engine that ends may not answer, so the watch does not wait for it.
         told = await backend.footprint()
         if occupied is None or backend.pid != pid or not self._is_watched(watched):
             return
@@ -255,7 +254,7 @@ class EngineWatch:
         )
         step = watched.way.see(sight, self._clock.mono())
         if isinstance(step, ShrinkIt):
-            # Before it is counted: what the engine gives back, nobody else has to.
+            # Before counting: memory that the engine frees need not come from other tenants.
             told = await self._shrink(watched, step, sight) or told
             occupied = told.resident_bytes if told else occupied
             if not self._is_watched(watched):
@@ -270,8 +269,11 @@ class EngineWatch:
             await self.lend_slots(watched.key.model_key, watched.lease.slot_bytes)
 
     async def _restore(self, watched: _Watched) -> None:
-        """Give back what an engine gave up for others. It counts before the engine has it: else the
-        room is promised to somebody else meanwhile, and both are above the budget."""
+        """Give an engine back the KV that it gave up.
+
+        The ledger counts it before the engine gets it: otherwise another tenant could get the same
+        room meanwhile, and both together would exceed the budget.
+        """
         part = watched.lease.regain()
         self._measure(watched)
         await watched.lease.restore(part)
@@ -282,7 +284,7 @@ class EngineWatch:
         backend, key = watched.lease.backend, watched.key
         match step:
             case ShrinkIt():
-                pass  # done before it was counted
+                pass  # already done before the count
             case HoldIt(reason):
                 self._note(watched, "drain", reason)
                 backend.hold()
@@ -304,8 +306,10 @@ class EngineWatch:
     async def _shrink(
         self, watched: _Watched, step: ShrinkIt, sight: EngineSight
     ) -> Footprint | None:
-        """Ask an engine for memory; returns what it holds then. None = it does not answer, and
-        gives nothing: what it occupies next time decides."""
+        """Ask an engine to free memory; return its figures after that.
+
+        None = no answer, and nothing freed: the next measurement decides.
+        """
         key, freed, told = watched.key, 0, None
         try:
             told = await watched.lease.backend.shrink(step.bytes)
@@ -317,7 +321,7 @@ class EngineWatch:
         return told
 
     def _measure(self, watched: _Watched) -> None:
-        """Tell the ledger. An engine that is loading or leaving is none of its residents."""
+        """Report to the ledger. An engine that loads or leaves is not a resident."""
         lease, occupied = watched.lease.bytes, watched.resident_bytes
         watched.parted_bytes = watched.spare_kv_bytes
         counted = max(lease, occupied) - watched.parted_bytes
