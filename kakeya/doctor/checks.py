@@ -16,7 +16,7 @@ _LAUNCH = "mlx.launch --hostfile HOSTS.json scripts/kakeya-node"
 _RENEW_GRACE_S = 86_400.0
 """How late a renewal may be: the authority may be off for a night."""
 _MIN_JUDGES = 3
-"""The number of peers whose clocks together outvote the own clock."""
+"""The number of peers that together outvote the own clock."""
 
 
 class Protocols(NamedTuple):

@@ -15,7 +15,7 @@ _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made", bound=Message)
 
 METADATA_CHARACTERS = 1024
-"""Servers may refuse a call whose metadata is over 8 KiB in all."""
+"""Servers may refuse a call with more than 8 KiB of metadata in all."""
 _WORDS = {
     FieldDescriptor.TYPE_BOOL: "true or false",
     FieldDescriptor.TYPE_FLOAT: "a number",

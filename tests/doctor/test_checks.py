@@ -129,7 +129,14 @@ def test_an_errno_is_read_by_the_system_that_said_it(
         (dial(DialOutcome.NO_ROUTE, 51), MAC, ON_MAC, "no way to", "route -n get 10.0.0.5", ""),
         (dial(DialOutcome.FORBIDDEN, 1), LINUX, ON_MAC, "forbids", "/opt/python", ""),
         (dial(DialOutcome.FAILED, 5), LINUX, ON_LINUX, "the words", "ip route get", ""),
-        (dial(DialOutcome.SILENT), LINUX, ON_LINUX, "says nothing", "lsof -nP -iTCP:50051", "box"),
+        (
+            dial(DialOutcome.SILENT),
+            LINUX,
+            ON_LINUX,
+            "does not answer",
+            "lsof -nP -iTCP:50051",
+            "box",
+        ),
         (dial(DialOutcome.NO_NODE), LINUX, ON_LINUX, "another program", "lsof", "box"),
         (dial(DialOutcome.DENIED), LINUX, ON_LINUX, "refuses this one", "kakeya join", ""),
         (
@@ -306,7 +313,7 @@ def test_half_of_three_or_more_peers_blame_the_own_clock(
     [
         ((1, 1), (1, 1), Severity.OK, "protocol 1", ""),
         ((1, 2), (2, 3), Severity.OK, "2 to 3", ""),
-        ((1, 1), (0, 0), Severity.OK, "in full", ""),
+        ((1, 1), (0, 0), Severity.OK, "all cards", ""),
         ((1, 1), (2, 3), Severity.FAULT, "mini-2 is newer: it speaks protocol 2 to 3", ""),
         ((3, 4), (1, 2), Severity.FAULT, "mini-2 is older: it speaks protocol 1 to 2", "mini-2"),
     ],

@@ -116,7 +116,7 @@ async def test_a_peer_that_is_gone_is_a_fault_and_told_by_its_cause(tmp_path: Pa
         with closed_port() as closed, silent_port() as silent, full_port() as full:
             for address, words in (
                 (closed, "refuses port"),
-                (silent, "says nothing"),
+                (silent, "does not answer"),
                 (full, "no answer at all"),
             ):
                 two.address = address

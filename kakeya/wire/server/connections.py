@@ -112,7 +112,7 @@ class Connections:
         return len(held)
 
     def drop_ended(self, now: float) -> int:
-        """Close the connections whose certificates have expired; return their number."""
+        """Close connections with expired certificates; return their number."""
         gone = [
             (caller, peer)
             for caller, held in self._held.items()

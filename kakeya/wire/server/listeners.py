@@ -5,7 +5,7 @@
                       (`--insecure-lan`); strangers get little time, few streams, short headers
 
 Addresses come and go while the node runs, as cables do. A renewed certificate is used from the
-next handshake on; the connections of a node that was revoked, or whose certificate expired, are
+next handshake on; the connections of a node that was revoked, or has an expired certificate, are
 closed.
 """
 
