@@ -31,18 +31,18 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import at_reference, emit, machine_factor, median, percentile
-from kakeya.adapters.adapted_model import AdaptedModel
 from kakeya.adapters.files.packed import digest, pack, unpack
 from kakeya.adapters.files.store import AdapterRecord, AdapterStore
 from kakeya.adapters.manager import AdapterManager
 from kakeya.adapters.tiers import Tier
+from kakeya.backends.adapted import AdaptedModel
 from kakeya.backends.engine.backend import EngineOptions
 from kakeya.backends.engines import engine_command
+from kakeya.backends.resident import ResidentModel
 from kakeya.config import config
-from kakeya.core.clock import Clock, SystemClock
+from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
 from kakeya.generation.frames import Tokens
-from kakeya.generation.model import ServedModel
 from kakeya.generation.request import DecodeRequest
 from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.node.adapters import ADAPTER_FOLDER
@@ -169,7 +169,7 @@ async def measure(folder: Path, registered: int) -> None:
         async with engine.lend(300):
             pass
         manager = adapters.manager
-        timings = Timings(manager, engine, clock)
+        timings = Timings(manager, engine)
         machine_x = await times(timings, manager.cool)
         found = len(manager.records())
     for (what, tier), values in sorted(timings.taken.items()):
@@ -192,10 +192,9 @@ async def measure(folder: Path, registered: int) -> None:
 class Timings:
     """Seconds by what was timed, and by where the adapter was before."""
 
-    def __init__(self, manager: AdapterManager, base: ServedModel, clock: Clock) -> None:
+    def __init__(self, manager: AdapterManager, base: ResidentModel) -> None:
         self._manager = manager
         self._base = base
-        self._clock = clock
         self.taken: dict[tuple[str, Tier], list[float]] = defaultdict(list)
 
     async def acquire(self, name: str) -> None:
@@ -216,9 +215,7 @@ class Timings:
 
     async def request(self, name: str) -> float:
         """Until a request has its only token."""
-        model = AdaptedModel(
-            self._base, name, lambda: self._manager.find(name), self._manager, self._clock
-        )
+        model = AdaptedModel(self._base, name, "", self._manager)
         took_s = 0.0
         began = time.perf_counter()
         async with aclosing(model.decode(DecodeRequest(token_ids=PROMPT, max_tokens=1))) as frames:

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -193,26 +194,41 @@ class AdapterManager:
         return self._registry.usable(client)
 
     async def acquire(
-        self, model_id: str, client: str = "", *, patience_s: float = PATIENCE_S
+        self,
+        model_id: str,
+        client: str = "",
+        *,
+        patience_s: float = PATIENCE_S,
+        is_following: bool = False,
+        begun: AdapterRecord | None = None,
     ) -> AdapterUse:
-        """Lease an adapter, brought into a slot of its engine if it is not there.
+        """Lease an adapter, brought into a slot of its engine if it is not there; with `begun` the
+        very version that a generation began with.
+
+        `is_following`: it is for decodes that come behind its load, which the engine may read yet.
+        Such a decode ends with NotFound where it cannot; call `lost` then, and this again.
 
         Raises NotFound, Denied, QueueFull, CapacityExhausted when it got no slot in time,
-        AdapterDamaged, OutOfPages, and what loading the model raises.
+        AdapterDamaged, OutOfPages, and what loading the model raises; Conflict when a version that
+        was begun was removed or replaced meanwhile.
         """
         while True:
-            record = self.find(model_id, client)
+            record = begun or self.find(model_id, client)
             try:
-                return await self._acquire(record, patience_s)
+                return await self._acquire(record, patience_s, is_following=is_following)
             except Conflict:  # removed or replaced since it was found
-                if self._registry.get(model_id) == record:
+                if begun is not None or self._registry.get(model_id) == record:
                     raise
 
     async def _acquire(
-        self, record: AdapterRecord, patience_s: float, *, is_following: bool = False
+        self, record: AdapterRecord, patience_s: float, *, is_following: bool
     ) -> AdapterUse:
         began_mono = self._clock.mono()
-        adapter = self._table.get(record.version)
+        adapter = self._table.get(record.version) if record.version in self._table else None
+        if adapter is None or adapter.is_retired:
+            raise Conflict(
+                f"adapter {record.model_id} was replaced or removed under a request; send it again"
+            )
         tier = adapter.tier
         line = self._line(record.base)
         if not line.take(adapter, is_following=is_following):
@@ -226,19 +242,6 @@ class AdapterManager:
         self._lines[adapter.base].released()
         if adapter.is_retired and not adapter.leases:
             self._tick.set()
-
-    async def acquire_again(self, record: AdapterRecord, patience_s: float) -> AdapterUse:
-        """Lease the very version that a request began with, for decodes that come behind its load:
-        the engine may read it yet. Where it cannot, a decode ends with NotFound; then call `lost`,
-        and this again, which tells why.
-
-        Raises Conflict when it was removed or replaced meanwhile, and what `acquire` raises.
-        """
-        if record.version not in self._table or self._table.get(record.version).is_retired:
-            raise Conflict(
-                f"adapter {record.model_id} was replaced or removed under a request; send it again"
-            )
-        return await self._acquire(record, patience_s, is_following=True)
 
     def cool(self, model_id: str) -> None:
         """Take an adapter out of the pages now, unless an engine reads it. Raises NotFound."""
@@ -387,3 +390,18 @@ class AdapterManager:
                 self._table.remove(adapter)
                 del self._versions[adapter.adapter_id]
                 self._retired.discard(adapter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterWish:
+    """The adapter that a client asked for, as BASE:NAME."""
+
+    model_id: str
+    client: str
+    adapters: AdapterManager
+
+    async def acquire(self, patience_s: float, begun: AdapterRecord | None) -> AdapterUse:
+        """Lease it, or the version that was begun, for decodes that come behind its load."""
+        return await self.adapters.acquire(
+            self.model_id, self.client, patience_s=patience_s, is_following=True, begun=begun
+        )

@@ -20,23 +20,25 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
+from kakeya.adapters.manager import AdapterWish
+from kakeya.backends.attempt import Attempt
 from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.terms import DRAFT_TERMS, decode_terms
 from kakeya.core.clock import Clock
 from kakeya.core.errors import InvariantBroken, PeerUnavailable
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
-from kakeya.generation.frames import Frame
+from kakeya.generation.frames import Frame, Usage
 from kakeya.generation.request import DecodeRequest
 from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.memory.api import PLAIN, Handle, MemoryArbiter, Terms
 from kakeya.memory.arbiter.events import CapabilityRun
 from kakeya.memory.arbiter.plan import FOREVER
 from kakeya.memory.arbiter.resident import Resident, ResidentKey, State
+from kakeya.prefix.prefixes import NodePrefixes
 from kakeya.prefix.request.exchange import PrefixExchange
 
 TEXT, DRAFT = "text", "draft"
@@ -47,14 +49,6 @@ PATIENCE_S = 120.0
 PAUSES_S = (30.0, 60.0, 120.0, 300.0)
 """After the 1st, 2nd, ... failure within half an hour; the last one repeats."""
 _FAILURES_COUNT_S = 1800.0
-
-
-class Prefixes(Protocol):
-    """What keeps the KV of prompts; `NodePrefixes` does."""
-
-    def exchange(self, seat: ResidentModel, request: DecodeRequest) -> PrefixExchange | None:
-        """The part of a request in this; None = it has none."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +82,10 @@ class ResidentModel:
         self._ending: EngineBackend | None = None
         self.backend: EngineBackend | None = None
         """The live engine; None while the model is not in memory."""
-        self.prefixes: Prefixes | None = None
+        self.prefixes: NodePrefixes | None = None
         """What keeps the KV of prompts; None = nothing does."""
+        self.on_usage: Callable[[Usage], None] = lambda _: None
+        """Told of each whole decode."""
 
     # What callers see.
 
@@ -185,27 +181,34 @@ class ResidentModel:
             raise InvariantBroken("a loaded model has facts", self.model_id)
         return self.facts
 
-    async def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
+    def decode(
+        self, request: DecodeRequest, adapter: AdapterWish | None = None
+    ) -> AsyncGenerator[Frame, None]:
         """Stream frames; exactly one Done, last. Closing the iterator stops the work in one step.
 
         Raises what the engine's decode raises, MemoryRefused and DrainTimeout when no room can be
-        made, DeadlineExceeded when the request's own time is over or too short for a load.
+        made, DeadlineExceeded when the request's own time is over or too short for a load; with an
+        adapter, what acquiring that raises.
         """
-        exchange = self.prefixes.exchange(self, request) if self.prefixes is not None else None
-        decoded = self._decode(request) if exchange is None else exchange.run(self._decode)
-        async with aclosing(decoded) as frames:
-            async for frame in frames:
-                yield frame
+        attempt = Attempt(
+            request,
+            self,
+            clock=self._clock,
+            exchange=self._exchange,
+            adapter=adapter,
+            on_usage=self.on_usage,
+        )
+        return attempt.frames()
 
-    async def _decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
-        """Decode on the model's engine, which is held meanwhile."""
-        began_mono = self._clock.mono()
+    def _exchange(self, request: DecodeRequest) -> PrefixExchange | None:
+        return None if self.prefixes is None else self.prefixes.exchange(self, request)
+
+    @asynccontextmanager
+    async def lend_for(self, request: DecodeRequest) -> AsyncIterator[EngineBackend]:
+        """Hold the model's engine for a request, no longer than its caller waits for it."""
         async with self.lend(terms=decode_terms(request)) as backend:
-            asked = request.after(self._clock.mono() - began_mono)
-            async with aclosing(backend.decode(asked)) as frames:
-                with self._run():
-                    async for frame in frames:
-                        yield frame
+            with self._run():
+                yield backend
 
     async def draft(
         self,

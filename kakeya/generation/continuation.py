@@ -8,11 +8,15 @@ it goes on counting over a death before that, and means nothing to an engine tha
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from typing import Literal
 
 from kakeya.core.errors import PeerProtocol
 from kakeya.generation.frames import Done, Frame, Progress, StopReason, Tokens, Usage
 from kakeya.generation.request import DecodeRequest
+
+Loss = Literal["engine", "adapter"]
 
 
 class Continuation:
@@ -25,7 +29,13 @@ class Continuation:
         self._first_token_mono: float | None = None
         self._steps = 0
         self._was_interrupted = False
-        self.losses_in_a_row = 0
+        self.losses: Counter[Loss] = Counter()
+        """In a row, without a token between them."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a token was committed."""
+        return bool(self._committed)
 
     def take(self, frame: Frame, now: float) -> Frame | None:
         """Record a frame and return it as the caller should see it; None hides it.
@@ -41,24 +51,18 @@ class Continuation:
             case Done():
                 return replace(frame, usage=self._total(frame.usage, now))
 
-    def interrupt(self) -> None:
-        """Note that the engine was lost."""
+    def interrupt(self, loss: Loss = "engine") -> None:
+        """Note that the engine was lost, or has lost the adapter."""
         self._was_interrupted = True
-        self.losses_in_a_row += 1
-
-    def left_s(self, now: float) -> float | None:
-        """How long the first token may still take; None = the caller did not say, or has it."""
-        if self._committed:
-            return None
-        return self._request.after(now - self._started_mono).deadline_s
+        self.losses[loss] += 1
 
     def rest(self, now: float) -> DecodeRequest:
         """What the next engine is asked for."""
-        asked = replace(self._request, deadline_s=self.left_s(now))
         if not self._committed:
-            return asked
+            return self._request.after(now - self._started_mono)
         return replace(
-            asked,
+            self._request,
+            deadline_s=None,
             token_ids=[*self._request.token_ids, *self._committed],
             max_tokens=self._request.max_tokens - len(self._committed),
         )
@@ -88,7 +92,8 @@ class Continuation:
                 f"asked for at most {self._request.max_tokens}"
             )
         self._steps += 1
-        self.losses_in_a_row = 0
+        if self.losses:
+            self.losses.clear()
         if self._first_token_mono is None:
             self._first_token_mono = now
 

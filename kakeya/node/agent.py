@@ -165,12 +165,10 @@ class Agent:
                 rng=self._rng,
             )
         )
-        self._models = VerifierDirectory(
-            self._engines.of_role(ModelRole.VERIFIER),
-            self._suspect_failed_drafters,
-            self._pages.adapters.manager,
-            self._clock,
-        )
+        verifiers = self._engines.of_role(ModelRole.VERIFIER)
+        for model in verifiers:
+            model.on_usage = self._suspect_failed_drafters
+        self._models = VerifierDirectory(verifiers, self._pages.adapters.manager)
         ahead = node_precache(
             self._config.precache, self._models, self._memory, self._pages, self._clock, self._rng
         )

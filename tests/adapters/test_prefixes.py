@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from kakeya.adapters.adapted_model import AdaptedModel
 from kakeya.adapters.tiers import TierRules
-from kakeya.core.clock import SystemClock
+from kakeya.backends.adapted import AdaptedModel
 from kakeya.generation.request import DecodeRequest
 from kakeya.generation.retention import Retention
 from tests.adapters.adapter_folders import tiny_adapter
@@ -49,7 +48,7 @@ async def say(world: Node, name: str) -> Answer:
     """Decode with an adapter, "" = the model alone."""
     manager, answer = world.pages.adapters.manager, Answer(len(PROMPT))
     known = f"{TINY}:{name}"
-    adapted = AdaptedModel(world.model, known, lambda: manager.find(known), manager, SystemClock())
+    adapted = AdaptedModel(world.model, known, "", manager)
     model = adapted if name else world.model
     request = DecodeRequest(token_ids=PROMPT, max_tokens=8)
     async with aclosing(model.decode(request)) as frames:

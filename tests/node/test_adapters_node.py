@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from kakeya.adapters.adapted_model import AdaptedModel
+from kakeya.backends.adapted import AdaptedModel
 from kakeya.backends.engine.backend import EngineOptions
 from kakeya.backends.engines import engine_command
 from kakeya.cli.child import NodeProcess
@@ -363,13 +363,7 @@ async def test_an_evicted_model_comes_back_for_its_adapter(tmp_path: Path) -> No
         model = memory.engines.get(VERIFIER)
         await adapters.manager.register("shout", VERIFIER, TRAINED / "shout")
         model_id = f"{VERIFIER}:shout"
-        adapted = AdaptedModel(
-            model,
-            model_id,
-            lambda: adapters.manager.find(model_id),
-            adapters.manager,
-            SystemClock(),
-        )
+        adapted = AdaptedModel(model, model_id, "", adapters.manager)
         request = DecodeRequest(token_ids=[40, 50, 60], max_tokens=8)
 
         async def said() -> list[int]:

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 from benchmarks.adapter_acquire import record
-from kakeya.adapters.adapted_model import AdaptedModel
 from kakeya.adapters.files.packed import pack
 from kakeya.adapters.files.store import AdapterStore
 from kakeya.adapters.tiers import Tier, TierRules
-from kakeya.core.clock import SystemClock
+from kakeya.backends.adapted import AdaptedModel
+from kakeya.backends.resident import ResidentModel
 from kakeya.generation.frames import Done, Tokens
-from kakeya.generation.model import ServedModel
 from kakeya.generation.request import DecodeRequest
 from kakeya.memory.pages.content import ContentType
 from kakeya.node.adapters import ADAPTER_FOLDER, NodeAdapters
@@ -105,17 +104,14 @@ def fill(folder: Path) -> None:
 class Asking:
     """Requests with adapters to a real engine."""
 
-    def __init__(self, base: ServedModel, adapters: NodeAdapters) -> None:
+    def __init__(self, base: ResidentModel, adapters: NodeAdapters) -> None:
         self._base = base
         self._manager = adapters.manager
-        self._clock = SystemClock()
 
     async def said(self, number: int, prompt: tuple[int, ...]) -> tuple[int, ...]:
         """The tokens of one request."""
         name = f"{TINY}:a{number}"
-        model = AdaptedModel(
-            self._base, name, lambda: self._manager.find(name), self._manager, self._clock
-        )
+        model = AdaptedModel(self._base, name, "", self._manager)
         request = DecodeRequest(token_ids=prompt, max_tokens=8)
         frames = [frame async for frame in model.decode(request)]
         assert isinstance(frames[-1], Done)

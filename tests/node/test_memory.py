@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kakeya.backends import handler as engine_handler
 from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.life import Engine
 from kakeya.backends.engine.restart import RestartPolicy
 from kakeya.backends.engines import engine_command
 from kakeya.backends.sizes import KV_TOKENS
@@ -31,6 +32,7 @@ from kakeya.core.tasks import Supervisor
 from kakeya.core.units import MIB
 from kakeya.generation.facts import Footprint, ModelState
 from kakeya.generation.frames import Done, Frame
+from kakeya.generation.kv import KvOffer
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.spec import EMBEDDED_FOLDER, ModelRole, ModelSpec
 from kakeya.memory.arbiter.events import CapabilityRun, Event, MemoryPressure, ModelUnload
@@ -360,13 +362,15 @@ async def test_a_load_takes_of_the_time_that_a_request_gives_its_first_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[DecodeRequest] = []
-    decode = EngineBackend.decode
+    decode = Engine.decode
 
-    def looked_at(backend: EngineBackend, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
+    def looked_at(
+        engine: Engine, request: DecodeRequest, offer: KvOffer
+    ) -> AsyncGenerator[Frame, None]:
         asked.append(request)
-        return decode(backend, request)
+        return decode(engine, request, offer)
 
-    monkeypatch.setattr(EngineBackend, "decode", looked_at)
+    monkeypatch.setattr(Engine, "decode", looked_at)
     clock = ShiftedClock()
     async with in_process(tmp_path, [TEXT_MODEL], clock) as memory:
         model = memory.engines.get(VERIFIER)
@@ -467,7 +471,7 @@ async def test_engines_that_start_when_care_has_begun_or_ended_are_run_so(tmp_pa
     def seen() -> tuple[bool, int, tuple[str, ...]]:
         backend = memory.engines.make(VERIFIER)
         command = tuple(memory.engines._commands[VERIFIER](tmp_path / "socket"))
-        return memory.is_careful, backend._options.max_running, command[-2:]
+        return memory.is_careful, backend.options.max_running, command[-2:]
 
     memory = await asyncio.to_thread(build)
     normal = seen()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kakeya.backends.engine.life import EngineOptions
 from kakeya.core.clock import Clock, SystemClock
-from kakeya.core.errors import NotFound
+from kakeya.core.errors import NotFound, PeerUnavailable
 from kakeya.core.units import pack_ids
 from kakeya.engine.kv.blocks import plan_take
 from kakeya.engine.steps.pieces import Pieces
@@ -33,6 +35,7 @@ from kakeya.prefix.peers.source import NodeSources
 from kakeya.prefix.prefixes import SWEEP_S, TEND_S, NodePrefixes
 from kakeya.prefix.request.exchange import PrefixExchange
 from tests.adapters.world import Plenty
+from tests.backends.fake_model import FakeEngine, FakeModel
 from tests.engine.child_engine import ToyModel
 from tests.fakes import FakeClock, SettableClock
 
@@ -139,28 +142,36 @@ class World:
     async def ask(self, prompt: Sequence[int], **more: object) -> int:
         """A whole request; how many tokens were found."""
         found = 0
-        kv = self.exchange(prompt, **more)
 
-        async def decode(request: DecodeRequest) -> AsyncIterator[Tokens | Done]:
+        async def decode(request: DecodeRequest, offer: KvOffer) -> AsyncIterator[Tokens | Done]:
             nonlocal found
-            is_done = False
-            while not is_done:
-                pid = self.engine.pid or 0
-                try:
-                    offer = await kv.offer(prompt, pid)
-                    await asyncio.sleep(0)
-                    if self.engine.pid != pid:
-                        continue  # it died
-                    is_done, found = True, self.engine.prefill(offer, prompt, kv)
-                    yield Tokens(token_ids=(1,))
-                    usage = Usage(cached_tokens=found)
-                    yield Done(reason=StopReason.MAX_TOKENS, usage=usage)
-                finally:
-                    kv.ended()
+            pid = model.life.engine.pid
+            await asyncio.sleep(0)
+            if self.engine.pid != pid:
+                raise PeerUnavailable("it died")
+            found = self.engine.prefill(offer, prompt, request.kv)
+            if request.max_tokens:
+                yield Tokens(token_ids=(1,))
+            yield Done(reason=StopReason.MAX_TOKENS, usage=Usage(cached_tokens=found))
 
-        async for _ in kv.run(decode):  # type: ignore[arg-type]
-            pass
+        def reborn() -> FakeEngine:
+            return FakeEngine(decode, self.engine.pid or 0)
+
+        model = FakeModel(decode, pid=self.engine.pid or 0)
+        model.life.next_engine = reborn
+        model.options = EngineOptions(max_losses_in_a_row=1000)
+        async with aclosing(self.decoded(model, prompt, **more)) as frames:
+            async for _ in frames:
+                pass
         return found
+
+    def decoded(
+        self, model: FakeModel, prompt: Sequence[int], **more: object
+    ) -> AsyncGenerator[Frame, None]:
+        """A request to a model, in its turn."""
+        request = DecodeRequest(token_ids=prompt, **{"max_tokens": 1, **more})  # type: ignore[arg-type]
+        exchange = partial(self.prefixes.exchange, self.engine)
+        return model.decode(request, exchange=exchange)
 
     def check(self) -> None:
         pages, pool = self.prefixes.pages, self.arena.snapshot().pool
@@ -788,13 +799,8 @@ async def test_a_wait_ends_with_the_time_of_the_request(tmp_path: Path) -> None:
         with here.exchange(SEED_TEXT) as leader:
             await leader.offer(SEED_TEXT, 1)
             began = clock.mono()
-            kv = here.exchange(SEED_TEXT, deadline_s=0.5)
-
-            async def decode(request: DecodeRequest) -> AsyncIterator[Done]:
-                assert request.deadline_s == pytest.approx(0)
-                yield Done(reason=StopReason.MAX_TOKENS)
-
-            _ = [frame async for frame in kv.run(decode)]  # type: ignore[arg-type]
+            with here.exchange(SEED_TEXT) as kv:
+                await kv.approach(0.5)
             assert clock.mono() - began == pytest.approx(0.5)
             assert here.prefixes.waiting == 0
 
@@ -1021,18 +1027,15 @@ async def test_a_prompt_is_counted_though_its_caller_leaves_before_the_end(tmp_p
     prompt = list(range(20, 38))
     async with world(tmp_path) as here:
         for _ in range(2):
-            kv = here.exchange(prompt)
 
-            async def decode(_: DecodeRequest, kv: PrefixExchange = kv) -> AsyncIterator[Frame]:
-                try:
-                    found = here.engine.prefill(await kv.offer(prompt, 1), prompt, kv)
-                    yield Progress(computed_tokens=17, total_tokens=17, cached_tokens=found)
-                    yield Tokens(token_ids=(1,))
-                    yield Tokens(token_ids=(2,))
-                finally:
-                    kv.ended()
+            async def decode(request: DecodeRequest, offer: KvOffer) -> AsyncIterator[Frame]:
+                found = here.engine.prefill(offer, prompt, request.kv)
+                yield Progress(computed_tokens=17, total_tokens=17, cached_tokens=found)
+                yield Tokens(token_ids=(1,))
+                yield Tokens(token_ids=(2,))
 
-            async with aclosing(kv.run(decode)) as frames:  # type: ignore[arg-type]
+            decoded = here.decoded(FakeModel(decode), prompt, max_tokens=2)
+            async with aclosing(decoded) as frames:
                 while not isinstance(await anext(frames), Tokens):
                     pass
         found = here.prefixes.counts.tokens

@@ -1,18 +1,18 @@
 """One model of this node, run by an engine child that the agent owns.
 
-Generations outlive the child: when it dies, `decode` goes on in the next one from the tokens
-committed so far. The child's own life is `engine_life.py`.
+Generations outlive the child: see `attempt`. The child's own life is `life`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kakeya.backends.attempt import Attempt
 from kakeya.backends.engine.client import EngineMemoryLimits
 from kakeya.backends.engine.life import Engine, EngineLife, EngineOptions, EngineSpec
 from kakeya.backends.engine.process import Command
@@ -23,15 +23,13 @@ from kakeya.core.errors import (
     InvariantBroken,
     KakeyaError,
     MemoryRefused,
-    PeerUnavailable,
 )
 from kakeya.core.log import event
 from kakeya.core.tasks import TaskHealth
 from kakeya.decoding.draft.proposer import Draft
-from kakeya.generation.continuation import Continuation
 from kakeya.generation.facts import EngineStats, Footprint, ModelFacts, ModelState
 from kakeya.generation.frames import Frame
-from kakeya.generation.kv import KvOffer, PageRef
+from kakeya.generation.kv import PageRef
 from kakeya.generation.model import ServedModel
 from kakeya.generation.request import DecodeRequest
 
@@ -57,16 +55,16 @@ class EngineBackend:
         on_change: Callable[[ServedModel], None] | None = None,
     ) -> None:
         self._model_id = model_id
-        self._options = options or EngineOptions()
+        self.options = options or EngineOptions()
         self._clock = clock or SystemClock()
         self._on_change = on_change
-        self._gate = Gate(
+        self.gate = Gate(
             f"model {model_id}",
-            max_running=self._options.max_running,
-            max_waiting=self._options.max_waiting,
+            max_running=self.options.max_running,
+            max_waiting=self.options.max_waiting,
         )
         spec = EngineSpec(model_id=model_id, command=command, runtime_dir=runtime_dir, env=env)
-        self._life = EngineLife(spec, self._options, clock=self._clock, on_change=self._tell_change)
+        self.life = EngineLife(spec, self.options, clock=self._clock, on_change=self._tell_change)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -82,11 +80,11 @@ class EngineBackend:
 
     async def start(self) -> None:
         """Begin to load; `ready` waits for the end of it."""
-        self._life.start()
+        self.life.start()
 
     async def aclose(self) -> None:
         """End the child; running decodes end with PeerUnavailable."""
-        await self._life.aclose()
+        await self.life.aclose()
 
     @property
     def model_id(self) -> str:
@@ -96,61 +94,59 @@ class EngineBackend:
     @property
     def state(self) -> ModelState:
         """Where it is in its life now."""
-        return self._life.state
+        return self.life.state
 
     @property
     def last_error(self) -> str:
         """Why it is FAILED or RESTARTING, in one sentence; "" otherwise."""
-        return self._life.last_error
+        return self.life.last_error
 
     @property
     def facts(self) -> ModelFacts | None:
         """What the last engine said of its model; None before the first one was ready."""
-        return self._life.facts
+        return self.life.facts
 
     @property
     def pid(self) -> int | None:
         """The child's process id; None while there is none."""
-        return self._life.pid
+        return self.life.pid
 
     @property
     def restarts(self) -> int:
         """How often a child was started again."""
-        return self._life.restarts
+        return self.life.restarts
 
     @property
     def running(self) -> int:
         """Decodes that hold a place."""
-        return self._gate.running
+        return self.gate.running
 
     @property
     def waiting(self) -> int:
         """Decodes that wait for a place."""
-        return self._gate.waiting
+        return self.gate.waiting
 
     def health(self) -> tuple[TaskHealth, ...]:
         """The supervising task."""
-        return self._life.health()
+        return self.life.health()
 
     async def ready(self, timeout_s: float) -> ModelFacts:
         """Wait until it serves. Raises PeerUnavailable (with retry_after_s) when it will not."""
-        await self._life.serving(timeout_s)
-        if self._life.facts is None:
+        await self.life.serving(timeout_s)
+        if self.life.facts is None:
             raise InvariantBroken("a model that serves has facts", self._model_id)
-        return self._life.facts
+        return self.life.facts
 
-    async def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
+    def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
         """Stream frames; exactly one Done, last. Closing the iterator stops the work in one step.
 
         Raises QueueFull when too many wait, PeerUnavailable when no engine can take or finish it.
         """
-        job = Continuation(request, self._clock.mono())
-        async with (
-            self._gate.turn(request.client, request.user),
-            aclosing(self._decode(job)) as frames,
-        ):
-            async for frame in frames:
-                yield frame
+        return Attempt(request, self, clock=self._clock).frames()
+
+    def lend_for(self, request: DecodeRequest) -> AbstractAsyncContextManager[Self]:
+        """Itself: it is held by what started it."""
+        return nullcontext(self)
 
     async def draft(
         self,
@@ -171,15 +167,15 @@ class EngineBackend:
             size,
             seed=seed,
             temperature=temperature,
-            timeout_s=self._options.draft_timeout_s,
+            timeout_s=self.options.draft_timeout_s,
         )
 
     async def release(self, kv_key: str) -> None:
         """Forget the KV kept under a key; unknown keys and dead engines are fine."""
-        if self._life.engine is None:
+        if self.life.engine is None:
             return
         try:
-            await self._life.engine.client.release(kv_key, self._options.call_timeout_s)
+            await self.life.engine.client.release(kv_key, self.options.call_timeout_s)
         except KakeyaError as error:
             # The engine's own bound on kept KV reclaims it; a dead one holds nothing.
             event(_log, "release failed", level=logging.DEBUG, kv_key=kv_key, error=error.message)
@@ -193,7 +189,7 @@ class EngineBackend:
     @property
     def limits(self) -> EngineMemoryLimits:
         """The bounds that were set, which each new child gets before it serves."""
-        return self._life.limits
+        return self.life.limits
 
     async def set_limits(
         self, memory_bytes: int = 0, cache_bytes: int = 0, kv_bytes: int = 0
@@ -207,14 +203,14 @@ class EngineBackend:
         wanted = EngineMemoryLimits(
             memory_bytes=memory_bytes, cache_bytes=cache_bytes, kv_bytes=kv_bytes
         )
-        before, self._life.limits = self._life.limits, self._life.limits.merged(wanted)
+        before, self.life.limits = self.life.limits, self.life.limits.merged(wanted)
         engine = self._serving_now()
         try:
-            footprint = await engine.client.set_limits(wanted, self._options.call_timeout_s)
+            footprint = await engine.client.set_limits(wanted, self.options.call_timeout_s)
         except (MemoryRefused, InvalidArgument):
-            self._life.limits = before
+            self.life.limits = before
             raise
-        self._life.facts = await engine.client.describe(self._options.call_timeout_s)
+        self.life.facts = await engine.client.describe(self.options.call_timeout_s)
         return footprint
 
     async def shrink(self, target_bytes: int) -> Footprint:
@@ -223,7 +219,7 @@ class EngineBackend:
         Raises PeerUnavailable while it is not up, DeadlineExceeded when its model thread is busy.
         """
         client = self._serving_now().client
-        return await client.shrink(target_bytes, self._options.call_timeout_s)
+        return await client.shrink(target_bytes, self.options.call_timeout_s)
 
     async def footprint(self) -> Footprint | None:
         """What it occupies now; None while it is not up or does not answer."""
@@ -232,24 +228,24 @@ class EngineBackend:
 
     def hold(self) -> None:
         """Let no new sequence in until `resume`, `end` or `kill`; they wait."""
-        self._gate.hold()
+        self.gate.hold()
 
     def resume(self) -> None:
         """Let sequences in again."""
-        self._gate.resume()
+        self.gate.resume()
 
     def end(self, reason: str) -> None:
         """Have the child end in order and start anew; what runs goes on in the next one.
 
         `reason` completes "because it ...". It counts as no death.
         """
-        self._life.end(reason)
-        self._gate.resume()
+        self.life.end(reason)
+        self.gate.resume()
 
     def kill(self, reason: str) -> None:
         """End the child at once; what runs goes on in the next one. `reason` as in `end`."""
-        self._life.kill(reason)
-        self._gate.resume()
+        self.life.kill(reason)
+        self.gate.resume()
 
     # Adapters
 
@@ -277,101 +273,24 @@ class EngineBackend:
     async def unload_adapter(self, adapter_id: str) -> bool:
         """Free an adapter's slot; False where it had none. Raises Conflict for one in use."""
         client = self._serving_now().client
-        return await client.unload_adapter(adapter_id, self._options.call_timeout_s)
+        return await client.unload_adapter(adapter_id, self.options.call_timeout_s)
 
     async def adapters(self) -> tuple[str, ...]:
         """What is in the engine's slots; nothing while it is not up."""
         return (await self.stats()).adapter_ids
 
     def _serving_now(self) -> Engine:
-        if self._life.engine is None:
-            raise self._life.unavailable()
-        return self._life.engine
+        if self.life.engine is None:
+            raise self.life.unavailable()
+        return self.life.engine
 
     async def _stats(self) -> EngineStats | None:
-        if self._life.engine is None:
+        if self.life.engine is None:
             return None
         try:
-            return await self._life.engine.client.stats(self._options.call_timeout_s)
+            return await self.life.engine.client.stats(self.options.call_timeout_s)
         except KakeyaError:
             return None
-
-    # Generations that outlive their engine
-
-    async def _decode(self, job: Continuation) -> AsyncGenerator[Frame, None]:
-        lost: Engine | None = None
-        while True:
-            if (done := self._finish(job)) is not None:
-                yield done
-                return
-            engine = await self._life.serving(self._patience_s(job), other_than=lost)
-            try:
-                asked = job.rest(self._clock.mono())
-                async with aclosing(self._ask(engine, asked)) as frames:
-                    async for frame in frames:
-                        seen = job.take(frame, self._clock.mono())
-                        if seen is not None:
-                            yield seen
-            except PeerUnavailable as error:
-                self._note_loss(job, error)
-                lost = engine if await self._life.is_lost(engine, error) else None
-            except MemoryRefused as refusal:
-                await self._make_way(job, refusal)
-                lost = None
-            else:
-                return
-
-    def _patience_s(self, job: Continuation) -> float:
-        """How long a generation waits for an engine: no longer than its caller."""
-        left_s, most_s = job.left_s(self._clock.mono()), self._options.resume_timeout_s
-        return most_s if left_s is None else min(left_s, most_s)
-
-    async def _ask(self, engine: Engine, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
-        """Stream what one engine decodes, from the blocks that it is offered."""
-        timeout_s = self._options.decode_timeout_s
-        try:
-            offer = KvOffer()
-            if request.kv is not None:
-                began_mono = self._clock.mono()
-                offer = await request.kv.offer(request.token_ids, engine.process.pid)
-                request = request.after(self._clock.mono() - began_mono)
-            async with aclosing(engine.client.decode(request, timeout_s, offer)) as frames:
-                async for frame in frames:
-                    yield frame
-        finally:
-            if request.kv is not None:
-                request.kv.ended()
-
-    def _finish(self, job: Continuation) -> Frame | None:
-        facts = self._life.facts
-        return None if facts is None else job.finish(facts.context_tokens, self._clock.mono())
-
-    async def _make_way(self, job: Continuation, refusal: MemoryRefused) -> None:
-        """Wait before a generation goes on that ended so that others could; or give it up."""
-        job.interrupt()
-        if (
-            refusal.retry_after_s is None
-            or job.losses_in_a_row >= self._options.max_losses_in_a_row
-        ):
-            raise refusal
-        event(_log, "decode makes way", model=self._model_id, reason=refusal.message)
-        await self._clock.sleep(refusal.retry_after_s)
-
-    def _note_loss(self, job: Continuation, error: PeerUnavailable) -> None:
-        job.interrupt()
-        event(
-            _log,
-            "decode lost its engine",
-            level=logging.WARNING,
-            model=self._model_id,
-            error=error.message,
-        )
-        if job.losses_in_a_row >= self._options.max_losses_in_a_row:
-            raise PeerUnavailable(
-                f"model {self._model_id} lost {job.losses_in_a_row} engines in a row over this "
-                f"request without a token, the last with: {error.message}",
-                retry_after_s=self._life.retry_after_s(),
-            ) from None
 
     def _tell_change(self) -> None:
         if self._on_change is not None:

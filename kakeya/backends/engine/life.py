@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +28,9 @@ from kakeya.core.errors import (
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth
 from kakeya.generation.facts import ModelFacts, ModelState
+from kakeya.generation.frames import Frame
+from kakeya.generation.kv import KvOffer
+from kakeya.generation.request import DecodeRequest
 from kakeya.wire.channels import Keepalive
 
 _log = logging.getLogger(__name__)
@@ -70,6 +73,16 @@ class Engine:
 
     process: EngineProcess
     client: EngineClient
+    decode_timeout_s: float
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+    def decode(self, request: DecodeRequest, offer: KvOffer) -> AsyncGenerator[Frame, None]:
+        """Stream the frames of a decode. Raises what `EngineClient.decode` raises."""
+        return self.client.decode(request, self.decode_timeout_s, offer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +252,7 @@ class EngineLife:
         except KakeyaError as error:
             process.kill(f"could not be made ready: {error.message}")
             return
-        self.engine = Engine(process, client)
+        self.engine = Engine(process, client, self._options.decode_timeout_s)
         self.facts = facts
         self._move(ModelState.READY, "")
         process.kill(await self._probed_until_ill(client))

@@ -5,7 +5,7 @@
     offer      for each engine process that is asked: wait as before, bring blocks from disk and
                peers, pin what is here, prepare pages for what will be computed
     imported, exported, history_logits, ended          as the engine tells
-    run        what the caller sees of it, which tells too
+    next, saw  what its caller sees of it, which tells too
 
 An engine may still write to pages, or read from them, for a moment after its call was cut off. So
 what it was given then stays out of everybody's reach until it has come round to other work, or its
@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -44,7 +42,6 @@ from kakeya.prefix.tree.node import BlockFacts
 _log = logging.getLogger(__name__)
 MAX_WAITING = 256
 """Requests that wait for others' blocks before they have a place; each looks at each block."""
-Decode = Callable[[DecodeRequest], AsyncGenerator[Frame, None]]
 
 
 class Superseded(Exception):
@@ -71,6 +68,8 @@ class PrefixExchange:
         self._rendezvous: Rendezvous | None = None
         self._has_more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_answering = False
+        self.may_be_superseded = True
+        """Whether `next` may end otherwise than with a frame."""
         self._cached_tokens: int | None = None
         self._is_counted = False
         self._from_peers: dict[BlockId, Source] = {}
@@ -94,54 +93,24 @@ class PrefixExchange:
         """What is at an engine now."""
         return self._given
 
-    # --- for who serves the request
+    # --- for what serves the request
 
-    async def run(self, decode: Decode) -> AsyncGenerator[Frame, None]:
-        """Decode the request in its turn. Raises what `decode` raises."""
-        clock, deadline_s = self._tools.turns.clock, self._request.deadline_s
-        began_mono = clock.mono()
-        until_mono = None if deadline_s is None else began_mono + deadline_s
-        with self:
-            while True:
-                self._has_more = asyncio.get_running_loop().create_future()
-                await self._approach(until_mono)
-                asked = replace(self._request.after(clock.mono() - began_mono), kv=self)
-                try:
-                    async with aclosing(decode(asked)) as frames:
-                        while (frame := await self._next(frames)) is not None:
-                            self._saw(frame)
-                            yield frame
-                except Superseded:
-                    continue
-                return
-
-    async def _approach(self, until_mono: float | None) -> None:
-        """Claim what is missing, or wait while another one computes it, until a time at most.
+    async def approach(self, patience_s: float | None) -> None:
+        """Claim what is missing, or wait while another one computes it, so long at most.
 
         Of very many, the rest goes on to where places are given out, and refused.
         """
+        self._has_more = asyncio.get_running_loop().create_future()
         naming = self._tools.names.known(self._seat.model_id, self._request.adapter_id)
-        if naming is not None and self._tools.turns.waiting < MAX_WAITING:
-            request = self._request
+        turns, request = self._tools.turns, self._request
+        if naming is not None and turns.waiting < MAX_WAITING:
+            until_mono = None if patience_s is None else turns.clock.mono() + patience_s
             await self._turn.stand(naming, request.token_ids, request.cuts, until_mono)
 
-    def _joined(self, came: list[BlockId]) -> None:
-        """A peer brought all that the engine has not computed yet."""
-        self._from_peers.update(dict.fromkeys(came, Source.PEER))
-        if not self._has_more.done():
-            self._has_more.set_result(None)
-
-    def _meet_nobody(self) -> None:
-        if self._rendezvous is not None:
-            self._rendezvous.end()
-            self._rendezvous = None
-
-    async def _next(self, frames: AsyncGenerator[Frame, None]) -> Frame | None:
-        """The next frame, None behind the last. Raises Superseded once somebody more urgent took
-        over, or a peer brought the rest."""
-        if not self._can_yield and self._is_answering:
-            return await anext(frames, None)
-        coming = asyncio.ensure_future(anext(frames, None))
+    async def next(self, frames: AsyncGenerator[Frame, None]) -> Frame:
+        """The next frame. Raises Superseded once somebody more urgent took over, or a peer brought
+        the rest; not where `may_be_superseded` is False."""
+        coming = asyncio.ensure_future(anext(frames))
         waits: list[asyncio.Future[Any]] = [coming]
         if self._can_yield:
             waits.append(asyncio.ensure_future(self._turn.superseded.wait()))
@@ -158,22 +127,39 @@ class PrefixExchange:
             raise Superseded
         return coming.result()
 
-    def _saw(self, frame: Frame) -> None:
+    def saw(self, frame: Frame) -> None:
+        """Take note of a frame as its caller sees it."""
         match frame:
+            case Tokens():
+                if not self._is_answering or (self._given is not None and not self._given.is_over):
+                    self._answers()
             case Progress():
                 self._turn.heard()
                 self._pass(frame.computed_tokens)
                 self._cached_tokens = frame.cached_tokens
-            case Tokens():
-                if not self._is_answering and self._cached_tokens is not None:
-                    self._count(self._cached_tokens)  # its caller may leave before the end
-                self._is_answering = True
-                self._ending.answered()
-                self._meet_nobody()
-                self._over()
             case Done():
                 self._over()
                 self._count(frame.usage.cached_tokens)
+
+    def _answers(self) -> None:
+        if self._cached_tokens is not None:
+            self._count(self._cached_tokens)  # its caller may leave before the end
+        self._is_answering = True
+        self.may_be_superseded = self._can_yield
+        self._ending.answered()
+        self._meet_nobody()
+        self._over()
+
+    def _joined(self, came: list[BlockId]) -> None:
+        """A peer brought all that the engine has not computed yet."""
+        self._from_peers.update(dict.fromkeys(came, Source.PEER))
+        if not self._has_more.done():
+            self._has_more.set_result(None)
+
+    def _meet_nobody(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.end()
+            self._rendezvous = None
 
     # --- for who asks engines
 

@@ -9,38 +9,31 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.adapters.adapted_model import AdaptedModel
-from kakeya.core.clock import Clock, SystemClock
+from kakeya.backends.adapted import AdaptedModel
+from kakeya.core.clock import Clock
 from kakeya.core.errors import Conflict, InvalidArgument, NotFound, PeerUnavailable
-from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Done, Frame, StopReason, Tokens
+from kakeya.generation.kv import KvOffer
 from kakeya.generation.request import DecodeRequest
 from tests.adapters.world import TINY, World, settled, world
+from tests.backends.fake_model import FakeModel
 from tests.fakes import SettableClock
 
 REQUEST = DecodeRequest(token_ids=[1, 2], max_tokens=6)
 
 
-class Base:
+class Base(FakeModel):
     """Counts on from the last token; knows an adapter only when its engine holds it."""
 
-    model_id = TINY
-    state = ModelState.READY
-    last_error = ""
-
-    def __init__(self, node: World) -> None:
+    def __init__(self, node: World, clock: Clock | None = None) -> None:
+        super().__init__(self.count_on, model_id=TINY, clock=clock)
         self.node = node
         self.asked: list[DecodeRequest] = []
         self.each_token: Callable[[int], None] = lambda _: None
         self.is_forgetful = False
         self.tokens = 0
 
-    async def ready(self, timeout_s: float) -> ModelFacts:
-        return ModelFacts(
-            model_id=TINY, model_path="", vocab_size=99, context_tokens=99, eos_token_ids=()
-        )
-
-    async def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
+    async def count_on(self, request: DecodeRequest, _: KvOffer) -> AsyncGenerator[Frame, None]:
         self.asked.append(request)
         last = request.token_ids[-1]
         for _ in range(request.max_tokens):
@@ -54,17 +47,9 @@ class Base:
             self.each_token(self.tokens)
         yield Done(reason=StopReason.MAX_TOKENS)
 
-    async def release(self, kv_key: str) -> None: ...
 
-    async def stats(self) -> EngineStats:
-        return EngineStats()
-
-
-def adapted(node: World, base: Base, model_id: str, clock: Clock | None = None) -> AdaptedModel:
-    manager = node.adapters
-    return AdaptedModel(
-        base, model_id, lambda: manager.find(model_id), manager, clock or SystemClock()
-    )
+def adapted(node: World, base: Base, model_id: str) -> AdaptedModel:
+    return AdaptedModel(base, model_id, "", node.adapters)
 
 
 async def said(model: AdaptedModel, request: DecodeRequest = REQUEST) -> list[int]:
@@ -96,7 +81,8 @@ async def test_a_deadline_is_of_the_first_token_however_often_the_engine_forgets
     tmp_path: Path,
 ) -> None:
     async with world(tmp_path) as node:
-        base, model_id, clock = Base(node), await node.add(1), SettableClock()
+        clock = SettableClock()
+        base, model_id = Base(node, clock), await node.add(1)
 
         def forget(tokens: int) -> None:
             if tokens == 3:
@@ -107,7 +93,7 @@ async def test_a_deadline_is_of_the_first_token_however_often_the_engine_forgets
             base.is_forgetful = not base.asked
 
         base.each_token, node.engine.before_load = forget, load_slowly
-        model = adapted(node, base, model_id, clock)
+        model = adapted(node, base, model_id)
         assert await said(model, replace(REQUEST, deadline_s=30)) == [3, 4, 5, 6, 7, 8]
         deadlines_s = [asked.deadline_s for asked in base.asked]
         assert deadlines_s == [pytest.approx(20, abs=5), pytest.approx(10, abs=5), None]

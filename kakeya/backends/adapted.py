@@ -1,0 +1,54 @@
+"""A model with one of its adapters, as callers see it: `BASE:NAME` is a model like others."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from kakeya.adapters.manager import AdapterManager, AdapterWish
+from kakeya.backends.resident import ResidentModel
+from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
+from kakeya.generation.frames import Frame
+from kakeya.generation.request import DecodeRequest
+
+
+class AdaptedModel:
+    """A `ServedModel`. Each request takes the version that is registered when it begins."""
+
+    def __init__(
+        self, base: ResidentModel, model_id: str, client: str, adapters: AdapterManager
+    ) -> None:
+        self._base = base
+        self._adapters = adapters
+        self._wish = AdapterWish(model_id=model_id, client=client, adapters=adapters)
+
+    @property
+    def model_id(self) -> str:
+        """BASE:NAME."""
+        return self._wish.model_id
+
+    @property
+    def state(self) -> ModelState:
+        """That of the base: an adapter comes and goes with a request."""
+        return self._base.state
+
+    @property
+    def last_error(self) -> str:
+        """That of the base."""
+        return self._base.last_error
+
+    async def ready(self, timeout_s: float) -> ModelFacts:
+        """Wait until the base serves. Raises NotFound when the adapter was removed."""
+        self._adapters.find(self._wish.model_id, self._wish.client)
+        return await self._base.ready(timeout_s)
+
+    def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
+        """Stream frames, as the base does, with the adapter; and what acquiring it raises."""
+        return self._base.decode(request, self._wish)
+
+    async def release(self, kv_key: str) -> None:
+        """Forget the KV kept under a key."""
+        await self._base.release(kv_key)
+
+    async def stats(self) -> EngineStats:
+        """Those of the base's engine."""
+        return await self._base.stats()

@@ -1,0 +1,233 @@
+"""One generation, whatever happens to what serves it.
+
+    hold     adapter, prefix turn, memory, place at the engine: taken in this order, given back in
+             reverse; the one place where a generation waits
+    stream   frames of one engine; what is committed is the `Continuation`'s alone
+    after    how the stream ended is a value, and a table says what follows (`endings`)
+
+A node that serves in place of this one would be another kind of engine, and one more ending.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
+from enum import StrEnum
+from typing import Protocol
+
+from kakeya.adapters.lease import AdapterUse
+from kakeya.adapters.manager import PATIENCE_S, AdapterWish
+from kakeya.backends import endings
+from kakeya.backends.engine.life import Engine, EngineLife, EngineOptions
+from kakeya.backends.gate import Gate
+from kakeya.core.clock import Clock
+from kakeya.core.log import event
+from kakeya.generation.continuation import Continuation
+from kakeya.generation.facts import ModelFacts
+from kakeya.generation.frames import Done, Frame, Usage
+from kakeya.generation.kv import KvOffer
+from kakeya.generation.request import DecodeRequest
+from kakeya.prefix.request.exchange import PrefixExchange
+
+_log = logging.getLogger(__name__)
+
+
+class AttemptStage(StrEnum):
+    """What a generation waits for."""
+
+    ADAPTER = "adapter"
+    PREFIX = "prefix"  # another request computes it, or blocks are on their way
+    MEMORY = "memory"
+    PLACE = "place"
+    ENGINE = "engine"
+
+
+class EngineSource(Protocol):
+    """One engine after the other, and the bound on their callers: `EngineBackend`."""
+
+    gate: Gate
+    life: EngineLife
+    options: EngineOptions
+
+
+class AttemptedModel(Protocol):
+    """What lends engines: `ResidentModel`, and `EngineBackend` itself."""
+
+    @property
+    def model_id(self) -> str:
+        """The name that callers use."""
+        ...
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """What its last engine said of it."""
+        ...
+
+    async def ready(self, timeout_s: float) -> ModelFacts:
+        """Wait until it serves."""
+        ...
+
+    def lend_for(self, request: DecodeRequest) -> AbstractAsyncContextManager[EngineSource]:
+        """Hold it in memory for a request; it may have to be loaded."""
+        ...
+
+
+class Attempt:
+    """See the module. `exchange` makes the part of a request in the KV of prompts, None = none."""
+
+    def __init__(
+        self,
+        request: DecodeRequest,
+        model: AttemptedModel,
+        *,
+        clock: Clock,
+        exchange: Callable[[DecodeRequest], PrefixExchange | None] = lambda _: None,
+        adapter: AdapterWish | None = None,
+        on_usage: Callable[[Usage], None] = lambda _: None,
+    ) -> None:
+        self._request = request
+        self._model = model
+        self._clock = clock
+        self._make_exchange = exchange
+        self._wish = adapter
+        self._on_usage = on_usage
+        self._job = Continuation(request, clock.mono())
+        self._source: EngineSource | None = None
+        self._lost: Engine | None = None
+        self._use: AdapterUse | None = None
+        self._exchange: PrefixExchange | None = None
+        self._exchanged = ""
+        self.waits_for: AttemptStage | None = None
+        """None while an engine works."""
+
+    async def frames(self) -> AsyncGenerator[Frame, None]:
+        """Stream frames; exactly one Done, last, when nothing is held any more.
+
+        Raises what acquiring raises, and PeerUnavailable when no engine can finish it.
+        """
+        job, mono = self._job, self._clock.mono
+        ending: endings.AttemptEnding | None = None
+        async with AsyncExitStack() as held:
+            while not isinstance(ending, Done):
+                source = self._source or await self._hold(held)
+                engine = await self._engine(source)
+                try:
+                    async with self._stream(engine) as frames:
+                        kv = self._exchange
+                        while not isinstance(ending, Done):
+                            is_raced = kv is not None and kv.may_be_superseded
+                            coming = kv.next(frames) if kv and is_raced else anext(frames)
+                            frame = job.take(await coming, mono())
+                            if kv is not None and frame is not None:
+                                kv.saw(frame)
+                            if isinstance(frame, Done):
+                                ending = frame
+                            elif frame is not None:
+                                yield frame
+                except endings.FAILURES as failure:
+                    ending = self._ending(source, failure)
+                match endings.after(ending, job):
+                    case endings.EndWith(error):
+                        raise error from None
+                    case endings.Retry() as retry:
+                        ending = await self._retry(retry, ending, engine, held)
+        self._on_usage(ending.usage)
+        yield ending
+
+    async def _hold(self, held: AsyncExitStack) -> EngineSource:
+        """Take what a generation holds, and say what it waits for meanwhile."""
+        if self._wish is not None:
+            self.waits_for = AttemptStage.ADAPTER
+            self._use = held.enter_context(await self._adapter(self._wish))
+        rest = replace(self._rest(), kv=self._request.kv)
+        if self._exchange is None or self._exchanged != rest.adapter_id:
+            self._exchange, self._exchanged = self._make_exchange(rest), rest.adapter_id
+        if self._exchange is not None:
+            self.waits_for = AttemptStage.PREFIX
+            held.enter_context(self._exchange)
+            await self._exchange.approach(rest.deadline_s)
+        self.waits_for = AttemptStage.MEMORY
+        source = await held.enter_async_context(self._model.lend_for(self._rest()))
+        self.waits_for = AttemptStage.PLACE
+        await held.enter_async_context(source.gate.turn(rest.client, rest.user))
+        self._source = source
+        return source
+
+    async def _adapter(self, wish: AdapterWish) -> AdapterUse:
+        """The version that it began with, once a token is out; else the one of now."""
+        left_s = self._rest().deadline_s
+        patience_s = PATIENCE_S if left_s is None else left_s
+        await self._model.ready(patience_s)
+        begun = self._use.record if self._use is not None and self._job.has_begun else None
+        return await wish.acquire(patience_s, begun)
+
+    async def _engine(self, source: EngineSource) -> Engine:
+        """Wait for an engine, no longer than the caller does."""
+        self.waits_for = AttemptStage.ENGINE
+        left_s, most_s = self._rest().deadline_s, source.options.resume_timeout_s
+        patience_s = most_s if left_s is None else min(left_s, most_s)
+        return await source.life.serving(patience_s, other_than=self._lost)
+
+    @asynccontextmanager
+    async def _stream(self, engine: Engine) -> AsyncIterator[AsyncGenerator[Frame, None]]:
+        """The frames of one engine, which begins from the blocks that it is offered."""
+        kv, offer = self._rest().kv, KvOffer()
+        try:
+            if kv is not None:
+                self.waits_for = AttemptStage.PREFIX
+                offer = await kv.offer(self._rest().token_ids, engine.pid)
+            self.waits_for = None
+            async with aclosing(engine.decode(self._rest(), offer)) as frames:
+                yield frames
+        finally:
+            if kv is not None:
+                kv.ended()
+
+    def _rest(self) -> DecodeRequest:
+        """What is left to ask for."""
+        rest = self._job.rest(self._clock.mono())
+        if self._use is not None:
+            rest = replace(rest, adapter_id=self._use.adapter_id)
+        return rest if self._exchange is None else replace(rest, kv=self._exchange)
+
+    def _ending(self, source: EngineSource, failure: Exception) -> endings.AttemptEnding:
+        """Which ending a failure is. Raises it where it is none."""
+        model_id = self._model.model_id
+        ending = endings.ending_of(
+            failure,
+            self._job,
+            model_id=model_id,
+            adapter=self._wish.model_id if self._wish is not None else "",
+            most=source.options.max_losses_in_a_row,
+            retry_after_s=source.life.retry_after_s(),
+        )
+        if isinstance(ending, endings.EngineLost):
+            said = str(ending.error)
+            event(_log, "decode lost its engine", level=logging.WARNING, model=model_id, error=said)
+        if isinstance(ending, endings.AdapterUnknown) and self._wish and self._use:
+            self._wish.adapters.lost(self._use)
+        return ending
+
+    async def _retry(
+        self,
+        retry: endings.Retry,
+        ending: endings.AttemptEnding,
+        engine: Engine,
+        held: AsyncExitStack,
+    ) -> Done | None:
+        """Do what is due before another try; the last frame where what is committed needs none."""
+        self._lost = None
+        if isinstance(ending, endings.EngineLost) and self._source is not None:
+            is_lost = await self._source.life.is_lost(engine, ending.error)
+            self._lost = engine if is_lost else None
+        if isinstance(ending, endings.MakeWay):
+            why = ending.refusal.message
+            event(_log, "decode makes way", model=self._model.model_id, reason=why)
+        if retry.gives_back:
+            self._source = None
+            await held.aclose()
+        await self._clock.sleep(retry.in_s)
+        facts, now = self._model.facts, self._clock.mono()
+        return None if facts is None else self._job.finish(facts.context_tokens, now)

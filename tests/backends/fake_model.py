@@ -1,0 +1,96 @@
+"""A model in this process whose only engine is a function of the test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from kakeya.adapters.manager import AdapterWish
+from kakeya.backends.attempt import Attempt
+from kakeya.backends.engine.life import EngineOptions
+from kakeya.backends.gate import Gate
+from kakeya.core.clock import Clock, SystemClock
+from kakeya.core.errors import PeerUnavailable
+from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
+from kakeya.generation.frames import Frame
+from kakeya.generation.kv import KvOffer
+from kakeya.generation.request import DecodeRequest
+
+Decode = Callable[[DecodeRequest, KvOffer], AsyncGenerator[Frame, None]]
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    decode: Decode
+    pid: int = 1
+
+
+@dataclass(eq=False)
+class FakeLife:
+    """One engine; where it is lost, `next_engine` makes another one."""
+
+    engine: FakeEngine
+    next_engine: Callable[[], FakeEngine] | None = None
+    losses: list[str] = field(default_factory=list)
+
+    async def serving(self, timeout_s: float, *, other_than: object = None) -> FakeEngine:
+        if self.engine is other_than:
+            raise PeerUnavailable("there is no other engine")
+        return self.engine
+
+    async def is_lost(self, engine: object, error: PeerUnavailable) -> bool:
+        self.losses.append(error.message)
+        if self.next_engine is None:
+            return False
+        self.engine = self.next_engine()
+        return True
+
+    def retry_after_s(self) -> float | None:
+        return 1.0
+
+
+class FakeModel:
+    """What a generation needs of a model, and of an engine's backend."""
+
+    state = ModelState.READY
+    last_error = ""
+
+    def __init__(
+        self,
+        decode: Decode,
+        *,
+        model_id: str = "fake",
+        clock: Clock | None = None,
+        pid: int = 1,
+        context_tokens: int = 99,
+    ) -> None:
+        self.model_id = model_id
+        self.clock = clock or SystemClock()
+        self.facts: ModelFacts | None = ModelFacts(
+            model_id=model_id,
+            model_path="",
+            vocab_size=99,
+            context_tokens=context_tokens,
+            eos_token_ids=(),
+        )
+        self.gate = Gate(f"model {model_id}", max_running=8, max_waiting=64)
+        self.options = EngineOptions()
+        self.life = FakeLife(FakeEngine(decode, pid))
+
+    async def ready(self, timeout_s: float) -> ModelFacts:
+        assert self.facts is not None
+        return self.facts
+
+    def lend_for(self, request: DecodeRequest) -> AbstractAsyncContextManager[FakeModel]:
+        return nullcontext(self)
+
+    def decode(
+        self, request: DecodeRequest, adapter: AdapterWish | None = None, **more: object
+    ) -> AsyncGenerator[Frame, None]:
+        return Attempt(request, self, clock=self.clock, adapter=adapter, **more).frames()
+
+    async def release(self, kv_key: str) -> None: ...
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
