@@ -53,21 +53,18 @@ class GeneratedAnswer:
     def _add(self, token_ids: tuple[int, ...]) -> str:
         if self._stops is None:
             self.completion_tokens += len(token_ids)
-            return self._feed(token_ids)
+            is_stopped = token_ids[-1] in self._stop_token_ids
+            return self._detokenizer.feed(token_ids[:-1] if is_stopped else token_ids)
         text = ""
         # One by one: what a step committed behind a stop string is no part of the answer.
         for token_id in token_ids:
             self.completion_tokens += 1
-            text += self._stops.feed(self._feed((token_id,)))
+            if token_id not in self._stop_token_ids:
+                text += self._stops.feed(self._detokenizer.feed((token_id,)))
             if self._stops.is_stopped:
                 self.finish_reason = "stop"
                 break
         return text
-
-    def _feed(self, token_ids: tuple[int, ...]) -> str:
-        if token_ids[-1] in self._stop_token_ids:
-            token_ids = token_ids[:-1]
-        return self._detokenizer.feed(token_ids)
 
     def _end(self, done: Done) -> str:
         self.usage = done.usage

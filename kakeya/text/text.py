@@ -231,7 +231,7 @@ class ByteDetokenizer:
         """Add tokens; returns the text that is settled by them, never half a character."""
         known = self._bytes_of
         try:
-            return self._utf8.decode(b"".join([known[token_id] for token_id in token_ids]))
+            return self._utf8.decode(b"".join(map(known.__getitem__, token_ids)))
         except KeyError:
             for token_id in token_ids:
                 known[token_id] = self._look_up(token_id)

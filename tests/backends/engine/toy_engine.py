@@ -41,7 +41,7 @@ class ToyEngine(EngineServiceServicer):
     async def Describe(self, request, context):
         return pb.DescribeResponse(
             model_id=self._options.model_id,
-            model_path="/toy",
+            model_path=self._options.model_path,
             vocab_size=VOCAB,
             context_tokens=self._options.context,
             eos_token_ids=[EOS],
@@ -130,6 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", required=True)
     parser.add_argument("--model-id", default="toy")
+    parser.add_argument("--model-path", default="/toy")
     parser.add_argument("--record", default="")
     parser.add_argument("--load-s", type=float, default=0.0)
     parser.add_argument("--delay-s", type=float, default=0.0)
