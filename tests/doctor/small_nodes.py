@@ -19,7 +19,8 @@ from kakeya.doctor.examiner import Examiner, FleetView
 from kakeya.doctor.machine import Machine, Output
 from kakeya.doctor.service import CheckBackService
 from kakeya.fleet.cards.cards import Card, Endpoint, Offer
-from kakeya.fleet.gossip.service import add_capability_service
+from kakeya.fleet.gossip import service as gossip
+from kakeya.fleet.gossip.sync import Sync
 from kakeya.fleet.identity.identity import Identity
 from kakeya.fleet.identity.trust import FleetTrust
 from kakeya.fleet.view.registry import CapabilityRegistry
@@ -150,7 +151,8 @@ async def small_node(
     )
 
     def register(server: grpc.aio.Server) -> None:
-        add_capability_service(server, registry, clock=clock, rng=random.Random(1))
+        sync = Sync(registry, rng=random.Random(1))
+        gossip.register(server, gossip.CapabilityService(registry, sync, clock=clock))
         if has_doctor:
             add_DoctorServiceServicer_to_server(doctor, server)
 

@@ -19,7 +19,7 @@ from kakeya.fleet.cards.cards import Card, CardRole, CardTrust, Endpoint, Offer,
 from kakeya.fleet.cards.convert import from_wire, to_wire
 from kakeya.fleet.gossip.gossip import Gossip, GossipConfig
 from kakeya.fleet.gossip.round import Round, exchange_once
-from kakeya.fleet.gossip.service import add_capability_service
+from kakeya.fleet.gossip.service import CapabilityService, register
 from kakeya.fleet.gossip.sync import Sync
 from kakeya.fleet.view.registry import CapabilityRegistry, MergeReport
 from kakeya.fleet.view.tombstones import RegistryState
@@ -185,7 +185,7 @@ async def running_node(
         incarnation=incarnation,
     )
     sync = Sync(registry, rng=random.Random(2))
-    add_capability_service(server, registry, clock=clock, rng=random.Random(3), sync=sync)
+    register(server, CapabilityService(registry, sync, clock=clock))
     server.add_generic_rpc_handlers(tuple(handlers))
     await server.start()
     channels = Channels(keepalive)

@@ -11,6 +11,7 @@ from kakeya.fleet.cards.cards import Card, CardFault, CardTrust, OfferedModel
 from kakeya.fleet.cards.convert import from_wire
 from kakeya.fleet.gossip.sync import Sync
 from kakeya.fleet.view.registry import CapabilityRegistry, MergeReport
+from kakeya.fleet.view.slices import finish
 from kakeya.fleet.view.tombstones import RegistryState
 from tests.fleet.nodes import NOW, Times, make_registry
 
@@ -104,9 +105,9 @@ def exchange(caller: Party, callee: Party, t: float) -> int:
 
 def exchange_in_full(caller: Party, callee: Party, t: float) -> None:
     request = caller.sync.batch(**caller.times(t))
-    answered = callee.sync.answer_batch(request, **callee.times(t))
+    answered = finish(callee.sync.answering_batch(request, **callee.times(t)))
     callee.reports.append(answered.report)
-    taken = caller.sync.take_batch(answered.response, **caller.times(t))
+    taken = finish(caller.sync.taking_batch(answered.response, **caller.times(t)))
     caller.reports.append(taken.report)
 
 

@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from kakeya.core.errors import KakeyaError
 from kakeya.core.units import MIB
 from kakeya.fleet.cards.cards import CardFault, Endpoint
+from kakeya.fleet.view.slices import finish
 from kakeya.v1 import distributed_pb2, fleet_pb2
 from tests.fleet.nodes import NOW, make_wire, verifier
 from tests.fleet.talk import Party, ToyTrust, exchange, make_party
@@ -146,14 +147,14 @@ def _feed(party: Party, message: bytes, t: float) -> int:
     """Offer one message as every kind; how many of them were taken for one."""
     times, taken = party.times(t), 0
     for take in (
-        party.sync.answer,
-        party.sync.accept,
-        party.sync.take,
-        party.sync.answer_batch,
-        party.sync.take_batch,
+        party.sync.answering,
+        party.sync.accepting,
+        party.sync.taking,
+        party.sync.answering_batch,
+        party.sync.taking_batch,
     ):
         with contextlib.suppress(KakeyaError):
-            take(message, **times)
+            finish(take(message, **times))
             taken += 1
     report = party.registry.merge([message], **times)
     assert all(isinstance(fault, CardFault) for fault in report.dropped)

@@ -23,6 +23,7 @@ from kakeya.fleet.identity.authority import authority_of, new_fleet
 from kakeya.fleet.identity.trust import FleetTrust
 from kakeya.fleet.view.beats import MAX_BEATS, Beats, no_beats
 from kakeya.fleet.view.card_table import MAX_STEPS
+from kakeya.fleet.view.slices import finish
 from tests.fleet.nodes import NOW, make_wire
 from tests.fleet.talk import Party, ToyTrust, card_of, exchange, make_party
 
@@ -108,7 +109,7 @@ def test_old_beats_and_bodies_of_the_dead_raise_nobody() -> None:
     assert "dead" not in victim.sees(200.0)
     for t in range(200, 1200, 25):
         victim.sync.answer(recorded[-2], **victim.times(float(t)))
-        taken = victim.sync.take_batch(recorded[-1], **victim.times(float(t)))
+        taken = finish(victim.sync.taking_batch(recorded[-1], **victim.times(float(t))))
         assert "dead" not in victim.sees(float(t))
     assert taken.report.dropped[CardFault.STALE] == 1
     exchange(dead, victim, 1210.0)
@@ -224,12 +225,16 @@ def test_an_own_card_of_an_earlier_life_is_no_twin_whatever_age_is_told_of_it() 
 # --- what a message may cost: counted, since the time of a shared machine proves nothing
 
 
-@pytest.mark.parametrize("name", ["answer", "take", "answer_batch", "accept", "take_batch"])
+@pytest.mark.parametrize(
+    "name", ["answering", "taking", "answering_batch", "accepting", "taking_batch"]
+)
 def test_a_message_of_hollow_fields_is_refused_before_it_is_read(name: str) -> None:
     """2 MiB of fields of two bytes kept the scan, and so every call here, busy for a second."""
     victim = _party("victim")
     with pytest.raises(Refused, match="at most 8192 fields"):
-        getattr(victim.sync, name)(b"\x78\x00" * (MAX_BATCH_BYTES // 2), **victim.times(0.0))
+        finish(
+            getattr(victim.sync, name)(b"\x78\x00" * (MAX_BATCH_BYTES // 2), **victim.times(0.0))
+        )
 
 
 @pytest.mark.parametrize(

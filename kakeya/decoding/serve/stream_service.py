@@ -66,7 +66,7 @@ class DraftStreamService(DraftStreamServiceServicer):
         self._clock = clock or SystemClock()
         self._limits = limits or StreamLimits()
         self._streams: Counter[str] = Counter()
-        self._held_tokens = 0
+        self.held_tokens = 0  # in the texts of all streams
         self._silences: set[asyncio.Timeout] = set()
         self._is_draining = False
 
@@ -75,11 +75,6 @@ class DraftStreamService(DraftStreamServiceServicer):
         self._is_draining = True
         for silence in self._silences:
             silence.reschedule(0)
-
-    @property
-    def held_tokens(self) -> int:
-        """Tokens in the texts of all streams."""
-        return self._held_tokens
 
     @property
     def streams(self) -> int:
@@ -128,7 +123,7 @@ class DraftStreamService(DraftStreamServiceServicer):
                 else:
                     message = await self._draft(text, message, requests, context)
         finally:
-            self._held_tokens -= len(text)
+            self.held_tokens -= len(text)
 
     async def _next(self, requests: Requests) -> DraftStreamRequest | None:
         """The next message; None when the stream is over, silent for too long, or to end."""
@@ -147,10 +142,10 @@ class DraftStreamService(DraftStreamServiceServicer):
         appended = text.check(message)
         before = len(text)
         text.cut(message.keep_tokens)
-        self._held_tokens += len(text) - before
-        if self._held_tokens + len(appended) > self._limits.tokens:
+        self.held_tokens += len(text) - before
+        if self.held_tokens + len(appended) > self._limits.tokens:
             raise QueueFull(
-                f"the texts of all streams hold {self._held_tokens} tokens and may hold "
+                f"the texts of all streams hold {self.held_tokens} tokens and may hold "
                 f"{self._limits.tokens}; {len(appended)} more do not fit",
                 retry_after_s=1.0,
             )
@@ -159,7 +154,7 @@ class DraftStreamService(DraftStreamServiceServicer):
                 await asyncio.sleep(0)
             piece = appended[start : start + INLINE_TOKENS]
             text.extend(piece)
-            self._held_tokens += len(piece)
+            self.held_tokens += len(piece)
 
     async def _draft(
         self, text: _Text, message: DraftStreamRequest, requests: Requests, context: Context

@@ -7,7 +7,6 @@ typed handler would refuse a whole batch, with status UNKNOWN, for one card it c
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
@@ -107,23 +106,6 @@ class CapabilityService:
             sent_bytes=self._stats.sent_bytes + len(answered.response),
         )
         return answered.response
-
-
-def add_capability_service(
-    server: grpc.aio.Server,
-    registry: CapabilityRegistry,
-    *,
-    clock: Clock,
-    rng: random.Random,
-    sync: Sync | None = None,
-) -> CapabilityService:
-    """Register CapabilityService and the digests of GossipService on a server not yet started.
-
-    `sync` is the one that the gossip loop uses, with its revocations and suspicions.
-    """
-    service = CapabilityService(registry, sync or Sync(registry, rng=rng), clock=clock)
-    register(server, service)
-    return service
 
 
 def register(

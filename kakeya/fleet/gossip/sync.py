@@ -229,28 +229,19 @@ class Sync:
         beats = beats_of(registry, [others[wire] for wire in wires[1:]], mono=mono)
         return join_batch(wires, encode_beats(beats), now)
 
-    def take_batch(
-        self, message: bytes, *, now: float, mono: float, rtt_s: float = 0.0, peer: str = ""
-    ) -> Accepted:
-        """Take a full exchange, asked or answered. Raises InvalidArgument, Refused."""
-        return finish(self.taking_batch(message, now=now, mono=mono, rtt_s=rtt_s, peer=peer))
-
     def taking_batch(
         self, message: bytes, *, now: float, mono: float, rtt_s: float = 0.0, peer: str = ""
     ) -> Slices[Accepted]:
-        """The same in slices."""
+        """Take a full exchange, asked or answered, in slices. Raises InvalidArgument, Refused."""
         batch = self._split(message)
         report = yield from self._take_whole(batch, peer, now=now, mono=mono, rtt_s=rtt_s)
         return Accepted(report=report, cards_received=len(batch.cards))
 
-    def answer_batch(self, request: bytes, *, now: float, mono: float, peer: str = "") -> Answered:
-        """Take a full exchange and answer with everything. Raises InvalidArgument, Refused."""
-        return finish(self.answering_batch(request, now=now, mono=mono, peer=peer))
-
     def answering_batch(
         self, request: bytes, *, now: float, mono: float, peer: str = ""
     ) -> Slices[Answered]:
-        """The same in slices."""
+        """Take a full exchange and answer with everything, in slices. Raises InvalidArgument,
+        Refused."""
         batch = self._split(request)
         report = yield from self._take_whole(batch, peer, now=now, mono=mono, rtt_s=0.0)
         max_bytes = MAX_REPAIR_BYTES

@@ -52,11 +52,6 @@ class ArenaSnapshot:
     rolled_back: int  # blocks, by the end of who filled them
     latency: Durations  # of allocations
 
-    @property
-    def pin_contention(self) -> float:
-        """The share of asked holds that came too late, and must be tried on something newer."""
-        return self.holds_stale / self.holds_asked if self.holds_asked else 0.0
-
 
 class Filling:
     """A block that is being written; as a context manager it rolls back unless committed."""

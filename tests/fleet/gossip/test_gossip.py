@@ -19,6 +19,7 @@ from kakeya.fleet.gossip.round import PeerOutcome, Round
 from kakeya.fleet.gossip.sync import MAX_REPAIR_BYTES, Sync
 from kakeya.fleet.gossip.targets import MAX_DIALS, choose_targets, fit_batch
 from kakeya.fleet.view.registry import REMEMBER_S
+from kakeya.fleet.view.slices import finish
 from kakeya.wire.channels import Channels
 from tests.fakes import FakeClock
 from tests.fleet.nodes import NOW, make_registry, make_wire, running_node, until, verifier
@@ -324,7 +325,9 @@ def test_between_nodes_with_digests_a_full_exchange_of_a_large_fleet_is_a_draw()
     registry.merge(wires, now=NOW, mono=0.0)
     sync = Sync(registry, rng=random.Random(1))
     asked = Sync(make_registry("you"), rng=random.Random(2)).batch(now=NOW, mono=0.0)
-    drawn = sync.answer_batch(asked, now=NOW, mono=0.0).response
+    drawn = finish(sync.answering_batch(asked, now=NOW, mono=0.0)).response
     assert len(drawn) < MAX_REPAIR_BYTES + 64 * 1024  # the beats of the drawn cards come with them
-    plain = sync.answer_batch(join_cards([make_wire("old", is_plain=True)]), now=NOW, mono=0.0)
+    plain = finish(
+        sync.answering_batch(join_cards([make_wire("old", is_plain=True)]), now=NOW, mono=0.0)
+    )
     assert len(split_cards(plain.response)) == 1003  # with me, you and old

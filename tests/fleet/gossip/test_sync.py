@@ -14,6 +14,7 @@ from kakeya.fleet.cards.cards import CardFault, Offer
 from kakeya.fleet.cards.convert import MAX_BATCH_BYTES, join_cards, split_cards
 from kakeya.fleet.gossip.messages import MAX_WANTED, decode_answer, decode_digest, decode_parcel
 from kakeya.fleet.gossip.sync import MAX_CARDS_BYTES, Sync
+from kakeya.fleet.view.slices import finish
 from kakeya.fleet.view.suspicion import Sign
 from kakeya.fleet.view.tombstones import REFUSED_S
 from kakeya.v1 import fleet_pb2 as pb
@@ -120,7 +121,7 @@ def test_a_registry_at_its_cap_still_exchanges_in_messages_below_the_limit() -> 
     assert len(b.sees(t)) == 4096  # itself and 4095 others, for a makes one more than its cap
     full = a.sync.batch(**a.times(t))
     assert MAX_CARDS_BYTES * 0.9 < len(full) <= MAX_BATCH_BYTES
-    taken = b.sync.take_batch(full, **b.times(t))
+    taken = finish(b.sync.taking_batch(full, **b.times(t)))
     assert set(taken.report.dropped) <= {CardFault.REGISTRY_FULL}
 
 
@@ -167,7 +168,7 @@ def test_a_full_exchange_carries_ages_too() -> None:
 
 def test_cards_that_came_without_beats_are_as_old_as_their_stamps_say() -> None:
     a = make_party("a")
-    a.sync.take_batch(join_cards([make_wire("x", at=NOW - 100)]), **a.times(0.0))
+    finish(a.sync.taking_batch(join_cards([make_wire("x", at=NOW - 100)]), **a.times(0.0)))
     assert a.registry.age_s("x", mono=0.0) == pytest.approx(100.0)
     assert card_of(a, "x", 19.0) is not None
     assert card_of(a, "x", 21.0) is None
@@ -256,11 +257,13 @@ def test_a_farewell_is_gone_within_ten_seconds_and_nobody_brings_it_back() -> No
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"\x0a\x05ab", b"\x08\x01\x0b"])
-@pytest.mark.parametrize("method", ["answer", "accept", "take", "answer_batch", "take_batch"])
+@pytest.mark.parametrize(
+    "method", ["answering", "accepting", "taking", "answering_batch", "taking_batch"]
+)
 def test_garbage_is_a_typed_error(method: str, data: bytes) -> None:
     party = make_party("a")
     with pytest.raises(KakeyaError):
-        getattr(party.sync, method)(data, **party.times(0.0))
+        finish(getattr(party.sync, method)(data, **party.times(0.0)))
     assert party.sees(0.0) == {"a"}
 
 
