@@ -26,9 +26,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from kakeya.core.errors import KakeyaError
+from kakeya.core.errors import InvariantBroken, KakeyaError
 from kakeya.core.log import event
-from kakeya.engine.faults import as_kakeya_error
 from kakeya.engine.inbox import Inbox
 from kakeya.engine.kv.parking import Parking
 from kakeya.engine.limits import EngineLimits
@@ -200,7 +199,7 @@ class Scheduler:
                     if isinstance(imported, KvImported):
                         ticket.on_frame(imported)
         except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
-            self._abandon(row, as_kakeya_error(failure))
+            self._abandon(row, _as_kakeya_error(failure))
             return
         # Of one that was parked, the time since its last step measures nothing.
         row.run.resumed(None)
@@ -280,7 +279,7 @@ class Scheduler:
                 row.ticket.on_frame(step)
                 step = next(row.steps, None)
         except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
-            self._abandon(row, as_kakeya_error(failure))
+            self._abandon(row, _as_kakeya_error(failure))
             return
         if isinstance(step, Launch):
             row.launch = step
@@ -319,7 +318,7 @@ class Scheduler:
         if has_company:
             self._latest = None
         for row, failure in self._forwards.launch(rows, has_company=has_company):
-            self._abandon(row, as_kakeya_error(failure))
+            self._abandon(row, _as_kakeya_error(failure))
         for row in rows:
             if not row.is_over:
                 row.launch = None
@@ -386,3 +385,11 @@ class Scheduler:
 def _finish(future: Future[None]) -> None:
     if future.set_running_or_notify_cancel():
         future.set_result(None)
+
+
+def _as_kakeya_error(failure: Exception) -> KakeyaError:
+    """The error itself, or that a step failed, with its traceback in the log."""
+    if isinstance(failure, KakeyaError):
+        return failure
+    _log.error("a step failed", exc_info=failure)
+    return InvariantBroken("engine_step", repr(failure))
