@@ -32,7 +32,7 @@ class NodeProcess:
         folder: Path,
         *flags: str,
         program: Sequence[str] = (sys.executable, "-m", "kakeya.node.daemon"),
-        start_s: float = 30.0,
+        start_s: float = 90.0,
         stop_s: float = 12.0,
     ) -> None:
         """`flags` are those of `kakeya-node`; both addresses default to free loopback ports."""

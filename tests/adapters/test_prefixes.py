@@ -184,7 +184,7 @@ async def test_every_page_size_serves_adapters_and_prefixes(
 
 async def check_conserved(world: Node) -> None:
     """Nothing is held when nobody asks; what lies in pages beside KV are adapters."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while world.pages.arena.snapshot().pool.pinned_pages:  # what is on its way to disk is held
             await asyncio.sleep(0.01)
     pool, pages = world.pages.arena.snapshot().pool, world.prefixes.pages

@@ -53,7 +53,7 @@ async def test_a_model_can_be_loaded_before_the_node_is_wholly_up(tmp_path: Path
     with tempfile.TemporaryDirectory(prefix="kk") as home:
         run = Path(home) / "run"
         memory = await asyncio.to_thread(memory_of, [spec], tmp_path, lambda: None, sockets=run)
-        async with memory, asyncio.timeout(20):
+        async with memory, asyncio.timeout(60):
             facts = await memory.engines.get("toy").ready(15.0)
             assert facts.model_id == "toy"
 
@@ -92,7 +92,7 @@ async def test_the_hint_at_a_faster_blas_is_logged_once_however_many_models(
     changed = asyncio.Event()
     # It looks at the models' folders.
     memory = await asyncio.to_thread(memory_of, specs, tmp_path, changed.set)
-    async with memory, Supervisor(SystemClock()) as tasks, asyncio.timeout(20):
+    async with memory, Supervisor(SystemClock()) as tasks, asyncio.timeout(60):
         await memory.start(tasks, "node")
         while len(memory.engines.offered()) < len(specs):
             changed.clear()

@@ -196,7 +196,7 @@ async def running_node(
         await server.stop(None)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> float:
     """Wait for a condition; returns how long that took in real seconds."""
     started = time.monotonic()
     while not condition():

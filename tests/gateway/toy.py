@@ -272,7 +272,7 @@ async def serving(
                 yield Served(port=port, http=http, openai=client)
 
 
-async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     """Wait for a condition with a deadline."""
     async with asyncio.timeout(within_s):
         while not condition():

@@ -1028,10 +1028,10 @@ async def test_limits_ageing_and_cooldowns_pass_in_real_time() -> None:
             with pytest.raises(errors.DeadlineExceeded):
                 await arbiter.request("see", "b", 1, Terms(timeout_s=0.05))
         assert await arbiter.request("hear", "a", 1) == "a did 1"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await arbiter.request("text", "a", 1) == "a did 1", "ageing made room"
         arbiter.observe(Reading(level=PressureLevel.LOW, source="test"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(arbiter.status().residents) > 1:
                 await asyncio.sleep(0.01)
     assert [toy.live, low.live, text.live] == [set()] * 3

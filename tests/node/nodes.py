@@ -18,7 +18,7 @@ QUICK = ("--exchange-interval", "0.5")
 FREE = ("--bind", "127.0.0.1:0", "--http", "127.0.0.1:0")
 
 
-def run_daemon(*flags: str, limit_s: float = 20.0) -> subprocess.CompletedProcess[str]:
+def run_daemon(*flags: str, limit_s: float = 100.0) -> subprocess.CompletedProcess[str]:
     """Run a daemon that is expected to refuse its start."""
     command = [sys.executable, "-m", "kakeya.node.daemon", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
@@ -32,7 +32,7 @@ def run_cli(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str
 
 
 async def eventually(
-    what: str, probe: Callable[[], Any], *, limit_s: float = 20.0, every_s: float = 0.05
+    what: str, probe: Callable[[], Any], *, limit_s: float = 60.0, every_s: float = 0.05
 ) -> Any:
     """Wait until `probe()`, run in a thread, gives something true; return it."""
     deadline = time.monotonic() + limit_s

@@ -343,7 +343,7 @@ async def test_pins_of_a_killed_engine_are_back_before_it_is_started_again(tmp_p
         half = await arena.prepare(tenant, 1000, arena.engine(VERIFIER, pid))
         assert arena.snapshot().pool.pinned_pages == 4
         os.kill(pid, signal.SIGKILL)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while model.pid == pid:
                 await asyncio.sleep(0.001)
         pool = arena.snapshot().pool
@@ -373,7 +373,7 @@ async def test_an_evicted_model_comes_back_for_its_adapter(tmp_path: Path) -> No
 
         before = await said()
         memory.arbiter.unload(model.capability, VERIFIER)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while model.state is not ModelState.UNLOADED:
                 await asyncio.sleep(0.01)
         assert adapters.manager.status()["models"][VERIFIER]["hot"] == []

@@ -316,7 +316,7 @@ async def in_process(
         yield memory
 
 
-async def until(what: str, probe: Callable[[], object], limit_s: float = 30.0) -> None:
+async def until(what: str, probe: Callable[[], object], limit_s: float = 60.0) -> None:
     try:
         async with asyncio.timeout(limit_s):
             while not probe():

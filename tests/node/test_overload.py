@@ -246,7 +246,7 @@ async def exchange_while_generating(folder: Path, cards: int, seconds: float) ->
         await stack.enter_async_context(NodeProcess(folder / "peer", *flags))
         await eventually("both are seen", lambda: len(seen_by(node)) == 2)
         load = await stack.enter_async_context(generating_clients(node.grpc, 2))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(await asyncio.to_thread(seen_by, node)) < 3 + cards:
                 assert (await exchanger.round((node.grpc,))).errors == {}
         began, rounds, taken = time.monotonic(), rounds_of(node), list[float]()

@@ -181,7 +181,7 @@ async def test_a_node_that_is_started_again_reads_its_prompts_from_disk(tmp_path
         await first.settled()
     async with node(tmp_path) as second:
         await second.model.ready(60)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not second.pages.arena.snapshot().pool.total_pages:
                 await asyncio.sleep(0.02)
         warm = await ask(second, prompt, cuts=cuts)

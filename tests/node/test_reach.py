@@ -81,7 +81,7 @@ class Rig:
         await self.until(lambda: set(self.reach.hosts) == set(hosts))
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             while not holds():
                 await asyncio.sleep(0.02)
 

@@ -27,7 +27,7 @@ async def test_a_stuck_loop_leaves_the_stack_that_shows_where(tmp_path: Path) ->
             get_stuck(1.0)
             assert watchdog.stalls == 1
             assert "get_stuck" in (tmp_path / "stacks").read_text()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while watchdog.worst_lag_s < 0.5:
                     await asyncio.sleep(0.01)
 

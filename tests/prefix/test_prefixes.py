@@ -653,7 +653,7 @@ async def test_a_start_holds_the_cap_after_a_minute_though_no_engine_came(tmp_pa
         await store.ready()
         assert len(store.ids()) == 3
         await clock.sleep(SWEEP_S + 2 * TEND_S)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while store.ids():
                 await asyncio.sleep(0.01)
 
@@ -806,7 +806,7 @@ async def test_a_wait_ends_with_the_time_of_the_request(tmp_path: Path) -> None:
 
 
 async def written(here: World) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not here.prefixes.is_at_rest:
             await asyncio.sleep(0.01)
         await here.prefixes.store.flush()
@@ -930,7 +930,7 @@ async def live(folder: Path, rng: random.Random) -> None:
         ends = await asyncio.wait_for(asyncio.gather(*asks, return_exceptions=True), 30)
         for end in ends:
             assert not isinstance(end, Exception), repr(end)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not here.prefixes.is_at_rest:
                 await asyncio.sleep(0.01)
         if here.prefixes._disk is not None:

@@ -50,7 +50,7 @@ class Node:
 
     async def settled(self) -> None:
         """Wait until what was cut off is over, and the disk has everything."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not self.prefixes.is_at_rest:
                 await asyncio.sleep(0.02)
             await self.prefixes.store.flush()

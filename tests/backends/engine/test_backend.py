@@ -82,7 +82,7 @@ def wanted(asked):
     return expected(asked.token_ids, asked.max_tokens, sampling=asked.sampling)[0]
 
 
-async def until(condition, seconds=10.0):
+async def until(condition, seconds=60.0):
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
@@ -299,7 +299,7 @@ async def test_closing_the_iterator_reaches_the_child(tmp_path):
             async for frame in frames:
                 if isinstance(frame, Tokens):
                     break
-        await until(lambda: "cancelled" in _lines(record), 0.5)
+        await until(lambda: "cancelled" in _lines(record))
         assert (model.running, model.state) == (0, ModelState.READY)
 
 
@@ -313,7 +313,7 @@ async def test_cancelling_the_consumer_reaches_the_child_and_stays_a_cancellatio
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await until(lambda: "cancelled" in _lines(record), 0.5)
+        await until(lambda: "cancelled" in _lines(record))
 
 
 async def test_a_stopped_engine_is_found_by_keepalive_and_the_stream_continues():
@@ -333,7 +333,7 @@ async def test_a_stopped_engine_is_found_by_keepalive_and_the_stream_continues()
                 stopped.append(model.pid)
                 os.kill(model.pid, signal.SIGSTOP)
 
-        async with asyncio.timeout(15.0):
+        async with asyncio.timeout(60):
             tokens, _ = await collect(model, request(), stop)
         assert tokens == wanted(request())
         assert not is_alive(stopped[0])
@@ -395,7 +395,7 @@ async def test_a_hung_model_thread_is_found_though_its_process_answers(tmp_path)
         "toy", command, options=options, on_change=lambda m: errors.append(m.last_error)
     ) as model:
         await model.ready(20.0)
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(60):
             tokens, done = await collect(model, request(sampling=Sampling()))
         assert tokens == [4 + n for n in range(40)]
         assert done.reason is StopReason.MAX_TOKENS

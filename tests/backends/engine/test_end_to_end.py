@@ -52,7 +52,7 @@ async def test_a_grpc_client_that_leaves_stops_the_child(tmp_path):
         async with aclosing(session.generate(9000)) as tokens:
             async for _ in tokens:
                 break
-        await until(lambda: "cancelled" in _lines(record), 0.5)
+        await until(lambda: "cancelled" in _lines(record))
         await until(lambda: model.running == 0)
         assert [token async for token in session.generate(2)]
         await session.close()

@@ -201,7 +201,7 @@ async def test_a_poke_spreads_a_new_offer_within_a_second() -> None:
             gossip.start(supervisor)
             await until(lambda: "a" in b.known())
             gossip.announce(Offer(grpc_address=a.address, models=(verifier("new"),)))
-            await until(lambda: bool(b.card_of("a").models), 5.0)
+            await until(lambda: bool(b.card_of("a").models))
 
 
 async def test_a_farewell_reaches_the_live_peers() -> None:

@@ -120,7 +120,7 @@ async def two_nodes(folder: Path, clock: Clock) -> AsyncIterator[tuple[Node, Nod
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 

@@ -126,7 +126,7 @@ async def test_a_broken_connection_is_looked_at_though_nobody_calls() -> None:
             for one in (a, b):
                 one.learn(x)
                 assert (await one.node.exchange(x.address)).errors == {}
-        await until(lambda: a.accused() == b.accused() == {"x"}, 3.0)
+        await until(lambda: a.accused() == b.accused() == {"x"})
 
 
 async def test_a_node_is_dialled_where_its_route_says() -> None:

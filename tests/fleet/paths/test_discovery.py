@@ -201,7 +201,7 @@ async def test_only_what_the_policy_would_dial_is_a_sighting() -> None:
             instance("aaaaaaaa-0006", port=1001),
             instance("aaaaaaaa-0007", port=2007, addresses=[f"127.0.0.{n}" for n in range(10, 40)]),
         )
-        await until(lambda: len(discovery.sightings()) == 2 + MAX_ADDRESSES, 5)
+        await until(lambda: len(discovery.sightings()) == 2 + MAX_ADDRESSES)
         assert {int(a.rpartition(":")[2]) for a in discovery.sightings()} == {1001, 2004, 2007}
         assert discovery.stats.ignored >= 3
         assert discovery.stats.is_running
@@ -212,7 +212,7 @@ async def test_the_own_address_is_no_sighting() -> None:
     async with discovering(policy=policy) as discovery, responder() as other:
         await announce(other, instance("aaaaaaaa-0001", port=1001))
         await announce(other, instance("aaaaaaaa-0002", port=1002))
-        await until(lambda: bool(discovery.sightings()), 5)
+        await until(lambda: bool(discovery.sightings()))
         assert discovery.sightings() == {"127.0.0.1:1002"}
 
 
@@ -220,7 +220,7 @@ async def test_a_flood_of_names_is_bounded() -> None:
     """Said to the handler directly: a real flood of thousands takes longer than the suite has."""
     async with discovering() as discovery, responder() as honest:
         await announce(honest, instance("zzzzzzzz-0001", port=2001))
-        await until(lambda: discovery.sightings() == {"127.0.0.1:2001"}, 5)
+        await until(lambda: discovery.sightings() == {"127.0.0.1:2001"})
         for number in range(5000):
             discovery._keep(f"aaaaaaaa-{number:04x}.{SERVICE}", (f"10.0.0.1:{number + 1}",))
         assert len(discovery.sightings()) <= MAX_SIGHTINGS
@@ -237,7 +237,7 @@ class _Added:
 
 async def test_garbage_on_the_port_disturbs_nothing() -> None:
     async with discovering() as discovery:
-        await until(lambda: discovery.stats.is_running, 5)
+        await until(lambda: discovery.stats.is_running)
         rng = random.Random(3)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
             local = socket.inet_aton("127.0.0.1")
@@ -249,7 +249,7 @@ async def test_garbage_on_the_port_disturbs_nothing() -> None:
                 )
         async with responder() as other:
             await announce(other, instance("aaaaaaaa-0002", port=2002))
-            await until(lambda: discovery.sightings() == {"127.0.0.1:2002"}, 5)
+            await until(lambda: discovery.sightings() == {"127.0.0.1:2002"})
 
 
 async def test_without_multicast_it_warns_once_and_tries_again(
@@ -261,11 +261,11 @@ async def test_without_multicast_it_warns_once_and_tries_again(
 
     with caplog.at_level("WARNING", logger="kakeya"):
         async with discovering(hosts=["192.0.2.77"], clock=Impatient()) as discovery:
-            await until(lambda: discovery.stats.failures >= 3, 10)
+            await until(lambda: discovery.stats.failures >= 3)
             assert not discovery.stats.is_running
             # Once there is an interface, it works.
             discovery.update(hosts=["127.0.0.1"], policy=HOME)
-            await until(lambda: discovery.stats.is_running, 5)
+            await until(lambda: discovery.stats.is_running)
     warned = [record for record in caplog.records if "no discovery" in record.getMessage()]
     assert len(warned) == 1
 
@@ -273,11 +273,11 @@ async def test_without_multicast_it_warns_once_and_tries_again(
 async def test_hosts_that_change_are_announced_anew() -> None:
     other = random.Random(2)
     async with discovering(port=1003) as discovery, discovering(port=1004, rng=other) as watcher:
-        await until(lambda: watcher.sightings() == {"127.0.0.1:1003"}, 5)
+        await until(lambda: watcher.sightings() == {"127.0.0.1:1003"})
         discovery.update(hosts=["127.0.0.1"], policy=HOME)
         assert discovery.stats.is_running
         discovery.update(hosts=[], policy=HOME)
-        await until(lambda: not watcher.sightings(), 5)
+        await until(lambda: not watcher.sightings())
 
 
 def test_a_node_is_announced_by_eight_letters() -> None:

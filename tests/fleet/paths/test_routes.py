@@ -52,7 +52,7 @@ class Rig:
         """Let time pass, and the probes that are then due come to their end."""
         self.clock.ahead_s += seconds
         self.routes.tick()
-        await until(lambda: not self.routes._under_way, 5)
+        await until(lambda: not self.routes._under_way)
 
     @property
     def address(self) -> str:
@@ -158,6 +158,6 @@ async def test_it_runs_by_itself_and_forgets_nodes_that_are_gone() -> None:
     ):
         here.learn(Endpoint(cable.address, "thunderbolt", 10), Endpoint(peer.address, "lan", 20))
         here.routes.start(tasks)
-        await until(lambda: here.address == cable.address, 5)
+        await until(lambda: here.address == cable.address)
         here.clock.ahead_s += 1000
-        await until(lambda: here.routes.routes() == (), 5)
+        await until(lambda: here.routes.routes() == ())

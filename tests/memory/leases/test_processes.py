@@ -82,7 +82,7 @@ def lease_of(*processes: Process, lease_id: str = "a") -> ProcessLease:
     )
 
 
-def until(probe: Callable[[], bool], limit_s: float = 10.0) -> None:
+def until(probe: Callable[[], bool], limit_s: float = 60.0) -> None:
     end = time.monotonic() + limit_s
     while not probe():
         assert time.monotonic() < end

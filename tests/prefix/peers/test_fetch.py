@@ -232,7 +232,7 @@ async def test_cancelled_in_the_middle_it_ends_the_call_at_the_peer(world):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await ended.wait()
 
 

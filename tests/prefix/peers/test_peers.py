@@ -100,7 +100,7 @@ class Station:
         shelf = self.prefixes.pages.shelf(named)
         await self.fetch_from(shelf, named, tokens, blocks, tail=tail)
         if self.prefixes.store is not None:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while self.prefixes._disk._to_write:
                     await asyncio.sleep(0.01)
                 await self.prefixes.store.flush()
@@ -362,7 +362,7 @@ async def test_who_is_late_is_met_while_the_engine_computes(two, monkeypatch):
     shelf, pieces = b.prefixes.pages.shelf(named), pieces_of(named.chain, TEXT)
     joined: list[bytes] = []
     made = await b.peers.rendezvous(shelf, named, pieces, 0, BlockClass.USER, joined.extend)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await made.met.wait()
     assert joined == [piece.id for piece in pieces if not piece.is_tail]
     assert b.held(named) == a.held(named)

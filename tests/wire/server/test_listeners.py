@@ -135,7 +135,7 @@ async def test_a_renewed_certificate_is_shown_without_a_restart() -> None:
 
 async def ended(stream: grpc.aio.UnaryStreamCall) -> grpc.StatusCode:
     """Read a stream to its end; return how that was."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         with contextlib.suppress(grpc.aio.AioRpcError):
             while await stream.read() is not grpc.aio.EOF:
                 pass
@@ -183,7 +183,7 @@ async def test_a_revoked_caller_loses_what_it_has_open() -> None:
         revoked_mono = time.monotonic()
         assert listeners.drop_revoked() == 1
         assert await ended(stream) is UNREACHED
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await runtime.ended.wait()
         assert time.monotonic() - revoked_mono < 5
         refused = channel.unary_stream(generate)(b"", timeout=10)
@@ -266,7 +266,7 @@ async def test_a_caller_has_four_connections_and_a_new_one_takes_the_idlest() ->
         channels = [dial(node.tls, own, name) for _ in range(12)]
         for channel in channels:
             assert await call(channel, DESCRIBE) is OK
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while open_files() > before + 2 + 2 * 4 + 4:
                 await asyncio.sleep(0.05)
         for channel in channels:
@@ -286,7 +286,7 @@ async def test_a_host_that_only_connects_does_not_take_all_files_of_the_process(
         host, _, port = node.tls.rpartition(":")
         crowd = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
         watching = asyncio.create_task(node.listeners.watch())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while sum(reader.at_eof() for reader, _ in crowd) < 100 - 16:
                 await asyncio.sleep(0.05)
             while open_files() > before + 100 + 20:  # gRPC closes its ends a moment later
