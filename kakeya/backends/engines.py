@@ -18,9 +18,8 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound
 from kakeya.core.hints import INSTALL_OPENBLAS
 from kakeya.core.log import event
-from kakeya.generation.facts import ModelFacts, ModelState
+from kakeya.generation.facts import DraftModelState, ModelFacts, ModelState
 from kakeya.generation.spec import ModelRole, ModelSpec, resolve
-from kakeya.generation.standing import DraftModelState
 from kakeya.memory.api import MemoryArbiter
 
 _log = logging.getLogger(__name__)

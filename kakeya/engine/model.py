@@ -13,6 +13,7 @@ from typing import Protocol
 
 from kakeya.adapters.files.packed import PackedAdapter
 from kakeya.core.units import KV_BLOCK_TOKENS
+from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.request import Sampling
 
@@ -79,15 +80,6 @@ class KvView:
     data: memoryview
     tokens: int
     has_state: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelDraft:
-    """A draft of this model and what it cost."""
-
-    tokens: tuple[int, ...]
-    confidence: tuple[float, ...]
-    forward_passes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +248,7 @@ class Model(Protocol):
 
     def draft(
         self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
-    ) -> ModelDraft:
+    ) -> Draft:
         """Draft `size` tokens after `prefix`, greedy or with the verifier's own noise."""
         ...
 

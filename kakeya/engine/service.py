@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from kakeya.core.errors import InvalidArgument, KakeyaError, UnknownMethod
+from kakeya.decoding.draft import proposer
 from kakeya.engine.adapters.loads import AdapterLoads
 from kakeya.engine.adapters.pages import AdapterPages
 from kakeya.engine.adapters.slots import EngineAdapters, LoadedAdapter
-from kakeya.engine.model import Model, ModelDraft
+from kakeya.engine.model import Model
 from kakeya.engine.outbox import FRAME_S, Outbox
 from kakeya.engine.steps.scheduler import QueueTicket, Scheduler
 from kakeya.engine.steps.sequence import SequenceTools
@@ -188,7 +189,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     def _draft(
         self, prefix: list[int], size: int, seed: int | None, temperature: float
-    ) -> ModelDraft:
+    ) -> proposer.Draft:
         draft = self._model.draft(prefix, size, seed, temperature)
         # Prefixes are kept for the next draft: that too is within the bounds.
         self._limits.holds()

@@ -34,9 +34,8 @@ from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.edge import CallerCheck, Edge, refuse_route
 from kakeya.gateway.openai.requests import parse_chat, parse_completion
 from kakeya.gateway.precache import PrecacheRoute
-from kakeya.generation.facts import ModelState
+from kakeya.generation.facts import DraftModelState, ModelState
 from kakeya.generation.model import DraftRouter, ModelDirectory, ServedModel
-from kakeya.generation.standing import DraftModelState
 from kakeya.prefix.seam import NoPrecache, Precache
 from kakeya.text.text import Texts
 

@@ -95,3 +95,12 @@ class ModelState(StrEnum):
     UNLOADED = "unloaded"
     FAILED = "failed"
     STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModelState:
+    """State of a draft-only model."""
+
+    model_id: str
+    state: ModelState
+    last_error: str = ""

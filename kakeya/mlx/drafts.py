@@ -13,7 +13,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from kakeya.engine.model import ModelDraft
+from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.request import Sampling
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.verifier import MlxVerifier, select
@@ -48,7 +48,7 @@ class Drafter:
 
     def draft(
         self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
-    ) -> ModelDraft:
+    ) -> Draft:
         """Draft `size` tokens after a non-empty `prefix`.
 
         With a seed and a temperature above 0, tokens are drawn with the noise that a verifier of
@@ -73,7 +73,12 @@ class Drafter:
         # The last drafted token was never fed, so its KV does not exist.
         stream.tokens = [*prefix, *tokens[:-1]]
         values = cast("list[float]", confidence.tolist())
-        return ModelDraft(tokens=tuple(tokens), confidence=tuple(values), forward_passes=size)
+        return Draft(
+            source=self._model.model_id,
+            tokens=tuple(tokens),
+            confidence=tuple(values),
+            forward_passes=size,
+        )
 
     def _follow(self, prefix: Sequence[int]) -> _Stream:
         """Bring a stream to hold the KV of all but the last token of `prefix`."""

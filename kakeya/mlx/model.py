@@ -18,12 +18,12 @@ import mlx.core as mx
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.core.process import trim_heap
+from kakeya.decoding.draft.proposer import Draft
 from kakeya.engine.model import (
     CHUNK_LIMIT_S,
     KEPT_BUFFER_BYTES,
     LoadedFacts,
     MemoryUse,
-    ModelDraft,
     SequenceState,
 )
 from kakeya.mlx.batch.batch import BATCH_ROWS, hand_over, launch_together, uses_slabs, why_by_turns
@@ -139,7 +139,7 @@ class MlxModel:
 
     def draft(
         self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
-    ) -> ModelDraft:
+    ) -> Draft:
         """Draft `size` tokens after `prefix`."""
         return self._drafter.draft(prefix, size, seed, temperature)
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.units import pack_ids, unpack_ids
-from kakeya.engine.model import KvView, LoadedFacts, MemoryUse, ModelDraft
+from kakeya.decoding.draft.proposer import Draft
+from kakeya.engine.model import KvView, LoadedFacts, MemoryUse
 from kakeya.generation.request import Sampling
 from kakeya.node.engine_main import main
 
@@ -158,8 +159,8 @@ class ToyModel:
 
     def draft(
         self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
-    ) -> ModelDraft:
-        return ModelDraft(tokens=(), confidence=(), forward_passes=0)
+    ) -> Draft:
+        return Draft(source="none")
 
     def memory(self) -> MemoryUse:
         return MemoryUse(active_bytes=0, peak_bytes=0)

@@ -10,8 +10,7 @@ from blockbuster import BlockingError
 
 from kakeya.backends.engine.process import SocketFolder
 from kakeya.core import errors
-from kakeya.generation.facts import ModelState
-from kakeya.generation.standing import DraftModelState
+from kakeya.generation.facts import DraftModelState, ModelState
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving
 
 SAID = "hello world, 日本語 😀 and so on."

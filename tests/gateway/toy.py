@@ -24,11 +24,10 @@ from kakeya.core.errors import InvalidArgument, NotFound, PeerUnavailable
 from kakeya.gateway.app import build_app
 from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.server import serve_http
-from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
+from kakeya.generation.facts import DraftModelState, EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Done, Frame, Progress, SourceUsage, StopReason, Tokens, Usage
 from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import DecodeRequest, DraftSource
-from kakeya.generation.standing import DraftModelState
 from kakeya.prefix.seam import NoPrecache, Precache
 
 TEMPLATE = (
