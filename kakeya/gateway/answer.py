@@ -16,10 +16,10 @@ FinishReason = Literal["stop", "length"]
 
 
 class GeneratedAnswer:
-    """What one generation has said so far. `finish_reason` is set once nothing more is to come.
+    """The text of one generation so far. `finish_reason` is set at the end of the text.
 
-    `usage` is the engine's account; None when the answer ended before the engine gave it, at a
-    stop string. `cached_tokens` are those of the prompt that were there before.
+    `usage` is the engine's account; None when a stop string ended the answer before it.
+    `cached_tokens` are tokens of the prompt with KV from earlier requests.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class GeneratedAnswer:
             is_stopped = token_ids[-1] in self._stop_token_ids
             return self._detokenizer.feed(token_ids[:-1] if is_stopped else token_ids)
         text = ""
-        # One by one: what a step committed behind a stop string is no part of the answer.
+        # One by one: tokens that a step committed behind a stop string are no part of the answer.
         for token_id in token_ids:
             self.completion_tokens += 1
             if token_id not in self._stop_token_ids:

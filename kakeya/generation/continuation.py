@@ -1,9 +1,9 @@
-"""One generation across several engines: what was committed, and what is left to ask for.
+"""One generation across several engines: the tokens committed so far, and the rest to ask for.
 
 An engine may die in the middle. The tokens that it streamed are committed; the next engine gets
-the history with them appended, the rest of the budget and the same seed. Noise is keyed by
-position, so the tokens are the same as without the death. The deadline is one of the first token:
-it goes on counting over a death before that, and means nothing to an engine that comes after.
+the history with these tokens appended, the rest of the budget and the same seed. Noise is keyed by
+position, so the tokens are the same as without the death. The deadline is for the first token: it
+goes on over a death before that token, and an engine after it gets none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Continuation:
         self._steps = 0
         self._was_interrupted = False
         self.losses: Counter[Loss] = Counter()
-        """In a row, without a token between them."""
+        """Losses in a row, without a token between them."""
 
     @property
     def has_begun(self) -> bool:
@@ -57,7 +57,7 @@ class Continuation:
         self.losses[loss] += 1
 
     def rest(self, now: float) -> DecodeRequest:
-        """What the next engine is asked for."""
+        """The request to the next engine."""
         if not self._committed:
             return self._request.after(now - self._started_mono)
         return replace(
@@ -98,10 +98,10 @@ class Continuation:
             self._first_token_mono = now
 
     def _total(self, last: Usage, now: float) -> Usage:
-        """Usage of all engines together. A lost one gave no account: its steps are counted here.
+        """Usage of all engines together. A lost engine reports nothing: its steps are counted here.
 
-        What the last one found may reach into what was decoded; of the prompt, one token at least
-        was computed.
+        The KV that the last engine found may reach into decoded tokens; of the prompt, at least one
+        token was computed.
         """
         if not self._was_interrupted:
             return last
