@@ -16,53 +16,93 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from blockbuster import BlockBuster
 
+from kakeya.backends.engines import engine_command
 from kakeya.cli.child import NodeProcess
-from kakeya.core.errors import PeerUnavailable
+from kakeya.cli.main import main
+from kakeya.config import config
+from kakeya.core.errors import ConfigError, PeerUnavailable
 from kakeya.fleet.identity.authority import create_fleet
-from kakeya.node.agent import GRACE_S
+from kakeya.node.agent import GRACE_S, Agent
+from kakeya.node.datadir import DataDir
 from kakeya.sessions.client import Client
 from tests.node.nodes import FREE, QUICK, eventually, run_cli, run_daemon, seen_by, verifier_node
 
 NGRAM_ONLY = ("--proposer", "ngram")
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--modle", "x"), "did you mean --model"),
-        (("--ttl", "1"), "from 10 to 600"),
-        (("--bind", "nonsense"), "HOST:PORT"),
-        (("--bind", "0.0.0.0:0"), "--insecure-lan"),
-        (("--model", "/nowhere/at/all"), "existing folder"),
-        (("--model", "kakeya-tyni"), "did you mean kakeya-tiny"),
-        (("--config", "/nowhere.toml"), "/nowhere.toml"),
-        (("--bind", "192.0.2.1:1", "--insecure-lan", "--http", "127.0.0.1:0"), "192.0.2.1:1"),
-        (("--data-dir", "/dev/null/x"), "/dev/null/x"),
-    ],
-)
-def test_a_start_that_cannot_be_meant_ends_with_2_and_one_sentence(
-    tmp_path: Path, flags: tuple[str, ...], words: str
+SETTINGS = ("--modle", "x")
+ADDRESS = ("--bind", "192.0.2.1:1", "--insecure-lan", "--http", "127.0.0.1:0")
+REFUSED = {
+    SETTINGS: "did you mean --model",
+    ("--ttl", "1"): "from 10 to 600",
+    ("--bind", "nonsense"): "HOST:PORT",
+    ("--bind", "0.0.0.0:0"): "--insecure-lan",
+    ("--model", "/nowhere/at/all"): "existing folder",
+    ("--model", "kakeya-tyni"): "did you mean kakeya-tiny",
+    ("--config", "/nowhere.toml"): "/nowhere.toml",
+    ADDRESS: "192.0.2.1:1",
+    ("--data-dir", "/dev/null/x"): "/dev/null/x",
+}
+
+
+@pytest.fixture
+def refusal(nothing_blocks_the_event_loop: BlockBuster) -> Iterator[Callable[..., str]]:
+    """Why a start is refused, asked in this process; a node may block before it serves."""
+
+    def start(folder: Path, *flags: str) -> None:
+        async def enter(home: DataDir) -> None:
+            command = engine_command(settings.log_format, adapters=settings.adapters)
+            async with Agent(settings, command, home):
+                pass
+
+        settings = config.load(("--data-dir", str(folder), *flags), {})
+        with DataDir(settings.data_dir) as home:
+            asyncio.run(enter(home))
+
+    def refusal(folder: Path, *flags: str) -> str:
+        with pytest.raises(ConfigError) as refused:
+            start(folder, *flags)
+        return refused.value.message
+
+    nothing_blocks_the_event_loop.deactivate()
+    yield refusal
+    nothing_blocks_the_event_loop.activate()
+
+
+@pytest.mark.parametrize("flags", REFUSED, ids=" ".join)
+def test_a_start_that_cannot_be_meant_is_refused_in_one_sentence(
+    tmp_path: Path, refusal: Callable[..., str], flags: tuple[str, ...]
+) -> None:
+    said = refusal(tmp_path, *flags)
+    assert REFUSED[flags] in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("flags", [SETTINGS, ADDRESS], ids=["settings", "agent"])
+def test_a_refused_start_ends_with_2_and_its_sentence_alone(
+    tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     ended = run_daemon("--data-dir", str(tmp_path), *flags)
     assert ended.returncode == 2
     assert ended.stdout == ""
-    assert words in ended.stderr
+    assert REFUSED[flags] in ended.stderr
     assert ended.stderr.startswith("kakeya-node: ")
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_model_folder_without_weights_is_refused(tmp_path: Path) -> None:
+def test_a_model_folder_without_weights_is_refused(
+    tmp_path: Path, refusal: Callable[..., str]
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    ended = run_daemon("--data-dir", str(tmp_path / "data"), "--model", str(folder))
-    assert ended.returncode == 2
-    assert "*.safetensors" in ended.stderr
+    assert "*.safetensors" in refusal(tmp_path / "data", "--model", str(folder))
 
 
 async def test_one_ready_line_and_an_exit_with_0(tmp_path: Path) -> None:
@@ -155,15 +195,6 @@ async def test_a_second_node_is_refused_within_a_second(tmp_path: Path) -> None:
         assert node.api.get("/healthz") == {"status": "ok"}
 
 
-async def test_the_name_stays_and_each_start_is_a_new_life(tmp_path: Path) -> None:
-    lives = []
-    for _ in range(2):
-        async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
-            lives.append(node.api.get("/api/v1/status")["node"])
-    assert lives[0]["node_id"] == lives[1]["node_id"]
-    assert lives[1]["incarnation"] == lives[0]["incarnation"] + 1
-
-
 def test_a_full_disk_does_not_keep_a_node_from_serving(tmp_path: Path) -> None:
     """A full disk, played by a file size limit that leaves room for a lock file and no more."""
     script = (
@@ -250,25 +281,29 @@ async def test_a_damaged_state_file_is_set_aside_and_named_and_costs_no_time(
 
 
 @pytest.mark.parametrize("name", ["key.pem", "cert.pem", "ca.pem", "ca-key.pem"])
-def test_a_damaged_key_file_stops_the_start_and_is_not_replaced(tmp_path: Path, name: str) -> None:
+def test_a_damaged_key_file_stops_the_start_and_is_not_replaced(
+    tmp_path: Path, refusal: Callable[..., str], name: str
+) -> None:
     """Row 33: such a file is never set aside; a node with another key would be another node."""
     create_fleet(tmp_path, "mini", time.time())
     path = tmp_path / "identity" / name
     path.write_bytes(path.read_bytes()[:-60])
     damaged = path.read_bytes()
-    refused = run_daemon(*FREE, *NGRAM_ONLY, "--data-dir", str(tmp_path))
-    assert refused.returncode == 2
-    assert str(path) in refused.stderr
-    assert len(refused.stderr.strip().splitlines()) == 1
+    said = refusal(tmp_path, *FREE, *NGRAM_ONLY)
+    assert str(path) in said
+    assert "\n" not in said
     assert path.read_bytes() == damaged
 
 
-async def test_kill_9_leaves_nothing_that_stops_the_next_start(tmp_path: Path) -> None:
-    async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
-        node.send(signal.SIGKILL)
-        assert await node.wait() == -signal.SIGKILL
-    async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
-        assert node.api.get("/healthz") == {"status": "ok"}
+async def test_after_kill_9_a_node_has_its_name_and_a_new_life(tmp_path: Path) -> None:
+    lives = []
+    for _ in range(2):
+        async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
+            lives.append(node.api.get("/api/v1/status")["node"])
+            node.send(signal.SIGKILL)
+            assert await node.wait() == -signal.SIGKILL
+    assert lives[0]["node_id"] == lives[1]["node_id"]
+    assert lives[1]["incarnation"] == lives[0]["incarnation"] + 1
 
 
 async def test_a_copy_of_a_node_refuses_to_serve_and_both_say_why(tmp_path: Path) -> None:
@@ -350,11 +385,14 @@ async def test_garbage_into_the_grpc_port_is_survived(tmp_path: Path) -> None:
         assert await node.stop() == 0
 
 
-def test_without_a_node_the_command_line_says_how_to_start_one(tmp_path: Path) -> None:
+def test_without_a_node_the_command_line_says_how_to_start_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for command in ("status", "plan", "generate"):
-        ended = run_cli(command, "--data-dir", str(tmp_path))
-        assert ended.returncode == 1
-        assert "kakeya-node" in ended.stderr
-        assert ended.stderr.count("\n") == 1
+        assert main([command, "--data-dir", str(tmp_path)]) == 1
+        said = capsys.readouterr().err
+        assert "kakeya-node" in said
+        assert said.count("\n") == 1
     assert run_cli("status", "--node", "nonsense").returncode == 2
-    assert run_cli("nonsense").returncode == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["nonsense"])
