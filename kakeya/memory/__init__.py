@@ -1,3 +1,2 @@
-"""One owner of the machine's bytes. Nothing large loads without a lease in its ledger, and what is
-in use is never taken away.
-"""
+"""One owner of the machine's bytes. No model loads without a lease in its ledger, and a model in
+use is never evicted."""

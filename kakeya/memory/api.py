@@ -7,15 +7,15 @@
             for frame in frames:
                 await handle.run(frame)
 
-A model is loaded by the first who needs it and shared; while somebody holds it, it is not taken
-away; afterwards it stays until its room is needed. Loading a model on one's own is not allowed:
-nobody could count it.
+The first request for a model loads it, and later ones share it. A model with a handle is not
+evicted; afterwards it stays until its room is needed. A plug-in never loads a model by itself: the
+ledger could not count it.
 
-Who measures: a handler's `load` returns what it measured, an engine's later growth comes by
-`measure`, the machine's state by `observe` (see `pressure`). Who owns the live models: this object;
-a backend is reached through a handle only, as long as it is held. An active session holds a handle.
-A job in another process is a capability of its own role, whose load is to note the holder, or,
-where nobody asked, `hold`.
+    measured by   a handler's `load`, which returns the size of a model; `measure` for an engine's
+                  later growth; `observe` for the machine's memory (see `pressure`)
+    held by       a handle, through which alone a backend is reached; an open session holds one
+    other jobs    a capability of its own role, whose load notes the holder; or `hold`, for bytes
+                  that were taken without asking
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from kakeya.memory.machine.pressure import Reading
 __all__ = ["GRACE_S", "PLAIN", "Handle", "MemoryArbiter", "Terms"]
 _log = logging.getLogger(__name__)
 GRACE_S = 10.0
-"""How long the end waits for those who still use a model."""
+"""How long the shutdown waits for models in use."""
 
 
 class MemoryArbiter:
-    """See the module. One for each node, on one event loop, between `async with`."""
+    """See the module. One for each node, on one event loop, within `async with`."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class MemoryArbiter:
         self._capabilities: dict[str, Capability] = {}
         self._roles: dict[str, Role] = {}
         self._listeners = EventListeners()
-        self._shelf = LiveModels(self._capabilities, clock)
+        self._live = LiveModels(self._capabilities, clock)
         self._keeper = Keeper(
-            self._arbiter, models=self._shelf, listeners=self._listeners, clock=clock
+            self._arbiter, models=self._live, listeners=self._listeners, clock=clock
         )
         self._embeddings = embeddings or VisionEmbeddingCache(mono=clock.mono)
         self._keeper.add_tenant(self._embeddings)
@@ -90,10 +90,10 @@ class MemoryArbiter:
     ) -> None:
         await self.shutdown()
 
-    # What plug-ins do.
+    # Plug-ins.
 
     def register(self, capability: Capability) -> None:
-        """Take over a capability. Raises Conflict when its name has a handler already, or its
+        """Add a capability. Raises Conflict when its name has a handler already, or when its
         role's name means another role."""
         if self._is_over:
             raise errors.Refused(f"the arbiter is shutting down; {capability.name} is not taken")
@@ -102,18 +102,18 @@ class MemoryArbiter:
         role = capability.role
         if self._roles.setdefault(role.name, role) != role:
             raise errors.Conflict(
-                f"role {role.name!r} of {capability.name!r} is known with another meaning; use "
-                "that one, or choose another name"
+                f"role {role.name!r} of {capability.name!r} is already defined with another "
+                "meaning; use that one, or choose another name"
             )
         self._capabilities[capability.name] = capability
 
     async def request(
         self, capability: str, model_key: str, payload: object, terms: Terms = PLAIN
     ) -> object:
-        """Acquire, run, release. Cancelling it cancels the run, or gives up the place in the line.
+        """Acquire, run, release. Cancelling it cancels the run, or leaves the queue.
 
         Raises NotFound, MemoryRefused, DrainTimeout, QueueFull, LoadFailed, DeadlineExceeded (at
-        once, when loading and running usually take longer), and what the run raises.
+        once, when loading and running usually take longer), and the errors of the run.
         """
         key = self._key(capability, model_key)
         self._check_time(key, terms, self._runner.usual_s(key) or 0.0)
@@ -127,9 +127,9 @@ class MemoryArbiter:
     async def acquire(
         self, capability: str, model_key: str, terms: Terms = PLAIN
     ) -> AsyncIterator[Handle]:
-        """Hold a model for many calls. `timeout_s` covers the way to the handle only.
+        """Hold a model for many calls. `timeout_s` covers the wait for the handle only.
 
-        Raises what `request` raises, but for the run.
+        Raises the errors of `request`, but for those of a run.
         """
         key = self._key(capability, model_key)
         self._check_time(key, terms, 0.0)
@@ -140,32 +140,32 @@ class MemoryArbiter:
             handle.release()
 
     def try_acquire(self, capability: str, model_key: str, terms: Terms = PLAIN) -> Handle | None:
-        """A handle of what is in memory and nobody ahead waits to see go; None = not now.
+        """A handle of a loaded model; None = it is not loaded, or drains for a request ahead.
 
-        It never loads and never waits: for who would rather do without.
+        It never loads and never waits: for callers that can do without the model.
         """
         key = self._key(capability, model_key)
         lease = self._arbiter.lend(key, terms.priority, self._clock.mono())
         return None if lease is None else Handle(self, key, lease)
 
     def on_event(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Tell `listener` what happens, until what is returned is called."""
+        """Tell `listener` of events until the returned function is called."""
         return self._listeners.add(listener)
 
     def cached_embedding(self, key: str) -> VisionEmbedding | None:
-        """Projected tokens of an image that was seen lately; see `embeddings.embedding_key`."""
+        """The projected tokens of a recent image; see `embeddings.embedding_key`."""
         return self._embeddings.get(key)
 
     def cache_embedding(self, key: str, embedding: VisionEmbedding) -> None:
-        """Keep an image's projected tokens for a while: in room that nobody needs, else in the
-        place of older ones."""
+        """Keep an image's projected tokens for a while: in spare room, else in the room of older
+        ones."""
         self._embeddings.put(key, embedding, partial(self.may_grow, TENANT))
         self.grown(TENANT)
 
-    # What the node does.
+    # The node.
 
     async def preload(self, capability: str, model_key: str, terms: Terms = PLAIN) -> bool:
-        """Begin to load before anybody asks, if there is room to spare; False = not now."""
+        """Begin to load without a request, if there is room to spare; False = not now."""
         key = self._key(capability, model_key)
         self._keeper.count_tenants()
         taken, outcome = self._arbiter.preload(self._ask(key, terms, FOREVER), self._clock.mono())
@@ -178,20 +178,20 @@ class MemoryArbiter:
         self._keeper.take(self._arbiter.unload(key, self._clock.mono()))
 
     def measure(self, capability: str, model_key: str, size: int, unfilled_bytes: int = 0) -> None:
-        """Tell what a loaded model occupies by now. `unfilled_bytes` of it are lent to it and not
-        yet used: the machine still shows them as available."""
+        """Report the bytes of a loaded model. `unfilled_bytes` of them are lent to it and not
+        used yet, so that the machine shows them as available."""
         key = ResidentKey(capability, model_key)
         now = self._clock.mono()
         self._keeper.take(self._arbiter.measure(key, size, now, unfilled_bytes=unfilled_bytes))
 
     def unlearn(self, capability: str, model_key: str) -> None:
-        """Forget what was learnt of a model that never comes back; one in memory is left."""
+        """Forget the sizes and times of a model that will not come back, unless it is loaded."""
         key = ResidentKey(capability, model_key)
         self._arbiter.unlearn(key)
-        self._shelf.unlearn(key)
+        self._live.unlearn(key)
 
     def observe(self, reading: Reading) -> None:
-        """Tell how the machine is; at each poll, whether it changed or not."""
+        """Report the machine's memory: at each poll, whether it changed or not."""
         before = self._arbiter.snapshot().level
         self._keeper.count_tenants()
         outcome = self._arbiter.observe(
@@ -212,17 +212,16 @@ class MemoryArbiter:
         self._keeper.take(outcome)
 
     def hold(self, holder: str, size: int, unfilled_bytes: int = 0) -> None:
-        """Tell what another process occupies by now; 0 = nothing more. `unfilled_bytes` as in
-        `measure`."""
+        """Report the bytes of another process; 0 = none. `unfilled_bytes` as in `measure`."""
         now = self._clock.mono()
         self._keeper.take(self._arbiter.hold(holder, size, now, unfilled_bytes=unfilled_bytes))
 
     def tell(self, happened: Event) -> None:
-        """Tell the listeners what happened to what is in memory, done by somebody else."""
+        """Tell the listeners of an event in memory that another part has caused."""
         self._listeners.tell(happened)
 
     def set_budget(self, budget: int) -> None:
-        """Change the budget; what idles goes when it has become too small."""
+        """Change the budget; idle models are evicted when it has become too small."""
         self._keeper.take(self._arbiter.set_budget(budget, self._clock.mono()))
 
     def add_tenant(self, source: TenantSource) -> None:
@@ -230,20 +229,22 @@ class MemoryArbiter:
         self._keeper.add_tenant(source)
 
     def remove_tenant(self, name: str) -> None:
-        """Count a tenant no longer. One that is not there is fine."""
+        """Stop counting a tenant, if it is counted."""
         self._keeper.remove_tenant(name)
 
     def may_grow(self, name: str, size: int) -> bool:
-        """Reserve bytes that nobody needs for a tenant that wants to grow; False = not now.
+        """Reserve spare bytes for a tenant that wants to grow; False = not now.
 
         They stay reserved until the tenant reports that it grew by them, or until `grown`. Nothing
-        is evicted for it, and nobody who waits is robbed. Raises NotFound for an unknown tenant.
+        is evicted for it, and no waiting request loses its room. Raises NotFound for an unknown
+        tenant.
         """
         self._keeper.count_tenants()
         return self._arbiter.may_grow(name, size)
 
     async def make_room(self, name: str, size: int, timeout_s: float) -> None:
-        """Reserve bytes for a tenant that somebody waits for; what idles goes for it, in its turn.
+        """Reserve bytes for a tenant that a request waits for; idle models are evicted for it, in
+        its turn.
 
         As `may_grow` otherwise; for one growth of a tenant at a time. Raises MemoryRefused,
         DeadlineExceeded, Refused at the end, NotFound for an unknown tenant.
@@ -257,7 +258,7 @@ class MemoryArbiter:
         )
         try:
             await self._keeper.lease(ask)
-        except BaseException:  # it may have been granted in the moment in which its asker left
+        except BaseException:  # it may have been granted at the moment of the cancellation
             self.grown(name)
             raise
 
@@ -271,8 +272,8 @@ class MemoryArbiter:
         return self._arbiter.find(ResidentKey(capability, model_key))
 
     def would_grant(self, capability: str, model_key: str) -> bool:
-        """Whether a request of normal priority would be served if it came now, at once or in its
-        turn, without others having to let go for it. Changes nothing. Raises NotFound."""
+        """Whether a request of normal priority would be served now or in its turn, without
+        waiting for models to drain. Changes nothing. Raises NotFound."""
         key = self._key(capability, model_key)
         return self._arbiter.would_grant(self._ask(key, PLAIN, FOREVER), self._clock.mono())
 
@@ -286,12 +287,15 @@ class MemoryArbiter:
         self._arbiter.check_integrity()
 
     def health(self) -> tuple[TaskHealth, ...]:
-        """The background task that carries out what is decided."""
+        """The background task that carries out plans."""
         return self._tasks.health() if self._tasks else ()
 
     async def shutdown(self) -> None:
         """Refuse new requests, wait for those in use, unload everything. A second call does
-        nothing. Who does not release in time loses the model: its runs are cancelled first."""
+        nothing.
+
+        A handle that is not released in time loses its model: its runs are cancelled first.
+        """
         if self._is_over:
             return
         self._is_over = True
@@ -304,31 +308,32 @@ class MemoryArbiter:
         finally:
             await self._tasks.aclose()
 
-    # What handles do.
+    # Handles.
 
     def backend(self, key: ResidentKey) -> object:
-        """The live model of a key that is leased. Raises Conflict when it was taken by the end."""
-        if key not in self._shelf.backends:
+        """The live model of a leased key. Raises Conflict when the shutdown took it."""
+        if key not in self._live.backends:
             raise errors.Conflict(f"{key} is gone: the arbiter was shut down")
-        return self._shelf.backends[key]
+        return self._live.backends[key]
 
     async def run_held(self, key: ResidentKey, payload: object) -> object:
-        """Run on a key that is leased."""
+        """Run a request on a leased key."""
         capability = self._capabilities[key.capability]
         return await self._runner.run(key, capability, self.backend(key), payload)
 
     def retain(self, lease: LeaseId) -> LeaseId:
-        """One more lease for who holds one."""
+        """Add a lease beside one that is held."""
         return self._arbiter.retain(lease, self._clock.mono())
 
     def release(self, lease: LeaseId) -> None:
-        """Give a lease back. Where nothing follows from it, nothing is counted or walked."""
+        """Release a lease. Where nothing follows from it, no tenant is counted and no queue is
+        walked."""
         now = self._clock.mono()
         if self._arbiter.write_release(lease, now):
             self._keeper.count_tenants()
             self._keeper.take(self._arbiter.settle(now))
 
-    # How a request goes.
+    # The course of a request.
 
     def _start(self) -> None:
         if self._is_over or self._tasks is not None:
@@ -357,7 +362,7 @@ class MemoryArbiter:
         )
 
     def _check_time(self, key: ResidentKey, terms: Terms, run_s: float) -> None:
-        needed_s = run_s + self._shelf.usual_load_s(key)
+        needed_s = run_s + self._live.usual_load_s(key)
         if terms.timeout_s < needed_s:
             raise errors.DeadlineExceeded(
                 f"too long: {key} is estimated to take {needed_s:.3g} s to load and run, and the "
@@ -388,7 +393,7 @@ class MemoryArbiter:
             await self._keeper.unload_now(key)
 
     def _forget_images(self, happened: Event) -> None:
-        """Under pressure, vision gives up its projected images with its weights."""
+        """Drop projected images when pressure evicts vision."""
         if isinstance(happened, Evicted) and happened.reason is Reason.PRESSURE:
             role = self._capabilities[happened.key.capability].role
             if role.name == VISION.name:

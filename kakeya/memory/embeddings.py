@@ -1,9 +1,9 @@
-"""What images became for a model: projected tokens, kept in RAM for a few minutes.
+"""Projected tokens of images, kept in RAM for a few minutes.
 
 Projecting an image costs more than most answers about it. The key is a digest of the model family
-and the pixels, normalised, so that two files of one picture meet; two families never do, nor do
-two pictures of which the model sees that they differ.
-A hit makes an entry young for the order of leaving; it does not make it live longer.
+and of the normalised pixels: two files of one picture have one key, two families never do, nor do
+two pictures in which the model sees a difference. A hit makes an entry young for eviction; it does
+not make it live longer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class VisionEmbedding:
 
 
 class VisionEmbeddingCache:
-    """Least recently used entries go first, expired ones before. A tenant of the ledger."""
+    """The projected tokens by key: a tenant of the ledger. Evicts expired entries, then the
+    least recently used."""
 
     def __init__(
         self, *, mono: Callable[[], float], max_entries: int = MAX_ENTRIES, ttl_s: float = TTL_S
@@ -79,10 +80,10 @@ class VisionEmbeddingCache:
     def put(
         self, key: str, embedding: VisionEmbedding, may_grow: Callable[[int], bool] = lambda _: True
     ) -> None:
-        """Keep an embedding. Its tokens must not change any more.
+        """Keep an embedding; its tokens must not change any more.
 
-        What `may_grow` refuses room takes that of the least recently used, which is no more than
-        the cache had; one that is larger is not kept.
+        Where `may_grow` refuses room, it takes the room of the least recently used ones; an
+        embedding that is larger than the cache is not kept.
         """
         room = self.usage().held_bytes
         self._entries.pop(key, None)
@@ -94,7 +95,7 @@ class VisionEmbeddingCache:
             self._entries[key] = (embedding, self._mono() + self._ttl_s)
 
     def purge_expired(self) -> int:
-        """Drop what expired; returns how many that were."""
+        """Drop expired entries; returns their number."""
         now = self._mono()
         expired = [key for key, (_, until) in self._entries.items() if until <= now]
         for key in expired:
@@ -102,11 +103,11 @@ class VisionEmbeddingCache:
         return len(expired)
 
     def clear(self) -> None:
-        """Drop everything: the model that understood it is gone."""
+        """Drop all entries: the model that understood them is gone."""
         self._entries.clear()
 
     def usage(self) -> Tenant:
-        """What it holds, as the ledger counts it."""
+        """The bytes of the cache, for the ledger."""
         now = self._mono()
         live = expired = 0
         for embedding, until in self._entries.values():
@@ -127,7 +128,7 @@ class VisionEmbeddingCache:
         self._drop_to(self.usage().held_bytes - size)
 
     def _has_place(self, size: int, room: int) -> bool:
-        """Make place within what it had, where that is enough at all."""
+        """Make place within the cache's own bytes, where these are enough."""
         if size > room:
             return False
         self._drop_to(room - size)
@@ -155,12 +156,13 @@ def embedding_key(model_family: str, pixels: bytes) -> str:
 def normalised(
     pixels: bytes, width: int, height: int, *, side: int, order: ChannelOrder = "RGB"
 ) -> bytes:
-    """Pixels as they are hashed: RGB, fitted into a square of `side`, padded with what no pixel is.
+    """Pixels as they are hashed: RGB, fitted into a square of `side`, padded with a value that no
+    pixel has.
 
-    `side` is the size to which the model itself reduces an image, so that the key tells apart what
-    the model does. There a pixel is the mean of all that it stands for, exact enough for each of
-    them to count; a smaller image stays as it is. Transparency is dropped. Raises InvalidArgument
-    when the length does not fit.
+    `side` is the size to which the model itself reduces an image, so that the key differs where the
+    model sees a difference. A reduced pixel is the exact mean of all pixels that it stands for, so
+    that each of them counts; a smaller image stays as it is. Transparency is dropped. Raises
+    InvalidArgument when the length does not fit.
     """
     step = len(order)
     if min(width, height, side) < 1 or len(pixels) != width * height * step:
@@ -180,8 +182,8 @@ def normalised(
 
 
 def _summed(values: NDArray[np.uint8] | NDArray[np.int64], parts: int) -> NDArray[np.int64]:
-    """The sums of so many equal parts of the first axis, times `parts`: what lies in two of them
-    counts in either for its share, without rounding."""
+    """The sums of so many equal parts of the first axis, times `parts`. A row on a border counts
+    in both parts by its share, without rounding."""
     length = len(values)
     sums = np.empty((parts, *values.shape[1:]), np.int64)
     for part in range(parts):

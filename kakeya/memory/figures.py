@@ -1,4 +1,4 @@
-"""What the memory ledger tells: figures, and the tables that status shows beside them.
+"""Figures of the memory ledger, and the tables that status shows beside them.
 
 `docs/memory-dashboard.json` draws the figures and `docs/memory-alerts.json` watches them; a test
 holds both against the names made here. Ages are in seconds, sizes in bytes.
@@ -26,7 +26,7 @@ _RESIDENT = ("model", "capability", "role")
 
 
 class MemoryCounters:
-    """What happened since the start; a listener of the arbiter's events."""
+    """Counts of events since the start; a listener of the arbiter."""
 
     def __init__(self) -> None:
         self.loads: Counter[tuple[str, str, str]] = Counter()
@@ -70,12 +70,12 @@ class MemoryCounters:
 
 
 def _load_labels(key: ResidentKey) -> tuple[str, str]:
-    """Model and capability; jobs together, since each lease has a name that never comes again."""
+    """Model and capability; leases count together, since each has a name of its own."""
     return ("jobs" if key.capability == JOB else key.model_key), key.capability
 
 
 def memory_figures(ledger: Snapshot, *, is_careful: bool = False) -> Iterator[Figure]:
-    """Budget, residents, tenants and holders outside at one moment."""
+    """Budget, residents, tenants and foreign holders at one moment."""
     yield gauge(
         "kakeya_memory_bytes{state}",
         "The ledger's totals",

@@ -1,4 +1,4 @@
-"""The last things that happened in a node's memory, and why, in words for people."""
+"""The last events in a node's memory and their reasons, in words for people."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from kakeya.memory.leases.rules import waits_on
 
 KEPT = 20
 _ENDS = {
-    Reason.RELEASE: "its engine failed, or somebody had it unloaded",
-    Reason.IDLE: "nobody used it",
+    Reason.RELEASE: "its engine failed, or it was unloaded on request",
+    Reason.IDLE: "it was not used for long",
     Reason.SHUTDOWN: "the node stops",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """What happened to which model, and why; `model` "" = to none in particular."""
+    """An event in words; `model` "" = of no model in particular."""
 
     at_mono: float
     what: str
@@ -43,35 +43,35 @@ class Happening:
 
     @property
     def told(self) -> tuple[str, str, str]:
-        """All but the time."""
+        """All fields but the time."""
         return self.what, self.model, self.why
 
 
 class MemoryLog:
-    """A listener of the arbiter's events that keeps the last ones."""
+    """Keeps the last events; a listener of the arbiter."""
 
     def __init__(self, mono: Callable[[], float]) -> None:
         self._mono = mono
         self._last: deque[Happening] = deque(maxlen=KEPT)
         self._evictions: deque[Happening] = deque(maxlen=KEPT)
-        self._is_told_by = "nobody"
+        self._source = "none"
         self._level = PressureLevel.NOMINAL
 
     @property
     def source(self) -> str:
-        """Who told the level of pressure that stands."""
-        return self._is_told_by
+        """The source of the present level of pressure."""
+        return self._source
 
     def last(self) -> tuple[Happening, ...]:
-        """The newest last."""
+        """The last events, the newest last."""
         return tuple(self._last)
 
     def evictions(self) -> tuple[Happening, ...]:
-        """The last evictions, however much else happened since; the newest last."""
+        """The last evictions, however many other events came since; the newest last."""
         return tuple(self._evictions)
 
     def take(self, happened: Event) -> None:
-        """Keep one event, if people want to know it."""
+        """Keep an event, if it is of interest to people."""
         if isinstance(happened, ModelLoad | ModelUnload) and happened.key.capability == JOB:
             self._take_job(happened)
         else:
@@ -108,7 +108,7 @@ class MemoryLog:
             case RequestRefused() if not waits_on(happened.key, happened.error):
                 self._note("refused", happened.key.model_key, happened.error.message)
             case MemoryPressure():
-                self._level, self._is_told_by = happened.level, happened.source
+                self._level, self._source = happened.level, happened.source
                 self._note(f"pressure {happened.level.name.lower()}", "", f"by {happened.source}")
             case Exhausted():
                 kept = ", ".join(map(str, happened.kept)) or "nothing"
@@ -119,13 +119,13 @@ class MemoryLog:
     def _why_evicted(self, evicted: Evicted) -> str:
         given = f"gave {format_bytes(evicted.bytes)}"
         if evicted.reason is Reason.PRESSURE:
-            return f"{given}: pressure was {self._level.name.lower()} by {self._is_told_by}"
+            return f"{given}: pressure was {self._level.name.lower()} by {self._source}"
         if evicted.room_for is not None:
             return f"{given} to {evicted.room_for.model_key} ({evicted.reason.value})"
         return f"{given}: more was in use than the budget"
 
     def _note(self, what: str, model: str, why: str) -> None:
-        # Said again at once, it is told once: the rest stays to be seen beside who asks on.
+        # A repeated event is kept once: a request that is repeated does not push out the others.
         if self._last and (what, model, why) == self._last[-1].told:
             self._last.pop()
         self._last.append(Happening(self._mono(), what, model, why))

@@ -1,11 +1,11 @@
 """Capabilities that installed distributions offer, by entry points of `kakeya.capabilities`.
 
-Each names a function that returns a `Capability`. One with an argument gets the arbiter, for who
-asks for models by itself, keeps projected images, or listens to events. A function that fails is
-reported and left out; the others are registered.
+Each entry point names a function that returns a `Capability`. A function with an argument gets the
+arbiter: to request models by itself, to keep projected images, or to listen to events. A function
+that fails is reported and left out; the others are registered.
 
 Modules are imported in a thread, since that may take seconds. The functions are called on the event
-loop, so they may start tasks there, and have to answer at once.
+loop, so they may start tasks there, and have to return at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PluginReport:
-    """What became of an entry point; no error = registered."""
+    """The outcome of an entry point; no error = registered."""
 
     name: str
     origin: str
@@ -38,9 +38,9 @@ class PluginReport:
 async def load_capabilities(
     arbiter: MemoryArbiter | None, points: Iterable[EntryPoint] | None = None
 ) -> tuple[PluginReport, ...]:
-    """Register all capabilities that are installed, or those of `points`, in the order of names.
+    """Register all installed capabilities, or those of `points`, in the order of names.
 
-    Without an arbiter none is: a model that nobody counts must not be loaded.
+    Without an arbiter none is registered: a model that is not in a ledger must not be loaded.
     """
     if points is None:
         points = await asyncio.to_thread(entry_points, group=GROUP)
@@ -52,7 +52,7 @@ async def _load(arbiter: MemoryArbiter | None, point: EntryPoint) -> PluginRepor
         owner = _required(arbiter)
         make = await asyncio.to_thread(point.load)
         _register(owner, make, point.value)
-    except Exception as fault:  # noqa: BLE001 - somebody else's code
+    except Exception as fault:  # noqa: BLE001 - foreign code
         reason = str(fault) or repr(fault)
         event(
             _log,

@@ -1,4 +1,4 @@
-"""What presses on a node's memory: the machine, its own footprint, what a host program tells."""
+"""Sources of pressure on a node's memory: the machine, the node's footprint, a host program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEVELS = tuple(level.name.lower() for level in PressureLevel)
 
 
 def read_level(word: str) -> PressureLevel:
-    """A level by its own name, or by what a system calls it. Raises InvalidArgument."""
+    """Read a level by its own name, or by a system's name for it. Raises InvalidArgument."""
     if word in LEVELS:
         return PressureLevel[word.upper()]
     if word in LEVEL_BY_NATIVE:
@@ -33,10 +33,10 @@ def read_level(word: str) -> PressureLevel:
 
 
 def footprint(ledger: Snapshot) -> tuple[int, int]:
-    """What a node really occupies and what it may, in bytes: what is lent and not used yet counts
-    for nothing, what an engine occupies above its lease does.
+    """The bytes that a node occupies, and those that it may.
 
-    Nor does a load under way: the ledger takes it off what there is to spare, as a whole.
+    Lent bytes that are not used yet do not count; bytes of an engine above its lease do. A load
+    under way does not count either: the ledger takes all of it off the spare bytes.
     """
     loading = sum(one.bytes for one in ledger.residents if one.state is State.LOADING)
     return ledger.committed_bytes - ledger.unfilled_bytes - loading, ledger.budget_bytes
@@ -61,7 +61,7 @@ def pressure_monitor(
 def dispatcher(
     dispatched: DispatchedPressure, arbiter: MemoryArbiter
 ) -> Callable[[str, int | None], str]:
-    """What the control service calls: tell a level; returns the one that stands before it acts."""
+    """The call of the control service that reports a level; it returns the level before."""
 
     def dispatch(word: str, free_bytes: int | None) -> str:
         before = arbiter.status().level.name.lower()

@@ -1,14 +1,14 @@
-"""How much memory a model will take, before it is loaded. The first of these that is known counts:
+"""The memory that a model will take, before it is loaded. The first of these that is known counts:
 
-    stated    what the owner of the node says, and room to compute in
-    history   what it took after earlier loads, and room to compute in
+    stated    the size that the owner of the node states, and room to compute in
+    history   the measured size of earlier loads, and room to compute in
     headers   its tensors as they come into memory, plus an engine's own needs
     files     1.3 times its weight files, where their headers are damaged; 1.1 times a GGUF file
-    name      the parameters and bits that its name speaks of, where nothing is on disk yet
+    name      the parameters and bits in its name, where nothing is on disk yet
 
 An engine needs more than weights: its process, room to compute in, and keys and values. The last
-are told apart, because they grow with what it serves. Reads files, and so blocks; whoever loads
-corrects an estimate by what it measured.
+are separate, because they grow with the requests. Reads files, and so blocks; the measured size of
+a load replaces an estimate.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ allocator's slack after them."""
 FILES_FACTOR = 1.3
 GGUF_FACTOR = 1.1
 NAME_FACTOR = 1.2
-"""Names round, and leave out embeddings and scales."""
+"""Names are rounded, and leave out embeddings and scales."""
 UNKNOWN_PARAMETERS = 4e9
-"""Taken for a name that says nothing: what fits a small machine."""
+"""Parameters of a model with no number in its name: a size that fits a small machine."""
 _CHUNK_ROWS = 256
 """The most tokens that an engine prefills at once."""
 _BLOCK_ROWS = 32
-"""More rows than an engine verifies at once; only such rows have logits."""
+"""More rows than an engine verifies at once; only these rows have logits."""
 STEP_BYTES = 16 * MIB
-"""Beside its KV, a step of any model takes so much, before what its own sizes add."""
+"""Bytes of a step of any model, beside its KV and the tensors that its own sizes give."""
 GROWTH_BYTES = 8 * MIB
-"""By so much Python and libraries may grow in use before spare buffers pay for it."""
+"""Bytes by which Python and libraries grow in use before spare buffers pay for it."""
 _FIXED_WORK_BYTES = STEP_BYTES + GROWTH_BYTES
 _GROUP = 64
 """Weights that share a scale and a bias of 16 bits, in the usual quantization."""
@@ -60,31 +60,31 @@ _BITS = re.compile(r"(\d+(?:\.\d+)?)-?bits?|(?:int|fp|mxfp|nvfp|[^a-z]q|w)(\d+)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a load will take. Units: bytes."""
+    """The bytes that a load will take."""
 
     base_bytes: int
     """Before any request: weights, process, room to compute in."""
     weights_bytes: int
     kv_bytes: int
-    """Keys and values of the tokens that were asked about."""
+    """Keys and values of the tokens in question."""
     kv_bytes_per_token: int
-    """What a token more takes; layers with a window do not count."""
+    """Bytes of one more token; layers with a window do not count."""
     source: Source
     digest: str = ""
     """Names the model in the history; "" = not on disk."""
     problem: str = ""
-    """What is wrong with its files, by name; "" = nothing that shows."""
+    """Faults of its files, by name; "" = none is known."""
     work_bytes: int = 0
     """Of the base, room to compute in and to grow in use: not taken yet right after the load."""
 
     @property
     def bytes(self) -> int:
-        """All together."""
+        """The sum of both."""
         return self.base_bytes + self.kv_bytes
 
 
 def stated(estimate: Estimate, size: int) -> Estimate:
-    """With what somebody says that the model takes in memory, before any request."""
+    """The estimate with the size that the owner states, before any request."""
     return replace(estimate, base_bytes=size + estimate.work_bytes, source="stated")
 
 
@@ -96,10 +96,10 @@ def estimate_model(
     history: SizeHistory | None = None,
     kind: str = "text",
 ) -> Estimate:
-    """What the model in a folder will take with `kv_tokens` tokens of one sequence.
+    """Estimate the model in a folder, with `kv_tokens` tokens of one sequence.
 
-    `widens` says that 16-bit weights become 32-bit ones, as on the CPU backend. `kind` is what it
-    serves for, in the history. Raises ConfigError when the folder holds no weights.
+    `widens` = 16-bit weights become 32-bit ones, as on the CPU backend. `kind` is the use of the
+    model, in the history. Raises ConfigError when the folder holds no weights.
     """
     if not weight_files(folder):
         return _from_other_files(folder)
@@ -136,8 +136,8 @@ def estimate_source(
     history: SizeHistory | None = None,
     kind: str = "text",
 ) -> Estimate:
-    """The same for a folder, or for a Hugging Face id: by its newest cached snapshot below `hub`,
-    by its name where nothing is cached."""
+    """Estimate a folder or a Hugging Face id: by its newest cached snapshot below `hub`, by its
+    name where nothing is cached."""
     folder = Path(source).expanduser()
     if not folder.exists():
         cached = cached_snapshot(source, hub)
@@ -148,7 +148,7 @@ def estimate_source(
 
 
 def cached_snapshot(hub_id: str, hub: Path | None) -> Path | None:
-    """Where a Hugging Face cache holds a model's weights; None = it does not."""
+    """The folder of a model's weights in a Hugging Face cache; None = not there."""
     if hub is None or hub_id.count("/") != 1:
         return None
     repository = hub / f"models--{hub_id.replace('/', '--')}"
@@ -166,7 +166,7 @@ def cached_snapshot(hub_id: str, hub: Path | None) -> Path | None:
 
 
 def estimate_name(name: str, *, widens: bool) -> Estimate:
-    """What a name promises: `Qwen3-0.6B-4bit`, `Mixtral-8x7B`, `30B-A3B`. A guess, and no more."""
+    """Guess by a name: `Qwen3-0.6B-4bit`, `Mixtral-8x7B`, `30B-A3B`."""
     text = name.rpartition("/")[2].lower()
     parameters = _parameters(text)
     bits = _bits(text)
@@ -180,7 +180,7 @@ _FILES: Source = "files"
 
 
 def _loaded_bytes(headers: Headers, config: Mapping[str, Any], widens: bool) -> int:
-    """The tensors as they lie in memory: what is packed stays packed, 8-bit floats become 16-bit
+    """The bytes of the tensors in memory: packed ones stay packed, 8-bit floats become 16-bit
     ones, and dense ones 32-bit ones where the backend widens."""
     packed = {n.rpartition(".")[0] for n in headers.tensors if n.endswith((".scales", "_scales"))}
     return sum(
@@ -199,8 +199,8 @@ def _tensor_bytes(tensor: ArrayEntry, widens: bool) -> int:
 
 
 def _number_bytes(tensors: Mapping[str, ArrayEntry]) -> int:
-    """Of one number in keys and values: of what most weights are, or of the norms where those are
-    wider, since they decide what their layers pass on."""
+    """Bytes of one number in keys and values: that of most weights, or of the norms where those
+    are wider, since they decide the type of their layers' output."""
     by_dtype: dict[str, int] = {}
     for tensor in tensors.values():
         if tensor.is_float:
@@ -223,7 +223,7 @@ def _work_bytes(config: Mapping[str, Any]) -> int:
 
 
 def _of_unknown_layers(weights: int, source: Source, problem: str = "") -> Estimate:
-    """By the weights alone: what layers add to the room to compute in is left out, and their KV."""
+    """Estimate by the weights alone: room that layers need to compute, and KV, are left out."""
     return Estimate(
         base_bytes=weights + PROCESS_BYTES + _FIXED_WORK_BYTES,
         weights_bytes=weights,
@@ -236,7 +236,7 @@ def _of_unknown_layers(weights: int, source: Source, problem: str = "") -> Estim
 
 
 def _from_other_files(folder: Path) -> Estimate:
-    """By the sizes of GGUF files, else of PyTorch ones."""
+    """Estimate by the sizes of GGUF files, else of PyTorch ones."""
     for pattern, factor in (("*.gguf", GGUF_FACTOR), ("*.bin", FILES_FACTOR)):
         found = [folder] if folder.match(pattern) else sorted(folder.glob(pattern))
         sizes = [size for path in found if (size := _size(path)) is not None]
@@ -258,7 +258,7 @@ def _size(path: Path) -> int | None:
 
 
 def _parameters(text: str) -> float:
-    """The largest number of parameters that a name speaks of; experts multiply."""
+    """The largest number of parameters in a name; experts multiply."""
     found = [
         float(size) * (1e9 if unit == "b" else 1e6) * int(times or 1) * (2 if effective else 1)
         for effective, times, size, unit in _SIZE.findall(text)

@@ -1,8 +1,8 @@
-"""What a model folder's weight files say of themselves, without reading a weight.
+"""The headers of a model folder's weight files, read without reading a weight.
 
-Several shards count together, a tensor that two of them hold counts once, as the loader takes it.
-Symbolic links are followed, as in a Hugging Face cache. What is damaged, short or missing is told
-by file, and the other files still count.
+Several shards count together; a tensor that two of them hold counts once, as the loader takes it.
+Symbolic links are followed, as in a Hugging Face cache. Damaged, short and missing files are named,
+and the other files still count.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _check_index(folder: Path, problems: list[str]) -> int:
-    """What the index says that all shards hold together; names the shards that are not there."""
+    """The total size by the index of the shards; names shards that are missing."""
     index = read_json(folder / _INDEX, problems)
     listed = index.get("weight_map")
     if not isinstance(listed, dict):

@@ -1,4 +1,4 @@
-"""What models were measured to take, remembered by what they are and what they serve for."""
+"""Measured sizes of models, by their content and their use."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class SizeHistory:
         self._records = {(one.digest, one.kind): one for one in records}
 
     def note(self, digest: str, kind: str, measured_bytes: int, kv_bytes: int = 0) -> None:
-        """Remember that a loaded model occupies so many bytes, of which so many are KV.
+        """Note the measured bytes of a loaded model, and how many of them are KV.
 
-        A measurement of nothing is no measurement. Raises InvalidArgument below 0.
+        A measurement of 0 bytes does not count. Raises InvalidArgument below 0.
         """
         if min(measured_bytes, kv_bytes) < 0:
             raise errors.InvalidArgument(
@@ -47,7 +47,7 @@ class SizeHistory:
             self._records.pop(next(iter(self._records)))
 
     def peak_bytes(self, digest: str, kind: str) -> int | None:
-        """The most that it took lately; None = never measured."""
+        """The largest of the newest measurements; None = never measured."""
         record = self._records.get((digest, kind))
         return max(record.measured) if record else None
 

@@ -1,4 +1,4 @@
-"""How many bytes of keys and values a model keeps, by its config and its weights' shapes.
+"""The bytes of a model's keys and values, by its config and its weights' shapes.
 
     attention layers     rows of k_proj + rows of v_proj, as the headers have them for each layer;
                          where keys, values and queries share a matrix, 2 * heads * head size
@@ -6,8 +6,8 @@
     sliding windows      no more than the window, on the architectures that keep them so
     recurrent layers     nothing that grows
 
-What the loader keeps in full although the architecture would not need it counts in full. State
-of recurrent layers, which does not grow, is left to the measurement.
+Tensors that the loader keeps in full, although the architecture would not need it, count in full.
+The state of recurrent layers does not grow; it is left to the measurement.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ _OTHER_TOWERS = re.compile(
     r"(?:^|\.)(?:vision\w*|visual|audio\w*|multi_modal_projector|embed_vision|embed_audio"
     r"|mm_projector|image_newline|mtp)(?:\.|\Z)"
 )
-"""What a text model's load leaves in the file."""
+"""Tensors that a text model's load leaves in the file."""
 _KEYS = re.compile(r"(?:^|\.)(?:self_attn|attn|attention|mixer)\.(?:k_proj|wk|key)\.weight\Z")
 _VALUES = re.compile(r"(?:^|\.)(?:self_attn|attn|attention|mixer)\.(?:v_proj|wv|value)\.weight\Z")
 _LATENT = re.compile(r"\.kv_a_proj_with_mqa\.weight\Z")
 _INDEXER = re.compile(r"\.indexer\.wk\.weight\Z")
 _EXPANDS_LATENT = ("deepseek_v2", "minicpm3", "youtu_llm")
-"""Latent attention whose loader keeps keys and values in full."""
+"""Models with latent attention that the loader keeps as full keys and values."""
 _BY_LAYER_TYPE = (
     *("afmoe", "exaone_moe", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gpt_oss"),
     *("laguna", "llama", "mellum", "ministral3", "mistral3", "muse_spark", "olmo3"),
     *("spark2_5", "step3p5"),
 )
-"""Whose loader keeps a rotating window where `layer_types` says sliding_attention."""
+"""Models with rotating windows in the loader where `layer_types` says sliding_attention."""
 _BY_PATTERN = {"gemma3_text": (6, 512), "gemma3": (6, 512), "cohere2": (4, 4096), "plamo3": (8, 0)}
-"""Whose loader keeps a full layer after each `pattern - 1` rotating ones: the pattern and the
-window where the config leaves them out."""
+"""Models with a full layer after each `pattern - 1` rotating ones in the loader: the pattern and
+the window where the config leaves them out."""
 _STEP_TOKENS = 256
-"""By which the loader lets a layer that keeps everything grow, and at most prefills at once."""
+"""Tokens by which the loader grows a full layer, and the most that it prefills at once."""
 _RECURRENT = ("mamba", "mamba2", "rwkv7", "falcon_mamba")
 _LINEAR_TYPES = ("linear_attention", "mamba", "conv", "recurrent", "linear")
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayer:
-    """What one layer keeps of one token: so many numbers, for at most `window` tokens."""
+    """Numbers that one layer keeps of one token, for at most `window` tokens."""
 
     width: int
     window: int | None = None
@@ -61,7 +61,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def layer_count(config: Mapping[str, Any]) -> int:
-    """Layers of the language model; 0 where the config does not say."""
+    """Layers of the language model; 0 where the config does not tell."""
     for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
         if isinstance(config.get(name), int):
             return int(config[name])
@@ -69,7 +69,7 @@ def layer_count(config: Mapping[str, Any]) -> int:
 
 
 def is_loaded(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a tensor of the file comes into memory; `config` is the language model's."""
+    """Whether a tensor of the file is loaded; `config` is the language model's."""
     if _OTHER_TOWERS.search(name):
         return False
     if name.rpartition(".")[0].endswith("lm_head"):
@@ -81,7 +81,7 @@ def is_loaded(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def kv_layers(config: Mapping[str, Any], tensors: Mapping[str, ArrayEntry]) -> tuple[KvLayer, ...]:
-    """What each layer that keeps something keeps of a token."""
+    """The layers that keep keys and values, and the numbers of each per token."""
     config = text_config(config)
     kind = str(config.get("model_type", ""))
     if kind in _RECURRENT:
@@ -97,8 +97,8 @@ def kv_layers(config: Mapping[str, Any], tensors: Mapping[str, ArrayEntry]) -> t
 
 
 def kv_bytes(layers: Sequence[KvLayer], tokens: int, number_bytes: int) -> int:
-    """Bytes of `tokens` tokens of one sequence, at their most: during prefill a window holds the
-    chunk that is being added as well."""
+    """The most bytes of `tokens` tokens of one sequence: during prefill a window also holds the
+    chunk that is being added."""
     grown = -(-tokens // _STEP_TOKENS) * _STEP_TOKENS
     kept = sum(
         one.width * (grown if one.window is None else min(grown, one.window + _STEP_TOKENS))
@@ -168,7 +168,7 @@ def _attention_layers(config: Mapping[str, Any]) -> list[int]:
 
 
 def _window(config: Mapping[str, Any], kind: str, layer: int) -> int | None:
-    """The tokens that a layer keeps at most; None = all."""
+    """The most tokens that a layer keeps; None = all."""
     if kind in _BY_PATTERN:
         pattern, window = _BY_PATTERN[kind]
         pattern = _number(config, "sliding_window_pattern") or pattern

@@ -1,7 +1,7 @@
-"""The file that remembers what models were measured to take, and where to look for their weights.
+"""The file of measured model sizes, and the folder in which to look for weights.
 
-Written whole (write aside, fsync, rename), with a version and a checksum. What does not read back
-exactly is set aside as `*.corrupt` and named in the log: a wrong size is worse than none.
+Written whole (write aside, fsync, rename), with a version and a checksum. A file that does not read
+back exactly is set aside as `*.corrupt` and named in the log: a wrong size is worse than none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SizeFile:
         self.path = folder / SIZES
 
     def load(self) -> SizeHistory:
-        """Read it; empty at the first start, and when it was damaged or cannot be read."""
+        """Read it; empty at the first start, and when it is damaged or cannot be read."""
         try:
             if self.path.stat().st_size > _MAX_FILE_BYTES:
                 raise ValueError(f"{self.path.stat().st_size} bytes are too many")  # noqa: TRY301
@@ -83,7 +83,7 @@ def decode_sizes(data: bytes) -> tuple[SizeRecord, ...]:
 
 
 def hub_folder(environ: Mapping[str, str], home: Path) -> Path:
-    """Where Hugging Face models are cached, by the same settings that its own library reads."""
+    """The cache of Hugging Face models, by the settings of its own library."""
     if environ.get("HF_HUB_CACHE"):
         return Path(environ["HF_HUB_CACHE"]).expanduser()
     if environ.get("HF_HOME"):

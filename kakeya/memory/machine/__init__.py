@@ -1,1 +1,1 @@
-"""How short of memory the machine is, read from the operating system, and how often it panicked."""
+"""How short of memory the machine is, by the operating system, and how often it panicked."""

@@ -1,4 +1,4 @@
-"""How much memory the machine has to give, from what the operating system says.
+"""The memory that the machine has to give, as the operating system tells it.
 
     Linux   MemAvailable of /proc/meminfo; and, where a control group limits us, the tightest of it
             and its ancestors: limit - usage + what it could drop of its page cache
@@ -24,7 +24,7 @@ from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.machine.pressure import AvailableMemory, MachineMemory, PressureSource, Reading
 
 Run = Callable[[Sequence[str]], str]
-"""Runs a command and returns what it prints; raises OSError or a KakeyaError."""
+"""Runs a command and returns its output; raises OSError or a KakeyaError."""
 _COMMAND_LIMIT_S = 2.0
 _UNLIMITED = 1 << 60
 """Version 1 of control groups says "no limit" by a number near 2^63."""
@@ -46,7 +46,8 @@ def parse_meminfo(text: str) -> MachineMemory:
 
 
 def parse_cgroup(limit: str, usage: str, stat: str) -> MachineMemory | None:
-    """What a control group may use and has left; None = it has no limit. Raises PeerProtocol."""
+    """The limit of a control group and its free bytes; None = it has no limit. Raises
+    PeerProtocol."""
     if limit.strip() == "max":
         return None
     dropped = re.search(r"^(?:total_)?inactive_file (\d+)$", _with_children(stat), re.MULTILINE)
@@ -91,7 +92,7 @@ def parse_kernel_level(text: str) -> PressureLevel:
 
 
 def run_command(command: Sequence[str]) -> str:
-    """Run a command of the system and return what it prints. Raises PeerUnavailable."""
+    """Run a command of the system and return its output. Raises PeerUnavailable."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_COMMAND_LIMIT_S, check=True
@@ -109,11 +110,12 @@ class LinuxMachine:
         self._cgroup = cgroup
 
     def memory(self) -> MachineMemory:
-        """The whole machine's."""
+        """The memory of the whole machine."""
         return parse_meminfo((self._proc / "meminfo").read_text())
 
     def limited(self) -> MachineMemory | None:
-        """The control group's, or that of the ancestor with the least left; None = no limit."""
+        """The memory of the control group, or of the ancestor with the least left; None = no
+        limit."""
         found = []
         for folder, names in self._folders():
             texts = [_text(folder / name) for name in names]
@@ -143,25 +145,25 @@ class MacMachine:
         self._run = run
 
     def memory(self) -> MachineMemory:
-        """By the pages that could be given at once."""
+        """Memory by the pages that could be given at once."""
         total = self._run(("sysctl", "-n", "hw.memsize")).strip()
         if not total.isdecimal():
             raise errors.PeerProtocol(f"hw.memsize is {total[:40]!r}; a number of bytes is due")
         return parse_vm_stat(self._run(("vm_stat",)), int(total))
 
     def pressure(self) -> MachineMemory:
-        """By the system's own percentage."""
+        """Memory by the system's own percentage."""
         return parse_memory_pressure(self._run(("memory_pressure", "-Q")))
 
     def level(self) -> PressureLevel:
-        """By the kernel's level, at which it begins to end processes."""
+        """The kernel's level, at which it begins to end processes."""
         return parse_kernel_level(
             self._run(("sysctl", "-n", "kern.memorystatus_vm_pressure_level"))
         )
 
 
 class KernelLevel:
-    """Pressure as the kernel says it."""
+    """Pressure by the kernel's own level."""
 
     def __init__(self, probe: Callable[[], PressureLevel]) -> None:
         self._probe = probe
@@ -177,7 +179,7 @@ class KernelLevel:
 
 
 def machine_sources(platform: str = sys.platform) -> tuple[PressureSource, ...]:
-    """What this machine can tell of its memory. Blocks for a moment."""
+    """The sources of pressure on this machine. Blocks for a moment."""
     if platform == "darwin":
         mac = MacMachine()
         return (
@@ -196,7 +198,8 @@ def machine_sources(platform: str = sys.platform) -> tuple[PressureSource, ...]:
 
 
 def _with_children(stat: str) -> str:
-    """A version 1 group tells its own figures, then `total_` ones with its children: keep these."""
+    """The figures with children of a version 1 group: it lists its own first, then `total_`
+    ones."""
     totals = [line for line in stat.splitlines() if line.startswith("total_")]
     return "\n".join(totals) if totals else stat
 
@@ -209,7 +212,7 @@ def _upward(root: Path, path: str) -> Iterable[Path]:
 
 
 def _text(path: Path) -> str:
-    """A file's text; "" where there is none: groups and processes come and go."""
+    """The text of a file; "" where there is none: groups and processes come and go."""
     try:
         return path.read_text()
     except OSError:

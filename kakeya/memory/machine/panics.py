@@ -1,13 +1,13 @@
-"""What macOS wrote down when it panicked, or ended processes for memory, and how careful to be.
+"""Reports of macOS on panics and on processes ended for memory, and the caution that they call for.
 
     panic-full-*.panic, Kernel_*.panic   the kernel stopped: JSON, or plain text on older systems
     JetsamEvent-*.ips                    the kernel ended processes because memory was short
 
-JSON reports are two documents: one line that says what kind of report it is and when it was
-written, and the report. Parsers are pure functions of text; reading is bounded in files and in
-bytes, blocks, and raises nothing: a report that does not read is told as such, and counts nothing.
+JSON reports are two documents: one line with the kind of the report and its time, and the report.
+Parsers are pure functions of text; reading is bounded in files and in bytes, blocks, and raises
+nothing: a report that cannot be read is named, and does not count.
 
-A kernel panic within a week makes a node careful, whoever caused it; Jetsam does when it ended a
+A kernel panic within a week makes a node careful, whatever caused it; Jetsam does when it ended a
 process of ours for memory, or when ours was the largest while it ended others.
 """
 
@@ -35,18 +35,18 @@ MAX_BYTES = 2 << 20
 _MAX_ENTRIES = 10_000
 """Files of a folder that are looked at; a Mac keeps some hundred."""
 OURS = ("python", "kakeya", "mlx")
-"""How the names of our processes begin, whatever their case: engines are Python's."""
+"""The beginnings of our processes' names, in any case: engines are Python's."""
 
 _PANIC = re.compile(r"panic\(cpu \d+(?: caller 0x[0-9a-f]+)?\): *(.{1,2000})", re.DOTALL)
 _TASK = re.compile(r"Panicked task [^\n]*?pid (\d+): ([^\n]{1,80})")
 _NAME = re.compile(r"(?:JetsamEvent-.*\.ips|panic-.*\.(?:panic|ips)|Kernel.*\.panic)\Z")
 _HARMLESS = ("idle-exit", "long-idle-exit", "vnode-limit", "disk-space-shortage", "sustained-fast")
-"""Why Jetsam ends processes, other than that memory is short."""
+"""Reasons of Jetsam to end processes, other than short memory."""
 _TIME = "%Y-%m-%d %H:%M:%S.%f %z"
 
 
 class ReportKind(StrEnum):
-    """What happened."""
+    """The kinds of reports."""
 
     GPU_PANIC = "gpu panic"
     WATCHDOG = "watchdog panic"
@@ -57,13 +57,13 @@ class ReportKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanicReport:
-    """One report in short. `at` is wall clock seconds, None = it does not say."""
+    """One report in short. `at` is wall clock seconds, None = not in the report."""
 
     kind: ReportKind
     at: float | None
     summary: str
     process: str = ""
-    """Whose fault it was by the report: the panicked task, or the largest of ours that ended."""
+    """The process to blame by the report: the panicked task, or the largest of ours that ended."""
     process_bytes: int = 0
     is_ours: bool = False
     """Whether a process of ours was ended, or was the largest while others were."""
@@ -79,7 +79,7 @@ class PanicReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """How much a node takes upon itself. `until_at` is wall clock seconds, None = for good."""
+    """The load that a node takes upon itself. `until_at` is wall clock seconds, None = for good."""
 
     name: Literal["normal", "careful"]
     reason: str = ""
@@ -87,14 +87,14 @@ class Profile:
     max_running: int | None = None
     """The most sequences that an engine runs at once; None = as configured."""
     reserve_factor: float = 1.0
-    """By which more is left to the system than configured."""
+    """The configured reserve is multiplied by it."""
 
 
 NORMAL = Profile(name="normal")
 
 
 def parse_report(text: str, *, ours: Sequence[str] = OURS) -> PanicReport | None:
-    """What a report's text tells; None = it is none of these reports. Raises ValueError."""
+    """Read a report's text; None = it is none of these kinds. Raises ValueError."""
     header, body = _documents(text)
     kind = str(header.get("bug_type", ""))
     at = parse_time(header.get("timestamp") or body.get("date"))
@@ -130,7 +130,7 @@ def read_reports(
 
 
 def report_folders(platform: str, home: Path) -> tuple[Path, ...]:
-    """Where macOS keeps reports, of the machine and of a user; nothing elsewhere."""
+    """The folders of reports of the machine and of a user; none on other systems than macOS."""
     if platform != "darwin":
         return ()
     places = (Path("/Library/Logs/DiagnosticReports"), home / "Library/Logs/DiagnosticReports")
@@ -164,7 +164,7 @@ def choose_profile(reports: Iterable[PanicReport], *, now: float) -> Profile:
 
 
 def find_profile(folders: Iterable[Path], *, now: float) -> tuple[Profile, tuple[PanicReport, ...]]:
-    """Read what is recent and choose. Blocks; raises nothing."""
+    """Read the recent reports and choose. Blocks; raises nothing."""
     reports = read_reports(folders, since=now - KEEP_S)
     return choose_profile(reports, now=now), reports
 
@@ -269,7 +269,7 @@ def _pages(process: Mapping[str, Any]) -> int:
 
 
 def _candidates(folder: Path) -> list[tuple[float, Path]]:
-    """When each report of a folder was written, and where it lies. Links and pipes are none."""
+    """The time and path of each report of a folder. Links and pipes are none."""
     found = []
     try:
         with os.scandir(folder) as entries:
@@ -304,7 +304,7 @@ def _unreadable(path: Path, written: float, why: str) -> PanicReport:
 
 
 def _clean(text: str) -> str:
-    """One line of printable signs: reports name processes, and anybody may name a process."""
+    """One line of printable signs: reports name processes, and a process may have any name."""
     return "".join(sign if sign.isprintable() else " " for sign in text).strip()[:200]
 
 

@@ -1,15 +1,16 @@
-"""Pressure: how short of memory the machine is, from several sources, of which the worst counts.
-
-Sources are read every 5 s, and at once when one of them calls. A level rises at the first reading
-that says so, and falls when the figure has recovered by a margin, so that it does not flap.
+"""Pressure: how short of memory the machine is, by several sources, of which the worst counts.
 
     a fraction of memory available    at most 15 %: low; at most 5 %: critical
     own footprint against the budget  over 100 %: low; over 110 %: critical
     a level that a host dispatches    as it says, until it says otherwise or its time is up
 
-A source that cannot be read has no opinion; the others count. One that measures says how far it is
-from nominal, the margin included: so much is asked back, or may be taken by who can do without. An
-engine above its own lease is no pressure on the machine while the budget holds: see `escalation`.
+Sources are read every 5 s, and at once when one of them calls. A level rises at the first reading
+of it, and falls when the figure has recovered by a margin, so that it does not flap.
+
+A source that cannot be read has no opinion; the others count. A source that measures tells its
+distance from nominal, the margin included: so many bytes are asked back, or may be taken by loads
+that can be done without. An engine above its own lease is no pressure on the machine while the
+budget holds: see `backends/engine/watch`.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ LEVEL_BY_NATIVE = {
     "TRIM_MEMORY_COMPLETE": PressureLevel.CRITICAL,
     "UIApplicationDidReceiveMemoryWarning": PressureLevel.CRITICAL,
 }
-"""What hosts on Android and iOS are told by their systems, by the names it has there."""
+"""The levels of Android and iOS, by the names that these systems give to hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a source says. `available_bytes` is what loads may still take before the machine
-    becomes critical, `spare_bytes` what may be taken while its level is nominal for sure: below 0,
-    what has to come back first. None where the source does not know."""
+    """The opinion of a source; None where it does not know a figure.
+
+    `available_bytes` may be taken by loads before the machine becomes critical, `spare_bytes` while
+    its level stays nominal for sure: negative = so many have to come back first.
+    """
 
     level: PressureLevel
     source: str
@@ -58,17 +61,17 @@ class PressureSource(Protocol):
 
     @property
     def name(self) -> str:
-        """For logs and status; two sources of one kind have two names."""
+        """The name for logs and status; two sources of one kind have two names."""
         ...
 
     async def read(self) -> Reading | None:
-        """The opinion now; None = no opinion. Must return soon."""
+        """The opinion at this moment; None = no opinion. Must return soon."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waters:
-    """Where a figure that falls becomes low, and critical, and by how much it must recover."""
+class PressureMarks:
+    """The fractions at which memory becomes low and critical, and the margin of recovery."""
 
     low: float = 0.15
     critical: float = 0.05
@@ -82,12 +85,12 @@ class Waters:
             )
 
     def level(self, fraction: float, before: PressureLevel) -> PressureLevel:
-        """The level of a fraction that is available, after a level."""
+        """The level at an available fraction, after the level `before`."""
         plain = self._plain(fraction)
         return plain if plain >= before else min(before, self._plain(fraction - self.margin))
 
     def calm(self) -> float:
-        """Above it a fraction is nominal, whatever it was before."""
+        """The fraction above which the level is nominal, whatever it was before."""
         return self.low + self.margin
 
     def _plain(self, fraction: float) -> PressureLevel:
@@ -97,7 +100,7 @@ class Waters:
 
 
 class MachineMemory(NamedTuple):
-    """What a machine, or the part of it that is ours, has."""
+    """The memory of a machine, or of the part of it that is ours."""
 
     total_bytes: int
     available_bytes: int
@@ -107,16 +110,20 @@ class AvailableMemory:
     """Pressure by the fraction of memory that is available. `probe` measures; see `machine`."""
 
     def __init__(
-        self, probe: Callable[[], MachineMemory], *, waters: Waters | None = None, name: str = "os"
+        self,
+        probe: Callable[[], MachineMemory],
+        *,
+        marks: PressureMarks | None = None,
+        name: str = "os",
     ) -> None:
         self._probe = probe
-        self._waters = waters or Waters()
+        self._marks = marks or PressureMarks()
         self._name = name
         self._level = PressureLevel.NOMINAL
 
     @property
     def name(self) -> str:
-        """For logs and status."""
+        """The name for logs and status."""
         return self._name
 
     async def read(self) -> Reading:
@@ -124,9 +131,9 @@ class AvailableMemory:
         memory = await asyncio.to_thread(self._probe)
         if memory.total_bytes <= 0:
             raise errors.InvariantBroken("memory probe", f"total is {memory.total_bytes} bytes")
-        self._level = self._waters.level(memory.available_bytes / memory.total_bytes, self._level)
-        reserve = int(self._waters.critical * memory.total_bytes)
-        calm = int(self._waters.calm() * memory.total_bytes) + 1
+        self._level = self._marks.level(memory.available_bytes / memory.total_bytes, self._level)
+        reserve = int(self._marks.critical * memory.total_bytes)
+        calm = int(self._marks.calm() * memory.total_bytes) + 1
         return Reading(
             level=self._level,
             source=self._name,
@@ -136,7 +143,7 @@ class AvailableMemory:
 
 
 class FootprintPressure:
-    """Pressure by what a node's processes really occupy against what they may together.
+    """Pressure by the bytes that a node's processes occupy, against those that they may.
 
     `probe` returns both; it is called on the loop, and must not block.
     """
@@ -153,11 +160,11 @@ class FootprintPressure:
 
     @property
     def name(self) -> str:
-        """For logs and status."""
+        """The name for logs and status."""
         return "footprint"
 
     async def read(self) -> Reading | None:
-        """Compare; no opinion while nothing may be occupied."""
+        """Compare; no opinion while the budget is 0."""
         used, allowed = self._probe()
         if allowed <= 0:
             self._level = PressureLevel.NOMINAL
@@ -176,7 +183,7 @@ class FootprintPressure:
 
 
 class DispatchedPressure:
-    """Levels that a host program tells, as its system told it.
+    """Levels that a host program reports, as its system told it.
 
     A level stands for `hold_s`, None = until the next: some systems warn, and never say that it is
     over.
@@ -195,11 +202,11 @@ class DispatchedPressure:
 
     @property
     def name(self) -> str:
-        """For logs and status."""
+        """The name for logs and status."""
         return self._name
 
     def dispatch(self, level: PressureLevel | str, free_bytes: int | None = None) -> None:
-        """Tell a level, by itself or by a system's word for it. Raises InvalidArgument."""
+        """Report a level, by its name or by a system's name for it. Raises InvalidArgument."""
         if isinstance(level, str):
             if level not in LEVEL_BY_NATIVE:
                 raise errors.InvalidArgument(
@@ -225,9 +232,8 @@ class DispatchedPressure:
 
 
 def worst(readings: Sequence[Reading]) -> Reading:
-    """The reading that counts: the worst level, the first source of it, the least available, and
-    the least to spare of those of that level; not known where one of them presses and does not
-    know."""
+    """The reading that counts: the worst level and its first source, the least available bytes,
+    and the least spare bytes of that level; None where a source of that level does not know."""
     if not readings:
         return Reading(level=PressureLevel.NOMINAL, source="none")
     level = max(reading.level for reading in readings)
@@ -244,7 +250,7 @@ def worst(readings: Sequence[Reading]) -> Reading:
 
 
 class PressureMonitor:
-    """Reads all sources and tells the worst, at each poll whether it changed or not."""
+    """Reads all sources and reports the worst at each poll, whether it changed or not."""
 
     def __init__(
         self,
@@ -269,7 +275,7 @@ class PressureMonitor:
         self._unreadable: set[str] = set()
 
     def poll_now(self) -> None:
-        """Read at once; what a source calls that was told something."""
+        """Read at once: the call of a source that was told a level."""
         self._wake.set()
 
     async def run(self) -> None:

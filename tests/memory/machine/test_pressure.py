@@ -18,10 +18,10 @@ from kakeya.memory.machine.pressure import (
     DispatchedPressure,
     FootprintPressure,
     MachineMemory,
+    PressureMarks,
     PressureMonitor,
     PressureSource,
     Reading,
-    Waters,
     worst,
 )
 from tests.memory.worlds import ManualClock, until
@@ -99,16 +99,16 @@ async def test_what_it_wants_back_makes_it_nominal_and_what_it_spares_keeps_it_s
 )  # fmt: skip
 def test_marks_that_make_no_sense_are_refused(low: float, critical: float, margin: float) -> None:
     with pytest.raises(errors.ConfigError):
-        Waters(low=low, critical=critical, margin=margin)
+        PressureMarks(low=low, critical=critical, margin=margin)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1))
 def test_a_level_is_never_better_than_the_figure_says(fractions: list[float]) -> None:
-    waters, level = Waters(), NOMINAL
+    marks, level = PressureMarks(), NOMINAL
     for fraction in fractions:
-        level = waters.level(fraction, level)
-        assert level >= waters.level(fraction, NOMINAL)
-        assert level <= waters.level(fraction - waters.margin, NOMINAL)
+        level = marks.level(fraction, level)
+        assert level >= marks.level(fraction, NOMINAL)
+        assert level <= marks.level(fraction - marks.margin, NOMINAL)
 
 
 # By footprint.
