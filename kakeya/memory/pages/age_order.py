@@ -1,10 +1,8 @@
-"""Which block was used longest ago, per priority and size: the order in which blocks go.
+"""The order in which blocks are evicted: by last use, for each priority and size.
 
 Within one priority and size the age alone decides, so each has a heap by last use, and the block
 least worth keeping is the worst of a few heads. Allocation only appends to `notes`; they are filed
-when a decision needs them. An entry is never corrected in place: looked at as a head it is dropped
-when its block is gone, dirty, or of another priority (whoever changes that notes the block again),
-and filed anew when the block was used since.
+when a decision needs them.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ class Ageing:
         self.notes: list[Block] = []  # to be filed; the same list for ever
 
     def file(self) -> None:
-        """Put what was noted into order, as of now."""
+        """Put the noted blocks into order, as of now."""
         for block in self.notes:
             if block.tenant is None:
                 continue
@@ -64,7 +62,7 @@ class Ageing:
         return best
 
     def tidy(self, most: int) -> None:
-        """Leave one entry of each block that is where it belongs, once there are over `most`."""
+        """Leave one entry for each block, at its right place, once there are over `most`."""
         if sum(map(len, self._heaps.values())) <= most:
             return
         for (priority, _), heap in self._heaps.items():
@@ -77,9 +75,12 @@ class Ageing:
             heapify(heap)
 
     def _oldest(self, heap: _Heap, priority: ContentPriority) -> _Entry | None:
-        """Find the entry of the block that was used longest ago and may go."""
+        """Find the entry of the block with the oldest last use that may be evicted."""
         found = None
         pinned: list[Block] = []
+        # Entries are corrected here alone, as heads. One whose block is gone, dirty or of another
+        # priority is dropped (a change of these notes the block again); one that was used since is
+        # filed anew.
         while heap:
             used_s, stamp, block = heap[0]
             if block.tenant is None or block.dirty or block.tenant.priority is not priority:

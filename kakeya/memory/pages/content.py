@@ -1,12 +1,11 @@
-"""What lies in pages, how long it may be pinned, and what goes first when room is needed.
-
-Three words for urgency exist in this program; `ContentPriority` is the one of pages, and the
-lowest goes first. What is worth keeping is one number in 0..1:
+"""The kinds of content in pages, their pins, and the order of eviction by worth.
 
     keep = 0.6 * 1 / (1 + age)  +  0.2 * pages / all pages  +  0.2 * rank of the content
 
-with the age in seconds since the block was last in use, and the rank spread evenly over 0..1, so
-that no content outweighs recency: a buffer used now stays while a prefix idle for an hour goes.
+The worth is in 0..1; the lowest is evicted first. The age is in seconds since the block was last in
+use, and the rank is spread evenly over 0..1, so that no content outweighs recency: a buffer that
+was just used stays while a prefix that idles for an hour goes. Three types of urgency exist in this
+program; `ContentPriority` is the one of pages.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ PAGE_SIZES = (512 * KIB, 1 * MIB, 2 * MIB, 4 * MIB)
 
 
 class ContentType(StrEnum):
-    """What a block holds."""
+    """The kinds of content of a block."""
 
     KV_CACHE = "kv_cache"
     LORA_WEIGHT = "lora_weight"
@@ -32,7 +31,7 @@ class ContentType(StrEnum):
 
 
 class ContentPriority(IntEnum):
-    """The lowest goes first."""
+    """The rank of a content: the lowest is evicted first."""
 
     TEMP_BUFFER = 1
     ACTIVATION = 2
@@ -47,7 +46,7 @@ _RANKS = len(ContentPriority) - 1
 
 
 class Unpinning(StrEnum):
-    """Who ends a pin."""
+    """The way in which pins end."""
 
     SCOPED = "scoped"  # leaving the `with` block
     MANUAL = "manual"  # the owner, by name
@@ -55,7 +54,7 @@ class Unpinning(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinRule:
-    """How long a pin of one content lasts, and the priority it has unless its tenant says other."""
+    """The lifetime of pins on one content, and its priority where the tenant gives none."""
 
     lifetime: str
     unpinning: Unpinning
@@ -84,21 +83,21 @@ PIN_RULES: Mapping[ContentType, PinRule] = {
 
 
 class Fit(StrEnum):
-    """Which free range an allocation gets."""
+    """The choice among free ranges for an allocation."""
 
     BEST = "best_fit"  # the smallest that suffices: least fragmentation
     FIRST = "first_fit"  # the lowest address that suffices
 
 
 HEADROOM = 0.1
-"""Of what was asked for, evicted beside it."""
+"""The share of an allocation that is evicted beyond it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageConfig:
     """The shape and the thresholds of an arena. Raises ConfigError."""
 
-    page_bytes: int = 2 * MIB  # what large pages of the hardware are, and ranks 8-64 fill
+    page_bytes: int = 2 * MIB  # large pages of the hardware have it, and ranks 8-64 fill it
     slab_pages: int = 128  # growth, shrinking and the largest range: 256 MiB of default pages
     total_pages: int = 4096  # the most that the arena grows to
     alignment_bytes: int = 256  # of every range; Metal's and every SIMD unit's
@@ -139,6 +138,6 @@ class PageConfig:
 
 
 def keep_score(*, age_s: float, pages: int, total_pages: int, priority: ContentPriority) -> float:
-    """How much a block is worth keeping, in 0..1; the lowest goes first."""
+    """The worth of a block, in 0..1; the lowest is evicted first."""
     recency = 1.0 / (1.0 + age_s) if age_s > 0.0 else 1.0
     return 0.6 * recency + 0.2 * pages / total_pages + 0.2 * (priority - 1) / _RANKS

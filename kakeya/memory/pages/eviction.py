@@ -1,4 +1,5 @@
-"""What the blocks of a pool are worth by now, and what goes first for that. Changes nothing."""
+"""The worth of a pool's blocks at one moment, and the choice of evictions by it. Changes
+nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from kakeya.memory.pages.windows import EvictionWindow, WindowSegment, cheapest_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShrinkPlan:
-    """Slabs that can go now, with the blocks that go with them; `short` could not be found."""
+    """Slabs to remove, with the blocks in them; `short` more slabs were wanted and not found."""
 
     slabs: tuple[int, ...]
     blocks: tuple[Block, ...]
@@ -22,7 +23,7 @@ class ShrinkPlan:
 
 
 class Worth:
-    """Looks at the blocks of one table, at the time that its pool tells."""
+    """Looks at the blocks of one table, at the time of its pool."""
 
     __slots__ = ("_now", "_table")
 
@@ -31,7 +32,7 @@ class Worth:
         self._now = now
 
     def keep(self, block: Block) -> float:
-        """How much a block is worth keeping, in 0..1."""
+        """The worth of a block, in 0..1."""
         if block.tenant is None:
             return 0.0
         return keep_score(
@@ -42,18 +43,18 @@ class Worth:
         )
 
     def layouts(self) -> Iterator[tuple[int, list[WindowSegment]]]:
-        """Each slab by its number, laid out by address with what its blocks cost to take."""
+        """Each slab by its number, laid out by address with the cost of its blocks."""
         for slab in self._table.slabs():
             yield slab, self._table.segments(slab, self._cost)
 
     def cheapest_window(self, pages: int) -> EvictionWindow | None:
-        """What has to go for so many pages in a row; None = something is in the way everywhere."""
+        """The blocks to evict for so many pages in a row; None = every range is blocked."""
         found = (cheapest_window(segments, pages) for _, segments in self.layouts())
         windows = (window for window in found if window is not None)
         return min(windows, key=lambda window: window.cost, default=None)
 
     def cheapest_slabs(self, slabs: int) -> ShrinkPlan:
-        """Choose slabs without anything pinned, those whose blocks are worth the least."""
+        """Choose slabs without pins, those first with the least worth in them."""
         costs = []
         for slab, segments in self.layouts():
             cost = sum(segment.cost for segment in segments)
@@ -67,7 +68,7 @@ class Worth:
         )
 
     def least_dirty(self) -> Block | None:
-        """Find the dirty block least worth keeping that nobody uses; None = there is none."""
+        """Find the dirty block of the least worth without pins; None = there is none."""
         blocks = (block for slab in self._table.slabs() for block in self._table.blocks(slab))
         dirty = [block for block in blocks if block.dirty and block.is_evictable]
         return min(dirty, key=self.keep, default=None)

@@ -1,12 +1,12 @@
-"""Free ranges of pages: which one an allocation gets, and how neighbours become one again.
+"""Free ranges of pages: the choice of one for an allocation, and the merging of neighbours.
 
     slab 0                          slab 1
     [0 . . . . . . . . . . . 127]   [128 . . . . . . . . . 255]
-     free 3 |    used    | free 40   a range never crosses a slab: slabs are separate mappings
+    free 3 |    used    | free 40   a range never crosses a slab: slabs are separate mappings
 
-A range is (start, size) with `start` its first page. Best fit finds the smallest size that
-suffices as the lowest set bit of one integer, in which bit `n` says that ranges of `n` pages
-exist; first fit walks the starts in order.
+A range is (start, size) with `start` its first page. Best fit finds the smallest size that suffices
+as the lowest set bit of one integer, in which bit `n` says that ranges of `n` pages exist; first
+fit walks the starts in order.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Extents:
         self._put(start, size)
 
     def size_at(self, start: int) -> int:
-        """How long the free range is that starts here; 0 where none does."""
+        """The length of the free range that starts here; 0 where none does."""
         return self._size_at.get(start, 0)
 
     def largest(self) -> int:
@@ -103,7 +103,7 @@ class Extents:
         return next(reversed(self._by_size[smallest]))
 
     def _cut(self, start: int, size: int) -> None:
-        """Take the first `size` pages of a range; what is left of it keeps its end."""
+        """Take the first `size` pages of a range; the rest keeps its end."""
         left = self._size_at[start] - size
         if not left:
             self._drop(start)

@@ -1,9 +1,12 @@
-"""The page arena of a node: one for all that lies in pages, a tenant of the memory ledger.
+"""The page arena of a node: one for all content in pages, and a tenant of the memory ledger.
 
-It has no memory until somebody needs pages. It grows slab by slab, each time only if the ledger
-has room, or makes it for a request that waits; gives slabs back when the ledger asks; and ends what
-an engine held as soon as that engine is gone. Where it may not grow, it evicts ahead of need (see
-`upkeep`). Slabs that a killed agent left are removed at the start.
+    empty at first      it takes no memory until a request needs pages
+    grows slab by slab  if the ledger has room, or makes it for a request that waits; where it may
+                        not grow, it evicts ahead of need (see `upkeep`)
+    shrinks             when the ledger asks
+    an engine's end     ends the pins of that engine at once
+
+Slabs that a killed agent left are removed at the start.
 """
 
 from __future__ import annotations
@@ -35,17 +38,17 @@ from kakeya.memory.pages.content import (
 from kakeya.memory.pages.figures import page_figures
 from kakeya.memory.pages.pins import Block, Hold, PinHolder
 from kakeya.memory.pages.pool import PageOwner as PageTenant
-from kakeya.memory.pages.queue import PageLine
+from kakeya.memory.pages.queue import PageQueue
 from kakeya.memory.pages.shared_arena import ArenaSnapshot, Filling, PageArena
 from kakeya.memory.pages.upkeep import ArenaUpkeep, MakesWay
 
 _log = logging.getLogger(__name__)
 NAME = "pages"
 PAGE_BYTES = min(PAGE_SIZES)
-"""Unless it is set: an adapter of a small model fills a part of the smallest one."""
+"""The default: an adapter of a small model fills a part of the smallest page."""
 _USAGE_S = 0.25
-"""The ledger asks after each request; pins change without a notice, so this is how old what it
-hears may be."""
+"""The age limit of the usage that the ledger hears. It asks after each request, and pins change
+without notice."""
 
 
 ROOM_S = 10.0
@@ -53,12 +56,12 @@ ROOM_S = 10.0
 
 
 def never() -> bool:
-    """Nobody waits for it."""
+    """No request waits for it."""
     return False
 
 
 def paged_bytes(length: int, page_bytes: int) -> int:
-    """What so many bytes take in pages."""
+    """The bytes of the whole pages that `length` bytes take."""
     return -(-length // page_bytes) * page_bytes
 
 
@@ -70,8 +73,8 @@ def page_config(
     fit: Fit = Fit.BEST,
     headroom: float = HEADROOM,
 ) -> PageConfig:
-    """Slabs of about `slab_bytes`, which is the largest block, and no more than `most_bytes`; of
-    one page at the least."""
+    """The configuration of slabs of about `slab_bytes`, which is the largest block, and of at
+    most `most_bytes` together; of one page at least."""
     slab_pages = max(1, slab_bytes // page_bytes)
     return PageConfig(
         page_bytes=page_bytes,
@@ -83,14 +86,15 @@ def page_config(
 
 
 class LedgerClient(Protocol):
-    """What of the memory arbiter a tenant that grows needs."""
+    """The calls of the memory arbiter for a tenant that grows."""
 
     def may_grow(self, name: str, size: int) -> bool:
-        """Reserve bytes that nobody needs; False = not now."""
+        """Reserve spare bytes; False = not now."""
         ...
 
     async def make_room(self, name: str, size: int, timeout_s: float) -> None:
-        """Reserve bytes for which what idles goes. Raises a KakeyaError when there are none."""
+        """Reserve bytes, with evictions of idle models. Raises a KakeyaError when there are
+        none."""
         ...
 
     def grown(self, name: str) -> None:
@@ -116,12 +120,12 @@ class NodeArena:
         clock: Clock,
         rng: random.Random,
     ) -> None:
-        """`ledger` counts it as a tenant: `add_tenant` is its maker's matter. Raises OSError."""
+        """`ledger` counts the arena once the caller has added it as a tenant. Raises OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._arena = PageArena(config, folder=folder, rng=rng, evicted=self._evicted)
-        self._line = PageLine(self._arena)
+        self._queue = PageQueue(self._arena)
         self._upkeep = ArenaUpkeep(
-            self._arena, is_limited=self._is_limited, freed=self._line.stir, clock=clock
+            self._arena, is_limited=self._is_limited, freed=self._queue.serve, clock=clock
         )
         self._ledger = ledger
         self._clock = clock
@@ -150,12 +154,12 @@ class NodeArena:
 
     @property
     def largest_block_bytes(self) -> int:
-        """The longest thing that fits."""
+        """The size of the longest block that fits."""
         config = self._arena.config
         return config.slab_pages * config.page_bytes
 
     def paged_bytes(self, length: int) -> int:
-        """What so many bytes take in its pages."""
+        """The bytes of the whole pages that `length` bytes take."""
         return paged_bytes(length, self._arena.config.page_bytes)
 
     async def tend(self) -> None:
@@ -165,7 +169,7 @@ class NodeArena:
     # --- as a tenant of the ledger
 
     def usage(self) -> Tenant:
-        """What it holds now: whole slabs, of which empty ones go first."""
+        """The bytes of its slabs now; empty slabs are given up first."""
         now = self._clock.mono()
         if self._usage is None or now - self._usage[0] > _USAGE_S:
             self._arena.at(now)
@@ -173,7 +177,7 @@ class NodeArena:
         return self._usage[1]
 
     async def shrink(self, size: int) -> None:
-        """Give up slabs of `size` bytes together, those first whose blocks are worth the least."""
+        """Give up slabs of `size` bytes together, those with the least worth in them first."""
         slab = self._arena.slab_bytes
         self._arena.at(self._clock.mono())
         gone = await self._arena.shrink_async(-(-size // slab))
@@ -201,7 +205,7 @@ class NodeArena:
         return made
 
     def holder(self, name: str) -> PinHolder:
-        """Make a holder that is no engine."""
+        """Make a holder of pins that is no engine."""
         return self._arena.pool.holder(name)
 
     async def prepare(
@@ -211,9 +215,11 @@ class NodeArena:
         holder: PinHolder,
         is_wanted: Callable[[], bool] = never,
     ) -> Filling:
-        """Allocate; grows if the ledger lets it, else evicts, else waits a moment. Where nothing
-        helps and `is_wanted` says that a request waits for it, the ledger is to make room; that
-        takes a while, so it is tried again whatever comes of it.
+        """Allocate a block: with a new slab if the ledger allows it, else by eviction, else after a
+        short wait.
+
+        Where that fails and `is_wanted` says that a request waits for the block, the ledger makes
+        room. That takes a while, so the allocation is tried again even if the ledger refuses.
 
         Raises OutOfPages, PageFreed, InvalidArgument.
         """
@@ -222,34 +228,33 @@ class NodeArena:
         if not self._arena.pool.has_free(pages):
             await self._grow(pages)
         try:
-            filling = await self._line.prepare(tenant, length, holder)
+            filling = await self._queue.prepare(tenant, length, holder)
         except OutOfPages as problem:
             if not is_wanted():
                 raise self._explained(problem) from problem
             refused = await self._grow_by_force()
             try:
-                filling = await self._line.prepare(tenant, length, holder)
+                filling = await self._queue.prepare(tenant, length, holder)
             except OutOfPages as still:
                 raise self._explained(still, refused) from still
         self._upkeep.allocated()
         return filling
 
     def ref(self, block: Block, length: int) -> PageRef:
-        """What an engine needs to know of a block. Raises PageFreed."""
+        """The reference by which an engine reads a block. Raises PageFreed."""
         return self._arena.ref(block, length)
 
     def view(self, block: Block, length: int) -> memoryview:
-        """View the bytes of a block; keep it no longer than nobody else can run. Raises
-        PageFreed."""
+        """View the bytes of a block; drop the view before the next await. Raises PageFreed."""
         return self._arena.view(block, length)
 
     def hold(self, block: Block, holder: PinHolder) -> Hold:
-        """Open a block for somebody; pin it by `with`. Raises PageFreed."""
+        """Open a block for a holder; pin it by `with`. Raises PageFreed."""
         self._arena.at(self._clock.mono())
         return self._arena.open(block, holder)
 
     def at_now(self) -> None:
-        """Move the time of all blocks on: what is used next is younger than what was before."""
+        """Move the time of all blocks on: later uses count as younger than earlier ones."""
         self._arena.at(self._clock.mono())
 
     def move(self, block: Block, tenant: PageTenant) -> None:
@@ -267,12 +272,12 @@ class NodeArena:
     def free(self, block: Block) -> None:
         """Give a block back. Raises PageFreed, Conflict while it is pinned."""
         self._arena.pool.free(block)
-        self._line.stir()
+        self._queue.serve()
 
     # --- engines
 
     def engine(self, model_id: str, pid: int) -> PinHolder:
-        """The holder of a model's engine, which is a new one for each process."""
+        """The holder of a model's engine; each process has its own."""
         known = self._engines.get(model_id)
         if known is None or known.pid != pid:
             self.engine_changed(model_id, pid)
@@ -280,7 +285,7 @@ class NodeArena:
         return known.holder
 
     def engine_changed(self, model_id: str, pid: int | None) -> None:
-        """Take back what an earlier engine of this model held; None = there is none now."""
+        """Take back the pins of a model's earlier engine; `pid` None = it has no engine now."""
         known = self._engines.get(model_id)
         if known is None or known.pid == pid:
             return
@@ -288,7 +293,7 @@ class NodeArena:
         pins = self._arena.close_holder(known.holder)
         if pins:
             event(_log, "an engine ended with pins", model=model_id, pid=known.pid, pins=pins)
-        self._line.stir()
+        self._queue.serve()
 
     # --- what there is
 
@@ -314,7 +319,7 @@ class NodeArena:
         return page_figures(self._arena.snapshot())
 
     async def _grow(self, pages: int) -> None:
-        """Add one slab if it is allowed and still needed; without it, somebody is evicted."""
+        """Add a slab if it is allowed and still needed; without it, blocks are evicted."""
         async with self._growth:
             is_enough = self._arena.pool.has_free(pages)
             if not is_enough and self._ledger.may_grow(NAME, self._arena.slab_bytes):
@@ -334,12 +339,12 @@ class NodeArena:
         return False
 
     async def _grow_by_force(self) -> KakeyaError | None:
-        """Add one slab, for which what idles may have to go; why there is no room in time."""
+        """Add a slab, with evictions of idle models; returns the refusal, if there is one."""
         until_mono = self._clock.mono() + ROOM_S
         before = self._arena.pool.slabs()
         async with self._growth:
             if set(self._arena.pool.slabs()) - set(before):
-                return None  # somebody else's wait was for all
+                return None  # the slab of another request serves this one, too
             try:
                 self._arena.pool.check_growth()
                 left_s = until_mono - self._clock.mono()
@@ -351,7 +356,7 @@ class NodeArena:
             return None
 
     async def _add_slab(self) -> None:
-        """Grow by what is reserved."""
+        """Add a slab within the reservation."""
         try:
             await self._arena.grow_async()
         except OutOfPages as full:
@@ -361,7 +366,7 @@ class NodeArena:
             self._ledger.grown(NAME)
 
     def _explained(self, problem: OutOfPages, refused: KakeyaError | None = None) -> OutOfPages:
-        """Say when to ask again, and what to do where there are no pages at all."""
+        """Add when to ask again, and the way out where there are no pages at all."""
         why = refused.message if refused is not None else ""
         if self._arena.pool.slabs():
             message = f"{problem.message}; {why}" if why else problem.message

@@ -1,12 +1,12 @@
-"""Blocks, and who holds them: pins that have an owner, and end with it.
+"""Blocks, and the pins that keep them: each pin has an owner and ends with it.
 
     FREE --allocate--> UNPINNED --pin--> PINNED --last unpin--> UNPINNED --evict, free--> FREE
 
-A `Block` is one allocation: pages in a row that come and go together. The object is the handle:
-each allocation has its own, so a handle of freed pages can never mean what lies there now.
-Whoever needs a block opens a `Hold` on it once and counts pins there, as a file is opened once
-and read often. A `PinHolder` is who may die: an engine, a session, a request. Its end takes back
-exactly its own pins. Pinned is worked out from the holds, so no second count can disagree.
+A `Block` is one allocation: pages in a row that come and go together. Each allocation has an object
+of its own, so a handle of freed pages can never mean the block that lies there next. A user of a
+block opens a `Hold` on it once and counts its pins there, as a file is opened once and read often.
+A `PinHolder` may die: an engine, a session, a request. Its end takes back exactly its own pins. A
+block is pinned if a hold has pins, so no second count can disagree.
 
 One thread owns all of this; there is no lock, and `pin` and `unpin` are two stores.
 """
@@ -21,7 +21,7 @@ from kakeya.memory.pages.content import PIN_RULES, ContentPriority, ContentType,
 
 
 class Allocator(Protocol):
-    """The user of the pool that allocated a block: `pool.Tenant`."""
+    """The user of the pool that allocated a block: `pool.PageOwner`."""
 
     content: ContentType
     owner: str
@@ -47,7 +47,7 @@ class Block:
         self.pages = pages
         self.stamp = stamp  # never used again, by no block of this pool
         self.tenant: Allocator | None = None  # None: free
-        self.preparing: PinHolder | None = None  # who fills it; nobody else sees it yet
+        self.preparing: PinHolder | None = None  # fills it; no other holder sees it yet
         self.dirty = False  # waits to be stored elsewhere, and goes last until it is
         self.used_s = 0.0  # when it was allocated, or last touched
         self.holds: tuple[Hold, ...] = ()
@@ -59,7 +59,7 @@ class Block:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether anybody needs it to stay; what is being prepared counts."""
+        """Whether a pin keeps it; a block that is being prepared counts."""
         if self.preparing is not None:
             return True
         return bool(self.holds) and any(hold.pins > 0 for hold in self.holds)
@@ -75,7 +75,7 @@ class Block:
         return sum(hold.pins for hold in self.holds)
 
     def last_used_s(self) -> float:
-        """When it was last allocated, touched, pinned or unpinned."""
+        """The time of its last allocation, touch, pin or unpin."""
         if not self.holds:
             return self.used_s
         return max(self.used_s, max(hold.used_s for hold in self.holds))
@@ -111,7 +111,7 @@ class Hold:
         raise self._no_pin()
 
     def renew(self) -> None:
-        """Say that the pinned work still goes on."""
+        """Note that the pinned work still goes on."""
         self.used_s = self._now.s
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class Hold:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.pins > 0:  # not when the holder died meanwhile
+        if self.pins > 0:  # 0 when the holder died meanwhile
             self.unpin()
 
     def _no_pin(self) -> PageFreed | InvariantBroken:
@@ -136,7 +136,7 @@ class Hold:
 
 
 class _EndedHold(Hold):
-    """What a hold becomes: of another class, so that those that live need not ask each time."""
+    """The class of ended holds, so that living ones need not ask each time."""
 
     __slots__ = ()
 
@@ -150,7 +150,7 @@ class _EndedHold(Hold):
 
 
 class PinHolder:
-    """Who pins, and may die. Made by the pool, which closes it; see `PagePool.holder`."""
+    """An owner of pins that may die. The pool makes and closes it; see `PagePool.holder`."""
 
     __slots__ = ("_holds", "_now", "is_open", "name", "preparing")
 
@@ -162,7 +162,8 @@ class PinHolder:
         self._now = now
 
     def hold(self, block: Block) -> Hold:
-        """Open a block, or find it open. Raises PageFreed when it was freed, or we have ended."""
+        """Open a block, or find it open. Raises PageFreed when it was freed, or this holder has
+        ended."""
         found = self._holds.get(block)
         if found is not None:
             return found
@@ -176,21 +177,21 @@ class PinHolder:
         return hold
 
     def drop(self, block: Block) -> None:
-        """End our hold on a block, if there is one."""
+        """End the hold on a block, if there is one."""
         hold = self._holds.pop(block, None)
         if hold is not None:
             last_s = self._now.s if hold.pins > 0 else hold.used_s
-            block.used_s = max(block.used_s, last_s)  # what it knew of its use stays known
+            block.used_s = max(block.used_s, last_s)  # the time of its last use is kept
             hold.pins = 0
             hold.__class__ = _EndedHold
             block.holds = tuple(other for other in block.holds if other is not hold)
 
     def holds(self) -> tuple[Hold, ...]:
-        """Everything we have open."""
+        """All open holds."""
         return tuple(self._holds.values())
 
     def drop_all(self) -> int:
-        """End every hold; how many pins that took back."""
+        """End every hold; returns the number of pins that ended."""
         pins = sum(hold.pins for hold in self._holds.values())
         for block in tuple(self._holds):
             self.drop(block)

@@ -1,17 +1,17 @@
-"""The pages of an arena: who has which, and what goes when there are too few. Pure: no memory.
+"""The pages of an arena: their owners, and the evictions when there are too few. Pure: no memory.
 
-What an allocation tries, in order:
+An allocation tries, in order:
 
     1. a block of exactly this size that was freed lately, at hand   (an exact fit is the best fit)
     2. the best, or the first, fit among the free ranges, merged first if need be
     3. evict: for one page the block least worth keeping, for a range the cheapest window
     4. OutOfPages; then nothing was evicted
 
-The hot calls (`PageOwner.page`, `Hold.pin`, `Hold.unpin`) only note what happened; what is noted is
-put into order when a decision needs it.
+The hot calls (`PageOwner.page`, `Hold.pin`, `Hold.unpin`) only take notes, which are put into order
+when a decision needs it.
 
-One thread owns a pool. It tells the time with `at` before it decides, and nothing here waits,
-logs, or knows models and requests.
+One thread owns a pool. It tells the time with `at` before it decides, and nothing here waits, logs,
+or knows models and requests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NOTES = 4096  # file before so many notes pile up
 
 
 class PageOwner:
-    """Who allocates: one kind of content for one owner. Made by `PagePool.tenant`."""
+    """An owner of blocks: one kind of content for one part. Made by `PagePool.tenant`."""
 
     __slots__ = ("_notes", "_pool", "_singles", "content", "owner", "priority")
 
@@ -67,7 +67,7 @@ class PageOwner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageEviction:
-    """What was evicted, and how many pages of what was asked could not be had."""
+    """The evicted blocks, and the number of pages that are still missing."""
 
     blocks: tuple[Block, ...]
     short_pages: int
@@ -75,7 +75,7 @@ class PageEviction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
-    """What the end of a holder gave back."""
+    """The pins and blocks that the end of a holder gave back."""
 
     pins: int
     rolled_back: int
@@ -90,7 +90,7 @@ class PagePool:
         """`freed(block, evicted)` is called before the pages of a block can be used again."""
         self.config = config
         self.now = Now()
-        self.ownerless = PinHolder("nobody", self.now)
+        self.ownerless = PinHolder("no owner", self.now)
         self.evicted_pages = 0
         self.evicted_ahead_pages = 0  # freed in the background, before an allocation needed them
         self._freed = freed
@@ -102,7 +102,7 @@ class PagePool:
     # --- time, tenants, holders
 
     def at(self, now: float) -> None:
-        """Move the time on; `now` in monotonic seconds. What happens next happens then."""
+        """Move the time on; `now` in monotonic seconds. It is the time of all that follows."""
         self._ageing.file()
         self._ageing.tidy(2 * self._table.total_pages)
         self.now.s = max(self.now.s, now)
@@ -114,13 +114,14 @@ class PagePool:
         return PageOwner(self, content, owner, priority or PIN_RULES[content].priority)
 
     def holder(self, name: str) -> PinHolder:
-        """Make a holder: who can pin and prepare until it is closed."""
+        """Make a holder, which can pin and prepare until it is closed."""
         holder = PinHolder(name, self.now)
         self._holders.add(holder)
         return holder
 
     def close(self, holder: PinHolder) -> Closed:
-        """End a holder: its pins go, what it was preparing is rolled back; harmless twice."""
+        """End a holder: its pins end, and blocks that it prepares are rolled back; harmless
+        twice."""
         if holder is self.ownerless:
             raise InvalidArgument("the holder of pins without an owner cannot be closed")
         holder.is_open = False
@@ -132,7 +133,7 @@ class PagePool:
         return Closed(pins=pins, rolled_back=len(prepared))
 
     def end_overdue(self) -> int:
-        """End ownerless pins that are older than the limit; how many ended."""
+        """End ownerless pins that are older than the limit; returns their number."""
         limit = self.config.pin_limit_s
         old = [h for h in self.ownerless.holds() if h.pins and self.now.s - h.used_s > limit]
         ended = sum(hold.pins for hold in old)
@@ -191,7 +192,7 @@ class PagePool:
         self._release(block)
 
     def prepare(self, tenant: PageOwner, pages: int, holder: PinHolder) -> Block:
-        """Allocate for `holder` to fill: nobody may evict or hold it until `commit`."""
+        """Allocate a block for `holder` to fill. It is neither evicted nor held until `commit`."""
         if not holder.is_open:
             raise PageFreed(f"{holder.name} has ended and can prepare nothing")
         block = tenant.range(pages)
@@ -210,13 +211,13 @@ class PagePool:
         self._release(block)
 
     def find(self, first: int, stamp: int) -> Block:
-        """Find a live block by what another process knows of it. Raises PageFreed."""
+        """Find a live block by the reference of another process. Raises PageFreed."""
         return self._table.find(first, stamp)
 
-    # --- what a tenant says of its blocks
+    # --- reports of tenants
 
     def touch(self, block: Block) -> None:
-        """Say that a block was used now."""
+        """Note that a block is in use now."""
         block.used_s = self.now.s
 
     def move(self, block: Block, tenant: PageOwner) -> None:
@@ -227,13 +228,13 @@ class PagePool:
         self._ageing.notes.append(block)
 
     def mark_dirty(self, block: Block) -> None:
-        """Say that a block waits to be stored elsewhere: it is evicted last until `mark_clean`."""
+        """Note that a block waits for the disk: it is evicted last until `mark_clean`."""
         if block.tenant is None:
             raise PageFreed(f"{block} is free and cannot be dirty")
         block.dirty = True
 
     def mark_clean(self, block: Block) -> None:
-        """Say that a block is stored elsewhere too, or will not be."""
+        """Note that a block is on disk, or will not be."""
         if block.dirty:
             block.dirty = False
             self._ageing.notes.append(block)
@@ -241,14 +242,14 @@ class PagePool:
     # --- eviction
 
     def evict_until_free(self, pages: int) -> PageEviction:
-        """Evict the least worth until `pages` and the headroom are free, or nothing may go."""
+        """Evict the least worth until `pages` and the headroom are free, or no block may go."""
         evicted = self._evict_to(math.ceil(pages * (1.0 + self.config.headroom) - 1e-9))
         return PageEviction(
             blocks=tuple(evicted), short_pages=max(0, pages - self._table.free_pages)
         )
 
     def evict_one(self) -> Block | None:
-        """Evict the block least worth keeping, a dirty one last; None when nothing may go."""
+        """Evict the block least worth keeping, a dirty one last; None when no block may go."""
         block = self.least_worth() or self._worth.least_dirty()
         if block is not None:
             self._evict(block)
@@ -266,12 +267,12 @@ class PagePool:
     # --- slabs
 
     def grow(self) -> int:
-        """Add one slab; its number. Raises OutOfPages at the configured total."""
+        """Add a slab and return its number. Raises OutOfPages at the configured total."""
         self.check_growth()
         return self._table.grow()
 
     def check_growth(self) -> None:
-        """Look whether one more slab is allowed. Raises OutOfPages."""
+        """Raise OutOfPages where no further slab is allowed."""
         total, size = self._table.total_pages, self.config.slab_pages
         if total + size > self.config.total_pages:
             raise OutOfPages(
@@ -280,13 +281,13 @@ class PagePool:
             )
 
     def plan_shrink(self, slabs: int) -> ShrinkPlan:
-        """Choose slabs without anything pinned, those whose blocks are worth the least."""
+        """Choose slabs without pins, those with the least worth in them first."""
         return self._worth.cheapest_slabs(slabs)
 
     def remove(self, slab: int) -> tuple[Block, ...]:
-        """Evict what is in a slab and take it away; what was evicted.
+        """Evict the blocks of a slab and take it away; returns the blocks.
 
-        Raises Conflict when something in it is pinned; then nothing has changed.
+        Raises Conflict when one of them is pinned; then nothing has changed.
         """
         if slab not in self._table.slabs():
             raise InvalidArgument(f"there is no slab {slab}; there are {self._table.slabs()}")
@@ -303,7 +304,7 @@ class PagePool:
         """The numbers of the slabs there are."""
         return self._table.slabs()
 
-    # --- what there is
+    # --- queries
 
     @property
     def total_pages(self) -> int:
@@ -312,20 +313,20 @@ class PagePool:
 
     @property
     def free_pages(self) -> int:
-        """Pages that hold nothing."""
+        """Pages without content."""
         return self._table.free_pages
 
     @property
     def used_pages(self) -> int:
-        """Pages that hold something."""
+        """Pages with content."""
         return self._table.total_pages - self._table.free_pages
 
     def has_free(self, pages: int) -> bool:
-        """Whether so many pages in a row are free, so that nobody is evicted for them."""
+        """Whether so many pages in a row are free, so that no block is evicted for them."""
         return self._table.has_free(pages)
 
     def merge(self) -> None:
-        """Merge what lies at hand into the free ranges now, not when a search needs it."""
+        """Merge the blocks at hand into the free ranges now, not when a search needs it."""
         self._table.merge()
 
     def blocks(self) -> Iterator[Block]:

@@ -1,11 +1,11 @@
-"""What other processes know of a block: where it lies, and the stamp that says it still does.
+"""Blocks as other processes see them: a place, and a stamp that says the block is still there.
 
-A `PageRef` travels in messages; a `PageReader` in an engine turns it into bytes. Nothing is
-trusted that the stamp in front of the slab does not confirm: it appears when the block is
-committed, so nobody sees half of one, and goes before its pages are used again.
+A `PageRef` travels in messages; a `PageReader` in an engine turns it into bytes. It trusts the
+stamp in front of the slab alone: the stamp appears when the block is committed, so no half of a
+block is seen, and goes before the pages are used again.
 
-Two ways to read: `view` without a copy, for who has the owner's word that the block is pinned for
-it, and `read`, a copy that is checked before and after, for who has not.
+    view   without a copy: the owner has pinned the block for this process
+    read   a copy that is checked before and after: without a pin
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PageReader:
         return slab.bytes_of(ref.first, ref.length)
 
     def check(self, ref: PageRef) -> None:
-        """Raise PageFreed when a block that was viewed went, or its pages hold another by now; on
-        any thread while it is mapped."""
+        """Raise PageFreed when a viewed block went, or its pages hold another one now; on any
+        thread while it is mapped."""
         order_memory()
         _check(self._slab(ref, writable=False), ref)
 

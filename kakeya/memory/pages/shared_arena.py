@@ -1,14 +1,14 @@
-"""The page arena: the pool's decisions on real shared memory, and what other processes may see.
+"""The page arena: the pool's decisions on real shared memory, and its blocks for other processes.
 
-Made by the agent, which owns it; engines map its slabs (`page_ref.py`). The pool decides which
-block lies where, the store makes the slabs, and the arena keeps the stamps in front of them true:
-written after a block is committed, cleared before its pages can be used again.
+The agent makes and owns it; engines map its slabs (`reader`). The pool decides where a block lies,
+the store makes the slabs, and the arena keeps the stamps in front of them true: written after a
+block is committed, cleared before its pages can be used again.
 
-    filling = arena.prepare(tenant, length, holder)   # nobody sees or evicts it
+    filling = arena.prepare(tenant, length, holder)   # neither seen nor evicted
     filling.view[:] = ...                             # or an engine writes to `filling.ref`
-    ref = filling.commit()                            # all see all of it; or `rollback`
-    hold = arena.hold(ref, engine)                    # somebody asks by what he knows of it
-    with hold: ...                                    # and it stays
+    ref = filling.commit()                            # all processes see it, whole; or `rollback`
+    hold = arena.hold(ref, engine)                    # opened by its reference
+    with hold: ...                                    # and pinned
 
 The arena grows and shrinks by whole slabs when the ledger says so; it never does of its own.
 """
@@ -41,15 +41,15 @@ LATENCY_BOUNDS_S = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaSnapshot:
-    """What an arena looks like at one moment, for status and metrics."""
+    """An arena at one moment, for status and metrics."""
 
     pool: PoolStats
-    slab_bytes: int  # of all slabs, stamps included: what the lease must cover
+    slab_bytes: int  # of all slabs, stamps included, as the ledger counts them
     page_bytes: int
     holds_asked: int
-    holds_stale: int  # asked for a block that had gone
+    holds_stale: int  # of them for a block that had gone
     overdue_pins: int  # should have ended with their scope
-    rolled_back: int  # blocks, by the end of who filled them
+    rolled_back: int  # blocks, by the end of the holder that filled them
     latency: Durations  # of allocations
 
 
@@ -66,14 +66,14 @@ class Filling:
         self._is_ended = False
 
     def commit(self) -> PageRef:
-        """Let everybody see it, whole. Raises PageFreed when its holder has ended."""
+        """Show the block to all processes, whole. Raises PageFreed when its holder has ended."""
         self._is_ended = True
         self.view.release()
         self._arena.commit(self.block)
         return self.ref
 
     def rollback(self) -> None:
-        """Give its pages back; harmless when that has happened."""
+        """Give its pages back; harmless after a rollback."""
         if not self._is_ended:
             self._is_ended = True
             self.view.release()
@@ -126,7 +126,7 @@ class PageArena:
         return self._store.leftovers
 
     def at(self, now: float) -> int:
-        """Move the time on, and end ownerless pins past their limit; how many ended."""
+        """Move the time on, and end ownerless pins past their limit; returns their number."""
         self.pool.at(now)
         return self.pool.end_overdue()
 
@@ -134,7 +134,7 @@ class PageArena:
 
     @property
     def slab_bytes(self) -> int:
-        """What one slab takes of the ledger."""
+        """Bytes of one slab in the ledger."""
         pages = self.config.slab_pages
         return header_bytes(pages) + pages * self.config.page_bytes
 
@@ -149,7 +149,7 @@ class PageArena:
             self._add(self._store.make())
 
     def shrink(self, slabs: int = 1) -> ShrinkPlan:
-        """Take away up to so many slabs, with what lies in them unpinned; what went."""
+        """Remove up to so many slabs with their unpinned blocks; returns both."""
         plan, gone = self._take_out(slabs)
         for slab in gone:
             self._store.remove(slab)
@@ -193,23 +193,23 @@ class PageArena:
         slab.publish(first, block.stamp)
 
     def hold(self, ref: PageRef, holder: PinHolder) -> Hold:
-        """Open the block that a process means. Raises PageFreed when it has gone."""
+        """Open the block of a reference. Raises PageFreed when it has gone."""
         with self._asked():
             return holder.hold(self._find(ref))
 
     def open(self, block: Block, holder: PinHolder) -> Hold:
-        """Open a block that is known by itself. Raises PageFreed when it has gone."""
+        """Open a block of this process. Raises PageFreed when it has gone."""
         with self._asked():
             return holder.hold(block)
 
     def close_holder(self, holder: PinHolder) -> int:
-        """End a holder, as when its process died; how many pins that took back."""
+        """End a holder, as when its process died; returns the number of its pins."""
         closed = self.pool.close(holder)
         self._rolled_back += closed.rolled_back
         return closed.pins
 
     def ref(self, block: Block, length: int | None = None) -> PageRef:
-        """Say what another process needs to know of a block. Raises PageFreed."""
+        """The reference of a block for other processes. Raises PageFreed."""
         if not block.is_live:
             raise PageFreed(f"{block} was freed")
         slab, first = self._at(block)
@@ -260,7 +260,7 @@ class PageArena:
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
-        """Count what became of a wish to open a block."""
+        """Count an attempt to open a block by its outcome."""
         self._holds_asked += 1
         try:
             yield
@@ -271,7 +271,7 @@ class PageArena:
     def _add(self, slab: MappedSlab) -> None:
         try:
             number = self.pool.grow()
-        except OutOfPages:  # another one grew meanwhile
+        except OutOfPages:  # another call added a slab meanwhile
             self._store.remove(slab)
             raise
         self._slabs[number] = slab

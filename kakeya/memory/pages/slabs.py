@@ -1,18 +1,19 @@
 """Slabs: shared memory that one process owns and others map by name.
 
-POSIX shared memory objects (`shm_open`), on Linux and macOS alike, because an engine must be able
-to map a slab that was added after it was started: a name travels in a message, where a descriptor
-would need a socket of its own. They are memory on both systems, unlike a mapped file on macOS,
-which the kernel would write to disk. `multiprocessing.shared_memory` stands on the same calls, but
-its tracker removes an object when the first process that opened it ends, so the calls are used
-themselves.
-
     name        /kk-TOKEN-N        at most 31 bytes, the limit of macOS; mode 0600
     contents    stamps, 8 bytes a page, up to a multiple of 16 KiB  |  pages
 
-A stamp is that of the committed block which begins at the page, or 0. A name outlives its maker,
-so every owner has a file that lists its names and is locked while it lives: the lock goes with
-the process, however it dies, and the next owner removes what an unlocked file lists.
+A stamp is that of the committed block which begins at the page, or 0.
+
+POSIX shared memory objects (`shm_open`), on Linux and macOS alike: an engine maps a slab that was
+added after its start by a name in a message, where a descriptor would need a socket of its own.
+They are memory on both systems, unlike a mapped file on macOS, which the kernel would write to
+disk. `multiprocessing.shared_memory` stands on the same calls, but its tracker removes an object
+when the first process that opened it ends; so the calls are used themselves.
+
+A name outlives its maker. So every owner has a file that lists its names and is locked while it
+lives: the lock goes with the process, however it dies, and the next owner removes the slabs that an
+unlocked file lists.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _SUFFIX = ".arena"
 
 
 def header_bytes(pages: int) -> int:
-    """How long the stamps of a slab are, padded so that the pages behind them are aligned."""
+    """The length of a slab's stamps, padded so that the pages behind them are aligned."""
     return -(-pages * _STAMP // _HEADER_UNIT) * _HEADER_UNIT
 
 
@@ -61,21 +62,21 @@ class MappedSlab:
         return self._data[start : start + length]
 
     def stamp(self, first: int) -> int:
-        """Read which block begins at a page; 0 for none."""
+        """Read the stamp of the block that begins at a page; 0 for none."""
         return self._stamps[first]
 
     def publish(self, first: int, stamp: int) -> None:
-        """Say which block begins at a page, after all that was written there before."""
+        """Write the stamp of a block, after all stores to its pages."""
         order_memory()
         self._stamps[first] = stamp
 
     def retract(self, first: int) -> None:
-        """Say that nothing begins at a page, before anything that is written there later."""
+        """Clear the stamp of a block, before any later store to its pages."""
         self._stamps[first] = 0
         order_memory()
 
     def close(self) -> None:
-        """Unmap, unless somebody still looks at the bytes; then their last view does."""
+        """Unmap; bytes that are still viewed are unmapped with their last view."""
         self._stamps.release()
         with suppress(BufferError):
             self._data.release()
@@ -152,7 +153,7 @@ class SlabStore:
             # First, so that no death leaves it unlisted.
             os.write(self._names, f"{name}\n".encode())
             mapping = _map(name, size)
-        except OSError as error:  # whatever is full or limited: nobody's request fails for it
+        except OSError as error:  # full or limited: no request fails for it
             raise OutOfPages(
                 f"the machine has no {size} bytes of shared memory: {error}"
             ) from error
@@ -164,7 +165,7 @@ class SlabStore:
         return slab
 
     def remove(self, slab: MappedSlab) -> None:
-        """Take a slab away; who has it mapped keeps a copy that nobody renews; harmless twice."""
+        """Remove a slab; processes keep the mapping of its old bytes; harmless twice."""
         if self._slabs.pop(slab.name, None) is not None:
             _unlink(slab.name)
             slab.close()
@@ -192,7 +193,8 @@ class SlabStore:
 
 
 def _map(name: str, size: int) -> mmap.mmap:
-    """Make shared memory of this name, all of it there. Raises OSError, and then leaves nothing."""
+    """Make shared memory of this name, all of it present. Raises OSError, and then leaves
+    nothing."""
     handle = _posixshmem.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
     try:
         os.ftruncate(handle, size)
@@ -215,7 +217,7 @@ def _unlink(name: str) -> bool:
 
 
 def _remove_leftovers(folder: Path) -> tuple[str, ...]:
-    """Remove the slabs of owners that are dead; their names. Under the folder's lock."""
+    """Remove the slabs of dead owners; returns their names. Under the folder's lock."""
     removed = []
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
         handle = os.open(path, os.O_RDWR)
@@ -234,7 +236,7 @@ def _remove_leftovers(folder: Path) -> tuple[str, ...]:
 
 
 def remove_leftovers(folder: Path) -> tuple[str, ...]:
-    """Remove what dead owners left, without being one; the names of the slabs. Raises OSError."""
+    """Remove slabs of dead owners without being an owner; returns their names. Raises OSError."""
     if not folder.is_dir():
         return ()
     with _folder_lock(folder):

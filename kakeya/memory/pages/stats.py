@@ -1,4 +1,4 @@
-"""Pages by state, counted from how the slabs are laid out; the state is never kept twice."""
+"""Pages by state, counted from the layout of the slabs; the state is never kept twice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kakeya.memory.pages.windows import WindowSegment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
-    """Pages by state; `pinned_pages` includes what is being prepared."""
+    """Pages by state; `pinned_pages` includes blocks that are being prepared."""
 
     total_pages: int
     free_pages: int
@@ -27,7 +27,7 @@ class PoolStats:
 
     @property
     def utilisation(self) -> float:
-        """The share of pages that hold something, evictable or not."""
+        """The share of pages with content, evictable or not."""
         return 1.0 - self.free_pages / self.total_pages if self.total_pages else 0.0
 
     @property

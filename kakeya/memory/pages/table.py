@@ -1,8 +1,8 @@
-"""Where blocks lie: slabs, the free ranges in them, and freed blocks kept at hand. No policy.
+"""The places of blocks: slabs, the free ranges in them, and freed blocks kept at hand. No policy.
 
-Every page has a block ready for when it is allocated alone, and a freed block is replaced at
-once by a new one, so that an allocation builds nothing and a handle never means two things. Freed
-blocks lie at hand unmerged, for an exact fit; whoever finds no fit merges them first.
+Each page has a block object ready for an allocation of that page alone, and a freed block is
+replaced at once by a new one: an allocation builds nothing, and a handle never means two blocks.
+Freed blocks lie at hand unmerged, for an exact fit; a search without a fit merges them first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _free_of_charge(_block: Block) -> float:
 
 
 class PageTable:
-    """Slabs of equal size, and which block is where in them."""
+    """Slabs of equal size, and the places of blocks in them."""
 
     __slots__ = (
         "_exists",
@@ -77,7 +77,7 @@ class PageTable:
         return block
 
     def put_back(self, block: Block) -> None:
-        """Free the pages of a block, which is dead from here on."""
+        """Free the pages of a block; its handle is dead from here on."""
         first, pages = block.first, block.pages
         if pages == 1:
             fresh = self._single[first] = Block(first, 1, next(self._stamps))
@@ -95,7 +95,7 @@ class PageTable:
             self._extents.give(first, pages)
 
     def merge(self) -> None:
-        """Give what lies at hand back to the free ranges."""
+        """Merge the blocks at hand into the free ranges."""
         for block in self.singles:
             self._extents.give(block.first, 1)
         self.singles.clear()
@@ -109,7 +109,7 @@ class PageTable:
     # --- slabs
 
     def grow(self) -> int:
-        """Add a slab; its number, the lowest that is not taken."""
+        """Add a slab and return its number, the lowest free one."""
         size = self.config.slab_pages
         if False in self._exists:
             slab = self._exists.index(False)
@@ -129,7 +129,7 @@ class PageTable:
         self._exists[slab] = False
 
     def slabs(self) -> tuple[int, ...]:
-        """The numbers of the slabs there are."""
+        """The numbers of all slabs."""
         return tuple(number for number, exists in enumerate(self._exists) if exists)
 
     # --- looking
@@ -141,20 +141,20 @@ class PageTable:
 
     @property
     def free_pages(self) -> int:
-        """Pages that hold nothing."""
+        """Pages without content."""
         free = self._extents.pages
         for pages, ready in self._ready.items():
             free += pages * len(ready)
         return free
 
     def has_free(self, pages: int) -> bool:
-        """Whether so many pages in a row are free; merges what lies at hand if that may decide."""
+        """Whether so many pages in a row are free; merges the blocks at hand if that may decide."""
         if self._ready.get(pages) or self._extents.largest() >= pages:
             return True
         return self.free_pages >= pages and self.largest_free() >= pages
 
     def largest_free(self) -> int:
-        """The longest free range, after merging what lies at hand."""
+        """The longest free range, after merging the blocks at hand."""
         self.merge()
         return self._extents.largest()
 
@@ -173,7 +173,7 @@ class PageTable:
     def segments(
         self, slab: int, cost: Callable[[Block], float] = _free_of_charge
     ) -> list[WindowSegment]:
-        """Lay out one slab by address, each live block with what it costs to take."""
+        """Lay out one slab by address, each live block with its cost of eviction."""
         segments: list[WindowSegment] = []
         page = slab * self.config.slab_pages
         end = page + self.config.slab_pages

@@ -29,7 +29,7 @@ SWEEP_S = 10.0
 """Between two sweeps for pins: a third of the time after which one is overdue."""
 
 MakesWay = Callable[[int], int]
-"""Free the block that is worth the least, unless it has more bytes than this; the bytes freed."""
+"""Frees the block of the least worth, if it has at most so many bytes; returns the bytes freed."""
 
 
 class ArenaUpkeep:

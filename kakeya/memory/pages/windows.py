@@ -1,10 +1,10 @@
-"""What to take when room is needed: pure choices over what the pool shows.
+"""Choices of evictions when room is needed: pure, on a layout that the pool shows.
 
-Two different needs. An allocation needs `n` pages in a row: the window of one slab whose blocks
-are the least worth keeping, all of them free to go, or none at all; so it ends, and never evicts
-in vain. The watermarks keep pages free ahead of need: from 90 % of the pages in use on, blocks are
-evicted in the background, faster the fuller it is, until 80 %, and then nothing until 90 % is
-reached again.
+An allocation needs `n` pages in a row: the window of one slab with the least worth in it, in which
+every block may be evicted; or none at all, so that nothing is evicted in vain.
+
+The watermarks keep pages free ahead of need: from 90 % of the pages in use on, blocks are evicted
+in the background, faster the fuller the pool is, until 80 %; then none until 90 % is reached again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kakeya.memory.pages.pins import Block
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowSegment:
-    """A stretch of one slab: free (no block), or a block with what it costs to take."""
+    """A stretch of one slab: free (no block), or a block with its cost of eviction."""
 
     pages: int
     block: Block | None = None
@@ -27,17 +27,17 @@ class WindowSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionWindow:
-    """Blocks whose going leaves a free range that is long enough."""
+    """Blocks that leave a free range that is long enough when they are evicted."""
 
     blocks: tuple[Block, ...]
     cost: float
 
 
 def cheapest_window(segments: Sequence[WindowSegment], pages: int) -> EvictionWindow | None:
-    """The cheapest stretch of one slab that is `pages` long, or None when something blocks all.
+    """The cheapest stretch of one slab that is `pages` long, or None when every stretch is blocked.
 
-    For each beginning the shortest stretch that suffices is looked at: a longer one costs no
-    less. Segments are in the order of their addresses.
+    For each beginning the shortest stretch that suffices is compared: a longer one costs no less.
+    Segments are in the order of their addresses.
     """
     best: tuple[float, int, int] | None = None
     begin, length, cost = 0, 0, 0.0
@@ -75,11 +75,11 @@ class Watermarks:
         return total_pages > 0 and used_pages >= self._high * total_pages
 
     def excess_pages(self, used_pages: int, total_pages: int) -> int:
-        """How many whole pages are used above the low watermark; none of a pool of a few pages."""
+        """Whole pages in use above the low watermark; none of a pool of a few pages."""
         return max(0, math.floor(used_pages - self._low * total_pages + 1e-9))
 
     def wanted_pages(self, used_pages: int, total_pages: int) -> int:
-        """How many pages to evict in this round; 0 when it is off.
+        """Pages to evict in this round; 0 when eviction is off.
 
         The share of the excess grows from the low watermark to a full pool, where all of it goes.
         """

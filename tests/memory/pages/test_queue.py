@@ -12,7 +12,7 @@ import pytest
 from kakeya.core.errors import InvalidArgument, OutOfPages, PageFreed
 from kakeya.core.units import KIB
 from kakeya.memory.pages.content import ContentType, PageConfig
-from kakeya.memory.pages.queue import PageLine
+from kakeya.memory.pages.queue import PageQueue
 from kakeya.memory.pages.shared_arena import Filling, PageArena
 
 PAGE = 512 * KIB
@@ -30,7 +30,7 @@ class Rig:
         )
         self.arena.at(1.0)
         self.arena.grow()
-        self.line = PageLine(self.arena)
+        self.queue = PageQueue(self.arena)
         self.kv = self.arena.pool.tenant(ContentType.KV_CACHE, "prefixes")
         self.agent = self.arena.pool.holder("agent")
         self.engine = self.arena.pool.holder("engine")
@@ -38,11 +38,11 @@ class Rig:
         self.served: list[str] = []
 
     async def wait(self, name: str, pages: int, wait_s: float = LONG_S) -> Filling:
-        filling = await self.line.prepare(self.kv, pages * PAGE, self.engine, wait_s=wait_s)
+        filling = await self.queue.prepare(self.kv, pages * PAGE, self.engine, wait_s=wait_s)
         self.served.append(name)
         return filling
 
-    async def queue(self, **pages: int) -> list[asyncio.Task[Filling]]:
+    async def begin(self, **pages: int) -> list[asyncio.Task[Filling]]:
         """Start waiters in order; they stand in line when this returns."""
         tasks = []
         for name, count in pages.items():
@@ -53,7 +53,7 @@ class Rig:
     def give(self, *which: int) -> None:
         for number in which:
             self.taken[number].rollback()
-        self.line.stir()
+        self.queue.serve()
 
 
 @pytest.fixture
@@ -64,29 +64,29 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 async def test_who_comes_first_is_served_first_also_when_he_wants_more(rig: Rig) -> None:
-    many, one = await rig.queue(many=3, one=1)
+    many, one = await rig.begin(many=3, one=1)
     rig.give(0)
     await asyncio.sleep(0)
     assert rig.served == []
     rig.give(1, 2)
     assert (await many).block.pages == 3
-    assert len(rig.line) == 1
+    assert len(rig.queue) == 1
     rig.give(3)
     await one
     assert rig.served == ["many", "one"]
 
 
-async def test_an_unpin_is_seen_at_the_next_stir(rig: Rig) -> None:
+async def test_an_unpin_is_seen_at_the_next_look(rig: Rig) -> None:
     for filling in rig.taken:
         filling.commit()
     holds = [rig.agent.hold(filling.block) for filling in rig.taken]
     for hold in holds:
         hold.pin()
-    (one,) = await rig.queue(one=1)
-    rig.line.stir()
-    assert len(rig.line) == 1
+    (one,) = await rig.begin(one=1)
+    rig.queue.serve()
+    assert len(rig.queue) == 1
     holds[0].unpin()
-    rig.line.stir()
+    rig.queue.serve()
     await one
     assert not rig.taken[0].block.is_live
 
@@ -97,7 +97,7 @@ async def test_who_stands_first_sees_an_unpin_that_nobody_tells_of(rig: Rig) -> 
     holds = [rig.agent.hold(filling.block) for filling in rig.taken]
     for hold in holds:
         hold.pin()
-    first, second = await rig.queue(first=1, second=1)
+    first, second = await rig.begin(first=1, second=1)
     holds[0].unpin()
     await first
     assert not second.done()
@@ -124,7 +124,7 @@ async def test_the_last_try_is_at_the_end_of_the_wait_also_behind_others(rig: Ri
 async def test_who_is_not_served_in_time_is_refused_and_the_next_gets_a_try(rig: Rig) -> None:
     first = asyncio.create_task(rig.wait("many", 3, wait_s=0.05))
     await asyncio.sleep(0)
-    (one,) = await rig.queue(one=1)
+    (one,) = await rig.begin(one=1)
     rig.give(0)
     with pytest.raises(OutOfPages, match="3 pages cannot be had"):
         await first
@@ -134,24 +134,24 @@ async def test_who_is_not_served_in_time_is_refused_and_the_next_gets_a_try(rig:
 
 async def test_the_configured_limit_holds_when_none_is_given(rig: Rig) -> None:
     with pytest.raises(OutOfPages):
-        await rig.line.prepare(rig.kv, 1, rig.engine)
-    assert len(rig.line) == 0
+        await rig.queue.prepare(rig.kv, 1, rig.engine)
+    assert len(rig.queue) == 0
 
 
 async def test_who_leaves_makes_way(rig: Rig) -> None:
-    many, one = await rig.queue(many=3, one=1)
+    many, one = await rig.begin(many=3, one=1)
     rig.give(0)
     many.cancel()
     with pytest.raises(asyncio.CancelledError):
         await many
     await one
-    assert len(rig.line) == 0
+    assert len(rig.queue) == 0
 
 
 async def test_what_was_served_to_one_who_left_in_the_same_moment_goes_to_the_next(
     rig: Rig,
 ) -> None:
-    first, second = await rig.queue(first=1, second=1)
+    first, second = await rig.begin(first=1, second=1)
     rig.give(0)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -161,8 +161,8 @@ async def test_what_was_served_to_one_who_left_in_the_same_moment_goes_to_the_ne
 
 
 async def test_a_holder_that_ends_ends_its_waiting_and_not_that_of_others(rig: Rig) -> None:
-    (mine,) = await rig.queue(mine=1)
-    other = asyncio.create_task(rig.line.prepare(rig.kv, 1, rig.agent, wait_s=LONG_S))
+    (mine,) = await rig.begin(mine=1)
+    other = asyncio.create_task(rig.queue.prepare(rig.kv, 1, rig.agent, wait_s=LONG_S))
     await asyncio.sleep(0)
     rig.arena.close_holder(rig.engine)
     rig.give(0)
@@ -173,16 +173,16 @@ async def test_a_holder_that_ends_ends_its_waiting_and_not_that_of_others(rig: R
 
 async def test_nobody_waits_for_what_can_never_be(rig: Rig) -> None:
     with pytest.raises(InvalidArgument):
-        await rig.line.prepare(rig.kv, 5 * PAGE, rig.engine, wait_s=LONG_S)
-    assert len(rig.line) == 0
+        await rig.queue.prepare(rig.kv, 5 * PAGE, rig.engine, wait_s=LONG_S)
+    assert len(rig.queue) == 0
 
 
 async def test_many_waiters_are_all_served_and_nothing_is_lost(rig: Rig) -> None:
     async def use(number: int) -> None:
-        filling = await rig.line.prepare(rig.kv, PAGE, rig.engine, wait_s=LONG_S)
+        filling = await rig.queue.prepare(rig.kv, PAGE, rig.engine, wait_s=LONG_S)
         await asyncio.sleep(0)
         filling.rollback()
-        rig.line.stir()
+        rig.queue.serve()
         rig.served.append(str(number))
 
     tasks = [asyncio.create_task(use(number)) for number in range(50)]
