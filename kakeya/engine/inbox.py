@@ -1,7 +1,7 @@
-"""What other threads hand to the model thread: generations, work to do between two steps, the end.
+"""The inbox of the model thread: generations, work to do between two steps, and the end.
 
-First come, first served. It also knows since when the thread has been at one piece of work, for who
-asks from another thread whether it still moves.
+First come, first served. The inbox also knows since when the thread has been at one piece of work,
+so that another thread can tell whether it still moves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kakeya.engine.queue.rows import QueueTicket
 
 _Answer = TypeVar("_Answer")
 Item: TypeAlias = "QueueTicket | Callable[[], None] | None"
-"""A generation, work whose failure is its caller's, or None: the thread is to stop."""
+"""A generation; work, with a failure that is its caller's; or None to stop the thread."""
 
 
 class Inbox:

@@ -1,21 +1,21 @@
-"""What an engine may occupy, how it keeps to it, and how it gives memory back.
+"""Memory bounds of an engine: how it keeps to them, and how it gives memory back.
 
-The bound is on the process as the system counts it. What is not the model framework's (the
-interpreter, libraries) cannot shrink, so the framework gets the rest: its share is the bound less
-what else was resident when it was set. That grows with use, by a heap that keeps what was freed and
-by what Python holds; so the share is found anew whenever memory is asked back. Meanwhile spare
-buffers make place for it, and an engine that finds itself beyond its bound gives them all back.
+The bound is on the process as the system counts it. The interpreter and libraries cannot shrink, so
+the model's framework gets the rest, its share: the bound less everything else that is resident.
+Other memory grows with use (the heap keeps freed pages, Python holds objects), so the share is
+found anew whenever memory is asked back. Meanwhile spare buffers make place for that growth, and an
+engine beyond its bound gives all of them back.
 
-What mlx 0.32 does at its limit: on the CPU nothing. The number is stored, allocations go on
-beyond it, and one that the system refuses ends the process. On Metal its documentation calls the
+At its limit, mlx 0.32 does nothing on the CPU: the number is stored, allocations go on beyond it,
+and an allocation that the system refuses ends the process. On Metal its documentation calls the
 limit a guideline for the evaluation of graphs: beyond it, allocations fail once there is no more
-memory, swap included. So the limit is handed on, and what holds is our own look after each step:
-beyond it, spare buffers go, then KV that nobody uses, then that of parked generations, to which the
-weakest that runs comes then (see `room`).
-The cache limit holds everywhere, and is set to what arrays leave of the bound.
+memory, swap included. So the engine hands the limit on, and enforces it by its own look after each
+step: beyond it, spare buffers go, then idle KV, then KV of parked generations, and then the weakest
+running generation is parked (see `room`).
+The cache limit holds everywhere, and is set to the bytes that arrays leave of the bound.
 
 Slots for adapters come out of the same share, and are allocated long after the bounds were set: the
-KV bound is lowered to what they leave, so that a context that is promised can be filled.
+KV bound is lowered to the bytes that they leave, so that a promised context can be filled.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class EngineLimits:
         self._slots = slots
         self.room = KvRoom(slots, model.facts)
         self.drop_parked: Callable[[int], int] = lambda size: 0
-        """Takes KV of parked generations until so many bytes are gone or none is left; what went at
-        once."""
+        """Takes KV of parked generations until so many bytes are gone or none is left; returns the
+        bytes that went at once."""
         self._resident = resident
         self._trim = trim
         self._limit_bytes = 0
@@ -67,11 +67,11 @@ class EngineLimits:
         self._rest_bytes = self._units = 0
         self._cache_bytes = self._cut_bytes = KEPT_BUFFER_BYTES
         self._kv_bytes = slots.budget_bytes
-        """What was asked for; what is allowed is less where slots of adapters need it."""
+        """The KV bound that was set; slots of adapters may lower the bound that holds."""
         self._model_bytes = model.memory().active_bytes - self._idle_bytes() - self._slot_bytes()
 
     def set(self, memory_bytes: int, cache_bytes: int, kv_bytes: int) -> Footprint:
-        """Bound memory, spare buffers and KV; 0 = unchanged. What is above and idle goes at once.
+        """Bound memory, spare buffers and KV; 0 = unchanged. Idle bytes above go at once.
 
         Raises MemoryRefused when the model alone takes more, InvalidArgument for a KV bound in
         which nothing fits; nothing is changed then.
@@ -103,10 +103,8 @@ class EngineLimits:
             self._slots.set_budget(allowed)
 
     def slot_room_bytes(self) -> int | None:
-        """What more slots of adapters may take: not the KV of those that run, and not all of it.
-
-        None = without a bound.
-        """
+        """Bytes that more slots of adapters may take, beside the KV of running generations and the
+        least KV; None = without a bound."""
         room = self.room_bytes()
         if self._share_bytes is None or room is None:
             return None
@@ -115,7 +113,7 @@ class EngineLimits:
         return max(0, min(room, left))
 
     def shrink(self, size: int) -> Footprint:
-        """Give `size` bytes back, as far as nobody uses them, and tell what is left."""
+        """Give `size` idle bytes back, or as many as there are; returns the footprint after it."""
         missing = size - self._model.memory().cache_bytes
         if missing > 0:
             missing -= self._slots.shed(missing)
@@ -152,9 +150,9 @@ class EngineLimits:
         )
 
     def parked_refusal(self) -> MemoryRefused:
-        """The error of a parked generation whose KV had to go."""
+        """The error of a parked generation that lost its KV."""
         return MemoryRefused(
-            "the generation was set aside for more urgent or older ones, and these needed its KV "
+            "the generation was parked for more urgent or older ones, and these needed its KV "
             f"within the engine's bounds ({self._bounds()}); it can go on from its history",
             retry_after_s=RETRY_S,
         )
@@ -166,13 +164,13 @@ class EngineLimits:
         )
 
     def room_bytes(self) -> int | None:
-        """What the model may still take, idle KV not counted; None = without a bound."""
+        """Bytes that the model may still take, idle KV not counted; None = without a bound."""
         if self._share_bytes is None:
             return None
         return max(0, self._share_bytes - self._model.memory().active_bytes + self._idle_bytes())
 
     def footprint(self) -> Footprint:
-        """What is occupied now."""
+        """The memory that is occupied at this moment."""
         memory = self._model.memory()
         held = memory.active_bytes + memory.cache_bytes
         return Footprint(
@@ -195,9 +193,9 @@ class EngineLimits:
         self._model.limit(None, self._cut_bytes)
 
     def _look(self) -> None:
-        """Notice what else is resident; beyond the bound, spare buffers and free heap go at once.
+        """Notice other resident memory; beyond the bound, spare buffers and free heap go at once.
 
-        What somebody may still want goes when the agent asks for it.
+        Idle KV goes only when the agent asks for memory back: it may still save a prefill.
         """
         now = self.footprint()
         if now.resident_bytes > self._limit_bytes:
@@ -213,7 +211,7 @@ class EngineLimits:
         return now
 
     def _share(self, memory_bytes: int) -> int:
-        """What of a bound is the framework's."""
+        """The framework's share of a bound."""
         now = self.footprint()
         other = self._other_bytes(now)
         fixed = now.mlx_active_bytes - now.idle_kv_bytes - self.room.lent_bytes
@@ -237,7 +235,7 @@ class EngineLimits:
             self._model.limit(share, None)
 
     def _other_bytes(self, now: Footprint) -> int:
-        """What is resident and not the framework's."""
+        """Resident bytes that are not the framework's."""
         return max(0, now.resident_bytes - now.mlx_active_bytes - now.mlx_cache_bytes)
 
     def _slot_bytes(self) -> int:

@@ -1,7 +1,7 @@
-"""The seam between scheduling and arithmetic: what the engine asks of a loaded model.
+"""The seam between scheduling and arithmetic: a loaded model as the engine uses it.
 
 `kakeya.mlx` implements it; tests of the scheduler use a toy. Every method runs on the one model
-thread. A state's `length` counts the tokens whose KV it holds; between steps it is `committed - 1`
+thread. A state's `length` counts its tokens with KV; between steps it is `committed - 1`
 (the last token is pending) or `committed` (its row is in flight already).
 """
 
@@ -20,7 +20,7 @@ from kakeya.generation.request import Sampling
 CHUNK_LIMIT_S = 0.15
 """A prefill chunk longer than this would make a cancelled request linger."""
 KEPT_BUFFER_BYTES = 256 << 20
-"""Of buffers that no array uses, where nobody sets another bound."""
+"""Bytes of buffers that no array uses, where no other bound is set."""
 LEAST_CHUNK_TOKENS = 16
 """Below this a forward costs about the same, however few its rows are."""
 
@@ -40,9 +40,9 @@ class LoadedFacts(ModelFacts):
     """Seconds that each token of context adds to each token of prefill: attention over it."""
 
     def kv_bytes(self, tokens: int) -> int:
-        """What the KV of a sequence of this length takes, as mlx-lm allocates it: in blocks.
+        """Bytes of KV of a sequence of this length, as mlx-lm allocates it: in blocks.
 
-        While a chunk is added, a window holds that too.
+        While a chunk is added, a window holds the chunk too.
         """
         rows = -(-min(tokens, self.context_tokens) // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
         return self.kv_bytes_per_token * rows + self.fixed_bytes(rows)
@@ -98,12 +98,12 @@ class SequenceState(Protocol):
     """The KV of one sequence and the rows in flight on it."""
 
     grid_tokens: int
-    """How many of its first tokens have the very KV that prefill on the grid gives. Not counted
-    by the state itself: who prefills knows the grid."""
+    """The count of first tokens with the very KV that prefill on the grid gives. The caller of
+    `prefill`, which knows the grid, keeps it."""
 
     @property
     def length(self) -> int:
-        """Tokens whose KV is held, rows in flight included."""
+        """Tokens with KV, rows in flight included."""
         ...
 
     @property
@@ -136,9 +136,8 @@ class SequenceState(Protocol):
         ...
 
     def selected_from(self, logits: bytes) -> int:
-        """What a step selects that gives these logits, as `take_logits` gave them, on the token
-        that would be appended next; nothing is computed but the choice.
-        """
+        """The token that a step with these logits (of `take_logits`) selects next; nothing is
+        computed but the choice."""
         ...
 
     def collect(self) -> int:
@@ -190,7 +189,7 @@ class SequenceState(Protocol):
         ...
 
     def layer_length(self) -> int:
-        """What the cache layers themselves say about `length`; the check on the bookkeeping."""
+        """The length that the cache layers themselves have; the check on the bookkeeping."""
         ...
 
 
@@ -204,11 +203,11 @@ class AdapterBank(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """What all slots take now, used or not; they grow and never shrink."""
+        """Bytes of all slots, used or not; they grow and never shrink."""
         ...
 
     def missing_bytes(self, adapter: PackedAdapter) -> int:
-        """What would be allocated for this adapter. Raises InvalidArgument if it does not fit."""
+        """Bytes to allocate for this adapter. Raises InvalidArgument if it does not fit."""
         ...
 
     def load(self, slot: int, adapter: PackedAdapter) -> None:
@@ -216,7 +215,7 @@ class AdapterBank(Protocol):
         ...
 
     def slot_bytes(self) -> int:
-        """What one slot takes."""
+        """Bytes of one slot."""
         ...
 
 
@@ -230,7 +229,7 @@ class Model(Protocol):
 
     @property
     def facts(self) -> LoadedFacts:
-        """What it is."""
+        """Facts of the loaded model."""
         ...
 
     def open(self) -> SequenceState:

@@ -1,10 +1,10 @@
 """Frames of one generation on their way from the model thread to the wire.
 
-The first frame leaves at once, and so do the first tokens, the end, and what asks for pages; those
-between at most every FRAME_S: a fast model commits several tokens in that time, and one message for
-all of them leaves the processor to the model. Slow models, whose steps take longer, are never held
-up. What was imported, and the logits behind a prompt, travel with the next frame: nobody waits for
-these, and the first token would.
+The first frame leaves at once, and so do the first tokens, the end, and requests for pages; frames
+between leave at most every FRAME_S: a fast model commits several tokens in that time, and one
+message for all of them leaves the processor to the model. A slow model, with longer steps, is never
+held up. `KvImported` and `HistoryLogits` travel with the next frame, so that the first token does
+not wait for them.
 Frames that leave together are one message: each costs both ends as much as a small step.
 """
 
@@ -42,15 +42,15 @@ class Outbox:
         self._filled = asyncio.Event()
         self._is_urgent = asyncio.Event()
         self._is_called = False
-        self._has_spoken = False
+        self._has_sent_tokens = False
 
     def put(self, frame: EngineFrame) -> None:
         """Add a frame; called on the model thread."""
         self._frames.append(frame)
         if isinstance(frame, Done | KvPark):
             self._loop.call_soon_threadsafe(self._hurry)
-        elif isinstance(frame, Tokens) and not self._has_spoken:
-            self._has_spoken = True
+        elif isinstance(frame, Tokens) and not self._has_sent_tokens:
+            self._has_sent_tokens = True
             self._loop.call_soon_threadsafe(self._hurry)
         # One call is enough for all that is appended before the loop looks.
         elif not self._is_called and not _can_wait(frame):
@@ -70,7 +70,7 @@ class Outbox:
         """Yield responses until the last frame."""
         await self._filled.wait()
         while True:
-            # Nobody need call while this drains and pauses: it looks again by itself.
+            # No call is needed while this drains and pauses: it looks again by itself.
             self._is_called = True
             self._filled.clear()
             self._is_urgent.clear()
@@ -100,7 +100,7 @@ class Outbox:
             if isinstance(frame, KakeyaError):
                 if not tokens and not frames:
                     raise frame
-                # Tokens committed before it go out first: nobody need compute them again.
+                # Tokens committed before it go out first: they need not be computed again.
                 self._frames.appendleft(frame)
                 self._hurry()
                 break
@@ -114,7 +114,7 @@ class Outbox:
 
 
 def _can_wait(frame: EngineFrame) -> bool:
-    """Whether it travels with the next one: nobody does anything about it."""
+    """Whether a frame travels with the next one: the agent does nothing about it."""
     if isinstance(frame, Progress):
         return frame.computed_tokens == frame.cached_tokens
     return isinstance(frame, KvImported | HistoryLogits)

@@ -1,9 +1,9 @@
 """EngineService: the engine child's side of the unix socket.
 
-Frames come from the model thread and leave on the event loop. What several steps commit while
-one frame is being sent travels in the next frame together, so a slow reader costs frames, not
-steps; what waits is bounded by max_tokens of its own request. A call that the agent cancels, or
-whose connection breaks, cancels the generation before its next step.
+Frames come from the model thread and leave on the event loop. Tokens that several steps commit
+while one frame is being sent travel in the next frame together, so a slow reader costs frames, not
+steps; `max_tokens` of a request bounds its waiting tokens. When the agent cancels a call, or its
+connection breaks, the generation ends before its next step.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._loads = AdapterLoads(self._load_adapter)
 
     def end_streams(self) -> None:
-        """End the streams on which nothing is under way; the others when it has ended."""
+        """End idle streams at once, the others when their work has ended."""
         self._loads.end()
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeResponse:
-        """The model's facts, and whether its thread still comes round."""
+        """The model's facts, and whether its thread still moves."""
         facts = self._model.facts
         told = replace(
             facts,
@@ -123,7 +123,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def LendPages(
         self, request: pb.LendPagesRequest, context: _Context
     ) -> pb.LendPagesResponse:
-        """Take pages for the KV of a generation that was set aside."""
+        """Take pages for the KV of a parked generation."""
         pages = tuple(map(page_ref_from_wire, request.pages))
         try:
             await self._on_model_thread(
@@ -140,7 +140,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         return pb.ReleaseResponse(released_bytes=0 if kept is None else kept.nbytes)
 
     async def Stats(self, request: pb.StatsRequest, context: _Context) -> pb.StatsResponse:
-        """Live numbers."""
+        """Live numbers of the engine."""
         return stats_to_wire(await self._on_model_thread(self._stats))
 
     async def SetLimits(self, request: pb.SetLimitsRequest, context: _Context) -> pb.Footprint:
@@ -149,7 +149,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         return await self._footprint(context, lambda: self._limits.set(*asked))
 
     async def Shrink(self, request: pb.ShrinkRequest, context: _Context) -> pb.Footprint:
-        """Give memory back, between two steps; KV that can lie in pages goes when these came."""
+        """Give memory back, between two steps; KV that can lie in pages goes once pages came."""
         await self._footprint(context, lambda: self._limits.shrink(request.bytes))
         await asyncio.wrap_future(self._scheduler.settled())
         return await self._footprint(context, lambda: self._limits.shrink(0))
@@ -173,7 +173,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         return pb.UnloadAdapterResponse(was_loaded=was_loaded)
 
     def _load_adapter(self, load: pb.AdapterLoad) -> Future[LoadedAdapter]:
-        """Read here, and leave to the model thread only what it alone may do."""
+        """Read on the event loop; only filling the slot is left to the model thread."""
         adapters, read = self._taken(), self._pages.read(page_ref_from_wire(load.pages))
         flight = self._scheduler.call(lambda: adapters.load(load.adapter_id, read, load.instead_of))
         flight.add_done_callback(lambda _: read.close())

@@ -3,10 +3,10 @@
     reader     a load goes to the model thread, a withdrawal drops one that has not begun
     writer     answers leave in the order in which loads end
 
-A load that fails is an answer like another. When the agent leaves, what has not begun is dropped.
-A generation may be meant to come behind a load that was asked for just before: it waits here until
-that has gone to the model thread, which does one after the other. The load's answer leaves behind
-the first one of that generation, which somebody waits for, or a moment later.
+A load that fails is an answer like another. When the agent leaves, loads that have not begun are
+dropped. A generation may follow a load that was asked for just before: it waits here until the load
+has gone to the model thread, which does one after the other. The answer of the load then leaves
+behind the first frame of that generation, for which a client waits, or a moment later.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class AdapterLoads:
     """The streams of one engine; an agent has one of them open."""
 
     def __init__(self, load: Load, *, patience_s: float = 1.0, hold_s: float = 0.002) -> None:
-        """A load that was sent before something is here `patience_s` after that, or its stream
-        broke. An answer waits `hold_s` at most."""
+        """A generation waits `patience_s` for the load before it; then the load's stream broke. An
+        answer waits `hold_s` at most."""
         self._load = load
         self._patience_s = patience_s
         self._hold_s = hold_s
@@ -57,8 +57,8 @@ class AdapterLoads:
             self._streams.discard(stream)
 
     async def behind(self, number: int) -> None:
-        """Return once a load came and went to the model thread, if it was not refused; or when it
-        is not to be expected any more, as its stream broke."""
+        """Return once a load came and went to the model thread, or was refused; or when it will not
+        come, because its stream broke."""
         if number <= self._latest:
             return
         coming = asyncio.get_running_loop().create_future()
@@ -72,7 +72,7 @@ class AdapterLoads:
             del self._behind[coming]
 
     def followed(self, number: int) -> None:
-        """Let the answer of a load go: what came behind it has answered."""
+        """Let the answer of a load go: the generation behind it has answered."""
         for stream in self._streams if number else ():
             stream.followed(number)
 
@@ -83,7 +83,7 @@ class AdapterLoads:
                 coming.set_result(None)
 
     def end(self) -> None:
-        """Take no more loads; streams end when what is under way was answered."""
+        """Take no more loads; streams end when loads that have begun were answered."""
         self._is_ending = True
         for stream in self._streams:
             stream.end()
@@ -100,7 +100,7 @@ class _Stream:
         self._loop = asyncio.get_running_loop()
         self._flights: dict[int, Future[LoadedAdapter]] = {}
         self._followed: set[int] = set()
-        """Loads whose generation has not answered yet."""
+        """Loads with a generation behind them that has not answered yet."""
         self._held: dict[int, pb.LoadAdaptersResponse] = {}
         """Their answers."""
         self._answers: asyncio.Queue[pb.LoadAdaptersResponse | None] = asyncio.Queue()

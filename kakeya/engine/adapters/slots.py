@@ -1,4 +1,4 @@
-"""Which adapter is in which slot of the engine, and who computes with it.
+"""Slots of the engine: the adapter in each, and how many sequences compute with it.
 
 A slot that a running sequence uses is never written. An adapter that is loaded again with another
 content gets another slot: sequences that began with the old one end with it, new ones use the new
@@ -37,7 +37,7 @@ class SlottedAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedAdapter:
-    """Where an adapter is, and what it takes there."""
+    """The slot of an adapter, and the bytes that it takes there."""
 
     slot: int
     nbytes: int
@@ -52,8 +52,8 @@ class EngineAdapters:
         room_bytes: Callable[[], int | None] = lambda: None,
         grown: Callable[[], None] = lambda: None,
     ) -> None:
-        """`room_bytes` is what new slots may take, None = without a bound; `grown` is called when
-        there are some."""
+        """`room_bytes` returns the bytes that new slots may take, None = without a bound; `grown`
+        is called when new slots were allocated."""
         self._bank = bank
         self._room_bytes = room_bytes
         self._grown = grown
@@ -75,7 +75,7 @@ class EngineAdapters:
         try:
             return self._load(adapter_id, adapter, read, instead_of)
         except KakeyaError as refusal:
-            # Whoever has the error would hold views of the pages with its frames.
+            # An error keeps the frames of its traceback, and with them views of the pages.
             raise refusal.with_traceback(None) from None
 
     def unload(self, adapter_id: str) -> bool:
@@ -88,7 +88,7 @@ class EngineAdapters:
         return True
 
     def ids(self) -> tuple[str, ...]:
-        """What is in a slot."""
+        """Ids of the adapters in slots."""
         return tuple(self._loaded)
 
     def enter(self, adapter_id: str) -> SlottedAdapter:
@@ -100,7 +100,7 @@ class EngineAdapters:
         return held
 
     def leave(self, use: SlottedAdapter) -> None:
-        """End it; once for each `enter`."""
+        """End the use of an adapter; once for each `enter`."""
         use.users -= 1
         if not use.users and self._loaded.get(use.adapter_id) is not use:
             self._free.append(use.slot)

@@ -1,19 +1,18 @@
 """Blocks of KV between a generation and the pages that the agent keeps them in.
 
 In: the blocks that the agent pinned are copied into an empty state, once, before anything is
-computed. Out: what is computed on the prefill grid is copied into the pages given for it, piece by
-piece right after it was computed, because a window forgets. A block that is whole is told of.
+computed. Out: KV that is computed on the prefill grid is copied into the pages given for it, piece
+by piece right after it was computed, because a window forgets. A frame tells of each whole block.
 
     whole blocks   of `facts.kv_block_tokens` tokens, block i from position i * kv_block_tokens
     a tail         the beginning of a block, up to a cut of the history or its last token but one
 
-Prefill's pieces are why KV from pages has the bits that would be computed here: only what was
-computed in them is exported, and the end of a tail is taken only where a piece ends here too. Else
-it is taken up to the last place in it where one does, from where prefill goes on. KV that was
-decoded is not exported, nor what was computed behind it.
+KV from pages has the bits that would be computed here because of prefill's pieces: only KV computed
+in pieces is exported, and a tail is taken up to the last place in it where a piece ends here too;
+prefill goes on from there. Decoded KV is not exported, nor KV computed behind it.
 
-Slabs are mapped for a copy only: one that its owner took away would go on taking memory. Nothing
-here fails a generation: without its KV a prompt is computed.
+Slabs are mapped for a copy only: a mapped slab that its owner removed would go on taking memory.
+Nothing here fails a generation: without its KV a prompt is computed.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from kakeya.memory.pages.reader import PageReader
 
 _log = logging.getLogger(__name__)
 FAULTS = (KakeyaError, OSError, ValueError, LookupError, RuntimeError, MemoryError)
-"""What a copy from or to pages may raise, whoever is at fault."""
+"""Exceptions of a copy from or to pages, whether the agent or the engine is at fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """So many tokens, from these blocks."""
+    """A plan to take so many tokens from these blocks."""
 
     tokens: int = 0
     blocks: tuple[KvPages, ...] = ()
 
 
 def room_tokens(pages: KvPages, facts: LoadedFacts) -> int:
-    """How many positions the pages have room for; 0 where their length does not fit the model."""
+    """Positions that the pages have room for; 0 where their length does not fit the model."""
     size = pages.pages.length - (facts.kv_state_bytes if pages.has_state else 0)
     if not facts.kv_block_tokens or (pages.has_state and not facts.kv_state_bytes):
         return 0
@@ -55,11 +54,11 @@ def room_tokens(pages: KvPages, facts: LoadedFacts) -> int:
 
 
 def plan_take(blocks: Sequence[KvPages], facts: LoadedFacts, pieces: Pieces) -> Take:
-    """Choose what of the blocks serves a history that is prefilled in these pieces."""
+    """Choose the blocks that serve a history that is prefilled in these pieces."""
     best = Take()
     for number, block in enumerate(blocks):
         room = room_tokens(block, facts)
-        # Where a model has nothing but state, what lies in front of it is of no use.
+        # A model with nothing but state needs no blocks in front of the last one.
         if not room or (facts.kv_block_bytes and block.index != number):
             break
         end = _usable_end(block, room, facts, pieces)
@@ -72,7 +71,7 @@ def plan_take(blocks: Sequence[KvPages], facts: LoadedFacts, pieces: Pieces) -> 
 
 
 def _usable_end(block: KvPages, room: int, facts: LoadedFacts, pieces: Pieces) -> int:
-    """Up to which token a block serves a history, such that its bits are those of a prefill."""
+    """The token up to which a block serves a history with the bits of a prefill."""
     start = block.index * facts.kv_block_tokens
     meant = min(block.tokens or room, room)
     end = min(start + meant, pieces.total)
@@ -84,7 +83,7 @@ def _usable_end(block: KvPages, room: int, facts: LoadedFacts, pieces: Pieces) -
 
 
 def take(state: SequenceState, plan: Take, facts: LoadedFacts) -> bool:
-    """Copy blocks into an empty state; False, and it stays empty, where that fails."""
+    """Copy blocks into an empty state; False where that fails, and the state stays empty."""
     try:
         with PageReader() as reader:
             state.import_blocks(
@@ -112,7 +111,7 @@ class _Export:
 
 
 class KvExports:
-    """The pages of one generation that wait for what it computes."""
+    """Pages that wait for KV that one generation computes."""
 
     def __init__(self, exports: Sequence[KvPages], facts: LoadedFacts, pieces: Pieces) -> None:
         self._facts = facts
@@ -122,7 +121,7 @@ class KvExports:
         self._waiting = sorted(fitting, key=lambda export: (export.start, export.end))
 
     def computed(self, state: SequenceState, until: int) -> Iterator[KvPages]:
-        """Copy what is new of the state's first `until` tokens, all of them computed in pieces.
+        """Copy the new KV of the state's first `until` tokens, all of them computed in pieces.
 
         Yields the pages of each block, or tail, that is whole.
         """
@@ -145,13 +144,13 @@ class KvExports:
         return _Export(pages, start, start + room_tokens(pages, self._facts), start)
 
     def _fits(self, export: _Export) -> bool:
-        """Whether they have room for a whole block, or for what ends where a piece does."""
+        """Whether the pages have room for a whole block, or for a tail that ends with a piece."""
         room, size = export.end - export.start, self._facts.kv_block_tokens
         ends_right = room == size or export.end in (*self._pieces.cuts, self._pieces.total)
         return 0 < room == (export.pages.tokens or size) and ends_right
 
     def _copy(self, state: SequenceState, export: _Export, last: int) -> bool:
-        """Copy up to `last`; False where the state no longer has that, or the pages are gone."""
+        """Copy up to `last`; False where the state has dropped that KV, or the pages are gone."""
         first, pages = export.copied, export.pages
         with_state = pages.has_state and last == export.end
         if with_state and state.length != last:

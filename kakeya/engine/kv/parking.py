@@ -1,15 +1,15 @@
 """KV of parked sequences that has to go: it lies in pages of the agent until its sequence goes on.
 
-    asked    pages are asked for when somebody needs the room, and waited for, for PAGES_S: by who
-             is to enter; by all, where those that run outgrew what there is; by the agent, where it
-             wants memory back
-    lent     the agent has prepared them; nobody else sees them, they are never committed
+    asked    the engine asks for pages when it needs the room: for a sequence that is to enter, or
+             because running ones outgrew their bounds, or because the agent wants memory back; all
+             of these wait for the pages, for PAGES_S
+    lent     the agent has prepared pages; they are never committed, so no other engine sees them
     stowed   the KV was copied there, prompt and answer, and the live arrays are gone
-    restored it was copied back, bit for bit: nothing is computed again
+    restored the KV was copied back, bit for bit: nothing is computed again
 
-KV of an answer has other bits than a prefill of it gives, so nobody else may begin from it: that is
-why it lies in no prefix. Where there are no pages in time, or the KV has no blocks, the sequence
-ends with an error that says it can go on, and what it had is computed again.
+KV of an answer has other bits than a prefill of it gives, so no other sequence may begin from it,
+and it lies in no prefix. Where no pages come in time, or the KV has no blocks, the sequence ends
+with an error that says it can go on, and its KV is computed again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kakeya.memory.pages.reader import PageReader
 _log = logging.getLogger(__name__)
 _MOMENT_S = 0.0005
 PAGES_S = 0.25
-"""So long whoever needs the room waits for pages: the agent prepares them in milliseconds."""
+"""The longest wait for pages: the agent prepares them in milliseconds."""
 
 
 class Parking:
@@ -45,7 +45,7 @@ class Parking:
         *,
         lost: Callable[[QueueRow], None],
     ) -> None:
-        """`lost` ends a sequence whose KV is gone."""
+        """`lost` ends a sequence that lost its KV."""
         self._lost = lost
         self._queue = queue
         self._room = queue.room
@@ -55,10 +55,9 @@ class Parking:
         self._settled: list[Callable[[], None]] = []
 
     def are_coming(self, entry: Admitted, now_s: float) -> bool:
-        """Whether pages are on their way for the KV that has to go for an entry, which is the next
-        one then.
+        """Whether pages are on their way for the KV that has to go for an entry.
 
-        They are asked for where they were not yet.
+        Asks for pages where that was not done yet. The entry is then promised the next place.
         """
         coming = [row for row in entry.drops if self._is_coming(row, now_s)]
         if coming:
@@ -66,15 +65,15 @@ class Parking:
         return bool(coming)
 
     def wait(self) -> None:
-        """A moment, where nobody computes because pages are on their way."""
+        """Sleep a moment, where no row computes because pages are on their way."""
         if self._queue.waiting:
             time.sleep(_MOMENT_S)
 
     def lend(self, park_id: int, number: int, pages: tuple[PageRef, ...]) -> None:
-        """The agent has prepared these pages for one of the parked; () = it has none.
+        """Take the pages that the agent prepared for a parked row; () = it has none.
 
-        What answers an earlier question is not the row's any more. Raises InvalidArgument when
-        they are not those that were asked for.
+        An answer to an earlier request of the row is dropped. Raises InvalidArgument for pages of
+        other lengths than were asked for.
         """
         for row in self._queue.parked:
             if row.ticket.job.park_id == park_id and row.asks == number and row.pages is None:
@@ -93,14 +92,14 @@ class Parking:
         return bool(self._due)
 
     def drop_soon(self, row: QueueRow, now_s: float) -> None:
-        """Take the KV of a parked one as soon as there are pages for it, or are sure to be none."""
+        """Take the KV of a parked row as soon as its pages came, or will not come."""
         if not self._is_coming(row, now_s):
             self.drop(row)
         elif row not in self._due:
             self._due.append(row)
 
     def settle(self, now_s: float) -> bool:
-        """Take what is due and need not wait for pages any more; whether there was some."""
+        """Take due KV that need not wait for pages any more; whether there was some."""
         ready = [row for row in self._due if not self._is_coming(row, now_s)]
         for row in ready:
             self._due.remove(row)
@@ -112,13 +111,13 @@ class Parking:
         return bool(ready)
 
     def when_settled(self, tell: Callable[[], None]) -> None:
-        """Call this once nothing is due."""
+        """Call `tell` once no KV is due."""
         self._settled.append(tell)
 
     def drop_until(self, size: int) -> int:
-        """Take KV of parked ones, of the last one first, until `size` bytes are gone; what went.
+        """Take KV of parked rows, of the last one first, until `size` bytes are gone.
 
-        What can lie in pages goes when these are there, a moment later.
+        Returns the bytes that went at once; KV that can lie in pages goes a moment later.
         """
         before, now_s = self._room.parked_bytes, self._timer()
         for row in reversed(self._queue.parked_with_kv):
@@ -129,7 +128,7 @@ class Parking:
         return before - self._room.parked_bytes
 
     def drop(self, row: QueueRow) -> None:
-        """Take the KV of a parked one, to the pages that were lent for it, or it is lost."""
+        """Take the KV of a parked row, to the pages lent for it; without pages it is lost."""
         if not self._stow(row):
             self._lost(row)
             return
@@ -138,8 +137,10 @@ class Parking:
         self._queue.recheck()
 
     def resume(self, row: QueueRow) -> bool:
-        """It has a place again: take its KV back where that lies in pages, which are needed no
-        longer then. False where that failed, and it is lost."""
+        """Restore a row that has a place again from its pages, and give these back.
+
+        False where that failed, and the row is lost.
+        """
         if row in self._due:
             self._due.remove(row)
         if row.is_stowed and not self._restore(row):
@@ -151,8 +152,7 @@ class Parking:
         return True
 
     def _is_coming(self, row: QueueRow, now_s: float) -> bool:
-        """Whether pages for the KV of a parked one are on their way. They are asked for where they
-        were not yet."""
+        """Whether pages for a parked row are on their way; asks for them where it was not done."""
         can_park = row.ticket.job.park_id and row.length and self._facts.kv_block_tokens
         if row.asked_s is None and can_park:
             row.asked_s, row.asks = now_s, row.asks + 1
@@ -161,7 +161,7 @@ class Parking:
         return row.asked_s is not None and row.pages is None and now_s < row.asked_s + PAGES_S
 
     def _stow(self, row: QueueRow) -> bool:
-        """Copy it there; False, and nothing changed, where that fails."""
+        """Copy the KV to its pages; False where that fails, and nothing changed."""
         if not row.pages or row.run is None:
             return False
         try:
@@ -192,7 +192,7 @@ class Parking:
 
 
 def lengths(facts: LoadedFacts, tokens: int) -> tuple[int, ...]:
-    """Of the pages for the KV of so many tokens, in bytes; state lies behind the last rows."""
+    """Bytes of each of the pages for the KV of so many tokens; state lies behind the last rows."""
     size = facts.kv_block_tokens
     each = facts.kv_block_bytes // size
     if not each:

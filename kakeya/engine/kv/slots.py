@@ -18,8 +18,8 @@ from kakeya.engine.model import SequenceState
 class KeptKv:
     """The KV of a history; `tokens` is as long as the state.
 
-    `content` tells adapters apart by what is in them, "" = the model alone: another one's KV is
-    another one. `cuts` are those of the request that it was prefilled for.
+    `content` is the digest of the adapter that it was computed with, "" = the model alone. `cuts`
+    are those of the request that it was prefilled for.
     """
 
     tokens: list[int]
@@ -40,7 +40,7 @@ class KvSlots:
 
     @property
     def budget_bytes(self) -> int:
-        """What all KV may take, kept and running."""
+        """The bound of all KV, kept and running."""
         return self._budget_bytes
 
     @property
@@ -49,11 +49,11 @@ class KvSlots:
         return self._held_bytes
 
     def bytes_by_key(self) -> dict[str, int]:
-        """What each key holds."""
+        """Bytes of each entry."""
         return {key: entry.nbytes for key, entry in self._entries.items()}
 
     def kept_tokens(self, key: str) -> int:
-        """How long the history is whose KV `key` names."""
+        """Tokens of the history that `key` keeps KV of; 0 = none."""
         entry = self._entries.get(key)
         return 0 if entry is None else len(entry.tokens)
 
@@ -72,7 +72,7 @@ class KvSlots:
         content: str = "",
         cuts: tuple[int, ...] = (),
     ) -> None:
-        """Put an entry in; the oldest others go where it does not fit, itself where it can't.
+        """Put an entry in; older ones go where it does not fit, the entry itself where it can't.
 
         Its sequence may still count as running, so only entries are weighed here.
         """
@@ -85,17 +85,20 @@ class KvSlots:
         self.shed(self._held_bytes - self._budget_bytes)
 
     def lend(self, size: int) -> None:
-        """Note what sequences may use in all; entries that are in the way go."""
+        """Note the bytes that sequences may use in all; entries that are in the way go."""
         self._lent_bytes = size
         self._fit()
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Another budget; entries beyond it go at once."""
+        """Set another budget; entries beyond it go at once."""
         self._budget_bytes = budget_bytes
         self._fit()
 
     def shed(self, size: int) -> int:
-        """Drop entries, oldest first, until `size` bytes are gone or none is left; what went."""
+        """Drop entries, oldest first, until `size` bytes are gone or none is left.
+
+        Returns the bytes that went.
+        """
         before = self._held_bytes
         while self._entries and before - self._held_bytes < size:
             _, oldest = self._entries.popitem(last=False)

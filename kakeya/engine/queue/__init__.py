@@ -1,1 +1,1 @@
-"""Which generation enters the engine next, and how much room there is for it."""
+"""The queue of an engine: which generation enters next, and the room that it needs."""

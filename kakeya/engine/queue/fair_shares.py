@@ -1,8 +1,8 @@
 """Fair shares: the tokens that each client used, and each of its users, in each priority.
 
 An account counts what its generations used. Accounts of one group are fair to each other: all
-clients of a priority are a group, and so are all users that one client names. What a user uses
-counts as its client's too, so a client with many users gets no more than a client with one.
+clients of a priority are a group, and so are all users that one client names. Use of
+a user counts as its client's too, so a client with many users gets no more than a client with one.
 
 These are the virtual counters of "Fairness in Serving Large Language Models" (Sheng et al. 2024).
 An account that comes back is lifted to the least of those that are present, so a client cannot

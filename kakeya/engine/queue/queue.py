@@ -1,8 +1,8 @@
 """The queue of an engine: generations that wait for a place, new ones and parked ones.
 
 The queue decides, the scheduler performs. A generation is refused when it arrives if its KV can
-never fit, or if its first token is not expected by its deadline. One whose deadline passes while it
-waits ends then; one that was parked before its first token ends as soon as it cannot keep its
+never fit, or if its first token is not expected by its deadline. A waiting generation ends when its
+deadline passes; one that was parked before its first token ends as soon as it cannot keep its
 deadline.
 
 Places go in the order of `policy`. Each question looks through all that wait: the gate in front of
@@ -203,7 +203,7 @@ class EngineQueue:
 
     @property
     def parked_with_kv(self) -> list[QueueRow]:
-        """Parked rows whose KV takes room here, in the order of parking."""
+        """Parked rows with KV that takes room here, in the order of parking."""
         return [row for row in self.parked if row.length and not row.is_stowed]
 
     # --- chunks of prompts

@@ -2,7 +2,7 @@
 
     refused   prompt and max_tokens take more than the bound: it can never come to its end
     waits     prompt and AHEAD_TOKENS take more than running sequences leave
-    enters    that much is set aside for it; what it needs beyond, it takes as it grows
+    enters    that much is set aside for it; it takes more as it grows
     parked    a more urgent sequence took its place: its KV stays, and counts as long as it does
 
 So a request that may become long, and seldom does, does not keep others out. When running sequences
@@ -152,7 +152,7 @@ class KvRoom:
         return self.kv_bytes(min(ahead, prompt + job.max_tokens))
 
     def _tokens_in(self, size: int) -> int:
-        """Tokens of one sequence whose KV fits into `size` bytes."""
+        """Tokens of one sequence that fit into `size` bytes of KV."""
         fitting = bisect_right(
             self._blocks, size, key=lambda blocks: self.kv_bytes(blocks * KV_BLOCK_TOKENS)
         )

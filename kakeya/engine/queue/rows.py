@@ -68,12 +68,12 @@ class QueueRow(GenerationClaim):
     """Whether its KV lies in these pages."""
     has_drafts: bool = False
     is_prefilling: bool = False
-    has_spoken: bool = False
+    has_first_token: bool = False
     is_over: bool = False
 
     @property
     def length(self) -> int:
-        """Tokens whose KV it holds."""
+        """Tokens with KV."""
         return 0 if self.run is None else self.run.length
 
     @property

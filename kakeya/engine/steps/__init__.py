@@ -1,1 +1,1 @@
-"""What the engine computes next: prefill, draft, verify, commit, for every sequence that runs."""
+"""Steps of the engine: prefill, draft, verify and commit, for every sequence that runs."""

@@ -33,7 +33,7 @@ from kakeya.wire.security import TlsMaterial
 _log = logging.getLogger(__name__)
 RemoteBook: TypeAlias = "RemoteDraftBook[PendingDraft | StreamedDraft]"
 KEPT_PEERS = 16
-"""Peers' models whose channels stay open between generations; a placement names one or two."""
+"""Peers' models that keep an open channel between generations; a placement names one or two."""
 NOTHING = Draft(source="none")
 
 
@@ -48,9 +48,9 @@ class RemoteBooks:
     """One RemoteProposer for each peer's model, shared by all sequences.
 
     It outlives them, so that the next one finds an open channel; of those that no sequence uses,
-    the last KEPT_PEERS stay, whoever comes and goes in the fleet. `identity` tells the node's keys
-    as of now, None while it has none: peers with a server name are then not asked at all, since
-    a source that has to be encrypted never falls back to a plain connection.
+    the last KEPT_PEERS stay. `identity` returns the keys that the node has at that moment, None
+    while it has none: peers with a server name are then not asked at all, since a source that has
+    to be encrypted never falls back to a plain connection.
     """
 
     def __init__(self, identity: Callable[[], TlsMaterial | None] = lambda: None) -> None:
@@ -149,9 +149,9 @@ class Drafting:
         return opened
 
     def prepare(self, history: Sequence[int]) -> None:
-        """The prompt is about to be computed: meanwhile peers can be told of it.
+        """Tell peers of a prompt that is about to be computed.
 
-        Not where n-grams draft too: peers may then not be needed, nor told.
+        Not where n-grams draft too: peers may then not be needed.
         """
         if self._own is None:
             for book in self._books.values():
@@ -164,7 +164,7 @@ class Drafting:
             self._own.extend(history)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Tokens joined the history."""
+        """Take tokens that joined the history."""
         if not self._tallies:
             return
         if self._own is not None:
@@ -203,7 +203,7 @@ class Drafting:
         return best, min(best_rows, room)
 
     def ahead(self, history: list[int], block: Sequence[int]) -> None:
-        """`block` is about to be verified: let peers draft on as if all of it were accepted."""
+        """Let peers draft on as if all of `block`, which is about to be verified, were accepted."""
         for book in self._books.values():
             book.ahead(history, block)
 
@@ -228,7 +228,7 @@ class Drafting:
         tally.shadow_hits += hits
 
     def tallies(self) -> tuple[SourceUsage, ...]:
-        """What each source did."""
+        """Counts of each source."""
         for name, book in self._books.items():
             tally, counts = self._tallies[name], book.counts
             tally.late = counts.late + counts.stale
@@ -237,14 +237,14 @@ class Drafting:
         return tuple(self._tallies.values())
 
     def close(self) -> None:
-        """Cancel what is under way; the generation is over."""
+        """Cancel drafts that are under way; the generation is over."""
         self._shadows.close(self._history)
         while self._remote:
             name, spec = self._remote.popitem()
             self._shared_books.close(spec, self._books[name])
 
     def _look_up(self, own: NGramSource, room: int) -> tuple[Draft, int]:
-        """What the text itself offers, and how many of its tokens to verify."""
+        """The draft of the text itself, and how many of its tokens to verify."""
         draft = own.draft(room) or Draft(source=NGRAM)
         self._count(draft)
         rows = self._controller.rows(draft)
@@ -256,7 +256,7 @@ class Drafting:
         """How long to wait for a peer now; None = do not ask it.
 
         Each generation asks once, and waits for nothing where that does not pay: its text may be
-        one that the peer is good at, and how slow it was is yesterday's weather.
+        one that the peer is good at, and its speed may have changed.
         """
         patience_s = self._controller.patience_s(name)
         if name not in self._unasked:
@@ -293,7 +293,7 @@ class Drafting:
 
 
 def _noise(sampling: Sampling) -> SamplingNoise | None:
-    """What a draft model is told of the way that tokens are selected; None when greedily."""
+    """The sampling noise that a draft model shares; None for greedy sampling."""
     if sampling.is_greedy:
         return None
     return SamplingNoise(seed=sampling.seed, temperature=sampling.temperature)

@@ -1,4 +1,4 @@
-"""In which pieces one history is prefilled, and how much KV of other pieces it may go on from.
+"""The pieces in which a history is prefilled, and how much KV of other pieces it may go on from.
 
 A piece ends on the model's prefill grid, at each cut of the request, and with the prompt. KV has
 the bits that would be computed here only up to a place at which a piece ended where it was computed
@@ -14,7 +14,7 @@ from kakeya.engine.model import LoadedFacts
 
 
 class Pieces:
-    """Of one prompt, of which `total` tokens are prefilled."""
+    """Pieces of one prompt, of which `total` tokens are prefilled."""
 
     def __init__(self, facts: LoadedFacts, total: int, cuts: Iterable[int] = ()) -> None:
         self._facts = facts
@@ -22,7 +22,7 @@ class Pieces:
         self.cuts = tuple(sorted({cut for cut in cuts if 0 < cut < total}))
 
     def end(self, first: int) -> int:
-        """Where the piece ends that begins at a token."""
+        """The end of the piece that begins at a token."""
         chunk = self._facts.prefill_chunk_at(first)
         end = min(self.total, (first // chunk + 1) * chunk)
         following = bisect_right(self.cuts, first)
@@ -38,14 +38,16 @@ class Pieces:
         return max(grid_floor(self._facts, place), self.cuts[before - 1] if before else 0)
 
     def usable(self, tokens: int, *, ended: bool) -> int:
-        """How many of the first `tokens` may be gone on from, where these have the same cuts as
-        here; `ended`: a piece ended behind them where they were computed."""
+        """The count of the first `tokens` that a prompt may go on from, if they have its own cuts.
+
+        `ended`: a piece ended behind them where they were computed.
+        """
         if (ended and self.is_end(tokens)) or grid_floor(self._facts, tokens) == tokens:
             return tokens
         return self.floor(tokens - 1)
 
     def agreed(self, cuts: Collection[int], tokens: int) -> int:
-        """The same where they were computed with these cuts: up to the first that is not shared."""
+        """As `usable`, for tokens computed with these cuts: up to the first that is not shared."""
         parting = min(set(self.cuts).symmetric_difference(cuts), default=tokens)
         place = min(tokens, parting)
         return self.usable(place, ended=place in cuts)

@@ -1,8 +1,8 @@
-"""The prompts that are being computed, beside the sequences that decode: whose chunk comes next.
+"""Prefill beside decoding: the prompts that are being computed, and the chunk that comes next.
 
-Between two rounds of those that decode, chunks are computed as they fit the time that these can
-wait (`policy`). While one has not said its first word yet, prompts are held back for a few rounds:
-it says it soon. What chunks take is told to `pace`.
+Between two rounds of decoding sequences, chunks are computed as they fit the time that these can
+wait (`policy`). While a sequence is about to send its first token, chunks are held back for a few
+rounds. The time of each chunk goes to `pace`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kakeya.engine.queue.queue import EngineQueue
 from kakeya.engine.queue.rows import QueueRow
 
 _HELD_BACK_ROUNDS = 2
-"""A sequence says its first word two rounds after its prompt was done."""
+"""A sequence sends its first token two rounds after its prompt was done."""
 
 
 class Prefilling:
-    """Belongs to the model thread. `rows` prefill; `chunks` were computed in all, and `round_s` is
-    what this round has spent on prompts."""
+    """Belongs to the model thread. `rows` prefill; `chunks` were computed in all; this round has
+    spent `round_s` on prompts."""
 
     __slots__ = (
         "_began_s",
@@ -50,43 +50,43 @@ class Prefilling:
         self._ended_s: float | None = None
 
     def enter(self, row: QueueRow) -> None:
-        """A row has a place now; it joins if something of its prompt is to be computed."""
+        """Take a row that got its place, if some of its prompt is to be computed."""
         row.is_prefilling = row.prompt_left > 0 or row.ticket.job.max_tokens == 0
         if row.is_prefilling:
             self.rows.append(row)
 
     def leave(self, row: QueueRow) -> None:
-        """A row has no place any more."""
+        """Drop a row that lost its place."""
         if row in self.rows:
             self.rows.remove(row)
 
     def begin_round(self) -> None:
-        """Those that decode take their turns."""
+        """Begin a round of the decoding rows."""
         self._chunks_in_round, self.round_s = 0, 0.0
 
     def due(self, running: Collection[QueueRow]) -> QueueRow | None:
-        """Whose chunk comes before the next round; None = nobody's."""
+        """The row that gets a chunk before the next round; None = none does."""
         is_beside = len(self.rows) < len(running)
         row = self._queue.next_chunk(self.rows, self.chunks, self._timer(), others_decode=is_beside)
         if row is None or not is_beside:
             return row
-        is_mute = self._held_back < _HELD_BACK_ROUNDS and any(
-            not one.has_spoken and not one.is_prefilling for one in running
+        is_first_token_due = self._held_back < _HELD_BACK_ROUNDS and any(
+            not one.has_first_token and not one.is_prefilling for one in running
         )
         chunks, next_s = self._chunks_in_round, self._queue.chunk_s(row)
-        is_due = is_chunk_due(chunks, self.round_s, next_s, is_first_token_due=is_mute)
+        is_due = is_chunk_due(chunks, self.round_s, next_s, is_first_token_due=is_first_token_due)
         self._held_back = 0 if is_due or chunks else self._held_back + 1
         return row if is_due else None
 
     def begin_chunk(self, row: QueueRow) -> None:
-        """The chunk of a row is computed now; `end_chunk` says when that is over."""
+        """Begin the chunk of a row; `end_chunk` ends it."""
         self._began_s, self._first = self._timer(), row.length
         self.chunks += 1
         self._chunks_in_round += 1
         row.served = self.chunks
 
     def end_chunk(self, row: QueueRow) -> None:
-        """The chunk was computed, or the row is over."""
+        """Note that the chunk was computed, or that the row is over."""
         now_s = self._timer()
         took_s = now_s - self._began_s
         self.round_s += took_s

@@ -1,7 +1,7 @@
-"""The prompt of one generation: the KV of it that is there already, and what is left to compute.
+"""The prompt of one generation: the KV of it that is there already, and the rest to compute.
 
-What was kept under the job's key is gone on from, as far as it agrees with the history; or blocks
-of KV, where these reach further. The rest is computed in `Pieces`, and exported on the way.
+A prompt goes on from the KV kept under the job's key, as far as it agrees with the history; or from
+blocks of KV, where these reach further. The rest is computed in `Pieces`, and exported on the way.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from kakeya.generation.frames import KvExported, Progress
 from kakeya.generation.request import DecodeJob
 
 LEAST_TOKENS = 32
-"""Of a history that begins within a piece: fewer take hardly less time to compute."""
+"""Least tokens to go on from within a piece: fewer take hardly less time to compute."""
 
 
 class Prompt:
-    """`history` is the job's, `state` its KV, of which `cached_tokens` were not computed here;
-    `imported_tokens` of these came from blocks. `content` names the adapter whose KV it is."""
+    """The prompt of a job, and `state`, its KV.
+
+    `cached_tokens` of it were not computed here; `imported_tokens` of these came from blocks.
+    `content` names the adapter that the KV was computed with.
+    """
 
     __slots__ = (
         "_content",
@@ -51,11 +54,11 @@ class Prompt:
         self.imported_tokens = 0
         self.state, self.cached_tokens = self._reopen(model)
         self.is_exact = self.state.grid_tokens == self._pieces.total
-        """Whether its KV has the bits that it has where nothing of it was there before."""
+        """Whether its KV has the bits of a prompt that was computed from its first token."""
 
     def computed(self) -> Iterator[Progress | KvExported]:
-        """Compute what is missing, but for the last token, and export what is whole of it. What was
-        there before is told first."""
+        """Compute the missing tokens but the last one, and export each whole block. The first frame
+        tells of the cached tokens."""
         history, state, pieces = self._history, self.state, self._pieces
         yield from self._exported(state.grid_tokens)
         if self.cached_tokens:
@@ -106,10 +109,10 @@ class Prompt:
         return model.open(), 0
 
     def _shared(self, kept: KeptKv) -> int:
-        """How much of the history to go on from in what was kept.
+        """Tokens of the history to go on from in the kept KV.
 
-        What does not end with a piece has nothing behind it that could be exported: no few first
-        tokens, as all that two conversations in a slot have in common, are worth that.
+        Behind kept KV that does not end with a piece, no block can be exported: a few first tokens,
+        such as two conversations have in common, are not worth that.
         """
         if kept.content != self._content:
             return 0
@@ -118,5 +121,5 @@ class Prompt:
         return 0 if is_in_the_way and self._job.offer.exports else shared
 
     def _exact(self, kept: KeptKv, shared: int) -> int:
-        """How much of that has the bits of this prompt's own pieces."""
+        """Tokens of these that have the bits of this prompt's own pieces."""
         return self._pieces.agreed(kept.cuts, min(kept.state.grid_tokens, shared))

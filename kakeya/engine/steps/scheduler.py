@@ -1,20 +1,20 @@
 """The model thread: sequences take turns on one model, and share the forwards that they can share.
 
 Everything that touches the model runs here, on one thread: sequences, drafts for peers and
-questions (between steps, first come first served). In a round each sequence that decodes has one
-turn: a block with drafts, in a forward of its own, or a plain step, which those that are to take
-one take together at the end. Then a chunk of a prompt is computed, or as many as fit the time that
-those that decode can wait; while nobody decodes, one after the other. Who joins or leaves changes
-nothing for the others.
+questions (between steps, first come first served). In a round each decoding sequence has one turn:
+a block with drafts, in a forward of its own, or a plain step; all plain steps are launched together
+at the end. Then a chunk of a prompt is computed, or as many as fit the time that decoding sequences
+can wait; while none decodes, one after the other. A sequence that joins or leaves changes no token
+of the others.
 
-Who gets a place, whose chunk is next and who makes place for whom is said in `policy`; who waits is
-kept in `line`. A sequence that makes place is parked between two of its steps: its KV stays as long
-as there is room, then lies in pages (see `parking`), and it goes on from there.
+`policy` says which sequence gets a place, which chunk is next and which sequence is parked for
+another; `queue` holds those that wait. A sequence is parked between two of its steps: its KV stays
+as long as there is room, then lies in pages (see `parking`), and it goes on from there.
 
-Other threads hand in work through a queue and get frames through a callback. A cancelled sequence
+Other threads hand in work through an inbox and get frames through a callback. A cancelled sequence
 ends before its next step. A fault ends the sequence that it happened in, never the thread. When
-those that run outgrow the KV bound, or the memory limit, nobody computes until the weakest made
-place (see `room`, `limits`).
+running sequences outgrow the KV bound, or the memory limit, none computes until the weakest is
+parked (see `room`, `limits`).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Scheduler:
         return self._inbox.call(work)
 
     def settled(self) -> Future[None]:
-        """Done once no KV is to go that waits for pages; thread-safe."""
+        """Resolve once no KV waits for pages to go to; thread-safe."""
         future: Future[None] = Future()
         self._inbox.call(lambda: self._parking.when_settled(lambda: _finish(future)))
         return future
@@ -105,7 +105,7 @@ class Scheduler:
         self._inbox.stop()
 
     def load(self) -> EngineLoad:
-        """How many sequences run and wait; read on the model thread."""
+        """The load of the thread; read on the model thread."""
         return EngineLoad(
             running=len(self._running),
             waiting=len(self._queue.waiting),
@@ -160,7 +160,7 @@ class Scheduler:
             ticket.on_error(refusal)
 
     def _admit(self, now_s: float) -> None:
-        """Let in who can enter, and out of the line who has to go."""
+        """End queued sequences that have to leave, and give places to those that can enter."""
         for row, failure in self._queue.departures(self._running, now_s):
             if failure is None:
                 self._end(row)
@@ -177,7 +177,7 @@ class Scheduler:
             if self._prefilling.round_s > ROUND_S and len(self._running) > len(
                 self._prefilling.rows
             ):
-                # KV from pages is taken while a sequence begins: others wait for that too.
+                # Beginning a sequence copies KV from pages: decoding ones have waited for that.
                 return
 
     def _place(self, row: QueueRow, now_s: float) -> None:
@@ -194,7 +194,7 @@ class Scheduler:
                 row.run = SequenceRun(self._model, self._tools, job)
                 row.steps = row.run.steps()
                 if job.offer.blocks:
-                    # What was taken of them: who pinned them waits for this.
+                    # The agent, which pinned the blocks, waits for this count to unpin them.
                     imported = next(row.steps)
                     if isinstance(imported, KvImported):
                         ticket.on_frame(imported)
@@ -209,13 +209,13 @@ class Scheduler:
         self._prefilling.round_s += self._tools.timer() - began_s
 
     def _park(self, row: QueueRow) -> None:
-        """Take the place of a running sequence, between two of its steps."""
+        """Take its place from a running sequence, between two of its steps."""
         self._forget(row)
         self._room.park(row, row.length)
         self._queue.park(row)
 
     def _turn(self) -> None:
-        """One unit of work: the block of a row, what all share after the last, or a chunk."""
+        """One unit of work: the block of a row, the shared step after the last row, or a chunk."""
         self._units += 1
         if self._units % _TIDY_EVERY_UNITS == 0:
             self._model.tidy()
@@ -228,8 +228,10 @@ class Scheduler:
         self._keeps_limit = self.limits.holds()
 
     def _step(self) -> None:
-        """Turns of rows that decode, up to one that computes something; the last one of a round
-        launches what all share. A plain step that is due waits for that, and costs nothing."""
+        """Turns of decoding rows, up to one that computes something.
+
+        The last turn of a round launches all plain steps that are due; they wait for that.
+        """
         if not self._turns:
             self._turns.extend(row for row in self._running if not row.is_prefilling)
             self._forwards.share(len(self._turns))
@@ -240,7 +242,7 @@ class Scheduler:
             self._launch([row for row in self._running if row.launch is not None])
 
     def _only_waits(self, row: QueueRow) -> bool:
-        """The turn of one row; whether it wants no more than its plain step launched."""
+        """The turn of one row; whether it only waits for its plain step to be launched."""
         if row.launch is not None:
             return True
         # A plain step that has company is not measured anyway.
@@ -255,13 +257,13 @@ class Scheduler:
         return row.launch is not None
 
     def _due_prompt(self) -> QueueRow | None:
-        """Whose chunk of a prompt comes before the next round; None = nobody's."""
+        """The row that gets a chunk before the next round; None = none does."""
         for one in [one for one in self._prefilling.rows if one.ticket.cancelled]:
             self._end(one)
         return self._prefilling.due(self._running)
 
     def _prefill(self, row: QueueRow) -> None:
-        """A chunk of the prompt whose turn it is."""
+        """Compute the next chunk of a row's prompt."""
         self._prefilling.begin_chunk(row)
         self._forwards.worked_apart()
         self._latest, self._is_device_idle = row, True
@@ -269,7 +271,7 @@ class Scheduler:
         self._prefilling.end_chunk(row)
 
     def _advance(self, row: QueueRow) -> None:
-        """Go on with a row up to its next tokens, chunk, or plain step that it wants launched."""
+        """Go on with a row up to its next tokens, chunk, or plain step that is to be launched."""
         if row.ticket.cancelled:
             self._end(row)
             return
@@ -289,11 +291,11 @@ class Scheduler:
             self._tell(row, step)
 
     def _tell(self, row: QueueRow, frame: EngineFrame) -> None:
-        """Hand a frame on, and note what the row has come to with it."""
+        """Hand a frame on, and note what it changes for the row."""
         row.ticket.on_frame(frame)
         if isinstance(frame, Tokens):
             made = len(frame.token_ids)
-            row.has_spoken, row.expires_s = True, math.inf
+            row.has_first_token, row.expires_s = True, math.inf
             row.account.pay(OUTPUT_WEIGHT * made)
             row.headroom -= made
             if row.headroom < 0:
@@ -303,12 +305,12 @@ class Scheduler:
             self._end(row)
 
     def _grow(self, row: QueueRow) -> None:
-        """It has come to the end of what was set aside for it."""
+        """Set more room aside for a row that has filled its own."""
         self._room.grown(row, row.length)
         row.headroom = self._room.headroom_tokens(row, row.length)
 
     def _launch(self, rows: list[QueueRow]) -> None:
-        """Launch the plain steps that are due, together where that can be, and go on with each."""
+        """Launch the plain steps that are due, together where possible, and go on with each row."""
         for row in [row for row in rows if row.ticket.cancelled]:
             self._end(row)
             rows.remove(row)
@@ -326,7 +328,7 @@ class Scheduler:
         self._forwards.observe(len(rows))
 
     def _relieve(self, now_s: float) -> None:
-        """Bring those that run a step closer to their bounds: what is parked goes first."""
+        """Bring the running rows one step closer to their bounds: KV of parked rows goes first."""
         if self._parking.is_due:
             self._parking.wait()
             return
@@ -345,7 +347,7 @@ class Scheduler:
         self._abandon(row, self.limits.parked_refusal())
 
     def _abandon(self, row: QueueRow, failure: KakeyaError) -> None:
-        """End a sequence without keeping its KV: nobody knows what it holds, or its room is due."""
+        """End a sequence without keeping its KV, which may be wrong, or is in the way."""
         self._leave(row)
         if row.run is not None:
             row.run.abandon()
@@ -372,7 +374,7 @@ class Scheduler:
         self._room.leave(row)
 
     def _forget(self, row: QueueRow) -> None:
-        """It has no place any more."""
+        """Take a row out of everything that belongs to a place."""
         self._queue.refund(row)
         self._running.remove(row)
         self._prefilling.leave(row)

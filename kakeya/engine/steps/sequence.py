@@ -5,7 +5,7 @@
               but the last token; a frame each, so a cancellation is noticed in between; blocks are
               exported on the way
     first     a plain step alone, told at once: nothing else is launched or drafted before; where
-              the logits that it gives are known, what it selects is told even before it is done
+              its logits are known, the token is told even before the step is done
     flight    plain steps in a pipeline: the next row is launched before this one is read
     quiet     nothing in flight; the last committed token is pending
 
@@ -13,8 +13,9 @@ From flight, a draft is entered confirm-first: the row in flight is read, and on
 the first drafted token are the others verified. From quiet, a block is verified at once. Drafts
 that are not verified are scored against what plain decoding emits, for free.
 
-A plain step is launched by who runs the generator, so that many sequences can share its forward:
-`steps` yields a `Launch`, and goes on once that was done; `frames` is `steps` of one that is alone.
+The caller of the generator launches plain steps, so that many sequences can share a forward:
+`steps` yields a `Launch`, and goes on once that was done; `frames` is `steps` of a sequence that is
+alone.
 
 Law, checked after each step: the KV holds `committed - 1` tokens, plus the row in flight.
 """
@@ -57,7 +58,7 @@ class Violations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceTools:
-    """What all sequences of an engine share."""
+    """Tools that all sequences of an engine share."""
 
     slots: KvSlots
     controller: DraftController
@@ -70,10 +71,11 @@ class SequenceTools:
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """A plain step that is due: of `token`, or of what the step before it will select.
+    """A plain step that is due: of `token`, or, for None, of the token that the step before it will
+    select.
 
-    `is_shared` says afterwards that other sequences were in the same forward; `keeps_logits`: what
-    it gives is wanted, see `SequenceState.launch`.
+    `is_shared` says afterwards that other sequences were in the same forward; `keeps_logits`: see
+    `SequenceState.launch`.
     """
 
     state: SequenceState
@@ -126,7 +128,7 @@ class SequenceRun:
 
     @property
     def length(self) -> int:
-        """Tokens whose KV it holds."""
+        """Tokens with KV."""
         return self.state.length
 
     def frames(self) -> Iterator[EngineFrame]:
@@ -164,7 +166,7 @@ class SequenceRun:
         yield done
 
     def resumed(self, mark_s: float | None) -> None:
-        """Others worked since its last step: what that took is not what a step of its own takes.
+        """Leave the work of other sequences out of the time of its next step.
 
         `mark_s` is when its own work begins; None = the device is still busy with others', and the
         next step measures nothing. Neither does it where a row has been in flight meanwhile.
@@ -172,7 +174,7 @@ class SequenceRun:
         self._mark_s = None if self.state.in_flight() else mark_s
 
     def finish(self) -> None:
-        """Keep the KV under the job's key. Done by the run itself, or by who cancels it."""
+        """Keep the KV under the job's key. Called by the run itself, or when it is cancelled."""
         if self._finished:
             return
         self._finished = True
@@ -185,13 +187,13 @@ class SequenceRun:
         self._prompt.keep()
 
     def abandon(self) -> None:
-        """Drop the KV: after a fault nobody knows what it holds."""
+        """Drop the KV: after a fault its content is unknown."""
         self._finished = True
         self._drafting.close()
         self._leave_adapter()
 
     def _leave_adapter(self) -> None:
-        """Let the slot go, once; `_adapter` stays, since it tells whose the KV is."""
+        """Let the slot go, once; `_adapter` stays, since it names the adapter of the KV."""
         if self._lender is not None and self._adapter is not None:
             self._lender.leave(self._adapter)
             self._lender = None
@@ -199,10 +201,10 @@ class SequenceRun:
     def _first_step(self) -> Generator[Step, None, None]:
         """Commit the first token and tell of it.
 
-        It waits for nothing else: to index a long prompt for drafts takes as long as a forward, and
-        so does it to launch another step on devices that make the caller wait for that. Nor does it
-        wait for its own step where what that gives is known; its KV is needed then only if another
-        token is to follow.
+        It waits for nothing else: indexing a long prompt for drafts takes as long as a forward, and
+        so does launching another step on devices that make the caller wait. Where the logits are
+        known, it does not wait for its own step either; that step is then needed for its KV, and
+        only if another token follows.
         """
         last, is_known = self._decoding.history[-1], bool(self._job.offer.logits)
         if is_known:
@@ -227,9 +229,9 @@ class SequenceRun:
     def _step(self) -> Generator[Launch, None, tuple[tuple[int, ...], int]]:
         """Commit at least one token.
 
-        Returns what was committed, and the rows of the forward that the step's time is a fair
-        sample for; 0 where it is none (the pipeline was filling or running dry, or others were in
-        the forward).
+        Returns the committed tokens, and the rows of the forward that the step's time is a fair
+        sample of; 0 where it is none (the pipeline was filling or running dry, or other sequences
+        were in the forward).
         """
         draft, rows = self._choose()
         in_flight = self.state.in_flight() > 0
@@ -243,7 +245,7 @@ class SequenceRun:
     def _choose(self) -> tuple[Draft, int]:
         """The best draft of this moment, and how many of its tokens deserve a row."""
         if not self._drafting.has_offer():
-            return NOTHING, 0  # what could be verified is not worth finding out at every token
+            return NOTHING, 0  # `verifiable_rows` costs too much to be asked at every token
         room = min(self._decoding.room(), self._tools.max_draft_rows)
         if self.state.in_flight() == 0:
             room = min(room, self.state.verifiable_rows() - 1)
@@ -252,7 +254,7 @@ class SequenceRun:
         return self._drafting.choose(self._decoding.history, room)
 
     def _plain_step(self, draft: Draft) -> Generator[Launch, None, tuple[int, bool]]:
-        """Commit one token; also returns whether another step was launched meanwhile, and alone."""
+        """Commit one token; returns it, and whether a step alone was launched ahead meanwhile."""
         state, decoding = self.state, self._decoding
         is_steady = False
         if state.in_flight() == 0:
@@ -309,7 +311,7 @@ class SequenceRun:
         self._drafting.verified(draft, offered, accepted)
 
     def _check_length(self) -> None:
-        """Hold the law of the module's head against what the cache layers say."""
+        """Check the law of the module's head against the lengths of the cache layers."""
         state, committed = self.state, len(self._decoding.history)
         expected = committed - 1 + state.in_flight()
         if state.length != expected:

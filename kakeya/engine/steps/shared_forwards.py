@@ -1,10 +1,11 @@
-"""Plain steps of several sequences in one forward, and what such a forward takes.
+"""Plain steps of several sequences in one forward, and the time that such a forward takes.
 
-Who shares it is said by the scheduler, round by round. Its time is measured over rounds in which
+The scheduler says in each round which sequences share it. Its time is measured over rounds in which
 the same number of sequences did nothing else: the draft controller weighs blocks against that.
 
-Where one fails, each goes on alone at once. If that fails for one of them, it was its fault, and it
-ends; else they take turns for a while, at each failure in a row for twice as long.
+Where a shared forward fails, each sequence goes on alone at once. A sequence that fails alone too
+caused it, and ends; if none does, they take turns for a while, at each failure in a row for twice
+as long.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ _log = logging.getLogger(__name__)
 TURNS_S = 1.0
 """So long sequences take turns after a forward of several failed."""
 MOST_TURNS_S = 64.0
-"""However often it fails: a forward that fails costs about as much as one that does not."""
+"""The longest such time: a forward that fails costs about as much as one that does not."""
 
 
 class SharedForwards:
-    """Of one model; belongs to the model thread. `last_rows` shared the last one, 0 = none yet,
-    1 = it failed and they take turns."""
+    """Shared forwards of one model; belongs to the model thread.
+
+    `last_rows` shared the last one: 0 = none was yet, 1 = it failed and sequences take turns.
+    """
 
     def __init__(
         self, model: Model, controller: DraftController, timer: Callable[[], float]
@@ -44,12 +47,12 @@ class SharedForwards:
         self._began_s = 0.0
 
     def share(self, decoding: int) -> None:
-        """A round begins in which so many sequences decode: as many would share a plain step."""
+        """Begin a round in which so many sequences decode: as many would share a plain step."""
         rows = self._most_rows()
         self._controller.share(1 if rows == 1 else min(rows, decoding))
 
     def worked_apart(self) -> None:
-        """Something else was computed in this round."""
+        """Note that something else was computed in this round."""
         self._apart += 1
 
     def launch(
@@ -70,7 +73,7 @@ class SharedForwards:
         return failed
 
     def observe(self, rows: int) -> None:
-        """So many rows shared the round's forwards: learn what it took, if that was all of it."""
+        """Learn the time of a round in which so many rows shared forwards and did nothing else."""
         if rows < 2:
             self._rows = self._apart = 0
             return
@@ -80,11 +83,11 @@ class SharedForwards:
         self._rows, self._began_s, self._apart = rows, now_s, 0
 
     def _most_rows(self) -> int:
-        """How many share a forward now."""
+        """The most rows that share a forward at this moment."""
         return self._batch_rows if self._timer() >= self._together_at_s else 1
 
     def _take_turns(self, rows: int, problem: Exception) -> None:
-        """It failed for several, and for each alone it does not."""
+        """Let sequences take turns: a forward of several failed, and none failed alone."""
         self.last_rows = 1
         self._together_at_s = self._timer() + self._turns_s
         event(
@@ -98,7 +101,7 @@ class SharedForwards:
         self._turns_s = min(2 * self._turns_s, MOST_TURNS_S)
 
     def _launch_together(self, rows: Sequence[QueueRow]) -> Exception | None:
-        """One forward for all; why that failed, and each is as it was."""
+        """Launch one forward for all; returns its failure, after which each is as it was."""
         launches = [row.launch for row in rows if row.launch is not None]
         states = [launch.state for launch in launches]
         try:
