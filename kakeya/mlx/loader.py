@@ -63,7 +63,7 @@ class LoadedModel:
     weights_state: str = ""
     """Of the files that the weights were read from; "" = they changed meanwhile."""
     angles: Angles | None = None
-    """Where the network was made to suit OpenBLAS: what its rotations share."""
+    """Angles that its rotations share, where the network was made to suit OpenBLAS."""
 
     def make_cache(self) -> list[Any]:
         """One cache object a layer, of the class that the architecture asks for."""
@@ -164,7 +164,7 @@ def load(
 
 
 def _fingerprint(folder: Path) -> str:
-    """What adapters name the weights by; "" where the folder holds them in another way."""
+    """The name of the weights for adapters; "" where the folder holds them in another way."""
     try:
         return read_base(folder).fingerprint
     except InvalidArgument:

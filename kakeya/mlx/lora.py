@@ -167,15 +167,15 @@ class AdapterSlots:
 
     @property
     def nbytes(self) -> int:
-        """What all slots take now, used or not."""
+        """Bytes of all slots, used or not."""
         return self._nbytes
 
     def slot_bytes(self) -> int:
-        """What one slot takes now."""
+        """Bytes of one slot."""
         return self.nbytes // (self._count + 1)
 
     def missing_bytes(self, adapter: PackedAdapter) -> int:
-        """What slots for layers that only this adapter names would take.
+        """Bytes of slots for layers that only this adapter names.
 
         Raises InvalidArgument, naming the tensor, where the adapter does not fit the network.
         """
@@ -215,7 +215,7 @@ class AdapterSlots:
 
     @contextmanager
     def rows(self, slots: mx.array | None) -> Iterator[None]:
-        """Build a forward whose rows use these slots. Shape: [B] uint32; None = no row has one."""
+        """Build a forward of rows that use these slots. Shape: [B] uint32; None = none does."""
         self._rows.slots = slots
         self._may_fly = self._may_fly or slots is not None
         try:
@@ -334,7 +334,7 @@ def _sizes(linear: nn.Module) -> tuple[int, int]:
 
 
 def _stack_dtype(linear: nn.Module) -> mx.Dtype:
-    """What the layer computes in; the CPU's gathered product knows only float32."""
+    """The type that the layer computes in; the CPU's gathered product knows only float32."""
     if mx.default_device().type == mx.DeviceType.cpu:
         return mx.float32
     values = linear.scales if isinstance(linear, nn.QuantizedLinear) else linear.weight

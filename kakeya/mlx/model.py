@@ -40,12 +40,12 @@ from kakeya.mlx.verifier import MlxVerifier
 _log = logging.getLogger(__name__)
 _CHUNKS = (32, 64, 128, 256)
 _DEEP_TOKENS = 4096
-"""Behind so much context prefill is timed a second time: attention makes it slower and slower."""
+"""Prefill is timed a second time behind so much context: attention slows it with the length."""
 _PROBE_LIMIT_S = 2.0
 _BLOCK_ROWS = (2, 3, 5, 9, 17)
 _PLAIN_STEPS = 24
 _LEAST_STEPS = 3
-"""Also where the probe's time is over: a step that costs nothing would make every draft a loss."""
+"""Least steps that are timed: with a cost of 0 for a step every draft would be a loss."""
 _REPEATS = 3
 
 
@@ -65,7 +65,7 @@ class MlxModel:
             if not is_row_exact(loaded, blocks):
                 grid = nominal_grid(loaded, blocks)
                 chunk_tokens = grid[0][1]
-        batch_rows, self._seating = _sharing(loaded)
+        batch_rows, self._assignment = _sharing(loaded)
         self._facts = LoadedFacts(
             model_id=loaded.model_id,
             model_path=str(loaded.path),
@@ -118,7 +118,7 @@ class MlxModel:
 
     @property
     def facts(self) -> LoadedFacts:
-        """What it is."""
+        """Facts of the loaded model."""
         return self._facts
 
     @property
@@ -135,7 +135,7 @@ class MlxModel:
     ) -> None:
         """Start a plain step of each sequence in one forward."""
         rows = cast("Sequence[MlxVerifier]", states)
-        launch_together(self._loaded, rows, tokens, self._seating)
+        launch_together(self._loaded, rows, tokens, self._assignment)
 
     def draft(
         self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
@@ -153,29 +153,29 @@ class MlxModel:
 
     def tidy(self) -> None:
         """Give buffers that no array uses back to the system."""
-        if self._seating is not None:
-            self._seating.settle()
+        if self._assignment is not None:
+            self._assignment.settle()
         mx.clear_cache()
 
     def limit(self, memory_bytes: int | None, cache_bytes: int | None) -> None:
         """Bound what mlx takes and what it keeps of that unused; None = unchanged."""
         if memory_bytes is not None:
             mx.set_memory_limit(memory_bytes)
-            if self._seating is not None:
-                self._seating.limit_bytes = memory_bytes
+            if self._assignment is not None:
+                self._assignment.limit_bytes = memory_bytes
         if cache_bytes is not None:
             mx.set_cache_limit(cache_bytes)
 
     def idle_bytes(self) -> int:
-        """KV of the prefixes that others had drafts for, and what of slabs can be missed."""
-        spare = self._seating.spare_bytes() if self._seating is not None else 0
+        """Bytes of KV kept for drafts of peers, and of slabs beyond caches of their own."""
+        spare = self._assignment.spare_bytes() if self._assignment is not None else 0
         return spare + self._drafter.held_bytes
 
     def shed(self, size: int) -> None:
-        """Give slabs up, then such prefixes, oldest first, until `size` bytes are gone."""
-        if self._seating is not None:
-            size -= self._seating.spare_bytes()
-            self._seating.dissolve()
+        """Drop slabs, then KV kept for drafts, oldest first, until `size` bytes are gone."""
+        if self._assignment is not None:
+            size -= self._assignment.spare_bytes()
+            self._assignment.dissolve()
         self._drafter.shed(size)
 
 
@@ -186,7 +186,7 @@ def _blocks(loaded: LoadedModel) -> KvBlocks | None:
     except Exception as refusal:  # noqa: BLE001 - whatever a model does that is not known
         event(
             _log,
-            "its KV stays in this engine",
+            "KV of the model cannot leave this engine",
             level=logging.WARNING,
             model=loaded.model_id,
             reason=refusal.message if isinstance(refusal, KakeyaError) else repr(refusal),
@@ -195,20 +195,20 @@ def _blocks(loaded: LoadedModel) -> KvBlocks | None:
 
 
 def _sharing(loaded: LoadedModel) -> tuple[int, PlaceAssignment | None]:
-    """How many sequences share a forward, and where their KV lies then; None = each in its own.
+    """The most rows of a shared forward, and the assignment of slabs; None = caches of their own.
 
-    1, with a reason in the log, where they take turns.
+    1, with a reason in the log, where sequences take turns.
     """
     reason = ""
-    for seating in (PlaceAssignment(), None) if uses_slabs() else (None,):
-        reason = why_by_turns(loaded, seating)
+    for assignment in (PlaceAssignment(), None) if uses_slabs() else (None,):
+        reason = why_by_turns(loaded, assignment)
         if not reason:
-            if seating is not None:
-                seating.shares_from = shares_from(loaded)
-            return BATCH_ROWS, seating
+            if assignment is not None:
+                assignment.shares_from = shares_from(loaded)
+            return BATCH_ROWS, assignment
     event(
         _log,
-        "its sequences take turns",
+        "sequences take turns",
         level=logging.WARNING,
         model=loaded.model_id,
         reason=reason,

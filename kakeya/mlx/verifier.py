@@ -1,13 +1,13 @@
 """One sequence's KV and the rows that run on it: plain steps in a pipeline, blocks to verify.
 
 A plain step is launched on the still-unread output of the step before it, so Python builds the
-next graph while the device works on this one. A block is one forward over several rows whose
-tail can be trimmed, which only some cache classes allow and only at some lengths:
+next graph while the device works on this one. A block is one forward over several rows
+with a tail that can be trimmed, which only some cache classes allow and only at some lengths:
 
     KVCache, PlacedKV, QuantizedKVCache, ConcatenateKVCache
                                                      any tail, always
     RotatingKVCache                                  while offset + rows < max_size
-    CacheList                                        what all its members allow
+    CacheList                                        as far as all its members allow
     anything else (recurrent state, ...)             never: no speculation on it
 """
 
@@ -70,7 +70,7 @@ class Landing(NamedTuple):
         return self.flight.tokens()[self.place]
 
     def row(self) -> mx.array:
-        """What this row selects, unread. Shape: [1] int32."""
+        """The token that this row selects, unread. Shape: [1] int32."""
         selected = self.flight.selected
         return selected if selected.size == 1 else selected[self.place : self.place + 1]
 
@@ -95,7 +95,7 @@ class MlxVerifier:
 
     @property
     def length(self) -> int:
-        """Tokens whose KV is held."""
+        """Tokens with KV."""
         return self._length
 
     @property
@@ -159,12 +159,12 @@ class MlxVerifier:
         return np.array(logits.astype(mx.float32)).astype("<f4", copy=False).tobytes()
 
     def selected_from(self, logits: bytes) -> int:
-        """What a step selects that gives these logits, on the token that would be next."""
+        """The token that a step with these logits selects."""
         row = mx.array(np.frombuffer(logits, "<f4"))[None]
         return cast("int", self._select(row, first_position=self._length + 1).item())
 
     def next_row(self) -> mx.array:
-        """What the newest launched step selects, unread. Shape: [1] int32."""
+        """The token that the newest launched step selects, unread. Shape: [1] int32."""
         return self._flight[-1].row()
 
     def newest(self) -> Landing:
@@ -272,7 +272,7 @@ class MlxVerifier:
         return bool(grown)
 
     def layer_length(self) -> int:
-        """What the first layer with an offset says; the bookkeeping where none has one."""
+        """The offset of the first layer that has one; else the bookkeeping."""
         for layer in self._cache:
             members = layer.caches if isinstance(layer, CacheList) else (layer,)
             for member in members:

@@ -1,20 +1,20 @@
 """One forward for a step of many sequences, each with KV of its own.
 
-What costs most, the products with the model's weights, is done once for all rows, [B, 1, D].
-Attention is done in one of two ways (see `rows`):
+The products with the model's weights, which cost most, are done once for all rows, [B, 1, D].
+Attention is done in one of two ways (see `cache`):
 
     row by row       each over its own cache and its own length: nothing is padded or copied, and on
                      the CPU without a fast BLAS a row has the very bits that it has alone
-    slab by slab     sequences of about one length lie side by side (see `seating`), and one call is
+    slab by slab     sequences of about one length lie side by side (see `places`), and one call is
                      for all of them: a few kernels a layer in place of a dozen a row and layer
 
 The first is for where bits do not depend on the number of rows, and for caches of other kinds than
 KVCache; the second for everything else. A row may verify a block alone in between.
 
-The function of attention of the model's own module hands a `RowCaches` over to it, and has each
-layer begun while Python makes the graph of those behind it. A model whose attention does anything
-else with its cache is found out by `why_by_turns`, which compares rows with each alone when the
-engine starts; its sequences then take turns.
+`hand_over` replaces the attention function of the model's module by one that knows `RowCaches`, and
+that begins each layer while Python makes the graph of the layers behind it. `why_by_turns` compares
+rows in one forward with each alone when the engine starts: it finds a model that does anything else
+with its cache. Its sequences then take turns.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ATTENTION = "scaled_dot_product_attention"
 _STEP_ROWS = 32
 """The most rows of one sequence that are a step, or a block of drafts."""
 _LONG_TOKENS = 200
-"""Of one of the rows that are tried: the others see a small part of what it does."""
+"""Tokens of one of the rows that are tried; the others are short."""
 _TOLERANCE = 0.02
 """Of the largest logit: rounding in 16 bits stays below, a row that sees another's KV does not."""
 
@@ -57,14 +57,14 @@ def launch_together(
     model: LoadedModel,
     states: Sequence[MlxVerifier],
     tokens: Sequence[int | None],
-    seating: PlaceAssignment | None = None,
+    assignment: PlaceAssignment | None = None,
 ) -> None:
     """Launch a plain step of each sequence in one forward; as `MlxVerifier.launch` for each.
 
-    When it raises, the sequences are as before, except those whose caches cannot be trimmed.
+    When it raises, the sequences are as before, except those with caches that cannot be trimmed.
     """
-    if seating is not None:
-        order = seating.arrange(states)
+    if assignment is not None:
+        order = assignment.arrange(states)
         states, tokens = [states[at] for at in order], [tokens[at] for at in order]
     lengths = [state.length for state in states]
     try:
@@ -83,12 +83,12 @@ def launch_together(
 def uses_slabs() -> bool:
     """Whether sequences that share forwards are to lie in slabs.
 
-    Not where each then has the very bits that it has alone: they are worth more than the time.
+    Not where each row then has the very bits that it has alone: these are worth more than time.
     """
     return not sums_alike()
 
 
-def why_by_turns(model: LoadedModel, seating: PlaceAssignment | None = None) -> str:
+def why_by_turns(model: LoadedModel, assignment: PlaceAssignment | None = None) -> str:
     """Why no two sequences may share a forward of this model; "" = up to BATCH_ROWS may.
 
     Runs short rows together, as `launch_together` would, and each alone. From then on the model
@@ -100,15 +100,15 @@ def why_by_turns(model: LoadedModel, seating: PlaceAssignment | None = None) -> 
         return f"it has layers with {', '.join(unknown)}; rows can be kept apart in {known}"
     hand_over(model.network)
     try:
-        return _differs(model, seating)
+        return _differs(model, assignment)
     except Exception as problem:  # noqa: BLE001 - whatever a model does that cannot be batched
         return f"rows in one forward fail: {problem or type(problem).__name__}"
 
 
-def _differs(model: LoadedModel, seating: PlaceAssignment | None) -> str:
-    """How rows in one forward differ from each alone; "" = by no more than rounding.
+def _differs(model: LoadedModel, assignment: PlaceAssignment | None) -> str:
+    """The way in which rows in one forward differ from each alone; "" = by rounding at most.
 
-    One is much longer than the others, and in some of the forwards one is missing.
+    One row is much longer than the others, and in some of the forwards one is missing.
     """
     lengths = (3, min(_LONG_TOKENS, model.context_tokens // 2), 7)
     texts = [[(position + length) % 4 for position in range(length)] for length in lengths]
@@ -119,8 +119,8 @@ def _differs(model: LoadedModel, seating: PlaceAssignment | None) -> str:
     rows = [mx.array([token], dtype=mx.int32) for token in (1, 3, 2)]
     for sharing in ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (0, 1, 2)):
         members = list(sharing)
-        if seating is not None:
-            members = [members[at] for at in seating.arrange([together[at] for at in members])]
+        if assignment is not None:
+            members = [members[at] for at in assignment.arrange([together[at] for at in members])]
         expected = mx.concatenate([alone[at].step(rows[at]) for at in members])
         row = mx.concatenate([rows[at] for at in members])
         found = forward_together(model, [together[at] for at in members], row)
@@ -139,7 +139,7 @@ def _differs(model: LoadedModel, seating: PlaceAssignment | None) -> str:
 def forward_together(model: LoadedModel, states: Sequence[MlxVerifier], row: mx.array) -> mx.array:
     """Append a row to each sequence, lazily. Shapes: row [B] -> logits [B, V].
 
-    Those that sit in one slab stand next to each other, by their places.
+    Sequences of one slab stand next to each other, by their places.
     """
     offsets: dict[tuple[int, ...], mx.array] = {}
     slabs = _slab_rows(states)
@@ -154,7 +154,7 @@ def forward_together(model: LoadedModel, states: Sequence[MlxVerifier], row: mx.
 
 
 def _slab_rows(states: Sequence[MlxVerifier]) -> dict[int, tuple[KvSlab, SlabRows]]:
-    """The rows that sit in a slab each, by the first of them."""
+    """The rows of each slab, by the first of them."""
     found = {}
     start = 0
     for slab, group in groupby(states, lambda state: state.seat and state.seat.slab):
@@ -215,7 +215,7 @@ def _select(logits: mx.array, samplings: Sequence[Sampling], lengths: Sequence[i
 
 
 def _restore(caches: Sequence[Any], length: int) -> None:
-    """Take back what a forward that failed appended."""
+    """Take back rows that a failed forward appended."""
     for cache in caches:
         surplus = int(cache.offset) - length
         if surplus > 0 and cache.is_trimmable():
@@ -223,8 +223,10 @@ def _restore(caches: Sequence[Any], length: int) -> None:
 
 
 def hand_over(network: nn.Module) -> None:
-    """Make the attention of the network's own modules ours: it asks a RowCaches, where it is given
-    one. Before anything is computed whose bits matter."""
+    """Replace the attention function of the network's modules by `_attention`.
+
+    To be called before anything is computed, since it changes bits.
+    """
     for name in {type(module).__module__ for module in network.modules()}:
         module = sys.modules[name]
         if vars(module).get(_ATTENTION) is base.scaled_dot_product_attention:
@@ -257,10 +259,10 @@ def _attention(
 
 
 def _begin(*arrays: Any) -> None:  # noqa: ANN401 - of quantized keys there are several
-    """Have these computed while Python goes on to the operations behind them, on the CPU.
+    """Begin to compute these while Python goes on to the operations behind them, on the CPU.
 
-    There a step of few rows is hundreds of small operations, and to make its graph and to walk
-    through it takes as long as several layers do; without this none of them begins before.
+    A step of few rows is hundreds of small operations there, and making and walking its graph takes
+    as long as several layers do; without this no layer begins before the graph is done.
     """
     if is_cpu():
         with contextlib.suppress(ValueError):  # nothing can be computed while a function is traced

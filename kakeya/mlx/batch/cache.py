@@ -1,12 +1,13 @@
 """A layer's caches of many rows in the place of one cache, for a single forward.
 
 Models of mlx-lm call their cache and then `scaled_dot_product_attention` with what it returned.
-Here the cache is a `RowCaches`, which appends to what its parts hold, and attends part by part:
+Here the cache is a `RowCaches`, which appends to its parts, and attends part by part:
 
     AloneKV    one row, over a cache of any kind, exactly as it would alone
     SlabKV     the rows of one slab: one scatter, then one attention for each stretch of places
                that follow each other, as long as its longest row, under a mask of their lengths;
-               what all rows of a stretch share is read once (see `kin`)
+               a prefix that all rows of a stretch share is read once (see
+               `shared_prefix`)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import mlx.core as mx
 
 from kakeya.core.errors import InvariantBroken
 from kakeya.mlx.batch.shared_prefix import RowRun
-from kakeya.mlx.batch.shared_prefix import attend as attend_alike
+from kakeya.mlx.batch.shared_prefix import attend as attend_shared
 from kakeya.mlx.batch.slabs import LayerSlab, PlacedKV
 
 Attend = Callable[..., mx.array]
@@ -26,7 +27,7 @@ Attend = Callable[..., mx.array]
 
 
 class RowMasks:
-    """The parts' own attention masks; what a model passes on from its cache to its attention."""
+    """The parts' own attention masks, which a model passes on from its cache to its attention."""
 
     def __init__(self, masks: Sequence[Any]) -> None:
         self.masks = masks
@@ -36,7 +37,7 @@ class RowGroup(Protocol):
     """Some of the rows, one behind the other. Arrays have the shape [rows, H, 1, D]."""
 
     def make_mask(self, count: int, *, return_array: bool, window_size: int | None) -> Any:  # noqa: ANN401
-        """What `attend` is to be given as its mask; None = nothing."""
+        """The mask for `attend`; None = none."""
         ...
 
     def append(self, keys: mx.array, values: mx.array) -> None:
@@ -63,11 +64,11 @@ class AloneKV:
         self._fetched: Any = None
 
     def make_mask(self, count: int, *, return_array: bool, window_size: int | None) -> Any:  # noqa: ANN401
-        """The cache's own."""
+        """The mask of the cache."""
         return self._cache.make_mask(count, return_array=return_array, window_size=window_size)
 
     def append(self, keys: mx.array, values: mx.array) -> None:
-        """Append."""
+        """Append to the row's cache."""
         self._fetched = self._cache.update_and_fetch(keys, values)
 
     def attend(
@@ -78,7 +79,7 @@ class AloneKV:
         mask: Any,  # noqa: ANN401
         sinks: mx.array | None,
     ) -> list[mx.array]:
-        """As alone."""
+        """Attention of the row, as if it were alone."""
         fetched, self._fetched = self._fetched, None
         return [attend(queries, *fetched, cache=self._cache, scale=scale, mask=mask, sinks=sinks)]
 
@@ -87,9 +88,9 @@ class Stretch:
     """Places of a slab that follow each other, of rows that do too; all layers share its mask."""
 
     def __init__(self, first: int, run: RowRun, lengths: Sequence[int], offset: mx.array) -> None:
-        """From place `first` on; `offset` [rows] are their lengths, in front of what is appended.
+        """From place `first` on; `offset` [rows] are the lengths before the append.
 
-        No row is shorter than what the run shares.
+        No row is shorter than the prefix that the run shares.
         """
         self._places = slice(first, first + run.end - run.start)
         self._shared = run.shared
@@ -110,7 +111,7 @@ class Stretch:
         """Attention of each row over its place. Shapes: [rows, H, 1, D] -> the same."""
         sees_all = window is None or window >= self._longest
         if self._shared and sees_all and sinks is None:
-            return attend_alike(
+            return attend_shared(
                 queries,
                 slab,
                 self._places,
@@ -124,7 +125,7 @@ class Stretch:
         return attend(queries, keys, values, cache=None, scale=scale, mask=mask, sinks=sinks)
 
     def _mask(self, first: int, window: int | None) -> mx.array | None:
-        """What each row sees from `first` on. Shape: [rows, 1, 1, tokens]; None = all of it."""
+        """Positions from `first` on that a row sees. Shape: [rows, 1, 1, tokens]; None = all."""
         if self._is_even and window is None:
             return None
         if (first, window) not in self._masks:
@@ -137,12 +138,12 @@ class Stretch:
 
 
 class SlabRows:
-    """The rows of a forward that sit in one slab, by their places; all layers share it."""
+    """The rows of a forward that lie in one slab, by their places; all layers share it."""
 
     def __init__(
         self, places: Sequence[int], lengths: Sequence[int], runs: Sequence[RowRun], *, total: int
     ) -> None:
-        """`lengths` are those in front of what is appended; `total` are the slab's places."""
+        """`lengths` are those before the append; `total` is the count of the slab's places."""
         self.count = len(places)
         self._offset = offset = mx.array(list(lengths), dtype=mx.int32)
         self._index: dict[tuple[int, ...], mx.array] = {}
@@ -156,7 +157,7 @@ class SlabRows:
         self.bounds = [run.start for run in runs[1:]]
 
     def put(self, held: mx.array, rows: mx.array) -> mx.array:
-        """Put each row behind those it has. Shapes: [P, H, C, D], [rows, H, 1, D] -> the first."""
+        """Append a token to each row. Shapes: [P, H, C, D], [rows, H, 1, D] -> the first."""
         if self._rows is not None:
             held[self._rows, :, self._offset] = rows[:, :, 0]
             return held
@@ -174,12 +175,12 @@ class SlabKV:
         self._caches = caches
 
     def make_mask(self, count: int, *, return_array: bool, window_size: int | None) -> int | None:
-        """The window; the mask itself is the stretch's."""
+        """The window; the stretch makes the mask of it."""
         del count, return_array
         return window_size
 
     def append(self, keys: mx.array, values: mx.array) -> None:
-        """Append, all rows at once."""
+        """Append to all rows at once."""
         slab, rows = self._slab, self._rows
         slab.keys = rows.put(slab.keys, keys)
         slab.values = rows.put(slab.values, values)
@@ -224,9 +225,9 @@ class RowCaches:
         return None if all(mask is None for mask in masks) else RowMasks(masks)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append to each row's KV. Shapes: [B, H, 1, D]; they come back as they are.
+        """Append to each row's KV. Shapes: [B, H, 1, D]; returned as they are.
 
-        What the rows hold differs in length; `attend` has it.
+        The KV of the rows differs in length, so only `attend` reads it.
         """
         for part, key, value in zip(
             self._parts, self._split(keys), self._split(values), strict=True
@@ -244,7 +245,7 @@ class RowCaches:
         mask: RowMasks | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Attention of each row over what it holds. Shapes: [B, H, 1, D] -> the same."""
+        """Attention of each row over its KV. Shapes: [B, H, 1, D] -> the same."""
         if self._given is None or given[0] is not self._given[0] or given[1] is not self._given[1]:
             raise InvariantBroken("batch", "the model's attention changes what its cache returned")
         masks = [None] * len(self._parts) if mask is None else mask.masks
@@ -258,5 +259,5 @@ class RowCaches:
 
 
 def split(rows: mx.array, bounds: int | Sequence[int]) -> Sequence[mx.array]:
-    """Cut axis 0 into so many or at these; mlx's stub says that it is a single array."""
+    """Cut axis 0 into so many parts, or at these rows; mlx's stub says it is a single array."""
     return cast("Sequence[mx.array]", mx.split(rows, bounds))

@@ -1,17 +1,16 @@
-"""Who sits in which slab: sequences that share forwards are moved together, others apart.
+"""Places of sequences in slabs: those that share forwards are moved together, others apart.
 
-    joins      when it first shares a forward: into a free place of a slab of its capacity, else
-               with others that join, and with slabs that are at most twice as many as they
-    unites     with all others of its capacity, once their forwards have lost as much by standing
-               apart as it takes to copy them together
-    grows      out of its slab, and then joins as above; who is about to comes along
-    leaves     when it did not share the slab's last forwards, when it works alone in a slab that
-               is mostly free, or does what takes a cache of its own (a prompt, a longer block)
-    is gone    when nobody keeps it; who sits last takes the place if nobody else has after a few
-               forwards, and a slab of which more than a quarter is free is made anew
+A sequence
+    joins      a slab of its capacity when it first shares a forward: a free place, else a new slab
+               with the other sequences that join (see `_gather`)
+    unites     with all others of its capacity, once they have stood apart for long (see `_unite`)
+    grows      out of its slab, and then joins as above, with those that are about to grow out
+    leaves     when it did not share the slab's last forwards, when it is alone in a slab that is
+               mostly free, or when it needs a cache of its own (for a prompt, a longer block)
+    is gone    when nothing refers to it any more; its place is then closed (see `_settle`)
 
 So a sequence is copied a few times for each block of tokens that it grows by, and slabs hold at
-most WASTE times what caches of their own would.
+most WASTE times the bytes of caches of their own.
 """
 
 from __future__ import annotations
@@ -37,22 +36,23 @@ from kakeya.mlx.batch.slabs import (
 )
 
 WASTE = 5 / 3
-"""What a quarter of free places (4/3) and capacities (5/4) come to, but for who moved along."""
+"""A quarter of free places (4/3) times the steps of capacities (5/4); sequences that moved along
+may add to it."""
 _PLACEABLE = (KVCache, PlacedKV)
 _MARGIN = 16
-"""Of the bound so much stays free: slabs that had to go do not come again at once."""
+"""One part in so many of the bound stays free: a dissolved slab is not made again at once."""
 _AWAY_FORWARDS = 16
 """Forwards of its slab that a sequence may miss: blocks of drafts come and go."""
 _GAP_FORWARDS = 4
-"""So many a free place may stand between others: that splits their attention in two, which costs
-less than a copy, and an agent's next turn comes soon."""
+"""Forwards for which a place may stay free between others: it splits their attention in two, which
+costs less than a copy, and an agent's next turn comes soon."""
 _APART_BYTES = 512 * KIB
-"""One part more of a forward costs each layer about as much time as copying so much of its KV: a
-dozen small operations, 0.2 ms on the CPU."""
+"""One more part of a forward costs a layer as much time as copying so many bytes of its KV: a dozen
+small operations, 0.2 ms on the CPU."""
 _APART_FORWARDS = 4
-"""What the copies take of small operations themselves."""
+"""Least forwards apart: a copy takes a few small operations itself."""
 _ALONG_TOKENS = 32
-"""Who has no more room than this moves with who has none."""
+"""Sequences with no more room than this move along with those that have none."""
 
 
 class PlaceAssignment:
@@ -60,66 +60,66 @@ class PlaceAssignment:
 
     def __init__(self, capacities: Sequence[int] = CAPACITIES) -> None:
         self.limit_bytes: int | None = None
-        """What mlx may take in all; None = without a bound."""
+        """Bytes that mlx may take in all; None = without a bound."""
         self.shares_from: int | None = None
-        """How many tokens must be saved for kin to read what they share once; None = never."""
+        """Tokens that reading a shared prefix once must save; None = it is never read once."""
         self._capacities = capacities
         self._slabs: weakref.WeakSet[KvSlab] = weakref.WeakSet()
         self._layers: tuple[int, ...] | None = None
 
-    def arrange(self, tenants: Sequence[SlabUser]) -> list[int]:
-        """Seat who is to share a forward; returns in which order they are to stand in it.
+    def arrange(self, sequences: Sequence[SlabUser]) -> list[int]:
+        """Give places to sequences that share a forward; returns their order in it.
 
-        Those of a slab stand next to each other, by their places; those without come last.
+        Sequences of a slab stand next to each other, by their places; those without come last.
         """
-        movers = _movers(tenants)
+        movers = _movers(sequences)
         if movers and self._has_slabs(movers[0]):
-            self._join(movers, list(_by_slab(tenants)))
-        self._unite(tenants)
-        for slab, sharing in _by_slab(tenants).items():
+            self._join(movers, list(_by_slab(sequences)))
+        self._unite(sequences)
+        for slab, sharing in _by_slab(sequences).items():
             slab.forwards += 1
             for index in sharing:
-                _seat(tenants[index]).used = slab.forwards
+                _seat(sequences[index]).used = slab.forwards
             if len(sharing) < slab.places:
                 self._settle(slab)
-        for slab in _by_slab(tenants):
-            slab.relate()
+        for slab in _by_slab(sequences):
+            slab.compare()
         order = [
             index
-            for slab, sharing in _by_slab(tenants).items()
-            for index in sorted(sharing, key=lambda index: _seat(tenants[index]).place)
+            for slab, sharing in _by_slab(sequences).items()
+            for index in sorted(sharing, key=lambda index: _seat(sequences[index]).place)
         ]
-        return order + [index for index, tenant in enumerate(tenants) if tenant.seat is None]
+        return order + [index for index, sequence in enumerate(sequences) if sequence.seat is None]
 
     def settle(self) -> None:
-        """Give back what of the slabs nobody uses."""
+        """Give back the unused parts of slabs."""
         for slab in list(self._slabs):
             self._settle(slab)
 
     def spare_bytes(self) -> int:
-        """What slabs hold beyond what caches of their own would; `dissolve` gives it back."""
+        """Bytes of slabs beyond caches of their own; `dissolve` gives them back."""
         return sum(max(0, slab.nbytes - _own_bytes(slab)) for slab in self._slabs)
 
     def dissolve(self) -> None:
         """Give every sequence caches of its own."""
         for slab in list(self._slabs):
-            for tenant in slab.tenants():
-                leave(tenant)
+            for sequence in slab.sequences():
+                leave(sequence)
 
-    def _has_slabs(self, tenant: SlabUser) -> bool:
-        """Whether the model has layers that slabs are for."""
+    def _has_slabs(self, sequence: SlabUser) -> bool:
+        """Whether the model has layers that fit slabs."""
         if self._layers is None:
-            kinds = enumerate(tenant.cache)
+            kinds = enumerate(sequence.cache)
             self._layers = tuple(index for index, cache in kinds if type(cache) in _PLACEABLE)
         return bool(self._layers)
 
     def _join(self, movers: Sequence[SlabUser], slabs: Sequence[KvSlab]) -> None:
-        """Find places for who has none or too short a one, in these slabs or with each other."""
+        """Find places for sequences with none or too short a one, in these slabs or a new one."""
         groups: dict[int, list[SlabUser]] = {}
-        for tenant in movers:
-            former = 0 if tenant.seat is None else tenant.seat.slab.capacity
-            wanted = capacity_of(max(tenant.length, former) + 1, self._capacities)
-            groups.setdefault(wanted, []).append(tenant)
+        for sequence in movers:
+            former = 0 if sequence.seat is None else sequence.seat.slab.capacity
+            wanted = capacity_of(max(sequence.length, former) + 1, self._capacities)
+            groups.setdefault(wanted, []).append(sequence)
         for capacity, group in groups.items():
             there = [slab for slab in slabs if slab.capacity == capacity]
             places = [(slab, place) for slab in there for place in slab.free_places()]
@@ -128,36 +128,40 @@ class PlaceAssignment:
             self._gather(group, there, capacity)
 
     def _gather(self, group: list[SlabUser], there: Sequence[KvSlab], capacity: int) -> None:
-        """Make a slab of these and of smaller ones; who stays alone gets caches of its own."""
+        """Make a slab of these sequences; one that stays alone gets caches of its own."""
         dissolved = []
         for slab in sorted(there, key=lambda slab: slab.places):
-            if len(seated := slab.tenants()) <= 2 * len(group):
+            # A slab joins them when at most two of its sequences are copied for each new one.
+            if len(seated := slab.sequences()) <= 2 * len(group):
                 group = [*seated, *group]
                 dissolved.append(slab)
         if len(group) > 1 and self._has_room(group, capacity):
             self._build(group, capacity, dissolved)
             return
-        for tenant in group:
-            if tenant.seat is not None and tenant.length >= tenant.seat.slab.capacity:
-                leave(tenant)
+        for sequence in group:
+            if sequence.seat is not None and sequence.length >= sequence.seat.slab.capacity:
+                leave(sequence)
 
-    def _unite(self, tenants: Sequence[SlabUser]) -> None:
-        """Make one slab of all parts of a capacity that have stood apart for long enough."""
+    def _unite(self, sequences: Sequence[SlabUser]) -> None:
+        """Make one slab of all parts of a capacity that have stood apart for long enough.
+
+        That is when their forwards lost as much time by it as copying them together takes.
+        """
         parts: dict[int, list[KvSlab]] = {}
-        for slab in _by_slab(tenants):
+        for slab in _by_slab(sequences):
             parts.setdefault(slab.capacity, []).append(slab)
         alone: dict[int, list[SlabUser]] = {}
-        for tenant in tenants if parts else ():
-            if tenant.seat is None and tenant.length:
-                capacity = capacity_of(tenant.length + 1, self._capacities)
-                alone.setdefault(capacity, []).append(tenant)
+        for sequence in sequences if parts else ():
+            if sequence.seat is None and sequence.length:
+                capacity = capacity_of(sequence.length + 1, self._capacities)
+                alone.setdefault(capacity, []).append(sequence)
         for capacity, slabs in parts.items():
             lone = alone.get(capacity, [])
             if len(slabs) + len(lone) < 2:
                 continue
             largest = max(slabs, key=lambda slab: slab.places)
             largest.apart += 1
-            group = [*(tenant for slab in slabs for tenant in slab.tenants()), *lone]
+            group = [*(sequence for slab in slabs for sequence in slab.sequences()), *lone]
             each = max(map(_bytes_per_token, group)) // len(self._layers or (0,))
             due = max(_APART_FORWARDS, len(group) * capacity * each / _APART_BYTES)
             if largest.apart < due:
@@ -173,28 +177,31 @@ class PlaceAssignment:
         self._slabs.add(slab)
 
     def _has_room(self, group: Sequence[SlabUser], capacity: int) -> bool:
-        """Whether the bound leaves what a slab takes beyond what goes."""
+        """Whether the bound leaves room to build a slab."""
         return self._fits(self._more_bytes(group, capacity))
 
     def _more_bytes(self, group: Sequence[SlabUser], capacity: int) -> int:
-        """What a slab takes at most while it is built a layer at a time, beyond what goes."""
+        """The most bytes that a slab takes while it is built layer by layer, less those that go."""
         layers = len(self._layers or ()) or 1
-        held = sum(cache.nbytes for tenant in group for cache in _placeable(tenant))
-        each = max(_bytes_per_token(tenant) for tenant in group)
+        held = sum(cache.nbytes for sequence in group for cache in _placeable(sequence))
+        each = max(_bytes_per_token(sequence) for sequence in group)
         whole = len(group) * capacity * each
         return max(0, whole - held) + 2 * whole // layers
 
     def _fits(self, size: int) -> bool:
-        """Whether the bound leaves so much beyond the arrays that there are, and a margin."""
+        """Whether the bound leaves so many bytes beside all arrays, and a margin."""
         bound = self.limit_bytes
         return bound is None or int(mx.get_active_memory()) + size + bound // _MARGIN <= bound
 
     def _settle(self, slab: KvSlab) -> None:
-        """Let go who is not here any more, and close the gaps that are left."""
-        for tenant in slab.tenants():
-            if slab.forwards - _seat(tenant).used > _AWAY_FORWARDS:
-                leave(tenant)
-        free, seated = slab.free_places(), slab.tenants()
+        """Take out sequences that missed many forwards, and close the gaps.
+
+        A slab of which more than a quarter is free is made anew.
+        """
+        for sequence in slab.sequences():
+            if slab.forwards - _seat(sequence).used > _AWAY_FORWARDS:
+                leave(sequence)
+        free, seated = slab.free_places(), slab.sequences()
         if not free:
             return
         if not slab.is_sparse():
@@ -202,12 +209,12 @@ class PlaceAssignment:
         elif len(seated) > 1:
             self._build(seated, slab.capacity, (slab,))
         else:
-            for tenant in seated:
-                leave(tenant)
+            for sequence in seated:
+                leave(sequence)
 
 
 def _close(slab: KvSlab, free: list[int], seated: list[SlabUser]) -> None:
-    """Fill free places between others from the end, if nobody has come for a few forwards."""
+    """Fill free places between others from the end, if they stayed free for a few forwards."""
     if slab.gap_since is None:
         slab.gap_since = slab.forwards
     if slab.forwards - slab.gap_since < _GAP_FORWARDS:
@@ -216,13 +223,13 @@ def _close(slab: KvSlab, free: list[int], seated: list[SlabUser]) -> None:
         slab.enter(seated.pop(), free.pop(0))
 
 
-def _movers(tenants: Sequence[SlabUser]) -> list[SlabUser]:
-    """Who has no place that one more token goes into, or hardly one while others have none."""
-    seats = [(tenant.seat, tenant.length) for tenant in tenants]
+def _movers(sequences: Sequence[SlabUser]) -> list[SlabUser]:
+    """Sequences without a place for one more token, and those close to it in the same slabs."""
+    seats = [(sequence.seat, sequence.length) for sequence in sequences]
     full = {seat.slab for seat, length in seats if seat and length >= seat.slab.capacity}
     return [
-        tenant
-        for tenant, (seat, length) in zip(tenants, seats, strict=True)
+        sequence
+        for sequence, (seat, length) in zip(sequences, seats, strict=True)
         if (length if seat is None else _is_close(seat, length) and seat.slab in full)
     ]
 
@@ -231,27 +238,27 @@ def _is_close(seat: Seat, length: int) -> bool:
     return length + _ALONG_TOKENS >= seat.slab.capacity
 
 
-def _by_slab(tenants: Sequence[SlabUser]) -> dict[KvSlab, list[int]]:
-    """The indices of those who sit in each slab; slabs in the order of their first."""
+def _by_slab(sequences: Sequence[SlabUser]) -> dict[KvSlab, list[int]]:
+    """Indices of the sequences of each slab; slabs in the order of their first."""
     found: dict[KvSlab, list[int]] = {}
-    for index, tenant in enumerate(tenants):
-        if tenant.seat is not None:
-            found.setdefault(tenant.seat.slab, []).append(index)
+    for index, sequence in enumerate(sequences):
+        if sequence.seat is not None:
+            found.setdefault(sequence.seat.slab, []).append(index)
     return found
 
 
-def _seat(tenant: SlabUser) -> Seat:
-    if tenant.seat is None:
-        raise InvariantBroken("seating", "a sequence of a slab sits nowhere")
-    return tenant.seat
+def _seat(sequence: SlabUser) -> Seat:
+    if sequence.seat is None:
+        raise InvariantBroken("places", "a sequence of a slab has no place")
+    return sequence.seat
 
 
-def _placeable(tenant: SlabUser) -> list[Any]:
-    return [cache for cache in tenant.cache if type(cache) in _PLACEABLE]
+def _placeable(sequence: SlabUser) -> list[Any]:
+    return [cache for cache in sequence.cache if type(cache) in _PLACEABLE]
 
 
-def _bytes_per_token(tenant: SlabUser) -> int:
-    return sum(int(cache.nbytes) // _capacity(cache) for cache in _placeable(tenant))
+def _bytes_per_token(sequence: SlabUser) -> int:
+    return sum(int(cache.nbytes) // _capacity(cache) for cache in _placeable(sequence))
 
 
 def _capacity(cache: Any) -> int:  # noqa: ANN401 - KVCache and its likes
@@ -259,6 +266,6 @@ def _capacity(cache: Any) -> int:  # noqa: ANN401 - KVCache and its likes
 
 
 def _own_bytes(slab: KvSlab) -> int:
-    """What caches of their own would take for who sits in it."""
-    blocks = sum(tenant.length // KVCache.step + 1 for tenant in slab.tenants())
+    """Bytes that the sequences of a slab would take in caches of their own."""
+    blocks = sum(sequence.length // KVCache.step + 1 for sequence in slab.sequences())
     return slab.nbytes // (slab.places * slab.capacity) * blocks * int(KVCache.step)

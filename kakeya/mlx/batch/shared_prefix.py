@@ -1,13 +1,13 @@
-"""Whose KV begins alike: attention then reads what they share once, for all of them.
+"""Shared prefixes: attention reads KV that sequences of a slab begin with once, for all of them.
 
 Agents of one system prompt hold its KV each, at the beginning of their place in a slab, and have
-the same bits there: taken over from the same blocks, or computed in the same pieces. Of such kin
-the queries of all rows form one matrix, and a product of matrices takes the place of one pass over
-the same numbers a row: what costs most of a step behind a long prompt.
+the same bits there: taken from the same blocks, or computed in the same pieces. The queries of all
+rows of such a group form one matrix, and one product of matrices takes the place of a pass over the
+same numbers for each row, which is most of the time of a step behind a long prompt.
 
-Content decides. When a sequence takes a place, its bits are compared with those of who is there,
-in all layers; nothing depends on where its KV comes from, and who holds other numbers for the same
-text, or has another adapter, is no kin. Source: "Hydragen", Juravsky et al., 2024.
+Content decides. When a sequence takes a place, its bits are compared with those of the others, in
+all layers; nothing depends on where KV comes from. A sequence with other numbers for the same text,
+or with another adapter, is in another group. Source: "Hydragen", Juravsky et al., 2024.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from kakeya.mlx.numerics.attention import score_scale, weigh
 from kakeya.mlx.numerics.bits import bits, kind_of
 
 STEP_TOKENS = 64
-"""What is alike is counted in these."""
+"""Shared tokens are counted in steps of so many."""
 LEAST_TOKENS = 256
-"""Whose beginnings agree in less are no kin: what a template writes is soon the same."""
+"""Least tokens of a shared prefix: the first words of a template are the same everywhere."""
 
 
-class Kin:
-    """Sequences whose KV begins alike. Only its identity counts."""
+class PrefixGroup:
+    """Sequences with a shared prefix. Only its identity counts."""
 
     __slots__ = ()
 
 
 class SlabPlace(Protocol):
-    """One sequence of a slab."""
+    """One sequence of a slab, as it is compared with the others."""
 
-    kin: Kin | None
-    """Who it belongs to; None = nobody, yet."""
+    group: PrefixGroup | None
+    """The group that it belongs to; None = not compared yet."""
     is_compared: bool
-    """Whether that is known among those who are in this slab."""
-    alike: int
-    """How many of its first tokens have the same KV in all kin of whom this is not less."""
+    """Whether it was compared with the others of this slab."""
+    shared_tokens: int
+    """First tokens that have the same KV in all sequences of the group with no smaller count."""
 
     @property
     def place(self) -> int:
@@ -58,7 +58,7 @@ class Held(Protocol):
 
 
 class RowRun(NamedTuple):
-    """Rows `start` up to `end` attend in one call; the first `shared` tokens of all are alike."""
+    """Rows `start` up to `end` attend in one call; they share the first `shared` tokens."""
 
     start: int
     end: int
@@ -67,45 +67,47 @@ class RowRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A sequence to be compared: its place, and how many tokens it holds."""
+    """A sequence to be compared: its place, and its tokens with KV."""
 
     seat: SlabPlace
     tokens: int
 
 
 def is_due(seat: SlabPlace, tokens: int) -> bool:
-    """Whether a sequence that holds so many tokens is still to be compared with who is there."""
+    """Whether a sequence with so many tokens is still to be compared with the others."""
     return not seat.is_compared and tokens >= LEAST_TOKENS
 
 
-def relate(members: Sequence[Member], layers: Mapping[int, Held]) -> None:
-    """Find the kin of those that nobody has compared yet. Waits for what is in flight."""
+def compare(members: Sequence[Member], layers: Mapping[int, Held]) -> None:
+    """Find the groups of sequences that were not compared yet. Waits for steps in flight."""
     for member in members:
         seat = member.seat
         if not is_due(seat, member.tokens):
             continue
-        others = [one.seat for one in members if one.seat is not seat and one.seat.kin is not None]
-        family = [one for one in others if one.kin is seat.kin]
-        if not any(one.is_compared for one in family):
-            strangers = [one for one in others if one.kin is not seat.kin]
-            _relate(member, family, strangers, layers)
+        others = [
+            one.seat for one in members if one.seat is not seat and one.seat.group is not None
+        ]
+        own_group = [one for one in others if one.group is seat.group]
+        if not any(one.is_compared for one in own_group):
+            candidates = [one for one in others if one.group is not seat.group]
+            _assign(member, own_group, candidates, layers)
         seat.is_compared = True
 
 
 def runs(seats: Sequence[SlabPlace], *, shares_from: int | None) -> list[RowRun]:
-    """How rows are to attend that stand by their places, those next to each other in one call.
+    """Plan the attention of rows in the order of their places: adjacent ones in one call.
 
-    What kin share is read once where that saves reading `shares_from` tokens; None = never.
+    A shared prefix is read once where that saves reading `shares_from` tokens; None = never.
     """
     found: list[RowRun] = []
     start = 0
     for end in range(1, len(seats) + 1):
         if end < len(seats) and _follows(seats[end - 1], seats[end]):
             continue
-        shared = min(seat.alike for seat in seats[start:end])
+        shared = min(seat.shared_tokens for seat in seats[start:end])
         pays = shares_from is not None and (end - start - 1) * shared >= shares_from
         before = found[-1] if found else None
-        # Where nothing is gained, kin or not, one call is for as many as stand together.
+        # Where sharing gains nothing, one call is for all adjacent rows, of any group.
         if not pays and before and not before.shared and _touch(seats[start - 1], seats[start]):
             found[-1] = RowRun(before.start, end, 0)
         else:
@@ -124,10 +126,10 @@ def attend(
     scale: float,
     mask: mx.array | None,
 ) -> mx.array:
-    """Attention of kin over the first `longest` tokens of their places.
+    """Attention of a group over the first `longest` tokens of their places.
 
-    Shapes: queries [B, H, 1, D], mask [B, 1, 1, longest - shared] of bool for what is not shared,
-    None = all of it is seen -> [B, H, 1, width of the values]. The softmax sums in float32.
+    Shapes: queries [B, H, 1, D], mask [B, 1, 1, longest - shared] of bool behind the prefix,
+    None = all is seen -> [B, H, 1, width of the values]. The softmax sums in float32.
     """
     rows, heads, _, width = queries.shape
     keys, values = held.keys, held.values
@@ -147,42 +149,42 @@ def attend(
     return found.swapaxes(0, 1).reshape(rows, heads, 1, -1)
 
 
-def _relate(
+def _assign(
     member: Member,
-    family: Sequence[SlabPlace],
-    strangers: Sequence[SlabPlace],
+    own_group: Sequence[SlabPlace],
+    candidates: Sequence[SlabPlace],
     layers: Mapping[int, Held],
 ) -> None:
-    """Find which stranger holds most of what it holds; it and its family belong to them then."""
+    """Move a sequence and its group to the group that shares most tokens with it, if enough."""
     seat, most = member.seat, member.tokens // STEP_TOKENS * STEP_TOKENS
-    if seat.kin is None:
-        seat.kin, seat.alike = Kin(), most
-    if not strangers:
+    if seat.group is None:
+        seat.group, seat.shared_tokens = PrefixGroup(), most
+    if not candidates:
         return
-    # Keys of the last layer depend on all tokens in front: a few say who is worth comparing.
-    last = layers[max(layers)].keys[:, :, STEP_TOKENS - 1 : seat.alike : STEP_TOKENS]
+    # Keys of the last layer depend on all tokens in front: a few of them find the candidates.
+    last = layers[max(layers)].keys[:, :, STEP_TOKENS - 1 : seat.shared_tokens : STEP_TOKENS]
     same = mx.all(_bits(last) == _bits(last[seat.place : seat.place + 1]), axis=(1, 3))
     leads = cast("list[int]", mx.cumprod(same.astype(mx.int32), axis=1).sum(axis=1).tolist())
-    alike = {id(one): min(one.alike, leads[one.place] * STEP_TOKENS) for one in strangers}
-    best = max(strangers, key=lambda one: alike[id(one)])
-    tokens = alike[id(best)]
-    if tokens >= LEAST_TOKENS and _is_alike(seat.place, best.place, tokens, layers):
-        for one in (seat, *family):
-            one.kin, one.alike = best.kin, min(one.alike, tokens)
+    shared = {id(one): min(one.shared_tokens, leads[one.place] * STEP_TOKENS) for one in candidates}
+    best = max(candidates, key=lambda one: shared[id(one)])
+    tokens = shared[id(best)]
+    if tokens >= LEAST_TOKENS and _has_same_kv(seat.place, best.place, tokens, layers):
+        for one in (seat, *own_group):
+            one.group, one.shared_tokens = best.group, min(one.shared_tokens, tokens)
 
 
-def _is_alike(one: int, other: int, tokens: int, layers: Mapping[int, Held]) -> bool:
+def _has_same_kv(one: int, other: int, tokens: int, layers: Mapping[int, Held]) -> bool:
     held = bits([part for layer in layers.values() for part in (layer.keys, layer.values)])
     return all(np.array_equal(part[one, :, :tokens], part[other, :, :tokens]) for part in held)
 
 
 def _bits(part: mx.array) -> mx.array:
-    """As whole numbers: of floats, no number equals itself, and 0 equals -0."""
+    """As whole numbers: of floats, NaN differs from itself, and 0 equals -0."""
     return part.view(kind_of(part.dtype))
 
 
 def _follows(one: SlabPlace, other: SlabPlace) -> bool:
-    return _touch(one, other) and one.kin is other.kin
+    return _touch(one, other) and one.group is other.group
 
 
 def _touch(one: SlabPlace, other: SlabPlace) -> bool:

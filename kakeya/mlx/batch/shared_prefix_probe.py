@@ -1,9 +1,8 @@
-"""Whether kin are to read what they share once: tried on the model itself when it is loaded.
+"""Whether a shared prefix is to be read once: tried on the model itself when it is loaded.
 
-On the CPU attention is products of matrices anyway, and it only has to give the same. On a GPU it
-is one fused kernel, whose pass over the same numbers for each row may cost less than the kernels
-that take its place: there it is timed at the least that is to be saved, and whatever saves more
-gains more.
+On the CPU attention is products of matrices anyway, and the result only has to be the same. On a
+GPU it is one fused kernel, and its pass over the same numbers for each row may cost less than the
+kernels that take its place: there it is timed at the least saving, and a larger one gains more.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from kakeya.mlx.verifier import MlxVerifier
 
 _log = logging.getLogger(__name__)
 SHARES_FROM = 512
-"""Tokens that need not be read again; of two rows, what they share."""
+"""The least saving in tokens: of two rows, their shared prefix."""
 _ROWS = 2
 _REPEATS = 5
 _TOLERANCE = 0.02
-"""Of the time: what two equal ones may differ by. Of the largest logit: rounding stays below."""
+"""Two equal times may differ by so much of them; logits, by so much of the largest, by rounding."""
 
 
 def shares_from(model: LoadedModel) -> int | None:
-    """How many tokens must be saved for kin to share; None = it is not worth it, or not the same.
+    """Tokens that sharing a prefix must save; None = it is not worth it, or gives other logits.
 
     None too, with a reason in the log, where it fails. The context is made up, not computed: its
     content changes no time.
@@ -44,7 +43,7 @@ def shares_from(model: LoadedModel) -> int | None:
     except Exception as problem:  # noqa: BLE001 - whatever it is, rows can attend by themselves
         event(
             _log,
-            "what its kin share is read for each",
+            "a shared prefix is read for each row",
             level=logging.WARNING,
             model=model.model_id,
             reason=problem.message if isinstance(problem, KakeyaError) else repr(problem),
@@ -59,11 +58,11 @@ def _is_worth_it(model: LoadedModel) -> bool:
         if not state.pretend(SHARES_FROM):
             return False
         state.prefill([number + 1, number + 2])
-    seating = PlaceAssignment()
-    seating.shares_from = SHARES_FROM
-    seating.arrange(states)
+    assignment = PlaceAssignment()
+    assignment.shares_from = SHARES_FROM
+    assignment.arrange(states)
     seats = [state.seat for state in states]
-    if any(seat is None or seat.alike < SHARES_FROM for seat in seats):
+    if any(seat is None or seat.shared_tokens < SHARES_FROM for seat in seats):
         return False
     slab = next(seat.slab for seat in seats if seat is not None)
     row = mx.array(list(range(_ROWS)), dtype=mx.int32)

@@ -5,11 +5,11 @@ The bytes of T positions, one array after the other, without gaps:
     layer 0 keys [heads, T, width] | layer 0 values | layer 1 keys | ...  | recurrent state
 
 Little-endian, in the caches' own dtypes. Rows of every position are there also for layers that
-attend to a window only, so that a text can be taken up behind any block; recurrent state, which no
-row can be told from, lies behind the block at whose end it was.
+attend to a window only, so that a text can be taken up behind any block; recurrent state, which
+rows do not contain, lies behind the block at the end of which it was.
 
-What a model's caches hold is looked at once, on a short text. A model whose caches are not all
-known, or that computes otherwise behind KV that was taken than behind its own, has no blocks.
+The content of a model's caches is found once, on a short text. A model with unknown caches, or with
+other logits behind imported KV than behind its own, has no blocks.
 
 Nothing here keeps a second name of a live buffer: an append would then copy all of it.
 """
@@ -79,7 +79,7 @@ class KvBlocks:
 
     @property
     def layout(self) -> str:
-        """What the bytes mean, as canonical JSON."""
+        """The meaning of the bytes, as canonical JSON."""
         described = {"format": _FORMAT, "layers": self._described}
         return json.dumps(described, sort_keys=True, separators=(",", ":"))
 
@@ -152,9 +152,9 @@ class KvBlocks:
     ) -> None:
         """Make empty caches hold the first `tokens` positions of a text that these blocks cover.
 
-        Of the last block a part may be meant; where the model has state, it is that behind the
-        last. With rings: what was stowed. Raises InvalidArgument, and leaves the caches empty, when
-        the blocks do not hold that.
+        The last block may be used in part; recurrent state is that behind the last token. With
+        rings: KV as `stow` left it. Raises InvalidArgument, and leaves the caches empty, when the
+        blocks do not hold these tokens.
         """
         if not 0 <= len(blocks) * self.block_tokens - tokens < self.block_tokens and self.row_bytes:
             raise InvalidArgument(f"{tokens} tokens are not in {len(blocks)} blocks")

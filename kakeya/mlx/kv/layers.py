@@ -1,4 +1,4 @@
-"""What each class of mlx-lm's layer caches holds, and how its contents are set.
+"""The content of each class of mlx-lm's layer caches, and how it is set.
 
     KVCache, QuantizedKVCache   a row for every position
     RotatingKVCache             a row for each of the last `max_size` positions, the first `keep`
@@ -6,9 +6,9 @@
     ArraysCache                 recurrent state: a few arrays that do not grow with the text
     CacheList                   several of these
 
-Anything else, subclasses too, is not known here: nobody can tell what else it remembers.
+Any other class, subclasses too, is unknown here: it may remember anything else.
 
-A row is what lies at one place of axis 2 of an array of shape [1, heads, places, width]; keys and
+A row is the part at one place of axis 2 of an array of shape [1, heads, places, width]; keys and
 values are such arrays, and quantized ones are three each.
 """
 
@@ -120,12 +120,12 @@ def windows(cache: Sequence[Any]) -> tuple[tuple[int, int], ...]:
 
 
 def state_bytes(cache: Sequence[Any]) -> int:
-    """Of layers that hold no rows, or nobody knows what: the caches hold some text."""
+    """Bytes of layers without rows, or of unknown classes; the caches hold some text."""
     return sum(int(layer.nbytes) for layer in layers_of(cache) if not isinstance(layer, _ROWS))
 
 
 def arrays(layer: Any) -> list[mx.array]:  # noqa: ANN401
-    """What it holds, in order; [] where it holds nothing, or less than it can."""
+    """Its arrays, in order; [] where it holds nothing, or less than it can."""
     if is_state(layer):
         held = list(layer.cache)
         return [] if any(part is None for part in held) else held
@@ -156,7 +156,7 @@ def place(layer: Any, first: int, last: int) -> Range | None:  # noqa: ANN401
 
 
 def wanted(layer: Any, tokens: int) -> tuple[Range, ...]:  # noqa: ANN401
-    """The positions whose rows it holds behind a text of so many tokens, in order."""
+    """The positions of its rows behind a text of so many tokens, in order."""
     if is_state(layer):
         return ()
     if type(layer) is not RotatingKVCache or tokens <= layer.max_size:
@@ -226,7 +226,7 @@ def straighten(layer: Any) -> None:  # noqa: ANN401
 
 
 def describe(layer: Any) -> dict[str, object]:  # noqa: ANN401
-    """What of a cache must be equal for its contents to mean the same, as JSON."""
+    """Properties of a cache that must be equal for its contents to mean the same, as JSON."""
     found: dict[str, object] = {"class": type(layer).__name__}
     if type(layer) is RotatingKVCache:
         found |= {"window": int(layer.max_size), "keep": int(layer.keep)}

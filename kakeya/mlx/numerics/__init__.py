@@ -1,3 +1,3 @@
-"""What decides bits and speed: the grid of prefill, BLAS, attention, checks that batching is exact
-on this machine.
+"""Numerics that decide bits and speed: the prefill grid, BLAS, attention, and checks that batching
+is exact on this machine.
 """

@@ -1,4 +1,4 @@
-"""Attention in two parts, by products of matrices: what lies in front, and what is a row's own.
+"""Attention in two parts, by products of matrices: the common context, and a row's own tokens.
 
 mlx's exponential takes most of the time of a softmax on the CPU, and behind a long context that of
 a whole piece of a prompt. Powers of two take a third of it, so there scores are made exponents of
@@ -21,7 +21,7 @@ _LOG2_E = math.log2(math.e)
 
 
 def score_scale(scale: float) -> float:
-    """What kin's queries are multiplied with, for the scores that `weigh` is given."""
+    """The factor of queries that makes scores for `weigh`."""
     return scale * _LOG2_E if is_cpu() else scale
 
 
@@ -66,7 +66,7 @@ def attend_far(queries: mx.array, keys: mx.array, values: mx.array, scale: float
 
 
 def is_far(queries: mx.array, keys: Any, mask: Any, sinks: mx.array | None) -> bool:  # noqa: ANN401
-    """Whether `attend_far` is for these; what mlx-lm's attention is given."""
+    """Whether `attend_far` is for these arguments of mlx-lm's attention."""
     return (
         isinstance(keys, mx.array)
         and keys.shape[2] - queries.shape[2] >= FAR_TOKENS

@@ -44,9 +44,9 @@ def copied(parts: Sequence[mx.array], length: int) -> mx.array:
 
 
 def put(held: mx.array, place: int, part: mx.array) -> None:
-    """Copy a part into a place of what is held, with zeros behind it.
+    """Copy a part into a place of `held`, with zeros behind it.
 
-    Shapes: [places, H, length, D], [1, H, tokens, D]. What is held keeps its name and its memory.
+    Shapes: [places, H, length, D], [1, H, tokens, D]. `held` keeps its name and its memory.
     """
     into, row = bits([held, part])
     tokens = row.shape[2]

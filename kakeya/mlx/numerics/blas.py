@@ -16,10 +16,10 @@ _NAMES = ("libopenblas.so.0", "libopenblas.so")
 
 
 def preload_blas(threads: int) -> bool:
-    """Load OpenBLAS for everything that comes later; say whether the CPU backend is fast now.
+    """Load OpenBLAS for everything that comes later; returns whether the CPU backend is fast.
 
-    `threads` is what OpenBLAS may use; one is best for small models, whose products are too
-    short to share. True on macOS, where mlx uses Accelerate.
+    OpenBLAS uses `threads`; one is best for small models, with products too short to share. True
+    on macOS, where mlx uses Accelerate.
     """
     if sys.platform == "darwin":
         return True

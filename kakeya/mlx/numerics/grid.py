@@ -1,13 +1,13 @@
-"""The prefill grid: in which pieces a prompt is computed, and what else its KV's bits depend on.
+"""The prefill grid: the pieces of a prompt, and everything else that the bits of its KV depend on.
 
 On most devices a row's bits depend on how many rows are computed with it (OpenBLAS and Metal pick
-kernels by it), so KV that one engine computed is what another would compute only where both cut
-prompts alike. A piece should take as long as a cancellation may go unnoticed, but how long it
-takes is measured, and no two starts measure the same. So, by what the device is:
+kernels by it), so two engines compute the same KV only where both cut prompts alike. A piece should
+take as long as a cancellation may go unnoticed; its time is measured, and no two starts measure the
+same. So pieces depend on the device:
 
-    any number of rows gives the same bits    pieces as measured: where they end is of no account
-    else                                      pieces by a rule that knows nothing of this moment:
-                                              what a nominal machine of this kind would need
+    any number of rows gives the same bits    pieces as measured: their ends make no difference
+    else                                      pieces by a rule that no measurement enters: those of
+                                              a nominal machine of this kind
 
 A restart, and a peer on a machine of the same kind, then finds blocks with the very bits that it
 would compute. The price is that a piece takes longer than it should where a machine is slower than
@@ -40,7 +40,7 @@ _CPU_OPERATIONS_PER_S = 1e10
 """In prefill, of a core with a fast BLAS: a quarter of what a current one does when it is alone."""
 _NO_BLAS_FACTOR = 0.1
 _METAL_OPERATIONS_PER_S = 2e12
-"""Of the GPU of a base M-series chip, whose prefill is about half of its peak."""
+"""Of the GPU of a base M-series chip, which reaches about half of its peak in prefill."""
 _METAL_FACTORS = {"s": 4.0, "d": 8.0}
 """By the last letter of Metal's architecture: Max, Ultra. All others count as the base."""
 _CUDA_OPERATIONS_PER_S = 5e13
@@ -132,7 +132,7 @@ def plan_grid(
 
 
 def exactness(model: LoadedModel, grid: Grid) -> str:
-    """What must be equal for the bits of KV to be equal, beside what it is of, as canonical JSON.
+    """Properties that must be equal for equal bits of KV, beside model and text, as canonical JSON.
 
     An empty grid says that pieces do not matter.
     """

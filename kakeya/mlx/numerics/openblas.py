@@ -1,4 +1,4 @@
-"""What a network is made to be where OpenBLAS computes it: equal bits, in less time.
+"""A network laid out for OpenBLAS: equal bits, in less time.
 
 OpenBLAS copies both factors of a product into a form of its own before it multiplies, and for a
 few rows that is most of the work. It copies a weight with its inputs outermost in three fifths of
@@ -45,7 +45,7 @@ class Angles:
             self._made = None
 
     def of(self, rope: nn.RoPE, offset: Offset, rows: int) -> tuple[mx.array, mx.array]:
-        """What a rotation multiplies its features with, and their other halves.
+        """The factors of a rotation for its features, and for their other halves.
 
         Shapes: [rows, dims] both, [B, 1, rows, dims] where `offset` is of B sequences.
         """
@@ -79,7 +79,7 @@ class Rotation(nn.RoPE):
 def suit(network: nn.Module) -> Angles:
     """Lay out a float32 network for OpenBLAS, while its weights may still be in their files.
 
-    Largest first: what is copied then lies in memory twice while little else does. Raises
+    Largest first: a copy lies in memory twice, best while little else does. Raises
     RuntimeError where a file is damaged.
     """
     for layer in sorted(_multiplied(network), key=lambda layer: -layer.weight.size):
@@ -95,7 +95,7 @@ def suit(network: nn.Module) -> Angles:
 
 
 def _multiplied(network: nn.Module) -> list[nn.Module]:
-    """Layers whose float32 weights are a factor of a product."""
+    """Layers with float32 weights that are a factor of a product."""
     linear = [m for m in network.modules() if isinstance(m, nn.Linear)]
     outputs = {m.weight.shape[0] for m in linear}
     # Where another layer has an output for each token, the embedding is only looked up in.

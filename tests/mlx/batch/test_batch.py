@@ -95,7 +95,7 @@ def test_an_engine_says_why_its_sequences_take_turns(
     folder = write_model(tmp_path, "mamba")
     facts = MlxModel(load(str(folder), "mamba"), 0.0, False).facts
     assert facts.batch_rows == 1
-    said = next(r for r in caplog.records if r.message == "its sequences take turns")
+    said = next(r for r in caplog.records if r.message == "sequences take turns")
     assert "ArraysCache" in str(vars(said))
 
 

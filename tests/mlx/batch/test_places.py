@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from kakeya.generation.request import Sampling
-from kakeya.mlx.batch import shared_prefix as kin
+from kakeya.mlx.batch import shared_prefix
 from kakeya.mlx.batch.batch import launch_together, why_by_turns
 from kakeya.mlx.batch.places import WASTE, PlaceAssignment
 from kakeya.mlx.batch.slabs import PlacedKV, build, capacity_of, leave
@@ -88,8 +88,8 @@ class Sharing(RuleBasedStateMachine):
     def __init__(self, model: LoadedModel) -> None:
         super().__init__()
         self.model = model
-        self.seating = PlaceAssignment(CAPACITIES)
-        self.seating.shares_from = 1
+        self.assignment = PlaceAssignment(CAPACITIES)
+        self.assignment.shares_from = 1
         self.pairs: list[Pair] = []
 
     @initialize(given=st.lists(st.tuples(prompts, seeds), min_size=3, max_size=5))
@@ -107,7 +107,7 @@ class Sharing(RuleBasedStateMachine):
         joined = [pair for at, pair in enumerate(self.pairs) if at not in away]
         for _ in range(steps if len(joined) > 1 else 0):
             tokens = [pair.next() for pair in joined]
-            launch_together(self.model, [p.shared for p in joined], tokens, self.seating)
+            launch_together(self.model, [p.shared for p in joined], tokens, self.assignment)
             for pair, token in zip(joined, tokens, strict=True):
                 pair.alone.launch(token)
                 pair.settle(keep)
@@ -162,11 +162,11 @@ class Sharing(RuleBasedStateMachine):
 
     @rule(everything=st.booleans())
     def tidy(self, everything: bool) -> None:
-        self.seating.settle()
+        self.assignment.settle()
         if everything:
-            self.seating.dissolve()
+            self.assignment.dissolve()
             assert not any(is_placed(pair.shared) for pair in self.pairs)
-            assert self.seating.spare_bytes() == 0
+            assert self.assignment.spare_bytes() == 0
 
     @invariant()
     def each_place_is_one_s(self) -> None:
@@ -185,8 +185,8 @@ class Sharing(RuleBasedStateMachine):
 def test_a_sequence_in_slabs_computes_what_it_does_alone(
     models: dict[str, LoadedModel], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kin, "STEP_TOKENS", 2)
-    monkeypatch.setattr(kin, "LEAST_TOKENS", 4)
+    monkeypatch.setattr(shared_prefix, "STEP_TOKENS", 2)
+    monkeypatch.setattr(shared_prefix, "LEAST_TOKENS", 4)
     why_by_turns(models[name])
     examples = 12 if name == "llama" else 25
     chosen = settings(max_examples=examples, stateful_step_count=12, deadline=None)
@@ -207,11 +207,11 @@ def slabs_bytes(states: Sequence[MlxVerifier]) -> int:
 
 
 def test_who_joins_one_by_one_comes_to_lie_with_the_others(models: dict[str, LoadedModel]) -> None:
-    seating, states = PlaceAssignment(), [long(models["llama"], 300)]
+    assignment, states = PlaceAssignment(), [long(models["llama"], 300)]
     stretches = []
     for _ in range(7):
         states.append(long(models["llama"], 300))
-        seating.arrange(states)
+        assignment.arrange(states)
         alone = sum(state.seat is None for state in states)
         stretches.append(alone + len({id(state.seat.slab) for state in states if state.seat}))
     assert stretches == [1, 1, 2, 1, 2, 2, 1]
@@ -223,9 +223,9 @@ def parts(states: Sequence[MlxVerifier]) -> int:
     )
 
 
-def forwards_apart(seating: PlaceAssignment, states: Sequence[MlxVerifier]) -> int:
+def forwards_apart(assignment: PlaceAssignment, states: Sequence[MlxVerifier]) -> int:
     for forward in range(200):
-        seating.arrange(states)
+        assignment.arrange(states)
         if parts(states) == 1:
             return forward
     raise AssertionError(f"{parts(states)} parts have stayed apart")
@@ -234,16 +234,16 @@ def forwards_apart(seating: PlaceAssignment, states: Sequence[MlxVerifier]) -> i
 def test_who_stands_apart_for_long_comes_to_lie_with_the_others(
     models: dict[str, LoadedModel],
 ) -> None:
-    seating, states = PlaceAssignment(), [long(models["llama"], 300) for _ in range(4)]
-    seating.arrange(states)
+    assignment, states = PlaceAssignment(), [long(models["llama"], 300) for _ in range(4)]
+    assignment.arrange(states)
     states.append(long(models["llama"], 300))  # alone beside four
-    assert forwards_apart(seating, states) == 3
+    assert forwards_apart(assignment, states) == 3
     states += [long(models["llama"], 300) for _ in range(2)]  # a slab of two beside one of five
-    assert forwards_apart(seating, states) == 3
+    assert forwards_apart(assignment, states) == 3
     assert places(states) == list(range(7))
     states.append(long(models["llama"], 700))  # of another capacity
     for _ in range(50):
-        seating.arrange(states)
+        assignment.arrange(states)
     assert parts(states) == 2
 
 
@@ -254,25 +254,25 @@ def test_the_more_there_is_to_copy_the_longer_they_stand_apart(
     each = long(model, 300).nbytes_per_token() // len(model.make_cache())
     monkeypatch.setattr("kakeya.mlx.batch.places._APART_BYTES", 100 * each)
     for tokens in (300, 700, 1200):
-        seating, states = PlaceAssignment(), [long(model, tokens) for _ in range(4)]
-        seating.arrange(states)
+        assignment, states = PlaceAssignment(), [long(model, tokens) for _ in range(4)]
+        assignment.arrange(states)
         states.append(long(model, tokens))
-        taken.append(1 + forwards_apart(seating, states))
+        taken.append(1 + forwards_apart(assignment, states))
     assert taken == [-(-5 * capacity_of(tokens + 1) // 100) for tokens in (300, 700, 1200)]
 
 
 def test_who_ends_leaves_a_place_to_the_next(models: dict[str, LoadedModel]) -> None:
-    seating, states = PlaceAssignment(), [long(models["llama"], 300) for _ in range(8)]
-    seating.arrange(states)
+    assignment, states = PlaceAssignment(), [long(models["llama"], 300) for _ in range(8)]
+    assignment.arrange(states)
     slab = states[0].seat and states[0].seat.slab
     states[2] = long(models["llama"], 400)
-    seating.arrange(states)
+    assignment.arrange(states)
     assert {state.seat.slab for state in states if state.seat} == {slab}
     del states[3]
     for _ in range(4):  # for a while it may be the next one's
-        seating.arrange(states)
+        assignment.arrange(states)
         assert places(states) == [0, 1, 2, 4, 5, 6, 7]
-    seating.arrange(states)
+    assignment.arrange(states)
     # The last one took the place.
     assert places(states) == [0, 1, 2, 4, 5, 6, 3]
 
@@ -280,29 +280,29 @@ def test_who_ends_leaves_a_place_to_the_next(models: dict[str, LoadedModel]) -> 
 def test_one_that_comes_takes_the_place_before_others_are_moved(
     models: dict[str, LoadedModel],
 ) -> None:
-    seating, states = PlaceAssignment(), [long(models["llama"], 300) for _ in range(8)]
-    seating.arrange(states)
+    assignment, states = PlaceAssignment(), [long(models["llama"], 300) for _ in range(8)]
+    assignment.arrange(states)
     for _ in range(3):  # turns of agents: one ends, and comes again soon
         del states[3]
         for _ in range(3):
-            seating.arrange(states)
+            assignment.arrange(states)
         states.insert(3, long(models["llama"], 320))
-        seating.arrange(states)
+        assignment.arrange(states)
         assert places(states) == list(range(8))
 
 
 def test_an_append_to_a_slab_copies_nothing_of_it(models: dict[str, LoadedModel]) -> None:
     model = models["llama"]
     why_by_turns(model)
-    seating, states = PlaceAssignment(), [long(model, 9000) for _ in range(4)]
-    launch_together(model, states, [1] * 4, seating)
-    launch_together(model, states, [None] * 4, seating)
+    assignment, states = PlaceAssignment(), [long(model, 9000) for _ in range(4)]
+    launch_together(model, states, [1] * 4, assignment)
+    launch_together(model, states, [None] * 4, assignment)
     for sharing in (states, states[:3], states[::2], states):
         mx.synchronize()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         for _ in range(3):
-            launch_together(model, sharing, [None] * len(sharing), seating)
+            launch_together(model, sharing, [None] * len(sharing), assignment)
             for state in sharing:
                 state.collect()
         mx.synchronize()
@@ -311,30 +311,30 @@ def test_an_append_to_a_slab_copies_nothing_of_it(models: dict[str, LoadedModel]
 
 
 def test_slabs_hold_little_more_than_caches_of_their_own(models: dict[str, LoadedModel]) -> None:
-    model, seating = models["llama"], PlaceAssignment()
+    model, assignment = models["llama"], PlaceAssignment()
     lengths = (300, 310, 700, 740, 1050, 1200, 1500, 1700, 2500, 2600)
     states = [long(model, tokens) for tokens in lengths]
     own = sum((tokens // 256 + 1) * 256 for tokens in lengths) * states[0].nbytes_per_token()
-    seating.arrange(states)
+    assignment.arrange(states)
     assert all(map(is_placed, states))
     assert slabs_bytes(states) <= WASTE * own
     # Whoever ends leaves a place that is taken or given back.
     while len(states) > 1:
         states.pop(0)
-        seating.settle()
+        assignment.settle()
         taken = sum(state.length // 256 + 1 for state in states) * 256
         assert slabs_bytes(states) <= WASTE * taken * states[0].nbytes_per_token()
-    seating.settle()
+    assignment.settle()
     assert not is_placed(states[0])
 
 
 def test_moving_together_takes_a_layer_at_a_time(models: dict[str, LoadedModel]) -> None:
-    model, seating = models["llama"], PlaceAssignment()
+    model, assignment = models["llama"], PlaceAssignment()
     states = [long(model, 9000 + at) for at in range(6)]
     mx.eval([cache.state[:2] for state in states for cache in state.cache])
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    seating.arrange(states)
+    assignment.arrange(states)
     layer = slabs_bytes(states) // len(model.make_cache())
     assert mx.get_peak_memory() - before <= 1.3 * layer + (capacity_of(9001) / 9000 - 1) * 2 * layer
 
@@ -343,7 +343,7 @@ def test_moving_together_takes_a_layer_at_a_time(models: dict[str, LoadedModel])
 def test_spare_buffers_go_before_a_slab_takes_their_room(
     models: dict[str, LoadedModel], room: float
 ) -> None:
-    model, seating = models["llama"], PlaceAssignment()
+    model, assignment = models["llama"], PlaceAssignment()
     states = [long(model, 9000 + at) for at in range(6)]
     mx.eval([cache.state[:2] for state in states for cache in state.cache])
     size = sum(state.nbytes for state in states)
@@ -353,46 +353,46 @@ def test_spare_buffers_go_before_a_slab_takes_their_room(
     mx.eval(spare)
     del spare
     held = mx.get_active_memory()
-    seating.limit_bytes = int((held + 2 * size * room) * 16 / 15)
-    seating.arrange(states)
+    assignment.limit_bytes = int((held + 2 * size * room) * 16 / 15)
+    assignment.arrange(states)
     kept = mx.get_cache_memory()
     mx.set_cache_limit(usual)
     mx.clear_cache()
     assert all(map(is_placed, states))
     assert (kept >= 4 * size) == (room == 4.0)
-    assert mx.get_active_memory() + kept <= seating.limit_bytes
+    assert mx.get_active_memory() + kept <= assignment.limit_bytes
 
 
 def test_who_is_away_for_long_gets_a_cache_of_its_own(models: dict[str, LoadedModel]) -> None:
-    seating, states = PlaceAssignment(), [long(models["llama"], 300) for _ in range(4)]
-    seating.arrange(states)
+    assignment, states = PlaceAssignment(), [long(models["llama"], 300) for _ in range(4)]
+    assignment.arrange(states)
     for _ in range(20):
-        seating.arrange(states[:3])
+        assignment.arrange(states[:3])
     assert [is_placed(state) for state in states] == [True, True, True, False]
 
 
 def test_a_bound_that_leaves_no_room_leaves_sequences_apart(
     models: dict[str, LoadedModel],
 ) -> None:
-    seating, states = PlaceAssignment(), [long(models["llama"], 3000) for _ in range(4)]
-    seating.limit_bytes = mx.get_active_memory() + 1000
-    assert seating.arrange(states) == [0, 1, 2, 3]
+    assignment, states = PlaceAssignment(), [long(models["llama"], 3000) for _ in range(4)]
+    assignment.limit_bytes = mx.get_active_memory() + 1000
+    assert assignment.arrange(states) == [0, 1, 2, 3]
     assert not any(map(is_placed, states))
-    seating.limit_bytes = None
-    seating.arrange(states)
+    assignment.limit_bytes = None
+    assignment.arrange(states)
     assert all(map(is_placed, states))
 
 
 def test_a_cache_that_leaves_keeps_its_kv_and_nothing_else(models: dict[str, LoadedModel]) -> None:
-    seating, states = PlaceAssignment(), [long(models["llama"], 300) for _ in range(4)]
-    seating.arrange(states)
+    assignment, states = PlaceAssignment(), [long(models["llama"], 300) for _ in range(4)]
+    assignment.arrange(states)
     leave(states[0])
     assert states[0].nbytes == 512 * states[0].nbytes_per_token()
     assert states[0].layer_length() == 300
 
 
 def test_a_copy_that_fails_leaves_sequences_that_can_go_on(models: dict[str, LoadedModel]) -> None:
-    model, seating = models["llama"], PlaceAssignment()
+    model, assignment = models["llama"], PlaceAssignment()
     why_by_turns(model)
     pairs = [Pair(model, [3 + at, 5, 7], 0) for at in range(3)]
     with pytest.raises(IndexError):
@@ -406,7 +406,7 @@ def test_a_copy_that_fails_leaves_sequences_that_can_go_on(models: dict[str, Loa
             pair.settle()
     for _ in range(3):
         tokens = [pair.next() for pair in pairs]
-        launch_together(model, [pair.shared for pair in pairs], tokens, seating)
+        launch_together(model, [pair.shared for pair in pairs], tokens, assignment)
         for pair, token in zip(pairs, tokens, strict=True):
             pair.alone.launch(token)
             pair.settle()

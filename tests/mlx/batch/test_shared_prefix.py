@@ -1,4 +1,4 @@
-"""What kin share is read once, and gives what each row's own attention does."""
+"""A shared prefix is read once, and gives the result of each row's own attention."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kakeya.mlx.batch.places import PlaceAssignment
 from kakeya.mlx.batch.shared_prefix import (
     LEAST_TOKENS,
     STEP_TOKENS,
-    Kin,
+    PrefixGroup,
     RowRun,
     attend,
-    relate,
+    compare,
     runs,
 )
 from kakeya.mlx.batch.shared_prefix_probe import SHARES_FROM, shares_from
@@ -57,9 +57,9 @@ def sequence(model: LoadedModel, *pieces: list[int]) -> MlxVerifier:
 
 def seated(*states: MlxVerifier) -> list[Seat]:
     """The seats of these, in one slab, in this order."""
-    seating = PlaceAssignment()
-    seating.shares_from = 1
-    seating.arrange(states)
+    assignment = PlaceAssignment()
+    assignment.shares_from = 1
+    assignment.arrange(states)
     seats = [state.seat for state in states if state.seat is not None]
     assert len(seats) == len(states)
     return seats
@@ -70,20 +70,20 @@ class At:
     """A place, as `runs` sees it."""
 
     place: int
-    kin: Kin | None
-    alike: int
+    group: PrefixGroup | None
+    shared_tokens: int
     is_compared: bool = True
 
 
-KIN = (Kin(), Kin(), None)
+GROUPS = (PrefixGroup(), PrefixGroup(), None)
 
 
 @st.composite
 def rows_of_a_slab(draw: st.DrawFn) -> list[At]:
     places = sorted(draw(st.sets(st.integers(0, 11), min_size=1)))
-    seats = [At(place, draw(st.sampled_from(KIN)), draw(st.integers(0, 9))) for place in places]
+    seats = [At(place, draw(st.sampled_from(GROUPS)), draw(st.integers(0, 9))) for place in places]
     for seat in seats:
-        seat.alike = 0 if seat.kin is None else seat.alike
+        seat.shared_tokens = 0 if seat.group is None else seat.shared_tokens
     return seats
 
 
@@ -100,8 +100,8 @@ def test_rows_share_only_what_is_alike_in_all_and_where_it_pays(
         if run.shared:
             assert least is not None
             assert (len(rows) - 1) * run.shared >= least
-            assert len({row.kin for row in rows}) == 1
-            assert run.shared == min(row.alike for row in rows)
+            assert len({row.group for row in rows}) == 1
+            assert run.shared == min(row.shared_tokens for row in rows)
     for one, two in pairwise(found):
         touch = seats[two.start - 1].place + 1 == seats[two.start].place
         assert one.shared or two.shared or not touch  # one call, where nothing is gained by two
@@ -174,13 +174,19 @@ def test_whose_kv_begins_alike_are_kin(model: LoadedModel) -> None:
         sequence(model, other, [2]),
         sequence(model, STEM[:-1], [2]),
     )
-    families = [seat.kin for seat in seats]
+    families = [seat.group for seat in seats]
     assert families[0] is families[1] is families[2]
     assert families[3] is families[4] is not families[0]
     assert families[5] not in families[:5]
     # The first is compared with nobody, and says how much there is to agree with.
     whole = (len(STEM) + 70) // STEP_TOKENS * STEP_TOKENS
-    assert [seat.alike for seat in seats[:5]] == [whole, whole, len(STEM), len(STEM), len(STEM)]
+    assert [seat.shared_tokens for seat in seats[:5]] == [
+        whole,
+        whole,
+        len(STEM),
+        len(STEM),
+        len(STEM),
+    ]
 
 
 def test_one_bit_somewhere_makes_no_kin(model: LoadedModel) -> None:
@@ -190,13 +196,13 @@ def test_one_bit_somewhere_makes_no_kin(model: LoadedModel) -> None:
             held = getattr(two.cache[layer], part)
             held[0, 0, 17, 0] = held[0, 0, 17, 0] * 1.0000002
             first, second = seated(one, two)
-            assert first.kin is not second.kin
+            assert first.group is not second.group
 
 
 def test_what_is_rolled_back_and_written_anew_is_alike_no_more(model: LoadedModel) -> None:
     one, two = sequence(model, STEM), sequence(model, STEM)
     seats = seated(one, two)
-    assert [seat.alike for seat in seats] == [len(STEM), len(STEM)]
+    assert [seat.shared_tokens for seat in seats] == [len(STEM), len(STEM)]
     assert two.trim(10)
     two.verify([1, 2, 3])
     assert two.seat is seats[1]
@@ -204,24 +210,24 @@ def test_what_is_rolled_back_and_written_anew_is_alike_no_more(model: LoadedMode
 
 
 def test_who_moves_takes_its_kin_along_and_finds_more(model: LoadedModel) -> None:
-    seating = PlaceAssignment((300, 400, 1000))
-    seating.shares_from = 1
+    assignment = PlaceAssignment((300, 400, 1000))
+    assignment.shares_from = 1
     states = [sequence(model, STEM, [at] * 20) for at in range(4)]
     halves = states[:2], states[2:]
     for rows in halves:
-        seating.arrange(rows)
-    one, two = ({row.seat.kin for row in rows if row.seat} for rows in halves)
+        assignment.arrange(rows)
+    one, two = ({row.seat.group for row in rows if row.seat} for rows in halves)
     assert len(one) == len(two) == 1
     assert one != two  # nobody has compared them
     while states[0].length < 300:
         for rows in halves:
-            launch_together(model, rows, [1] * 2, seating)
+            launch_together(model, rows, [1] * 2, assignment)
             for row in rows:
                 row.collect()
-    seating.arrange(states)
+    assignment.arrange(states)
     seats = [row.seat for row in states if row.seat]
     assert len({seat.slab for seat in seats}) == 1
-    assert len({seat.kin for seat in seats}) == 1
+    assert len({seat.group for seat in seats}) == 1
     assert [run.shared for run in runs(seats, shares_from=1)] == [len(STEM)]
 
 
@@ -231,11 +237,11 @@ def test_kin_select_what_they_would_alone(model: LoadedModel) -> None:
 
     taken = []
     for least in (None, 1):
-        seating, rows = PlaceAssignment(), states()
-        seating.shares_from = least
-        launch_together(model, rows, [7] * 4, seating)
+        assignment, rows = PlaceAssignment(), states()
+        assignment.shares_from = least
+        launch_together(model, rows, [7] * 4, assignment)
         for _ in range(20):
-            launch_together(model, rows, [None] * 4, seating)
+            launch_together(model, rows, [None] * 4, assignment)
             taken.append([row.collect() for row in rows])
         seats = [row.seat for row in rows if row.seat]
         assert [run.shared for run in runs(seats, shares_from=least)] == [len(STEM) if least else 0]
@@ -266,7 +272,7 @@ def test_families_beside_each_other_attend_each_to_their_own(model: LoadedModel)
 @pytest.mark.parametrize("window", [None, 1, 4, 8, 9, 100])
 @pytest.mark.parametrize("shared", [0, 5])
 def test_each_row_sees_its_window(window: int | None, shared: int) -> None:
-    """Also kin: behind a window what they share is seen by nobody."""
+    """Rows of a group too: behind a window no row sees the shared prefix."""
     lengths = [5, 8, 7]
     mx.random.seed(1)
     keys, values = (mx.random.normal((4, 2, 16, 8)) for _ in range(2))
@@ -291,27 +297,27 @@ class Comparisons:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        patch.setattr("kakeya.mlx.batch.slabs.relate", self._relate)
+        patch.setattr("kakeya.mlx.batch.slabs.compare", self._compare)
 
-    def _relate(self, *given: Any) -> None:
+    def _compare(self, *given: Any) -> None:
         self.count += 1
-        relate(*given)
+        compare(*given)
 
 
-def test_who_is_compared_costs_no_further_look(
+def test_a_compared_sequence_costs_no_further_look(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comparisons = Comparisons(monkeypatch)
-    seating = PlaceAssignment()
-    seating.shares_from = 1
+    assignment = PlaceAssignment()
+    assignment.shares_from = 1
     states = [sequence(model, STEM, [at]) for at in range(3)]
     for _ in range(3):
-        seating.arrange(states[:2])
+        assignment.arrange(states[:2])
     assert comparisons.count == 1
-    seating.arrange(states)
+    assignment.arrange(states)
     seats = [state.seat for state in states if state.seat]
     assert comparisons.count == 2
-    assert len({seat.kin for seat in seats}) == 1
+    assert len({seat.group for seat in seats}) == 1
     assert all(seat.is_compared for seat in seats)
 
 
@@ -319,20 +325,20 @@ def test_who_is_too_short_is_compared_once_it_is_not(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comparisons = Comparisons(monkeypatch)
-    seating = PlaceAssignment((400,))
-    seating.shares_from = 1
+    assignment = PlaceAssignment((400,))
+    assignment.shares_from = 1
     states = [sequence(model, STEM[:-2]) for _ in range(2)]
     for token in STEM[-2:]:
-        launch_together(model, states, [token] * 2, seating)
+        launch_together(model, states, [token] * 2, assignment)
         for state in states:
             state.collect()
         assert not comparisons.count
     one, two = states
-    seating.arrange(states)
+    assignment.arrange(states)
     assert comparisons.count == 1
     assert one.seat
     assert two.seat
-    assert one.seat.kin is two.seat.kin is not None
+    assert one.seat.group is two.seat.group is not None
 
 
 def test_where_none_may_share_none_is_compared(
@@ -346,14 +352,14 @@ def test_where_none_may_share_none_is_compared(
 
 
 def attending(patch: pytest.MonkeyPatch, change: Callable[[mx.array], mx.array]) -> list[int]:
-    """What kin share is read as it is, and then changed; returns how much that is, call by call."""
+    """Read a shared prefix as it is, and then changed; returns the size of it, call by call."""
     shares: list[int] = []
 
     def changed(*given: Any, shared: int, **named: Any) -> mx.array:
         shares.append(shared)
         return change(attend(*given, shared=shared, **named))
 
-    patch.setattr("kakeya.mlx.batch.cache.attend_alike", changed)
+    patch.setattr("kakeya.mlx.batch.cache.attend_shared", changed)
     return shares
 
 

@@ -128,5 +128,7 @@ def test_an_engine_says_why_its_kv_cannot_be_handed_on(
     folder = write_model(tmp_path, "llama", changes={"max_position_embeddings": 100})
     facts = MlxModel(load(str(folder), "short"), 0.0, False).facts
     assert (facts.kv_block_tokens, facts.kv_block_bytes, facts.kv_layout) == (0, 0, "")
-    said = next(r for r in caplog.records if r.message == "its KV stays in this engine")
+    said = next(
+        r for r in caplog.records if r.message == "KV of the model cannot leave this engine"
+    )
     assert "a context of 100 tokens is too short for blocks" in str(vars(said))
