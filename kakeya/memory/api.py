@@ -46,7 +46,7 @@ from kakeya.memory.machine.pressure import Reading
 __all__ = ["GRACE_S", "PLAIN", "Handle", "MemoryArbiter", "Terms"]
 _log = logging.getLogger(__name__)
 GRACE_S = 10.0
-"""How long the shutdown waits for models in use."""
+"""The longest wait of the shutdown for models in use."""
 
 
 class MemoryArbiter:

@@ -30,7 +30,7 @@ def _lease_store(raw: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
-    """How much memory the models take together, and how long an unused model stays."""
+    """The memory of all models together, and the time that an unused model stays."""
 
     budget_bytes: int | None = setting(
         "the most that all models of this node may occupy together (0: what the machine has, less "

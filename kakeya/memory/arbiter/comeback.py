@@ -1,4 +1,5 @@
-"""When models that pressure evicted may load again: pure, with `now` in monotonic seconds.
+"""The times at which models that pressure evicted may load again. Pure; `now` is monotonic, in
+seconds.
 
 Memory has to be calm for a while first. A model that pressure evicts again and again waits longer
 each time, so that its load does not itself make the pressure that evicts it.

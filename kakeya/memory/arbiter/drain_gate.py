@@ -50,6 +50,7 @@ class DrainGate:
         """Note a walk over the queue: waiting requests claim `claims`, and `opened` took new
         leases."""
         still = {key: self._closed.get(key, _Closed(now, self._rules.shut_s)) for key in claims}
+        # The requests that waited for it are let in; the next time it stays closed for longer.
         again = {key: _Closed(now, 2 * self._closed[key].limit_s) for key in opened}
         self._closed = still | again
 

@@ -110,7 +110,7 @@ class Exhausted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArbiterOutcome:
-    """What follows from one event."""
+    """All consequences of one event."""
 
     grants: tuple[Grant, ...] = ()
     refusals: tuple[Refusal, ...] = ()

@@ -29,7 +29,7 @@ _ALL = 1 << 62
 
 
 class PressureLevel(IntEnum):
-    """How short of memory the machine is; the worst of several is their maximum."""
+    """The machine's shortage of memory; of several levels the maximum counts."""
 
     NOMINAL = 0
     LOW = 1
@@ -92,7 +92,7 @@ class Rules:
     return_s: float = 5.0
     """The time after which a request that was refused so is told to come again."""
     place_s: float = 10.0
-    """How long its place is kept: twice `return_s`, since clients are not punctual."""
+    """The time that its place is kept: twice `return_s`, since clients are not punctual."""
     shut_s: float = 60.0
     """The longest that a resident in use gives no new leases, for a request that needs its room;
     doubled each time. Half of the default deadline of a request."""

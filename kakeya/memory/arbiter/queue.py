@@ -42,7 +42,7 @@ class LoadTicket:
     ask: Ask
     asked_mono: float
     place_mono: float
-    """When its place was taken: earlier than `asked_mono` where the request came again."""
+    """The time of its place: before `asked_mono` where the request came again."""
     kept_until_mono: float | None = None
     """The end of a kept place; None = the request is in the queue."""
     stuck_since_mono: float | None = None
@@ -66,7 +66,7 @@ class LoadTicket:
             self.stuck_since_mono = now
 
     def limit_mono(self, rules: Rules) -> float | None:
-        """When its wait for residents to drain has to end; None = it does not wait for that."""
+        """The end of its wait for residents to drain; None = it does not wait for that."""
         since_mono = self.stuck_since_mono
         return None if since_mono is None else since_mono + rules.drain_limit_s - self.stuck_s
 
@@ -81,7 +81,7 @@ class LoadTicket:
         return self.place_mono < self.asked_mono
 
     def rank(self, now: float, rules: Rules) -> int:
-        """Its urgency, age included; the lowest rank is the most urgent."""
+        """Urgency, age included; the lowest rank is the most urgent."""
         return ticket_rank(self.ask.priority, now - self.place_mono, rules)
 
 
@@ -213,7 +213,7 @@ def consider(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> Verdi
         return Refuse(critical(ask, view.rules))
     if ask.key in ahead.keys:  # loaded for the request ahead, and then for this one too
         return NotYet()
-    if resident is not None:
+    if resident is not None:  # it leaves, and this request loads it again
         return NotYet(held_bytes=ask.estimate_bytes)
     if ask.role.places is not None and ask.role.name in ahead.roles:
         return NotYet(held_bytes=_more_than(_of_role(ask, view), ask))
@@ -274,6 +274,7 @@ def _consider_load(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) ->
         return _short(ask, view)
     victims = (*swap, *taken.victims)
     if any(victim.leases for victim in victims):
+        # They give no new leases from here on, and the load waits until their leases have ended.
         given = sum(victim.bytes for victim in victims)
         claims = tuple(victim.key for victim in victims)
         held = max(0, ask.estimate_bytes - given)
@@ -347,6 +348,7 @@ def _short(ask: Ask, view: QueueView) -> NotYet | Refuse:
         )
     if ask.estimate_bytes + fixed + lent > ledger.budget_bytes:
         return Refuse(_lent(ask, lent, view))
+    # Where enough can be freed, only not for this request yet, it waits for its turn: no limit.
     spare = shrinkable_bytes(ledger.tenants)
     is_turn = ask.estimate_bytes <= ledger.free_bytes + movable + spare
     return NotYet(held_bytes=ask.estimate_bytes, is_stuck=not is_turn)

@@ -64,9 +64,10 @@ class Role:
     stay_warm_s: float = 300.0
     """Default of `Warmth.stay_warm_s`."""
     is_lent: bool = False
-    """Its bytes are lent to other processes, which return them some day."""
+    """The bytes of its residents are lent to other processes, which return them some day."""
     is_room: bool = False
-    """Its keys name tenants that wait for room to grow: models are evicted, none is loaded."""
+    """The keys of its residents name tenants that wait for room: models are evicted, none is
+    loaded."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -149,7 +150,7 @@ class ResidentKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warmth:
-    """How long a resident stays without being used.
+    """The time that a resident stays without being used.
 
     Until `stay_warm_s` after its last use, requests of equal priority do not take its place. After
     `unload_after_s` it is evicted although no request needs the room; None = it stays. A pinned one

@@ -1,1 +1,1 @@
-"""How many bytes a model and its KV cache will take, before anything loads."""
+"""The bytes that a model and its KV cache will take, before anything loads."""

@@ -75,7 +75,7 @@ class Estimate:
     problem: str = ""
     """Faults of its files, by name; "" = none is known."""
     work_bytes: int = 0
-    """Of the base, room to compute in and to grow in use: not taken yet right after the load."""
+    """The part of the base to compute in and to grow in use: not taken yet right after the load."""
 
     @property
     def bytes(self) -> int:

@@ -28,7 +28,8 @@ class Headers:
 
     tensors: Mapping[str, ArrayEntry]
     file_bytes: int
-    """Of the weight files; an index that promises more, with shards missing, counts instead."""
+    """Bytes of the weight files; an index that promises more, with shards missing, counts
+    instead."""
     digest: str
     """Names the model: equal for equal headers, config and sizes."""
     problems: tuple[str, ...] = ()

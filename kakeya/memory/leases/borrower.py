@@ -26,11 +26,11 @@ from kakeya.memory.leases.store import LeaseStore
 
 POLL_S = 0.25
 LOOK_S = 1.0
-"""How often a waiting process looks for dead holders."""
+"""The time between two looks of a waiting process for dead holders."""
 _ANSWER_S = 3.0
 """The least time that a node has for its answer, if the caller's wait is shorter."""
 _PATIENCE_S = 30.0
-"""How long a waiting process puts up with a store or system out of order."""
+"""The time for which a waiting process puts up with a store or system out of order."""
 _BY_CODE: dict[str, type[errors.Refused]] = {
     kind.code: kind for kind in (errors.MemoryRefused, errors.DrainTimeout, errors.LeaseRefused)
 }

@@ -32,7 +32,7 @@ from kakeya.memory.leases.store import LeaseStore
 _START_S = 20.0
 _POLL_S = 1.0
 _END_S = 60.0
-"""How long the end of the lease is retried at a store that is out of order."""
+"""The time for which the end of the lease is retried at a store that is out of order."""
 
 
 def start_guard(lease: ProcessLease, folder: Path, url: str) -> None:

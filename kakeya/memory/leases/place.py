@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 VARIABLE = "KAKEYA_LEASE_STORE"
 URL_FILE = "leases.url"
 _LEAST_BUSY_S = 1.0
-"""However little the caller would wait for room: a change by another process takes milliseconds."""
+"""The least wait for other processes, which change the book within milliseconds."""
 
 
 def open_lease_store(folder: Path, url: str = "", *, wait_s: float = float("inf")) -> LeaseStore:

@@ -83,7 +83,7 @@ class ProcessTable(Protocol):
 
 
 class LinuxProcesses:
-    """By /proc."""
+    """The process table of Linux, by /proc."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
@@ -147,7 +147,7 @@ class LinuxProcesses:
 
 
 class MacProcesses:
-    """By `ps` and `sysctl`."""
+    """The process table of macOS, by `ps` and `sysctl`."""
 
     def __init__(self, run: Run = run_command) -> None:
         self._run = run

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 SCHEMES = ("redis", "rediss", "unix")
 TIMEOUT_S = 5.0
 _LIMIT_S = 3 * TIMEOUT_S
-"""Of one call, the client's own repetitions included."""
+"""The time limit of one call, the client's own repetitions included."""
 _TRIES = 200
 _PAUSE_S = 0.02
 _VERSION, _HEAD, _LINE = "version", "head", "lease:"

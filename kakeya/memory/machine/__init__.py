@@ -1,1 +1,1 @@
-"""How short of memory the machine is, by the operating system, and how often it panicked."""
+"""The machine's shortage of memory, by the operating system, and its panics."""

@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 KEEP_S = 7 * 86400.0
-"""How long a report counts: long enough to see whether the careful profile holds."""
+"""A report counts for so long: enough to see whether the careful profile holds."""
 FIND_PERIOD_S = 3600.0
 """Between two looks at the reports of a node that runs on."""
 MAX_FILES = 50
 MAX_BYTES = 2 << 20
-"""Of one file; the rest holds no line that is needed. Common reports have a tenth of it."""
+"""Bytes read of one file; the rest holds no line that is needed. Common reports have a tenth of
+it."""
 _MAX_ENTRIES = 10_000
 """Files of a folder that are looked at; a Mac keeps some hundred."""
 OURS = ("python", "kakeya", "mlx")

@@ -52,7 +52,7 @@ without notice."""
 
 
 ROOM_S = 10.0
-"""How long a request waits for the ledger to make room for a slab."""
+"""The longest wait of a request for the ledger to make room for a slab."""
 
 
 def never() -> bool:

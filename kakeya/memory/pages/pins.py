@@ -71,7 +71,7 @@ class Block:
 
     @property
     def pins(self) -> int:
-        """How many pins all holders have on it."""
+        """The number of pins of all holders."""
         return sum(hold.pins for hold in self.holds)
 
     def last_used_s(self) -> float:
