@@ -20,8 +20,7 @@ from typing import Protocol
 from kakeya.adapters.lease import AdapterUse
 from kakeya.adapters.manager import PATIENCE_S, AdapterWish
 from kakeya.backends import endings
-from kakeya.backends.engine.life import Engine, EngineLife, EngineOptions
-from kakeya.backends.gate import Gate
+from kakeya.backends.engine.life import Engine, EngineLife
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
 from kakeya.generation.continuation import Continuation
@@ -44,14 +43,6 @@ class AttemptStage(StrEnum):
     ENGINE = "engine"
 
 
-class EngineSource(Protocol):
-    """One engine after the other, and the bound on their callers: `EngineBackend`."""
-
-    gate: Gate
-    life: EngineLife
-    options: EngineOptions
-
-
 class AttemptedModel(Protocol):
     """What lends engines: `ResidentModel`, and `EngineBackend` itself."""
 
@@ -69,7 +60,7 @@ class AttemptedModel(Protocol):
         """Wait until it serves."""
         ...
 
-    def lend_for(self, request: DecodeRequest) -> AbstractAsyncContextManager[EngineSource]:
+    def lend_for(self, request: DecodeRequest) -> AbstractAsyncContextManager[EngineLife]:
         """Hold it in memory for a request; it may have to be loaded."""
         ...
 
@@ -94,7 +85,7 @@ class Attempt:
         self._wish = adapter
         self._on_usage = on_usage
         self._job = Continuation(request, clock.mono())
-        self._source: EngineSource | None = None
+        self._source: EngineLife | None = None
         self._lost: Engine | None = None
         self._use: AdapterUse | None = None
         self._exchange: PrefixExchange | None = None
@@ -136,7 +127,7 @@ class Attempt:
         self._on_usage(ending.usage)
         yield ending
 
-    async def _hold(self, held: AsyncExitStack) -> EngineSource:
+    async def _hold(self, held: AsyncExitStack) -> EngineLife:
         """Take what a generation holds, and say what it waits for meanwhile."""
         if self._wish is not None:
             self.waits_for = AttemptStage.ADAPTER
@@ -163,12 +154,12 @@ class Attempt:
         begun = self._use.record if self._use is not None and self._job.has_begun else None
         return await wish.acquire(patience_s, begun)
 
-    async def _engine(self, source: EngineSource) -> Engine:
+    async def _engine(self, source: EngineLife) -> Engine:
         """Wait for an engine, no longer than the caller does."""
         self.waits_for = AttemptStage.ENGINE
         left_s, most_s = self._rest().deadline_s, source.options.resume_timeout_s
         patience_s = most_s if left_s is None else min(left_s, most_s)
-        return await source.life.serving(patience_s, other_than=self._lost)
+        return await source.serving(patience_s, other_than=self._lost)
 
     @asynccontextmanager
     async def _stream(self, engine: Engine) -> AsyncIterator[AsyncGenerator[Frame, None]]:
@@ -192,7 +183,7 @@ class Attempt:
             rest = replace(rest, adapter_id=self._use.adapter_id)
         return rest if self._exchange is None else replace(rest, kv=self._exchange)
 
-    def _ending(self, source: EngineSource, failure: Exception) -> endings.AttemptEnding:
+    def _ending(self, source: EngineLife, failure: Exception) -> endings.AttemptEnding:
         """Which ending a failure is. Raises it where it is none."""
         model_id = self._model.model_id
         ending = endings.ending_of(
@@ -201,7 +192,7 @@ class Attempt:
             model_id=model_id,
             adapter=self._wish.model_id if self._wish is not None else "",
             most=source.options.max_losses_in_a_row,
-            retry_after_s=source.life.retry_after_s(),
+            retry_after_s=source.retry_after_s(),
         )
         if isinstance(ending, endings.EngineLost):
             said = str(ending.error)
@@ -220,7 +211,7 @@ class Attempt:
         """Do what is due before another try; the last frame where what is committed needs none."""
         self._lost = None
         if isinstance(ending, endings.EngineLost) and self._source is not None:
-            is_lost = await self._source.life.is_lost(engine, ending.error)
+            is_lost = await self._source.is_lost(engine, ending.error)
             self._lost = engine if is_lost else None
         if isinstance(ending, endings.MakeWay):
             why = ending.refusal.message

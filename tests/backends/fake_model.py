@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kakeya.adapters.manager import AdapterWish
 from kakeya.backends.attempt import Attempt
@@ -26,32 +26,9 @@ class FakeEngine:
     pid: int = 1
 
 
-@dataclass(eq=False)
-class FakeLife:
-    """One engine; where it is lost, `next_engine` makes another one."""
-
-    engine: FakeEngine
-    next_engine: Callable[[], FakeEngine] | None = None
-    losses: list[str] = field(default_factory=list)
-
-    async def serving(self, timeout_s: float, *, other_than: object = None) -> FakeEngine:
-        if self.engine is other_than:
-            raise PeerUnavailable("there is no other engine")
-        return self.engine
-
-    async def is_lost(self, engine: object, error: PeerUnavailable) -> bool:
-        self.losses.append(error.message)
-        if self.next_engine is None:
-            return False
-        self.engine = self.next_engine()
-        return True
-
-    def retry_after_s(self) -> float | None:
-        return 1.0
-
-
 class FakeModel:
-    """What a generation needs of a model, and of an engine's backend."""
+    """What a generation needs of a model, and of its engines: where one is lost, `next_engine`
+    makes another."""
 
     state = ModelState.READY
     last_error = ""
@@ -76,11 +53,28 @@ class FakeModel:
         )
         self.gate = Gate(f"model {model_id}", max_running=8, max_waiting=64)
         self.options = EngineOptions()
-        self.life = FakeLife(FakeEngine(decode, pid))
+        self.engine = FakeEngine(decode, pid)
+        self.next_engine: Callable[[], FakeEngine] | None = None
+        self.losses: list[str] = []
 
     async def ready(self, timeout_s: float) -> ModelFacts:
         assert self.facts is not None
         return self.facts
+
+    async def serving(self, timeout_s: float, *, other_than: object = None) -> FakeEngine:
+        if self.engine is other_than:
+            raise PeerUnavailable("there is no other engine")
+        return self.engine
+
+    async def is_lost(self, engine: object, error: PeerUnavailable) -> bool:
+        self.losses.append(error.message)
+        if self.next_engine is None:
+            return False
+        self.engine = self.next_engine()
+        return True
+
+    def retry_after_s(self) -> float | None:
+        return 1.0
 
     def lend_for(self, request: DecodeRequest) -> AbstractAsyncContextManager[FakeModel]:
         return nullcontext(self)

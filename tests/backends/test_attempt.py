@@ -94,20 +94,20 @@ async def test_leaving_early_gives_everything_back_and_tells_no_usage(model: Hel
 async def test_another_engine_goes_on_from_what_was_committed_within_the_same_place(
     model: HeldModel,
 ) -> None:
-    model.life.engine = FakeEngine(die)
-    model.life.next_engine = lambda: FakeEngine(count_on)
+    model.engine = FakeEngine(die)
+    model.next_engine = lambda: FakeEngine(count_on)
     frames = [frame async for frame in model.decode(REQUEST)]
     assert tokens(frames) == [2, 3, 4]
-    assert model.life.losses == ["it died"]
+    assert model.losses == ["it died"]
 
 
 async def test_one_that_makes_way_pauses_and_goes_on(model: HeldModel) -> None:
-    model.life.engine = FakeEngine(refuse)
+    model.engine = FakeEngine(refuse)
     began_mono = model.clock.mono()
 
     async def reborn() -> None:
         await model.clock.sleep(10.0)
-        model.life.engine = FakeEngine(count_on)
+        model.engine = FakeEngine(count_on)
 
     coming = asyncio.create_task(reborn())
     frames = [frame async for frame in model.decode(REQUEST)]

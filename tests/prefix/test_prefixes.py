@@ -145,7 +145,7 @@ class World:
 
         async def decode(request: DecodeRequest, offer: KvOffer) -> AsyncIterator[Tokens | Done]:
             nonlocal found
-            pid = model.life.engine.pid
+            pid = model.engine.pid
             await asyncio.sleep(0)
             if self.engine.pid != pid:
                 raise PeerUnavailable("it died")
@@ -158,7 +158,7 @@ class World:
             return FakeEngine(decode, self.engine.pid or 0)
 
         model = FakeModel(decode, pid=self.engine.pid or 0)
-        model.life.next_engine = reborn
+        model.next_engine = reborn
         model.options = EngineOptions(max_losses_in_a_row=1000)
         async with aclosing(self.decoded(model, prompt, **more)) as frames:
             async for _ in frames:

@@ -16,7 +16,6 @@ from kakeya.backends.attempt import Attempt
 from kakeya.backends.engine.client import EngineMemoryLimits
 from kakeya.backends.engine.life import Engine, EngineLife, EngineOptions, EngineSpec
 from kakeya.backends.engine.process import Command
-from kakeya.backends.gate import Gate
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import (
     InvalidArgument,
@@ -25,9 +24,8 @@ from kakeya.core.errors import (
     MemoryRefused,
 )
 from kakeya.core.log import event
-from kakeya.core.tasks import TaskHealth
 from kakeya.decoding.draft.proposer import Draft
-from kakeya.generation.facts import EngineStats, Footprint, ModelFacts, ModelState
+from kakeya.generation.facts import EngineStats, Footprint, ModelFacts
 from kakeya.generation.frames import Frame
 from kakeya.generation.kv import PageRef
 from kakeya.generation.model import ServedModel
@@ -37,11 +35,8 @@ __all__ = ["EngineBackend", "EngineOptions"]
 _log = logging.getLogger(__name__)
 
 
-class EngineBackend:
-    """A `ServedModel` behind one engine child; an `async with` that starts and ends it.
-
-    `on_change` is called after each change of `state`, on the event loop; it must not raise.
-    """
+class EngineBackend(EngineLife):
+    """A `ServedModel` behind one engine child; an `async with` that starts and ends it."""
 
     def __init__(
         self,
@@ -52,19 +47,14 @@ class EngineBackend:
         clock: Clock | None = None,
         runtime_dir: Path | None = None,
         env: Mapping[str, str] | None = None,
-        on_change: Callable[[ServedModel], None] | None = None,
+        on_change: Callable[[ServedModel], None] = lambda _: None,
     ) -> None:
-        self._model_id = model_id
-        self.options = options or EngineOptions()
-        self._clock = clock or SystemClock()
-        self._on_change = on_change
-        self.gate = Gate(
-            f"model {model_id}",
-            max_running=self.options.max_running,
-            max_waiting=self.options.max_waiting,
+        super().__init__(
+            EngineSpec(model_id=model_id, command=command, runtime_dir=runtime_dir, env=env),
+            options or EngineOptions(),
+            clock=clock or SystemClock(),
+            on_change=lambda: on_change(self),
         )
-        spec = EngineSpec(model_id=model_id, command=command, runtime_dir=runtime_dir, env=env)
-        self.life = EngineLife(spec, self.options, clock=self._clock, on_change=self._tell_change)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -78,44 +68,6 @@ class EngineBackend:
     ) -> None:
         await self.aclose()
 
-    async def start(self) -> None:
-        """Begin to load; `ready` waits for the end of it."""
-        self.life.start()
-
-    async def aclose(self) -> None:
-        """End the child; running decodes end with PeerUnavailable."""
-        await self.life.aclose()
-
-    @property
-    def model_id(self) -> str:
-        """The name that callers use."""
-        return self._model_id
-
-    @property
-    def state(self) -> ModelState:
-        """Where it is in its life now."""
-        return self.life.state
-
-    @property
-    def last_error(self) -> str:
-        """Why it is FAILED or RESTARTING, in one sentence; "" otherwise."""
-        return self.life.last_error
-
-    @property
-    def facts(self) -> ModelFacts | None:
-        """What the last engine said of its model; None before the first one was ready."""
-        return self.life.facts
-
-    @property
-    def pid(self) -> int | None:
-        """The child's process id; None while there is none."""
-        return self.life.pid
-
-    @property
-    def restarts(self) -> int:
-        """How often a child was started again."""
-        return self.life.restarts
-
     @property
     def running(self) -> int:
         """Decodes that hold a place."""
@@ -126,16 +78,12 @@ class EngineBackend:
         """Decodes that wait for a place."""
         return self.gate.waiting
 
-    def health(self) -> tuple[TaskHealth, ...]:
-        """The supervising task."""
-        return self.life.health()
-
     async def ready(self, timeout_s: float) -> ModelFacts:
         """Wait until it serves. Raises PeerUnavailable (with retry_after_s) when it will not."""
-        await self.life.serving(timeout_s)
-        if self.life.facts is None:
-            raise InvariantBroken("a model that serves has facts", self._model_id)
-        return self.life.facts
+        await self.serving(timeout_s)
+        if self.facts is None:
+            raise InvariantBroken("a model that serves has facts", self.model_id)
+        return self.facts
 
     def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
         """Stream frames; exactly one Done, last. Closing the iterator stops the work in one step.
@@ -172,10 +120,10 @@ class EngineBackend:
 
     async def release(self, kv_key: str) -> None:
         """Forget the KV kept under a key; unknown keys and dead engines are fine."""
-        if self.life.engine is None:
+        if self.engine is None:
             return
         try:
-            await self.life.engine.client.release(kv_key, self.options.call_timeout_s)
+            await self.engine.client.release(kv_key, self.options.call_timeout_s)
         except KakeyaError as error:
             # The engine's own bound on kept KV reclaims it; a dead one holds nothing.
             event(_log, "release failed", level=logging.DEBUG, kv_key=kv_key, error=error.message)
@@ -185,11 +133,6 @@ class EngineBackend:
         return await self._stats() or EngineStats()
 
     # What the owner of memory asks of it
-
-    @property
-    def limits(self) -> EngineMemoryLimits:
-        """The bounds that were set, which each new child gets before it serves."""
-        return self.life.limits
 
     async def set_limits(
         self, memory_bytes: int = 0, cache_bytes: int = 0, kv_bytes: int = 0
@@ -203,14 +146,14 @@ class EngineBackend:
         wanted = EngineMemoryLimits(
             memory_bytes=memory_bytes, cache_bytes=cache_bytes, kv_bytes=kv_bytes
         )
-        before, self.life.limits = self.life.limits, self.life.limits.merged(wanted)
+        before, self.limits = self.limits, self.limits.merged(wanted)
         engine = self._serving_now()
         try:
             footprint = await engine.client.set_limits(wanted, self.options.call_timeout_s)
         except (MemoryRefused, InvalidArgument):
-            self.life.limits = before
+            self.limits = before
             raise
-        self.life.facts = await engine.client.describe(self.options.call_timeout_s)
+        self.facts = await engine.client.describe(self.options.call_timeout_s)
         return footprint
 
     async def shrink(self, target_bytes: int) -> Footprint:
@@ -232,19 +175,6 @@ class EngineBackend:
 
     def resume(self) -> None:
         """Let sequences in again."""
-        self.gate.resume()
-
-    def end(self, reason: str) -> None:
-        """Have the child end in order and start anew; what runs goes on in the next one.
-
-        `reason` completes "because it ...". It counts as no death.
-        """
-        self.life.end(reason)
-        self.gate.resume()
-
-    def kill(self, reason: str) -> None:
-        """End the child at once; what runs goes on in the next one. `reason` as in `end`."""
-        self.life.kill(reason)
         self.gate.resume()
 
     # Adapters
@@ -280,18 +210,14 @@ class EngineBackend:
         return (await self.stats()).adapter_ids
 
     def _serving_now(self) -> Engine:
-        if self.life.engine is None:
-            raise self.life.unavailable()
-        return self.life.engine
+        if self.engine is None:
+            raise self.unavailable()
+        return self.engine
 
     async def _stats(self) -> EngineStats | None:
-        if self.life.engine is None:
+        if self.engine is None:
             return None
         try:
-            return await self.life.engine.client.stats(self.options.call_timeout_s)
+            return await self.engine.client.stats(self.options.call_timeout_s)
         except KakeyaError:
             return None
-
-    def _tell_change(self) -> None:
-        if self._on_change is not None:
-            self._on_change(self)

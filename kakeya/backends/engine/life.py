@@ -17,6 +17,7 @@ from pathlib import Path
 from kakeya.backends.engine.client import EngineClient, EngineMemoryLimits
 from kakeya.backends.engine.process import Command, EngineProcess, SocketFolder
 from kakeya.backends.engine.restart import Exit, GiveUp, Plan, RestartIn, RestartPolicy
+from kakeya.backends.gate import Gate
 from kakeya.core.clock import Clock
 from kakeya.core.errors import (
     ConfigError,
@@ -96,7 +97,8 @@ class EngineSpec:
 
 
 class EngineLife:
-    """Runs one child after the other; `on_change` is called after each change of `state`."""
+    """Runs one child after the other behind one bound on callers; `on_change` is called after each
+    change of `state`, on the event loop, and must not raise."""
 
     def __init__(
         self,
@@ -107,8 +109,14 @@ class EngineLife:
         on_change: Callable[[], None],
     ) -> None:
         self._spec = spec
-        self._model_id = spec.model_id
-        self._options = options
+        self.model_id = spec.model_id
+        """The name that callers use."""
+        self.options = options
+        self.gate = Gate(
+            f"model {spec.model_id}",
+            max_running=options.max_running,
+            max_waiting=options.max_waiting,
+        )
         self._clock = clock
         self._on_change = on_change
         self._tasks = Supervisor(clock)
@@ -121,17 +129,21 @@ class EngineLife:
         """Set in each engine before it serves."""
         self.state = ModelState.LOADING
         self.last_error = ""
+        """Why it is FAILED or RESTARTING, in one sentence; "" otherwise."""
         self.engine: Engine | None = None
+        """None while no child serves."""
         self.pid: int | None = None
+        """The child's process id; None while there is none."""
         self.facts: ModelFacts | None = None
+        """What the last engine said of its model; None before the first one was ready."""
         self.restarts = 0
 
-    def start(self) -> None:
-        """Begin to load."""
-        self._tasks.start(f"engine {self._model_id}", self._supervise)
+    async def start(self) -> None:
+        """Begin to load; `ready` waits for the end of it."""
+        self._tasks.start(f"engine {self.model_id}", self._supervise)
 
     async def aclose(self) -> None:
-        """End the child for good."""
+        """End the child for good; running decodes end with PeerUnavailable."""
         self._move(ModelState.STOPPED, "")
         await self._tasks.aclose()
 
@@ -155,13 +167,17 @@ class EngineLife:
         """Find out what a broken stream means; an engine that does not answer is killed."""
         if self.engine is not engine or await engine.process.has_exited_within(EXIT_NOTICE_S):
             return True
-        if await engine.client.answers(self._options.call_timeout_s):
+        if await engine.client.answers(self.options.call_timeout_s):
             return False
         engine.process.kill(f"answered neither a decode nor a probe ({error.message})")
         return True
 
     def end(self, cause: str) -> None:
-        """Have the child end in order and another one start at once: no fault, and no death."""
+        """Have the child end in order and another one start at once: no fault, and no death.
+
+        `cause` completes "because it ..."; what runs goes on in the next child.
+        """
+        self.gate.resume()
         if self._process is None or self._is_asked_to_end:
             return
         self._is_asked_to_end = True
@@ -170,7 +186,8 @@ class EngineLife:
         self._move(ModelState.RESTARTING, f"it was asked to end because it {cause}")
 
     def kill(self, cause: str) -> None:
-        """End the child at once; `cause` completes "because it ..."."""
+        """End the child at once; `cause` and what runs as in `end`."""
+        self.gate.resume()
         if self._process is not None:
             self._process.kill(cause)
 
@@ -178,7 +195,7 @@ class EngineLife:
         """The error for a caller that cannot be served now."""
         because = f": {self.last_error}" if self.last_error else ""
         return PeerUnavailable(
-            f"model {self._model_id} is {self.state.value}{because}",
+            f"model {self.model_id} is {self.state.value}{because}",
             retry_after_s=self.retry_after_s(),
         )
 
@@ -204,13 +221,13 @@ class EngineLife:
     async def _run_engine(self, socket: Path) -> Plan:
         """Run one child from its spawn to its end and decide what follows."""
         process = await EngineProcess.start(
-            self._model_id, self._spec.command, socket, self._spec.env
+            self.model_id, self._spec.command, socket, self._spec.env
         )
-        client = EngineClient(self._model_id, process.address, self._options.keepalive, self._clock)
+        client = EngineClient(self.model_id, process.address, self.options.keepalive, self._clock)
         self.pid = process.pid
         self._process = process
         self._is_asked_to_end = False
-        watch = asyncio.create_task(self._attend(process, client), name=f"attend {self._model_id}")
+        watch = asyncio.create_task(self._attend(process, client), name=f"attend {self.model_id}")
         try:
             ended = await process.exited()
             return self._after_exit(ended)
@@ -220,7 +237,7 @@ class EngineLife:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
             try:
-                await process.aclose(self._options.stop_grace_s)
+                await process.aclose(self.options.stop_grace_s)
             finally:
                 self.pid = None  # not before it is gone: until then it may write to its pages
             await client.aclose()
@@ -233,8 +250,8 @@ class EngineLife:
             self._next_start_mono = now
             self._move(ModelState.RESTARTING, f"it ended by {ended.describe()}")
             return RestartIn(delay_s=0.0, reason=ended.describe())
-        plan = self._options.restart.after_exit(now, ended, self._deaths)
-        self._deaths = (*self._options.restart.recent(now, self._deaths), now)
+        plan = self.options.restart.after_exit(now, ended, self._deaths)
+        self._deaths = (*self.options.restart.recent(now, self._deaths), now)
         match plan:
             case RestartIn():
                 self._next_start_mono = now + plan.delay_s
@@ -252,7 +269,7 @@ class EngineLife:
         except KakeyaError as error:
             process.kill(f"could not be made ready: {error.message}")
             return
-        self.engine = Engine(process, client, self._options.decode_timeout_s)
+        self.engine = Engine(process, client, self.options.decode_timeout_s)
         self.facts = facts
         self._move(ModelState.READY, "")
         process.kill(await self._probed_until_ill(client))
@@ -260,28 +277,28 @@ class EngineLife:
     async def _limited(self, client: EngineClient, facts: ModelFacts) -> ModelFacts:
         """Bound a new engine before it serves; what it says of itself may depend on that."""
         try:
-            await client.set_limits(self.limits, self._options.call_timeout_s)
+            await client.set_limits(self.limits, self.options.call_timeout_s)
         except MemoryRefused as refusal:
             # It serves all the same: who watches its footprint knows what it occupies.
             event(
                 _log,
                 "limits refused",
                 level=logging.WARNING,
-                model=self._model_id,
+                model=self.model_id,
                 error=refusal.message,
             )
             return facts
-        return await client.describe(self._options.call_timeout_s)
+        return await client.describe(self.options.call_timeout_s)
 
     async def _probed_until_ill(self, client: EngineClient) -> str:
         """Probe until too many are missed in a row; return what was wrong with the last one."""
         missed, wrong = 0, ""
-        while missed < self._options.max_missed_probes:
-            await self._clock.sleep(self._options.probe_interval_s)
-            silent_s = await client.silent_s(self._options.probe_timeout_s)
+        while missed < self.options.max_missed_probes:
+            await self._clock.sleep(self.options.probe_interval_s)
+            silent_s = await client.silent_s(self.options.probe_timeout_s)
             if silent_s is None:
-                wrong = f"answered no probe within {self._options.probe_timeout_s:g} s"
-            elif silent_s > self._options.max_step_s:
+                wrong = f"answered no probe within {self.options.probe_timeout_s:g} s"
+            elif silent_s > self.options.max_step_s:
                 wrong = f"was at one step of its model for {silent_s:.3g} s"
             else:
                 missed, wrong = 0, ""
@@ -291,22 +308,22 @@ class EngineLife:
     async def _described(self, client: EngineClient) -> ModelFacts:
         started = self._clock.mono()
         step_s = 5.0
-        while (left_s := self._options.start_timeout_s - (self._clock.mono() - started)) > 0:
+        while (left_s := self.options.start_timeout_s - (self._clock.mono() - started)) > 0:
             try:
                 return await client.describe(min(step_s, left_s))
             except DeadlineExceeded:
                 waited_s = self._clock.mono() - started
-                event(_log, "model is loading", model=self._model_id, seconds=waited_s)
+                event(_log, "model is loading", model=self.model_id, seconds=waited_s)
             except PeerUnavailable:
                 await self._clock.sleep(0.05)
-        raise DeadlineExceeded(f"it took longer than {self._options.start_timeout_s:g} s")
+        raise DeadlineExceeded(f"it took longer than {self.options.start_timeout_s:g} s")
 
     def _move(self, state: ModelState, reason: str) -> None:
         if self.state is ModelState.STOPPED:
             return
         self.state = state
         self.last_error = reason
-        event(_log, f"model {state.value}", model=self._model_id, reason=reason or "-")
+        event(_log, f"model {state.value}", model=self.model_id, reason=reason or "-")
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         self._on_change()

@@ -479,10 +479,7 @@ class Alive(EngineBackend):
     def __init__(self, name: str, folder: Path, answers: asyncio.Event) -> None:
         super().__init__(name, command(folder), options=PATIENT)
         self.answers, self.asked = answers, 0
-
-    @property
-    def pid(self) -> int | None:
-        return os.getpid()
+        self.pid = os.getpid()
 
     async def footprint(self) -> Footprint | None:
         self.asked += 1
