@@ -20,7 +20,7 @@ _LOSSLESS_STEPS = frozenset({"ByteLevel", "Digits", "Split"})
 
 
 class TooManyTokens(InvalidArgument):
-    """A prompt that cannot fit; `least_tokens` is what it has at least."""
+    """A prompt that cannot fit; it has at least `least_tokens`."""
 
     def __init__(self, least_tokens: int, at_most: int) -> None:
         super().__init__(
@@ -30,9 +30,9 @@ class TooManyTokens(InvalidArgument):
 
 
 class PromptBound:
-    """Refuses, before any work, what a tokenizer cannot make short enough.
+    """Refuses, before any work, a prompt that a tokenizer cannot make short enough.
 
-    `spec` is the tokenizer as its tokenizer.json says it.
+    `spec` is the content of tokenizer.json.
     """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
@@ -47,7 +47,7 @@ class PromptBound:
         self._longest_bytes = max(plain, special)
 
     def least_tokens(self, pieces: Sequence[str]) -> int:
-        """No encoding of these pieces has fewer tokens; 0 when nothing can be said."""
+        """The least tokens that any encoding of these pieces has; 0 = unknown."""
         if not self._longest_bytes:
             return 0
         return -(-sum(map(self._least_bytes, pieces)) // self._longest_bytes)
@@ -59,12 +59,12 @@ class PromptBound:
             raise TooManyTokens(least, at_most)
 
     def _least_bytes(self, piece: str) -> int:
-        """What the normalizer leaves of a piece, at least; it leaves ASCII as it is."""
+        """The least bytes that the normalizer leaves of a piece; it leaves ASCII as it is."""
         return len(piece) if piece.isascii() else len(piece.encode()) // self._shrinks
 
 
 def _shrinks(normalizer: Mapping[str, Any] | None) -> int:
-    """Bytes that become one, at most; 0 = unknown."""
+    """The most bytes that become one; 0 = unknown."""
     if normalizer is None:
         return 1
     return _NFC_SHRINKS if normalizer["type"] == "NFC" else 0

@@ -1,21 +1,21 @@
-"""Where others are likely to part from a rendered conversation: its cuts (`precache.cuts`).
+"""Cuts of a rendered conversation: where others are likely to part from it (`generation.cuts`).
 
     <system> ... <user> first question <assistant> answer <user> next question <assistant>
                        |                          |      |                    |
                        cut                        cut    cut                  cut
 
-    its stable part   where the first message begins that is not the system's: other conversations
-                      share that much
-    its turns         where a message of the user's begins (what was said so far may be rendered
-                      and computed ahead), and before the last token of what a template writes in
-                      front of an answer (there ended the prompt of that turn)
+    its stable part   up to the first message that is not the system's: other conversations share
+                      it
+    its turns         before each message of the user's (the messages before may be rendered and
+                      computed ahead), and before the last token that a template writes in front of
+                      an answer (there ended the prompt of that turn)
 
 Turns are found by the tokens that a template writes around messages. A text that forges them gets
-cuts that are of no use to anybody, and costs nothing else.
+useless cuts, and costs nothing else.
 
 Law: the cuts of a conversation that goes on are those that it had, and perhaps some behind them.
-So none may depend on what comes later. What is rendered ahead ends where a message of the user's
-begins: there is always a cut, elsewhere where it is far enough behind the one before it.
+So no cut may depend on later messages. There is always a cut before a message of the user's, where
+conversations rendered ahead end, and other cuts only far enough behind the cut before them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kakeya.text.prefix import ChatEncoder, encode_prefix
 from kakeya.text.template import Message, Tool
 
 LEAST_TOKENS = 32
-"""In front of a cut that can be done without: fewer take hardly less time to compute."""
+"""Least tokens in front of an optional cut: fewer take hardly less time to compute."""
 _STABLE_ROLES = ("system", "developer")
 _MAX_STABLE = 64
 """Stable parts that are remembered: 8 KB for each 2000 tokens."""
@@ -42,12 +42,12 @@ _TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """What a template writes around messages, as packed tokens; b"" = it cannot be told."""
+    """Tokens that a template writes around messages, packed; b"" = unknown."""
 
     opening: bytes = b""
-    """In front of a message of the user's that is not the first."""
+    """The tokens in front of a message of the user's that is not the first."""
     closing: bytes = b""
-    """Behind the user's last message, in front of an answer."""
+    """The tokens behind the user's last message, in front of an answer."""
 
 
 class PromptCuts:
@@ -79,7 +79,7 @@ class PromptCuts:
     async def _stable_tokens(
         self, packed: bytes, leading: Sequence[Message], at_most: int, tools: Sequence[Tool]
     ) -> int:
-        """How many tokens of a conversation all others have with the same leading messages."""
+        """The count of tokens that all conversations with the same leading messages begin with."""
         said = json.dumps([[dict(message) for message in leading], list(tools)])
         key = hashlib.sha256(said.encode()).digest()
         known = self._stable.get(key)
@@ -96,7 +96,7 @@ class PromptCuts:
         return _alike(packed, known)
 
     async def _look(self) -> Signs:
-        """See what the template writes, by conversations that differ in one message only."""
+        """Find the tokens of the template, by conversations that differ in one message only."""
         user = {"role": "user", "content": "0"}
         try:
             asked = [
@@ -120,7 +120,7 @@ class PromptCuts:
 
 
 def _ends(packed: bytes, sign: bytes) -> Iterator[int]:
-    """Behind how many tokens each occurrence of a sign ends."""
+    """The position behind each occurrence of a sign."""
     at = packed.find(sign) if sign else -1
     while at >= 0:
         if at % _TOKEN_BYTES == 0:
@@ -137,7 +137,7 @@ def _spaced(places: Iterable[int], always: Collection[int]) -> Iterator[int]:
 
 
 def _alike(one: bytes, other: bytes) -> int:
-    """How many tokens two texts begin with alike."""
+    """The count of tokens that two texts begin with in common."""
     alike, unknown = 0, min(len(one), len(other)) // _TOKEN_BYTES
     while alike < unknown:  # by halves: this is on the event loop, and texts are long
         middle = (alike + unknown + 1) // 2
@@ -149,7 +149,7 @@ def _alike(one: bytes, other: bytes) -> int:
 
 
 def _common_end(one: Sequence[int], other: Sequence[int]) -> bytes:
-    """What two texts end with, packed; nothing where they are equal."""
+    """The common end of two texts, packed; empty where they are equal."""
     backwards = zip(reversed(one), reversed(other), strict=False)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], backwards))
     if shared in (len(one), len(other)):

@@ -1,9 +1,9 @@
-"""Text to token ids; what was encoded before is not encoded again.
+"""Text to token ids; parts that were encoded before are not encoded again.
 
-Agents send the same system prompt, and a conversation that only grows, with each request. Theory: a
+Agents send the same system prompt, and a conversation that only grows, with each request. A
 tokenizer looks for its added tokens first and encodes what lies between two of them by itself, so
 the ids of a prompt are those of its parts, each beginning with a special token, put together. Parts
-are kept by their text, the last used ones, so a turn costs what is new in it.
+are kept by their text, the last used ones, so a turn costs only its new parts.
 
 This does not hold where an added token takes spaces around it, or stands only between words, and
 not for BPE with dropout, which encodes a text otherwise each time: nothing is cut, or kept, then.
@@ -21,7 +21,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 KEPT_CHARS = 4 * 1024 * 1024
-"""In all parts that are kept; their ids take about as many bytes."""
+"""Characters of all kept parts; their ids take about as many bytes."""
 _MOST_ADDED = 512
 """With more added tokens, looking for them takes longer than it saves."""
 
@@ -91,8 +91,10 @@ class Encoder:
 
 
 def _cuts(added: Sequence[Mapping[str, Any]]) -> re.Pattern[str] | None:
-    """Finds added tokens as the tokenizer does, the first one, of several there the longest. None
-    where a text is not to be cut."""
+    """Finds added tokens as the tokenizer does: the first one, of several there the longest.
+
+    None where a text is not to be cut.
+    """
     # Others are looked for later, in what is left between these.
     found = sorted(
         (token for token in added if not token["normalized"]),

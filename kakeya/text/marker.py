@@ -1,4 +1,4 @@
-"""Cuts the special tokens that occur in what callers wrote, so that they encode as plain text."""
+"""Cuts special tokens that occur in the texts of callers, so that they encode as plain text."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The tokens with which the next request of a conversation will begin.
 
-Theory: what a template writes of a message may depend on those behind it (reasoning that is left
-out of earlier turns, a date, a turn that is still open), so the prefix of a request that is not
-there yet cannot be cut out of a shorter one. It is what two requests have in common that differ
-only in what the user says next.
+The tokens that a template writes for a message may depend on those behind it (reasoning that is
+left out of earlier turns, a date, a turn that is still open), so the prefix of a request that has
+not come yet cannot be cut out of a shorter one. It is the common beginning of two requests that
+differ only in the next message of the user's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kakeya.generation.cuts import marked
 from kakeya.text.template import Message, Tool
 
 _PROBES = ("0", "x")
-"""Two things that a user may say. They share no character, so no token either."""
+"""Two messages of a user's. They share no character, so no token either."""
 
 
 class ChatEncoder(Protocol):
@@ -42,7 +42,7 @@ class ChatEncoder(Protocol):
 async def encode_prefix(
     text: ChatEncoder, messages: Sequence[Message], *, at_most: int, tools: Sequence[Tool] = ()
 ) -> list[int]:
-    """Encode what every request has that goes on from these messages with one of the user's.
+    """Encode the common beginning of requests that go on from these messages.
 
     Raises as `TextModel.encode_chat`.
     """
@@ -53,11 +53,11 @@ async def encode_prefix(
 async def encode_ahead(
     text: ChatEncoder, messages: Sequence[Message], *, at_most: int, tools: Sequence[Tool] = ()
 ) -> list[int]:
-    """Encode what is to be computed before a request comes, marked with its cuts.
+    """Encode a prompt to compute before its request comes, marked with its cuts.
 
-    Messages that end with the user's are a request already. Of others it is their prefix, and one
-    token more: it stands for whatever comes, and as the last one it is computed by nobody. Raises
-    as `TextModel.encode_chat`.
+    Messages that end with the user's are a request already. For others it is their prefix, and one
+    token more, which stands for the next message: the last token is never prefilled. Raises as
+    `TextModel.encode_chat`.
     """
     if messages and messages[-1]["role"] == "user":
         request = await text.encode_chat(messages, at_most=at_most, tools=tools)
@@ -71,7 +71,7 @@ async def encode_ahead(
 async def _probe(
     text: ChatEncoder, messages: Sequence[Message], at_most: int, tools: Sequence[Tool]
 ) -> tuple[list[int], int]:
-    """A request that goes on from these messages, and how much of it all others have."""
+    """A request that goes on from these messages, and the count of tokens in every such request."""
     one, other = [
         await text.encode_chat(
             [*messages, {"role": "user", "content": probe}], at_most=at_most, tools=tools

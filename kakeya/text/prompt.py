@@ -31,8 +31,10 @@ async def chat_ids(
 async def raw_ids(
     prompt: str | tuple[int, ...], text: TextModel, facts: ModelFacts
 ) -> tuple[int, ...]:
-    """Encode or check a prompt that is written by its caller. Raises ContextLengthExceeded as
-    `chat_ids`, InvalidArgument for an id that the model does not have."""
+    """Encode or check a prompt that is written by its caller.
+
+    Raises ContextLengthExceeded as `chat_ids`, InvalidArgument for an id that the model lacks.
+    """
     at_most = most_prompt_tokens(facts)
     if isinstance(prompt, str):
         try:

@@ -1,9 +1,9 @@
 """Chat templates of model folders: messages in, one prompt text out, in a jinja2 sandbox.
 
 A folder carries its template in chat_template.jinja, or in tokenizer_config.json as a string or
-as a list of {name, template}. What templates expect of their surroundings (tojson that keeps
-UTF-8, raise_exception, strftime_now, loop controls, the generation tag, the special tokens as
-variables) is given here; nothing else is.
+as a list of {name, template}. Templates get here the functions and variables that they expect:
+tojson that keeps UTF-8, raise_exception, strftime_now, loop controls, the generation tag, the
+special tokens; nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Message = Mapping[str, str]
 """One chat message: role, content, and name when the caller gave one."""
 
 Tool = Mapping[str, object]
-"""What a model may call, as a JSON object."""
+"""A function that a model may call, as a JSON object."""
 
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
@@ -39,7 +39,7 @@ _TEMPLATE_FAULTS = (
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for training; here it only shows what it holds."""
+    """`{% generation %}` marks assistant text for training; here it only shows its content."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and shape that jinja2 asks for
 

@@ -39,9 +39,9 @@ from kakeya.text.template import (
 )
 
 OFFLOAD_CHARS = 64 * 1024
-"""Longer texts are tokenized in a thread: about 20 ms of work that the event loop need not feel."""
+"""Longer texts are tokenized in a thread: about 20 ms of work, off the event loop."""
 _MESSAGE_CHARS = 64
-"""Rendering a message takes as long as tokenizing so much text, whatever it says."""
+"""Rendering a message takes as long as tokenizing so many characters, whatever its length."""
 _TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -51,7 +51,7 @@ _TEXT_FILES = (
 _Stamps = tuple[tuple[str, int, int], ...]
 """(name, time of the last change in ns, bytes) of each file that is there."""
 LEARNED_TOKENS = 32 * 1024
-"""Most that is encoded ahead of requests, for one engine that is ready."""
+"""Most tokens that are encoded ahead of requests, for one ready engine."""
 _WINDOW_TOKENS = 64
 """Most tokens that a decoder without a byte table holds back while its text is not settled."""
 
@@ -118,12 +118,14 @@ class TextModel:
         at_most: int,
         tools: Sequence[Tool] = (),
     ) -> tuple[int, ...]:
-        """Where others are likely to part from a conversation that `encode_chat` encoded."""
+        """The cuts of a conversation that `encode_chat` encoded."""
         return await self._cuts.find(token_ids, messages, at_most=at_most, tools=tools)
 
     def learn(self, histories: Iterable[Sequence[int]]) -> None:
-        """Encode the texts of histories that are likely to come again, so that who sends one waits
-        for what is new in it only. Blocks for as long as that takes."""
+        """Encode the texts of histories that are likely to come again.
+
+        A request that goes on from one then waits for its new part only. Blocks meanwhile.
+        """
         left = LEARNED_TOKENS
         for token_ids in histories:
             if left <= 0:
@@ -180,14 +182,14 @@ class Texts:
         return await asyncio.shield(self._begin(folder))
 
     def renew(self, folder: str) -> None:
-        """Load, or look whether a folder's files are others by now, for who asks next.
+        """Load a folder, or check whether its files have changed, for the next request.
 
-        For when its weights were loaded: text and weights belong together.
+        To be called when its weights were loaded: text and weights belong together.
         """
         task = self._loaded.get(folder)
         if task is not None and task.done() and _may_be_used(task):
             self._doubted[folder] = self._loaded.pop(folder).result()
-        self._begin(folder).add_done_callback(_may_be_used)  # it is the next one who hears why not
+        self._begin(folder).add_done_callback(_may_be_used)  # the next request gets the error
 
     def _begin(self, folder: str) -> asyncio.Task[TextModel]:
         task = self._loaded.get(folder)
@@ -207,7 +209,7 @@ def _may_be_used(task: asyncio.Task[TextModel]) -> bool:
 
 
 def _stamps(folder: Path) -> _Stamps:
-    """Which files a folder's text comes from, as they are now. Blocks."""
+    """The state of the files that a folder's text comes from. Blocks."""
     found = []
     for name in _TEXT_FILES:
         with contextlib.suppress(OSError):
@@ -252,7 +254,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """Any other vocabulary: decodes a short window of tokens again and shows what is new."""
+    """Any other vocabulary: decodes a short window of tokens again and returns the new text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -322,7 +324,7 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """End the text: what was held back is shown after all."""
+        """End the text; returns the part that was held back."""
         rest, self._held = self._held, ""
         return rest
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from kakeya.decoding.draft.proposer import Draft
 
 PRIOR = 0.3
-"""Acceptance of a first token that nothing is known about."""
+"""Prior acceptance of a first token."""
 WEIGHT = 4.0
 """The prior counts as this many judged tokens."""
 DECAY = 0.98
@@ -82,7 +82,7 @@ class AcceptanceTable:
         return _shrunk(self._by_match[_match_bucket(draft)][:limit])
 
     def overall(self, depth: int) -> Iterator[float]:
-        """The same for a draft that is not known yet."""
+        """The same for a draft that was not made yet."""
         return _shrunk(self._overall[: min(depth, self._max_depth)])
 
     def observe(self, draft: Draft, right: int, judged: int) -> None:

@@ -2,25 +2,24 @@
 
 A forward over `rows` rows costs Tv(rows); Tv(1) is the plain, pipelined step. With `p[i]` the
 probability that the first i draft tokens are all accepted, k draft rows yield
-E(k) = 1 + p[1] + ... + p[k] tokens in Tv(k + 1). The k that is chosen maximises
+E(k) = 1 + p[1] + ... + p[k] tokens in Tv(k + 1). The chosen k maximises
 
     E(k) - rate * Tv(k + 1)        rate = tokens a second achieved over the last steps
 
-which is to add rows while the next one's probability exceeds its cost at the going rate; or
-E(k) / Tv(k + 1) itself, where even that stays below the going rate: the text has become harder,
-and the old rate is not to be had. k > 0 must besides beat the plain step by MARGIN. Everything
-that decides is learned:
+so rows are added while the probability of the next one exceeds its cost at the current rate. Where
+even the best k stays below that rate, the text has become harder, and k maximises E(k) / Tv(k + 1)
+instead. Besides, k > 0 must beat the plain step by MARGIN. Every number is learned:
 
 Tv(rows)   a load-time sweep, then every forward (RowCosts)
     p          per source and kind of draft, per depth (Acceptance): from verified drafts, and
                from shadow drafts, which were only compared with what plain decoding emitted
-    wait       per source, what asking it costs before a forward can begin
+    wait       per source, the time that asking it takes before a forward can begin
 
 Where n sequences share a plain forward of Tv'(n) seconds, the plain step costs each Tv'(n) / n. A
-block is a forward of its own, and the others still take theirs: with it, a round saves only what
-one row less saves, Tv'(n) - Tv'(n - 1), which is less than Tv'(n) / n as far as a forward costs
-something whatever its rows. The difference is added to the block's cost. So whoever drafts, and
-however many, the tokens a second of all together are at least those of plain decoding.
+block is a forward of its own, and the other sequences still take theirs: a round with it saves only
+one row, Tv'(n) - Tv'(n - 1), which is less than Tv'(n) / n, because a forward has a fixed cost. The
+difference is added to the block's cost. So, however many sequences draft, the tokens a second of
+all together are at least those of plain decoding.
 
 Pure: no clock, no randomness. The same calls give the same decisions.
 """
@@ -43,7 +42,7 @@ MEMORY = 0.95
 NEGLIGIBLE = 0.01
 """Path probability below which deeper rows are not looked at."""
 SHARED_WEIGHT = 0.1
-"""Of the newest measurement of a shared forward."""
+"""Weight of the newest measurement of a shared forward."""
 PROBE_COST = 0.005
 """Share of plain time that asking a source which does not pay may cost."""
 PROBE_EVERY = 32
@@ -55,12 +54,12 @@ PROBE_STEPS = 8
 WAITS_KNOWN = 8
 """About so many of the last waits count in their mean."""
 KEPT_SOURCES = 256
-"""Sources that are remembered, those used last: callers may name any peer's as they like."""
+"""Sources that are remembered, the last used ones: callers may name any number of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DepthCount:
-    """Of the tokens at one depth of drafts, all those before having been right: how many were."""
+    """Tokens at one depth of drafts, behind right tokens only, and how many of them were right."""
 
     tried: int = 0
     right: int = 0
@@ -68,7 +67,7 @@ class DepthCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceReport:
-    """What one draft source did; counts are tokens unless said.
+    """Counts of one draft source; tokens unless said.
 
     `offered` was drafted, `verified` was part of a forward, `accepted` of that was right;
     `shadowed` was only compared, `shadow_hits` of that was right. `per_depth` counts both kinds.
@@ -87,7 +86,7 @@ class SourceReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerReport:
-    """A snapshot: what was decided and what it rests on. `row_costs_s[i]` is Tv(i + 1)."""
+    """A snapshot of decisions and of their numbers. `row_costs_s[i]` is Tv(i + 1)."""
 
     plain_steps: int
     block_steps: int
@@ -168,9 +167,9 @@ class DraftController:
         """How long to wait, in this step, for a source that can be asked without waiting.
 
         The budget where waiting pays; 0 where drafts would pay and waiting for them did not; None,
-        which is not to ask, where drafts do not pay, or never come in time: the peer would draft
-        for nobody. There it is 0 for a few steps now and then: such a probe costs what asking
-        takes, however long the answers took that were waited for.
+        which is not to ask, where drafts do not pay, or never come in time: the peer would draft in
+        vain. There it is 0 for a few steps now and then: such a probe costs only the asking,
+        however long earlier answers took.
         """
         known = self._source(source)
         if known.vain_asks < VAIN_ASKS:
@@ -182,18 +181,18 @@ class DraftController:
         return 0.0 if self._is_probed(known, known.ask_s) else None
 
     def observe_forward(self, rows: int, seconds: float) -> None:
-        """Learn what a forward over `rows` rows took; rows 1 = a step of plain decoding."""
+        """Learn the time of a forward over `rows` rows; rows 1 = a step of plain decoding."""
         self._costs.observe(rows, seconds)
         if rows == 1:
             self._plain_steps += 1
             self._remember(1, self._costs.seconds(1))
 
     def share(self, sharers: int) -> None:
-        """From now on `sharers` sequences take their plain steps in one forward; 1 = each alone."""
+        """Set how many sequences take their plain steps in one forward; 1 = each alone."""
         self._sharers = max(1, sharers)
 
     def observe_shared(self, sharers: int, seconds: float) -> None:
-        """Learn what a plain forward of several sequences took."""
+        """Learn the time of a plain forward of several sequences."""
         if seconds <= 0 or sharers < 2:
             return
         known_s = self._shared_s.get(sharers, seconds)
@@ -248,7 +247,7 @@ class DraftController:
         self._remember(0, seconds)
 
     def report(self) -> ControllerReport:
-        """Snapshot of the counts and of what was learned."""
+        """Snapshot of the counts and of the learned numbers."""
         plain_s = self._costs.seconds(1)
         speedup = self._recent_tokens * plain_s / self._recent_s if self._recent_s else 1.0
         return ControllerReport(
@@ -260,7 +259,7 @@ class DraftController:
         )
 
     def _plain_s(self) -> float:
-        """What a plain step costs one sequence."""
+        """Seconds of a plain step, as the share of one sequence."""
         if self._sharers == 1:
             return self._costs.seconds(1)
         known_s = self._shared_s.get(self._sharers)
@@ -268,7 +267,7 @@ class DraftController:
         return (known_s or self._costs.seconds(self._sharers)) / self._sharers
 
     def _left_behind_s(self) -> float:
-        """What a row that leaves a shared forward for a block leaves for the others to pay.
+        """Seconds that the others pay when a row leaves a shared forward for a block.
 
         With Tv'(n) = fixed + n * row through Tv(1) and the plain step as it is shared now.
         """

@@ -1,4 +1,4 @@
-"""What a forward costs by its number of rows: measured where it was run, estimated elsewhere.
+"""The cost of a forward by its number of rows: measured where it was run, estimated elsewhere.
 
 seconds(rows) = speed * shape(rows). A measurement that differs from the estimate is mostly put
 down to `speed`, which all row counts share (the machine is busy, the context has grown), and a
@@ -39,7 +39,7 @@ class RowCosts:
         self._tabulate()
 
     def seed(self, seconds_by_rows: Mapping[int, float]) -> None:
-        """Replace what is known by a sweep. Raises InvalidArgument without a positive row 1."""
+        """Replace all measurements by a sweep. Raises InvalidArgument without a positive row 1."""
         if seconds_by_rows.get(1, 0.0) <= 0 or min(seconds_by_rows) < 1:
             raise InvalidArgument(
                 f"row costs {dict(seconds_by_rows)} need positive seconds for 1 row and up"
@@ -85,7 +85,7 @@ class RowCosts:
         return self._table
 
     def _tabulate(self) -> None:
-        """From now on tell what is known now; the table itself is made when it is asked for."""
+        """Drop the table; it is made anew from the measurements when it is asked for."""
         self._tabled = dict(self._nodes)
         self._tabled_speed = self._speed
         self._table = ()

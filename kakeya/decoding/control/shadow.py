@@ -12,14 +12,14 @@ from typing import Protocol
 from kakeya.decoding.draft.proposer import Draft
 
 HELD = 4
-"""Drafts in waiting; while so many wait, others say little that is new."""
+"""Drafts held at a time; beyond so many, further ones teach little."""
 
 
 class Judge(Protocol):
-    """Who learns what became of a draft; DraftController is one."""
+    """Learns from drafts that were scored; DraftController is one."""
 
     def observe_shadow(self, draft: Draft, actual: Sequence[int]) -> None:
-        """`actual` came where the draft begins."""
+        """Learn that the tokens `actual` came where the draft begins."""
         ...
 
 
@@ -43,7 +43,7 @@ class ShadowScorer:
             self._held = [entry for entry in self._held if not self._judged(history, *entry)]
 
     def close(self, history: Sequence[int]) -> None:
-        """Judge the rest by what there is: the generation is over."""
+        """Judge the rest by the history as it is: the generation is over."""
         self.settle(history)
         for base, draft in self._held:
             if len(history) > base:

@@ -17,7 +17,7 @@ MAX_PREFIX_TOKENS = 128 * 1024
 MAX_BLOCK_TOKENS = 64
 PADDING_ID = 0
 WORD = (1 << 64) - 1
-"""What a seed keeps of itself on the wire."""
+"""The bits of a seed that travel on the wire."""
 
 
 def request_to_wire(

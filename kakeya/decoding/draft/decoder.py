@@ -1,6 +1,6 @@
-"""The state of one generation, without I/O: what is committed, what may still come, when it ends.
+"""The state of one generation, without I/O: committed tokens, room for more, and its end.
 
-One step of whoever runs the model:
+One step of the code that runs the model:
 
     draft    = something of at most `room()` tokens, possibly empty
     forward over [last committed token] + draft:  rows 0 .. len(draft)
@@ -27,7 +27,7 @@ from kakeya.generation.frames import StopReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """What one verification settled.
+    """The result of one verification.
 
     `tokens` joined the history, in order; a stop token is among them, last. `accepted` of them
     came from the draft. `kept_rows` of the forward's rows keep their KV.
@@ -79,7 +79,7 @@ class Decoding:
         return 0 if self.finish is not None else self._left() - 1
 
     def commit(self, draft: Sequence[int], selected: Sequence[int]) -> Commit:
-        """Take what the verifier confirmed, cut at a stop token, max_tokens or the context.
+        """Take the confirmed tokens, cut at a stop token, max_tokens or the context.
 
         `selected` has one entry per row, len(draft) + 1. Raises InvariantBroken after the finish.
         """

@@ -32,7 +32,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingNoise:
-    """Of a sampled decode: what a draft model needs to draw with the verifier's own noise."""
+    """Seed and temperature of a sampled decode: a draft model draws with the verifier's noise."""
 
     seed: int
     temperature: float
@@ -76,7 +76,7 @@ class Proposer(Protocol):
 
     @property
     def stats(self) -> ProposerStats:
-        """Live counts; read, never written, by others."""
+        """Live counts; only the proposer writes them."""
         ...
 
     def propose(self, prefix: Sequence[int], size: int) -> Draft:

@@ -1,4 +1,4 @@
-"""Sampling whose noise belongs to the position: the same seed selects the same tokens.
+"""Sampling with noise that belongs to the position: the same seed selects the same tokens.
 
     token at position t  =  argmax over kept v of  logits[t, v] / T + gumbel(seed, t)[v]
 

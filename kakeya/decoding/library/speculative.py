@@ -25,7 +25,7 @@ BLOCK_SIZE = 8
 
 
 class Verifier(Protocol):
-    """The model whose tokens count."""
+    """The model that decides each token."""
 
     def verify(self, history: Sequence[int], draft: Sequence[int]) -> Sequence[int]:
         """The model's own next token after `history + draft[:i]`, for i = 0..len(draft).
@@ -203,7 +203,7 @@ class SpeculativeDecoder:
 
 
 class DistributedSpeculativeDecoder(SpeculativeDecoder):
-    """A SpeculativeDecoder whose proposer is another node's."""
+    """A SpeculativeDecoder with the proposer of another node."""
 
     @classmethod
     def from_placement(

@@ -1,1 +1,1 @@
-"""Drafts from what the text itself repeats, at no cost of a model."""
+"""Drafts from repetitions in the text itself, at no cost of a model."""

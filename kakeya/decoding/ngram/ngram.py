@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last occurrence of the current suffix probably follows again.
+"""Prompt lookup: the tokens behind the last occurrence of the current suffix may follow again.
 
 `NGramIndex` maps the hash of every n-gram of a growing text, for a few lengths n, to the position
 after its most recent occurrence. Appending a token writes one entry per n; drafting reads one each,
@@ -6,7 +6,7 @@ shortest first, as far as they occurred: both O(1), whatever the length of the t
 
     text       ... x y z A B C D E ... x y z |
     suffix                             x y z      longest n-gram seen before
-    draft                A B C D E                what followed it
+    draft                A B C D E                the tokens that followed it
 
 Where the match is so recent that its continuation runs into the end of the text, the draft goes
 round (overlapped copy): a text of period 3 drafts as many tokens as are asked for.
@@ -30,14 +30,14 @@ ROLLBACK = 96
 """Tokens at the end of a text that a proposer's index can take back without being built anew."""
 
 KEPT_TOKENS = 256 * 1024
-"""In all texts whose indices a proposer keeps; a token of text without repetition takes 0.5 kB."""
+"""Tokens of all texts that a proposer keeps indices of; a token takes 0.5 kB without repetition."""
 
 _CONFIDENCE = ((17, 0.9), (9, 0.8), (5, 0.6), (3, 0.4), (2, 0.2), (1, 0.1))
 """By match length, at least; a rank for the receiver to calibrate, not a promise."""
 
 
 class NGramIndex:
-    """The n-grams of one growing text, whose last `undo` tokens can be taken back.
+    """The n-grams of one growing text; its last `undo` tokens can be taken back.
 
     Not thread-safe.
     """
@@ -111,12 +111,12 @@ class NGramIndex:
         self._match = 0
 
     def next_token(self) -> tuple[int | None, int]:
-        """What a draft would begin with, and how long an n-gram matched; None and 0 = nothing."""
+        """The first token of a draft, and the length of the matching n-gram; None, 0 = no draft."""
         at, length = self._latest()
         return (self.tokens[at], length) if length else (None, 0)
 
     def draft(self, size: int) -> tuple[list[int], int]:
-        """What may follow, `size` tokens or none, and how many tokens of suffix matched."""
+        """A draft of `size` tokens or none, and how many tokens of suffix matched."""
         at, length = self._latest()
         tokens = self.tokens[at : at + max(size, 0)] if length else []
         if not tokens:
@@ -180,7 +180,7 @@ class NGramProposer:
         return self.draft_after(self._index_of(list(prefix)), size)
 
     def follow(self) -> NGramIndex:
-        """A new index of this kind, for a caller who keeps a text and asks `draft_after` it."""
+        """A new index of this kind, for a caller that keeps a text and asks `draft_after` it."""
         return NGramIndex(*self._lengths, undo=ROLLBACK)
 
     def draft_after(self, index: NGramIndex, size: int) -> Draft:
@@ -200,7 +200,7 @@ class NGramProposer:
         )
 
     def unseen(self, prefix: Sequence[int]) -> int:
-        """How many tokens of the prefix a draft would have to index first: what it costs."""
+        """Tokens of the prefix that a draft has to index first, which is its cost."""
         heads = (_shared_head(prefix, index.tokens) for index in self._recent)
         return len(prefix) - max((head for head in heads if head is not None), default=0)
 

@@ -1,19 +1,20 @@
 """Drafts for one text out of the text itself, as long as they may be of use.
 
 Text that does not repeat still has its short matches, by chance: nearly each token occurred before,
-once a text is long. To copy, price and judge a draft for each costs more than the step can lose. So
-once a draft was not worth a row, matches as long as that or shorter are passed over, until what one
-of them would have drafted first comes true. A draft whose first token is wrong yields nothing:
-where that never happens, nothing is missed; and where it does, the next match is looked at.
+once a text is long. To copy, price and judge a draft for each costs more than a draft can save. So
+once a draft was not worth a row, matches of its length or shorter are passed over, until the first
+token that one of them would have drafted comes true. A draft with a wrong first token yields
+nothing, so a draft that is passed over is missed only where its first token would be right; the
+match after such a token is offered again.
 
     match      longer than the one in vain    as long or shorter
     last came true       offered                   offered
     last did not         offered                   passed over
 
 A token of a text that is passed over costs its place in the index and one comparison. Where
-nothing has been offered for long, a few tokens go there at once: with a batch of rows, what Python
-does once more for each token is a hundredth of the step. Such a text's next span is drafted that
-much later.
+nothing has been offered for long, several tokens are indexed at once: with a batch of rows, the
+work of Python for each single token is a hundredth of the step. The next span of such a text is
+then drafted that much later.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from kakeya.decoding.draft.proposer import Draft
 from kakeya.decoding.ngram.ngram import NGramIndex
 
 _QUIET_TOKENS = 16
-"""After so many without an offer, and without one that would have come true, it looks at fewer."""
+"""After so many tokens without an offer, and without a passed-over match that came true, it looks
+at fewer."""
 LOOK_TOKENS = 8
-"""At one in so many."""
+"""It then looks at one token in so many."""
 
 
 class NGramSource:
-    """Of one growing text; `has_offer` tells whether it would draft now. Not thread-safe."""
+    """Drafts for one growing text; `has_offer` tells whether there is one. Not thread-safe."""
 
     __slots__ = ("_expected", "_index", "_match", "_quiet", "_vain", "_waiting", "has_offer")
 
@@ -69,6 +71,6 @@ class NGramSource:
         return Draft(source=NGRAM, tokens=tuple(tokens), match_length=match_length)
 
     def pass_over(self) -> None:
-        """What it offers now was not worth a row: no more of that until a match comes true."""
+        """Note that its offer was not worth a row: pass over such matches until one comes true."""
         self._vain = max(self._vain, self._match)
         self.has_offer = False

@@ -25,7 +25,7 @@ LEAST_ASKED = 16
 MOST_ASKED = 64
 """Tokens per request: doubled while drafts hold, back to the least when one does not."""
 MOST_PADDED = 16
-"""The most for a peer that fills its blocks up: nobody can tell its padding from drafts."""
+"""Most tokens for a peer that pads its blocks: its padding looks like drafts."""
 CONTEXT = 8
 """Tokens before an assumption that are compared besides it."""
 LONGEST_PAUSE = 32
@@ -57,7 +57,7 @@ Sent = TypeVar("Sent", bound=Pending)
 
 
 class DraftPeer(Protocol[Sent]):
-    """What the book asks; RemoteProposer is one."""
+    """A peer as the book asks it; RemoteProposer is one."""
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ class DraftPeer(Protocol[Sent]):
 
     @property
     def clock(self) -> Clock:
-        """What `Pending` is timed by."""
+        """The clock of `Pending`."""
         ...
 
     def begin(
@@ -89,17 +89,17 @@ class DraftPeer(Protocol[Sent]):
         ...
 
     def prepare(self, prefix: Sequence[int], *, noise: SamplingNoise | None) -> None:
-        """Hear what the first request will begin with."""
+        """Learn the text that the first request will begin with."""
         ...
 
     def leave(self) -> None:
-        """Hear that no request follows."""
+        """Learn that no request follows."""
         ...
 
 
 @dataclass(slots=True)
 class BookCounts:
-    """Requests by what became of them, and tokens handed out.
+    """Requests by their outcome, and tokens handed out.
 
     `stale`: the prefix that was assumed did not come true. `late`: the history had passed or
     contradicted the draft before it was handed out.
@@ -152,7 +152,7 @@ class RemoteDraftBook(Generic[Sent]):
         self._silent_until = 0
 
     def prepare(self, history: Sequence[int]) -> None:
-        """The generation will begin with this history: ask now for what may follow it."""
+        """Ask for a draft after the history that the generation will begin with."""
         self._peer.prepare(history, noise=self._noise)
         if self._asked is None and self._held is None:
             self._ask(list(history), len(history))
@@ -178,7 +178,7 @@ class RemoteDraftBook(Generic[Sent]):
         return draft
 
     def follow(self, history: Sequence[int]) -> None:
-        """The history has grown: if what is held no longer follows it, ask now, not at `poll`.
+        """Ask at once, not at `poll`, if the held draft does not follow the grown history.
 
         Call it as soon as the tokens are known. While drafts are not in use it asks for nothing,
         but still takes in what was asked for, so that an answer too late for its step is judged.
@@ -191,7 +191,7 @@ class RemoteDraftBook(Generic[Sent]):
             self._ask(list(history), len(history))
 
     def ahead(self, history: Sequence[int], block: Sequence[int]) -> None:
-        """`block` is about to be verified after `history`: ask for what follows all of it."""
+        """Ask for a draft after `history` and `block`, which is about to be verified."""
         if self._asked is not None:
             return
         rest = self._rest_after(history, block)
@@ -210,7 +210,7 @@ class RemoteDraftBook(Generic[Sent]):
         return taken
 
     def close(self) -> None:
-        """Give up what is under way; the generation is over."""
+        """Give up requests under way; the generation is over."""
         if self._asked is not None:
             self._peer.abandon(self._asked.call)
             self._asked = None
@@ -240,7 +240,7 @@ class RemoteDraftBook(Generic[Sent]):
         return asked.call.wait(min(wait_s, overdue_s))
 
     def _collect(self, history: Sequence[int]) -> None:
-        """Take in an answer that has arrived; give up a request whose assumption failed."""
+        """Take in an answer that has arrived; give up a request that assumed other tokens."""
         asked = self._asked
         if asked is None:
             return

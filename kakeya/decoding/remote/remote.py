@@ -1,7 +1,7 @@
 """Drafts from a peer's ProposerService: blocking by block, or in advance of need.
 
 `RemoteProposer` is a Proposer like any other, over one reused channel, with a deadline on every
-call and a circuit breaker. What it says is checked here and verified token by token later, so a
+call and a circuit breaker. Answers are checked here and verified token by token later, so a
 wrong, hostile or half-dead peer costs time, never a token. `RemoteDraftBook` (draft_book.py) asks
 through `begin` and `finish` without blocking.
 
@@ -92,14 +92,14 @@ class RemoteProposerError(PeerError):
 
 
 class MalformedDraft(RemoteProposerError, PeerProtocol):
-    """The peer answered what no correct proposer answers."""
+    """The peer gave an answer that no correct proposer gives."""
 
 
 class RemoteProposer:
     """The proposer `model_id` of the node at `address`; "" is that node's default.
 
     `extended=False` for nodes without our wire extensions: they answer full blocks, in which
-    nobody can tell padding from drafts. Token ids from `vocab_size` on are refused. With `tls` the
+    padding looks like drafts. Token ids from `vocab_size` on are refused. With `tls` the
     peer must show a certificate for `server_name`. A given `channel` stays the caller's to close.
     """
 

@@ -81,7 +81,7 @@ class Sender:
         self._thread: threading.Thread | None = None
 
     def send(self, pending: PendingDraft, start: Callable[[], Call]) -> None:
-        """Have `start` called soon; what it returns belongs to `pending`."""
+        """Have `start` called soon; `pending` gets the call that it returns."""
         self.run(partial(pending.begin, start))
 
     def run(self, job: Callable[[], None]) -> None:
@@ -92,7 +92,7 @@ class Sender:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread; what was sent before is still started."""
+        """End the thread; requests that were handed in before are still started."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(1.0)

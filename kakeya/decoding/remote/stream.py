@@ -31,7 +31,7 @@ from kakeya.v1.distributed_pb2 import ProposeBlockResponse
 from kakeya.v1.drafts_pb2 import DraftStreamRequest
 
 RETRY_S = 10.0
-"""How long a peer whose stream ended is asked by unary calls before another stream is tried."""
+"""After the end of a stream, the peer is asked by unary calls for so long before another."""
 RETRY_WITHOUT_S = 600.0
 """The same for a peer that has no streams: it may be upgraded one day."""
 

@@ -90,7 +90,7 @@ class ProposerService(rpc.ProposerServiceServicer):
             replaced.close()
 
     def withdraw(self, model_id: str) -> None:
-        """Offer it no longer; requests that it has taken are still answered."""
+        """Stop offering it; requests that it has taken are still answered."""
         desk = self._desks.pop(model_id, None)
         if desk is not None:
             desk.close()
@@ -150,7 +150,7 @@ class ProposerQueue:
         self._job: asyncio.Future[Draft] | None = None
 
     def close(self) -> None:
-        """Take no more work; what was taken is still done."""
+        """Take no more work; requests that were taken are still served."""
         self._thread.shutdown(wait=False)
 
     async def draft(
@@ -192,6 +192,6 @@ class ProposerQueue:
 
 
 def _retrieve(job: asyncio.Future[Draft]) -> None:
-    """Look at the outcome, so that one whose caller left is not reported as forgotten."""
+    """Read the outcome, so that a job without its caller is not reported as forgotten."""
     if not job.cancelled():
         job.exception()

@@ -1,11 +1,11 @@
-"""DraftStreamService: one stream for each generation of a peer, whose text is kept here.
+"""DraftStreamService: one stream for each generation of a peer; its text is kept here.
 
-A message tells what joined the text, so what it costs does not depend on the text's length: an
-n-gram index is kept for each stream, and a draft model finds the KV of the text that it had. The
-newest message is the one that counts: a draft of a model that is overtaken is given up.
+A message carries the tokens that joined the text, so its cost does not depend on the length of the
+text: each stream has an n-gram index, and a draft model finds the KV of the text that it had. Only
+the newest message counts: a draft of a model is given up when the next message overtakes it.
 
-Bounded by streams, by streams of one peer, by tokens over all; a stream that says nothing for a
-while is ended. Whoever is refused asks through ProposeBlock.
+Bounded by streams, by streams of one peer, by tokens over all; a silent stream is ended after a
+while. A refused peer asks through ProposeBlock.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Requests = AsyncIterator[DraftStreamRequest]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLimits:
-    """What streams may take. A token of text without repetition takes 0.5 kB."""
+    """Bounds of all streams. A token of text without repetition takes 0.5 kB."""
 
     streams: int = 64
     streams_per_peer: int = 16
     tokens: int = KEPT_TOKENS
     idle_s: float = 60.0
     draft_s: float = 2.0
-    """A draft that has waited for its turn for so long is not begun: nobody waits for it."""
+    """A draft that has waited for its turn for so long is not begun: it would come too late."""
 
 
 class DraftStreamService(DraftStreamServiceServicer):
@@ -138,7 +138,7 @@ class DraftStreamService(DraftStreamServiceServicer):
             return None
 
     async def _tell(self, text: _Text, message: DraftStreamRequest) -> None:
-        """Bring a text up to date; in pieces, for a long one must not hold others up."""
+        """Bring a text up to date; in pieces, since a long one must not hold others up."""
         appended = text.check(message)
         before = len(text)
         text.cut(message.keep_tokens)
@@ -173,7 +173,7 @@ class DraftStreamService(DraftStreamServiceServicer):
 
 
 class _Text:
-    """What one stream has told, and who drafts after it."""
+    """The text of one stream, and the proposer that drafts after it."""
 
     def __init__(self, desk: ProposerQueue, opening: DraftStreamRequest, draft_s: float) -> None:
         self._desk = desk
@@ -240,7 +240,7 @@ class _Text:
         return _answer(message, self._ngrams.draft_after(self.index, message.size))
 
     async def draft(self, message: DraftStreamRequest, now: float) -> DraftStreamResponse:
-        """Draft with a proposer that others use too, when it is its turn."""
+        """Draft with a proposer that serves others too, when it is its turn."""
         asked = ProposeBlockRequest(block_size=message.size, num_steps=1)
         if self._opening.HasField("seed"):
             asked.seed = self._opening.seed
@@ -255,7 +255,7 @@ def _answer(message: DraftStreamRequest, draft: Draft) -> DraftStreamResponse:
 
 
 def _peer(context: Context) -> str:
-    """Whose stream it is: by identity where there is one, else by host."""
+    """The peer of a stream: by identity where there is one, else by host."""
     try:
         caller = current_caller()
     except Unauthenticated:  # a server without a guard
