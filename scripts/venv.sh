@@ -2,6 +2,8 @@
 # ensure_venv EXTRA installs `.[EXTRA]` (EXTRA may be empty) when pyproject.toml changed since.
 top=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$top/.venv
+# Tests start hundreds of processes, each of which would compile all of the sources again.
+unset PYTHONDONTWRITEBYTECODE
 
 say() { echo "$(basename "$0"): $*" >&2; }
 

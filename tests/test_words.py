@@ -8,14 +8,10 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TREES = {
-    path.relative_to(ROOT): ast.parse(path.read_text("utf-8"))
-    for path in sorted((ROOT / "kakeya").rglob("*.py"))
-    if "v1" not in path.parts
-}
 PRONOUN = re.compile(
     r"\b(?:who|whoever|whom|whose|somebody|nobody|anybody|everybody|someone|anyone|everyone)\b",
     re.IGNORECASE,
@@ -25,9 +21,19 @@ MOST_PRONOUNS = 9.0
 """Per 1,000 words of docstrings, over the whole package."""
 
 
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Of all sources that a person wrote; parsed here, as all workers read this file."""
+    return {
+        path.relative_to(ROOT): ast.parse(path.read_text("utf-8"))
+        for path in sorted((ROOT / "kakeya").rglob("*.py"))
+        if "v1" not in path.parts
+    }
+
+
 def test_a_public_class_has_a_name_of_its_own() -> None:
     files = defaultdict(list)
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files[node.name].append(str(path))
@@ -36,7 +42,7 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
 
 def test_sentences_have_nouns_as_subjects() -> None:
     words, pronouns = 0, Counter[str]()
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for text in docstrings(tree):
             words += len(WORD.findall(text))
             pronouns[str(path)] += len(PRONOUN.findall(text))
