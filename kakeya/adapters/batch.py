@@ -1,9 +1,9 @@
-"""Which requests run next, when each wants an adapter and only so many adapters fit. Pure.
+"""The order of requests that each want an adapter, where only so many adapters fit. Pure.
 
-The adapter with the most requests goes first, so that few adapters serve many; but a whole class
-more urgent for each `age_s` that its oldest request has waited, so that a rare one is never passed
-over for ever: once everything that came before a request, or less than `age_s` after it, is
-served, nothing stands before it.
+The adapter with the most requests goes first, so that few adapters serve many. Each `age_s` that
+its oldest request has waited makes an adapter a whole class more urgent, so a rare adapter is never
+passed over for ever: nothing stands before a request once all requests are served that came before
+it, or less than `age_s` after it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class AdapterBatch(Generic[Item]):
-    """What runs together: rows with their keys, the most urgent key first."""
+    """Requests that run together: rows with their keys, the most urgent key first."""
 
     rows: tuple[tuple[str, Item], ...]
 
 
 class BatchFormer(Generic[Item]):
-    """Requests that wait, by adapter. Each is in exactly one place: here, or in one batch."""
+    """Waiting requests by adapter. Each is in exactly one place: here, or in one batch."""
 
     def __init__(self, *, max_rows: int = MAX_ROWS, age_s: float = AGE_S) -> None:
         if max_rows < 1 or age_s <= 0.0:
@@ -42,31 +42,33 @@ class BatchFormer(Generic[Item]):
         return self._length
 
     def add(self, key: str, item: Item, now: float) -> None:
-        """Put a request in line, before those that came later; `now`, in monotonic seconds, is
-        when it came: earlier for one that comes back from a batch that could not run."""
-        line = self._pending.setdefault(key, deque())
-        place = len(line)
-        while place and line[place - 1][0] > now:
+        """Queue a request before those that came later.
+
+        `now` is when it came, in monotonic seconds; a request that comes back from a batch that
+        could not run keeps its time.
+        """
+        queue = self._pending.setdefault(key, deque())
+        place = len(queue)
+        while place and queue[place - 1][0] > now:
             place -= 1
-        line.insert(place, (now, item))
+        queue.insert(place, (now, item))
         self._length += 1
 
     def remove(self, key: str, item: Item) -> bool:
-        """Take a request out, whose caller left; False = it is not here."""
-        line = self._pending.get(key, deque())
-        found = next((index for index, (_, one) in enumerate(line) if one is item), None)
+        """Take out a request without its caller; False = it is not here."""
+        queue = self._pending.get(key, deque())
+        found = next((index for index, (_, one) in enumerate(queue) if one is item), None)
         if found is None:
             return False
-        del line[found]
+        del queue[found]
         self._length -= 1
-        if not line:
+        if not queue:
             del self._pending[key]
         return True
 
     def oldest(self, *, but: str | None = None) -> float | None:
-        """Since when the request waits that waits longest, among those of all other keys than
-        `but`; None = nobody does."""
-        since = (line[0][0] for key, line in self._pending.items() if key != but)
+        """When the oldest request came, of all keys but `but`; None = there is none."""
+        since = (queue[0][0] for key, queue in self._pending.items() if key != but)
         return min(since, default=None)
 
     def order(self, now: float) -> tuple[str, ...]:
@@ -76,8 +78,8 @@ class BatchFormer(Generic[Item]):
     def form(
         self, now: float, *, places: int, resident: Collection[str] = ()
     ) -> AdapterBatch[Item]:
-        """Take out what runs next: at most the cap, with at most `places` keys that are not
-        resident. What does not fit waits on."""
+        """Take out the next batch: at most the cap, with at most `places` keys that are not
+        resident. Requests that do not fit wait on."""
         rows: list[tuple[str, Item]] = []
         for key in self.order(now):
             if len(rows) == self._max_rows:
@@ -91,13 +93,13 @@ class BatchFormer(Generic[Item]):
         return AdapterBatch(tuple(rows))
 
     def _urgency(self, key: str, now: float) -> tuple[int, int, float]:
-        line = self._pending[key]
-        since = line[0][0]
-        return -int((now - since) / self._age_s), -len(line), since
+        queue = self._pending[key]
+        since = queue[0][0]
+        return -int((now - since) / self._age_s), -len(queue), since
 
     def _take(self, key: str, most: int) -> list[tuple[str, Item]]:
-        line = self._pending[key]
-        taken = [(key, line.popleft()[1]) for _ in range(min(most, len(line)))]
-        if not line:
+        queue = self._pending[key]
+        taken = [(key, queue.popleft()[1]) for _ in range(min(most, len(queue)))]
+        if not queue:
             del self._pending[key]
         return taken

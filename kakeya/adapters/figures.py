@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from kakeya.adapters.slot_queue import AdapterLine
+from kakeya.adapters.slot_queue import SlotQueue
 from kakeya.adapters.tiers import AdapterTable, Tier
 from kakeya.core.figures import Durations, Figure, Json, counter, gauge, histogram
 
 BOUNDS_S = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 1.0, 10.0)
-"""From an adapter that is in a slot to one that is read from disk."""
+"""From an adapter in a slot to one that is read from disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +22,10 @@ class AdapterSnapshot:
     uses: int
 
 
-def line_status(table: AdapterTable, base: str, line: AdapterLine, now: float) -> Json:
+def queue_status(table: AdapterTable, base: str, queue: SlotQueue, now: float) -> Json:
     """One model's slots, the adapters in them, and the number of waiting requests, as JSON."""
     return {
-        "slots": line.slots,
+        "slots": queue.slots,
         "hot": [
             {
                 "adapter": adapter.adapter_id,
@@ -34,7 +34,7 @@ def line_status(table: AdapterTable, base: str, line: AdapterLine, now: float) -
             }
             for adapter in table.hot(base)
         ],
-        "waiting": line.waiting,
+        "waiting": queue.waiting,
     }
 
 

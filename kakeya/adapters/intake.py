@@ -1,4 +1,4 @@
-"""Examines what is registered: packed, compared with its base, and within what engines take."""
+"""Examines adapters that are registered: packs them, and compares them with base and engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kakeya.core.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """What is to be registered: an adapter in a folder, for a base."""
+    """The wish to register an adapter in a folder, for a base."""
 
     name: str
     base: str
@@ -27,7 +27,7 @@ class Registration:
 
 
 class AdapterIntake:
-    """`bases` says which models may have adapters, and where each lies."""
+    """Examines adapters; `bases` returns the models that may have some, with their folders."""
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class AdapterIntake:
         return await asyncio.to_thread(self._examined, wanted, shapes)
 
     async def fingerprint(self, base: str) -> str:
-        """Of the weights of a base as they lie on disk now; "" where they cannot be read."""
+        """The fingerprint of a base's weights on disk; "" where they cannot be read."""
         try:
             return (await self._base(base)).fingerprint
         except (InvalidArgument, NotFound):
             return ""
 
     async def _base(self, base: str) -> BaseShapes:
-        """Read each time: weights may be replaced under their name."""
+        """Read the base anew each time: weights may be replaced under their name."""
         folders = self._bases()
         if base not in folders:
             known = ", ".join(folders) or "none"

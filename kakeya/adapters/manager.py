@@ -4,9 +4,9 @@
     with await adapters.acquire("kakeya-tiny:poet") as lease:
         ...                             # in a slot of the engine, as `lease.adapter_id`
 
-An engine knows an adapter by its version, which is its name and content: a replaced one is
-another to it, so requests that run end with what they began with, and no keys and values mix.
-A removed adapter takes no new requests and goes when the last of the old ones has ended.
+An engine knows an adapter by its version, which is its name and content. A replaced adapter is
+another one to it, so running requests end with the version that they began with, and no keys and
+values mix. A removed adapter takes no new requests and goes when the last old one has ended.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kakeya.adapters.figures import BOUNDS_S, AdapterSnapshot, adapter_figures, line_status
+from kakeya.adapters.figures import BOUNDS_S, AdapterSnapshot, adapter_figures, queue_status
 from kakeya.adapters.files.packed import Precision
 from kakeya.adapters.files.store import AdapterDamaged, AdapterRecord, AdapterStore
 from kakeya.adapters.intake import AdapterIntake, Registration
 from kakeya.adapters.lease import AdapterUse
 from kakeya.adapters.places import AdapterPlaces, LendSlots, none_lent
 from kakeya.adapters.registry import AdapterRegistry
-from kakeya.adapters.slot_queue import AdapterLine, Lend
+from kakeya.adapters.slot_queue import Lend, SlotQueue
 from kakeya.adapters.tiers import Adapter, AdapterTable, Tier, TierRules
 from kakeya.core.clock import Clock
 from kakeya.core.errors import Conflict, KakeyaError, LoadFailed, NotFound, StoreFailed
@@ -60,8 +60,8 @@ class AdapterManager:
         rules: TierRules | None = None,
         lend_slots: LendSlots = none_lent,
     ) -> None:
-        """`bases` says which models may have adapters, and where each lies; `most_rank` is what
-        their engines take; `lend_slots` gives an engine room for its slots."""
+        """`bases` returns the models that may have adapters, with their folders; `most_rank` is the
+        largest rank that engines take; `lend_slots` gives an engine room for its slots."""
         self._store = AdapterStore(folder)
         self._intake = AdapterIntake(
             bases,
@@ -78,7 +78,7 @@ class AdapterManager:
         self._places = AdapterPlaces(
             self._table, self._store, arena, self._versions.__getitem__, lend_slots
         )
-        self._lines: dict[str, AdapterLine] = {}
+        self._queues: dict[str, SlotQueue] = {}
         self._retired: set[Adapter] = set()
         self._tasks = Supervisor(clock)
         self._tick = asyncio.Event()
@@ -105,8 +105,7 @@ class AdapterManager:
         await self._places.aclose()
 
     def follow(self, retired: Callable[[str], None]) -> None:
-        """Tell `retired` of each version that takes no more requests, by what engines know it by;
-        once."""
+        """Call `retired` once for each version that takes no more requests."""
         self._followers.append(retired)
 
     # --- the owner's side
@@ -124,8 +123,8 @@ class AdapterManager:
         """Take an adapter in from a folder of mlx-lm's; it may be used when this returns.
 
         Raises InvalidArgument, NotFound for a base that this node does not serve, Conflict for a
-        name that is taken (unless replacing). What was replaced or removed just now may come back
-        at once: requests that still run with it and the next ones share it.
+        name that is taken (unless replacing). A version that was replaced or removed may come back
+        while requests still run with it: the next ones share it with them.
         """
         wanted = Registration(name=name, base=base, folder=folder, owner=owner, precision=precision)
         record, packed = await self._intake.take(wanted)
@@ -144,7 +143,7 @@ class AdapterManager:
         return record
 
     async def remove(self, name: str) -> AdapterRecord:
-        """Forget BASE:NAME, or NAME: nobody gets it any more, who has it may go on.
+        """Forget BASE:NAME, or NAME: no new request gets it, running ones go on with it.
 
         Raises NotFound, InvalidArgument when several bases have an adapter of that name, and
         StoreFailed when the disk keeps it: then it is as before.
@@ -157,7 +156,7 @@ class AdapterManager:
         return record
 
     async def _delete(self, record: AdapterRecord) -> None:
-        """It is unknown before its file goes: nobody shall find it damaged."""
+        """Forget the record before its file goes, so that no request finds the file damaged."""
         adapter = self._table.get(record.version)
         self._registry.drop(record.model_id)
         adapter.is_retired = True
@@ -169,7 +168,7 @@ class AdapterManager:
             raise
 
     def records(self) -> tuple[AdapterRecord, ...]:
-        """All that are registered."""
+        """Records of all registered adapters."""
         return tuple(self._registry)
 
     # --- the callers' side
@@ -184,13 +183,13 @@ class AdapterManager:
             raise
 
     def digest_of(self, version: str) -> str:
-        """The content of an adapter by what engines know it by. Raises NotFound."""
+        """The digest of the content of a version. Raises NotFound."""
         if version not in self._versions:
             raise NotFound(f"no adapter is known as {version[:80]!r}")
         return self._versions[version].digest
 
     def usable(self, client: str = "") -> tuple[AdapterRecord, ...]:
-        """What a client may name."""
+        """Adapters that a client may name."""
         return self._registry.usable(client)
 
     async def acquire(
@@ -205,11 +204,12 @@ class AdapterManager:
         """Lease an adapter, brought into a slot of its engine if it is not there; with `begun` the
         very version that a generation began with.
 
-        `is_following`: it is for decodes that come behind its load, which the engine may read yet.
-        Such a decode ends with NotFound where it cannot; call `lost` then, and this again.
+        `is_following`: the engine may still be reading the adapter, for a decode that is sent
+        behind its load. That decode ends with NotFound where the load fails; call `lost` then, and
+        this again.
 
         Raises NotFound, Denied, QueueFull, CapacityExhausted when it got no slot in time,
-        AdapterDamaged, OutOfPages, and what loading the model raises; Conflict when a version that
+        AdapterDamaged, OutOfPages, and errors of loading the model; Conflict when a version that
         was begun was removed or replaced meanwhile.
         """
         while True:
@@ -230,16 +230,16 @@ class AdapterManager:
                 f"adapter {record.model_id} was replaced or removed under a request; send it again"
             )
         tier = adapter.tier
-        line = self._line(record.base)
-        if not line.take(adapter, is_following=is_following):
-            await line.wait(adapter, patience_s, is_following=is_following)
+        queue = self._queue(record.base)
+        if not queue.take(adapter, is_following=is_following):
+            await queue.wait(adapter, patience_s, is_following=is_following)
         self.times[tier].add(self._clock.mono() - began_mono)
         return AdapterUse(self.released, adapter, record)
 
     def released(self, adapter: Adapter) -> None:
         """Called by leases, when they end."""
         self._table.release(adapter, self._clock.mono())
-        self._lines[adapter.base].released()
+        self._queues[adapter.base].released()
         if adapter.is_retired and not adapter.leases:
             self._tick.set()
 
@@ -248,7 +248,7 @@ class AdapterManager:
         self._places.cool(self._table.get(self._registry.named(model_id).version))
 
     def lost(self, lease: AdapterUse) -> None:
-        """Note that an engine does not know a leased adapter: it was started anew."""
+        """Note that an engine does not know a leased adapter, because it was started anew."""
         adapter = self._table.get(lease.adapter_id)
         self._table.left_slot(adapter)
 
@@ -265,8 +265,8 @@ class AdapterManager:
             "registered": len(self._registry),
             "warm": len(self._table.warm()),
             "models": {
-                base: line_status(self._table, base, line, now)
-                for base, line in self._lines.items()
+                base: queue_status(self._table, base, queue, now)
+                for base, queue in self._queues.items()
             },
             "retired": sorted(adapter.adapter_id for adapter in self._retired),
             "problems": dict(self._problems),
@@ -283,7 +283,7 @@ class AdapterManager:
 
     def figures(self) -> Iterator[Figure]:
         """Tiers, acquires, moves."""
-        waiting = {base: line.waiting for base, line in self._lines.items()}
+        waiting = {base: queue.waiting for base, queue in self._queues.items()}
         return adapter_figures(self._table, waiting, self.times, self._places.moves)
 
     async def stale(self) -> dict[str, str]:
@@ -311,27 +311,27 @@ class AdapterManager:
         adapter.is_retired = False  # it came back while it was going
         self._retired.discard(adapter)
 
-    def _line(self, base: str) -> AdapterLine:
-        if base in self._lines:
-            return self._lines[base]
-        line = self._lines[base] = AdapterLine(
+    def _queue(self, base: str) -> SlotQueue:
+        if base in self._queues:
+            return self._queues[base]
+        queue = self._queues[base] = SlotQueue(
             base,
             self._table,
             self._places,
             self._lend,
             clock=self._clock,
-            on_failure=self._could_not_be_had,
+            on_failure=self._could_not_be_loaded,
         )
-        self._tasks.start(f"adapters of {base}", line.run)
-        return line
+        self._tasks.start(f"adapters of {base}", queue.run)
+        return queue
 
-    def _could_not_be_had(self, adapter: Adapter, problem: KakeyaError) -> None:
+    def _could_not_be_loaded(self, adapter: Adapter, problem: KakeyaError) -> None:
         if adapter.is_retired:
             return
         record = self._versions[adapter.adapter_id]
         event(
             _log,
-            "adapter could not be had",
+            "adapter could not be loaded",
             level=logging.WARNING,
             adapter=record.version,
             problem=problem.message,
@@ -355,17 +355,19 @@ class AdapterManager:
         await every(REBALANCE_S, self.rebalance, clock=self._clock, rng=self._rng, wake=self._tick)
 
     async def rebalance(self) -> None:
-        """Rate all adapters, and move those that nobody waits for."""
-        self._bury()
-        slots = {base: line.slots for base, line in self._lines.items() if self._places.is_up(base)}
+        """Rate all adapters, and move those that no request waits for."""
+        self._drop_retired()
+        slots = {
+            base: queue.slots for base, queue in self._queues.items() if self._places.is_up(base)
+        }
         moves = self._table.rebalance(self._clock.mono(), slots)
         self._places.rank()
         for move in moves:
             if move.to is Tier.COLD:
                 self._places.cool(self._table.get(move.adapter_id))
-        for base, line in self._lines.items():
+        for base, queue in self._queues.items():
             hot = (move for move in moves if move.to is Tier.HOT)
-            line.tidy(tuple(m for m in hot if self._table.get(m.adapter_id).base == base))
+            queue.tidy(tuple(m for m in hot if self._table.get(m.adapter_id).base == base))
         for move in [move for move in moves if move.to is Tier.WARM][:_WARMINGS]:
             await self._warm(move.adapter_id)
 
@@ -376,12 +378,12 @@ class AdapterManager:
         try:
             await self._places.warm(adapter)
         except LoadFailed as problem:
-            self._could_not_be_had(adapter, problem)
+            self._could_not_be_loaded(adapter, problem)
         except KakeyaError as problem:
             event(_log, "adapter not warmed", level=logging.DEBUG, problem=problem.message)
 
-    def _bury(self) -> None:
-        """Let go of what was removed and is no longer used."""
+    def _drop_retired(self) -> None:
+        """Drop removed adapters that no request uses any more."""
         for adapter in tuple(self._retired):
             if not adapter.is_idle or adapter.waiting or self._places.is_flying(adapter):
                 continue

@@ -1,9 +1,9 @@
-"""Where adapters are, carried out: from disk to pages, from pages to a slot of an engine, and back.
+"""Moves of adapters: from disk to pages, from pages to a slot of an engine, and back.
 
     cold -> warm    read and check in a thread, lay in pages, commit       one flight for each
     warm -> hot     pin for the engine, have it read the pages, unpin
 
-Who moves, and when, is decided elsewhere (`memory/adapters.py`, `adapter_line.py`).
+`tiers` and `slot_queue` decide which adapter moves, and when.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ _TRIES = 3
 
 
 LendSlots = Callable[[str, int], Awaitable[bool]]
-"""Lends a model's engine so many bytes for its slots; False = not all of it now."""
+"""Lends a model's engine so many bytes for its slots; False = not all of them now."""
 
 
 async def none_lent(_base: str, _size: int) -> bool:
-    """Where engines have no bounds."""
+    """Lend nothing, where engines have no bounds."""
     return False
 
 
 class AdapterEngine(Protocol):
-    """What of an engine is needed here; `EngineBackend` has it."""
+    """An engine as adapters need it; `EngineBackend` is one."""
 
     @property
     def pid(self) -> int | None:
-        """Of its process; None while there is none."""
+        """The id of its process; None while there is none."""
         ...
 
     @property
     def facts(self) -> ModelFacts | None:
-        """What it said of its model."""
+        """Facts of its model; None while it is not loaded."""
         ...
 
     async def ready(self, timeout_s: float) -> ModelFacts:
@@ -75,8 +75,11 @@ class AdapterEngine(Protocol):
         instead_of: str = "",
         sent: Callable[[], None] | None = None,
     ) -> int:
-        """Take an adapter from pages into a slot, or into that of another one; what is asked of
-        the engine from `sent` on comes behind it, and something will be."""
+        """Take an adapter from pages into a slot, or into that of another adapter.
+
+        `sent` is called once the load was sent: the engine does later requests behind it. With
+        `sent`, at least one request follows.
+        """
         ...
 
     async def unload_adapter(self, adapter_id: str) -> bool:
@@ -84,12 +87,12 @@ class AdapterEngine(Protocol):
         ...
 
     async def adapters(self) -> tuple[str, ...]:
-        """What is in its slots."""
+        """Ids of the adapters in its slots."""
         ...
 
 
 def slot_bytes(packed: PackedAdapter, facts: ModelFacts) -> int:
-    """What slots for all layers that an adapter names take in an engine, at the most."""
+    """The most bytes of slots for all layers that an adapter names."""
     features = sum(tensor.in_size + tensor.out_size for tensor in packed.tensors)
     is_half = facts.device != "cpu" and facts.dtype in ("float16", "bfloat16")
     return (facts.adapter_slots + 1) * facts.adapter_rank * features * (2 if is_half else 4)
@@ -106,7 +109,7 @@ class AdapterPlaces:
         record_of: Callable[[str], AdapterRecord],
         lend_slots: LendSlots = none_lent,
     ) -> None:
-        """`record_of` finds what is known of an adapter by the id that the table has."""
+        """`record_of` finds the record of an adapter by its id in the table."""
         self._table = table
         self._store = store
         self._arena = arena
@@ -149,7 +152,7 @@ class AdapterPlaces:
 
     @contextmanager
     def wanted(self, adapter: Adapter) -> Iterator[None]:
-        """Meanwhile a request waits for an adapter: idle models may have to go for its pages."""
+        """Note that a request waits for an adapter: idle models may have to go for its pages."""
         self._wanted[adapter] += 1
         try:
             yield
@@ -178,11 +181,11 @@ class AdapterPlaces:
     ) -> None:
         """Bring an adapter into a slot, from which `out` goes; one call of the engine does both.
 
-        `sent`, for who will send something behind it, is called when the engine was asked for it
-        and nothing speaks against it: it has made slots before, and this adapter did not fail the
-        last time.
-        Raises BaseReplaced, what `warm` raises, PeerUnavailable when the engine ends, Conflict
-        when `out` is still in use there, and what the engine finds wrong.
+        `sent`, for a caller that sends a request behind the load, is called once the load was sent,
+        if it is expected to succeed: the engine has made slots before, and this adapter did not
+        fail the last time.
+        Raises BaseReplaced, PeerUnavailable when the engine ends, Conflict when `out` is still in
+        use there, and the errors of `warm` and of the engine.
         """
         pid = engine.pid
         if pid is None or pid != self._pids.get(adapter.base):
@@ -198,7 +201,7 @@ class AdapterPlaces:
             try:
                 size = await self._load(adapter, engine, pid, out, sent if is_certain else None)
             except MemoryRefused:
-                adapter.is_coming = False  # what is sent from now on is behind no load
+                adapter.is_coming = False  # requests sent from here on are behind no load
                 if await self._reconcile(adapter.base, engine):
                     size = await self._load(adapter, engine, pid, out)
                 elif facts is None or not await self._make_room(adapter, facts):
@@ -221,14 +224,14 @@ class AdapterPlaces:
         self.moves[Tier.COLD] += 1
 
     def rank(self) -> None:
-        """Tell the pages what adapters are worth, by their ratings."""
+        """Tell the pages the priority of adapters, by their ratings."""
         for adapter, block in self._blocks.items():
             tenant = self._tenants[adapter.rating]
             if block.tenant is not tenant:
                 self._arena.move(block, tenant)
 
     async def aclose(self) -> None:
-        """End what flies."""
+        """End all flights."""
         flights = tuple(self._flights.values())
         for flight in flights:
             flight.cancel()
@@ -238,8 +241,11 @@ class AdapterPlaces:
 
     @contextmanager
     def _leaving(self, out: Adapter | None) -> Iterator[None]:
-        """What `out` is after its slot was asked for: in it yet where the engine refused, out of
-        it otherwise. Where no answer came it may be there still, and is a stray then."""
+        """Note where `out` is after its slot was asked for.
+
+        It keeps the slot where the engine refused, and has left it otherwise. Where no answer came,
+        it may still be there, and is a stray that `_reconcile` frees.
+        """
         try:
             yield
         except (Conflict, InvalidArgument, LoadFailed, MemoryRefused, OutOfPages):
@@ -267,7 +273,7 @@ class AdapterPlaces:
     def _landed(self, adapter: Adapter, flight: asyncio.Task[None]) -> None:
         self._flights.pop(adapter, None)
         if not flight.cancelled():
-            flight.exception()  # whoever waits has it; nobody may
+            flight.exception()  # waiting callers get it; there may be none
 
     async def _load(
         self,
@@ -277,7 +283,7 @@ class AdapterPlaces:
         out: Adapter | None,
         sent: Callable[[], None] | None = None,
     ) -> int:
-        """Have the engine read the pages; what one slot takes there now."""
+        """Have the engine read the pages; returns the bytes of one slot there."""
         instead_of = out.adapter_id if out is not None else ""
         length = self._record_of(adapter.adapter_id).packed_bytes
         for _ in range(_TRIES):
@@ -301,8 +307,10 @@ class AdapterPlaces:
         )
 
     async def _make_room(self, adapter: Adapter, facts: ModelFacts) -> bool:
-        """Ask for what slots of all layers that an adapter names would take beside those that are
-        there; an engine that was refused it has no KV to spare for them."""
+        """Borrow the bytes of new slots for all layers that an adapter names.
+
+        For an engine without KV to spare for them.
+        """
         await self.warm(adapter)
         block = self._blocks.get(adapter)
         if block is None:
@@ -318,7 +326,7 @@ class AdapterPlaces:
     async def _load_into_room(
         self, adapter: Adapter, engine: AdapterEngine, pid: int, out: Adapter | None
     ) -> int:
-        """Load, and give back what was lent for it and not needed."""
+        """Load, and give back lent bytes that were not needed."""
         try:
             size = await self._load(adapter, engine, pid, out)
         except BaseException:
@@ -328,17 +336,19 @@ class AdapterPlaces:
         return size
 
     async def _settle(self, base: str, size: int) -> None:
-        """Have it counted what the slots of an engine take, when that has become more."""
+        """Borrow the bytes that the slots of an engine take, if they have become more."""
         if size > self._slot_bytes.get(base, 0):
             self._slot_bytes[base] = size
             await self._lend_slots(base, size)
 
     async def _reconcile(self, base: str, engine: AdapterEngine) -> bool:
-        """Free the slots of which nothing is known here, as after an answer that came too late;
-        whether there were any."""
+        """Free slots with adapters that are unknown here, as after an answer that came too late.
+
+        Returns whether there were any.
+        """
         strays = [one for one in await engine.adapters() if not self._is_known(one)]
         for adapter_id in strays:
-            event(_log, "freeing a slot that nobody knows of", model=base, adapter=adapter_id)
+            event(_log, "freeing a slot with an unknown adapter", model=base, adapter=adapter_id)
             await engine.unload_adapter(adapter_id)
         return bool(strays)
 

@@ -1,4 +1,4 @@
-"""Which adapters a node has, by the names that callers use, and who may use which."""
+"""The adapters of a node, by the names that callers use, and the clients that may use each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NEIGHBOURS = 50
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidArgument unless an adapter may be called so."""
+    """Raise InvalidArgument unless this may be the name of an adapter."""
     if not _NAME.fullmatch(name):
         raise InvalidArgument(
             f"{name[:80]!r} cannot be an adapter's name; give 1 to 64 letters, digits, '.', '_' "
@@ -26,7 +26,7 @@ def check_name(name: str) -> None:
 
 
 def check_client(client: str) -> None:
-    """Raise InvalidArgument unless a client may be called so."""
+    """Raise InvalidArgument unless this may be the name of a client."""
     if len(client) > MAX_CLIENT_CHARS or not client.isprintable():
         raise InvalidArgument(
             f"{client[:80]!r} is no client's name; give at most {MAX_CLIENT_CHARS} printable "
@@ -36,7 +36,7 @@ def check_client(client: str) -> None:
 
 
 class AdapterRegistry:
-    """Records by model id. `client` is who asks; "" = nobody in particular."""
+    """Records by model id. `client` is the name of the caller; "" = unknown."""
 
     def __init__(self) -> None:
         self._records: dict[str, AdapterRecord] = {}
@@ -53,7 +53,7 @@ class AdapterRegistry:
         return self._records.get(model_id)
 
     def find(self, model_id: str, client: str) -> AdapterRecord:
-        """Find an adapter for who asks. Raises NotFound naming near ones, and Denied."""
+        """Find an adapter for a client. Raises NotFound naming near ones, and Denied."""
         record = self._records.get(model_id)
         if record is None:
             near = self._near(model_id, client)
@@ -79,7 +79,7 @@ class AdapterRegistry:
         return found[0]
 
     def usable(self, client: str) -> tuple[AdapterRecord, ...]:
-        """All that a client may use, by name."""
+        """The adapters that a client may use, by name."""
         return tuple(record for record in self if record.owner in ("", client))
 
     def put(self, record: AdapterRecord) -> None:

@@ -1,4 +1,4 @@
-"""AdapterService: what the owner of a node tells it about adapters, on the node's own socket."""
+"""AdapterService: the owner of a node adds, lists and removes adapters, on the node's socket."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AdapterService(AdapterServiceServicer):
     async def ListAdapters(
         self, request: pb.ListAdaptersRequest, context: Context
     ) -> pb.ListAdaptersResponse:
-        """Tell of all, whoever owns them."""
+        """List all adapters, of every owner."""
         stale = await self._adapters.stale()
         found = [self._info(record) for record in self._adapters.records()]
         for info in found:
@@ -47,7 +47,7 @@ class AdapterService(AdapterServiceServicer):
     async def RemoveAdapter(
         self, request: pb.RemoveAdapterRequest, context: Context
     ) -> pb.RemoveAdapterResponse:
-        """Let nobody have it any more."""
+        """Remove an adapter: no new request gets it."""
         try:
             record = await self._adapters.remove(request.model_id)
         except KakeyaError as refusal:

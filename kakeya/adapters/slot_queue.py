@@ -1,13 +1,13 @@
-"""Who waits for an adapter of one model: brought into slots in an order in which nobody starves.
+"""The queue for slots of one model: requests wait until their adapters are brought into slots.
 
-Whose adapter is in a slot does not come here, but while somebody has waited long: then the least
-wanted adapter in a slot yields, which means that its next requests wait in line too, its slot
-comes free, and the line goes on. It yields no longer than others wait. The order is
-`BatchFormer`'s.
+A request skips the queue when its adapter is in a slot. When the oldest waiting request is older
+than AGE_S, the least requested adapter in a slot yields: new requests for it queue too, so its slot
+empties, and the oldest request gets it. An adapter yields no longer than others wait. The order is
+`BatchFormer`'s, in which no request starves.
 
-Whose adapter is on disk only has it laid in pages first, and stands in line afterwards as from the
-beginning: others do not wait for a disk, nor for pages. The mover, who serves the line, does it
-only for one whose pages went meanwhile.
+An adapter that is on disk only is laid in pages first; its request then has the place in the queue
+of the time when it came. So no other request waits for a disk, or for pages. The mover, which
+serves the queue, lays an adapter in pages only if its pages were taken meanwhile.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Lend = Callable[[str, float], AbstractAsyncContextManager[AdapterEngine]]
 MAX_WAITING = 256
 _ENGINE_PATIENCE_S = 120.0
 _TRIES = 3
-"""How many engines may end under one request."""
+"""The most engines that may end under one request."""
 
 
 class _Waiter:
@@ -53,8 +53,8 @@ class _Waiter:
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-class AdapterLine:
-    """The line in front of one model's slots; `run` is its supervised task."""
+class SlotQueue:
+    """The queue for one model's slots; `run` is its supervised task."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class AdapterLine:
         clock: Clock,
         on_failure: Callable[[Adapter, KakeyaError], None],
     ) -> None:
-        """`on_failure` is told which adapter could not be brought in, and why."""
+        """`on_failure` is called with an adapter that could not be brought in, and the reason."""
         self._base = base
         self._table = table
         self._places = places
@@ -78,17 +78,17 @@ class AdapterLine:
         self._prefetch: tuple[Move, ...] = ()
         self._warming = 0
         self.slots = 0
-        """Of the engine that was last seen."""
+        """Slots of the engine that was last seen."""
 
     @property
     def waiting(self) -> int:
-        """How many wait, in line or for pages."""
+        """Requests that wait, in the queue or for pages."""
         return len(self._former) + self._warming
 
     def take(self, adapter: Adapter, *, is_following: bool = False) -> bool:
-        """Lease an adapter that is in a slot now, and need not yield; False = wait in line.
+        """Lease an adapter that is in a slot and does not yield; False = the request has to wait.
 
-        For who `is_following`, it is enough that it is on its way there; see `wait`.
+        For a request that `is_following`, an adapter on its way suffices; see `wait`.
         """
         is_there = adapter.is_hot and not (adapter.is_moving or adapter.is_yielding)
         if is_there or (is_following and adapter.is_coming):
@@ -101,10 +101,9 @@ class AdapterLine:
     ) -> None:
         """Return once the adapter is in a slot and leased.
 
-        Who `is_following` only asks the engine for what comes behind the load: for them it is
-        enough that it was sent. Where it fails, the engine will say that it knows no such adapter.
-        Raises QueueFull, CapacityExhausted when the time is up, and what the way to the slot
-        raises.
+        A request that `is_following` is sent to the engine behind the load: for it, a sent load
+        suffices. Where the load fails, the engine answers that it knows no such adapter.
+        Raises QueueFull, CapacityExhausted when the time is up, and errors of the way to the slot.
         """
         if self.waiting >= MAX_WAITING:
             raise QueueFull(
@@ -136,19 +135,19 @@ class AdapterLine:
             adapter.waiting -= 1
 
     def released(self) -> None:
-        """A lease ended: a slot may have come free."""
+        """Note that a lease ended: a slot may have come free."""
         if self._former:
             self._wake.set()
 
     def tidy(self, prefetch: tuple[Move, ...]) -> None:
-        """When nobody waits: bring in who is going to be asked for, take out who was removed."""
+        """Move adapters when no request waits: these ones in, removed ones out."""
         self._prefetch = prefetch
         self._wake.set()
 
     async def run(self) -> None:
-        """Serve the line for ever; one mover for each model, so that no two want one slot."""
+        """Serve the queue for ever; one mover for each model, so that no two want one slot."""
         while True:
-            self._calm()
+            self._stop_yielding()
             if not self._former:
                 await self._wake.wait()
             self._wake.clear()
@@ -161,10 +160,10 @@ class AdapterLine:
     # --- inside
 
     async def _warm(self, adapter: Adapter) -> None:
-        """Have an adapter laid in pages for one who waits."""
+        """Have an adapter laid in pages for a waiting request."""
         self._warming += 1
         try:
-            # It is for this engine, which must not be the one that goes for its pages.
+            # The engine is held, so that it is not the idle model that goes for these pages.
             async with self._lend(self._base, _ENGINE_PATIENCE_S):
                 if adapter.is_retired:
                     raise _removed(adapter)
@@ -177,12 +176,12 @@ class AdapterLine:
             self._warming -= 1
 
     async def _serve(self) -> bool:
-        """Serve some; False when nobody could be."""
+        """Serve some requests; False when none could be served."""
         try:
             async with self._lend(self._base, _ENGINE_PATIENCE_S) as engine:
-                await engine.ready(_ENGINE_PATIENCE_S)  # one that died is started again
+                await engine.ready(_ENGINE_PATIENCE_S)  # a dead engine is started again
                 has_served = await self._bring(engine)
-                await asyncio.sleep(0)  # who got one goes on before the engine is given back
+                await asyncio.sleep(0)  # served requests go on before the engine is given back
                 return has_served
         except KakeyaError as problem:
             batch = self._former.form(self._clock.mono(), places=MAX_WAITING)
@@ -205,13 +204,15 @@ class AdapterLine:
             resident={a.adapter_id for a in hot if not (a.is_moving or a.is_yielding)},
         )
         try:
-            return await self._seat(batch, engine, free)
+            return await self._fill_slots(batch, engine, free)
         except BaseException:
             self._put_back([waiter for _, waiter in batch.rows])
             raise
 
-    async def _seat(self, batch: AdapterBatch[_Waiter], engine: AdapterEngine, free: int) -> bool:
-        """Bring in all whose turn it is, at the same time; False when nobody got anything."""
+    async def _fill_slots(
+        self, batch: AdapterBatch[_Waiter], engine: AdapterEngine, free: int
+    ) -> bool:
+        """Bring in the adapters of a batch, at the same time; False when no request got one."""
         done = self._grant_present(batch)
         jobs = []
         for waiters in self._absent(batch):
@@ -223,13 +224,13 @@ class AdapterLine:
             free -= 1
             jobs.append(self._move(adapter, waiters, engine, out))
         if len(jobs) == 1:
-            return await jobs[0] or done  # no task for it: that is a turn of the loop
+            return await jobs[0] or done  # without a task, which costs a turn of the loop
         return any(await asyncio.gather(*jobs)) or done
 
     def _move(
         self, adapter: Adapter, waiters: list[_Waiter], engine: AdapterEngine, out: Adapter | None
     ) -> Coroutine[None, None, bool]:
-        """`_bring_one`, before which nobody else takes either of the two."""
+        """Mark both adapters as moving at once; `_bring_one` then moves them."""
         adapter.is_moving = True
         if out is not None:
             out.is_moving = True
@@ -238,7 +239,7 @@ class AdapterLine:
     async def _bring_one(
         self, adapter: Adapter, waiters: list[_Waiter], engine: AdapterEngine, out: Adapter | None
     ) -> bool:
-        """Bring one adapter in, for all who wait for it; False when they wait on."""
+        """Bring one adapter in, for all requests for it; False when these wait on."""
         following = [waiter for waiter in waiters if waiter.is_following]
 
         def sent() -> None:
@@ -262,7 +263,7 @@ class AdapterLine:
         return True
 
     async def _tidy(self) -> None:
-        """Do what nobody waits for, while nobody waits and the engine is there anyway."""
+        """Move adapters ahead of need, while no request waits and the engine is up anyway."""
         moves, self._prefetch = self._prefetch, ()
         gone = [a for a in self._table.hot(self._base) if a.is_retired and a.is_idle]
         if not (moves or gone) or not self._places.is_up(self._base):
@@ -279,10 +280,10 @@ class AdapterLine:
             event(_log, "slots not tidied", level=logging.DEBUG, problem=problem.message)
 
     async def _unload(self, adapter: Adapter, engine: AdapterEngine) -> None:
-        """Take out one that was removed, unless it came back meanwhile."""
+        """Take out a removed adapter, unless it came back meanwhile."""
         if not (adapter.is_retired and adapter.is_idle):
             return
-        adapter.is_moving = True  # who wants it again waits in line
+        adapter.is_moving = True  # new requests for it wait in the queue
         try:
             await engine.unload_adapter(adapter.adapter_id)
             self._table.left_slot(adapter)
@@ -290,7 +291,7 @@ class AdapterLine:
             adapter.is_moving = False
 
     async def _carry_out(self, move: Move, engine: AdapterEngine) -> None:
-        """Bring in who is used a lot, if it still is out and its place still is free."""
+        """Bring in a much used adapter, if it still is out and its place still is free."""
         if move.adapter_id not in self._table:
             return
         adapter = self._table.get(move.adapter_id)
@@ -302,7 +303,7 @@ class AdapterLine:
         await self._move(adapter, [], engine, out if len(hot) >= self.slots else None)
 
     def _grant_present(self, batch: AdapterBatch[_Waiter]) -> bool:
-        """Those whose adapter is in a slot have it; one that yields took its turn like others."""
+        """Grant requests for adapters in slots; a yielding one took its turn like others."""
         present = [waiter for _, waiter in batch.rows if _is_present(waiter.adapter)]
         for waiter in present:
             waiter.adapter.is_yielding = False
@@ -310,7 +311,7 @@ class AdapterLine:
         return bool(present)
 
     def _absent(self, batch: AdapterBatch[_Waiter]) -> list[list[_Waiter]]:
-        """The others, by adapter. Who waits for one that was removed meanwhile is told."""
+        """The other requests, by adapter. Those for a removed adapter fail."""
         groups: dict[Adapter, list[_Waiter]] = {}
         for _, waiter in batch.rows:
             if waiter.adapter.is_retired:
@@ -322,7 +323,7 @@ class AdapterLine:
     def _grant(self, waiters: list[_Waiter]) -> None:
         now = self._clock.mono()
         for waiter in waiters:
-            if waiter.granted.done():  # its caller left
+            if waiter.granted.done():  # the caller left
                 continue
             try:
                 self._table.lease(waiter.adapter, now)
@@ -332,7 +333,7 @@ class AdapterLine:
                 waiter.granted.set_result(None)
 
     def _refusal(self, adapter: Adapter, problem: KakeyaError) -> KakeyaError:
-        """Tell that an adapter could not be had; what those who wait for it are told."""
+        """Note that an adapter could not be loaded; returns the error for its requests."""
         adapter.is_doubtful = True
         if adapter.is_retired:
             return _removed(adapter)
@@ -358,9 +359,9 @@ class AdapterLine:
                 self._former.add(waiter.adapter.adapter_id, waiter, waiter.since)
 
     def _leave(self, waiter: _Waiter) -> None:
-        """End a wait; what was granted in the same moment is given back."""
+        """End a wait; a lease that was granted in the same moment is given back."""
         if self._former.remove(waiter.adapter.adapter_id, waiter):
-            self._calm()
+            self._stop_yielding()
             self._wake.set()
             return
         granted = waiter.granted
@@ -369,19 +370,19 @@ class AdapterLine:
             self.released()
 
     def _ask_to_yield(self) -> None:
-        """Somebody waited long: the least wanted of those in use takes no more for now."""
+        """Let the least requested adapter in use yield, if a request waits long for another."""
         adapter = self._table.yielder(self._base)
         if adapter is not None and self._is_others_turn(adapter):
             adapter.is_yielding = True
 
-    def _calm(self) -> None:
-        """Who was asked to yield takes requests again once nobody else waits long for a slot."""
+    def _stop_yielding(self) -> None:
+        """Let adapters take requests again once no request waits long for another adapter."""
         for adapter in self._table.hot(self._base):
             if adapter.is_yielding and not self._is_others_turn(adapter):
                 adapter.is_yielding = False
 
     def _is_others_turn(self, adapter: Adapter) -> bool:
-        """Whether somebody waits long for another adapter."""
+        """Whether a request waits long for another adapter."""
         since = self._former.oldest(but=adapter.adapter_id)
         return since is not None and self._clock.mono() - since >= AGE_S
 

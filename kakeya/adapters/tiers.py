@@ -1,17 +1,17 @@
-"""Which adapters are worth a place in an engine, in pages, or only on disk. Pure: it moves nothing.
+"""Tiers of adapters: which deserve a slot of an engine, pages, or only the disk. Pure.
 
     HOT    in a slot of its engine     >= 10 uses in the last 60 s, and among the first 100
     WARM   packed, in pages            >= 1 use, and among the next 1000
     COLD   compressed, on disk         everything; it is always there too
 
-A rank alone would keep adapters hot that nobody uses, and a threshold alone has no bound, so both
-must hold. Who has a rating keeps it until its uses fall to half of what it took, and until another
-has a quarter more: two adapters with nearly equal use do not change places all the time.
+A rank alone would keep unused adapters hot, and a threshold alone has no bound, so both must hold.
+An adapter keeps its rating until its uses fall to half of the threshold, and until another has a
+quarter more: two adapters with nearly equal use do not change places all the time.
 
-A rating says what an adapter deserves; `is_hot` and `is_warm` say where its bytes are. Who is to
-be hot and lies on disk only is brought to warm first, so that no slot waits for a disk. A request
-brings its adapter into a slot whatever the rating: the one that idles longest makes room, those
-that are rated hot last. A slot that nobody wants keeps what is in it.
+A rating says what an adapter deserves; `is_hot` and `is_warm` say where its bytes are. An adapter
+that is rated hot and lies on disk only is brought to warm first, so that no slot waits for a disk.
+A request brings its adapter into a slot whatever the rating: the adapter that idles longest makes
+room, those that are rated hot last. A slot keeps its adapter until another needs it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TierRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """What to do next: bring an adapter to a tier, first taking `instead_of` out of its slot."""
+    """A move to make: bring an adapter to a tier, first taking `instead_of` out of its slot."""
 
     adapter_id: str
     to: Tier
@@ -85,16 +85,16 @@ class Adapter:
         self.base = base
         self.row = row
         self.rating = Tier.COLD
-        self.is_coming = False  # an engine was asked for it: what is sent now is behind that
+        self.is_coming = False  # its load was sent to an engine: later requests are behind it
         self.is_doubtful = False  # could not be brought into a slot the last time
         self.is_hot = False
         self.is_warm = False
-        self.is_moving = False  # somebody carries out a move with it
+        self.is_moving = False  # a move of it is under way
         self.is_retired = False  # takes no new leases
-        self.is_yielding = False  # its next requests wait in line, because others waited long
+        self.is_yielding = False  # its new requests wait in the queue, because others waited long
         self.leases = 0
         self.used_s = 0.0
-        self.waiting = 0  # requests that are to have it, its model perhaps being loaded yet
+        self.waiting = 0  # requests that wait for it, also while its model is loaded
 
     @property
     def tier(self) -> Tier:
@@ -117,7 +117,7 @@ class AdapterTable:
         self._window = AccessWindow(self.rules.window_s, self.rules.slices)
         self._adapters: dict[str, Adapter] = {}
         self._by_row: dict[int, Adapter] = {}
-        self._hot: dict[str, dict[str, Adapter]] = {}  # by base: who is in a slot
+        self._hot: dict[str, dict[str, Adapter]] = {}  # by base: adapters in slots
         self._warm: dict[str, Adapter] = {}
         self._rated: tuple[Adapter, ...] = ()  # above cold, the most used first
 
@@ -131,7 +131,7 @@ class AdapterTable:
         return iter(self._adapters.values())
 
     def add(self, adapter_id: str, base: str) -> Adapter:
-        """Take an adapter in, cold. Raises Conflict when it is known."""
+        """Add an adapter, cold. Raises Conflict when it is known."""
         if adapter_id in self._adapters:
             raise Conflict(f"adapter {adapter_id} is in the table already")
         adapter = Adapter(adapter_id, base, self._window.add())
@@ -147,8 +147,10 @@ class AdapterTable:
             raise NotFound(f"there is no adapter {adapter_id[:120]!r}") from None
 
     def remove(self, adapter: Adapter) -> None:
-        """Forget an adapter that is nowhere but on disk, and that nobody waits for. Raises Conflict
-        for another."""
+        """Forget an adapter that is on disk only, and that no request waits for.
+
+        Raises Conflict for any other.
+        """
         if adapter.tier is not Tier.COLD or not adapter.is_idle or adapter.waiting:
             raise Conflict(
                 f"adapter {adapter.adapter_id} is in use or waited for, in a slot or in pages"
@@ -191,7 +193,7 @@ class AdapterTable:
         self._hot.get(adapter.base, {}).pop(adapter.adapter_id, None)
 
     def emptied(self, base: str) -> tuple[Adapter, ...]:
-        """Note that an engine ended, and its slots with it; who was in them."""
+        """Note that an engine ended with its slots; returns the adapters that were in them."""
         gone = tuple(self._hot.pop(base, {}).values())
         for adapter in gone:
             adapter.is_hot = adapter.is_yielding = False
@@ -208,21 +210,23 @@ class AdapterTable:
         self._warm.pop(adapter.adapter_id, None)
 
     def hot(self, base: str) -> tuple[Adapter, ...]:
-        """Who is in a slot of a model's engine."""
+        """Adapters in slots of a model's engine."""
         return tuple(self._hot.get(base, {}).values())
 
     def warm(self) -> tuple[Adapter, ...]:
-        """Who lies in pages."""
+        """Adapters in pages."""
         return tuple(self._warm.values())
 
     def victim(self, base: str) -> Adapter | None:
-        """Who leaves its slot for another: the one that idles longest; None = all are in use."""
+        """The adapter that leaves its slot for another: the longest idle; None = all are in use."""
         idle = (adapter for adapter in self._hot.get(base, {}).values() if adapter.is_idle)
         return min(idle, key=_leaves_first, default=None)
 
     def yielder(self, base: str) -> Adapter | None:
-        """Who should take no more requests at once, so that its slot comes free for those who
-        waited long; None when one does so already, or there is nobody."""
+        """The adapter that should yield, so that its slot comes free for requests that waited long.
+
+        None when one yields already, or none is in use.
+        """
         held = tuple(self._hot.get(base, {}).values())
         if any(adapter.is_yielding for adapter in held):
             return None
@@ -235,9 +239,9 @@ class AdapterTable:
     # --- ratings
 
     def rebalance(self, now: float, slots: Mapping[str, int]) -> tuple[Move, ...]:
-        """Rate all by their uses, and say who should move; `slots` by base.
+        """Rate all adapters by their uses; returns moves, of the most used first; `slots` by base.
 
-        The most used first. Nobody in use, or being moved, is named.
+        No adapter that is in use, or moving, is moved.
         """
         counts = self._window.counts(now)
         used = np.flatnonzero(counts)
@@ -293,8 +297,10 @@ class AdapterTable:
         return [adapter for _, adapter in found[: rules.warm_places]]
 
     def _promotions(self, hot: list[Adapter], slots: Mapping[str, int]) -> Iterator[Move]:
-        """Into free slots, then into those of idle ones that are not rated hot; from pages only,
-        into which others are brought first."""
+        """Moves into free slots, then into slots of idle adapters that are not rated hot.
+
+        From pages only; an adapter on disk moves to pages first.
+        """
         free: dict[str, int] = {}
         idle: dict[str, list[Adapter]] = {}
         for base, places in slots.items():
@@ -320,7 +326,7 @@ class AdapterTable:
                 yield Move(adapter_id=adapter.adapter_id, to=Tier.WARM)
 
     def _coolings(self) -> Iterator[Move]:
-        """Out of the pages goes who is rated cold."""
+        """Moves out of pages, of idle adapters that are rated cold."""
         for adapter in tuple(self._warm.values()):
             if adapter.rating is Tier.COLD and adapter.is_idle:
                 yield Move(adapter_id=adapter.adapter_id, to=Tier.COLD)

@@ -1,8 +1,8 @@
 """How often each of many things was used in the last minute, without an allocation for each use.
 
 One row for each thing, one column for each slice of the window. A use is one addition in the
-column of now; when time enters a slice, the column is cleared for all rows at once. What is
-counted therefore reaches back a whole window less up to one slice.
+column of the moment; when time enters a slice, its column is cleared for all rows at once. So
+counts reach back a whole window, less up to one slice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The line in front of one model's slots: who yields, for how long, and who waits for whom."""
+"""The queue for one model's slots: which adapter yields, for how long, and which requests wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.adapters import slot_queue as adapter_line
+from kakeya.adapters import slot_queue
 from kakeya.adapters.batch import AGE_S
 from kakeya.adapters.files.store import AdapterRecord, AdapterStore
 from kakeya.adapters.lease import AdapterUse
@@ -123,7 +123,7 @@ async def test_one_adapter_that_comes_slowly_from_disk_holds_up_no_other(
         await settled(lambda: not (node.engine.lent or waiting(node)))
 
 
-async def test_who_waits_for_a_disk_has_the_age_of_the_whole_wait_in_line(
+async def test_a_request_that_waits_for_a_disk_has_the_age_of_its_whole_wait_in_the_queue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with moved_by_hand(tmp_path, slots=1) as (node, clock):
@@ -149,7 +149,7 @@ async def test_who_waits_for_a_disk_has_the_age_of_the_whole_wait_in_line(
 async def test_who_waits_for_a_disk_waits_no_longer_than_told_and_counts_as_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_line, "MAX_WAITING", 1)
+    monkeypatch.setattr(slot_queue, "MAX_WAITING", 1)
     async with world(tmp_path) as node:
         slow = await node.add(1)
         with slow_disk(monkeypatch, slow) as disk:
@@ -186,7 +186,7 @@ async def test_all_who_wait_for_a_damaged_one_hear_that_it_is(
 async def test_nobody_is_brought_from_disk_while_nobody_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who deserves a slot is read by the rebalance, beside the line, and comes in afterwards."""
+    """The rebalance reads a deserving adapter beside the queue; it comes in afterwards."""
     async with world(tmp_path, rules=TierRules(hot_uses=3)) as node:
         popular, other = await node.add(1), await node.add(2)
         for _ in range(3):

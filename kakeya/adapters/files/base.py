@@ -1,5 +1,6 @@
-"""What a base model's folder says of its linear modules, so that an adapter of another model is
-refused when it is registered, and not when somebody waits for it.
+"""The linear modules of a base model, as its folder describes them.
+
+So an adapter of another model is refused when it is registered, not when a request waits for it.
 
 Only headers and a little of each file are read; the weights stay where they are.
 """
@@ -81,7 +82,7 @@ def read_base(folder: Path) -> BaseShapes:
 
 
 def _sample(file: Path, header: Mapping[str, ArrayEntry]) -> bytes:
-    """A little from the middle of every array: tuning may leave any of them as it was."""
+    """A few bytes from the middle of every array: tuning may leave any of them unchanged."""
     parts = []
     with open_regular(file) as (opened, _):
         for begin, end in sorted((entry.begin, entry.end) for entry in header.values()):

@@ -1,7 +1,7 @@
 """The folder that `mlx_lm.lora` writes: adapter_config.json beside adapters.safetensors.
 
-Only plain LoRA on linear modules is read; whatever else is there is refused by name, because an
-adapter of which a part is left out computes something that nobody trained.
+Only plain LoRA on linear modules is read; any other part is refused by name, because an adapter
+without one of its parts is not the adapter that was trained.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kakeya.core.safetensors import ArrayEntry, open_regular, read_header
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapters.safetensors"
 MAX_RANK = 1024
 MAX_SCALE = 10_000.0
-"""Scales are about 1 to 100; far beyond, what is added is no number in 16 bits."""
+"""Scales are about 1 to 100; far beyond, products overflow 16 bits."""
 _MAX_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFolder:
-    """What a folder says of its adapter; `pairs` is where A and B of each module lie."""
+    """A folder with an adapter; `pairs` tells where A and B of each module lie."""
 
     weights: Path
     rank: int
@@ -46,7 +46,7 @@ class AdapterFolder:
 
 
 def read_adapter(folder: Path) -> AdapterFolder:
-    """Look at a folder. Raises InvalidArgument that says what is no plain LoRA adapter in it."""
+    """Inspect a folder. Raises InvalidArgument naming any part that is no plain LoRA adapter."""
     rank, scale = _read_config(folder / CONFIG_FILE)
     weights = folder / WEIGHTS_FILE
     pairs = _pairs(weights, read_header(weights), rank)

@@ -8,8 +8,8 @@
 
 In `int8`, a value is q * s with one s for each column, so it is off by at most s / 2 and s is the
 column's largest magnitude / 127 (columns below 1e-36 become zero). `exact` keeps 16 and 32-bit
-floats as they are. An adapter is packed once, when it is registered: what it computes does not
-depend on where it lies.
+floats as they are. An adapter is packed once, when it is registered: its results do not depend on
+where it lies.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DTYPES: Mapping[str, np.dtype[Any]] = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _HEADERS = 32
-"""Headers whose reading is remembered: adapters trained alike have the same one."""
+"""Parsed headers that are kept: adapters trained alike have the same one."""
 Values = NDArray[np.int8] | FloatArray
 Place = tuple[int, np.dtype[Any], tuple[int, ...]]
 """Offset behind the header, dtype, shape."""
@@ -59,7 +59,7 @@ class Precision(StrEnum):
 
 
 class PackedTensor(NamedTuple):
-    """What an adapter adds to one linear module. Arrays are read-only views of the packed bytes.
+    """The part of an adapter for one linear module. Arrays are read-only views of the packed bytes.
 
     A tuple: each load makes one for each module, and frozen dataclasses take longer to make.
 
@@ -155,7 +155,7 @@ class _Writer:
         self._end = 0
 
     def matrix(self, name: str, values: FloatArray, precision: Precision) -> dict[str, object]:
-        """Add a matrix and its scales; returns what the header says of them."""
+        """Add a matrix and its scales; returns their entry of the header."""
         if precision is Precision.EXACT:
             return {name: self._add(values)}
         quantised, scales = quantise(values)
@@ -257,7 +257,7 @@ class _Header:
 
 @lru_cache(maxsize=_HEADERS)
 def _header(data: bytes) -> _Header:
-    """Read a header. Raises ValueError and others for what is none."""
+    """Read a header. Raises ValueError and others for malformed bytes."""
     fields = json.loads(data.rstrip(b"\0"))
     return _Header(
         rank=int(fields["rank"]),

@@ -1,10 +1,10 @@
-"""Registered adapters on disk: one file each, compressed, that says itself what it is.
+"""Registered adapters on disk: one file each, compressed, with a description in its first line.
 
     KLORA1 CRC {"name": ..., "base": ..., "owner": ..., "digest": ...}\n
     zlib of the packed adapter
 
 The files are the whole truth: a start reads their first lines, and the bytes behind are checked
-when they are read (zlib's own check, and the digest of the packed form). What is damaged is renamed
+when they are read (zlib's own check, and the digest of the packed form). A damaged file is renamed
 to *.damaged and named in the log, unless another was written in its place since it was read; the
 others are not affected. A disk that fails or is full is StoreFailed. Everything here blocks, and
 any thread may call it.
@@ -51,11 +51,11 @@ class BaseReplaced(InvalidArgument):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRecord:
-    """What is known of a registered adapter without reading its values."""
+    """The description of a registered adapter, without its values."""
 
     name: str
     base: str  # the model it is for
-    owner: str  # the client that alone may use it; "" = everybody
+    owner: str  # the only client that may use it; "" = all may
     rank: int
     precision: str
     digest: str  # sha256 of the packed form, hex
@@ -65,16 +65,16 @@ class AdapterRecord:
 
     @property
     def model_id(self) -> str:
-        """What callers name: BASE:NAME."""
+        """The name for callers: BASE:NAME."""
         return f"{self.base}:{self.name}"
 
     @property
     def version(self) -> str:
-        """What an engine knows it by: another one when the content is another."""
+        """The name for engines: another one for other content."""
         return f"{self.model_id}@{self.digest[:_VERSION_CHARS]}"
 
     def problem_with(self, fingerprint: str) -> str:
-        """Why it cannot be used beside weights of this fingerprint; "" = it can be."""
+        """The reason why it does not fit weights of this fingerprint; "" = it fits."""
         if not fingerprint or not self.fingerprint or fingerprint == self.fingerprint:
             return ""
         return (
@@ -92,7 +92,7 @@ class AdapterStore:
         self._writing = threading.Lock()
 
     def scan(self) -> Iterator[AdapterRecord]:
-        """Every adapter there is; damaged files are set aside on the way. Raises StoreFailed."""
+        """All adapters; damaged files are set aside on the way. Raises StoreFailed."""
         with self._on_disk("read"):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with os.scandir(self.folder) as found:
@@ -112,7 +112,7 @@ class AdapterStore:
                 yield record
 
     def save(self, record: AdapterRecord, packed: bytes) -> int:
-        """Write an adapter, or replace it; the bytes it takes. Raises StoreFailed."""
+        """Write an adapter, or replace it; returns the bytes of its file. Raises StoreFailed."""
         text = json.dumps(asdict(record)).encode()
         line = b"%s %08x %s\n" % (_MAGIC, zlib.crc32(text), text)
         if len(line) > _HEADER_BYTES:
@@ -172,7 +172,7 @@ class AdapterStore:
         return self.folder / f"{name}{_SUFFIX}"
 
     def _set_aside_read(self, record: AdapterRecord, data: bytes, problem: str) -> Path:
-        """Set aside what was read. Raises LoadFailed when the file is another by now."""
+        """Set the file aside that was read. Raises LoadFailed when it was replaced meanwhile."""
         path = self._path(record)
         with self._writing:
             with contextlib.suppress(OSError):
