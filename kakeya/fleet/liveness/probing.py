@@ -1,13 +1,13 @@
-"""Looks at nodes that are in doubt: dials them, has others dial them, and gives the verdict.
+"""Probes nodes that are in doubt: dials them, has helpers dial them, and gives the verdict.
 
     a call failed, a connection broke, another node accuses, an accused node beats on,
-    a node that offers something was only heard of
-        -> one look at a time: GetNodeCapability, then GossipService.Probe through three others
-        -> the book (`suspicion.py`) settles the doubt; a new accusation starts a round at once
+    a node with models is known from relays alone
+        -> one probe at a time: GetNodeCapability, then GossipService.Probe through three helpers
+        -> `suspicion.py` settles the doubt; a new accusation starts a round at once
 
-Who is asked and fails too looks for itself, so a death goes through the fleet by probes in
-seconds, faster than rounds would carry it. Nothing here dials what a message names: only cards
-that this node holds, and so seldom that no request makes more traffic than it cost.
+A helper that fails too probes for itself, so the news of a death spreads by probes in seconds,
+faster than by rounds. Nothing here dials an address from a message: only the cards that this node
+holds, and so seldom that no request makes more traffic than it cost.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ from kakeya.wire.channels import Channels
 
 _log = logging.getLogger(__name__)
 _SPACING_S = 0.25
-"""Between two dials of one node: no burst of reasons to look makes a burst of calls."""
+"""Least time between two dials of one node: a burst of reasons makes no burst of calls."""
 _ASK_SPACING_S = 2.0
-"""Between two times that others are asked about one node that is not yet judged."""
+"""Least time between two questions to helpers about one node that is not yet judged."""
 _ECHOES = 2
-"""More rounds after the one that begins with a new accusation: who was missed by the first round
-and by the probes hears it within two revisits, not at its next round."""
+"""Extra rounds after the one that begins with a new accusation: a peer that the first round and the
+probes missed hears it within two revisits, not at its next round."""
 _FALSE_HINT = 4
-"""Accusations that one which proves false uses up: liars and heavy loss make few calls."""
+"""Allowance that a false accusation uses up: liars and heavy loss then cause few calls."""
 _DEFENCES = 3
-"""Rounds for one's own defence in an interval, one for each accuser: the beat that it begins with
-refutes every accusation before it, and the next round is not far."""
+"""Rounds in own defence in an interval, one for each accuser: the beat at its begin refutes every
+accusation before it, and the next round is not far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeConfig:
-    """How patiently, through how many, how often."""
+    """Patience, count of helpers and pace of probes."""
 
     timeout_s: float = DIAL_TIMEOUT_S
     helpers: int = 3
     interval_s: float = DEFAULT_INTERVAL_S
-    """The accusation of one node is followed once in it."""
+    """Time in which an accusation against one node leads to one probe."""
     revisit_s: float = 4.0
-    """Doubted nodes are dialled again once in it, so one that returns is used within 6 s."""
+    """Time between two dials of a doubted node, so that a returned node is used within 6 s."""
     parallel: int = 16
-    """Looks at a time; also dials at a time above which nobody's request starts another."""
+    """Most probes at a time; also the count of dials above which no peer's request starts one."""
     allowance: int = 32
-    """Looks for accusations and dials for others in an interval, and doubted nodes dialled again
-    at a time: more than die at once, and a fleet of any size bears it."""
+    """Probes for accusations and dials for peers in an interval, and doubted nodes dialled again
+    at a time: more than die at once, and few enough for a fleet of any size."""
 
 
 class Prober:
-    """Settles the doubts of one registry's book, and answers those who ask this node to try.
+    """Settles the doubts of one registry, and answers peers that ask this node to probe.
 
-    `poke` asks for a gossip round soon, with a new beat of this node; `route` says where a node is
-    best dialled, `may_dial` whether an address may be that only a card names. Give it to gossip as
-    its `Accusations`, and `lost` to the channels.
+    `poke` asks for a gossip round soon, with a new beat of this node; `route` gives the best
+    address of a node, `may_dial` checks an address that only a card names. Gossip gets this object
+    as its `Accusations`, and the channels its `lost`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Prober:
     ) -> None:
         self._config = config = config or ProbeConfig()
         self._registry = registry
-        self._book = registry.suspicions
+        self._suspicions = registry.suspicions
         self._clock = clock
         self._rng = rng
         self._poke = poke
@@ -98,32 +98,32 @@ class Prober:
             timeout_s=config.timeout_s,
         )
         self._due: dict[str, None] = {}
-        """Addresses to look at, the longest due first."""
+        """Addresses to probe, the longest due first."""
         self._wake = asyncio.Event()
         self._looking: set[str] = set()
         self._unproven: dict[str, dict[str, str]] = {}
-        """By address that is looked at: the nodes there that are accused, and who accuses."""
+        """By address to be probed: the accused nodes there, and their accusers."""
         self._slots = asyncio.Semaphore(config.parallel)
         self._asked = Moments(config.interval_s)
         self._hinted = Moments(config.interval_s)
         self._defended_mono = float("-inf")
         self._defences = Shares(_DEFENCES, config.interval_s, share=1)
         self._echoes = 0
-        # One liar must leave enough for those who tell the truth.
+        # One liar must leave enough allowance for honest accusers.
         share = max(1, config.allowance // 4)
         self._hints = Shares(config.allowance, config.interval_s, share=share)
         allowance = Shares(config.allowance, config.interval_s, share=share)
         self._favours = IndirectProbeService(
             registry, self._dialer, clock=clock, allowance=allowance, parallel=config.parallel
         )
-        self._book.subscribe(self._demand)
+        self._suspicions.subscribe(self._demand)
 
     def start(self, supervisor: Supervisor) -> None:
-        """Look at what is in doubt, under a supervisor."""
+        """Probe nodes in doubt, under a supervisor."""
         supervisor.start("probing", self.run)
 
     async def run(self) -> None:
-        """Look for ever."""
+        """Probe for ever."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._revisit_for_ever())
@@ -138,20 +138,20 @@ class Prober:
             self._looking.clear()
             await self._dialer.aclose()
 
-    # --- reasons to look
+    # --- reasons to probe
 
     def lost(self, address: str) -> None:
-        """Take note that an open connection broke, as the channels tell it."""
+        """Note that an open connection broke; the channels call this."""
         if self._cards_at(address):
             self._demand(address)
 
     def outgoing(self) -> tuple[Sign, ...]:
         """This node's own standing verdicts on nodes that it still shows."""
         sign_of = self._registry.sign_of
-        return tuple(sign for sign in self._book.accusations() if sign_of(sign.node_id))
+        return tuple(sign for sign in self._suspicions.accusations() if sign_of(sign.node_id))
 
     def hear(self, accusations: Sequence[Sign], accuser: str = "") -> None:
-        """Look at the accused of whom nothing later is held; refute what is said of oneself."""
+        """Probe accused nodes without a later sign of life; refute accusations of this node."""
         mono = self._clock.mono()
         for accusation in accusations:
             held = self._registry.sign_of(accusation.node_id)
@@ -169,7 +169,7 @@ class Prober:
 
     def _follow(self, node_id: str, accuser: str, mono: float) -> None:
         card = self._registry.get(node_id, mono=self._clock.mono())
-        if card is None or self._book.doubt_of(card.grpc_address) is Doubt.FLEET_WIDE:
+        if card is None or self._suspicions.doubt_of(card.grpc_address) is Doubt.FLEET_WIDE:
             return
         if self._hints.take(accuser, mono):
             self._hinted.note(node_id, mono)
@@ -186,13 +186,13 @@ class Prober:
         await every(revisit_s, self._revisit, clock=self._clock, rng=self._rng)
 
     async def _revisit(self) -> None:
-        """Dial doubted nodes again, and those that were only heard of: nobody else can tell when an
-        edge works.
+        """Dial doubted nodes again, and those known from relays alone: no other node can tell when
+        this edge works.
 
         New accusations are told once more, too.
         """
         unmet = self._registry.unmet(mono=self._clock.mono())
-        doubted = sorted({*self._book.doubted(), *(card.grpc_address for card in unmet)})
+        doubted = sorted({*self._suspicions.doubted(), *(card.grpc_address for card in unmet)})
         for address in self._rng.sample(doubted, min(len(doubted), self._config.allowance)):
             self._demand(address)
         if self._echoes:
@@ -201,19 +201,19 @@ class Prober:
         oldest_mono = self._clock.mono() - self._config.interval_s
         await self._dialer.forget(before_mono=oldest_mono, peers=self._peers())
 
-    # --- a look
+    # --- one probe
 
     async def _look(self, address: str) -> None:
         try:
             async with self._slots:
-                for card in self._cards_at(address):  # one may lie about being there
+                for card in self._cards_at(address):  # a node may claim an address where it is not
                     await self._look_at(card)
         finally:
             self._looking.discard(address)
             self._unproven.pop(address, None)
 
     async def _look_at(self, card: Card) -> None:
-        self._book.hold(card.grpc_address)
+        self._suspicions.hold(card.grpc_address)
         try:
             reach = await self._dial(card)
             accuser = self._unproven.get(card.grpc_address, {}).pop(card.node_id, None)
@@ -222,7 +222,7 @@ class Prober:
             if reach in (DialResult.FAILED, DialResult.MISSED) and self._may_ask(card):
                 await self._judge(card, is_missed=reach is DialResult.MISSED)
         finally:
-            self._book.release(card.grpc_address)
+            self._suspicions.release(card.grpc_address)
 
     async def _dial(self, card: Card) -> DialResult:
         last = self._dialer.last(card.node_id)
@@ -244,24 +244,24 @@ class Prober:
         sign = self._registry.sign_of(card.node_id)
         if not is_silent or sign is None or sign.incarnation != card.incarnation:
             return  # it answers, is gone, or started again meanwhile
-        if doubt is not self._book.doubt_of(card.grpc_address):
+        if doubt is not self._suspicions.doubt_of(card.grpc_address):
             event(_log, "node does not answer", node=card.node_id, doubt=doubt, asked=len(helpers))
-        if self._book.settle(card, sign, doubt, self._clock.mono()):
+        if self._suspicions.settle(card, sign, doubt, self._clock.mono()):
             self._echoes = _ECHOES
             self._poke()
 
     def _may_ask(self, card: Card) -> bool:
         mono = self._clock.mono()
-        match self._book.doubt_of(card.grpc_address):
+        match self._suspicions.doubt_of(card.grpc_address):
             case Doubt.FLEET_WIDE:
-                return False  # until a sign of life, asking again says nothing new
+                return False  # until a sign of life, the helpers would answer the same
             case Doubt.ASYMMETRIC:
                 return self._asked.is_due(card.node_id, mono, self._config.interval_s)
             case _:
                 return self._asked.is_due(card.node_id, mono, _ASK_SPACING_S)
 
     def _choose_helpers(self, card: Card) -> list[Card]:
-        has = self._book.has
+        has = self._suspicions.has
         able = [
             peer
             for peer in self._peers()
@@ -277,5 +277,5 @@ class Prober:
         return self._registry.snapshot(mono=self._clock.mono())[1:]
 
     async def answer_probe(self, request: bytes, context: Context) -> bytes:
-        """Serve GossipService.Probe for those who cannot reach a node."""
+        """Serve GossipService.Probe for peers that cannot reach a node."""
         return await self._favours.answer(request, context)

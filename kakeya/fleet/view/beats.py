@@ -1,14 +1,14 @@
-"""Beats: that a node lives, told apart from what it offers.
+"""Beats: the sign that a node lives, told apart from its offer.
 
 A body (the bytes of a card) stays as it is while its owner counts beats beside it, so gossip moves
 a few bytes for each node in place of its card. A beat is proven by the owner's hash chain, of which
 the card holds the end:
 
     v[512] is drawn at random;   v[i - 1] = SHA-256("kakeya-beat" | life | v[i])[:8]
-    the card's anchor is v[0];   beat k is proven by v[k], known to nobody else until it is beaten
+    the card's anchor is v[0];   beat k is proven by v[k], a secret of the owner until it is beaten
 
-Whoever holds beat j believes beat k > j if k - j steps lead from v[k] to v[j]. An age needs no
-proof: `held.py` takes no word for it that would make a card younger than it can be.
+A node that holds beat j believes beat k > j if k - j steps lead from v[k] to v[j]. An age needs no
+proof: `card_table.py` accepts no age that would make a card younger than it can be.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 
 
 class Told(NamedTuple):
-    """One card's beat as somebody told it. `proof` None = not vouched for."""
+    """One card's beat as a message tells it. `proof` None = without a proof."""
 
     number: int
     age_s: float
@@ -44,7 +44,8 @@ class Told(NamedTuple):
 class Beats:
     """Columns; entry i is one card's beat. Keys are unique.
 
-    `ages_s` and `proofs` may end before `keys` do: entries beyond only name what somebody holds.
+    `ages_s` and `proofs` may end before `keys` do: entries beyond only name cards that the sender
+    holds. Columns are there for fleets of 1,000 nodes and more; a shelf has 2 to 50.
     """
 
     keys: Keys
@@ -57,7 +58,7 @@ class Beats:
 
     @property
     def told(self) -> int:
-        """How many entries, from the first on, say how old they are."""
+        """Count of entries, from the first on, that carry an age."""
         return len(self.ages_s)
 
     def entry(self, at: int) -> Told | None:
@@ -68,11 +69,11 @@ class Beats:
         return Told(int(self.numbers[at]), float(self.ages_s[at]), proof)
 
     def places(self) -> dict[int, int]:
-        """Where the entry of each key is."""
+        """The entry number of each key."""
         return dict(zip(self.keys.tolist(), range(len(self)), strict=True))
 
     def tell(self, count: int) -> Beats:
-        """The same cards, of which only the first `count` say how old they are."""
+        """The same cards, of which only the first `count` carry an age."""
         return Beats(self.keys, self.numbers, self.ages_s[:count], self.proofs[:count])
 
 
@@ -99,7 +100,7 @@ class Chain:
 
     @property
     def anchor(self) -> bytes:
-        """What the card holds: the value of beat 0."""
+        """The value of beat 0, which the card holds."""
         return self._values[0]
 
     def proof(self, number: int) -> int:

@@ -5,8 +5,11 @@ A node has a slot; column entry i is what is known of the node in slot i. Ages f
     heard   when this (card, beat) was first heard here, monotonic
     lived   when the owner beat it, as best known: min(heard, latest of (now - told age))
 
-so nobody can make a card younger than the first hearing of its beat, nor, once one honest report
+so no report can make a card younger than the first hearing of its beat, nor, once one honest report
 came, older. A card lives while `now - lived <= ttl`. The wall clock has no part in it.
+
+Columns and the key table are there for fleets of 1,000 nodes and more, where a message names all
+cards at once; for a shelf of 2 to 50 nodes a dictionary of cards would do.
 """
 
 from __future__ import annotations
@@ -23,18 +26,18 @@ from kakeya.fleet.view.beats import MAX_BEATS, Beats, Floats, Keys, Told, leads_
 from kakeya.fleet.view.keys import KeyTable, Places
 
 MAX_STEPS = 20_000
-"""Of hash chains that one message may cost: 10 ms. What is left over is proven by later ones."""
+"""Steps of hash chains that one message may cost: 10 ms. Later messages prove the other beats."""
 
 _MIN_GROWTH = 32
 Number = TypeVar("Number", bound=np.generic)
 
 
 class Anchored(Protocol):
-    """What beats are proven by: a card, or what is left of one."""
+    """The chain that proves beats: of a card, or of a replaced card."""
 
     @property
     def life(self) -> int:
-        """The life whose chain it is."""
+        """The life that the chain belongs to."""
         ...
 
     @property
@@ -46,7 +49,7 @@ class Anchored(Protocol):
 class CardIndex:
     """Slots of nodes, and every held card by its bytes and by its key.
 
-    One for each registry. Registries of one process may share one, as a simulation's do: each card
+    Each registry has one. Registries of one process may share one, as a simulation's do: each card
     is then in memory once, and stays there.
     """
 
@@ -77,7 +80,7 @@ class CardIndex:
         return sorted(self._slots_by_address.get(address, ()))
 
     def hold(self, card: Card) -> int:
-        """Note a card; returns its node's slot."""
+        """Add a card; returns its node's slot."""
         slot = self._slot_by_id.get(card.node_id)
         if slot is None:
             slot = self._free.pop() if self._free else self.size
@@ -89,7 +92,7 @@ class CardIndex:
         return slot
 
     def let_go(self, card: Card, *, is_gone: bool) -> None:
-        """Forget a card that was replaced, or whose node is gone too."""
+        """Forget a replaced card, or the card of a node that is gone."""
         if self._is_shared:
             return
         self._slot_by_key.drop(card.key)
@@ -199,13 +202,13 @@ class CardTable:
     def has_plain(self) -> bool:
         """Whether a node is held that judges cards by their stamps.
 
-        Never where cards are signed: who can sign knows beats, and one that denies it would have
-        everybody make new bodies all the time.
+        Never where cards are signed: a node that can sign knows beats, and a liar that denies it
+        would make the whole fleet renew bodies all the time.
         """
         return self._plain > 0 and not self._needs_proofs
 
     def living(self, mono: float) -> Sequence[Card]:
-        """The same, each read when it is looked at: where a few of many are drawn."""
+        """The cards of live nodes, each read on access: for callers that draw a few of many."""
         return _Cards(self._cards, self._live(mono))
 
     def lively(self, mono: float) -> list[Card]:
@@ -214,7 +217,7 @@ class CardTable:
         return [card for slot in slots if (card := cards[slot]) is not None]
 
     def expired(self, mono: float) -> list[Card]:
-        """The cards whose time is over."""
+        """The expired cards."""
         is_over = (self._keys != 0) & (mono - self._lived > self._ttl)
         cards = self._cards
         return [card for slot in np.flatnonzero(is_over) if (card := cards[slot]) is not None]
@@ -225,21 +228,21 @@ class CardTable:
         return bool(mono - self._lived[slot] <= self._ttl[slot])
 
     def ages(self, mono: float) -> Floats:
-        """Seconds since each owner lived, of all that is held."""
+        """Seconds since each owner lived, for all held cards."""
         ages: Floats = mono - self._lived[self._keys != 0]
         return ages
 
     def beats(self, mono: float, *, latest: int = 0) -> Beats:
-        """The beats of all nodes that live; so many of the latest come before all others."""
+        """The beats of all live nodes; the `latest` most recent come first."""
         slots = self._live(mono)
         if 0 < latest < len(slots):
             slots = slots[np.argpartition(-self._lived[slots], latest)]
         return self._beats_of(slots, mono)
 
     def news(self, theirs: Beats, places: Places, mono: float) -> tuple[Beats, list[Card]]:
-        """Of nodes that live: later beats than theirs, and the cards that they do not name.
+        """Later beats of live nodes than `theirs`, and the cards that `theirs` do not name.
 
-        `places` are those of their keys.
+        `places` are the slots of their keys.
         """
         slots = self._live(mono)
         named = np.full(len(self._keys), -1, np.int64)
@@ -268,9 +271,9 @@ class CardTable:
         return card
 
     def hear(self, beats: Beats, places: Places, mono: float) -> Places:
-        """Take what somebody tells of these cards; returns where those are that beat anew.
+        """Take the beats that a message tells of held cards; returns the slots that beat anew.
 
-        `places` are those of the keys. Beats that no proof vouches for change nothing.
+        `places` are the slots of the keys. Beats without a valid proof change nothing.
         """
         told = beats.told
         at = (places[:told] >= 0).nonzero()[0]
@@ -279,7 +282,7 @@ class CardTable:
             slots, numbers, ages_s = slots[at], numbers[at], ages_s[at]
         lived = mono - np.maximum(ages_s, 0.0)
         held = self._numbers[slots]
-        known = numbers <= held  # who lived at an earlier beat did so no later than at this one
+        known = numbers <= held  # an owner made an earlier beat no later than this one
         where = slots[known]
         younger = np.minimum(self._heard[where], lived[known])
         self._lived[where] = np.maximum(self._lived[where], younger)
@@ -347,7 +350,7 @@ class CardTable:
 
 
 class _Cards(Sequence[Card]):
-    """Cards in some slots; true until the next change of what is held."""
+    """Cards in some slots; valid until the next change of the table."""
 
     def __init__(self, cards: list[Card | None], slots: Places) -> None:
         self._cards, self._slots = cards, slots

@@ -1,7 +1,7 @@
-"""Two processes under one node id: seen, kept while it is news, told once for each address.
+"""Conflicts: two processes under one node id, kept while fresh, told once for each address.
 
-The cards order the same on every node (`cards.py`), so views never alternate; but a person has to
-hear of it, and the one that came second has to stop serving.
+The cards order the same on every node (`cards.py`), so views never alternate; but an operator has
+to hear of it, and the process that came second has to stop serving.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class IdConflict:
 
 
 class Conflicts:
-    """What was seen, by id and address; bounded, the longest quiet is forgotten first."""
+    """Conflicts by id and address; bounded, the longest quiet is forgotten first."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[NodeId, str], IdConflict] = OrderedDict()

@@ -1,8 +1,8 @@
-"""Whom this node met itself, and where: by certificate, not by what others say.
+"""First-hand contacts: nodes that this node met by certificate, and their addresses.
 
-What relays tell can be old: the card and beats of a node that is gone look as alive to a newcomer
-as they did then. And any card can name any address. So a node is met when it called here, or
-answered a call, under its own certificate; and only an answer says that it is at an address.
+News from relays can be old: the card and beats of a node that is gone look as alive to a newcomer
+as they once did. And any card can name any address. So a node counts as met when it called here, or
+answered a call, under its own certificate; and only an answer proves that it is at an address.
 
 Values only; a fleet without identities has no use for them.
 """
@@ -13,7 +13,7 @@ from kakeya.core.ids import NodeId
 from kakeya.fleet.cards.cards import MAX_ENDPOINTS
 
 MAX_PLACES = MAX_ENDPOINTS + 1
-"""Of one node: its address and its endpoints. Who answers at more keeps the latest."""
+"""Addresses of one node: its own and its endpoints. Of more, the latest are kept."""
 
 
 class FirstHandContacts:
@@ -24,11 +24,11 @@ class FirstHandContacts:
         self._at: dict[str, NodeId] = {}
 
     def has(self, node_id: str) -> bool:
-        """Whether a node was met since it was heard of last."""
+        """Whether a node was met in its present life here."""
         return node_id in self._places
 
     def at(self, address: str) -> NodeId | None:
-        """Which node answered at an address last."""
+        """The node that answered last at an address."""
         return self._at.get(address)
 
     def met(self, node_id: NodeId) -> None:
@@ -54,6 +54,6 @@ class FirstHandContacts:
             self._places[node_id].pop(address, None)
 
     def forget(self, node_id: NodeId) -> None:
-        """Forget a node that is over."""
+        """Forget a node that is gone."""
         for address in self._places.pop(node_id, {}):
             del self._at[address]

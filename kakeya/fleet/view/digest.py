@@ -1,4 +1,7 @@
-"""What a registry can tell in columns, and what it lacks of what others tell it."""
+"""Digests of a registry in columns: the beats that it can tell, the cards that it lacks.
+
+Columns are there for fleets of 1,000 nodes and more; a shelf has 2 to 50.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from kakeya.fleet.view.keys import Places
 from kakeya.fleet.view.registry import CapabilityRegistry
 
 MANY_UNKNOWN = 8
-"""Cards whose signatures are verified between two awaits: about a millisecond."""
+"""Most cards to verify between two awaits: about a millisecond."""
 SETTLED_S = 60.0
-"""After which a card has reached everybody: six rounds."""
+"""Time after which a card has reached the whole fleet: six rounds."""
 MIN_SIGNED_BYTES = 300
 
 
 def all_beats(registry: CapabilityRegistry, *, mono: float, least: int) -> Beats:
     """The own beat, then those of all live peers, of which the earliest third is only named.
 
-    Of at least so many it is told how old they are.
+    At least `least` entries carry an age.
     """
     told = max(least, (1 + len(registry.peers.held)) * 2 // 3)
     mine = _with_own(registry, registry.peers.held.beats(mono, latest=told), mono)
@@ -30,7 +33,7 @@ def all_beats(registry: CapabilityRegistry, *, mono: float, least: int) -> Beats
 
 
 def beats_of(registry: CapabilityRegistry, cards: Sequence[Card], *, mono: float) -> Beats:
-    """The own beat, then those of these held cards."""
+    """The own beat, then the beats of these held cards."""
     others = [card for card in cards if card is not registry.own]
     return _with_own(registry, registry.peers.held.beats_of(others, mono), mono)
 
@@ -49,7 +52,7 @@ def _with_own(registry: CapabilityRegistry, held: Beats, mono: float) -> Beats:
 
 
 def cards_of(registry: CapabilityRegistry, keys: Keys) -> list[Card]:
-    """The cards with these keys, the own one included; keys of others are passed over."""
+    """The held cards with these keys, the own one included; unknown keys are skipped."""
     own, held = registry.own, registry.peers.held
     if not len(keys):
         return []
@@ -64,9 +67,9 @@ def cards_of(registry: CapabilityRegistry, keys: Keys) -> list[Card]:
 def news(
     registry: CapabilityRegistry, theirs: Beats, places: Places, *, mono: float
 ) -> tuple[Beats, list[Card]]:
-    """Later beats than theirs, the own first, and the cards that they do not name.
+    """Later beats than `theirs`, the own first, and the cards that `theirs` do not name.
 
-    `places` are where the cards that they name are held.
+    `places` are the slots of the cards that they name.
     """
     held, unnamed = registry.peers.held.news(theirs, places, mono)
     if not (theirs.keys == np.uint64(registry.own.key)).any():
@@ -75,7 +78,7 @@ def news(
 
 
 def unknown(registry: CapabilityRegistry, beats: Beats, places: Places, *, mono: float) -> Keys:
-    """Keys of the cards to ask for: not held, which `places` says, nor looked at before."""
+    """Keys of the cards to ask for: neither held (by `places`) nor looked at before."""
     keys = registry.peers.unknown(beats, places, mono=mono)
     return keys[[not registry.own_card.has_key(key) for key in keys.tolist()]]
 
@@ -83,11 +86,11 @@ def unknown(registry: CapabilityRegistry, beats: Beats, places: Places, *, mono:
 def likely_new(
     registry: CapabilityRegistry, cards: list[Card], *, unread: int, mono: float
 ) -> list[Card]:
-    """Of cards that somebody did not name, those that are probably news to it.
+    """Of the cards that a peer did not name, those that are probably news to it.
 
-    Who names `unread` cards that are unknown here may hold newer cards of the same nodes. A card
-    that has been here for long is then more likely outdated there than unheard of; if that is
-    wrong, the next exchange tells it.
+    A peer that names `unread` cards that are unknown here may hold newer cards of the same nodes.
+    A card that has been held here for long is then more likely outdated at the peer than missing;
+    if that guess is wrong, the next exchange sends it.
     """
     held, own = registry.peers.held, registry.own
     old = [card for card in cards if card is not own and mono - held.since_mono(card) > SETTLED_S]
@@ -98,7 +101,7 @@ def likely_new(
 def verification(
     registry: CapabilityRegistry, trust: CardTrust, wires: Iterable[bytes]
 ) -> Callable[[], None] | None:
-    """Signatures to be verified in a thread before many unknown cards are merged."""
+    """Work for a thread: verify the signatures of many unknown cards before their merge."""
     index = registry.peers.held.index
     unread = [wire for wire in wires if index.card(wire) is None]
     return partial(trust.warm, unread) if len(unread) > MANY_UNKNOWN else None

@@ -1,8 +1,10 @@
-"""Where the cards are that a message names by their keys: all keys of it at once.
+"""Slots of cards by their keys, for all keys of a message at once.
 
 A key has one entry in a table, chosen by its lowest bits; the latest card with the same bits takes
 it, and the others are looked up one by one in a dictionary. A message of 10,000 keys so costs a
-tenth of a millisecond, and cards whose keys were made to collide cost what the dictionary does.
+tenth of a millisecond, and cards with keys made to collide cost as much as the dictionary does.
+The table is there for fleets of 1,000 nodes and more; for a shelf of 2 to 50 nodes the dictionary
+would do.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from kakeya.fleet.view.beats import Keys
 Places = NDArray[np.intp]
 _MIN_ENTRIES = 256
 _ENTRIES_PER_KEY = 8
-"""So that about one card in twenty shares its entry with another."""
+"""Enough that only about one card in twenty shares its entry with another."""
 
 
 class KeyTable:

@@ -1,7 +1,8 @@
-"""Takes batches of cards and beats into a view, and hears in them what is said of this node.
+"""Takes batches of cards and beats into a view, and finds in them claims about this node.
 
-It holds nothing of its own: what is taken goes to `peers.py`, and what follows from a card of ours
-that somebody else holds to `own.py`. Nothing here awaits, reads a clock or logs.
+It holds no state: cards of peers go to `peers.py`, and a card of this node that another process
+made, or that an earlier life left behind, goes to `own_card.py`. Nothing here awaits, reads a clock
+or logs.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from kakeya.fleet.view.slices import Slices
 SLICE_CARDS = 64
 """Cards that are read and judged between two pauses: 1 to 5 ms."""
 LATENCY_S = 5.0
-"""How much younger than it was a beat may seem: the longest that an exchange takes."""
+"""By how much a beat may seem too young: the longest time that an exchange takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeReport:
-    """What a batch of cards and beats did to the view.
+    """Effects of a batch of cards and beats on the view.
 
-    `beaten` counts the nodes that beat anew. `conflicts` are newly found addresses of other nodes
-    that speak with our id. `has_own` says that the batch held a card of ours, `has_jumped` that it
-    was an earlier life's and our incarnation went above.
+    `beaten` counts the nodes that beat anew. `conflicts` are newly found addresses of other
+    processes that use this node's id. `has_own`: the batch held a card of this node. `has_jumped`:
+    an earlier life made that card, and the incarnation was raised above it.
     """
 
     changed: tuple[NodeId, ...] = ()
@@ -92,7 +93,7 @@ class Merger:
     def _read(
         self, wires: Iterable[bytes], dropped: Counter[CardFault], mono: float
     ) -> Iterator[Card]:
-        """The cards that are not held, up to where a batch shows that a liar made it.
+        """The cards that are not held, up to the card that shows that a liar made the batch.
 
         In a fleet with identities no honest node passes on two cards of one node, nor forged ones.
         """
@@ -115,10 +116,10 @@ class Merger:
             met.add(card.node_id)
             yield card
 
-    # --- hearing of ourselves
+    # --- claims about this node
 
     def _fault_of_own(self, card: Card, now: float, mono: float) -> CardFault | None:
-        # Whoever lacks our key must make us believe neither in a twin nor in an earlier life.
+        # A sender without the fleet's key must not fake a second process or an earlier life here.
         fault = None if self._trust is None else self._trust.fault_of(card, now)
         if fault is not None:
             self._peers.unwanted.refuse(card.key, MAX_BEATS, mono)
@@ -127,7 +128,7 @@ class Merger:
     def _hear_own(
         self, card: Card, told: Told | None, now: float, mono: float
     ) -> tuple[Card, bool]:
-        """The card and whether another process speaks by it, rather than an earlier life."""
+        """The card, and whether another living process made it rather than an earlier life."""
         own = self._own_card
         if card.life == own.life or card.grpc_address in own.addresses:
             self._peers.unwanted.refuse(card.key, MAX_BEATS, mono)
@@ -137,7 +138,7 @@ class Merger:
         return card, mono - told.age_s > own.started_mono + LATENCY_S
 
     def _is_vouched_for(self, card: Card, told: Told) -> bool:
-        # Anybody can say any age; a beat beyond the card itself takes its owner.
+        # Any relay can claim any age; only the owner can make a beat after the card itself.
         if self._trust is None:
             return True
         return told.number > 0 and self._peers.held.proves(card, told)

@@ -1,7 +1,7 @@
-"""The own card: what this node says of itself, stamped, sealed and kept alive by beats.
+"""The own card: the offer of this node, stamped, sealed and kept alive by beats.
 
-A new body is made when the offer changes, when its chain of beats is used up, and, while a node
-that knows no beats is in the fleet, whenever the last one grows old, for such nodes go by stamps.
+A new body is made when the offer changes, when its chain of beats is used up and, while a node
+that knows no beats is in the fleet, whenever the last body grows old: such nodes judge by stamps.
 Between bodies the node beats, at most once a second. Never taken from gossip.
 """
 
@@ -27,19 +27,19 @@ from kakeya.fleet.cards.convert import MalformedCard, from_wire, to_wire
 from kakeya.fleet.view.beats import MAX_BEATS, Chain
 
 MAX_JUMP_S = 24 * 3600.0
-"""How far above our own clock an earlier life of ours is believed to have been."""
+"""How far ahead of the clock a stamp of an earlier life may be and still be believed."""
 BEAT_S = 1.0
 """Beats within this time are one, however many peers ask."""
 DEFENCE_S = 2.0
-"""Between two beats that answer accusations; one refutes every accusation before it."""
+"""Least time between two beats that answer accusations; one refutes all accusations before it."""
 PLAIN_AGE_S = 8.0
-"""When a body is made anew for nodes that go by its stamp: once in each default interval."""
+"""Age at which a body is renewed for nodes that judge by stamps: once in each default interval."""
 _STEP_S = 0.001
 _KEYS_KEPT = 64
 
 
 class OwnCard:
-    """One life of this node. `incarnation` counts its starts and may be raised by what is heard."""
+    """One life of this node. `incarnation` counts its starts; a heard card may raise it."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class OwnCard:
 
     @property
     def offer(self) -> Offer:
-        """What was last announced."""
+        """The offer that was last announced."""
         return self._offer
 
     @property
@@ -91,7 +91,7 @@ class OwnCard:
 
     @property
     def proof(self) -> int:
-        """What proves the latest beat; 0 in a fleet without identities."""
+        """The proof of the latest beat; 0 in a fleet without identities."""
         return self._chain.proof(self._number) if self._chain else 0
 
     @property
@@ -113,7 +113,7 @@ class OwnCard:
         """Whether a body of this life, one of the last 64, has the key."""
         return key in self._keys
 
-    # --- saying something
+    # --- announcing
 
     def announce(self, offer: Offer, *, now: float, mono: float) -> Card:
         """Make a new body. Raises InvalidArgument for an offer that peers would drop."""
@@ -141,7 +141,7 @@ class OwnCard:
         return self._card
 
     def restamp(self, *, now: float, mono: float) -> Card:
-        """Say the same again in a new body."""
+        """Announce the same offer in a new body."""
         return self.announce(self._offer, now=now, mono=mono)
 
     def stamp_age_s(self, mono: float) -> float:
@@ -149,7 +149,7 @@ class OwnCard:
         return mono - self._stamped_mono
 
     def beat(self, *, now: float, mono: float, for_plain: bool = False) -> None:
-        """Show that this node lives; `for_plain`, to nodes that go by stamps too.
+        """Show that this node lives; with `for_plain`, to nodes that judge by stamps too.
 
         After a farewell it does nothing.
         """
@@ -162,16 +162,16 @@ class OwnCard:
             self.beat_anew(now=now, mono=mono)
 
     def defend(self, *, now: float, mono: float) -> None:
-        """Beat, however short ago the last one was: somebody doubts that this node lives.
+        """Beat at once, against an accusation that this node does not live.
 
-        Not more often than `DEFENCE_S`, or who accuses all the time would use up the chain.
+        At most once in `DEFENCE_S`: a peer that accuses all the time must not use up the chain.
         """
         if mono - self._defended_mono >= DEFENCE_S:
             self._defended_mono = mono
             self.beat_anew(now=now, mono=mono)
 
     def beat_anew(self, *, now: float, mono: float) -> None:
-        """Beat however short ago the last one was."""
+        """Beat without regard to the time of the last beat."""
         if self.is_leaving:
             return
         if self._number >= MAX_BEATS:
@@ -200,7 +200,7 @@ class OwnCard:
             )
         return card
 
-    # --- hearing of oneself
+    # --- earlier lives
 
     def runs_ahead(self, now: float) -> bool:
         """Whether the stamps run ahead of the own clock by more than peers allow.
@@ -216,16 +216,16 @@ class OwnCard:
         self.restamp(now=now, mono=mono)
 
     def jump_above(self, card: Card, now: float) -> bool:
-        """Order above an earlier life of this node; returns whether that took a jump.
+        """Order above an earlier life of this node; returns whether the stamp had to jump.
 
-        The next body shows it.
+        The next body carries the new stamp.
         """
         is_countable = math.isfinite(card.announced_at) and card.incarnation < MAX_INCARNATION - 1
         if card.life == self.life or not is_countable or not card.is_newer_than(self._card):
             return False
         self.incarnation = max(self.incarnation, card.incarnation + 1)
-        # Peers that hold that card may live by a clock that is ahead of ours, and refuse a stamp
-        # below theirs as too old: go on from there. `begin_anew` undoes it if they do not.
+        # Peers that hold that card may have a clock that is ahead, and refuse a lower stamp as too
+        # old: go on from that card's stamp. `begin_anew` undoes it if they do not.
         if card.announced_at < now + MAX_JUMP_S:
             self._stamped_at = max(self._stamped_at, card.announced_at)
         return True

@@ -1,7 +1,7 @@
-"""Everybody else, as one node sees them: which cards are taken, which are over, which are doubted.
+"""The peers as one node sees them: cards that are kept, nodes that are gone, nodes in doubt.
 
-Decides on each card and beat that the registry is told of; `held.py` stores what is taken,
-`memory.py` what is over. Never looks at the own card.
+Decides on each card and beat that reaches the registry; `card_table.py` stores the kept cards,
+`tombstones.py` the nodes that are gone. Never looks at the own card.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kakeya.fleet.view.suspicion import Suspicions
 from kakeya.fleet.view.tombstones import Remembered, Replaced, Sighting, Tombstones, Unwanted
 
 _MENDED_BY_BEATS = (CardFault.EXPIRED, CardFault.STALE, CardFault.FUTURE)
-"""Why a card is refused that would be taken with a later beat, or with any. The ages and numbers
-of beats are what whoever relays them says, so such a refusal holds back no later one; only how far
-a node that is over was proven to have come is remembered."""
+"""Faults of a card that a later beat, or any beat, would mend. A relay can claim any age and number
+of a beat, so such a refusal does not hold back a later beat; a tombstone remembers only the last
+proven beat of a node that is gone."""
 _MAX_PROOFS = 16
-"""Of beats of replaced cards that one message may cost, each up to 512 hashes."""
+"""Proofs of beats of replaced cards that one message may cost, each up to 512 hashes."""
 
 
 class Peers:
@@ -37,7 +37,7 @@ class Peers:
         self.unwanted = Unwanted(2 * limit)
         self.conflicts = Conflicts()
         self.suspicions = Suspicions()
-        self.meetings = FirstHandContacts()
+        self.contacts = FirstHandContacts()
         self._tombstones = Tombstones(limit)
         self._limit = limit
         self._trust = trust
@@ -52,26 +52,26 @@ class Peers:
         """The card of a node, by id or by address."""
         return self.held.card(peer) or self.held.card_with(peer)
 
-    # --- who was met
+    # --- first-hand contacts
 
     def is_hearsay(self, card: Card) -> bool:
-        """Whether a held card offers something on no more than the word of relays."""
-        return bool(card.models) and self._trust is not None and not self.meetings.has(card.node_id)
+        """Whether a held card offers models and only relays vouch for its node."""
+        return bool(card.models) and self._trust is not None and not self.contacts.has(card.node_id)
 
     def meet(self, node_id: NodeId, address: str = "") -> None:
         """Note that a held node called here, or answered at an address."""
         if self._trust is None or self.held.card(node_id) is None:
             return
         if address:
-            self.meetings.answered(node_id, address)
+            self.contacts.answered(node_id, address)
         else:
-            self.meetings.met(node_id)
+            self.contacts.met(node_id)
 
     # --- cards
 
     def take(self, card: Card, told: Told | None, *, now: float, mono: float) -> bool | CardFault:
-        """Keep a card that is valid and newer than what is held; returns whether it was, or why
-        not. `told` is the beat that came with it."""
+        """Keep a card that is valid and newer than the held one; returns whether it was newer, or
+        the fault. `told` is the beat that came with the card."""
         fault = self._fault_of(card, told, now, mono)
         if fault is not None:
             if fault not in _MENDED_BY_BEATS:
@@ -88,7 +88,7 @@ class Peers:
         self.held.keep(card, age_s=age_s, mono=mono)
         self._tombstones.raise_up(card.node_id)
         self.remembered.drop(card.node_id)
-        self._tell_book(card)
+        self._tell_suspicions(card)
         if self.is_hearsay(card):
             self.suspicions.look_at(card.grpc_address)
         return True
@@ -151,7 +151,7 @@ class Peers:
         beaten = self.held.hear(beats, places, mono)
         if not self.suspicions.is_empty:
             for slot in beaten.tolist():
-                self._tell_book(self.held.card_at(slot))
+                self._tell_suspicions(self.held.card_at(slot))
         proofs = 0
         others = (places[: beats.told] < 0).nonzero()[0]
         for at, key in zip(others.tolist(), beats.keys[others].tolist(), strict=True):
@@ -166,10 +166,10 @@ class Peers:
         return len(beaten)
 
     def _rivals(self, key: int, told: Told, mono: float) -> tuple[Replaced, Card] | None:
-        """A replaced card that is said to beat on, and the one that replaced it.
+        """A replaced card that seems to beat on, and the card that replaced it.
 
-        An earlier life of a node is over once a new one was heard of; if it beats on, two
-        processes share the id.
+        A new life of a node ends the earlier one; if the earlier one beats on, two processes share
+        the id.
         """
         replaced = self.unwanted.replaced(key)
         if replaced is None or told.number <= replaced.number:
@@ -180,14 +180,14 @@ class Peers:
             return None
         return replaced, held
 
-    def _tell_book(self, card: Card) -> None:
-        book = self.suspicions
-        if card.grpc_address in book or card.node_id in book:
+    def _tell_suspicions(self, card: Card) -> None:
+        suspicions = self.suspicions
+        if card.grpc_address in suspicions or card.node_id in suspicions:
             lived_mono = self.held.lived_mono(card)
-            book.hear(card, beat=self.held.number(card), lived_at=lived_mono)
+            suspicions.hear(card, beat=self.held.number(card), lived_at=lived_mono)
 
     def unknown(self, beats: Beats, places: Places, *, mono: float) -> Keys:
-        """Keys of the cards to ask for: not held, which `places` says, nor looked at before."""
+        """Keys of the cards to ask for: neither held (by `places`) nor looked at before."""
         wants = self.unwanted.wants
         missing = (places < 0).nonzero()[0]
         keys, numbers = beats.keys[missing].tolist(), beats.numbers[missing].tolist()
@@ -199,7 +199,7 @@ class Peers:
     # --- the end
 
     def expire(self, *, now: float, mono: float) -> tuple[NodeId, ...]:
-        """Drop expired cards, remember where and how far they were, forget what is too old."""
+        """Drop expired cards, remember their addresses and last beats, forget old memories."""
         gone = self.held.expired(mono)
         for card in gone:
             lived_s = mono - self.held.lived_mono(card)
@@ -215,12 +215,12 @@ class Peers:
         return tuple(card.node_id for card in gone)
 
     def drop(self, cards: Iterable[Card], *, mono: float) -> None:
-        """Drop cards that are trusted no more, and remember nothing of them."""
+        """Drop cards that lost their trust, and remember nothing of them."""
         for card in cards:
             self.unwanted.refuse(card.key, MAX_BEATS, mono)
             self.remembered.drop(card.node_id)
             self._let_go(card)
 
     def _let_go(self, card: Card) -> None:
-        self.meetings.forget(card.node_id)
+        self.contacts.forget(card.node_id)
         self.held.drop(card)

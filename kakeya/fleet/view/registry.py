@@ -1,15 +1,15 @@
-"""The fleet as one node sees it: its own card, everybody else's, and who does not answer.
+"""The fleet as one node sees it: its own card, those of its peers, peers that do not answer.
 
 A last-writer-wins map with one writer per key. Nothing here awaits, reads a clock or logs: `now`
 is wall seconds, `mono` monotonic seconds, both given. Queries change nothing; an asyncio owner
 calls the mutating methods between awaits only, so no lock is needed.
 
-    own_card     `own.py`: announced and beaten here, never taken from gossip
-    peers        `peers.py`: the newest valid card of each, by the total order of `cards.py`, how
-                 long ago its owner lived, and what is over
-    suspicions   `suspicion.py`: who does not answer us
+    own_card     `own_card.py`: announced and beaten here, never taken from gossip
+    peers        `peers.py`: the newest valid card of each peer, by the total order of `cards.py`,
+                 how long ago its owner lived, and which nodes are gone
+    suspicions   `suspicion.py`: the peers that do not answer this node
 
-`merging.py` takes what others send into the first two.
+`merging.py` takes cards and beats of other nodes into the first two.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class CapabilityRegistry:
     """Cards by node, the own one first.
 
     `incarnation` counts this node's starts; the caller keeps it on disk, one higher per start, and
-    looks at the property again after merges, which may raise it; `memory` is what `memory()` gave
-    in an earlier life. `limit` bounds the cards. With `trust`, only signed cards and proven beats
+    reads the property again after merges, which may raise it; `memory` is the value of `memory()`
+    from an earlier life. `limit` bounds the cards. With `trust`, only signed cards and proven beats
     count. `entropy` draws secret bytes. Registries of one process may share an `index`.
     """
 
@@ -95,7 +95,7 @@ class CapabilityRegistry:
 
     @property
     def suspicions(self) -> Suspicions:
-        """The book of who does not answer; its time line is the monotonic clock's."""
+        """The peers that do not answer; times are those of the monotonic clock."""
         return self.peers.suspicions
 
     # --- the own card
@@ -107,12 +107,12 @@ class CapabilityRegistry:
 
     @property
     def offer(self) -> Offer:
-        """What was last announced."""
+        """The offer that was last announced."""
         return self.own_card.offer
 
     @property
     def incarnation(self) -> int:
-        """Which start of this node this is, or higher if peers knew a higher one."""
+        """The count of this node's starts, or more if peers knew a higher one."""
         return self.own_card.incarnation
 
     @property
@@ -121,11 +121,11 @@ class CapabilityRegistry:
         return self.own_card.addresses
 
     def announce(self, offer: Offer, *, now: float, mono: float) -> Card:
-        """Say something new of this node. Raises InvalidArgument for an offer peers would drop."""
+        """Announce a new offer. Raises InvalidArgument for an offer that peers would drop."""
         return self.own_card.announce(offer, now=now, mono=mono)
 
     def restamp(self, *, now: float, mono: float) -> Card:
-        """Say the same again in a new body."""
+        """Announce the same offer in a new body."""
         return self.own_card.restamp(now=now, mono=mono)
 
     def beat(self, *, now: float, mono: float) -> None:
@@ -136,15 +136,15 @@ class CapabilityRegistry:
         self.own_card.beat(now=now, mono=mono, for_plain=self._held.has_plain)
 
     def refresh(self, *, now: float, mono: float) -> Card:
-        """Beat, in a new body if the last one is old: somebody asks who goes by its stamp."""
+        """Beat, in a new body if the last one is old: the caller judges cards by their stamps."""
         self.own_card.beat(now=now, mono=mono, for_plain=True)
         return self.own_card.card
 
     def describe(self, *, now: float, mono: float) -> Card:
-        """The own card, for somebody who asks for it alone and may go by its stamp.
+        """The own card, for a caller that asks for it alone and may judge it by its stamp.
 
-        Peers ask to see whether this node answers, each of them every few seconds: a new body for
-        each would cross to the whole fleet, so there is one only once half of the TTL is over.
+        Peers ask every few seconds to see whether this node answers. Each new body would travel to
+        the whole fleet, so a new one is made only once half of the TTL is over.
         """
         if self._held.has_plain or self.own_card.stamp_age_s(mono) > self.offer.ttl_s / 2:
             return self.refresh(now=now, mono=mono)
@@ -156,11 +156,11 @@ class CapabilityRegistry:
         return self.own_card.farewell(now=now, mono=mono)
 
     def accept_refusal(self, *, now: float, mono: float) -> bool:
-        """Begin anew at the wall clock when peers do not keep our card because it runs ahead.
+        """Begin again at the wall clock when peers refuse this card because its stamp is ahead.
 
-        A clock that was ahead and got repaired leaves stamps that peers refuse; nobody holds
-        them, so a new incarnation may go back. What such a clock made this node refuse is looked
-        at again. Returns whether that was the case.
+        A clock that was ahead and got repaired leaves stamps that peers refuse. No peer holds
+        such a card, so a new incarnation may go back. Cards that this node refused meanwhile are
+        looked at again. Returns whether the stamp was ahead.
         """
         if not self.own_card.runs_ahead(now):
             return False
@@ -177,7 +177,7 @@ class CapabilityRegistry:
         return (self.own_card.card, *live)
 
     def live_peers(self, *, mono: float) -> Sequence[Card]:
-        """The cards of all live peers, in an order of their own, to draw from before any change."""
+        """The cards of all live peers, unordered; valid until the next change of the registry."""
         return self._held.living(mono)
 
     def get(self, node_id: str, *, mono: float) -> Card | None:
@@ -202,11 +202,11 @@ class CapabilityRegistry:
         return 1 + len(self._held)
 
     def remembered_addresses(self, now: float) -> tuple[str, ...]:
-        """Where expired peers of the last 24 h were."""
+        """The addresses of peers that expired in the last 24 h."""
         return tuple(sorted({sighting.address for sighting in self.peers.remembered.at(now)}))
 
     def memory(self, *, now: float, mono: float) -> RegistryState:
-        """What to write to disk: the own order, and where everybody is or was."""
+        """The state to write to disk: own stamp and incarnation, addresses of peers."""
         live = [
             Sighting(card.node_id, card.grpc_address, now)
             for card in self._held.lively(mono)
@@ -229,14 +229,15 @@ class CapabilityRegistry:
     ) -> MergeReport:
         """Take each card that is valid and newer than what is held, then the beats.
 
-        A card without an entry in `beats` is as old as its stamp says. Others are counted by fault.
+        A card without an entry in `beats` is as old as its stamp says. Refused cards are counted
+        by fault.
         """
         return finish(self.merging(wires, beats or no_beats(), now=now, mono=mono))
 
     def merging(
         self, wires: Iterable[bytes], beats: Beats, *, now: float, mono: float
     ) -> Slices[MergeReport]:
-        """The same in slices of a few milliseconds; other merges may come between them."""
+        """Merge in slices of a few milliseconds; other merges may come between them."""
         return self._merger.merging(wires, beats, now=now, mono=mono)
 
     def begin_round(self, *, now: float, mono: float) -> RoundStart:
@@ -245,11 +246,11 @@ class CapabilityRegistry:
         return RoundStart(gone=self.expire(now=now, mono=mono), slept_s=slept_s)
 
     def notice_sleep(self, *, now: float, mono: float) -> float:
-        """Doubt everybody if this machine slept since it was asked last; returns for how long.
+        """Suspect all peers if this machine slept since the last call; returns for how long.
 
-        The monotonic clock of some systems stands still in sleep: then nobody looks older, though
-        nobody was heard of. Each beat that is heard after it clears its node. A wall clock that
-        is set ahead looks the same, and costs as little.
+        The monotonic clock of some systems stands still in sleep: then no card looks older, though
+        no peer was heard. Each later beat clears its node. A wall clock that is set ahead looks
+        the same, and costs as little.
         """
         last_at, last_mono = self._looked
         self._looked = (now, mono)
@@ -264,11 +265,11 @@ class CapabilityRegistry:
         return self.peers.hear(beats, now=now, mono=mono)
 
     def expire(self, *, now: float, mono: float) -> tuple[NodeId, ...]:
-        """Drop expired cards, remember where and how far they were, forget what is too old."""
+        """Drop expired cards, remember their addresses and last beats, forget old memories."""
         return self.peers.expire(now=now, mono=mono)
 
     def recheck(self, now: float, *, mono: float) -> tuple[NodeId, ...]:
-        """Drop the cards that `trust` believes no more: somebody was revoked."""
+        """Drop the cards that `trust` refuses since a revocation."""
         if self.trust is None:
             return ()
         fallen = [card for card in self._held if self.trust.fault_of(card, now) is not None]
@@ -276,11 +277,11 @@ class CapabilityRegistry:
         return tuple(card.node_id for card in fallen)
 
     def is_plain_at(self, address: str) -> bool:
-        """Whether the node with this address knows none of our extensions."""
+        """Whether the node with this address knows only the original protocol."""
         card = self.peers.find(address)
         return card is not None and card.is_plain
 
-    # --- who does not answer
+    # --- peers that do not answer
 
     def mark_failed(self, peer: str, *, mono: float) -> None:
         """Suspect a peer (node id or address) that refused or broke a call."""
@@ -298,7 +299,7 @@ class CapabilityRegistry:
         self.suspicions.clear(card.grpc_address if card else peer)
 
     def suspect_all(self, *, mono: float) -> None:
-        """Doubt everybody: this machine slept, and nobody was heard meanwhile."""
+        """Suspect all peers: this machine slept, and no peer was heard meanwhile."""
         self.suspicions.suspect_all(self._held.lively(mono), mono)
 
     def is_suspect(self, peer: str) -> bool:
@@ -309,8 +310,11 @@ class CapabilityRegistry:
         return self.suspicions.has(card.grpc_address if card else peer)
 
     def suspects(self) -> frozenset[NodeId]:
-        """The nodes that placement should leave out: who does not answer, and in a fleet with
-        identities who was only heard of: what relays tell of a node may be long over."""
+        """The nodes that placement should leave out.
+
+        These are nodes that do not answer and, in a fleet with identities, nodes known from relays
+        alone: such a node may be long gone.
+        """
         has, is_hearsay = self.suspicions.has, self.peers.is_hearsay
         return frozenset(
             card.node_id for card in self._held if has(card.grpc_address) or is_hearsay(card)
@@ -322,22 +326,22 @@ class CapabilityRegistry:
 
     def miss(self, node_id: str, address: str) -> None:
         """Note that a node no longer answers at an address."""
-        self.peers.meetings.missed(NodeId(node_id), address)
+        self.peers.contacts.missed(NodeId(node_id), address)
 
     def unmet(self, *, mono: float) -> tuple[Card, ...]:
-        """Live nodes that offer something and were only heard of."""
+        """Live nodes that offer a model and are known from relays alone."""
         return tuple(filter(self.peers.is_hearsay, self._held.lively(mono)))
 
     def met_at(self, address: str) -> NodeId | None:
         """The node that answered at an address under its own certificate and still claims it."""
-        node_id = self.peers.meetings.at(address)
+        node_id = self.peers.contacts.at(address)
         card = None if node_id is None else self._held.card(node_id)
         return card.node_id if card is not None and address in card.addresses else None
 
     def node_at(self, address: str) -> str:
-        """Whom an answer from an address comes from; "" = that is not known.
+        """The node id behind an answer from an address; "" = not known.
 
-        Without identities whoever claims the address is believed to be there.
+        Without identities the node that claims the address is believed to be there.
         """
         if self.trust is not None:
             return self.met_at(address) or ""
@@ -345,7 +349,7 @@ class CapabilityRegistry:
         return "" if card is None else card.node_id
 
     def is_accused(self, accusations: Iterable[suspicion.Sign]) -> bool:
-        """Whether this node is said not to have lived since its latest beat."""
+        """Whether an accusation says that this node has not lived since its latest beat."""
         latest = suspicion.sign_of(self.own_card.card, self.own_card.number)
         mine = [sign for sign in accusations if sign.node_id == self.node_id]
         return any(not suspicion.is_refuted(sign, latest) for sign in mine)

@@ -1,19 +1,19 @@
-"""Who does not answer: doubts of this node, and which of them it tells the fleet.
+"""Peers that do not answer: the doubts of this node, and the doubts that it tells the fleet.
 
 A doubt is about an edge, from this node to one address. It begins with a failed call, at once, so
-that placement steers around it, and is then judged by probes (`probing.py` makes the calls):
+that placement avoids the address, and is then judged by probes (`probing.py` makes the calls):
 
-    unjudged     nobody else was asked yet, or nobody answered: the fault may be ours
-    asymmetric   others reach the node, this one does not
-    fleet-wide   neither this node nor those that it asked reach it; told to all as an accusation
+    unjudged     no helper was asked yet, or no helper answered: the fault may be this node's
+    asymmetric   helpers reach the node, this node does not
+    fleet-wide   neither this node nor its helpers reach it; told to all as an accusation
 
-    ends by       an answer to us   a restart   a sign of life from after the failure
-    unjudged      yes               yes         yes
-    asymmetric    yes               yes         no: nobody doubted its life
-    fleet-wide    yes               yes         becomes unjudged, and is looked at again
+    ends by       an answer to this node   a restart   a sign of life from after the failure
+    unjudged      yes                      yes         yes
+    asymmetric    yes                      yes         no: its life was not in doubt
+    fleet-wide    yes                      yes         becomes unjudged, and is probed again
 
-What others say never makes a doubt here: an accusation is a hint to look, and only one's own
-verdict is passed on, so a liar costs the fleet a few probes and no node its good name. Nothing
+An accusation of another node never makes a doubt here: it is a hint to probe, and a node passes on
+only its own verdicts, so a liar costs the fleet a few probes and no node its good name. Nothing
 here expires cards; only the TTL does. `now` and `lived_at` are seconds on one clock of the caller.
 """
 
@@ -31,10 +31,10 @@ from kakeya.fleet.cards.cards import Card
 MISSES_TO_SUSPECT = 2
 """One missed deadline may be a long garbage collection; two in a row are not."""
 CONFIRMATIONS = 2
-"""Others who must say that they do not reach a node either, if so many could be asked."""
+"""Helpers that must fail to reach a node too, if so many could be asked."""
 SLACK_S = 0.25
-"""How much younger than it is a sign of life may seem: its age travels in tenths of a second, and
-grows by the time it lay at nodes but not by the time it was under way."""
+"""By how much a sign of life may seem too young: its age travels in tenths of a second, and counts
+the time at nodes but not the time on the network."""
 MAX_ACCUSATIONS = 64
 """Told in one message, the newest first: more nodes than a switch has ports."""
 
@@ -48,8 +48,10 @@ class Doubt(StrEnum):
 
 
 class Sign(NamedTuple):
-    """A sign of life: this start of the node, this card of it, this beat. On the wire it is an
-    accusation: not heard of since."""
+    """A sign of life: this start of the node, this card of it, this beat.
+
+    On the wire it is an accusation: the node was not heard since.
+    """
 
     node_id: str
     incarnation: int
@@ -58,16 +60,16 @@ class Sign(NamedTuple):
 
 
 class Accusations(Protocol):
-    """What gossip carries of suspicion; both are cheap and never wait."""
+    """The suspicions that gossip carries; both methods are cheap and never wait."""
 
     def outgoing(self) -> tuple[Sign, ...]:
         """This node's own standing verdicts."""
         ...
 
     def hear(self, accusations: Sequence[Sign], accuser: str = "") -> None:
-        """Take what another node accuses: hints, of which some are worth a look.
+        """Take the accusations of another node: hints, of which some are worth a probe.
 
-        `accuser` is the id that its connection vouches for; "" = nobody knows.
+        `accuser` is the id in the certificate of its connection; "" = not known.
         """
         ...
 
@@ -76,7 +78,7 @@ class Accusations(Protocol):
 class _Failure:
     since_at: float
     sign: Sign | None
-    """Of the node that was there, as far as it was known."""
+    """The last sign of life of the node at the address; None = not known."""
     doubt: Doubt = Doubt.UNJUDGED
 
     def is_of(self, card: Card | None) -> bool:
@@ -89,9 +91,9 @@ def sign_of(card: Card, beat: int = 0) -> Sign:
 
 
 def is_refuted(accusation: Sign, held: Sign) -> bool:
-    """Whether what is held of a node shows that it lived on after the accusation's sign.
+    """Whether the held sign of a node is later than the accusation's sign.
 
-    Two cards of one start cannot be ordered by their keys; that is no refutation, and a look
+    Two cards of one start cannot be ordered by their keys; that is no refutation, and a probe
     costs little.
     """
     if accusation.incarnation != held.incarnation:
@@ -100,10 +102,10 @@ def is_refuted(accusation: Sign, held: Sign) -> bool:
 
 
 def judge(answers: Sequence[bool | None]) -> Doubt:
-    """Judge a node that did not answer us by what those said whom we asked to try.
+    """Judge a node that did not answer this one, by the answers of the helpers that probed it.
 
-    `None` stands for one who gave no answer. If nearly all are silent, this node is likely the one
-    that is cut off, and it has no right to accuse.
+    `None` stands for a helper that did not answer. If nearly all are silent, this node is likely
+    cut off itself, and has no right to accuse.
     """
     if True in answers:
         return Doubt.ASYMMETRIC
@@ -112,7 +114,7 @@ def judge(answers: Sequence[bool | None]) -> Doubt:
 
 
 class Suspicions:
-    """Doubted addresses, and what would end each doubt. Pure: no clock, no calls."""
+    """Doubted addresses, and the sign that would end each doubt. Pure: no clock, no calls."""
 
     __slots__ = ("_accused", "_failures", "_held", "_listener", "_misses")
 
@@ -122,21 +124,21 @@ class Suspicions:
         """Address by node of each fleet-wide doubt, in the order of the verdicts."""
         self._misses: Counter[str] = Counter()
         self._held: set[str] = set()
-        self._listener: Callable[[str], None] = _nobody
+        self._listener: Callable[[str], None] = _ignore
 
     def subscribe(self, listener: Callable[[str], None]) -> None:
-        """Have the address of each failure, miss, refutation and newcomer told, to be looked at."""
+        """Tell `listener` the address of each failure, miss, refutation and newcomer, to probe."""
         self._listener = listener
 
     def look_at(self, address: str) -> None:
-        """Have an address looked at, of which nothing but hearsay is known."""
+        """Have an address probed that is known from relays alone."""
         self._listener(address)
 
     # --- queries
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody is doubted and nobody missed a deadline."""
+        """Whether there is neither a doubt nor a missed deadline."""
         return not (self._failures or self._misses)
 
     def has(self, address: str) -> bool:
@@ -153,7 +155,7 @@ class Suspicions:
         return tuple(self._failures)
 
     def accusations(self) -> tuple[Sign, ...]:
-        """What to tell the fleet: own fleet-wide verdicts, the newest `MAX_ACCUSATIONS`."""
+        """The accusations to tell: own fleet-wide verdicts, the newest `MAX_ACCUSATIONS`."""
         newest = islice(reversed(self._accused.values()), MAX_ACCUSATIONS)
         signs = (self._failures[address].sign for address in newest)
         return tuple(sign for sign in signs if sign is not None)
@@ -162,13 +164,13 @@ class Suspicions:
         return len(self._failures)
 
     def __contains__(self, name: str) -> bool:
-        """Whether a sign of life of this address or node id would say anything new here."""
+        """Whether a sign of life of this address or node id would change a doubt."""
         return name in self._failures or name in self._accused
 
-    # --- what happened to calls
+    # --- results of calls
 
     def fail(self, address: str, card: Card | None, now: float) -> None:
-        """Note that the address refused or broke a call; `card` is what is held of its node.
+        """Note that the address refused or broke a call; `card` is the held card of its node.
 
         A doubt that was judged stays judged.
         """
@@ -196,20 +198,20 @@ class Suspicions:
         self._misses.pop(address, None)
 
     def suspect_all(self, cards: Iterable[Card], now: float) -> None:
-        """Doubt everybody after this machine slept; each ends with the first sign from after it."""
+        """Doubt all after this machine slept; each doubt ends with the first later sign of life."""
         for card in cards:
             if card.grpc_address not in self._failures:
                 sign = Sign(card.node_id, card.incarnation)
                 self._failures[card.grpc_address] = _Failure(now, sign)
 
-    # --- what probes found
+    # --- results of probes
 
     def hold(self, address: str) -> None:
-        """Let no sign of life end the doubt while it is being judged, lest it flap."""
+        """Keep the doubt through signs of life while it is judged, so that it does not flap."""
         self._held.add(address)
 
     def settle(self, card: Card, sign: Sign, doubt: Doubt, now: float) -> bool:
-        """Note a verdict; `sign` is the last that is held. Returns whether it is a new accusation.
+        """Note a verdict; `sign` is the last held one. Returns whether it is a new accusation.
 
         Only a fleet-wide verdict makes a doubt where the misses so far did not.
         """
@@ -232,18 +234,18 @@ class Suspicions:
         """End `hold`."""
         self._held.discard(address)
 
-    # --- what was heard
+    # --- signs of life
 
     def hear(self, card: Card, *, beat: int = 0, lived_at: float | None = None) -> None:
-        """Weigh a newer card, or a later beat of it, that came through others.
+        """Weigh a newer card, or a later beat of it, that came through relays.
 
         `lived_at` is when its owner beat, by default the card's stamp. A sign from before the
-        failure that came round a longer way says nothing.
+        failure that took a longer way proves nothing.
         """
         address = self._accused.get(card.node_id, card.grpc_address)
         failure = self._failures.get(address)
         if failure is None or not (failure.sign is None or failure.is_of(card)):
-            return  # who claims the address of another says nothing of that other
+            return  # a node that claims a foreign address proves nothing about the other node
         is_moved = address != card.grpc_address
         is_restarted = failure.sign is not None and card.incarnation > failure.sign.incarnation > 0
         if is_moved or is_restarted:
@@ -251,7 +253,7 @@ class Suspicions:
         elif (card.announced_at if lived_at is None else lived_at) > failure.since_at + SLACK_S:
             self._weigh_life(address, failure, sign_of(card, beat))
         elif failure.doubt is Doubt.FLEET_WIDE:
-            # Others heard this sign too; an accusation that names an older one would not be heeded.
+            # Peers heard this sign too, and would ignore an accusation that names an older one.
             self._failures[address] = replace(failure, sign=sign_of(card, beat))
 
     def _weigh_life(self, address: str, failure: _Failure, sign: Sign) -> None:
@@ -276,5 +278,5 @@ class Suspicions:
             del self._misses[address]
 
 
-def _nobody(address: str) -> None:
+def _ignore(address: str) -> None:
     pass

@@ -1,10 +1,10 @@
-"""What a registry remembers of nodes that it does not hold: where they were, what is over.
+"""Memory of nodes that a registry does not hold: their addresses and their last cards.
 
-remembered   addresses of expired peers, dialled again for a day, so that partitions heal
-tombstones   how far each expired node had come; what is no later was kept alive by nobody but
-             relays, and does not return
-unwanted     keys of cards that were replaced or refused, not to be asked for again
-Memory       what a node writes to its disk: enough to find the fleet and order its own cards
+remembered      addresses of expired peers, dialled again for a day, so that partitions heal
+tombstones      the last card and beat of each expired node; relays alone kept any card alive that
+                is no later, and it does not return
+unwanted        keys of cards that were replaced or refused, not to be asked for again
+RegistryState   the part that a node writes to disk: enough to find the fleet and order its cards
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kakeya.fleet.cards.cards import MAX_TTL_S, Card, is_dialable
 REMEMBER_S = 24 * 3600.0
 """How long an expired peer's address is dialled again: a night or a day without power."""
 TOMBSTONE_S = 2 * MAX_TTL_S
-"""Longer than any relay can hold a card that nobody beats for."""
+"""Longer than any relay can hold the card of a node that is gone."""
 REFUSED_S = 300.0
-"""After which a card that was refused is looked at again: the reason may have passed."""
+"""Time after which a refused card is looked at again: the reason may have passed."""
 MAX_REPLACED = 16
-"""Replaced cards of one node that are remembered: more bodies than it makes in a TTL."""
+"""Replaced cards remembered of one node: more bodies than a node makes in a TTL."""
 
 
 class Sighting(NamedTuple):
@@ -36,7 +36,7 @@ class Sighting(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistryState:
-    """What a registry wants back at its next start. `stamp` is the last that it gave a card."""
+    """State of a registry for its next start. `stamp` is that of its last card."""
 
     stamp: float = 0.0
     incarnation: int = 0
@@ -44,10 +44,10 @@ class RegistryState:
 
 
 class Remembered:
-    """Where nodes that are gone were, bounded: the longest gone is forgotten first.
+    """Addresses of nodes that are gone, bounded: the longest gone is forgotten first.
 
-    One place for each node: who claims the address of another, or many in turn, makes nobody else
-    be forgotten.
+    Each node has one entry, so a node that claims foreign addresses, or many in turn, displaces no
+    other node.
     """
 
     def __init__(self, limit: int) -> None:
@@ -55,7 +55,7 @@ class Remembered:
         self._places: OrderedDict[NodeId, Sighting] = OrderedDict()
 
     def add(self, sighting: Sighting) -> None:
-        """Remember where a node was, if it can be dialled."""
+        """Remember the address of a node, if it can be dialled."""
         if is_dialable(sighting.address):
             self._places[sighting.node_id] = sighting
             self._places.move_to_end(sighting.node_id)
@@ -67,17 +67,17 @@ class Remembered:
         self._places.pop(node_id, None)
 
     def forget_old(self, now: float) -> None:
-        """Forget what was seen too long ago."""
+        """Forget sightings of more than 24 h ago."""
         for node_id in [n for n, s in self._places.items() if now - s.last_seen_at > REMEMBER_S]:
             del self._places[node_id]
 
     def at(self, now: float) -> tuple[Sighting, ...]:
-        """Every place of the last 24 h."""
+        """The sightings of the last 24 h."""
         return tuple(s for s in self._places.values() if now - s.last_seen_at <= REMEMBER_S)
 
 
 class Tombstone(NamedTuple):
-    """How far a node had come when it expired."""
+    """The last card and beat of a node that expired."""
 
     incarnation: int
     announced_at: float
@@ -103,7 +103,7 @@ class Tombstones:
             self._stones.popitem(last=False)
 
     def holds_down(self, card: Card, number: int, mono: float) -> bool:
-        """Whether a card at a (proven) beat is no later than what expired here."""
+        """Whether a card at a (proven) beat is no later than the node's expired card."""
         stone = self._stones.get(card.node_id)
         if stone is None or mono > stone.until_mono:
             return False
@@ -117,7 +117,7 @@ class Tombstones:
         self._stones.pop(node_id, None)
 
     def forget_old(self, mono: float) -> None:
-        """Forget what expired long ago."""
+        """Forget nodes that expired long ago."""
         while self._stones:
             node_id, stone = next(iter(self._stones.items()))
             if mono <= stone.until_mono:
@@ -131,7 +131,7 @@ class _Refused(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """What is left of a card that a newer one of its node replaced: enough to tell who beats it."""
+    """The remains of a card that a newer one replaced: enough to prove later beats of it."""
 
     node_id: NodeId
     life: int
@@ -144,9 +144,9 @@ class Replaced(NamedTuple):
 class Unwanted:
     """Keys of cards that were looked at and are not asked for again, bounded.
 
-    A replaced card is never wanted; a refused one is, once it beat on or some time went by. Of
-    one node's replaced cards only the latest are kept: who makes new ones all the time pushes
-    out nobody else's.
+    A replaced card is never wanted; a refused card is wanted once it beat again or `REFUSED_S`
+    went by. Of one node's replaced cards only the latest are kept: a node that makes new cards all
+    the time displaces only its own.
     """
 
     def __init__(self, limit: int) -> None:
@@ -154,7 +154,7 @@ class Unwanted:
         self._refused: OrderedDict[int, _Refused] = OrderedDict()
         self._replaced: OrderedDict[int, Replaced] = OrderedDict()
         self._keys: dict[NodeId, deque[int]] = {}
-        """Of each node's replaced cards, the longest known first."""
+        """Replaced cards by node, the longest known first."""
 
     def refuse(self, key: int, number: int, mono: float) -> None:
         """Note that a card at this beat was dropped."""
@@ -163,11 +163,11 @@ class Unwanted:
             self._refused.popitem(last=False)
 
     def forgive(self) -> None:
-        """Look again at all that was refused: the reason lay here."""
+        """Forget all refusals: the reason lay at this node."""
         self._refused.clear()
 
     def replace(self, card: Card, number: int, mono: float) -> None:
-        """Note that a newer card took the place of one."""
+        """Note that a newer card replaced this one."""
         if card.key not in self._replaced:
             keys = self._keys.setdefault(card.node_id, deque())
             keys.append(card.key)
@@ -188,7 +188,7 @@ class Unwanted:
         return self._replaced.get(key)
 
     def wants(self, key: int, number: int, mono: float) -> bool:
-        """Whether to ask for a card that somebody holds at this beat."""
+        """Whether to ask for a card that a peer holds at this beat."""
         if key in self._replaced:
             return False
         refused = self._refused.get(key)

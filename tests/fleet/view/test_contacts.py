@@ -36,33 +36,33 @@ STEPS = st.tuples(st.sampled_from(["met", "answered", "missed", "forget"]), NODE
 def test_a_meeting_says_who_answered_last_and_costs_little(
     steps: list[tuple[str, NodeId, str]],
 ) -> None:
-    meetings = FirstHandContacts()
+    contacts = FirstHandContacts()
     at: dict[str, NodeId] = {}
     met: set[NodeId] = set()
     for what, node_id, address in steps:
         match what:
             case "met":
-                meetings.met(node_id)
+                contacts.met(node_id)
                 met.add(node_id)
             case "answered":
-                meetings.answered(node_id, address)
+                contacts.answered(node_id, address)
                 met.add(node_id)
                 at[address] = node_id
             case "missed":
-                meetings.missed(node_id, address)
+                contacts.missed(node_id, address)
                 at = {a: n for a, n in at.items() if (a, n) != (address, node_id)}
             case "forget":
-                meetings.forget(node_id)
+                contacts.forget(node_id)
                 met.discard(node_id)
                 at = {a: n for a, n in at.items() if n != node_id}
-        assert what != "answered" or meetings.at(address) == node_id
-        assert {name for name in "abc" if meetings.has(name)} == met
+        assert what != "answered" or contacts.at(address) == node_id
+        assert {name for name in "abc" if contacts.has(name)} == met
         # What is said is true; of a node at many addresses the oldest are forgotten.
-        assert meetings._at.items() <= at.items()
+        assert contacts._at.items() <= at.items()
     for name in "abc":
-        places = [address for address, node in meetings._at.items() if node == name]
+        places = [address for address, node in contacts._at.items() if node == name]
         assert len(places) <= MAX_PLACES
-        assert places == [] or set(meetings._places[NodeId(name)]) == set(places)
+        assert places == [] or set(contacts._places[NodeId(name)]) == set(places)
 
 
 # --- what relays tell may be long over
