@@ -69,9 +69,9 @@ def route_figures(downgrades: int, mdns: DiscoveryStats | None) -> Iterator[Figu
         yield counter("kakeya_mdns_ignored", "Sightings refused", mdns.ignored)
 
 
-def invite_figures(door: InviteStats) -> Iterator[Figure]:
+def invite_figures(stats: InviteStats) -> Iterator[Figure]:
     """Invites by outcome, and tries to join without one."""
-    yield counter("kakeya_invites{outcome}", "Invites and tries to join", asdict(door))
+    yield counter("kakeya_invites{outcome}", "Invites and tries to join", asdict(stats))
 
 
 def state_figures(failures: int) -> Iterator[Figure]:

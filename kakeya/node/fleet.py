@@ -227,8 +227,8 @@ class NodeFleet:
         yield from fleet_figures(known, suspects, self.service.stats)
         yield from gossip_figures(self.gossip.stats)
         mdns = self.discovery.stats if self.discovery else None
-        if self.membership is not None and self.membership.door is not None:
-            yield from invite_figures(self.membership.door.stats)
+        if self.membership is not None and self.membership.join_server is not None:
+            yield from invite_figures(self.membership.join_server.stats)
         yield from route_figures(self.routes.downgrades, mdns)
 
     def live_peers(self) -> Sequence[Card]:

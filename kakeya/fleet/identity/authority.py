@@ -1,7 +1,7 @@
-"""The fleet's authority: who founds a fleet, takes members in and renews them.
+"""The fleet's authority: it founds a fleet, admits members and renews their certificates.
 
-Its key lies on one node. It is needed only for that, never in the data path: a fleet whose
-authority is away goes on, and takes nobody in.
+Its key lies on one node. The data path never needs it: a fleet without its authority goes on, and
+only cannot admit new members.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def new_fleet(label: str, now: float, *, life_s: float = LEAF_LIFE_S) -> Identit
 
 
 def create_fleet(data_dir: Path, label: str, now: float) -> Identity:
-    """Found a fleet whose authority is the node of a data directory, and write its files.
+    """Found a fleet with the node of a data directory as its authority, and write its files.
 
     Raises ConfigError when the node is a member of a fleet already.
     """
@@ -120,7 +120,7 @@ def create_fleet(data_dir: Path, label: str, now: float) -> Identity:
 
 
 def already_member(identity: Identity, data_dir: Path) -> str:
-    """Say why a node founds or joins no second fleet, and what it would take."""
+    """Explain why a node founds or joins no second fleet, and how to leave the first."""
     return (
         f"this node is {identity.label} of fleet {identity.fleet} already; to leave that fleet "
         f"for good, stop the node and move {data_dir / FOLDER} away"

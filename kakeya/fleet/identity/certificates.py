@@ -1,14 +1,14 @@
-"""What the fleet's certificates say, how they are made and read: the only place that knows X.509.
+"""The fleet's certificates, their content, making and reading: the only place that knows X.509.
 
     authority   self-signed, CN "kakeya fleet"; the fleet's name is a hash of its public key
     leaf        CN = label
-                SAN DNS:<node id>               the key's own name: what a peer is called by
-                    DNS:member.<fleet>.kakeya   members only: whoever answers at a new address
+                SAN DNS:<node id>               the key's own name, which callers expect
+                    DNS:member.<fleet>.kakeya   members only: expected at a new address
                     URI:kakeya:role:<role>      member, client, admin
                 EKU client; server only for members, so that no other holder can pose as one
 
 Keys are P-256: gRPC's TLS refuses Ed25519 leaves. Certificates begin 48 h before they are made,
-because a machine whose clock is behind would otherwise lock itself out.
+because a machine with a clock that is behind would otherwise lock itself out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kakeya.wire.tls import any_member, fleet_name
 DAY_S = 86_400.0
 LEAF_LIFE_S = 365 * DAY_S
 AUTHORITY_LIFE_S = 50 * 365 * DAY_S
-"""Longer than the machines: a fleet's authority cannot be replaced without joining anew."""
+"""Longer than machines live: to replace a fleet's authority, every node must join again."""
 BACKDATED_S = 2 * DAY_S
 MAX_LABEL_BYTES = 64
 _HASH_BYTES = 32
@@ -47,7 +47,7 @@ _UNREADABLE = (
     x509.UnsupportedGeneralNameType,
     CryptographyDeprecationWarning,  # where warnings are errors: serial numbers below 1
 )
-"""What the readers of damaged or hostile X.509 raise."""
+"""Errors that the readers of X.509 raise for damaged or hostile input."""
 _AUTHORITY_NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kakeya fleet")])
 
 PublicKey = ec.EllipticCurvePublicKey
@@ -60,7 +60,7 @@ class Untrusted(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertHolder:
-    """Whom a certificate of the fleet names, and when it counts."""
+    """The holder that a certificate of the fleet names, and the time of its validity."""
 
     node_id: str
     label: str
@@ -76,7 +76,7 @@ class CertHolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a certificate is asked for: a key, whose owner signed the request, and its label."""
+    """A request for a certificate: a key, which signed the request, and its label."""
 
     node_id: str
     label: str
@@ -105,7 +105,7 @@ def spell_id(key_hash: bytes) -> str:
 
 
 def read_id(node_id: str) -> bytes:
-    """Return the hash that an id spells. Raises Untrusted for what is not an id of a key."""
+    """Return the hash that an id spells. Raises Untrusted for a text that is no id of a key."""
     try:
         key_hash = base64.b32decode(node_id.upper() + "=" * (-len(node_id) % 8))
     except ValueError:
@@ -116,7 +116,7 @@ def read_id(node_id: str) -> bytes:
 
 
 def is_key_id(node_id: str) -> bool:
-    """Whether a name is the id of a key, and not one that a person or chance gave."""
+    """Whether a name is the id of a key, rather than a chosen or a random name."""
     try:
         read_id(node_id)
     except Untrusted:
@@ -177,7 +177,7 @@ def make_request(key: PrivateKey, label: str) -> bytes:
 
 
 def read_request(der: bytes) -> Request:
-    """Read what `make_request` wrote. Raises Untrusted."""
+    """Read a request of `make_request`. Raises Untrusted."""
     try:
         request = x509.load_der_x509_csr(der)
         key, label = _p256(request.public_key()), _label_of(request.subject)
@@ -204,7 +204,7 @@ def read_authority(pem: bytes) -> x509.Certificate:
 
 
 def read_leaf(pem: bytes) -> x509.Certificate:
-    """Read one certificate, whoever made it. Raises Untrusted."""
+    """Read one certificate of any issuer. Raises Untrusted."""
     try:
         return x509.load_pem_x509_certificate(pem)
     except _UNREADABLE as problem:
@@ -220,7 +220,7 @@ def read_der(der: bytes) -> x509.Certificate:
 
 
 def read_holder(certificate: x509.Certificate, authority: x509.Certificate) -> CertHolder:
-    """Say whom a certificate names. Raises Untrusted unless this authority issued it as `issue`."""
+    """Read a certificate's holder. Raises Untrusted unless this authority issued it by `issue`."""
     try:
         _check_issuer(certificate, authority)
         key, label = _p256(certificate.public_key()), _label_of(certificate.subject)
@@ -242,7 +242,7 @@ def read_holder(certificate: x509.Certificate, authority: x509.Certificate) -> C
 
 
 def authority_key(authority: x509.Certificate) -> PublicKey:
-    """The public key of an authority that `read_authority` gave."""
+    """The public key of an authority's certificate, as `read_authority` returns it."""
     return _p256(authority.public_key())
 
 
@@ -258,9 +258,9 @@ def read_key(pem: bytes) -> PrivateKey:
 
 
 def is_pair(key: PrivateKey, public: PublicKey) -> bool:
-    """Whether a private key makes what the public one verifies.
+    """Whether the public key verifies a signature of the private key.
 
-    Tried out: a damaged private half may lie beside a whole public one in the same file.
+    By a trial: a damaged private half may lie beside a whole public half in the same file.
     """
     proof = key.sign(b"kakeya-key-pair", ec.ECDSA(hashes.SHA256()))
     try:
@@ -296,7 +296,7 @@ def _check_issuer(certificate: x509.Certificate, authority: x509.Certificate) ->
 
 
 def _is_whole(der: bytes, signature: bytes) -> bool:
-    """Whether what is signed ends with its signature and no unused bits: TLS is that strict."""
+    """Whether a certificate ends with its signature, without unused bits: TLS is that strict."""
     return der.endswith(bytes((0x03, len(signature) + 1, 0x00)) + signature)
 
 

@@ -1,15 +1,15 @@
-"""Who this node is in its fleet, and the files that say so.
+"""The identity of this node in its fleet, and its files.
 
     <data>/identity/key.pem           the node's private key; its hash is the node's id
-                    cert.pem          what the fleet's authority says of that key; renewed
-                    ca.pem            the authority's certificate: whom this node trusts
+                    cert.pem          the authority's certificate of that key; renewed
+                    ca.pem            the authority's own certificate: the root of trust
                     ca-key.pem        the authority's private key; on one node of the fleet
-                    revocations.bin   keys that the fleet trusts no more
-                    peers.txt         members that were told when this node joined
+                    revocations.bin   keys that the fleet no longer trusts
+                    peers.txt         members to gossip with first, told when this node joined
 
-The folder comes into being whole, by one rename, and only cert.pem and revocations.bin change
-afterwards. A damaged or missing file stops the start and is named; no key is ever drawn in place
-of one that cannot be read, since that would be another node.
+The folder is made whole, by one rename, and only cert.pem and revocations.bin change afterwards. A
+damaged or missing file stops the start with an error that names it. A node never draws a new key in
+place of an unreadable one, since that would make it another node.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FOLDER = "identity"
 KEY, CERTIFICATE, AUTHORITY, AUTHORITY_KEY = "key.pem", "cert.pem", "ca.pem", "ca-key.pem"
 REVOCATIONS, PEERS = "revocations.bin", "peers.txt"
 RENEW_AFTER = 2 / 3
-"""Of a certificate's life: four months are left to reach the authority."""
+"""Share of a certificate's life before renewal: four months are left to reach the authority."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Identity:
     label: str
     role: CertRole
     authority_hash: bytes
-    """The `spki_hash` of the authority's key, which the fleet is named after."""
+    """The `spki_hash` of the authority's key, from which the fleet has its name."""
     tls: TlsMaterial = field(repr=False)
     not_before_at: float
     not_after_at: float
@@ -79,7 +79,7 @@ class Identity:
 
     @property
     def member_name(self) -> str:
-        """The name that any member answers to at an address where nobody is known yet."""
+        """The name that every member's certificate carries, for addresses without a known node."""
         return any_member(self.fleet)
 
     @property
@@ -89,7 +89,7 @@ class Identity:
         return made_at + RENEW_AFTER * (self.not_after_at - made_at)
 
     def fault_at(self, now: float) -> str:
-        """What is wrong with the certificate at a time, and what mends it; "" = nothing."""
+        """The fault of the certificate at a time, with its remedy; "" = none."""
         if now > self.not_after_at:
             late = duration(now - self.not_after_at)
             return (
@@ -108,13 +108,13 @@ class Identity:
 def identity_of(
     key: PrivateKey, certificate: bytes, authority: bytes, *, ca_key: bytes | None = None
 ) -> Identity:
-    """Put an identity together from PEM texts. Raises Untrusted when they do not fit each other."""
+    """Build an identity from PEM texts. Raises Untrusted when they do not fit together."""
     root = read_authority(authority)
     leaf = read_leaf(certificate)
     holder = read_holder(leaf, root)
     if not is_pair(key, holder.public_key):
         raise Untrusted("the private key is not the certificate's")
-    # Written anew, so that TLS reads the very form that was checked here.
+    # Written again, so that TLS reads exactly the form that was checked here.
     tls = TlsMaterial(
         key=key_pem(key), certificate=certificate_pem(leaf), authority=certificate_pem(root)
     )
@@ -139,8 +139,8 @@ def _identity(
 def renewed(identity: Identity, certificate: bytes, now: float) -> Identity:
     """Return the identity with a new certificate.
 
-    Raises Untrusted unless it is for the same key and role, of the same fleet, counts now, and
-    lasts as long as the one that is held, if that one counts.
+    Raises Untrusted unless it is for the same key and role, of the same fleet, valid now, and
+    lasts as long as the present certificate, if that one is valid.
     """
     key = read_key(identity.tls.key)
     new = identity_of(key, certificate, identity.tls.authority, ca_key=identity.ca_key)
@@ -186,7 +186,7 @@ def load_key(path: Path) -> PrivateKey:
     if path.stat().st_mode & 0o077:
         event(
             _log,
-            "private key could be read by others; now it cannot",
+            "private key was readable for other users; its permissions are repaired",
             level=logging.WARNING,
             file=path,
         )
@@ -233,9 +233,9 @@ def _mend(folder: Path) -> str:
 def save_identity(
     data_dir: Path, identity: Identity, *, peers: Sequence[str] = (), revocations: bytes = b""
 ) -> None:
-    """Write a new identity, whole or not at all, with what its fleet told it at the door.
+    """Write a new identity, whole or not at all, with the members that the fleet told.
 
-    Raises ConfigError when there is one already, or when it cannot be written.
+    Raises ConfigError when the node has an identity already, or when it cannot be written.
     """
     folder = data_dir / FOLDER
     if folder.exists():
@@ -260,7 +260,7 @@ def save_identity(
 
 
 def _write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    # Of a try that was killed: it may hold a private key, which nobody would ever remove.
+    # Left by a killed try: the folder may hold a private key and would lie there for ever.
     for left in folder.parent.glob(f".{FOLDER}.*"):
         shutil.rmtree(left, ignore_errors=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{FOLDER}.", dir=folder.parent))
@@ -280,7 +280,7 @@ def save_certificate(data_dir: Path, identity: Identity) -> None:
 
 
 def load_peers(data_dir: Path) -> tuple[str, ...]:
-    """The members that were told when this node joined: gRPC addresses to gossip with first."""
+    """The members to gossip with first, as gRPC addresses that the fleet told at joining."""
     try:
         lines = (data_dir / FOLDER / PEERS).read_text("utf-8", "replace").split()
     except OSError:

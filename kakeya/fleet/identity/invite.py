@@ -1,4 +1,4 @@
-"""Invites: the token that takes a machine into a fleet, and the proofs that both ends give.
+"""Invites: the token that admits a machine to a fleet, and the proofs of both ends.
 
     token    kakeya-<base64url of: 1 | expiry | hash of the CA's key, 16 B | secret, 16 B |
              HOST:PORT,... | checksum, 4 B>
@@ -10,7 +10,7 @@ The secret never crosses the wire, and the connection needs no encryption: nothi
 and nothing can be changed. An invite takes in one key. The same key may ask again until the invite
 ends, because an answer can be lost; wrong proofs are counted and cost the invite nothing.
 
-Decisions only, with `now` of a clock that does not jump; sockets are `node/door.py`.
+Decisions only, with `now` of a clock that does not jump; sockets are in `join_server.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_VALID_S = 24 * 3600.0
 MAX_LIVE = 16
 """Invites that live at once; each wrong proof is compared with all of them."""
 _MAX_REMEMBERED = 64
-"""Invites that are over, to tell a late joiner why it is refused."""
+"""Ended invites that are kept, to tell a late joiner the reason of its refusal."""
 SECRET_BYTES = CA_HASH_BYTES = 16
 MAX_ADDRESSES = 8
 _PREFIX = "kakeya-"
@@ -47,7 +47,7 @@ AGAIN = "run `kakeya invite` on the fleet's authority and join with the new toke
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """What the owner carries from the inviting machine to the joining one."""
+    """The token that the owner carries from the inviting machine to the joining one."""
 
     addresses: tuple[str, ...]
     ca_hash: bytes
@@ -56,12 +56,12 @@ class Token:
 
     @property
     def fleet(self) -> str:
-        """The name of the fleet that it leads into."""
+        """The name of the token's fleet."""
         return fleet_name(self.ca_hash)
 
 
 def encode_token(token: Token) -> str:
-    """Write a token as one word that any shell takes as it is."""
+    """Write a token as one word that needs no quotes in a shell."""
     head = _HEAD.pack(_VERSION, int(token.expires_at), token.ca_hash, token.secret)
     content = head + ",".join(token.addresses).encode()
     packed = content + hashlib.sha256(content).digest()[:_CHECK_BYTES]
@@ -97,7 +97,7 @@ def _unpack(word: str) -> Token:
 
 
 def proof_of_request(secret: bytes, *, ca_hash: bytes, csr: bytes) -> bytes:
-    """What a joiner sends beside its request."""
+    """The proof that a joiner sends beside its request."""
     return _mac(secret, _PURPOSE_ASK, ca_hash[:CA_HASH_BYTES], csr)
 
 
@@ -110,13 +110,13 @@ def proof_of_answer(
     peers: Sequence[str],
     revocations: bytes,
 ) -> bytes:
-    """What the inviter sends beside its answer to that very request."""
+    """The proof that the inviter sends beside its answer to exactly that request."""
     told = [peer.encode() for peer in peers]
     return _mac(secret, _PURPOSE_ANSWER, csr, certificate, authority, revocations, *told)
 
 
 def is_same_proof(one: bytes, other: bytes) -> bool:
-    """Compare in a time that tells nothing."""
+    """Compare in constant time, which tells nothing of the proof."""
     return hmac.compare_digest(one, other)
 
 
@@ -129,7 +129,7 @@ def _mac(secret: bytes, purpose: bytes, *parts: bytes) -> bytes:
 
 @dataclass(slots=True, kw_only=True)
 class Invite:
-    """One invite. `taken_by` is the node id whose key it took in; "" = nobody yet."""
+    """One invite. `taken_by` is the id of the node that joined by it; "" = none yet."""
 
     secret: bytes = field(repr=False)
     role: CertRole
@@ -194,10 +194,10 @@ class Invites:
         return max((invite.ends_mono for invite in self._invites), default=0.0)
 
     def admit(self, csr: bytes, proof: bytes, *, mono: float) -> tuple[Invite, Request]:
-        """Decide whether a request is let in; the first key that comes takes the invite.
+        """Decide whether a request may join; the first key that comes takes the invite.
 
-        Raises Unauthenticated for a wrong proof, Denied for an invite that is over, taken, or for
-        a revoked key, InvalidArgument for a request that is none.
+        Raises Unauthenticated for a wrong proof, Denied for an invite that ended or was taken and
+        for a revoked key, InvalidArgument for an unreadable request.
         """
         invite = self._find(csr, proof)
         try:

@@ -1,7 +1,7 @@
 """Joining a fleet with a token: ask the inviting node, check its answer, write the identity.
 
-The key is kept on disk from the first try, so that whoever was cut off after the invite had taken
-in its key can run the same command again and is let in.
+The key is kept on disk from the first try: a machine that was cut off after the invite had taken
+its key can run the same command again and is admitted.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ from kakeya.v1.fleet_pb2_grpc import JoinServiceStub
 from kakeya.wire.status import error_from_rpc
 
 PENDING_KEY = "joining.pem"
-"""In the data directory, until the fleet has certified it."""
+"""The key's folder in the data directory, until the fleet has certified the key."""
 MAX_CLOCK_GAP_S = DAY_S
-"""Between the two machines; certificates forgive twice as much."""
+"""Largest gap between the clocks of both machines; certificates forgive twice as much."""
 _TIMEOUT_S = 4.0
 _ROUNDS = 3
 _PAUSE_S = 1.0
@@ -72,9 +72,10 @@ _PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedFleet:
-    """What a machine has after it joined; `peers` to gossip with first.
+    """The result of joining; `peers` are the members to gossip with first.
 
-    `is_new` is False when it was a member of the token's fleet already, and nothing was asked.
+    `is_new` is False when the machine was a member of the token's fleet already: then no node was
+    asked.
     """
 
     identity: Identity
@@ -86,7 +87,7 @@ async def join(data_dir: Path, token: str, label: str, *, clock: Clock) -> Joine
     """Join the fleet that a token leads into, as the node of a data directory.
 
     Raises ConfigError for a member of another fleet and for a clock that is off, InvalidArgument
-    for a token that is none, Denied or Unauthenticated for one that counts no more, PeerError.
+    for an unreadable token, Denied or Unauthenticated for a token that is not valid, PeerError.
     """
     wanted = decode_token(token)
     if not is_valid_label(label):
@@ -117,7 +118,7 @@ def check_answer(
     address: str,
     now: float,
 ) -> Identity:
-    """Make the identity out of an answer that is the inviter's, of its fleet, for this key.
+    """Make the identity from the answer, which must be the inviter's, of its fleet, for this key.
 
     Raises PeerProtocol when it is not, ConfigError when the two clocks are too far apart.
     """
@@ -131,7 +132,7 @@ def check_answer(
     )
     if not is_same_proof(expected, answer.proof):
         raise PeerProtocol(
-            f"what answers at {address} is not the node that made the token; check the network "
+            f"the server at {address} is not the node that made the token; check the network "
             f"between the two machines, then {AGAIN}"
         )
     try:
@@ -158,7 +159,7 @@ def _check_clock(now: float, *, made_at: float, address: str) -> None:
 
 
 def _key_for(data_dir: Path, held: Identity | None) -> PrivateKey:
-    """The key to join with: of an identity that ran out, of a try that was cut off, or new."""
+    """The key to join with: of an expired identity, of an interrupted try, or a new one."""
     if held is not None:
         return read_key(held.tls.key)
     path = data_dir / PENDING_KEY
@@ -211,7 +212,7 @@ async def _ask_until_answered(
             except (PeerUnavailable, DeadlineExceeded) as failure:
                 silent = failure
             except KakeyaError as refusal:
-                # Another address may still lead to the right node: this one may be somebody else.
+                # Another address may still lead to the right node: this one may be another machine.
                 refused = refused or refusal
         if refused is not None:
             raise refused
@@ -233,10 +234,10 @@ def _nobody_answers(token: Token, now: float, failure: KakeyaError | None) -> Pe
     late_s = now - token.expires_at
     if late_s > 0:
         return PeerUnavailable(
-            f"the token expired {duration(late_s)} ago, and nobody answers at {where}; {AGAIN}"
+            f"the token expired {duration(late_s)} ago, and no node answers at {where}; {AGAIN}"
         )
     why = failure.message if failure is not None else "no address"
     return PeerUnavailable(
-        f"nobody answers at {where} ({why}); check that the inviting node still runs and that "
+        f"no node answers at {where} ({why}); check that the inviting node still runs and that "
         "this machine reaches it, then run the same command again"
     )

@@ -1,7 +1,7 @@
-"""The door through which machines join: a port of its own, open only while an invite lives.
+"""The server for joining machines, on a port of its own that is open only while an invite lives.
 
-Plain, because a joiner holds no certificate yet; `fleet/invite.py` says why that is safe. What a
-stranger can do here is send a few KiB and have one HMAC per invite computed.
+The port is plain, because a joiner holds no certificate yet; `invite.py` says why that is safe. A
+stranger can only send a few KiB here and have one HMAC per invite computed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SERVICE_NAME = "kakeya.v1.JoinService"
 _MAX_REQUEST_BYTES = 16 * KIB
 _MAX_PEERS = 16
 _MAX_OF_ONE_HOST = 16
-"""Connections; a machine joins with one."""
+"""Most connections at a time; a machine joins with one."""
 _LOOK_EVERY_S = 2.0
 _TELL_EVERY_S = 1.0
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -54,7 +54,7 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invitation:
-    """A token as its owner pastes it."""
+    """A token as one word, with the data of its invite."""
 
     token: str = field(repr=False)
     expires_at: float
@@ -77,7 +77,7 @@ class JoinServer:
         clock: Clock,
         port: int = 0,
     ) -> None:
-        """`port` 0 = one that the system chooses at each opening."""
+        """`port` 0 = a free port, chosen by the system at each opening."""
         self._authority = authority
         self._trust = trust
         self._hosts = hosts
@@ -98,16 +98,16 @@ class JoinServer:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where the door stands open now; empty = shut."""
+        """The addresses where the port is open now; empty = closed."""
         return self._addresses
 
     def start(self, supervisor: Supervisor) -> None:
-        """Shut the door, from now on, whenever the last invite has ended; let nobody block it."""
-        supervisor.start("door", self._shut_in_time)
-        supervisor.start("crowd at the door", self._thin_out)
+        """Begin to close the port when the last invite ends, and to limit connections."""
+        supervisor.start("join server", self._shut_in_time)
+        supervisor.start("join connections", self._thin_out)
 
     async def invite(self, role: CertRole, valid_s: float = VALID_S) -> Invitation:
-        """Make an invite and open the door for it.
+        """Make an invite and open the port for it.
 
         Raises ConfigError when no address can be opened, InvalidArgument, Refused.
         """
@@ -127,7 +127,7 @@ class JoinServer:
         return Invitation(token=encode_token(token), expires_at=expires_at)
 
     async def aclose(self) -> None:
-        """Shut the door, whatever invites live."""
+        """Close the port, even while invites live."""
         async with self._turn:
             await self._shut()
 
@@ -185,7 +185,7 @@ class JoinServer:
                     await self._shut()
 
     async def _thin_out(self) -> None:
-        """Keep strangers' idle connections from taking all the files that this process may open."""
+        """Close idle connections of strangers before they use up the files of this process."""
         while True:
             await self._opened.wait()
             await self._clock.sleep(_LOOK_EVERY_S)
@@ -210,7 +210,7 @@ class JoinServer:
             raise
 
     def _tell_of(self, refusal: KakeyaError, peer: str) -> None:
-        # Who tries many tokens must not fill the disk with log lines; `stats` count all of them.
+        # A stranger with many tokens must not fill the disk with log lines; `stats` count all.
         mono = self._clock.mono()
         if mono - self._told_mono < _TELL_EVERY_S:
             return
@@ -226,7 +226,7 @@ class JoinServer:
         )
 
     def _admit(self, request: bytes, peer: str) -> pb.JoinResponse:
-        """Decide and answer in one go: no second joiner can come between."""
+        """Decide and answer without an await, so that no second joiner comes between."""
         try:
             asked = pb.JoinRequest.FromString(request)
         except DecodeError as problem:

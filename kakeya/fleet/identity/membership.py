@@ -1,4 +1,4 @@
-"""A node's membership while it runs: renewing its certificate, and what its authority can do.
+"""A node's membership while it runs: renewal of its certificate, and the duties of the authority.
 
 every member    renews at two thirds of its certificate's life, at a node that has the CA key;
                 keeps the list of revoked nodes on disk
@@ -43,7 +43,7 @@ _SAVE_AGAIN_S = 30.0
 
 
 def open_trust(data_dir: Path, identity: Identity) -> FleetTrust:
-    """Return what a node believes at its start: its identity and the list that lies on disk.
+    """Return the trust of a node at its start: its identity and the list on disk.
 
     Raises ConfigError for a list that can neither be read nor set aside.
     """
@@ -53,9 +53,9 @@ def open_trust(data_dir: Path, identity: Identity) -> FleetTrust:
 
 
 class FleetSecurity:
-    """`ChannelSecurity` of a member: who is expected at an address is said by the cards.
+    """`ChannelSecurity` of a member: the cards say which node is expected at an address.
 
-    `node_at` gives the id of the live node at an address, "" where nobody is known.
+    `node_at` gives the id of the live node at an address, "" where no node is known.
     """
 
     def __init__(self, trust: FleetTrust, node_at: Callable[[str], str]) -> None:
@@ -98,7 +98,7 @@ class Membership:
         self._clock = clock
         self._route = route
         self._authority = authority_of(trust.identity, life_s=life_s)
-        self._door = self._make_door(self._authority, hosts)
+        self._join_server = self._make_door(self._authority, hosts)
         self._renewal = Renewal(
             data_dir,
             trust,
@@ -123,33 +123,33 @@ class Membership:
 
     @property
     def trust(self) -> FleetTrust:
-        """What the node believes."""
+        """The cards and callers that this node trusts."""
         return self._trust
 
     @property
     def renewal(self) -> Renewal:
-        """What renews the certificate."""
+        """The renewal of the certificate."""
         return self._renewal
 
     @property
-    def door(self) -> JoinServer | None:
-        """Where machines join; None on every node but the authority."""
-        return self._door
+    def join_server(self) -> JoinServer | None:
+        """The server for joining machines; None on every node but the authority."""
+        return self._join_server
 
     def start(self, supervisor: Supervisor) -> None:
         """Keep the certificate and the files up to date."""
         self._renewal.start(supervisor)
         supervisor.start("revocations", self._keep_saved)
-        if self._door is not None:
-            self._door.start(supervisor)
+        if self._join_server is not None:
+            self._join_server.start(supervisor)
 
     async def aclose(self) -> None:
-        """Shut the door. The background work ends with its supervisor."""
-        if self._door is not None:
-            await self._door.aclose()
+        """Close the join port. The background work ends with its supervisor."""
+        if self._join_server is not None:
+            await self._join_server.aclose()
 
     def _addresses(self) -> list[str]:
-        """Where a new machine finds members: this node at each of its addresses, then others."""
+        """Addresses where a new machine finds members: this node's own, then others'."""
         found: list[str] = []
         for card in self._cards():
             if card.node_id == self._trust.identity.node_id:
@@ -166,27 +166,27 @@ class Membership:
             if card.is_authority and card.node_id != self._trust.identity.node_id
         ]
 
-    # What the owner asks for
+    # --- commands of the owner
 
     async def invite(self, role: CertRole, valid_s: float = VALID_S) -> Invitation:
         """Let one machine join. Raises Denied on a node that is not the authority."""
-        if self._door is None:
+        if self._join_server is None:
             raise self._not_here("invite")
-        return await self._door.invite(role, valid_s)
+        return await self._join_server.invite(role, valid_s)
 
     def revoke(self, node: str) -> tuple[str, int]:
-        """Put a node out of the fleet: an id, a unique prefix of one, or a label.
+        """Exclude a node from the fleet: an id, a unique prefix of one, or a label.
 
         Returns its id and the version of the list. Raises Denied on a node that is not the
-        authority and for itself, NotFound, InvalidArgument when several are meant.
+        authority and for itself, NotFound, InvalidArgument when several nodes match.
         """
         if self._authority is None:
             raise self._not_here(f"revoke {node}")
         node_id = find_node(node, self._cards())
         if node_id == self._trust.identity.node_id:
             raise Denied(
-                "this node is the fleet's authority and does not revoke itself: nobody could renew "
-                "a certificate after that"
+                "this node is the fleet's authority and does not revoke itself: no node could "
+                "renew a certificate after that"
             )
         made = self._trust.revoke(node_id, self._clock.wall())
         event(_log, "revoked", level=logging.WARNING, node_id=node_id, version=made.version)
@@ -201,7 +201,7 @@ class Membership:
         )
 
     def certify(self, csr: bytes, caller: Caller) -> bytes:
-        """Certify a member's key anew, as the authority. Raises Denied, InvalidArgument."""
+        """Certify a member's key again, as the authority. Raises Denied, InvalidArgument."""
         if self._authority is None:
             raise Denied(
                 f"this node is not the authority of fleet {self._trust.identity.fleet}; renew at "
@@ -211,7 +211,7 @@ class Membership:
         if caller.role is None or wanted.node_id != caller.node_id:
             raise Denied(
                 f"the request names the key of {wanted.node_id} and the caller is "
-                f"{caller.node_id or 'nobody'}; each member renews its own certificate only"
+                f"{caller.node_id or 'not known'}; each member renews its own certificate only"
             )
         if self._trust.is_revoked(wanted.node_id):
             raise Denied(f"node {wanted.node_id} was revoked in this fleet")
@@ -232,9 +232,9 @@ class Membership:
             )
 
     async def save_revoked(self) -> None:
-        """Return once the list is on disk: an owner who took a node out must be able to rely on it.
+        """Return once the list is on disk, so that the owner can rely on the exclusion.
 
-        Raises ConfigError when it cannot be written; the list counts all the same.
+        Raises ConfigError when it cannot be written; the list is in force all the same.
         """
         try:
             await self._save()

@@ -1,4 +1,4 @@
-"""Which node a person means: an id, the beginning of one, or a label."""
+"""Finds the node that an operator names: by an id, the beginning of an id, or a label."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MIN_PREFIX = 4
 
 
 def find_node(named: str, cards: Sequence[Card]) -> str:
-    """Return the id of the node that is meant; whole ids need no card.
+    """Return the id of the named node; whole ids need no card.
 
-    Labels are what nodes say of themselves, so one that looks like the id of another node, or the
-    beginning of it, never takes its place. Raises NotFound, and InvalidArgument when several nodes
-    are meant.
+    Each node chooses its own label, so a label that looks like the id of another node, or its
+    beginning, never takes that node's place. Raises NotFound, and InvalidArgument when several
+    nodes match.
     """
     if is_key_id(named):
         return named

@@ -1,7 +1,7 @@
-"""Renewing certificates: one's own at two thirds of its life, and, as the authority, others'.
+"""Renewing certificates: the own one at two thirds of its life and, as the authority, others'.
 
-Asked of a live node whose card says that it holds the CA key. A card may lie, so an answer counts
-only when it is the fleet's certificate for this very key; else the next node is asked.
+A node asks a live node with a card that claims the CA key. A card may lie, so an answer counts only
+when it is the fleet's certificate for exactly this key; else the next node is asked.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from kakeya.wire.status import abort, error_from_rpc
 _log = logging.getLogger(__name__)
 _TIMEOUT_S = 10.0
 _LOOK_S = 3600.0
-"""At most between two looks at the clock, which may have been set meanwhile."""
+"""Longest wait between two looks at the clock, which may have been set meanwhile."""
 Context = grpc.aio.ServicerContext[pb.RenewRequest, pb.RenewResponse]
 Certify = Callable[[bytes, Caller], bytes]
-"""Makes the certificate (PEM) that a request (DER) asks for, or refuses its caller."""
+"""Makes the certificate (PEM) for a request (DER), or refuses its caller."""
 
 
 class Renewal:
     """Keeps one node's certificate from running out, without a restart.
 
-    `authorities` gives the addresses of live nodes that say they hold the CA key; `own_authority`
-    certifies on the node that does itself.
+    `authorities` gives the addresses of live nodes that claim the CA key; `own_authority` certifies
+    on the node that holds it.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Renewal:
         self._rng = rng
 
     def start(self, supervisor: Supervisor) -> None:
-        """Renew in time from now on."""
+        """Begin to renew in time."""
         supervisor.start("certificate", self._run)
 
     async def renew(self) -> Identity:
-        """Renew now. Raises what the last node that was asked answered, OSError from the disk."""
+        """Renew now. Raises the error of the last node that was asked, OSError from the disk."""
         identity = self._trust.identity
         csr = make_request(read_key(identity.tls.key), identity.label)
         new = await self._ask(identity, csr)
@@ -125,16 +125,16 @@ class Renewal:
 def is_renewal_due(identity: Identity, now: float) -> bool:
     """Whether a new certificate is needed.
 
-    A clock that was ahead by months may have made the authority issue itself one that begins in
-    months, by which it would be shut out of its own fleet. It alone can mend that without a peer.
+    An authority with a clock months ahead may have issued itself a certificate that begins in
+    months, which excludes it from its own fleet. It alone can repair that without a peer.
     """
     return now >= identity.renew_at or (identity.is_authority and now < identity.not_before_at)
 
 
 def pause_before_renewal(identity: Identity, now: float, failures: int) -> float:
-    """How long to wait before the next look: to the renewal, or after a failed one; 0 = try now.
+    """Seconds until the next look: to the renewal, or after a failed one; 0 = try now.
 
-    Tries after a failure come ever later, up to an hour, but ten fit in what is left of the life.
+    Pauses after failures grow up to an hour, but ten tries fit in the rest of the life.
     """
     if not is_renewal_due(identity, now):
         return min(identity.renew_at - now, _LOOK_S)
@@ -146,7 +146,7 @@ def pause_before_renewal(identity: Identity, now: float, failures: int) -> float
 
 
 class MembershipService(MembershipServiceServicer):
-    """Renews certificates; `caller` says who makes the call that is being handled."""
+    """Renews certificates; `caller` gives the certificate holder of the present call."""
 
     def __init__(self, certify: Certify, *, caller: Callable[[], Caller]) -> None:
         self._certify = certify

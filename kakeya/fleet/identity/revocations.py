@@ -1,8 +1,8 @@
-"""The fleet's list of keys that are trusted no more: made by its authority, carried by gossip.
+"""The fleet's list of revoked keys: made by its authority, carried by gossip.
 
-A list is one signed blob that nodes pass on as they got it; the larger version replaces the
-smaller. Versions follow the wall clock, so that an authority which lost its own list does not
-begin below what the fleet holds.
+A list is one signed blob that nodes pass on unchanged; the larger version replaces the smaller.
+Versions follow the wall clock, so that an authority that lost its own list does not begin below
+the version that the fleet holds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NONE = Revocations()
 def sign_list(
     node_ids: Iterable[str], *, after: Revocations, key: PrivateKey, now: float
 ) -> Revocations:
-    """Make the list that follows another. Raises Untrusted for what is no id of a key."""
+    """Make the list that follows another. Raises Untrusted for a text that is no id of a key."""
     version = max(after.version + 1, int(now))
     ids = frozenset(node_ids)
     content = pb.RevocationList(
@@ -77,8 +77,8 @@ def read_list(blob: bytes, authority: PublicKey) -> Revocations:
     if not 0 < content.version < _MAX_VERSION or not math.isfinite(content.made_at_unix):
         raise BadList(f"the list has version {content.version}")
     if any(len(key_hash) != _HASH_BYTES for key_hash in content.key_hashes):
-        raise BadList("the list names what is no key")
-    # Written anew: another spelling of the same list must not travel as a second one.
+        raise BadList("the list holds an entry that is no key")
+    # Written again: another spelling of the same list must not travel as a second list.
     return Revocations(
         version=content.version,
         made_at=content.made_at_unix,
@@ -88,7 +88,7 @@ def read_list(blob: bytes, authority: PublicKey) -> Revocations:
 
 
 def load_revocations(path: Path, authority: PublicKey) -> Revocations:
-    """Read the list on disk; none when there is no file, or when it was damaged and set aside.
+    """Read the list on disk; empty without a file, and after a damaged file was set aside.
 
     Gossip brings a lost list back. Raises ConfigError when it can neither be read nor set aside.
     """

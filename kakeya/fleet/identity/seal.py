@@ -1,12 +1,13 @@
-"""The seal of a card: who owns it, proved over its exact bytes.
+"""The seal of a card: proof of its owner over its exact bytes.
 
 A sealed card is its body and two more fields, the last of the message:
 
     body | 110: certificate, DER | 111: signature, 64 bytes, over every byte before field 111
 
-The seal has one spelling only. ECDSA lets anybody turn a valid signature (r, s) into a second one,
-(r, n - s), and a relay that could respell a card could put a twin in the place of the original,
-whose owner then beats in vain: hence fixed-width r and s, s in the lower half, fields in one form.
+The seal has one spelling only. ECDSA lets any relay turn a valid signature (r, s) into a second
+one, (r, n - s), and a relay that could respell a card could put a twin in the place of the
+original, so that the owner's beats would count for nothing: hence fixed-width r and s, s in the
+lower half, fields in one form.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from kakeya.fleet.identity.certificates import PrivateKey, PublicKey
 CERTIFICATE_FIELD, SIGNATURE_FIELD = 110, 111
 SIGNATURE_BYTES = 64
 _MAX_FIELDS = 1024
-"""Outermost ones of a card; ours has a hundred, and thousands of hollow ones take long to split."""
+"""Most outermost fields of a card: a real card has a hundred; thousands take long to split."""
 _MARK_BYTES = 32
 _CERTIFICATE_TAG, _SIGNATURE_HEAD = b"\xf2\x06", b"\xfa\x06\x40"
 _SIGNATURE_FIELD_BYTES = len(_SIGNATURE_HEAD) + SIGNATURE_BYTES
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-"""Of P-256's group, n: s and n - s verify alike."""
+"""The order n of P-256's group: s and n - s verify alike."""
 _SHA256 = ec.ECDSA(hashes.SHA256())
 
 
 class BrokenSeal(ValueError):
-    """Bytes that nobody sealed (UNSIGNED), or not as `seal` does (FORGED)."""
+    """Bytes without a seal (UNSIGNED), or with one that `seal` never makes (FORGED)."""
 
     def __init__(self, fault: CardFault) -> None:
         super().__init__(fault.value)
@@ -48,7 +49,7 @@ class BrokenSeal(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CardSeal:
-    """A card taken apart: what is signed, by whom, how."""
+    """A card taken apart: the signed bytes, the certificate, the signature."""
 
     signed: bytes
     certificate: bytes
@@ -90,7 +91,7 @@ def open_seal(wire: bytes) -> CardSeal:
 
 
 def certificate_mark(wire: bytes) -> bytes:
-    """What tells the certificates in sealed cards apart at no cost: the end of its signature."""
+    """A mark that tells certificates in sealed cards apart at no cost: the end of the signature."""
     return wire[:-_SIGNATURE_FIELD_BYTES][-_MARK_BYTES:]
 
 

@@ -1,7 +1,7 @@
-"""Whom a node believes: cards by their seals, callers by their certificates, nobody put out.
+"""The trust of a node: in cards by their seals, in callers by certificates, never in revoked keys.
 
 Verdicts on cards are remembered by digest, so that a card costs its two curve operations once and
-every later look one hash. The list of who was put out is applied the moment it comes.
+every later look one hash. The list of revoked keys is applied the moment it comes.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from kakeya.fleet.identity.seal import BrokenSeal, certificate_mark, open_seal, 
 from kakeya.wire.security import Certified, CertRole, TlsMaterial
 
 _GOOD_VERDICTS, _BAD_VERDICTS, _HOLDERS = 8192, 1024, 8192
-"""Twice the cards that a registry holds; forgeries are kept apart, so that a flood of them pushes
-no honest card's verdict out."""
+"""Twice the cards that a registry holds; verdicts on forgeries are kept apart, so that a flood of
+them displaces no honest card's verdict."""
 Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """Of a card's bytes: who signed them, or what is wrong with them."""
+    """The verdict on a card's bytes: its signer, or its fault."""
 
     holder: CertHolder | None
     fault: CardFault | None
 
 
 class FleetTrust:
-    """What one node believes of cards and callers. Safe to warm from a thread.
+    """The trust of one node in cards and callers. Safe to warm from a thread.
 
     `on_revoked`, like every subscriber, is called with the ids that a new list adds.
     """
@@ -57,7 +57,7 @@ class FleetTrust:
         revocations: Revocations = NONE,
         on_revoked: Callable[[frozenset[str]], None] | None = None,
     ) -> None:
-        """Raises Untrusted for an identity that does not hold together."""
+        """Raises Untrusted for an identity with parts that do not fit together."""
         self._root = read_authority(identity.tls.authority)
         self._revoked = revocations
         self._subscribers = [on_revoked] if on_revoked is not None else []
@@ -72,7 +72,7 @@ class FleetTrust:
         return self._identity
 
     def adopt(self, identity: Identity) -> None:
-        """Go on with a renewed certificate: cards and connections made from now on show it."""
+        """Take over a renewed certificate, for all later cards and connections."""
         if identity.node_id != self._identity.node_id:
             raise Untrusted(f"{identity.node_id} is another node than {self._identity.node_id}")
         self._adopt(identity)
@@ -83,7 +83,7 @@ class FleetTrust:
         self._certificate = certificate_der(read_leaf(identity.tls.certificate))
 
     def material(self) -> TlsMaterial:
-        """What channels and listeners show as of now."""
+        """The key and certificate that channels and listeners present."""
         return self._identity.tls
 
     # Cards
@@ -93,7 +93,7 @@ class FleetTrust:
         return seal(body, certificate=self._certificate, key=self._key)
 
     def fault_of(self, card: Card, now: float) -> CardFault | None:
-        """What is wrong with the seal of a card that was read from its bytes; None = nothing."""
+        """The fault of the seal of a card that was read from its bytes; None = none."""
         verdict = self._verdict(card.wire, card.digest)
         holder = verdict.holder
         if holder is None:
@@ -107,8 +107,8 @@ class FleetTrust:
     def warm(self, wires: Sequence[bytes]) -> None:
         """Check cards ahead of `fault_of`, which then only looks the verdicts up.
 
-        As costly cards as a liar can sign are not all checked: one of each certificate, and no
-        more after `MAX_FORGED` that prove forged. A registry takes no more of one message either.
+        A liar can sign many costly cards, so only one of each certificate is checked, and none
+        after `MAX_FORGED` forged ones. A registry takes no more of one message either.
         """
         forged = 0
         met: set[bytes] = set()
@@ -155,7 +155,7 @@ class FleetTrust:
     # Callers
 
     def caller_of(self, cert_pem: bytes) -> Certified | None:
-        """Whom a certificate names; None = nobody of this fleet.
+        """The holder that a certificate names; None = not of this fleet.
 
         TLS has checked its dates, but only when the connection was made.
         """
@@ -169,26 +169,26 @@ class FleetTrust:
 
     @property
     def revocations(self) -> tuple[int, bytes]:
-        """Version and signed bytes of the list that is held; (0, b"") = none was ever made."""
+        """Version and signed bytes of the held list; (0, b"") = the fleet never made one."""
         return self._revoked.version, self._revoked.blob
 
     @property
     def revoked(self) -> Revocations:
-        """The list that is held."""
+        """The held list."""
         return self._revoked
 
     def is_revoked(self, node_id: str) -> bool:
-        """Whether the fleet trusts a node no more."""
+        """Whether the fleet revoked a node."""
         return node_id in self._revoked.node_ids
 
     def subscribe(self, on_revoked: Callable[[frozenset[str]], None]) -> None:
-        """Have a function called at once with the ids that each new list adds, perhaps none."""
+        """Call a function with the ids that each new list adds, perhaps none, at once."""
         self._subscribers.append(on_revoked)
 
     def apply_revocations(self, blob: bytes) -> bool:
-        """Take a list that came from anywhere; whether it replaced the one that is held.
+        """Take a list from any source; returns whether it replaced the held one.
 
-        The authority, whose own list may have been lost or made twice, loses no entry of either.
+        The authority may have lost its own list or made two, and so merges the entries of both.
         """
         try:
             found = read_list(blob, authority_key(self._root))
@@ -206,9 +206,10 @@ class FleetTrust:
         return True
 
     def revoke(self, node_id: str, now: float) -> Revocations:
-        """Put a node out of the fleet; returns the list that says so.
+        """Exclude a node from the fleet; returns the new list.
 
-        Raises ConfigError on a node that is not the authority, Untrusted for what is no key's id.
+        Raises ConfigError on a node that is not the authority, Untrusted for a text that is no
+        key's id.
         """
         if self.is_revoked(node_id):
             return self._revoked

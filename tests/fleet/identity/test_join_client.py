@@ -406,7 +406,7 @@ async def test_a_node_that_ended_since_is_named_with_its_address(tmp_path: Path)
     async with open_house() as house:
         token = await house.token()
         (address,) = house.door.addresses
-    with pytest.raises(PeerUnavailable, match=f"nobody answers at {address}"):
+    with pytest.raises(PeerUnavailable, match=f"no node answers at {address}"):
         await enter(tmp_path, token)
 
 

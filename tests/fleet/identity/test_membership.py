@@ -309,7 +309,7 @@ async def test_renewal_needs_the_callers_certificate(tmp_path: Path) -> None:
     async with two_nodes(tmp_path, clock) as (one, two):
         csr = make_request(read_key(two.trust.identity.tls.key), "mini-2")
         local = Caller(node_id="", role=None, address="ipv4:127.0.0.1:1")
-        with pytest.raises(Denied, match="the caller is nobody"):
+        with pytest.raises(Denied, match="the caller is not known"):
             one.membership.certify(csr, local)
 
 
