@@ -20,7 +20,7 @@ from kakeya.fleet.gossip.targets import DEFAULT_FANOUT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig:
-    """How a node finds others and gossips. A card survives `ttl_s / interval_s` silent rounds."""
+    """Joining, discovery and gossip. A card survives `ttl_s / interval_s` silent rounds."""
 
     join: str = setting(
         "join a fleet with the token that kakeya invite printed; needed once",

@@ -1,7 +1,7 @@
-"""Cards: what one node says of itself, ordered so that every node keeps the same one.
+"""Cards: the offer of one node, ordered so that every node keeps the same card.
 
 A card is the exact bytes its owner sent plus the fields read from them; relays pass the bytes on,
-so what this build cannot read survives it. Cards of one owner order totally:
+so fields that this build cannot read survive it. Cards of one owner order totally:
 
     incarnation (starts of the owner)  >  life  >  stamp (its clock)  >  digest of the bytes
 
@@ -9,8 +9,8 @@ The largest wins, hence merges commute, associate and repeat without effect, tie
 lives in one incarnation, which are two processes with one id, the smaller number wins everywhere
 and for good, so no view alternates between them.
 
-A card says what its owner offers; that the owner lives, its beats say (`beats.py`), and only for
-owners without beats the card's own stamp. Values and predicates only: no clock, no wire format
+A card shows the offer of its owner; the owner's beats (`beats.py`) show that it lives, and only for
+owners without beats the card's own stamp does. Values and predicates only: no clock, no wire format
 (`convert.py`), no memory (`registry.py`).
 """
 
@@ -40,17 +40,17 @@ MAX_AHEAD_S = 60.0
 """How far a stamp may run ahead of the reader's clock: more than NTP's worst, less than a TTL."""
 MAX_AHEAD_BEATING_S = 24 * 3600.0
 """The same for a card that came with a beat: the beat tells its age, so the stamp only orders, and
-a clock that is an hour wrong costs nobody its place. A stamp from beyond a day is no clock's."""
+a clock that is an hour wrong excludes no node. A stamp more than a day ahead is no clock's."""
 MAX_FORGED = 16
-"""Cards of one message that may prove forged before the rest of it is not worth a look."""
+"""Forged cards in one message after which its other cards are not read."""
 MAX_INCARNATION = 2**53
-"""Starts that a node can count; a larger number could not be jumped above."""
+"""Most starts that a node can count; no incarnation could be raised above a larger number."""
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
 DEFAULT_INTERVAL_S = 10.0
 """Between two gossip rounds."""
 DEFAULT_TTL_S = 12 * DEFAULT_INTERVAL_S
-"""With a fanout of 2, nobody is missed for a moment at 1000 nodes and 30 % of messages lost."""
+"""With a fanout of 2, no node is missed for a moment at 1000 nodes and 30 % of messages lost."""
 FAREWELL_TTL_S = 10.0
 
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f/\\\ud800-\udfff]")  # surrogates are no text
@@ -70,7 +70,7 @@ class CardRole(IntEnum):
 
 
 class CardFault(StrEnum):
-    """Why one card was dropped while the rest of its batch was kept."""
+    """The reason why one card was dropped while the rest of its batch was kept."""
 
     MALFORMED = "malformed"
     OVERSIZE = "oversize"
@@ -85,7 +85,7 @@ class CardFault(StrEnum):
     BAD_ADDRESS = "bad_address"
     EXPIRED = "expired"
     STALE = "stale"
-    """No later than what this node already saw expire."""
+    """No later than a card of the node that already expired here."""
     CONFLICT = "conflict"
     """Of another process that runs under the id of a live node."""
     REPEATED = "repeated"
@@ -97,7 +97,7 @@ class CardFault(StrEnum):
 
 
 def is_liars(dropped: Mapping[CardFault, int]) -> bool:
-    """Whether so many cards of a message were made up that no honest node passed it on."""
+    """Whether no honest node passes on a message with so many cards of this fault."""
     made_up = dropped.get(CardFault.FORGED, 0) + dropped.get(CardFault.MALFORMED, 0)
     return made_up >= MAX_FORGED
 
@@ -125,8 +125,8 @@ class Endpoint(NamedTuple):
 class CacheOffer(NamedTuple):
     """KV of prompts that a node serves to others, of one fingerprint.
 
-    `compatibility` is a serialized CacheCompatibility, `filter` a small set of block names; what
-    is in them is the precache's to say. `epoch` changes with the filter.
+    `compatibility` is a serialized CacheCompatibility, `filter` a small set of block names; both
+    are read by `prefix/` only. `epoch` changes with the filter.
     """
 
     compatibility: bytes
@@ -139,10 +139,10 @@ class CacheOffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What an owner says of itself, before it is stamped; `""` and 0 mean unknown.
+    """The content of a card before it is stamped; `""` and 0 mean unknown.
 
-    `label` is what people call the node. `is_authority`: members renew their certificates there.
-    `is_careful`: it takes less upon itself than it could, after its machine panicked.
+    `label` is the node's name for people. `is_authority`: members renew their certificates there.
+    `is_careful`: the node accepts less work than it could, after its machine panicked.
     """
 
     grpc_address: str = ""
@@ -204,7 +204,7 @@ class Card:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where it says that its node is, each address once, the one it names first before all."""
+        """The addresses that the card claims for its node, each once, its first choice first."""
         named = (self.grpc_address, *(way.address for way in self.endpoints))
         return tuple(filter(None, dict.fromkeys(named)))
 
@@ -223,14 +223,14 @@ class Card:
         return self.order > other.order
 
     def is_outdated(self, now: float) -> bool:
-        """Whether the card's time is over by its stamp; it still counts at the instant of its end.
+        """Whether the card is expired by its stamp; it still counts at the instant of its end.
 
-        Says nothing of a card that came with a beat: the beat tells its age.
+        Not for a card that came with a beat: the beat tells its age.
         """
         return now > self.announced_at + self.ttl_s
 
     def is_expired(self, now: float) -> bool:
-        """Whether a plain card's time is over. A beating one's is the registry's to judge."""
+        """Whether a plain card is expired. The registry judges cards with beats."""
         return self.is_plain and self.is_outdated(now)
 
     def offers(self, role: int, model_id: str | None = None) -> tuple[OfferedModel, ...]:
@@ -256,7 +256,7 @@ def is_dialable(address: str) -> bool:
 
 
 class CardTrust(Protocol):
-    """Whose cards count in a fleet with identities."""
+    """Decides which cards count in a fleet with identities."""
 
     def seal(self, body: bytes) -> bytes:
         """Append the own certificate and the signature over everything before it."""
@@ -272,7 +272,7 @@ class CardTrust(Protocol):
 
 
 def fault_of(card: Card, now: float, *, is_beating: bool = False) -> CardFault | None:
-    """What is wrong with a card at this time; None = it may be merged. First fault wins.
+    """The first fault of a card at this time; None = it may be merged.
 
     `is_beating`: a beat came with it, which tells its age in place of the stamp.
     """
@@ -304,7 +304,7 @@ def _fault_of_content(card: Card) -> CardFault | None:
     label = card.label
     if label and (_is_any_longer([label], MAX_LABEL_BYTES) or _FORBIDDEN_IN_LABEL.search(label)):
         return CardFault.BAD_STRING
-    # Plain nodes may mean something else by an address; ours never write one that is none.
+    # Plain nodes may mean something else by an address; this build writes only valid ones.
     if card.is_plain or all(is_dialable(way.address) for way in card.endpoints):
         return None
     return CardFault.BAD_ADDRESS

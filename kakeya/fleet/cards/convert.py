@@ -1,8 +1,8 @@
 """Cards to and from the wire: the only place of the fleet that knows the messages.
 
 A batch of cards is `repeated field 1` of its message. It is split into the bytes of each card by
-a scan of the outermost tags, so one unreadable card costs only itself, and an honest relay hands
-on exactly what it got. Joining is the reverse: bytes that are kept are never encoded again.
+a scan of the outermost tags, so one unreadable card costs only itself, and an honest relay passes
+on exactly the bytes that it got. Joining is the reverse: kept bytes are never encoded again.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from kakeya.v1 import distributed_pb2 as pb
 MAX_BATCH_BYTES = 2 * MIB
 MAX_BATCH_CARDS = 4096
 MAX_FIELDS = 2 * MAX_BATCH_CARDS
-"""Outermost fields of a message, unknown ones included: hollow ones of two bytes would else keep
-the scan busy for a second."""
+"""Most outermost fields of a message, unknown ones included: empty fields of two bytes would else
+keep the scan busy for a second."""
 ANCHOR_BYTES = 8
 _CARD_TAG = 1 << 3 | LENGTH
 _BEATS_TAG = 100 << 3 | LENGTH
@@ -56,7 +56,7 @@ _SENT_AT_TAG = 101 << 3 | FIXED64
 
 
 class MalformedCard(ValueError):
-    """Bytes that are no card. `fault` says which way."""
+    """Bytes that are no card; `fault` is the reason."""
 
     def __init__(self, fault: CardFault) -> None:
         super().__init__(fault.value)
@@ -80,7 +80,7 @@ def split_cards(message: bytes) -> list[bytes]:
 
 
 def split_batch(message: bytes) -> CardBatch:
-    """Split a batch into its cards and what a node of ours says beside them. Raises as above."""
+    """Split a batch into its cards and the fields that an extended node adds. Raises as above."""
     check_size(message)
     cards: list[bytes] = []
     beats, sent_at = b"", 0.0
@@ -131,9 +131,9 @@ def scan_cards(message: bytes, field: int) -> list[bytes]:
 
 
 def _read_run(message: bytes, at: int, tag: int, found: list[bytes]) -> int:
-    """Add the contents of fields with a tag of one byte that follow each other; where they end.
+    """Add the contents of successive fields with a tag of one byte; returns the end of the run.
 
-    Most of a message is such a run. Anything unusual ends it, and is for the careful to read.
+    Most of a message is such a run. Any unusual field ends it, and the slow reader goes on.
     """
     end = len(message)
     while at + 1 < end and message[at] == tag and len(found) <= MAX_BATCH_CARDS:
@@ -175,7 +175,7 @@ def check_size(message: bytes) -> None:
 
 
 def check_counts(message: bytes, limits: Mapping[int, int]) -> None:
-    """Bound how often each of these fields occurs, before a parser makes an object of each.
+    """Bound the count of each of these fields, before a parser makes an object of each.
 
     Raises Refused for more, InvalidArgument for broken framing.
     """
@@ -198,7 +198,7 @@ def _too_many(field: int, limit: int) -> Refused:
 
 
 def join_cards(wires: Iterable[bytes]) -> bytes:
-    """Make the message of which `split_cards` gives back these cards."""
+    """Make the message that `split_cards` splits into these cards."""
     parts: list[bytes] = []
     for wire in wires:
         parts += (_head(len(wire)), wire)
@@ -207,7 +207,7 @@ def join_cards(wires: Iterable[bytes]) -> bytes:
 
 @functools.cache
 def _head(length: int) -> bytes:
-    """The tag and length before a card; there are no more than a card has bytes."""
+    """The tag and length before a card; the cache holds one entry for each length."""
     return b"\x0a" + write_number(length)
 
 
@@ -225,7 +225,7 @@ def from_wire(wire: bytes) -> Card:
         message = pb.NodeCapability.FromString(wire)
     except DecodeError as failure:
         raise MalformedCard(CardFault.MALFORMED) from failure
-    # Before each becomes an object: hollow ones of two bytes are thousands in one card.
+    # Before each becomes an object: one card may hold thousands of empty fields of two bytes.
     if len(message.models) > MAX_MODELS:
         raise MalformedCard(CardFault.TOO_MANY_MODELS)
     if len(message.endpoints) > MAX_ENDPOINTS:
@@ -276,7 +276,7 @@ def _endpoints_from_wire(ways: Iterable[pb.NodeEndpoint]) -> tuple[Endpoint, ...
 
 
 def _caches_from_wire(caches: Sequence[pb.CacheCapability]) -> tuple[CacheOffer, ...]:
-    """The first few: a hint costs its reader a lookup at most, and so does one that is left out."""
+    """The first few caches: a hint costs its reader a lookup at most, and so does a missing one."""
     return tuple(
         CacheOffer(
             compatibility=cache.compatibility.SerializeToString(deterministic=True),
@@ -291,7 +291,7 @@ def _caches_from_wire(caches: Sequence[pb.CacheCapability]) -> tuple[CacheOffer,
 
 
 def _positive(measured: float) -> float:
-    """A claimed figure that sorts: what is no finite positive number counts as not measured."""
+    """A claimed figure, made sortable: 0 (not measured) unless finite and positive."""
     return measured if 0.0 < measured < math.inf else 0.0
 
 
@@ -338,7 +338,7 @@ def to_wire(
 
 
 def cache_to_wire(cache: CacheOffer, address: str) -> pb.CacheCapability:
-    """Say what is cached, and where."""
+    """Encode an offer of cached prompts."""
     return pb.CacheCapability(
         compatibility=pb.CacheCompatibility.FromString(cache.compatibility),
         cache_address=address,

@@ -1,4 +1,4 @@
-"""The outermost framing of a protobuf message, read and written without parsing what is inside."""
+"""The outermost framing of a protobuf message, read and written without parsing the content."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_number(message: bytes, at: int) -> tuple[int, int]:
 
 
 def read_length(message: bytes, at: int) -> tuple[int, int]:
-    """The length of a field's content, which is there, and where that begins."""
+    """The length of a field's content, which is complete, and its first byte."""
     length, at = read_number(message, at)
     if at + length > len(message):
         raise InvalidArgument(f"a field claims {length} bytes where {len(message) - at} are left")
@@ -40,7 +40,7 @@ def read_length(message: bytes, at: int) -> tuple[int, int]:
 
 
 def skip_field(message: bytes, tag: int, at: int) -> int:
-    """Where the field ends whose tag was read up to `at`."""
+    """The end of a field, after its tag was read up to `at`."""
     kind = tag & 7
     if tag >> 3 == 0:
         raise InvalidArgument(f"a message has field number 0 before byte {at}")

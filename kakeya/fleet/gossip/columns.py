@@ -3,9 +3,9 @@
 Keys and proofs are 8 bytes little-endian; beats and ages are packed varints; ages are tenths of a
 second, rounded up so that no card grows younger by being told of.
 
-What our encoder writes has each field once and packed, and is read here in some hundred
-microseconds for 10,000 cards. Anything else that means a Heartbeats is first brought into that
-form by the parser of protobuf.
+This encoder writes each field once and packed, a form that is read here in some hundred
+microseconds for 10,000 cards. Every other form of a Heartbeats is first brought into that one by
+the parser of protobuf. Columns are there for fleets of 1,000 nodes and more; a shelf has 2 to 50.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEY_BYTES = 8
 KEY = np.dtype("<u8")
 _MAX_TENTHS = 2**32 - 1
 _MAX_VARINT_BYTES = 5
-"""Of a number below 2**32; longer ones are another's way to write it."""
+"""Bytes of a number below 2**32; longer spellings are not this encoder's."""
 _KEYS, _BEATS, _AGES, _PROOFS = (number << 3 | LENGTH for number in (1, 2, 3, 4))
 Numbers = NDArray[np.uint64]
 
@@ -81,7 +81,7 @@ def columns_from_wire(data: bytes) -> Beats:
 
 
 def _fields(data: bytes) -> dict[int, bytes] | None:
-    """The content of each field by its tag; None if it is not as our encoder writes it."""
+    """The content of each field by its tag; None if it is not in this encoder's form."""
     fields: dict[int, bytes] = {}
     at = 0
     while at < len(data):

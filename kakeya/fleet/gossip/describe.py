@@ -1,4 +1,4 @@
-"""Asks who answers at an address."""
+"""Asks the node at an address for its card."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DESCRIBE_METHOD = "/kakeya.v1.CapabilityService/GetNodeCapability"
 
 
 async def ask_card(channel: grpc.aio.Channel, address: str, *, timeout_s: float) -> Card:
-    """Return the card that is answered with, not checked further.
+    """Return the card in the answer, not checked further.
 
     Raises what `call_bytes` does, and PeerProtocol for an answer that is no card.
     """
@@ -23,5 +23,5 @@ async def ask_card(channel: grpc.aio.Channel, address: str, *, timeout_s: float)
         if wires:
             return from_wire(wires[0])
     except (MalformedCard, InvalidArgument, Refused) as failure:
-        raise PeerProtocol(f"{address} answers with what is no card: {failure}") from failure
+        raise PeerProtocol(f"{address} answers with bytes that are no card: {failure}") from failure
     raise PeerProtocol(f"{address} answers without a card")

@@ -25,16 +25,16 @@ from kakeya.wire.channels import Channels
 
 _log = logging.getLogger(__name__)
 MAX_FAREWELLS = 64
-"""Peers told of a departure; the others hear it from them, or wait for the TTL."""
+"""Peers that hear a farewell directly; the others hear it from them, or wait for the TTL."""
 SLEEP_WATCH_S = 2.0
-"""How soon after waking this machine knows that it slept."""
+"""Time after waking within which this machine notices that it slept."""
 FULL_EVERY = 12
-"""Rounds of which one tells one peer everything, so that no fault of the digests lasts."""
+"""Every so many rounds one peer gets all cards, so that no fault of the digests lasts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GossipConfig:
-    """How often, to how many, how patiently."""
+    """Pace, fanout and patience of rounds."""
 
     seeds: tuple[str, ...] = ()
     interval_s: float = DEFAULT_INTERVAL_S
@@ -59,7 +59,7 @@ class GossipStats:
     dropped: dict[CardFault, int] = field(default_factory=dict)
 
     def after(self, done: Round, now: float) -> GossipStats:
-        """The counts with one more round in them."""
+        """The counts with one more round added."""
         failed = len(done.errors)
         dropped = dict(self.dropped)
         for fault, count in done.dropped.items():
@@ -80,8 +80,8 @@ class Gossip:
     """Keeps one registry in step with the fleet.
 
     `sync` is shared with the service. `sightings` are addresses that the local network shows,
-    `may_dial` is asked of every address that no person typed, `routes` chooses among the addresses
-    of a card.
+    `may_dial` checks every address that the operator did not type, `routes` chooses among the
+    addresses of a card.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Gossip:
         self._wake.set()
 
     def announce(self, offer: Offer) -> None:
-        """Say something new of this node and spread it soon; the same again does nothing."""
+        """Announce a new offer and spread it soon; an equal offer does nothing."""
         if offer != self._registry.offer:
             clock = self._clock
             self._registry.announce(offer, now=clock.wall(), mono=clock.mono())
@@ -150,7 +150,7 @@ class Gossip:
 
     @property
     def sync(self) -> Sync:
-        """What this node says and hears; the service answers with the same."""
+        """The protocol's state, which the service shares."""
         return self._sync
 
     async def round(self, targets: Sequence[str] | None = None) -> Round:
@@ -198,7 +198,7 @@ class Gossip:
                 self.poke()
 
     def _log_sleep(self, slept_s: float) -> None:
-        event(_log, "this machine slept; everybody is doubted until heard of", seconds=slept_s)
+        event(_log, "this machine slept; every peer is in doubt until it is heard", seconds=slept_s)
 
     async def _tick(self) -> None:
         if self._is_poked and self._stats.rounds:
@@ -221,7 +221,7 @@ class Gossip:
         )
 
     def _known(self, targets: Sequence[str], live: Sequence[str], *, now: float) -> list[str]:
-        """The targets at which somebody lives, as far as is known, rather than may live."""
+        """The targets with a known live node, rather than a possible one."""
         hints = {*self._config.seeds, *self._sightings()}
         hints.update(self._registry.remembered_addresses(now))
         return [address for address in targets if address not in hints or address in live]
@@ -230,7 +230,7 @@ class Gossip:
         return _Addresses(self._registry.live_peers(mono=mono), self._routes)
 
     def _draw(self, live: Sequence[str], count: int, without: Collection[str] = ()) -> list[str]:
-        """Some live addresses, none twice, for calls that need not ask whether they may be."""
+        """Some live addresses, none twice, for calls without a further check."""
         taken = {*without, *self._registry.own_addresses}
         drawn: dict[str, None] = {}
         for address in in_random_order(live, self._rng):
@@ -241,7 +241,7 @@ class Gossip:
         return list(drawn)
 
     async def _close_forgotten(self, targets: Sequence[str], *, now: float, mono: float) -> None:
-        # An open channel to nobody would try to connect every few seconds for ever.
+        # A channel to a dead address would try to connect every few seconds for ever.
         wanted = {*self._live(mono), *self._registry.remembered_addresses(now)}
         wanted.update(self._config.seeds, targets)
         for address in self._dialled - wanted:
@@ -279,7 +279,7 @@ class Gossip:
 
 
 class _Addresses(Sequence[str]):
-    """Where nodes are dialled, each worked out when it is looked at: a round dials a few of all."""
+    """Addresses of nodes, each computed on access: a round dials few of all nodes."""
 
     def __init__(self, cards: Sequence[Card], route: Callable[[Card], str]) -> None:
         self._cards, self._route = cards, route

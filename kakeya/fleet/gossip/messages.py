@@ -18,15 +18,15 @@ from kakeya.fleet.view.suspicion import MAX_ACCUSATIONS, Sign
 from kakeya.v1 import fleet_pb2 as pb
 
 MAX_WANTED = 512
-"""Bodies that one answer may ask for; the next exchange asks for the others."""
+"""Most bodies that one answer may ask for; the next exchange asks for the others."""
 Parsed = TypeVar("Parsed", bound=Message)
 _BEATS_TAG = b"\x0a"
-"""Of field 1, which comes first in what our encoder writes."""
+"""Tag of field 1, which this encoder writes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digest:
-    """What a caller holds, its own card first."""
+    """The cards that a caller holds, its own first."""
 
     held: Beats
     accusations: tuple[Sign, ...] = ()
@@ -36,7 +36,7 @@ class Digest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAnswer:
-    """What the callee holds of later beats and other bodies, and what it wants."""
+    """The callee's later beats and other bodies, and the keys that it wants."""
 
     newer: Beats
     cards: Sequence[bytes] = ()
@@ -49,7 +49,7 @@ class BatchAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """Bodies and beats for one who wanted them, or a last card."""
+    """Bodies and beats for a peer that wanted them, or a last card."""
 
     beats: Beats
     cards: Sequence[bytes] = ()
@@ -151,7 +151,7 @@ def decode_parcel(data: bytes) -> Parcel:
 
 
 def _join(beats: Beats, rest: Message) -> bytes:
-    """A message whose first field is its beats."""
+    """A message with its beats as first field."""
     columns = columns_to_wire(beats)
     return b"".join((_BEATS_TAG, write_number(len(columns)), columns, rest.SerializeToString()))
 

@@ -1,7 +1,7 @@
 """One round of push-pull with several peers at once, each answer merged alone.
 
-Peers of ours get a digest and push what is wanted of them; others, and now and then all, get every
-card (`sync.py` says what, this module moves it).
+Peers that know digests get one, and then the bodies that they want; other peers, and now and then
+all, get every card (`sync.py` makes the messages, this module moves them).
 
 A peer can be dead, hung, of another service or hostile: each ends as a `PeerOutcome` with a
 sentence, within its own deadline, and never as an exception of the round.
@@ -43,14 +43,14 @@ SYNC_METHOD = "/kakeya.v1.GossipService/Sync"
 PUSH_METHOD = "/kakeya.v1.GossipService/Push"
 DEFAULT_TIMEOUT_S = 5.0
 PATIENCE_S = 1.0
-"""After which a silent target is not relied on: many times what a local network takes."""
+"""Patience with a silent target: many times the round trip of a local network."""
 PLAIN_S = 600.0
-"""How long an address that did not know Sync is exchanged with in full; it may get an update."""
+"""Time for which an address without Sync gets full exchanges; it may be updated later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerOutcome:
-    """What became of one peer in a round. `error` is "" when it answered."""
+    """The outcome of one peer in a round. `error` is "" when it answered."""
 
     address: str
     error: str = ""
@@ -64,7 +64,7 @@ class PeerOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What one round did. `sent_bytes` counts requests and pushes."""
+    """The report of one round. `sent_bytes` counts requests and pushes."""
 
     outcomes: tuple[PeerOutcome, ...]
     seconds: float = 0.0
@@ -99,7 +99,7 @@ async def exchange_once(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     sync: Sync | None = None,
 ) -> Round:
-    """Tell all targets at once what is known here, and merge what each answers.
+    """Send all targets this node's view at once, and merge each answer.
 
     Returns within `timeout_s` and half a second. Failures mark their address in the registry.
     """
@@ -109,7 +109,7 @@ async def exchange_once(
 
 
 class Exchanger:
-    """Exchanges with peers in the way that each understands, and remembers which way that is."""
+    """Exchanges with each peer in the way that it understands, and remembers that way."""
 
     def __init__(
         self,
@@ -135,10 +135,10 @@ class Exchanger:
         relied_on: Collection[str] = (),
         spares: Sequence[str] = (),
     ) -> Round:
-        """Exchange with all targets at once; with those in `full`, everything.
+        """Exchange with all targets at once; with those in `full`, all cards.
 
         For each target `relied_on` that refuses, or is silent for `PATIENCE_S`, one of the `spares`
-        is asked in the time that is left: where messages get lost, news still reaches as many.
+        is asked in the rest of the time, so that lost messages do not make fewer peers hear news.
         """
         started_mono = self._clock.mono()
         self._forget_old(started_mono)
@@ -285,7 +285,7 @@ class _Times(TypedDict):
 
 
 class _Digest:
-    """What all targets of one moment are told, made for the first of them that needs it."""
+    """The digest for all targets of one moment, made for the first that needs it."""
 
     def __init__(self, sync: Sync, times: _Times) -> None:
         self._sync, self._times = sync, times
@@ -306,7 +306,7 @@ class _Call:
     ) -> None:
         self.address = address
         self.node_id = ""
-        """Who answers there, where that is known."""
+        """The id of the node there, where it is known."""
         self.rtt_s = 0.0
         self.sent_bytes = 0
         self._channel = channel
@@ -343,7 +343,7 @@ def _as_peer_protocol(address: str) -> Iterator[None]:
 
 
 def log_report(report: MergeReport, registry: CapabilityRegistry, peer: str) -> None:
-    """Log what an operator must hear about: another node with our id, an earlier life of ours."""
+    """Log news for the operator: another node with this id, an earlier life of this node."""
     for address in report.conflicts:
         event(
             _log,

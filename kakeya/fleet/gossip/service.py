@@ -1,4 +1,4 @@
-"""CapabilityService and GossipService: what this node answers to other nodes' gossip.
+"""CapabilityService and GossipService: this node's answers to other nodes' gossip.
 
 Registered through generic handlers that move bytes, so a batch reaches `split_cards` unread: a
 typed handler would refuse a whole batch, with status UNKNOWN, for one card it cannot parse.
@@ -37,7 +37,7 @@ class SyncMethod(Protocol):
     def __call__(
         self, request: bytes, /, *, now: float, mono: float, peer: str
     ) -> Slices[Answered]:
-        """Take it from a node, "" = not known, and answer. Raises InvalidArgument, Refused."""
+        """Take a message of a node ("" = not known), answer. Raises InvalidArgument, Refused."""
         ...
 
 
@@ -53,7 +53,7 @@ class GossipServiceStats:
 
 
 class CapabilityService:
-    """Answers exchanges with the merged view, and says who this node is."""
+    """Answers exchanges with the merged view, and requests for the own card."""
 
     def __init__(self, registry: CapabilityRegistry, sync: Sync, *, clock: Clock) -> None:
         self._registry = registry
@@ -67,7 +67,7 @@ class CapabilityService:
         return self._stats
 
     async def exchange(self, request: bytes, context: Context) -> bytes:
-        """Merge the caller's cards; answer with all that is known then, the own card first."""
+        """Merge the caller's cards; answer with all cards held then, the own card first."""
         return await self._answer(request, context, self._sync.answering_batch, in_field=1)
 
     async def describe(self, request: bytes, context: Context) -> bytes:
@@ -80,7 +80,7 @@ class CapabilityService:
         return await self._answer(request, context, self._sync.answering, in_field=2)
 
     async def push(self, request: bytes, context: Context) -> bytes:
-        """Take what was wanted of the caller, or its last card."""
+        """Take the bodies that the caller was asked for, or its last card."""
         return await self._answer(request, context, self._sync.taking, in_field=2)
 
     async def _answer(

@@ -1,11 +1,11 @@
-"""Gossip without I/O: what one node says to another, and what it makes of what it hears.
+"""Gossip without I/O: the messages of one node to another, and their effects on its view.
 
-    digest   caller: every card that I hold, by key and beat     -> callee: later beats, bodies that
-             it did not name, keys that I want                   -> caller pushes what was wanted
+    digest   caller: key and beat of every held card    -> callee: later beats, bodies that the
+             caller did not name, keys that it wants    -> caller pushes the wanted bodies
     full     both: every card, with its beat beside it; for nodes that know no digests, and now and
-             then for all, lest a fault of the digests last
+             then for all, so that no fault of the digests lasts
 
-The shells (`exchange.py`, `service.py`, a simulation) move the bytes and give the time.
+The shells (`round.py`, `service.py`, a simulation) move the bytes and give the time.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from kakeya.fleet.view.suspicion import Accusations, Sign
 
 MAX_CARDS_BYTES = 3 * MIB // 2
 MAX_REPAIR_BYTES = 128 * KIB
-"""Of the cards in a full exchange between nodes that have the digests, which carry all news: it
-only repairs what they might have missed, for a large fleet by a draw of some hundreds."""
-"""Of bodies in one answer or push; the beats of 10,000 cards need the rest of 2 MiB."""
+"""Bytes of cards in a full exchange between nodes that know digests. Digests carry all news, so a
+full exchange only repairs their omissions, in a large fleet by a draw of some hundred cards."""
+"""Bytes of bodies in one answer or push; the beats of 10,000 cards need the rest of 2 MiB."""
 MIN_TOLD = 64
-"""Beats that a digest vouches for at least. Of many, the earliest third is only named: a peer has
-later ones of most of those, which it answers, and proofs are half of a digest's bytes."""
+"""Least count of beats with age and proof in a digest. Of more, the earliest third is only named: a
+peer answers with later beats of most of those, and proofs are half of a digest's bytes."""
 
 
 class RevocationSource(Protocol):
-    """The signed list of whom the fleet trusts no more."""
+    """The signed list of nodes that the fleet revoked."""
 
     @property
     def revocations(self) -> tuple[int, bytes]:
@@ -91,7 +91,7 @@ class _NoAccusations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """The answer to a request, and what the request did to the view."""
+    """The answer to a request, and the request's effect on the view."""
 
     response: bytes
     report: MergeReport
@@ -99,7 +99,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """What an answer did to the view; `push` is to be sent back, if it is not None."""
+    """An answer's effect on the view; `push` is to be sent back, if it is not None."""
 
     report: MergeReport
     push: bytes | None = None
@@ -123,11 +123,11 @@ class Sync:
         self._suspicion: Accusations = suspicion or _NoAccusations()
         self._skews = Skews()
         self._split_ahead: tuple[bytes, CardBatch] | None = None
-        """A full exchange that was split for `verification` and is taken next."""
+        """A full exchange that was split for `verification`, to be taken next."""
 
     @property
     def skews(self) -> Skews:
-        """How far the clocks of peers are from ours."""
+        """Offsets of the peers' clocks."""
         return self._skews
 
     # --- by digest
@@ -147,7 +147,7 @@ class Sync:
     def answer(self, request: bytes, *, now: float, mono: float, peer: str = "") -> Answered:
         """Take the beats of a SyncRequest, and answer it. Raises InvalidArgument, Refused.
 
-        Here and below `peer` is the node id that the connection vouches for; "" = none does.
+        Here and below `peer` is the node id in the certificate of the connection; "" = none.
         """
         digest = decode_digest(request)
         registry = self._registry
@@ -176,7 +176,7 @@ class Sync:
     def answering(
         self, request: bytes, *, now: float, mono: float, peer: str = ""
     ) -> Slices[Answered]:
-        """The same for who takes all answers in slices; it needs but one."""
+        """`answer` for callers that take all answers in slices; it needs only one."""
         yield from ()
         return self.answer(request, now=now, mono=mono, peer=peer)
 
@@ -189,7 +189,7 @@ class Sync:
     def accepting(
         self, response: bytes, *, now: float, mono: float, rtt_s: float = 0.0, peer: str = ""
     ) -> Slices[Accepted]:
-        """The same in slices, as all that take cards."""
+        """`accept` in slices."""
         answer = decode_answer(response)
         report = yield from self._merge(answer.cards, answer.newer, peer, now=now, mono=mono)
         self._note_skew(answer.newer, answer.sent_at, peer, now=now, mono=mono, rtt_s=rtt_s)
@@ -206,7 +206,7 @@ class Sync:
         return finish(self.taking(push, now=now, mono=mono, peer=peer)).report
 
     def taking(self, push: bytes, *, now: float, mono: float, peer: str = "") -> Slices[Answered]:
-        """The same in slices; the answer is empty."""
+        """`take` in slices; the answer is empty."""
         parcel = decode_parcel(push)
         report = yield from self._merge(parcel.cards, parcel.beats, peer, now=now, mono=mono)
         self._apply(parcel.revocations, now=now, mono=mono)
@@ -221,7 +221,7 @@ class Sync:
     # --- in full
 
     def batch(self, *, now: float, mono: float, max_bytes: int = MAX_CARDS_BYTES) -> bytes:
-        """Say everything that fits: an ExchangeCapabilitiesRequest, or the answer to one."""
+        """All cards that fit: an ExchangeCapabilitiesRequest, or the answer to one."""
         registry = self._registry
         registry.beat(now=now, mono=mono)
         others = {card.wire: card for card in registry.peers.held.lively(mono)}
@@ -240,12 +240,12 @@ class Sync:
     def answering_batch(
         self, request: bytes, *, now: float, mono: float, peer: str = ""
     ) -> Slices[Answered]:
-        """Take a full exchange and answer with everything, in slices. Raises InvalidArgument,
+        """Take a full exchange and answer with all cards, in slices. Raises InvalidArgument,
         Refused."""
         batch = self._split(request)
         report = yield from self._take_whole(batch, peer, now=now, mono=mono, rtt_s=0.0)
         max_bytes = MAX_REPAIR_BYTES
-        if not batch.beats:  # the caller goes by stamps, and hears of the others in no other way
+        if not batch.beats:  # the caller judges by stamps, and hears of the others only so
             self._registry.refresh(now=now, mono=mono)
             max_bytes = MAX_CARDS_BYTES
         response = self.batch(now=now, mono=mono, max_bytes=max_bytes)
@@ -307,10 +307,10 @@ class Sync:
         self, beats: Beats, sent_at: float, peer: str, *, now: float, mono: float, rtt_s: float
     ) -> None:
         if 0.0 < sent_at < self._registry.own_card.stamped_at - MAX_AHEAD_S:
-            # Our clock was ahead and is repaired, so our stamps are ahead of everybody's.
+            # The own clock was ahead and is repaired, so the own stamps are ahead of the fleet's.
             self._registry.accept_refusal(now=now, mono=mono)
         if not peer and self._registry.trust is None:
-            # The own card comes first, but whoever wants can put another's there.
+            # The own card comes first, but a liar can put another node's card there.
             peer = next((card.node_id for card in cards_of(self._registry, beats.keys[:1])), "")
         if peer:
             self._skews.note(NodeId(peer), sent_at=sent_at, now=now, rtt_s=rtt_s, mono=mono)
@@ -320,7 +320,7 @@ class Sync:
     ) -> None:
         is_accused = self._registry.is_accused(signs)
         if signs:
-            # Before the beat, after which the accusation looks refuted.
+            # Before the beat, since after it the accusation looks refuted.
             self._suspicion.hear(signs, peer)
         if is_accused:
             self._registry.own_card.defend(now=now, mono=mono)

@@ -1,8 +1,8 @@
-"""Whom a gossip round talks to, as a pure choice.
+"""Chooses the targets of a gossip round; pure.
 
-Seeds are hints from a person and are tried until they are live; sightings are hints from the local
-network; nothing else is special about either. An expired address costs one call a round, and is
-what heals a partition longer than a TTL.
+Seeds are hints of the operator and are tried until they are live; sightings are hints from the
+local network; nothing else is special about either. An expired address costs one call a round, and
+heals a partition that lasted longer than a TTL.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DEFAULT_FANOUT = 2
 none older than 76 s, with 30 % of the messages lost (`scripts/simulate`); the TTL is 120 s."""
 MAX_SIGHTINGS = 2
 MAX_DIALS = 8
-"""In one round beside the seeds, whatever cards and the local network claim."""
+"""Most targets of one round beside the seeds, whatever cards and the local network claim."""
 
 
 def choose_targets(
@@ -34,9 +34,9 @@ def choose_targets(
 ) -> tuple[str, ...]:
     """Choose every seed that is not live, `fanout` live addresses, two sightings, one lost address.
 
-    Only seeds, which a person typed, are dialled without asking `may_dial`. The same addresses, the
-    live ones in the same order, and the same rng state give the same answer. Of the live only those
-    that are drawn are looked at, unless there is something else to tell from them.
+    Only seeds, which the operator typed, are dialled without the check of `may_dial`. The same
+    addresses, the live ones in the same order, and the same rng state give the same answer. Of the
+    live addresses only drawn ones are read, unless there are others to tell from them.
     """
     others = {*seeds, *sightings, *remembered}
     living = others.intersection(live) if others else others
@@ -60,7 +60,7 @@ def choose_targets(
 
 
 def in_random_order(items: Sequence[str], rng: random.Random) -> Iterator[str]:
-    """Draw without putting back; costs only as many draws as are taken."""
+    """Draw without replacement; costs only as many draws as are taken."""
     moved: dict[int, str] = {}
     for left in range(len(items), 0, -1):
         at, last = rng.randrange(left), left - 1
@@ -71,7 +71,7 @@ def in_random_order(items: Sequence[str], rng: random.Random) -> Iterator[str]:
 def fit_batch(wires: list[bytes], max_bytes: int, rng: random.Random) -> list[bytes]:
     """Keep the first card and as many others, from a random one on, as fit in one message.
 
-    Each round begins anew, so a view that is larger than a message still reaches everybody.
+    Each round draws again, so a view that is larger than a message still reaches every node.
     """
     per_card_overhead = 4
     if (

@@ -1,8 +1,8 @@
-"""Calls that find out whether a node answers: to itself, and to others that are asked to try.
+"""Calls that find out whether a node answers: dials of the node, and probes through helpers.
 
-Each goes to one node, which must show its own certificate, whoever else claims its address. One
-call to a node at a time: who wants to know meanwhile waits for the same answer. Each ends
-within its deadline, never as an exception of the look that it is part of.
+Each call goes to one node, which must show its own certificate, even if other nodes claim its
+address. One call to a node runs at a time, and later callers wait for the same answer. Each ends
+within its deadline, never as an exception of the probe that it is part of.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ DIAL_TIMEOUT_S = 1.5
 MAX_OPEN = 32
 """Connections that stay open after a first meeting: a newcomer meets the whole fleet at once."""
 _RELAY_S = 1.0
-"""What asking another node takes beside its dial."""
+"""Time that a helper's answer takes beside its dial."""
 _LAG_S = 0.5
-"""A deadline noticed this late says that this node was busy, not that the other one was."""
+"""A deadline noticed this late shows that this node was busy, not the other one."""
 
 
 class DialResult(Enum):
-    """What came of a dial."""
+    """The outcome of a dial."""
 
     REACHED = auto()
     FAILED = auto()
     MISSED = auto()
     UNSURE = auto()
-    """Says nothing: this node was busy, the other one refused, or somebody else answered."""
+    """Proves nothing: this node was busy, the other one refused, or another node answered."""
 
 
 class Dial(NamedTuple):
@@ -55,7 +55,7 @@ class Dial(NamedTuple):
 
 
 class Dialer:
-    """Dials nodes by their cards; notes in the registry who answered and who did not."""
+    """Dials nodes by their cards; notes in the registry which nodes answered."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Dialer:
         may_dial: Callable[[str], bool] = lambda address: True,
         timeout_s: float = DIAL_TIMEOUT_S,
     ) -> None:
-        """`may_dial` is asked of every address: what a card names is its owner's word."""
+        """`may_dial` checks every address: the addresses on a card are only its owner's claim."""
         self._may_dial = may_dial
         self._registry = registry
         self._channels = channels
@@ -77,11 +77,11 @@ class Dialer:
         self._under_way: dict[str, asyncio.Task[Dial]] = {}
         self._last: dict[str, Dial] = {}
         self._used: set[tuple[str, NodeId]] = set()
-        """Of which this part may have opened the channel."""
+        """Addresses with a channel that this part may have opened."""
 
     @property
     def under_way(self) -> int:
-        """How many nodes are being dialled."""
+        """Count of nodes that are being dialled."""
         return len(self._under_way)
 
     def last(self, node_id: str) -> Dial | None:
@@ -93,26 +93,26 @@ class Dialer:
         return node_id in self._under_way
 
     async def forget(self, *, before_mono: float, peers: Sequence[Card]) -> None:
-        """Drop dials that ended before then, and the channels to who is not among the peers."""
+        """Drop dials that ended before `before_mono`, and channels to nodes outside of `peers`."""
         for node_id in [n for n, dial in self._last.items() if dial.ended_mono < before_mono]:
             del self._last[node_id]
         gone = self._used.difference((self._route(peer), peer.node_id) for peer in peers)
         self._used -= gone
-        for address, node_id in gone:  # else it would try to connect for ever
+        for address, node_id in gone:  # else the channel would try to connect for ever
             await self._channels.discard(address, node_id)
 
     async def dial(self, card: Card) -> Dial:
-        """Call the node that a card is of; joins a call that is under way."""
+        """Call the node of a card; joins a call that is under way."""
         task = self._under_way.get(card.node_id)
         if task is None:
             task = asyncio.create_task(self._dial(card), name=f"dial {card.node_id}")
             self._under_way[card.node_id] = task
             task.add_done_callback(lambda _: self._under_way.pop(card.node_id, None))
-        # Who loses interest must not take the answer from the others.
+        # A caller that is cancelled must not take the answer from the others.
         return await asyncio.shield(task)
 
     async def ask(self, helper: Card, node_id: str) -> bool | None:
-        """Ask another node whether it reaches one; None = it gave no answer."""
+        """Ask a helper whether it reaches a node; None = the helper gave no answer."""
         request = ProbeRequest(node_id=node_id).SerializeToString()
         try:
             if not self._may_dial(self._route(helper)):
@@ -169,14 +169,14 @@ class Dialer:
         except PeerUnavailable:
             return await self._reach_of_lost(card, address)
         except KakeyaError:
-            return DialResult.UNSURE  # something lives there, and refuses or is no node
+            return DialResult.UNSURE  # a process lives there, and refuses or is no node
         return DialResult.REACHED if found.node_id == card.node_id else DialResult.UNSURE
 
     async def _reach_of_lost(self, card: Card, address: str) -> DialResult:
         self._registry.miss(card.node_id, address)
         if not self._registry.met_at(address):
             return DialResult.FAILED
-        # Another node answers there, of which who claims its address says nothing.
+        # Another node answers there, which proves nothing about the node that claims the address.
         await self._close(address, card.node_id)
         return DialResult.UNSURE
 
@@ -189,7 +189,7 @@ class Dialer:
         self._used.add((address, card.node_id))
         channel = self._channels.get(address, card.node_id)
         if channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-            # It would repeat its last failure until its backoff ends; a dial is to find out anew.
+            # The channel repeats its last failure until its backoff ends; a dial must try again.
             await self._channels.discard(address, card.node_id)
             channel = self._channels.get(address, card.node_id)
         return channel

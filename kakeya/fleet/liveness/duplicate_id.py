@@ -1,7 +1,7 @@
-"""Whether another process really answers under this node's id, and giving way to it.
+"""Finds out whether another process answers under this node's id, and gives way to it.
 
-Old cards and beats of an earlier life can be played back by a member that heard them, and would
-look like a second owner. An answer cannot: in a fleet with identities the one that answers must
+A member that heard old cards and beats of an earlier life can replay them, and they would look like
+a second owner. An answer cannot be replayed: in a fleet with identities the answering process must
 hold this node's own key.
 """
 
@@ -23,7 +23,7 @@ from kakeya.wire.server.health import NodeHealth
 
 _LIMIT_S = 2.0
 _TAKEN = "conflict"
-"""The cause for which the whole node does not serve."""
+"""The reason under which the node's services are switched off."""
 _NEWCOMER_ROUNDS = 3
 """A node that meets its own id in the time of its first rounds came second."""
 
@@ -48,9 +48,9 @@ async def answers_as(
 
 
 class DuplicateIdWatch:
-    """Another node with this one's id: this node serves nothing while one that came first is there.
+    """Watches for another node with this id; while one that came first answers, nothing is served.
 
-    `interval_s` is that of the rounds, and `started_mono` when this node began. Used on the event
+    `interval_s` is that of the rounds, `started_mono` the start of this node. Used on the event
     loop only.
     """
 
@@ -76,7 +76,7 @@ class DuplicateIdWatch:
         self._confirming: asyncio.Task[None] | None = None
 
     def look(self) -> None:
-        """After a round: give way, or serve again when no other was seen for a while."""
+        """After a round: give way, or serve again when no other process was seen for a while."""
         taken = [one for one in self._registry.conflicts(self._clock.wall()) if one.is_own]
         if not taken:
             self._health.release(_TAKEN)
@@ -84,12 +84,12 @@ class DuplicateIdWatch:
             self._confirming = asyncio.create_task(self._give_way(taken[0].address))
 
     def cancel(self) -> None:
-        """Ask nobody any more: the node stops."""
+        """Stop asking: the node stops."""
         if self._confirming is not None:
             self._confirming.cancel()
 
     async def _give_way(self, address: str) -> None:
-        """Serve nothing if the node that has our id is really there: it came first."""
+        """Serve nothing if another process really answers under this id: it came first."""
         if self._why_not_dial(address):
             return
         own = self._registry.own

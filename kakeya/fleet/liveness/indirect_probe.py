@@ -1,7 +1,7 @@
-"""GossipService.Probe: this node tries to reach another for one that cannot.
+"""GossipService.Probe: this node, as a helper, tries to reach a node for a peer that cannot.
 
-It dials only nodes whose live card it holds, never what a request names, one call to a node at a
-time and so seldom that nobody can make it burden another.
+It dials only nodes by the live cards that it holds, never an address from a request, one call to a
+node at a time and so seldom that no peer can use it to burden another node.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kakeya.wire.status import abort
 Context = grpc.aio.ServicerContext[bytes, bytes]
 _MAX_REQUEST_BYTES = MAX_ID_BYTES + 16
 _FRESH_S = 1.0
-"""How long the last dial of a node answers for another."""
+"""Time for which the result of the last dial of a node is used again."""
 
 
 class IndirectProbeService:
-    """Dials for others: at most `parallel` at a time, and what `allowance` gives."""
+    """Dials for peers: at most `parallel` at a time, and as often as `allowance` permits."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class IndirectProbeService:
         self._parallel = parallel
 
     async def answer(self, request: bytes, context: Context) -> bytes:
-        """Say whether this node reaches the one that is asked about.
+        """Say whether this node reaches the named node.
 
         NOT_FOUND for a node without a live card here, RESOURCE_EXHAUSTED above the allowance.
         """

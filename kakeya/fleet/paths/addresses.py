@@ -1,8 +1,8 @@
-"""Which addresses this node dials by itself, and how it names the networks they are in.
+"""Addresses that this node dials of its own accord, and the names of their networks.
 
-What a card or mDNS names is a stranger's word until the connection is authenticated, so it is
+An address from a card or mDNS is a stranger's claim until the connection is authenticated, so it is
 dialled only as an IP literal inside networks that this node has a reason to reach: a hostile card
-must not make nodes knock at other doors. What a person typed is dialled as typed.
+must not make nodes call foreign machines. An address that the operator typed is dialled as typed.
 
 Values and predicates only: no sockets, no resolver.
 """
@@ -35,7 +35,7 @@ class NetworkRank(IntEnum):
 
 
 UNKNOWN_PRIORITY = 50
-"""Of endpoints that say nothing of their network: after all that do."""
+"""Rank of endpoints without a network name: after all others."""
 TAILSCALE_NETWORKS: tuple[IpNetwork, ...] = (
     ipaddress.IPv4Network("100.64.0.0/10"),
     ipaddress.IPv6Network("fd7a:115c:a1e0::/48"),
@@ -86,7 +86,7 @@ def read_literal(address: str) -> Literal | None:
 
 
 def is_private(ip: Ip) -> bool:
-    """Whether an address is of a network that only its owner reaches, or of one cable."""
+    """Whether an address is of a private network, or of one cable."""
     return _within(ip, PRIVATE_NETWORKS) or _within(ip, LINK_LOCAL_NETWORKS)
 
 
@@ -97,9 +97,9 @@ def _within(ip: Ip, networks: Iterable[IpNetwork]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddressPolicy:
-    """What this node may dial of its own accord; made anew when its interfaces change.
+    """Addresses that this node may dial of its own accord; replaced when its interfaces change.
 
-    `own` are its own addresses, `typed` those that a person named (dialled whatever they are),
+    `own` are its own addresses, `typed` those of the operator (dialled whatever they are),
     `links` the networks of its interfaces, `zones` the names and numbers of those, `allowed`
     further networks. Loopback is for nodes that are on loopback themselves.
     """
@@ -112,7 +112,7 @@ class AddressPolicy:
     is_on_loopback: bool = False
 
     def may_dial(self, address: str) -> str:
-        """Return "" or the reason why not."""
+        """Return "" or the reason against it."""
         if address in self.own:
             return "it is this node's own"
         if address in self.typed:
@@ -123,7 +123,7 @@ class AddressPolicy:
         return self._fault_of(literal.ip) or self._fault_of_zone(literal)
 
     def allows(self, address: str) -> bool:
-        """Whether `may_dial` has nothing against it."""
+        """Whether `may_dial` gives no reason against it."""
         return not self.may_dial(address)
 
     def is_on_link(self, address: str) -> bool:

@@ -1,9 +1,9 @@
 """Finds nodes of the same fleet on the local network by mDNS: `_kakeya._tcp`.
 
-Announced are the first letters of the node's id, its port and its fleet's hash; nothing that a
-stranger could use. What others announce is a hint to dial and neither liveness nor trust: anybody
-on the network can say anything, so all of it is bounded, and an address counts only if the policy
-would dial it. Without multicast the node works on, with the addresses that people typed.
+A node announces the first letters of its id, its port and its fleet's hash; nothing that a
+stranger could use. An announcement is a hint to dial and neither liveness nor trust: any machine on
+the network can announce anything, so all of it is bounded, and an address counts only if the policy
+would dial it. Without multicast the node works on, with the addresses that the operator typed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SERVICE = "_kakeya._tcp.local."
 MAX_SIGHTINGS = 256
 """Instances that are kept: more nodes than one local network has; a flood replaces at random."""
 MAX_ADDRESSES = 2
-"""Of one instance, those on an own link first: one that works is enough, the card names all."""
+"""Most addresses of one instance, those on an own link first: one is enough, the card names all."""
 _MAX_LOOKUPS = 64
 _LOOKUP_MS = 1500
 _RETRY_S = 30.0
@@ -118,7 +118,7 @@ class Discovery:
         )
 
     def update(self, *, hosts: Sequence[str], policy: AddressPolicy) -> None:
-        """Announce and ask on other addresses from now on: an interface came or went."""
+        """Announce and ask on other addresses: an interface came or went."""
         self._policy = policy
         if tuple(hosts) != self._hosts:
             self._hosts = tuple(hosts)
@@ -171,7 +171,7 @@ class Discovery:
         zeroconf = AsyncZeroconf(interfaces=[*bare], ip_version=version)
         browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, handlers=[self._hear])
         try:
-            # The name holds a random number, so nobody is asked whether it is free.
+            # The name holds a random number, so the network is not asked whether it is free.
             await zeroconf.async_register_service(self._info(bare), cooperating_responders=True)
             self._is_running = True
             event(_log, "announced", name=self._name, hosts=",".join(self._hosts), port=self._port)
@@ -202,7 +202,7 @@ class Discovery:
             other_ttl=_NAME_TTL_S,
         )
 
-    # --- what others announce; called by zeroconf on the loop
+    # --- announcements of others; called by zeroconf on the loop
 
     def _hear(
         self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
@@ -286,7 +286,7 @@ def _nothing() -> None:
 
 
 class _Whisper(logging.Handler):
-    """Hands a library's records on as debug lines of ours: strangers' packets cause them."""
+    """Hands a library's records on as debug lines, since strangers' packets cause them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         event(_log, "mdns", level=logging.DEBUG, says=record.getMessage()[:500])

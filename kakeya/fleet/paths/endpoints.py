@@ -1,11 +1,11 @@
-"""Which of a node's addresses to use: the best one that works, taken back when it returns.
+"""Chooses among a node's addresses: the best one that works, used again when it returns.
 
     unknown --probe--> works --failure--> failed --probe--> works
 
 The choice is the lowest (state, priority, round trip) with works < unknown < failed, so a failed
 endpoint is never chosen while another works, and a better one that was never tried is probed
 before it is used. Round trips decide only within one kind of network, and only by a clear margin;
-what the card says of one counts until this node measured it itself.
+the figure on the card counts until this node has measured its own.
 
     edge                                  is probed
     chosen, and there is another          each WATCH_S, so that a pulled cable costs seconds
@@ -17,7 +17,7 @@ what the card says of one counts until this node measured it itself.
 
 A change is told when the new way worked before, during and after the failure of the old one, so
 that a node that is merely busy on every way, or comes back on one before another, is no downgrade.
-Pure: `mono` is given, probes are made by others (`node/routes.py`).
+Pure: `mono` is given, probes are made by `routes.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SMOOTHING = 0.3
 
 
 class EdgeState(IntEnum):
-    """What is known of one address; the order is the order of choice."""
+    """The state of one address; the order is the order of choice."""
 
     WORKS = 0
     UNKNOWN = 1
@@ -53,7 +53,7 @@ class EdgeState(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How a node is reached now; `network` "" = its card does not say.
+    """The way to a node; `network` "" = its card does not say.
 
     `is_downgraded`: a better way worked before and does not now; `best` is that one's network.
     """
@@ -111,7 +111,7 @@ class _Ways:
         return edge.state, edge.priority, rtt_ms * margin, edge.endpoint.address
 
     def interval_s(self, edge: _Edge) -> float:
-        """How long after its last probe an edge is probed again; see the table above."""
+        """Seconds from the last probe of an edge to the next; see the table above."""
         if edge.state is EdgeState.UNKNOWN:
             return 0.0
         if edge.endpoint.address == self.chosen:
@@ -146,10 +146,10 @@ class RouteBook:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    # --- what is known
+    # --- endpoints
 
     def learn(self, node_id: NodeId, endpoints: Sequence[Endpoint]) -> None:
-        """Take the endpoints that a node has now; what is known of the same ones stays."""
+        """Take the endpoints of a node; the state of known ones stays."""
         wanted = {endpoint.address: endpoint for endpoint in endpoints}
         if len(wanted) < 2:
             self._nodes.pop(node_id, None)
@@ -166,7 +166,7 @@ class RouteBook:
             edges[address] = edge
         ways.edges = edges
         if ways.settled is not None and ways.settled.endpoint.address not in edges:
-            ways.settled = None  # what a node no longer offers is neither lost nor taken back
+            ways.settled = None  # an endpoint that left the card is neither lost nor taken back
         ways.choose()
 
     def keep_only(self, node_ids: Collection[NodeId]) -> None:
@@ -175,7 +175,7 @@ class RouteBook:
             del self._nodes[node_id]
 
     def retry_all(self) -> None:
-        """Probe at once what failed: a cable was plugged in or pulled."""
+        """Probe failed addresses at once: a cable was plugged in or pulled."""
         for ways in self._nodes.values():
             for edge in ways.edges.values():
                 if edge.state is EdgeState.FAILED:
@@ -186,7 +186,7 @@ class RouteBook:
         for ways in self._claiming(address, None):
             ways.edges[address].tried_mono = -math.inf
 
-    # --- what happened
+    # --- results of calls
 
     def worked(
         self, node_id: NodeId, address: str, *, rtt_ms: float, mono: float
@@ -246,18 +246,18 @@ class RouteBook:
             is_downgrade=best.priority > before.priority,
         )
 
-    # --- what follows
+    # --- decisions
 
     def address(self, node_id: NodeId) -> str:
-        """Where to reach a node now; "" for a node without a choice."""
+        """The address to use for a node; "" for a node without a choice."""
         ways = self._nodes.get(node_id)
         return ways.chosen if ways else ""
 
     def due(self, mono: float, limit: int) -> tuple[tuple[NodeId, str], ...]:
-        """The probes to make now, the longest overdue first; they count as tried from now on.
+        """The probes that are due, the longest overdue first; they count as tried from `mono` on.
 
-        At most `MAX_PER_NODE` of one node, so that one whose card names new addresses all the
-        time does not keep the others waiting.
+        At most `MAX_PER_NODE` of one node, so that a node that names new addresses all the time
+        does not keep the others waiting.
         """
         overdue = []
         for node_id, ways in self._nodes.items():
@@ -278,7 +278,7 @@ class RouteBook:
         return ways is not None and len(ways.edges) > 2 and address != ways.chosen
 
     def state(self, node_id: NodeId, address: str) -> EdgeState:
-        """What is known of one way; unknown, too, for one that the node does not have."""
+        """The state of one way; unknown, too, for a way that the node does not have."""
         ways = self._nodes.get(node_id)
         edge = ways.edges.get(address) if ways else None
         return EdgeState.UNKNOWN if edge is None else edge.state

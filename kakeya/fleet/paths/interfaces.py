@@ -1,9 +1,9 @@
-"""The network interfaces of this machine: what each one is, where to listen, what cards say.
+"""The network interfaces of this machine: their kinds, listeners and entries on the card.
 
     thunderbolt   cables between Macs: `bridgeN` on macOS, `thunderboltN` on Linux
     lan           Ethernet and Wi-Fi with private addresses
     tailscale     100.64.0.0/10 and fd7a:115c:a1e0::/48, whatever the interface is called
-    public        the rest, chosen only when a person asks for it
+    public        the rest, chosen only when the operator asks for it
 
 `classify` and the choices are pure; `read_interfaces` asks the system.
 """
@@ -31,7 +31,7 @@ from kakeya.fleet.paths.addresses import (
 )
 
 WATCH_S = 2.0
-"""Between two looks at the interfaces: reading them costs about a millisecond."""
+"""Time between two reads of the interfaces; one costs about a millisecond."""
 
 # Of macOS: AirDrop and its like, tunnels that the system keeps for itself, modems for phones.
 _UNUSABLE = {
@@ -80,7 +80,7 @@ class Interface:
 def classify(
     name: str, ip: Ip, platform: str, thunderbolt: Collection[str] = ()
 ) -> NetworkRank | None:
-    """Tell the kind of network of an interface's address; None = no peer is reached by it.
+    """Tell the kind of network of an interface's address; None = it reaches no peer.
 
     `platform` as `sys.platform` says it; unknown systems are taken for Linux. `thunderbolt` are
     ports that the system calls so (`read_thunderbolt_ports`), for Macs without the bridge.
@@ -104,7 +104,7 @@ def find_thunderbolt_ports(listing: str) -> frozenset[str]:
 
 
 async def read_thunderbolt_ports(platform: str) -> frozenset[str]:
-    """Ask macOS which devices are Thunderbolt ports; no other system has that question."""
+    """Ask macOS which devices are Thunderbolt ports; empty on other systems."""
     if platform != "darwin":
         return frozenset()
     try:
@@ -175,7 +175,7 @@ def choose_listeners(
 
 
 def endpoints_of(listeners: Sequence[Interface], port: int) -> tuple[Endpoint, ...]:
-    """Write what the card says of the addresses that this node listens on."""
+    """Make the card's entries of the addresses that this node listens on."""
     return tuple(
         Endpoint(i.address(port), i.priority.network, int(i.priority))
         for i in in_order(listeners)

@@ -1,14 +1,14 @@
-"""How long a round trip takes on each of this node's own networks, as its card says it.
+"""Round-trip times on each of this node's own networks, as its card shows them.
 
     samples    round trips to peers, each under the own address that it left by
     least      of each peer, of five to ten minutes: the rest of a sample is work and waiting
     median     over the peers of one network, rounded up to one of few steps
-    shown      what the card says; 0 = not measured
+    shown      the figure on the card; 0 = not measured
 
-A card goes to the whole fleet when it changes, so what is shown changes seldom: a step is left only
-when the median is clearly outside it, and never sooner than `HOLD_S` after the last change; the
-first figure of a network waits for `SETTLE_S` only. What is shown is a hint for who did not measure
-the way to this node itself. Pure: `mono` is given.
+A card goes to the whole fleet when it changes, so the shown figure changes seldom: a step is left
+only when the median is clearly outside it, and never sooner than `HOLD_S` after the last change;
+the first figure of a network waits for `SETTLE_S` only. The shown figure is a hint for nodes that
+have not measured the way to this node. Pure: `mono` is given.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kakeya.fleet.cards.cards import Endpoint
 
 STEPS_MS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
 SETTLE_S = 30.0
-"""From the first sample to the first figure: three rounds, so that it is not of a start."""
+"""From the first sample to the first figure: three rounds, so that the start does not count."""
 HOLD_S = 300.0
 MAX_PEERS = 64
-"""On one network; the median of so many says enough of it."""
+"""Most peers measured on one network; the median of so many says enough."""
 MAX_ADDRESSES = 32
-"""Own ones of which the figures are kept: a cable that is pulled comes back."""
+"""Own addresses with kept figures: a cable that is pulled comes back."""
 _WINDOW_S = 300.0
 _SLACK = 0.25
 """How far outside its step a median must be to leave it."""
@@ -35,7 +35,7 @@ _SLACK = 0.25
 
 @dataclass(slots=True)
 class _Least:
-    """The least of the last one to two windows."""
+    """The least sample of the last one to two windows."""
 
     begun_mono: float
     now_ms: float
@@ -57,7 +57,7 @@ class _Least:
 
 
 class RoundTrips:
-    """What is measured, and what of it is shown, by own address (`HOST:PORT`)."""
+    """Measured and shown figures by own address (`HOST:PORT`)."""
 
     def __init__(self) -> None:
         self._peers: dict[str, OrderedDict[str, _Least]] = {}
@@ -66,7 +66,7 @@ class RoundTrips:
         self._changed_mono = float("-inf")
 
     def note(self, own: str, peer: str, *, rtt_ms: float, mono: float) -> None:
-        """Take a round trip from an own address to a peer's; what is no time is passed over."""
+        """Take a round trip from an own address to a peer's; a value that is no time is ignored."""
         if not 0.0 < rtt_ms < float("inf"):
             return
         if self._first_mono is None:
@@ -79,7 +79,7 @@ class RoundTrips:
             peers.popitem(last=False)
 
     def settle(self, own: Collection[str], *, mono: float) -> bool:
-        """Bring what is shown of the own addresses up to date; returns whether it changed."""
+        """Update the shown figures of the own addresses; returns whether one changed."""
         if self._first_mono is None or mono - self._first_mono < SETTLE_S:
             return False
         since_s = mono - self._changed_mono
@@ -94,7 +94,7 @@ class RoundTrips:
         return True
 
     def measured(self, endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
-        """The endpoints with the round trips that are shown of them."""
+        """The endpoints with their shown round trips."""
         return tuple(way._replace(rtt_ms=self._shown.get(way.address, 0.0)) for way in endpoints)
 
     def _news(self, own: str, since_s: float, mono: float) -> float:

@@ -1,8 +1,8 @@
-"""Probes the addresses of nodes that have several, and says which one to use.
+"""Probes the addresses of nodes that have several, and chooses the address to use.
 
-The choice is `fleet/endpoints.py`; here are the clock, the calls and the log. A node answers at an
-address only if it says that it is that node: another machine may have the same address on another
-cable. Nodes with a single address are not probed.
+The choice is made in `endpoints.py`; here are the clock, the calls and the log. An answer counts
+only if it names the node: another machine may have the same address on another cable. Nodes with a
+single address are not probed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ _log = logging.getLogger(__name__)
 TICK_S = 1.0
 PROBE_S = 1.0
 MAX_PROBES = 16
-"""In one tick: a desk's fleet is watched each two seconds, a large one more seldom."""
+"""Most probes in one tick: a small fleet is watched each two seconds, a large one more seldom."""
 _LAG_S = 0.5
-"""A deadline noticed this late says that this node was busy, not that the other one was."""
+"""A deadline noticed this late shows that this node was busy, not the other one."""
 
 
 class Routes:
     """Keeps a RouteBook by probing; `address_for` is where calls to a node go.
 
-    `may_dial` is asked of every endpoint that a card names; `on_change` is told of each change of
-    way, after it was logged; `on_answer` of each address that answered, and after how many
-    milliseconds.
+    `may_dial` checks every endpoint that a card names; `on_change` gets each change of way, after
+    it was logged; `on_answer` gets each address that answered, with its time in milliseconds.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Routes:
         self._downgrades = 0
 
     def address_for(self, card: Card) -> str:
-        """Where to reach the node of a card now."""
+        """The address to use for the node of a card."""
         return self._book.address(card.node_id) or card.grpc_address
 
     def routes(self) -> tuple[Route, ...]:
@@ -69,15 +68,15 @@ class Routes:
 
     @property
     def downgrades(self) -> int:
-        """How often a better link was lost, since the start."""
+        """Count of lost better links since the start."""
         return self._downgrades
 
     def lost(self, address: str) -> None:
-        """Look at once at an address where a call or a connection broke."""
+        """Probe at once an address where a call or a connection broke."""
         self._book.retry(address)
 
     def interfaces_changed(self) -> None:
-        """Probe at once what failed: a cable came or went."""
+        """Probe failed addresses at once: a cable came or went."""
         self._book.retry_all()
 
     def start(self, supervisor: Supervisor) -> None:
@@ -127,7 +126,7 @@ class Routes:
 
     async def _probe(self, node_id: NodeId, address: str) -> None:
         if self._book.state(node_id, address) is EdgeState.FAILED:
-            # Its channel would wait out a backoff, or for packets that were lost long ago.
+            # The old channel would wait out a backoff, or for packets that were lost long ago.
             await self._channels.discard(address, node_id)
         started_mono = self._clock.mono()
         answerer = await self._who_answers(node_id, address)

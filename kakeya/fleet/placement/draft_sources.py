@@ -1,13 +1,13 @@
-"""Who may draft for a model: the caller's policy, answered from this node's view of the fleet.
+"""Draft sources of a model: the caller's policy, applied to this node's view of the fleet.
 
     auto, ""           n-grams in the engine, then the placement's draft model, if it fits
-    off                nobody
+    off                no source
     ngram              n-grams in the engine
     peer               the placement's proposer on another node, n-grams there included
-    MODEL@HOST:PORT    exactly that one
+    MODEL@HOST:PORT    exactly that proposer
 
-A draft model fits when it shares the verifier's vocabulary; asking any other would only ever
-yield wrong drafts. Drafts change speed, never tokens, so nothing here can spoil an answer.
+A draft model fits when it shares the verifier's vocabulary; any other model would only yield wrong
+drafts. Drafts change speed, never tokens, so nothing here can spoil an answer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FleetDrafts:
     """Chooses draft sources from the registry's view of this moment.
 
     In a fleet with identities (`is_secured`) a peer gets the prompt only after it has shown the
-    certificate of the very node that the plan means. `route` is where a node is best called.
+    certificate of exactly the planned node. `route` gives the best address of a node.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FleetDrafts:
         self._is_secured = is_secured
 
     def sources(self, facts: ModelFacts, policy: str) -> tuple[DraftSource, ...]:
-        """Best first. Raises InvalidArgument for a policy that is none."""
+        """Sources, best first. Raises InvalidArgument for an unknown policy."""
         own, *peers = self._registry.snapshot(mono=self._clock.mono())
         if policy in _PLANNED:
             peers = [replace(card, grpc_address=self._route(card)) for card in peers]
@@ -77,7 +77,7 @@ def choose_sources(
     suspects: Collection[str] = frozenset(),
     is_secured: bool = False,
 ) -> tuple[DraftSource, ...]:
-    """Answer a policy from the cards, the own one first; `suspects` are node ids to leave out."""
+    """Apply a policy to the cards, the own one first; `suspects` are node ids to leave out."""
     match policy:
         case "" | "auto":
             fitting = _fitting_cards(facts, cards, with_ngram=False)
@@ -143,7 +143,7 @@ def _remote(plan: SpecDecodePlacement, is_secured: bool) -> DraftSource:
 
 
 def _server_name(node_id: str, address: str, is_secured: bool) -> str:
-    """Whose certificate the source must show: the owner's of the card, and no other member's."""
+    """The node id that the source's certificate must show: that of the card's owner."""
     return node_id if is_secured and not is_local(address) else ""
 
 
@@ -155,11 +155,11 @@ def _named(policy: str, cards: Sequence[Card], is_secured: bool) -> DraftSource:
         model_id = ""
     if not model_id:
         raise InvalidArgument(
-            f"draft policy {policy[:80]!r} cannot be meant; give {POLICIES}", param="draft_policy"
+            f"draft policy {policy[:80]!r} is unknown; give {POLICIES}", param="draft_policy"
         )
     card = next((card for card in cards if card.grpc_address == address), None)
     if card is None and not is_loopback(address):
-        # The source gets the prompt's tokens, so a caller may not name just any machine.
+        # The source gets the prompt's tokens, so a caller may name only addresses of the fleet.
         raise InvalidArgument(
             f"draft policy {policy[:80]!r} names an address that no live node has; "
             "see kakeya status for those that have one",

@@ -1,9 +1,9 @@
-"""Who verifies and who drafts: a pure function of one view, the same on every node.
+"""Chooses the verifying and the drafting node: a pure function of a view, equal on every node.
 
 Order of candidates: tokens per second, then memory, then node id, then model id, so that no two
 candidates tie and equal views give equal plans without a word between the nodes. A proposer on
 another node is preferred, because its weights and activations then leave the verifier's memory.
-There is no fallback: without a candidate the caller hears what is missing, and decides.
+There is no fallback: without a candidate the caller gets an error that names the missing part.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class SpecDecodePlacement:
         return self.verifier.node_id == self.proposer.node_id
 
     def render(self) -> str:
-        """One line for a person."""
+        """One line for the operator."""
         where = "colocated" if self.colocated else "remote"
         return f"verify {_describe(self.verifier)}; draft {_describe(self.proposer)} ({where})"
 
@@ -99,7 +99,7 @@ def plan_spec_decode_placement(
     """Choose the best verifier, then the best proposer, a remote one if any is live.
 
     Expired cards and `suspects` (node ids that do not answer here) are left out. Raises
-    PlacementError naming the role, the model and how many nodes were looked at.
+    PlacementError that names the role, the model and the count of known nodes.
     """
     live = [card for card in snapshot if not card.is_expired(now) and card.node_id not in suspects]
     verifiers = candidates(live, CardRole.VERIFIER, verifier_model)
@@ -117,7 +117,7 @@ def plan_spec_decode_placement(
 def candidates(
     cards: Sequence[Card], role: CardRole, model_id: str | None = None
 ) -> list[Candidate]:
-    """Every model that the cards offer in a role, or the one with the given name; best first."""
+    """Every model that the cards offer in a role, or the model of the given name; best first."""
     found = [
         Candidate(
             node_id=card.node_id,

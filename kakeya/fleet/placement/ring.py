@@ -1,9 +1,9 @@
-"""The optional mlx.distributed ring: is this process in one, and do two nodes share one.
+"""The optional mlx.distributed ring: whether this process is in one, whether two nodes share one.
 
 `mlx.launch` describes the ring in the environment: MLX_RANK, and a file with one entry per rank,
 the same on every rank (MLX_HOSTFILE for the TCP ring, MLX_IBV_DEVICES for Thunderbolt RDMA); other
 backends set MLX_WORLD_SIZE. Outside of a launch mlx still hands out a group, of size one: that is
-no ring. This module imports no mlx; whoever owns it passes `init` to have the claim checked.
+no ring. This module imports no mlx; a caller that does passes `init`, which checks the claim.
 
 A ring is named by a digest of that file, so two launches on one desk are told apart. It rides
 in the host part of the advertised address, `HOST+RING:RANK`, which keeps the wire's form
@@ -27,20 +27,20 @@ _BACKEND_BY_FILE = {"MLX_HOSTFILE": "ring", "MLX_IBV_DEVICES": "jaccl"}
 
 
 class RingGroup(Protocol):
-    """What `mlx.core.distributed.init` returns."""
+    """The return value of `mlx.core.distributed.init`."""
 
     def rank(self) -> int:
-        """Our place, from 0."""
+        """The rank of this process, from 0."""
         ...
 
     def size(self) -> int:
-        """How many processes take part."""
+        """Count of processes in the group."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingEnvironment:
-    """What the probe found. `failure_reason` is "" exactly when the ring is available."""
+    """The result of the probe. `failure_reason` is "" exactly when the ring is available."""
 
     is_available: bool
     rank: int = 0
