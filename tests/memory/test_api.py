@@ -459,18 +459,6 @@ async def test_a_swap_waits_for_the_run_of_another_and_does_not_cancel_it(shelf:
     assert await swap == "m did 2"
 
 
-async def test_a_swap_times_out_with_a_diagnosis_and_nothing_is_cancelled(shelf: Shelf) -> None:
-    async with shelf.arbiter.acquire("see", "m") as handle:
-        swap = asyncio.ensure_future(shelf.arbiter.request("draw", "m", 2))
-        await until(lambda: shelf.arbiter.status().waiting)
-        shelf.clock.advance(5)
-        await pump()
-        shelf.clock.advance(5)
-        with pytest.raises(errors.DrainTimeout, match=r"see:m \(refcount=1\) to drain"):
-            await swap
-        assert await handle.run(1) == "m did 1"
-
-
 async def test_events_tell_of_pressure_changes_only(shelf: Shelf) -> None:
     for level in (
         PressureLevel.LOW,
@@ -505,15 +493,6 @@ async def test_a_listener_can_leave_and_one_that_raises_is_dropped(shelf: Shelf)
     shelf.press(PressureLevel.LOW)
     assert len(calls) == 1
     assert len(heard) == count
-
-
-async def test_low_pressure_takes_one_after_the_other_as_time_goes_by(shelf: Shelf) -> None:
-    for name in ("see", "hear", "text"):
-        await shelf.arbiter.request(name, "m", 1)
-    shelf.press(PressureLevel.LOW)
-    await until(lambda: shelf.resident() == {"hear:m", "text:m"})
-    shelf.clock.advance(5)
-    await until(lambda: shelf.resident() == {"text:m"})
 
 
 async def test_an_idle_model_leaves_when_its_time_is_over(shelf: Shelf) -> None:

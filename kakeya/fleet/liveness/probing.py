@@ -22,7 +22,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, every
 from kakeya.fleet.cards.cards import DEFAULT_INTERVAL_S, Card
-from kakeya.fleet.liveness.dialing import DIAL_TIMEOUT_S, Dialer, DialResult
+from kakeya.fleet.liveness.dialing import DIAL_TIMEOUT_S, Dial, Dialer, DialResult
 from kakeya.fleet.liveness.indirect_probe import Context, IndirectProbeService
 from kakeya.fleet.liveness.pacing import Moments, Shares
 from kakeya.fleet.view.own_card import DEFENCE_S
@@ -121,6 +121,20 @@ class Prober:
     def start(self, supervisor: Supervisor) -> None:
         """Probe nodes in doubt, under a supervisor."""
         supervisor.start("probing", self.run)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no look is under way or due."""
+        return not self._looking and not self._due
+
+    @property
+    def due(self) -> int:
+        """How many looks have yet to begin."""
+        return len(self._due)
+
+    def last(self, node_id: str) -> Dial | None:
+        """The latest dial of a node that has ended, unless it was forgotten."""
+        return self._dialer.last(node_id)
 
     async def run(self) -> None:
         """Probe for ever."""

@@ -90,8 +90,8 @@ async def test_who_reaches_nobody_accuses_nobody() -> None:
         others = [await gone_node(name) for name in ("b", "c", "d", "e")]
         a.learn(*others)
         a.fail("b")
-        await until(lambda: a.prober._dialer.last("b") is not None)
-        await until(lambda: not a.prober._looking)
+        await until(lambda: a.prober.last("b") is not None)
+        await until(lambda: a.prober.is_idle)
         assert a.doubt_of(others[0].address) is Doubt.UNJUDGED
         assert a.accused() == set()
 
@@ -142,7 +142,7 @@ async def test_whoever_else_answers_at_the_address_is_not_the_node() -> None:
     async with probing_node("a") as a, running_node("z") as z:
         a.learn_of(z.address, "x")
         a.fail("x")
-        await until(lambda: a.prober._dialer.last("x") is not None)
+        await until(lambda: a.prober.last("x") is not None)
         assert a.node.registry.is_suspect("x")
 
 
@@ -198,7 +198,7 @@ async def test_a_hostile_member_talks_nobody_into_a_doubt() -> None:
             for one in honest:
                 await hostile.node.exchange(one.node.address)
                 await one.node.exchange(hostile.node.address)
-        await until(lambda: not any(one.prober._looking or one.prober._due for one in honest))
+        await until(lambda: all(one.prober.is_idle for one in honest))
         assert not any(one.suspects or one.accused() for one in honest)
         assert all(one.pokes for one in honest)  # each defends itself
         assert all(len(one.pokes) <= 2 for one in honest)
@@ -208,8 +208,8 @@ async def test_an_accusation_is_looked_into_and_a_lie_changes_nothing() -> None:
     async with probing_fleet("a", "b", "c") as (a, b, c):
         signs = [a.node.registry.sign_of(name) for name in ("b", "c")]
         a.prober.hear([sign for sign in signs if sign])
-        await until(lambda: all(a.prober._dialer.last(name) for name in ("b", "c")))
-        await until(lambda: not a.prober._looking)
+        await until(lambda: all(a.prober.last(name) for name in ("b", "c")))
+        await until(lambda: a.prober.is_idle)
         assert a.node.registry.suspects() == frozenset()
         assert a.accused() == set()
         assert a.pokes == b.pokes == c.pokes == []
@@ -243,9 +243,9 @@ async def test_one_that_accuses_everybody_leaves_looks_for_a_true_accusation() -
             a.learn_of(f"127.0.0.1:{at + 1}", name)
         signs = [sign for name in crowd if (sign := a.node.registry.sign_of(name))]
         a.prober.hear(signs[:39], "liar")
-        assert len(a.prober._due) == 8
+        assert a.prober.due == 8
         a.prober.hear(signs[39:], "honest")
-        assert len(a.prober._due) == 9
+        assert a.prober.due == 9
 
 
 async def test_an_accusation_is_forgotten_with_the_look_that_it_began() -> None:
@@ -257,7 +257,7 @@ async def test_an_accusation_is_forgotten_with_the_look_that_it_began() -> None:
         a.prober.hear([sign], "honest")
         clock = a.node.clock
         assert a.node.registry.expire(now=clock.wall() + 200, mono=clock.mono() + 200) == ("x",)
-        await until(lambda: not a.prober._due and not a.prober._looking)
+        await until(lambda: a.prober.is_idle)
         assert a.prober._unproven == {}
 
 
@@ -296,7 +296,7 @@ def test_no_accusation_makes_a_doubt_or_is_passed_on(accusations: list[Sign]) ->
     prober.hear(accusations)
     assert prober.outgoing() == ()
     assert registry.suspects() == frozenset()
-    assert len(prober._due) <= 4
+    assert prober.due <= 4
 
 
 # --- probes for others

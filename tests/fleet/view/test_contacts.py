@@ -196,7 +196,7 @@ async def test_a_claim_to_the_address_of_an_absent_node_does_not_shut_it_out(sce
     """The claimant's certificate was expected there, which the honest node does not have."""
     watcher, honest = scene.watcher, scene.honest
     watcher.learn(scene.hostile_card)
-    await until(lambda: watcher.prober._dialer.last(scene.hostile_id) is not None)
+    await until(lambda: watcher.prober.last(scene.hostile_id) is not None)
     done = await watcher.exchange(honest.address)
     assert done.errors == {}
     assert honest.node_id in watcher.known()
@@ -260,7 +260,7 @@ async def test_a_forbidden_address_on_a_card_is_not_dialled(scene: Scene) -> Non
     watcher, honest = scene.watcher, scene.honest
     watcher.prober._dialer._may_dial = lambda address: False
     watcher.learn(honest.registry.own.wire)
-    await until(lambda: watcher.prober._dialer.last(honest.node_id) is not None)
+    await until(lambda: watcher.prober.last(honest.node_id) is not None)
     assert watcher.channels.addresses == frozenset()
 
 
