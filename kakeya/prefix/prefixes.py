@@ -42,11 +42,10 @@ from kakeya.prefix.pages.counts import PrefixCounts, Source
 from kakeya.prefix.pages.pages import FingerprintBlocks, PrefixPages
 from kakeya.prefix.pages.pins import PrefixPins
 from kakeya.prefix.pages.reach import in_pages, reach_of
-from kakeya.prefix.peers.seam import PeerSource
+from kakeya.prefix.peers.seams import PeerSource
 from kakeya.prefix.peers.two_sided_fetch import Rendezvous
-from kakeya.prefix.request.context import RequestContext
 from kakeya.prefix.request.endings import PrefixEndings
-from kakeya.prefix.request.exchange import PrefixExchange
+from kakeya.prefix.request.exchange import PrefixExchange, RequestContext
 from kakeya.prefix.request.grant import EngineSeat
 from kakeya.prefix.request.revoked import RevokedGrants
 from kakeya.prefix.request.turns import Turns

@@ -1,4 +1,4 @@
-"""What peers need of a node's blocks, and what they give to it: values and seams only.
+"""The seams between a node's blocks and those of its peers: values and protocols only.
 
 A block's name is its place in a chain of hashes, so a run of names says the whole text up to its
 end. Sources are found by the `exact` digest of a fingerprint, with which the chain begins.
@@ -6,12 +6,17 @@ end. Sources are found by the `exact` digest of a fingerprint, with which the ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kakeya.generation.retention import BlockClass
 from kakeya.prefix.names.blocks import BlockId
 from kakeya.prefix.names.fingerprint import KvFingerprint
+from kakeya.prefix.names.naming import Naming
+from kakeya.prefix.names.pieces import Piece
+from kakeya.prefix.pages.pages import FingerprintBlocks
+from kakeya.prefix.peers.two_sided_fetch import Rendezvous
 
 MAX_IDS = 4096
 """Blocks of one history: 128 Ki tokens in the smallest blocks of 32."""
@@ -108,6 +113,35 @@ class BlockSink(Protocol):
 
         With `tail_tokens` it is a tail of so many, behind the whole blocks before `index`.
         """
+        ...
+
+
+class PeerSource(Protocol):
+    """Other nodes that may have blocks."""
+
+    async def fetch(
+        self,
+        shelf: FingerprintBlocks,
+        naming: Naming,
+        pieces: Sequence[Piece],
+        have: int,
+        block_class: BlockClass,
+    ) -> Collection[BlockId]:
+        """Bring whole blocks from the first that is not here on into pages, sooner than they would
+        be computed; which came. Never raises."""
+        ...
+
+    async def rendezvous(
+        self,
+        shelf: FingerprintBlocks,
+        naming: Naming,
+        pieces: Sequence[Piece],
+        have: int,
+        block_class: BlockClass,
+        joined: Callable[[list[BlockId]], None],
+    ) -> Rendezvous | None:
+        """Have blocks come from the end while they are computed from the beginning, where that is
+        sooner than either alone. Never raises."""
         ...
 
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,19 +30,49 @@ from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.retention import BlockClass
 from kakeya.memory.pages.shared_arena import Filling
 from kakeya.prefix.names.blocks import BlockId
+from kakeya.prefix.names.naming import Naming, PrefixNames
 from kakeya.prefix.names.pieces import Piece, path_to
-from kakeya.prefix.pages.counts import Source
+from kakeya.prefix.pages.counts import PrefixCounts, Source
+from kakeya.prefix.pages.pages import FingerprintBlocks, PrefixPages
 from kakeya.prefix.pages.reach import carries_state, reach_of
 from kakeya.prefix.peers.two_sided_fetch import Rendezvous
-from kakeya.prefix.request.context import RequestContext
-from kakeya.prefix.request.endings import RequestEnding
+from kakeya.prefix.request.endings import PrefixEndings, RequestEnding
 from kakeya.prefix.request.grant import EngineSeat, Fill, KvGrant
-from kakeya.prefix.request.turns import Turn
+from kakeya.prefix.request.turns import Turn, Turns
 from kakeya.prefix.tree.node import BlockFacts
 
 _log = logging.getLogger(__name__)
 MAX_WAITING = 256
 """Requests that wait for others' blocks before they have a place; each looks at each block."""
+
+Bring = Callable[
+    [FingerprintBlocks, Naming, Sequence[Piece], BlockClass], Awaitable[Mapping[BlockId, Source]]
+]
+"""Brings pieces of a history into pages from disk and peers; says where each lay."""
+Meet = Callable[
+    [FingerprintBlocks, Naming, Sequence[Piece], BlockClass, Callable[[list[BlockId]], None]],
+    Awaitable[Rendezvous | None],
+]
+"""Has the hindmost blocks come from a peer meanwhile; tells which are in pages once they meet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestContext:
+    """The parts of a node that all its exchanges share.
+
+    `landed` is told of each computed block that is in pages. `let_go` takes back the pages of an
+    engine once it certainly uses them no more.
+    """
+
+    names: PrefixNames
+    pages: PrefixPages
+    turns: Turns
+    counts: PrefixCounts
+    endings: PrefixEndings
+    bring: Bring
+    meet: Meet
+    landed: Callable[[FingerprintBlocks, BlockId], None]
+    let_go: Callable[[KvGrant, EngineSeat], None]
 
 
 class Superseded(Exception):
