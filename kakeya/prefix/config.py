@@ -10,7 +10,7 @@ from kakeya.core.units import MIB
 from kakeya.prefix.warm.declared_prompts import DeclaredPrompt, parse_prompts
 
 KEEP_ALIVE_LEAST_S, SWEEP_LEAST_S = 30.0, 60.0
-"""A shorter period costs and brings nothing: a smaller value is raised to these."""
+"""Shorter periods bring nothing: a smaller value is raised to these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

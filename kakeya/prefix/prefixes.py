@@ -1,11 +1,11 @@
 """The prefixes of a node: KV of prompts that outlives generations, engines and restarts.
 
     a request   `exchange`, which `ResidentModel.decode` takes part in
-    pages       blocks by fingerprint, in one budget        prefix_pages.py
-    disk        every block, written through                prefix_disk.py
-    peers       asked for what is not here               elsewhere.py
-    turns       who computes what several want              prefix_turns.py
-    endings     the logits behind whole prompts             prefix_endings.py
+    pages       blocks by fingerprint, in one budget               pages/pages.py
+    disk        every block, written through                       disk/transfer.py
+    peers       asked for missing blocks                           peers/peers.py
+    turns       which request computes a piece that several want   request/turns.py
+    endings     the logits behind whole prompts                    request/endings.py
 
 Nothing here fails a request: without blocks a prompt is computed.
 """
@@ -55,9 +55,9 @@ WEIGHTS_FILE = "weights.json"
 TEND_S = 5.0
 SWEEP_S = 60.0
 INDEX_S = 2.0
-"""How long the first requests wait until the folder of blocks was looked through."""
+"""Seconds that the first requests wait for the scan of the folder of blocks."""
 PINNED_SHARE = 0.5
-"""Of the pages for KV, what pins may take together: the rest makes room for what is asked."""
+"""The share of the pages for KV that pins may take together; the rest serves requests."""
 
 
 class NodePrefixes:
@@ -80,10 +80,10 @@ class NodePrefixes:
     ) -> None:
         """`memory_bytes` of pages are for KV, `disk_bytes` on disk; 0 = none.
 
-        `adapter_digest` finds the digest of an adapter's content by the id that engines know it
-        by. With `key` ids are made that nobody can compute outside of the `tenant`. `served` names
-        the models whose blocks are of use, `adapters` has the digests of their adapters; those of
-        others are the first to leave the disk.
+        `adapter_digest` finds the digest of an adapter's content by the id that engines know it by.
+        With `key` the ids cannot be computed outside of the `tenant`. `served` names the models of
+        this node, `adapters` has the digests of their adapters; blocks of other models and adapters
+        leave the disk first.
         """
         self._memory_bytes = memory_bytes
         self._served = served
@@ -169,7 +169,7 @@ class NodePrefixes:
     # --- requests
 
     def exchange(self, seat: EngineSeat, request: DecodeRequest) -> PrefixExchange | None:
-        """The part of a request in this; None = it has none."""
+        """Make the exchange of a request with the prefixes; None = the request takes no part."""
         if not self.is_on or request.kv is not None:
             return None
         exchange = PrefixExchange(self._tools, seat, request)
@@ -178,7 +178,7 @@ class NodePrefixes:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for what another one computes."""
+        """Requests that wait for a piece that another request computes."""
         return self.turns.waiting
 
     # --- prefixes that are looked after
@@ -193,11 +193,11 @@ class NodePrefixes:
         block_class: BlockClass = BlockClass.SPECULATIVE,
         pin: str = "",
     ) -> int:
-        """Refresh what is here of a marked prefix, for at least this long; how many tokens are in
+        """Refresh the blocks of a marked prefix, for at least this long; how many tokens are in
         pages.
 
-        With a name for a pin, these make room for nobody until `release`, or until another prefix
-        has that name.
+        With a name for a pin, these blocks are not evicted until `release`, or until another
+        prefix has that name.
         """
         naming = self.names.known(model_id, adapter_id)
         if naming is None:
@@ -215,13 +215,13 @@ class NodePrefixes:
 
     @property
     def most_pinned_bytes(self) -> int:
-        """What all pins may take together."""
+        """The bytes that all pins may take together."""
         return int(PINNED_SHARE * self._memory_bytes)
 
     def pinned_bytes(
         self, model_id: str, adapter_id: str, token_ids: Sequence[int], pin: str
     ) -> int:
-        """What all pins take, with what is in pages of a prefix that is to have this one."""
+        """The bytes that all pins take, if this one holds the pages of this prefix."""
         naming = self.names.known(model_id, adapter_id)
         if naming is None:
             return self._pins.bytes_with(pin, ())
@@ -233,12 +233,12 @@ class NodePrefixes:
         self._pins.release(pin)
 
     def adapter_retired(self, adapter_id: str) -> None:
-        """An adapter was replaced or removed: nobody's prefix needs to stay for it."""
+        """End the pins of an adapter that was replaced or removed."""
         self._pins.drop(adapter_id)
 
     async def wipe(self) -> Wiped:
-        """Let go of all KV, in pages and on disk. What an engine uses now goes once it has read it;
-        what is computed from then on is kept as ever."""
+        """Drop all KV, in pages and on disk. A block that an engine reads goes after the read;
+        blocks that are computed later are kept."""
         if self.store is not None:
             await self.store.ready()
         self._pins.clear()
@@ -252,7 +252,7 @@ class NodePrefixes:
         return Wiped(blocks=blocks, files=done.files, kept=done.kept, has_disk=True)
 
     async def recall(self, naming: Naming, nbytes: int) -> Recall:
-        """See `PrefixDisk.recall`; the endings of prompts come back with them."""
+        """Bring back blocks as `PrefixDisk.recall` does, and the endings of prompts."""
         if self._disk is None:
             return Recall([])
         came = await self._disk.recall(self.pages.shelf(naming), naming, nbytes)
@@ -260,11 +260,12 @@ class NodePrefixes:
         return came
 
     def free_bytes(self) -> int:
-        """What KV that nobody asked for may take: nobody has to leave for it."""
+        """The bytes that speculative KV may take without an eviction."""
         return self.pages.free_bytes
 
     def bytes_of(self, facts: ModelFacts, tokens: int) -> int:
-        """What so many more tokens of a model take in pages; 0 = its KV is in no blocks."""
+        """The bytes that so many more tokens of a model take in pages; 0 = its KV is in no
+        blocks."""
         return paged_kv_bytes(facts, tokens, self.pages.arena.paged_bytes)
 
     # --- what there is
@@ -311,7 +312,7 @@ class NodePrefixes:
         return origins
 
     async def _look_through_disk(self) -> None:
-        """Wait a moment for what is on disk, right after a start."""
+        """Wait a moment for the scan of the disk, right after a start."""
         if self.store is None:
             return
         with contextlib.suppress(TimeoutError):
@@ -329,7 +330,7 @@ class NodePrefixes:
         block_class: BlockClass,
         joined: Callable[[list[BlockId]], None],
     ) -> Rendezvous | None:
-        """Have what is still missing come from a peer's end, where that is of use."""
+        """Fetch the missing blocks from a peer, from the last one on, where that is of use."""
         whole = [piece.id for piece in pieces if not piece.is_tail]
         have = shelf.tree.match(whole).depth_ram
         if self.elsewhere is None or have == len(whole):
@@ -348,13 +349,13 @@ class NodePrefixes:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether no request is under way, and nothing that was cut off or waits for the disk."""
+        """Whether no request is under way, no call was cut off and no block waits for the disk."""
         is_written = self._disk is None or not self._disk.waiting
         is_quiet = not self._leaving and not len(self.turns.flights) and not self.waiting
         return self.pages.is_at_rest and is_quiet and is_written
 
     def check_integrity(self) -> None:
-        """Check what holds between any two events. Raises InvariantBroken."""
+        """Check the laws that hold between any two events. Raises InvariantBroken."""
         self.pages.check_integrity()
         self.turns.flights.check_integrity()
 
@@ -362,7 +363,7 @@ class NodePrefixes:
         await every(TEND_S, self._look_after, clock=self._clock, rng=self._rng)
 
     async def _look_after(self) -> None:
-        """Renew what is pinned for good reasons; now and then, let go of what is old."""
+        """Renew the pins in use; now and then, drop expired blocks."""
         for exchange in self._exchanges:
             if exchange.given is not None:
                 exchange.given.renew()
@@ -395,7 +396,7 @@ class NodePrefixes:
             self.store.forget(ids)
 
     def _used(self, shelf: FingerprintBlocks, ids: Sequence[BlockId], retention: Retention) -> None:
-        """Blocks are about to be marked as used; what was for memory alone until now is written."""
+        """Note that blocks are used: those that were for memory alone are written now."""
         if self.store is None or not retention.is_on_disk:
             return
         self.store.touch(ids, retention)

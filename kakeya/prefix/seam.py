@@ -1,8 +1,8 @@
-"""The seam between the doors of a node and what it keeps of prefixes: who asks, and for what.
+"""The seam between the APIs of a node and its prefixes.
 
-A door says what a prompt continues and gets the name of the KV to continue from; it says that a
-turn is over and how the next one will begin; it has a prefix warmed. All of it is a matter of speed
-alone, so nothing here raises but for what cannot be meant.
+An API says which conversation or prefix a prompt continues, and gets the name of the KV to continue
+from. It tells that a turn is over and how the next one will begin. It has a prefix warmed. Prefixes
+change speed alone, so calls raise only for invalid arguments.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ CONVERSATION, SEGMENTS, PREFIX, CACHE_KEY, RETENTION = (
     "x-kakeya-cache-key",
     "x-kakeya-retention",
 )
-"""Metadata of a gRPC call: what its prompt continues, and for how long that is of use."""
+"""Metadata of a gRPC call: the conversation or prefix of its prompt, and its retention."""
 AT_HAND_S = 1.0
-"""How long a model that is ready may take to say what it is."""
+"""Seconds that a ready model may take to tell its facts."""
 _RETENTIONS = {retention.label: retention for retention in Retention} | {
     "in-memory": Retention.IN_MEMORY,
     "24h": Retention.EXTENDED,
@@ -36,21 +36,22 @@ _RETENTIONS = {retention.label: retention for retention in Retention} | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
-    """What a request says of its prefix; `retention` None = nothing."""
+    """The keys and the retention that a request gives for its prefix; `retention` None = not
+    given."""
 
     keys: CacheKeys = field(default_factory=CacheKeys)
     retention: Retention | None = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether it says nothing: then only content decides."""
+        """Whether the request gives no key: then only content decides."""
         return self == CacheUse()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixClaim:
-    """Who asks which model, and what its prompt continues. `model_id` is the name that the caller
-    uses; `facts` are those of the model, or of the base of an adapter."""
+    """The client, the model and the keys of a prompt. `model_id` is the name that the caller uses;
+    `facts` are those of the model, or of the base of an adapter."""
 
     model_id: str
     facts: ModelFacts
@@ -60,9 +61,9 @@ class PrefixClaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wiped:
-    """What a node let go of: blocks in memory, files on disk; and whether it keeps any there.
+    """The counts of a wipe: blocks in memory, files on disk; and whether the node stores any there.
 
-    `kept` are files that could not be removed, and why: the next start finds what is in them.
+    `kept` are files that could not be removed, and why: the next start finds their blocks.
     """
 
     blocks: int = 0
@@ -72,7 +73,7 @@ class Wiped:
 
 
 class Precache(Protocol):
-    """What a node keeps of prefixes."""
+    """The prefixes that a node keeps warm."""
 
     def kv_key(self, claim: PrefixClaim) -> str:
         """Name the KV that a generation continues and leaves; "" = none, content decides."""
@@ -85,16 +86,16 @@ class Precache(Protocol):
     async def warm(
         self, claim: PrefixClaim, tokens: TokenSource, *, is_pinned: bool = False
     ) -> WarmReport:
-        """Have a prefix warm, and say what became of it."""
+        """Have a prefix warmed; the report of that."""
         ...
 
     async def wipe(self) -> Wiped:
-        """Let go of all KV that is kept of prefixes, wherever it lies."""
+        """Drop all KV of prefixes, in engines, in pages and on disk."""
         ...
 
 
 class NoPrecache:
-    """A node that keeps nothing of prefixes."""
+    """A node that keeps no prefixes."""
 
     def kv_key(self, claim: PrefixClaim) -> str:
         """None."""
@@ -115,8 +116,8 @@ class NoPrecache:
 
 
 async def facts_at_hand(model: ServedModel) -> ModelFacts | WarmReport:
-    """What is known of a model that is in memory; a report for one that is not, which is not
-    loaded for a prefix."""
+    """Find the facts of a model that is in memory; a report for any other, since no model is loaded
+    for a prefix."""
     if model.state is not ModelState.READY:
         reason = f"model {model.model_id} is {model.state.value}; its first request computes it"
         return WarmReport(outcome=WarmOutcome.AWAY, reason=reason)
@@ -127,7 +128,7 @@ async def facts_at_hand(model: ServedModel) -> ModelFacts | WarmReport:
 
 
 def warmed_for(use: CacheUse, *, is_pinned: bool) -> Retention:
-    """For how long what is warmed ahead is of use: pinned for a day where nothing is said."""
+    """The retention of a warmed prefix: as given, or a day for a pin."""
     return use.retention or (Retention.EXTENDED if is_pinned else Retention.SHORT)
 
 
@@ -142,7 +143,8 @@ def read_retention(word: str, param: str) -> Retention:
 
 
 def read_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> CacheUse:
-    """Read what a gRPC call says of its prefix. Raises InvalidArgument for no retention."""
+    """Read the keys and the retention from a gRPC call. Raises InvalidArgument for an unknown
+    retention."""
     said = {key: value for key, value in metadata if isinstance(value, str)}
     return CacheUse(
         keys=CacheKeys(
@@ -164,20 +166,20 @@ TokenSource = Callable[[], Awaitable[Tokens]]
 
 
 class WarmOutcome(StrEnum):
-    """What became of a prefix."""
+    """The outcome of warming a prefix."""
 
     WARM = "warm"
     FAILED = "failed"
     PRESSURE = "skipped_pressure"
     """Memory is short on this machine."""
     NO_ROOM = "skipped_room"
-    """It would have to take the place of something else."""
+    """It would need an eviction."""
     AWAY = "skipped_away"
     """The model is not in memory."""
     LATE = "skipped_late"
     """Requests left it too little time."""
     CROWDED = "skipped_queue"
-    """Too many others wait already."""
+    """Too many prefixes wait already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +193,8 @@ class Warmed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmReport:
-    """What became of a prefix, and why it was not done, in a sentence. `is_pinned`: nothing takes
-    its place from now on."""
+    """The outcome for a prefix, and a sentence on why it was not warmed. `is_pinned`: no other
+    block takes its place from now on."""
 
     outcome: WarmOutcome
     warmed: Warmed = Warmed()

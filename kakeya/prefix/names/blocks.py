@@ -1,12 +1,12 @@
-"""What a block of KV is called: by everything that it depends on.
+"""The names of blocks of KV: digests of everything that a block depends on.
 
     id_0 = H(seed | 32 zero bytes | tokens of block 0)
     id_i = H(seed | id_(i-1)      | tokens of block i)        tokens: uint32, little-endian
 
 H is SHA-256, or HMAC-SHA256 with a tenant's key. The seed is a fingerprint's digest, so equal ids
 mean equal tokens from the beginning, computed by equal arithmetic; an id also names its whole
-prefix, and a key reveals nothing to whoever does not have it. The rest of a history behind its
-whole blocks, its *tail*, is hashed like a block, shorter as it is. Tokens are marked where the
+prefix, and with a key an id reveals nothing to a reader without it. The rest of a history behind
+its whole blocks, its *tail*, is hashed like a block, shorter as it is. Tokens are marked where the
 history was cut for prefill: see `cuts`.
 """
 
@@ -26,7 +26,7 @@ BlockId: TypeAlias = bytes
 
 ID_BYTES = 32
 ROOT: BlockId = bytes(ID_BYTES)
-"""What stands for the block before the first."""
+"""Stands for the block before the first."""
 TOKEN_BYTES = 4
 
 
@@ -92,7 +92,7 @@ class BlockChain:
         return tuple(found)
 
     def names(self, block_id: BlockId, parent: BlockId | None, token_ids: Sequence[int]) -> bool:
-        """Tell whether these tokens behind this parent have this id: what a stranger said."""
+        """Whether these tokens behind this parent have this id, as a peer claims."""
         if not 0 < len(token_ids) <= self.block_tokens:
             return False
         return hmac.compare_digest(self.tail_id(parent, token_ids), block_id)

@@ -1,10 +1,11 @@
-"""What whole prompts end in: the logits behind their last token, least recently used first to go.
+"""The endings of whole prompts: the logits behind their last token, the least recently used first
+to go.
 
-KV spares a prompt that is asked again all of its prefill, and leaves the step of its last token,
-which a caller waits for before the first word. Its logits are the same each time, so they are kept
-too. They are named as a block behind the prompt's last piece would be, by another seed: so equal
-names mean equal tokens with equal cuts, computed by equal arithmetic, and no name is that of a
-block of KV. Logits are float32, little-endian; shape [V].
+KV spares a repeated prompt its prefill but for the step of its last token, and the caller waits for
+that step before the first word. Its logits are the same each time, so they are kept too. They are
+named as a block behind the prompt's last piece would be, by another seed: so equal names mean equal
+tokens with equal cuts, computed by equal arithmetic, and no name is that of a block of KV. Logits
+are float32, little-endian; shape [V].
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Ending:
 
 @lru_cache(maxsize=256)  # each request asks, and a node has few
 def ending_chain(chain: BlockChain) -> BlockChain:
-    """How the logits of a model are named whose KV is named by `chain`."""
+    """The chain that names the logits of a model, by the chain of its KV."""
     return replace(chain, seed=hashlib.sha256(b"logits" + chain.seed).digest())
 
 
@@ -73,7 +74,7 @@ class Endings:
         return logits
 
     def keep(self, ending_id: BlockId, logits: bytes) -> bool:
-        """Keep logits, for which others may go; False where they are known, or too large."""
+        """Keep logits, and drop the oldest for them; False where they are known, or too large."""
         if not logits or ending_id in self._kept or len(logits) > self.limit_bytes:
             return False
         self._kept[ending_id] = logits

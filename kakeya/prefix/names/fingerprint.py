@@ -1,4 +1,4 @@
-"""What KV depends on beside its tokens: equal fingerprints, equal blocks.
+"""Fingerprints: everything that KV depends on beside its tokens. Equal fingerprints, equal blocks.
 
 Two questions are asked of two fingerprints. `compat`: could an engine of one take the blocks of the
 other at all (weights, layout, dtype, block size)? `exact`: are they the very bits that it would
@@ -32,7 +32,8 @@ _BETWEEN = "+"  # the weights and the adapter that changes them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvFingerprint:
-    """What blocks of KV were computed by. Raises InvalidArgument where blocks could be mistaken.
+    """The engine, weights and arithmetic of blocks of KV. Raises InvalidArgument where blocks could
+    be mistaken.
 
     `model_id` is for people, and not compared: names differ between nodes. `layout` and
     `exactness` are what the engine says, canonical JSON, or their digests. "" = none, or not known,
@@ -74,7 +75,7 @@ class KvFingerprint:
             raise InvalidArgument(f"format_version is {self.format_version}; it must be 1 or more")
 
     def compat(self) -> bytes:
-        """Digest what must be equal for blocks to be taken at all; 32 bytes."""
+        """Digest the facts that must be equal for blocks to be taken at all; 32 bytes."""
         return _digest_of(
             "compat",
             self.weights_digest,
@@ -90,7 +91,8 @@ class KvFingerprint:
         )
 
     def exact(self) -> bytes:
-        """Digest what must be equal for blocks to be the same bits; 32 bytes, the seed of ids."""
+        """Digest the facts that must be equal for blocks to be the same bits; 32 bytes, the seed of
+        ids."""
         return _digest_of("exact", self.compat().hex(), _condensed(self.exactness))
 
     def condensed(self) -> KvFingerprint:
@@ -119,9 +121,8 @@ class KvFingerprint:
 
     @staticmethod
     def from_wire(message: pb.CacheCompatibility) -> KvFingerprint | None:
-        """Read what a peer said; None = blocks of a kind that no node of ours has, so a miss.
-
-        Whatever is read says the same again by `to_wire`.
+        """Read the fingerprint of a peer; None = blocks of a kind that this program does not know:
+        a miss.
         """
         found = _FORMAT.fullmatch(message.cache_format_version)
         weights, between, adapter = message.model_revision.partition(_BETWEEN)
@@ -170,7 +171,7 @@ def fingerprint_of(
     config: str = "",
     rope: str = "",
 ) -> KvFingerprint:
-    """Make the fingerprint of a loaded model from what its engine says, by the same names.
+    """Make the fingerprint of a loaded model from the facts of its engine, by the same names.
 
     `adapter` is the digest of an adapter's content, `config` the text of the model's configuration
     as far as weights and layout do not show it. Raises InvalidArgument as KvFingerprint does.
@@ -191,7 +192,7 @@ def fingerprint_of(
 
 
 def _condensed(text: str) -> str:
-    """Digest a text, once: "" and what is a digest already stay."""
+    """Digest a text, once: "" and digests stay."""
     if not text or _CONDENSED.fullmatch(text):
         return text
     return _MARK + hashlib.sha256(text.encode()).hexdigest()

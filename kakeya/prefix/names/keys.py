@@ -1,8 +1,8 @@
-"""Which KV a request belongs to: a key from what its caller says, and a slot from the key.
+"""The KV that a request belongs to: a key from the caller's parameters, and a slot from the key.
 
     conv:<id>     the conversation: every turn of it, and what is warmed for it
     seg:<hash>    no conversation: the longest run of stable segments that the prompt begins with
-    pfx:<hash>    neither: a hash that the caller computed over what is stable
+    pfx:<hash>    neither: a hash that the caller computed over the stable text
     v5:<key>      nor that: the prompt cache key of OpenAI's API
 
 The first that is given counts. What changes with every request (dialogue, time stamps) is part of
@@ -20,8 +20,8 @@ from hashlib import sha256
 ANY_SLOT = -1
 """The slot of a request that has no key, or of a model that has no slots."""
 SYSTEM_PREFIX = "conv:__system_prefix__"
-"""What declared prompts are filed under. No caller's conversation gets this name, and it is no
-conversation: it has no slot, no load and no age."""
+"""The name of declared prompts. It is no conversation: it has no slot, no load and no age, and no
+caller's conversation gets this name."""
 _SEGMENT_HASH_CHARS = 16
 _PLAIN_CHARS, _SHOWN_CHARS, _DIGEST_CHARS = 64, 24, 32
 _PLAIN = re.compile(rf"(?!__)[a-z0-9_-][a-z0-9._-]{{0,{_PLAIN_CHARS - 1}}}\Z", re.ASCII)
@@ -40,7 +40,7 @@ class PromptSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheKeys:
-    """What a caller may say about what its prompt continues; "" = nothing.
+    """The keys that a caller may give for its prompt; "" = not given.
 
     `segment_hash` is what `hash_stable_prefix` gives.
     """
@@ -67,8 +67,8 @@ def resolve_key(keys: CacheKeys) -> str | None:
 def hash_stable_prefix(segments: object) -> str | None:
     """Hash the stable segments before the first unstable one; None where there are none.
 
-    None too for what is no sequence of segments: another key is used then. How the text is cut
-    into segments counts, as their contents do.
+    None too for a value that is no sequence of segments: another key is used then. How the text is
+    cut into segments counts, as their contents do.
     """
     if isinstance(segments, str) or not isinstance(segments, Sequence):
         return None

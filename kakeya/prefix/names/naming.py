@@ -1,4 +1,4 @@
-"""What the KV of a model is called: fingerprints, and the chains of block ids that begin with them.
+"""The names of a model's KV: fingerprints, and the chains of block ids that begin with them.
 
 An engine says what its KV looks like, and in what state the files of its weights were when it read
 them. They are named by a digest of all their bytes, which is made once for each state of the files
@@ -38,7 +38,7 @@ _ROPE_KEYS = (
 )
 _CONFIG_BYTES = 1 << 20
 LOGITS = " (logits)"
-"""Behind the id of a model in files of what its prompts end in."""
+"""Behind the id of a model, in files of the endings of its prompts."""
 DIGEST_S = 1.0
 """How long a request waits until its model's weights have a digest."""
 _FILE_ENTRIES = 64
@@ -47,7 +47,7 @@ _FILE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
-    """How the KV of one engine, with one adapter or none, is named, and what a block takes.
+    """The names of the KV of one engine, with one adapter or none, and the size of a block.
 
     `prefill_tokens_per_s` 0 = not measured. `grid` are (position, tokens): from each position on,
     prefill's pieces are of so many tokens; () = their ends are of no account.
@@ -67,27 +67,27 @@ class Naming:
 
     @property
     def seed(self) -> bytes:
-        """What tells its ids from all others: the exact digest."""
+        """The seed of its ids: the exact digest."""
         return self.chain.seed
 
     def pieces(self, token_ids: Sequence[int], cuts: Sequence[int] = ()) -> tuple[Piece, ...]:
         """Cut a history. Raises InvalidArgument.
 
-        The first cut has a piece of its own: who shares no more than that takes it before anybody's
-        whole block is there. Elsewhere the block shows its cuts. Only where state is needed to go
-        on, the last one, from which the next request may part, has one too.
+        The first cut has a piece of its own: a request that shares no more than that takes it
+        before a whole block is there. Elsewhere the block shows its cuts. Only where state is
+        needed to go on, the last one, from which the next request may part, has one too.
         """
         inner = [cut for cut in cuts if 0 < cut < len(token_ids) - 1]
         ends = {inner[0], inner[-1]} if inner and self.state_bytes else inner[:1]
         return pieces_of(self.chain, token_ids, inner, ends)
 
     def ending(self, pieces: Sequence[Piece], token_ids: Sequence[int]) -> Ending | None:
-        """Name what a history of these pieces ends in; None for one of a single token."""
+        """Name the ending of a history of these pieces; None for one of a single token."""
         return ending_of(self.chain, pieces, token_ids)
 
     @property
     def ending_seed(self) -> bytes:
-        """What tells its endings' names from all others."""
+        """The seed of the names of its endings."""
         return ending_chain(self.chain).seed
 
     def grain(self, index: int) -> int:
@@ -131,7 +131,7 @@ class PrefixNames:
         self._refused: set[tuple[str, str]] = set()
 
     def known(self, model_id: str, adapter_id: str) -> Naming | None:
-        """What was made last for a model; None = nothing, or its KV has no blocks."""
+        """The last naming of a model; None = there is none, or its KV has no blocks."""
         found = self._made.get((model_id, adapter_id))
         return found[2] if found else None
 
@@ -175,8 +175,8 @@ class PrefixNames:
         model_ids: Collection[str],
         adapters: Callable[[], Collection[str]],
     ) -> frozenset[bytes]:
-        """Which fingerprints of stored blocks these models can use, with the adapters of these
-        digests or none; so can those that were not named yet, for all we know."""
+        """Find the fingerprints of stored blocks that these models can use, with the adapters of
+        these digests or none. A model without a name yet may use any of its id."""
         named = {one: self.known(one, "") for one in model_ids if self.are_known((one,))}
         digests = {str(facts.get("adapter", "")) for facts in known.values()}
         digests &= {"", *(adapters() if digests - {""} else ())}
@@ -257,7 +257,7 @@ class PrefixNames:
         return known[name]
 
     def _refuse(self, model_id: str, reason: str) -> None:
-        """Say once what is wrong."""
+        """Log a problem once."""
         if (model_id, reason) not in self._refused:
             self._refused.add((model_id, reason))
             event(
@@ -271,7 +271,7 @@ class PrefixNames:
 
 @lru_cache(maxsize=1024)
 def _seeds(naming: Naming, adapter: str) -> tuple[bytes, bytes]:
-    """What begins the names of a model's blocks and endings with the adapter of a digest."""
+    """The seeds of the names of a model's blocks and endings, with the adapter of a digest."""
     seed = replace(naming.fingerprint, adapter=adapter).exact()
     chain = replace(naming.chain, seed=seed)
     return chain.seed, ending_chain(chain).seed
@@ -282,8 +282,8 @@ def _model_of(facts: Facts) -> str:
 
 
 def paged_kv_bytes(facts: ModelFacts, tokens: int, paged_bytes: Callable[[int], int]) -> int:
-    """What the KV of so many tokens takes in pages, state behind each block counted; 0 where it is
-    in no blocks. `paged_bytes` says it of one block."""
+    """The bytes that the KV of so many tokens takes in pages, state behind each block counted; 0
+    where it is in no blocks. `paged_bytes` says it of one block."""
     if facts.kv_block_tokens < 1:
         return 0
     whole, rest = divmod(tokens, facts.kv_block_tokens)
@@ -293,7 +293,7 @@ def paged_kv_bytes(facts: ModelFacts, tokens: int, paged_bytes: Callable[[int], 
 
 
 def _read_digests(file: Path) -> dict[str, str]:
-    """What was written at an earlier start; nothing where that is damaged. Blocks."""
+    """Read the digests of an earlier start; none where the file is damaged. Blocks."""
     try:
         with file.open("rb") as opened:
             found = json.loads(opened.read(_FILE_BYTES))
@@ -309,7 +309,7 @@ def _is_digest(found: object) -> bool:
 
 
 def _rope(folder: Path) -> str:
-    """What a configuration says of positions, canonical JSON; "" = nothing. Blocks."""
+    """Read the settings of positions from a configuration, canonical JSON; "" = none. Blocks."""
     try:
         with (folder / "config.json").open("rb") as file:
             config = json.loads(file.read(_CONFIG_BYTES))

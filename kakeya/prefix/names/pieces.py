@@ -4,9 +4,9 @@ of blocks that end at a cut.
     [ block 0 ][ block 1 ] ... [ block n-1 ][ tail ] x
                      [ end )                         the last token is always computed
 
-Logits are not kept, so one token is left over for a forward to begin with. What ends at a cut is a
-tail too, of all histories that end there: who shares the text in front of a cut and nothing more
-takes that, before anybody's whole block is there. Texts are marked: see `cuts`.
+Logits are not kept, so one token is left over for a forward to begin with. A piece that ends at a
+cut is a tail too, of all histories that end there: a request that shares the text in front of a cut
+and nothing more takes that tail, before a whole block is there. Texts are marked: see `cuts`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Piece:
     """One block of a history, or a tail; `parent` None = it is the first.
 
     `index` counts blocks from the beginning; a tail has the index that its block would have.
-    `packed` is its marked text. `is_end`: others are likely to part from the history at its end.
+    `packed` is its marked text. `is_end`: other requests are likely to part from the history at its
+    end.
     """
 
     id: BlockId
@@ -51,7 +52,8 @@ def pieces_of(
     cuts: Iterable[int] = (),
     ends: Collection[int] = (),
 ) -> tuple[Piece, ...]:
-    """Cut a history, all but its last token: its blocks, its tail, then what ends at a cut.
+    """Cut a history, all but its last token: its blocks, its tail, then the pieces that end at a
+    cut.
 
     `ends` are those cuts that pieces of their own end at. A cut between two blocks marks nothing:
     a piece ends there anyway. Raises InvalidArgument for ids that are no uint32.

@@ -1,4 +1,5 @@
-"""Which weights a folder holds: a digest of all their bytes, and what tells that it may be another.
+"""The weights of a folder: a digest of all their bytes, and the state of the files that it was made
+of.
 
 KV that other weights made gives other answers, and weights that were tuned may differ in a few
 bytes only. So every byte counts. Reading them takes a while, which is why a digest is kept with the
@@ -18,7 +19,8 @@ _CHUNK_BYTES = 8 << 20
 
 
 def weights_state(folder: Path) -> str:
-    """What changes when a file of the weights, or the configuration, is another; "" without any.
+    """The state of the weight files and the configuration, which changes with any of them; ""
+    without any.
 
     Canonical JSON. Blocks.
     """

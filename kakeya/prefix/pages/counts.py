@@ -1,4 +1,4 @@
-"""What prefix reuse did since the start, counted in one place."""
+"""Counts of prefix reuse since the start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Source(StrEnum):
 
 @dataclass(slots=True)
 class PrefixCounts:
-    """Tokens of prompts by source, and blocks by what became of them."""
+    """Tokens of prompts by source, and blocks by outcome."""
 
     tokens: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(Source, 0))
     committed: int = 0

@@ -1,11 +1,11 @@
-"""KV blocks in pages: which lie where, what goes when there are too many, who needs which now.
+"""KV blocks in pages: their places, their order of eviction, and the holds on them.
 
-One tree for each fingerprint says what is here; the arena holds the bytes. The arena may take any
-block that nobody holds, so the trees follow it: what can no longer be reached is given back a
-moment later, since the arena is in the middle of its own work when it tells.
+One tree for each fingerprint says which blocks are here; the arena holds the bytes. The arena may
+take any block without a hold, so the trees follow it: blocks that can no longer be reached are
+given back a moment later, since the arena is in the middle of its own work when it tells.
 
-The budget is one for all trees, and so is the order in which blocks go for it: first what is worth
-least for its bytes, by what having it again would take, whatever model it is of.
+The budget is one for all trees, and so is the order in which blocks go for it: the block that is
+worth least for its bytes goes first, by the time to compute or read it again, whatever its model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Lying:
-    """Where a block lies, and how many bytes of that mean something."""
+    """The pages of a block, and how many bytes of them hold data."""
 
     block: Block
     length: int
@@ -69,8 +69,8 @@ class PrefixPages:
         used: Callable[[FingerprintBlocks, Sequence[BlockId], Retention], None],
         opened: Callable[[FingerprintBlocks], None],
     ) -> None:
-        """For the disk: `dropped` is told of blocks that a better one replaced, `used` of uses
-        before they count, `opened` of fresh shelves."""
+        """Callbacks for the disk: `dropped` gets blocks that a better one replaced, `used` gets
+        uses before they count, `opened` gets fresh shelves."""
         self.arena = arena
         self.budget_bytes = budget_bytes
         self._clock = clock
@@ -89,7 +89,7 @@ class PrefixPages:
         self._filling_bytes = 0
         self._too_large: set[bytes] = set()
         self.problem = ""
-        """Why there were no pages when some were wanted last; "" = there were."""
+        """Why the last allocation failed; "" = it did not."""
 
     # --- what there is
 
@@ -101,7 +101,7 @@ class PrefixPages:
         return shelf
 
     def shelf_of(self, fingerprint: KvFingerprint, seed: bytes) -> FingerprintBlocks:
-        """The same for one that no engine of this node has now."""
+        """Find or make the blocks of a fingerprint that no engine of this node has now."""
         shelf = self._shelves.get(seed)
         if shelf is None:
             tree: PrefixTree[Lying] = PrefixTree(fingerprint.block_tokens, age=self._age)
@@ -119,22 +119,22 @@ class PrefixPages:
 
     @property
     def used_bytes(self) -> int:
-        """What blocks take, and pages that are being filled."""
+        """The bytes of all blocks, and of pages that are being filled."""
         return self._filling_bytes + sum(shelf.tree.ram_bytes for shelf in self._shelves.values())
 
     @property
     def free_bytes(self) -> int:
-        """What more may be taken without anybody leaving."""
+        """The bytes that can be taken without an eviction."""
         return max(0, self.budget_bytes - self.used_bytes)
 
     @property
     def filling_bytes(self) -> int:
-        """What pages take that are being filled."""
+        """The bytes of pages that are being filled."""
         return self._filling_bytes
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nothing is being filled, and nothing is still held that left its tree."""
+        """Whether no page is being filled, and no block that left its tree is still held."""
         return not self._filling_bytes and not self._leaving
 
     def check_integrity(self) -> None:
@@ -182,7 +182,7 @@ class PrefixPages:
         return filling
 
     def give_back(self, filling: Filling) -> None:
-        """End what was not filled."""
+        """Give back pages that were not filled."""
         self._filling_bytes -= self.arena.paged_bytes(filling.ref.length)
         filling.rollback()
         self._counts.rolled_back += 1
@@ -198,7 +198,7 @@ class PrefixPages:
         """Let all use a filled block, `ids[index]`; False = it was not needed, or cannot be."""
         length = filling.ref.length
         node = shelf.tree.node(ids[index])
-        if node is not None and node.in_ram_serves(facts):  # somebody else was first
+        if node is not None and node.in_ram_serves(facts):  # another request was first
             self.give_back(filling)
             return False
         self._filling_bytes -= self.arena.paged_bytes(length)
@@ -272,7 +272,7 @@ class PrefixPages:
     # --- leaving
 
     def clear(self) -> int:
-        """Take out everything; how many blocks. What is held goes once it is let go."""
+        """Take out all blocks; how many. A held block goes when its last hold ends."""
         count = 0
         for shelf in self.shelves():
             here = [node for node in shelf.tree if node.in_ram]
@@ -282,7 +282,7 @@ class PrefixPages:
         return count
 
     def lose(self, shelf: FingerprintBlocks, block_id: BlockId, *, for_room: bool) -> None:
-        """Take a block out of the pages, and what cannot be reached without it."""
+        """Take a block out of the pages, and the blocks that cannot be reached without it."""
         node = shelf.tree.node(block_id)
         if node is None or node.payload is None:
             return
@@ -297,7 +297,7 @@ class PrefixPages:
         self._let_go(shelf.tree.unstored(block_id))
 
     def expire(self) -> int:
-        """Take out what was unseen for longer than its window; how many blocks."""
+        """Take out blocks that were unused for longer than their retention; how many."""
         now, count = self._clock.mono(), 0
         for shelf in self.shelves():
             for node in shelf.tree.expired(now):
@@ -307,7 +307,7 @@ class PrefixPages:
         return count
 
     def _make_room(self, size: int) -> bool:
-        """Have victims leave until `size` fits the budget; False = too much of it is in use."""
+        """Evict until `size` fits the budget; False = too much of it is in use."""
         over = self.used_bytes + size - self.budget_bytes
         if over > 0:
             for shelf, node in self._victims(over):
@@ -316,7 +316,7 @@ class PrefixPages:
         return self.used_bytes + size <= self.budget_bytes
 
     def _victims(self, nbytes: int) -> Iterator[tuple[FingerprintBlocks, Node[Lying]]]:
-        """Choose from all trees, each in its own order, the one of least worth of their next."""
+        """Choose victims from all trees: of the next one of each tree, the one of least worth."""
         plans = [(shelf, shelf.tree.victims(nbytes)) for shelf in self._shelves.values()]
         queues = [(shelf, list(reversed(plan))) for shelf, plan in plans if plan]
         while nbytes > 0 and queues:
@@ -327,8 +327,8 @@ class PrefixPages:
             queues = [pair for pair in queues if pair[1]]
 
     def make_way(self, most_bytes: int) -> int:
-        """Have the block of least worth leave, unless it is larger, in use, or not on disk yet; how
-        many bytes that frees."""
+        """Evict the block of least worth, unless it is larger, in use, or not on disk yet; how many
+        bytes that frees."""
         for shelf, node in self._victims(1):
             block = node.payload.block if node.payload is not None else None
             if block is None or block.dirty or block.is_pinned or node.nbytes > most_bytes:
@@ -339,7 +339,7 @@ class PrefixPages:
         return 0
 
     def _evicted(self, block: Block) -> None:
-        """The arena took a block; its pages are another's next."""
+        """Note that the arena evicted a block."""
         if block in self._leaving:
             self._leaving.discard(block)
             return
@@ -353,7 +353,7 @@ class PrefixPages:
     def _let_go(
         self, gone: Iterable[Gone[Lying]], *, forgets: bool = False, later: bool = False
     ) -> None:
-        """Give back what left a tree; not at once where the arena is at work."""
+        """Give back blocks that left a tree; not at once where the arena is at work."""
         for one in gone:
             if one.payload is not None:
                 self._places.pop(one.payload.block, None)
@@ -380,7 +380,7 @@ class PrefixPages:
             asyncio.get_running_loop().call_soon(self._sweep)
 
     def _sweep(self) -> None:
-        """Give back what left and is no longer pinned."""
+        """Give back blocks that left a tree and are no longer pinned."""
         self._is_sweeping = False
         leaving, self._leaving = self._leaving, set()
         for block in leaving:

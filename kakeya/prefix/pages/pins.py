@@ -1,6 +1,6 @@
-"""Prefixes that somebody asked to keep in pages whatever comes: pins in the trees, by the names
-that those give who ask. So a pin can be ended when its KV has other names, and two who pin the same
-text have a pin each."""
+"""Prefixes that a client asked to keep in pages: pins in the trees, by names that the callers give.
+So a pin can be ended when its KV has other names, and two clients that pin the same text have a pin
+each."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class PrefixPins:
     def pin(
         self, name: str, adapter_id: str, shelf: FingerprintBlocks, ids: Sequence[BlockId]
     ) -> None:
-        """Pin what is here of a prefix, in place of what had this name before."""
+        """Pin the blocks of a prefix, in place of the earlier pin of this name."""
         pin = shelf.tree.pin(ids)
         self.release(name)
         if pin is not None:
             self._pins[name] = adapter_id, pin
 
     def bytes_with(self, name: str, nodes: Iterable[Node[Lying]]) -> int:
-        """What all pins take, each block counted once, where these have this name."""
+        """The bytes of all pins, each block counted once, if this name pins these nodes."""
         pinned = set(nodes)
         for other, (_, pin) in self._pins.items():
             if other != name:
@@ -42,7 +42,7 @@ class PrefixPins:
             known[1].unpin()
 
     def drop(self, adapter_id: str) -> None:
-        """End those of an adapter that takes no more requests."""
+        """End the pins of an adapter that takes no more requests."""
         for name in [name for name, (of, _) in self._pins.items() if of == adapter_id]:
             self.release(name)
 

@@ -1,4 +1,4 @@
-"""What of a history is here, what an engine can begin from, and what is worth keeping of it.
+"""Which pieces of a history are here, which an engine can begin from, and which to keep.
 
 Questions only: nothing here changes a tree or waits.
 """
@@ -20,8 +20,8 @@ CHECKPOINT_TOKENS = 4096
 def missing_of(
     shelf: FingerprintBlocks, pieces: Sequence[Piece], naming: Naming
 ) -> tuple[list[Piece], int]:
-    """What of a history is not in pages, or lacks the state that others go on from, in the order
-    in which it is computed; and how much of the first of that another piece has."""
+    """The pieces of a history that are not in pages, or lack the state that later pieces go on
+    from, in the order of computing; and how many tokens of the first one another piece has."""
     reach = reach_of(shelf, pieces, naming, in_ram=True)
     passed = sum(served == naming.block_tokens for _, served in reach)
     missing = []
@@ -46,7 +46,7 @@ def reach_of(
     shelf: FingerprintBlocks, pieces: Sequence[Piece], naming: Naming, *, in_ram: bool
 ) -> list[tuple[Node[Lying], int]]:
     """The blocks that an engine can begin from, in order, and how many tokens of each: whole ones,
-    then what serves best behind them. Those in pages, or also those on disk.
+    then the best piece behind them. Those in pages, or also those on disk.
 
     Where state is needed to go on, up to the last place at which it was kept.
     """
@@ -63,7 +63,7 @@ def reach_of(
 def in_pages(
     shelf: FingerprintBlocks, naming: Naming, token_ids: Sequence[int]
 ) -> list[tuple[Node[Lying], int]]:
-    """`reach_of` a marked text, of what is in pages."""
+    """`reach_of` a marked text, of the blocks in pages."""
     return reach_of(shelf, naming.pieces(*unmarked(token_ids)), naming, in_ram=True)
 
 
@@ -85,7 +85,7 @@ def best_share(
 def _behind(
     shelf: FingerprintBlocks, pieces: Sequence[Piece], index: int, naming: Naming, *, in_ram: bool
 ) -> list[tuple[Node[Lying], int]]:
-    """What serves best in the place of a block; [] = nothing does."""
+    """The piece that serves best in the place of a block; [] = there is none."""
     piece = longest_at(pieces, index)
     node, served = (None, 0)
     if piece is not None:
@@ -94,8 +94,8 @@ def _behind(
 
 
 def carries_state(naming: Naming, pieces: Sequence[Piece], piece: Piece) -> bool:
-    """Whether recurrent state is kept behind a piece: behind each where it is small, else where the
-    prompt ends, where others part from it, and now and then."""
+    """Whether recurrent state is kept behind a piece: behind each piece where the state is small,
+    else at the end of the prompt, at its cuts, and at intervals."""
     if not naming.state_bytes:
         return False
     if naming.state_bytes <= naming.block_bytes or piece.is_tail or piece.is_end:

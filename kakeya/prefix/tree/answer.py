@@ -1,4 +1,4 @@
-"""What a tree of prefixes answers with."""
+"""The answers of a tree of prefixes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Gone(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class Insertion(Generic[P]):
-    """Whether a block was taken, which is its truth, and what left for it.
+    """Whether a block was taken (its truth value), and which blocks left for it.
 
     `dropped` tails are known no longer: free their payloads, and forget those that are on disk.
     `replaced` is the payload that it is in the place of, to be freed too.
@@ -49,7 +49,7 @@ class Insertion(Generic[P]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeStats:
-    """What a tree knows now."""
+    """The counts of a tree now."""
 
     ram_blocks: int
     ram_bytes: int
@@ -62,7 +62,8 @@ class TreeStats:
 class Pin(Generic[P]):
     """Blocks that are no victims until `unpin`, or the end of `with`.
 
-    One that is lost all the same is gone; the pin does not pass to what comes under its id later.
+    A pinned block that is lost all the same is gone; the pin does not pass to a later block of its
+    id.
     """
 
     __slots__ = ("_order", "nodes")

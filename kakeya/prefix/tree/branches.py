@@ -1,4 +1,4 @@
-"""The shape of a tree of prefixes: which block is behind which, what is here, what it adds up to.
+"""The shape of a tree of prefixes: parents and children, places, and sums.
 
 It keeps two laws by itself: what is in RAM can be reached from the beginning (all before it are in
 RAM or on disk), and what is nowhere is forgotten, unless it has children. What to take in and what
