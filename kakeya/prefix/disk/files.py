@@ -2,7 +2,7 @@
 
     ab/abcd...64 hex digits.long.kvb   a block (`kvb`); its retention; mtime = its last use
     ab/.abcd....kvb.tmp                one that is being written, or was cut off
-    quarantine/                        what was damaged, bounded in bytes, the oldest goes
+    quarantine/                        damaged files, bounded in bytes, the oldest goes
 
 A file appears under its name by a rename, after an fsync of its own: whatever happens while it is
 written, there is the old one, or none, or the whole one. The folder is not synced: after a power
@@ -48,7 +48,7 @@ from kakeya.prefix.names.blocks import BlockId
 from kakeya.prefix.names.fingerprint import Facts
 
 _BROKEN = frozenset({errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO})
-"""What a file answers that will not answer otherwise later."""
+"""Errors of a file that will be the same later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class FoundFile(BlockFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """A file that does not hold what it should."""
+    """A damaged file."""
 
     name: str
     problem: str
@@ -68,7 +68,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What was found in the folder."""
+    """The files of the folder."""
 
     files: tuple[FoundFile, ...] = ()
     damage: tuple[Damage, ...] = ()
@@ -76,7 +76,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What reading blocks whole showed."""
+    """The result of reading blocks whole."""
 
     blocks: int = 0
     read_bytes: int = 0
@@ -106,7 +106,7 @@ class BlockFolder:
     ) -> Contents:
         """Read every header; damaged files are set aside. Raises OSError for the folder alone.
 
-        The owner also removes what cut-off writes left; anybody else may be reading beside it.
+        The owner also removes the remains of cut-off writes; another process may read beside it.
         """
         if is_owner:
             with contextlib.suppress(OSError):  # one that cannot be changed may still be read
@@ -139,7 +139,7 @@ class BlockFolder:
     def write(
         self, block: StoredBlock, payload: Payload, retention: Retention, used_at: float
     ) -> tuple[str, Head]:
-        """Write a block under its name, or leave what is there; its name, and how it begins.
+        """Write a block under its name, unless it is there; its name, and how it begins.
 
         Raises InvalidArgument, OSError.
         """
@@ -229,8 +229,8 @@ class BlockFolder:
     def remove_all(self, names: Iterable[str], keep: str = "") -> Mapping[str, OSError]:
         """Delete files, or find them gone; the names of those that cannot be, and why.
 
-        Under whatever names they have by now, but for `keep`: `tell` may have named them anew since
-        it was decided that they go, and what nobody knows of would never go.
+        Each block is removed under all names that `tell` may have given it meanwhile, but for
+        `keep`: a file that the index does not know would stay for ever.
         """
         kept: dict[str, OSError] = {}
         for name in names:
@@ -243,7 +243,8 @@ class BlockFolder:
         return kept
 
     def gone(self, names: Iterable[str]) -> frozenset[str]:
-        """Which of these somebody removed; one that cannot be looked at now may be there."""
+        """Find files that another process removed; a file that cannot be read now counts as
+        there."""
         missing: set[str] = set()
         for name in names:
             try:
@@ -300,7 +301,7 @@ class BlockFolder:
         )
 
     def wipe(self) -> Removal:
-        """Remove every block, what cut-off writes left, and the quarantine. For the owner."""
+        """Remove every block, the remains of cut-off writes, and the quarantine. For the owner."""
         return wipe_folder(self.folder)
 
     def _path(self, name: str) -> Path:

@@ -3,9 +3,9 @@
 A block's *spent life* is its time since the last use as a share of its retention: 0 just now, above
 1 expired. It never counts as more spent than what follows it in its chain, so a prefix lives as
 long as anything that needs it, and goes after it: leaves first. Where room is needed, blocks of
-fingerprints that no model here has go first, then the most spent; what is held never goes.
+fingerprints that no model here has go first, then the most spent; a held block never goes.
 
-Who goes is decided on a frozen view, so that it can be done in a thread; `DiskIndex.take` then says
+Victims are chosen on a frozen view, so that it can be done in a thread; `DiskIndex.take` then says
 whether the entry is still as it was seen.
 """
 
@@ -25,18 +25,18 @@ SUFFIX = ".kvb"
 TEMPORARY = ".tmp"
 """Behind the name of a block that is being written, or was cut off."""
 QUARANTINE = "quarantine"
-"""The folder of what was damaged."""
+"""The folder of damaged files."""
 _NAME = re.compile(r"([0-9a-f]{64})(?:\.([^.]*))?" + re.escape(SUFFIX))
 _TELL_SHARE = 1 / 8
 """A use is written to the file once it is this share of the retention later than the file says."""
 Usable = Callable[[Mapping[bytes, Facts]], Collection[bytes]]
-"""Says of fingerprints, and what the first block of each tells of itself, which can be used now, or
+"""Chooses of fingerprints, each with the facts of its first block, those that can be used now, or
 maybe later."""
 _RETENTIONS = {retention.label: retention for retention in Retention}
 
 
 def all_usable(known: Mapping[bytes, Facts]) -> Collection[bytes]:
-    """Nobody knows which cannot be used."""
+    """Every fingerprint may be of use."""
     return known.keys()
 
 
@@ -72,12 +72,12 @@ class BlockFile:
 
     @property
     def block(self) -> StoredBlock:
-        """What it is the file of."""
+        """The block of the file."""
         return self.head.block
 
     @property
     def size_bytes(self) -> int:
-        """What it takes of the disk."""
+        """Its bytes on disk."""
         return file_bytes(self.head)
 
 
@@ -104,7 +104,7 @@ class FileEntry(BlockFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexView:
-    """What an index held at one moment."""
+    """The entries of an index at one moment."""
 
     entries: tuple[FileEntry, ...]
     held: frozenset[BlockId] = frozenset()
@@ -113,7 +113,7 @@ class IndexView:
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """What the blocks of one fingerprint take."""
+    """The blocks and bytes of one fingerprint."""
 
     facts: Facts
     blocks: int = 0
@@ -121,7 +121,7 @@ class Tally:
 
 
 class DiskIndex:
-    """The entries by block id, their bytes, what is held, and which fingerprints are of use."""
+    """The entries by block id, their bytes, the held ones, and the fingerprints of use."""
 
     def __init__(self, usable: Usable = all_usable) -> None:
         self._entries: dict[BlockId, FileEntry] = {}
@@ -211,13 +211,13 @@ class DiskIndex:
         return {kind.label: count for kind, count in self._by_retention.items() if count}
 
     def by_fingerprint(self) -> Iterator[tuple[bytes, Tally, bool]]:
-        """Each fingerprint, what its blocks take, and whether they can be used now."""
+        """Each fingerprint, the bytes of its blocks, and whether they can be used now."""
         usable = self._usable_now()
         for fingerprint, tally in self._by_fingerprint.items():
             yield fingerprint, tally, fingerprint in usable
 
     def view(self) -> IndexView:
-        """What it holds now."""
+        """The entries at this moment."""
         return IndexView(
             entries=tuple(self._entries.values()),
             held=frozenset(self._held),
@@ -230,12 +230,12 @@ class DiskIndex:
 
 
 def untold(view: IndexView) -> list[FileEntry]:
-    """Find whose files show something that is no longer right."""
+    """Find entries whose use or retention the file does not show yet."""
     return [entry for entry in view.entries if entry.is_untold]
 
 
 def expired(view: IndexView, now_mono: float) -> list[FileEntry]:
-    """Find what nobody used in its time, and nothing that is left needs."""
+    """Find blocks that expired, and that no remaining block needs."""
     spent = spent_lives(view, now_mono)
     return [
         entry
@@ -245,7 +245,7 @@ def expired(view: IndexView, now_mono: float) -> list[FileEntry]:
 
 
 def victims(view: IndexView, need_bytes: int, now_mono: float) -> list[FileEntry]:
-    """Choose what goes to free so many bytes, the first first; fewer where no more may go."""
+    """Choose blocks to free so many bytes, the first to go in front; fewer where no more may go."""
     if need_bytes <= 0:
         return []
     spent = spent_lives(view, now_mono)
@@ -266,7 +266,7 @@ def victims(view: IndexView, need_bytes: int, now_mono: float) -> list[FileEntry
 
 
 def spent_lives(view: IndexView, now_mono: float) -> Mapping[BlockId, float]:
-    """Tell the spent life of each block: its own, or that of whatever of its chain has less."""
+    """Tell the spent life of each block: its own, or the least of the blocks behind it."""
     spent = {
         entry.block.id: 0.0 if entry.block.id in view.held else entry.spent(now_mono)
         for entry in view.entries

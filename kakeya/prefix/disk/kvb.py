@@ -8,9 +8,9 @@ own, so an index is built from headers alone. The payload is the engine's bytes 
 pages, from a multiple of 64 on. The header has a crc32 of each part of it. Numbers are
 little-endian.
 
-A payload is proven in one of two ways. By its parts, which finds what a failing disk does: any run
-of up to 32 wrong bits, and all but one in 2^32 of the rest. By SHA-256, which takes twice as long:
-whatever befell the file.
+A payload is proven in one of two ways. The checksums of its parts find the faults of a failing
+disk: any run of up to 32 wrong bits, and all but one in 2^32 of the rest. SHA-256 takes twice as
+long and finds any change.
 
 Every length is checked against the file's size before anything is allocated or read. Everything
 here blocks; nothing here knows names or folders.
@@ -45,12 +45,12 @@ Payload = bytes | bytearray | memoryview
 
 
 class DamagedBlock(ValueError):
-    """The file does not hold what was written to it, or was never a block."""
+    """The file is not as it was written, or was never a block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBlock:
-    """What is known of a block beside its bytes. Raises InvalidArgument.
+    """The facts of a block beside its bytes. Raises InvalidArgument.
 
     `fingerprint` is the digest that seeds its id, `facts` what that digest was made of, for people.
     `packed_ids` are its tokens as `pack_ids` makes them, fewer than a block's in a tail.
@@ -98,7 +98,7 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeaderSeal:
-    """What of a header is enough to find the payload behind it, and to prove that."""
+    """The part of a header that finds the payload behind it, and proves it."""
 
     payload_at: int
     part_crcs: tuple[int, ...]
@@ -106,7 +106,7 @@ class HeaderSeal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What stands in front of a payload: the block, and what proves its bytes."""
+    """The header in front of a payload: the block, and the proofs of its bytes."""
 
     block: StoredBlock
     seal: HeaderSeal
@@ -123,7 +123,7 @@ def file_bytes(head: Head) -> int:
 
 
 def write_block(file: io.RawIOBase, block: StoredBlock, payload: Payload) -> Head:
-    """Write a block to an empty file; what stands in front of its payload now.
+    """Write a block to an empty file; the header in front of its payload.
 
     Raises InvalidArgument when the payload has another size or the header would be too long,
     OSError.
@@ -149,7 +149,7 @@ def write_block(file: io.RawIOBase, block: StoredBlock, payload: Payload) -> Hea
 def read_head(
     file: io.RawIOBase, size: int, shared: MutableMapping[bytes, Facts] | None = None
 ) -> Head:
-    """Read what stands in front of the payload of a file of `size` bytes.
+    """Read the header in front of the payload of a file of `size` bytes.
 
     Blocks of one fingerprint share the facts in `shared`, of which thousands have few. Raises
     DamagedBlock, OSError.
@@ -187,8 +187,8 @@ def read_sealed(
 ) -> bool:
     """Read the payload of a file whose head was read some time ago, and prove it by its parts.
 
-    As `read_payload`, but nothing else of the file is looked at. Raises DamagedBlock where that is
-    not the payload which that head told of, though the file may be whole and begin otherwise now.
+    As `read_payload`, but nothing else of the file is looked at. Raises DamagedBlock where the
+    payload is not that of the head, though the file may be whole and have another head now.
     """
     file.seek(seal.payload_at)
     return _read_parts(file, seal, into, is_wanted, lambda _part: None)

@@ -1,7 +1,7 @@
 """Blocks that wait to be written: bounded in bytes, the oldest goes first, each block once.
 
-A payload may be lent (a view of pinned pages): whoever lent it is told once when it is no longer
-needed, whatever became of the block.
+A payload may be lent (a view of pinned pages): its lender is told once when it is no longer needed,
+whatever the outcome.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class QueuedBlock:
     _is_over: bool = False
 
     def release(self) -> None:
-        """The payload is not needed any more, but by who still reads it."""
+        """Note that the payload is needed no more, but by its present readers."""
         self._is_over = True
         self._tell_lender()
 
@@ -52,7 +52,7 @@ class QueuedBlock:
 
 
 class WriteQueue:
-    """What waits, in the order in which it came."""
+    """The blocks that wait, in the order in which they came."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -67,7 +67,8 @@ class WriteQueue:
         return self._waiting.get(block_id)
 
     def push(self, item: QueuedBlock) -> list[QueuedBlock]:
-        """Let one wait; returns what had to go for it, released, which may be the item itself."""
+        """Queue a block; returns the blocks that had to go for it, released, maybe the block
+        itself."""
         gone = [one for one in (self.drop(item.block.id),) if one is not None]
         if item.block.payload_bytes > self._most_bytes:
             item.release()

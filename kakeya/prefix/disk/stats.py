@@ -1,4 +1,4 @@
-"""The shape of a store of blocks, and what is told of it."""
+"""The limits of a store of blocks, and its counts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kakeya.prefix.disk.index import DiskIndex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskConfig:
-    """How much of a disk a store may take, and what may wait. Raises ConfigError."""
+    """The limits of a store: bytes on disk, bytes in the queue, threads. Raises ConfigError."""
 
     cap_bytes: int  # of all blocks together
-    keep_free_bytes: int = GIB  # of the disk, for everybody else; the store gives way below it
-    quarantine_bytes: int = 64 * MIB  # of damaged files, kept for whoever looks into the cause
+    keep_free_bytes: int = GIB  # of the disk, for other programs; the store gives way below it
+    quarantine_bytes: int = 64 * MIB  # of damaged files, kept for a look into the cause
     queue_bytes: int = 256 * MIB  # that wait to be written: seven blocks of an 8B model
     headroom: float = 1 / 16  # free this share of the cap more than is needed, so it is rare
     readers: int = 4  # threads; one reads and proves 0.3-1.5 GB/s
@@ -36,7 +36,7 @@ class DiskConfig:
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """What happened since the start; only grows, but for the quarantine's."""
+    """Counts since the start; all but the quarantine's only grow."""
 
     hits: int = 0
     misses: int = 0
@@ -57,7 +57,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FingerprintUse:
-    """What blocks of one fingerprint take."""
+    """The blocks and bytes of one fingerprint."""
 
     fingerprint: str  # hex
     model_id: str  # as the first block of it says
@@ -68,7 +68,7 @@ class FingerprintUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskStats:
-    """What a store holds, and what happened so far. `trouble` is why nothing is written, or ""."""
+    """The content and the counts of a store. `trouble` is why nothing is written, or ""."""
 
     blocks: int
     used_bytes: int
@@ -83,7 +83,7 @@ class DiskStats:
 
 
 def uses_of(index: DiskIndex) -> tuple[FingerprintUse, ...]:
-    """What the blocks of each fingerprint take, the largest first."""
+    """The use of each fingerprint, the largest first."""
     uses = [
         FingerprintUse(
             fingerprint=fingerprint.hex(),

@@ -1,10 +1,10 @@
-"""Blocks of KV on disk: what survives engines and restarts. Owns the folder and its index.
+"""Blocks of KV on disk, which survive engines and restarts. Owns the folder and its index.
 
 Everything is best effort: a disk that is full, read-only, slow or broken, and files that are cut
 off, flipped or foreign, cost a cold prefill and are counted; nothing here fails a request. Writes
 wait in a bounded queue and are made by one thread; reads have threads of their own, so that none
 waits behind a flush. The index belongs to the event loop; after a start it is rebuilt from the
-headers in a thread, and what is asked meanwhile is a miss.
+headers in a thread, and a lookup meanwhile is a miss.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BlockStore:
     """The blocks in one folder; an `async with`. For one event loop, and one process.
 
     `stored` and `lost` are called on the loop with ids that are on disk from now on, or no longer,
-    but not for what the caller itself forgets. What a start finds is told parents first.
+    but not for blocks that the caller itself forgets. A start tells its blocks parents first.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class BlockStore:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Write what waits, as far as that takes no longer than `config.flush_s`, and end."""
+        """Write the blocks that wait, for `config.flush_s` at most, and end."""
         if not self._is_open:
             return
         with contextlib.suppress(TimeoutError):
@@ -132,7 +132,7 @@ class BlockStore:
         return self.block(block_id) is not None
 
     def block(self, block_id: BlockId) -> StoredBlock | None:
-        """What is known of a block without reading it, such as how many bytes it needs."""
+        """The facts of a block, such as its bytes, without reading it."""
         waiting = self._writer.on_its_way(block_id)
         if waiting is not None:
             return waiting.block
@@ -148,7 +148,7 @@ class BlockStore:
         return tuple(self._index)
 
     def stats(self) -> DiskStats:
-        """What is held, and what happened so far."""
+        """The content and the counts."""
         return DiskStats(
             blocks=len(self._index),
             used_bytes=self._index.used_bytes,
@@ -186,7 +186,7 @@ class BlockStore:
     # Reading.
 
     async def get(self, block_id: BlockId) -> tuple[StoredBlock, bytearray] | None:
-        """Read a block for others; None = it is not there, or no longer what was written.
+        """Read a block for a peer; None = it is not there, or damaged.
 
         The proof is SHA-256.
         """
@@ -249,9 +249,9 @@ class BlockStore:
             self._threads.write_later(partial(self._folder.remove_all, names))
 
     async def sweep(self) -> None:
-        """Remove what expired and what is too much; let the files show what was used.
-
-        A start leaves what is too much to the first one, or a write: `usable` may know little yet.
+        """Remove expired blocks and those above the limit; let the files show the last uses. A
+        start leaves blocks above the limit to the first sweep, or a write: `usable` may know little
+        yet.
         """
         await self.ready()
         if not self._is_indexed:
@@ -264,7 +264,7 @@ class BlockStore:
         await self._upkeep.look_at_quarantine()
 
     async def verify(self) -> Verified:
-        """Read every block whole; what is damaged is set aside."""
+        """Read every block whole; damaged files are set aside."""
         await self.ready()
         seen = {entry.name: entry for entry in self._index}
         names = [(entry.name, entry.block.id) for entry in seen.values()]
@@ -277,8 +277,8 @@ class BlockStore:
         return found
 
     async def wipe(self) -> Removal:
-        """Remove every block and what was set aside. A file that cannot be removed is told of, and
-        not read any more; the next start finds it."""
+        """Remove every block and the quarantine. A file that cannot be removed is reported, and not
+        read any more; the next start finds it."""
         await self.ready()
         self._writer.clear()
         gone = self.ids()

@@ -1,7 +1,7 @@
-"""The threads that touch the disk for a store, and what is said when the disk fails.
+"""The threads that touch the disk for a store, and the log of a disk that fails.
 
-A thread may be reading into memory that is somebody else's once the caller has gone, or writing
-from it: whoever is cancelled here waits until the thread has let go.
+A thread may read into memory that another owner gets once the caller has gone, or write from it: a
+cancelled caller waits here until the thread has let go.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class Stop:
-    """Tells a thread that what it does is not wanted any more."""
+    """Tells a thread that its work is not wanted any more."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -42,21 +42,21 @@ class DiskThreads:
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="kv read")
 
     async def write(self, work: Callable[[], Result], stop: Stop | None = None) -> Result:
-        """Run what changes the folder; when this is cancelled, `stop` is set, the end awaited."""
+        """Run a change of the folder; when this is cancelled, `stop` is set, the end awaited."""
         future = asyncio.get_running_loop().run_in_executor(self._writer, work)
         return await _settled(future, stop)
 
     def write_later(self, work: Callable[[], object]) -> None:
-        """Run what changes the folder after all that was asked before; nobody waits for it."""
+        """Run a change of the folder after all earlier ones, without waiting for it."""
         self._writer.submit(work)
 
     async def read(self, work: Callable[[], Result], stop: Stop | None = None) -> Result:
-        """Run what only reads; when this is cancelled, `stop` is set and the end awaited."""
+        """Run a read; when this is cancelled, `stop` is set and the end awaited."""
         future = asyncio.get_running_loop().run_in_executor(self._readers, work)
         return await _settled(future, stop)
 
     def close(self) -> None:
-        """Take nothing more; what runs and what waits is still done."""
+        """Take no more work; work that runs or waits is still done."""
         self._writer.shutdown(wait=False)
         self._readers.shutdown(wait=False)
 
@@ -72,12 +72,12 @@ async def _settled(future: asyncio.Future[Result], stop: Stop | None = None) -> 
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait((future,))
         if not future.cancelled():
-            future.exception()  # nobody is left to hear of it
+            future.exception()  # its caller has gone
         raise
 
 
 class Outage:
-    """What a disk that fails is said to do: once when it begins, once when it ends.
+    """The outage of a disk, logged once when it begins and once when it ends.
 
     `waits_s` are how long it is left alone after the 1st, 2nd, ... failure in a row.
     """

@@ -1,7 +1,8 @@
 """Blocks of KV between pages and disk: every block is written through, and read back when wanted.
 
 Writing lends the pages themselves, pinned, until they are on disk; reading goes straight into
-pages that nobody sees before what lies in them was proved. A block that cannot be read is computed.
+pages, which no request sees before their content was proved. A block that cannot be read is
+computed.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ _HANGS_S = 2.0
 _FORGIVING = 1.1
 _MAX_TO_WRITE = 4096
 _LATER_S = 0.1
-"""So long nothing must have been added before what waits is written: proofs and flushes take a
-processor, and whoever asks for a prompt again, or goes on from it, mostly does so at once."""
+"""Seconds without a new block before waiting blocks are written: proofs and flushes take a
+processor, and a prompt that is repeated or continued mostly is so at once."""
 _LATEST_S = 0.5
 _RECALLED = 1024
-"""Blocks that are looked at when what was used last is brought back."""
+"""Blocks that a recall looks at, the last used first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +58,21 @@ class _ToWrite:
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
-    """For whom blocks are read: for which shelf, and whom it is told."""
+    """One read of blocks: the shelf that they are for, and the callback that hears of each."""
 
     shelf: FingerprintBlocks
     naming: Naming
     block_class: BlockClass
     landed: Callable[[BlockId], None]
-    is_asked: bool = True  # somebody waits, and would rather compute than wait for longer
+    is_asked: bool = True  # a request waits, and would rather compute than wait for longer
 
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """The histories that came back, as token ids, what was used last in front.
+    """The histories that came back, as token ids, the last used in front.
 
-    `left_bytes` were allowed and not used. `is_cut`: one did not come, for want of pages or for
-    what the disk did; another try may help.
+    `left_bytes` were allowed and not used. `is_cut`: one did not come, for want of pages or by a
+    fault of the disk; another try may help.
     """
 
     histories: list[list[int]]
@@ -102,12 +103,12 @@ class PrefixDisk:
     # --- what is there
 
     def stock(self, shelf: FingerprintBlocks) -> None:
-        """Tell a fresh shelf's tree what of it is on disk."""
+        """Tell a fresh shelf's tree of its blocks on disk."""
         blocks = [entry.block for entry in self.store.entries()]
         self._add(shelf, [block for block in blocks if block.fingerprint == shelf.seed])
 
     def stored(self, ids: Collection[BlockId]) -> None:
-        """Note what is on disk from now on."""
+        """Note that blocks are on disk from now on."""
         by_seed: dict[bytes, list[StoredBlock]] = {}
         for block_id in ids:
             block = self.store.block(block_id)
@@ -119,13 +120,13 @@ class PrefixDisk:
                 self._add(shelf, blocks)
 
     def lost(self, ids: Collection[BlockId]) -> None:
-        """Note what is no longer on disk."""
+        """Note that blocks are no longer on disk."""
         for shelf in self._pages.shelves():
             for block_id in ids:
                 self._pages.unstored(shelf, block_id)
 
     def renew(self) -> None:
-        """Say that pins of what waits to be written are no leaks."""
+        """Renew the pins of blocks that wait to be written: they are no leaks."""
         for hold in self._holder.holds():
             if hold.pins > 0:
                 hold.renew()
@@ -145,11 +146,11 @@ class PrefixDisk:
         self._later(_ToWrite(partial(self._put, shelf, block_id), block))
 
     def keep_payload(self, block: StoredBlock, payload: bytes) -> None:
-        """Have something else written that has a name among the blocks, and lies in no pages."""
+        """Have a payload written that has a name among the blocks, and lies in no pages."""
         self._later(_ToWrite(partial(self.store.put, block, payload)))
 
     def forget(self) -> None:
-        """Write nothing of what waits."""
+        """Drop all writes that wait."""
         while self._to_write:
             self._clean(self._to_write.popleft().block)
 
@@ -170,7 +171,7 @@ class PrefixDisk:
             await self.flush()
 
     async def flush(self) -> None:
-        """Hand the store what waits, now."""
+        """Hand the waiting blocks to the store now."""
         while self._to_write:
             waiting = self._to_write.popleft()
             if not await waiting.write():
@@ -260,10 +261,9 @@ class PrefixDisk:
                 self._is_asked_for_nothing.set()
 
     async def recall(self, shelf: FingerprintBlocks, naming: Naming, nbytes: int) -> Recall:
-        """Bring what was used last into pages before anybody asks.
-
-        Whole histories, as far as they fit so many bytes and nobody has to leave for them; none is
-        begun while a request waits for the disk.
+        """Bring the last used blocks into pages before a request asks. Whole histories come, as far
+        as they fit so many bytes without an eviction; none is begun while a request waits for the
+        disk.
         """
         ours = (entry for entry in self.store.entries() if entry.block.fingerprint == shelf.seed)
         newest = heapq.nlargest(_RECALLED, ours, key=lambda entry: entry.used_mono)
@@ -296,10 +296,8 @@ class PrefixDisk:
         return False
 
     async def _load(self, loading: _Loading, nodes: Sequence[Node[Lying]]) -> list[BlockId]:
-        """Bring what is on disk alone of a path from its beginning.
-
-        Ends early where there are no pages, a file is bad, or computing would be sooner for who
-        asks.
+        """Bring the blocks of a path that are on disk alone, from its beginning. Ends early where
+        there are no pages, a file is bad, or computing would be sooner for the request.
         """
         naming, path = loading.naming, [node.id for node in nodes]
         wanted = [node for node in nodes if node.stored and not node.in_ram]
@@ -404,7 +402,7 @@ class PrefixDisk:
 
 
 def _path(node: Node[Lying] | None) -> list[Node[Lying]]:
-    """What leads to a block, and it, in order."""
+    """The nodes that lead to a block, and its own, in order."""
     path: list[Node[Lying]] = []
     while node is not None and node.id != ROOT:
         path.append(node)
@@ -413,7 +411,7 @@ def _path(node: Node[Lying] | None) -> list[Node[Lying]]:
 
 
 def _facts(block: StoredBlock, nbytes: int) -> BlockFacts:
-    """What a tree needs to know of a block on disk; what it would cost to compute comes later."""
+    """The facts of a block on disk for a tree; the seconds to compute it come later."""
     return BlockFacts(
         token_ids=block.packed_ids,
         nbytes=nbytes,

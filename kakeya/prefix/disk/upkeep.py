@@ -1,6 +1,5 @@
-"""What keeps a store of blocks within its bounds: who goes, what the files show, what is gone.
-
-Decides on frozen views in a thread, then acts on what is still as it was seen.
+"""Upkeep of a store of blocks: victims, the last uses in file names, files that are gone. It
+decides on frozen views in a thread, then acts on entries that are still as they were seen.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from kakeya.prefix.disk.threads import DiskThreads, Stop
 from kakeya.prefix.names.blocks import BlockId
 
 _LOOKS = 3
-"""What was to go may have been used while it was chosen; then others are chosen."""
+"""A victim may have been used while it was chosen; then others are chosen."""
 Told = tuple[FileEntry, str]
 """An entry as its file shows it now, and the file's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskParts:
-    """What the halves of a store share. The index belongs to the event loop.
+    """The parts that the halves of a store share. The index belongs to the event loop.
 
     `stored` and `lost` are told, on the loop, of ids that are on disk from now on, or no longer.
     """
@@ -54,20 +53,19 @@ class Upkeep:
         self._lost = parts.lost
 
     async def expire(self) -> None:
-        """Remove what nobody used in its time."""
+        """Remove expired blocks."""
         view, now_mono = self._index.view(), self._clock.mono()
         chosen = await self._threads.read(partial(expired, view, now_mono))
         gone, _ = await self._remove(chosen)
         self._counts.expired += len(gone)
 
     async def make_room(self, need_bytes: int) -> str:
-        """Free what is too much with `need_bytes` more; "" = they fit now, else why they do not.
-
-        Too much is what lies above the cap, and what the disk lacks of what it is to keep free.
-        Raises OSError when the disk cannot be asked, or what is to go cannot be removed.
+        """Make room for `need_bytes` more; "" = they fit now, else why they do not. The room is
+        bounded by the cap, and by the bytes that the disk is to keep free. Raises OSError when the
+        disk cannot be asked, or a file cannot be removed.
         """
         free_bytes = await self._threads.write(self._folder.free_bytes)
-        # What is removed becomes free, so this bound stays while we remove.
+        # A removed file becomes free room, so this bound stays while we remove.
         bound_bytes = self._index.used_bytes + free_bytes - self._config.keep_free_bytes
         limit_bytes = min(self._config.cap_bytes, bound_bytes)
         headroom_bytes = int(self._config.headroom * max(0, limit_bytes))
@@ -94,7 +92,7 @@ class Upkeep:
             self._index.told(entry, name)
 
     async def find_gone(self) -> None:
-        """Forget what somebody else removed."""
+        """Forget files that another process removed."""
         seen = {entry.name: entry for entry in self._index}
         # After every change that was asked before, so a name that is missing was not ours to move.
         missing = await self._threads.write(partial(self._folder.gone, tuple(seen)))
@@ -105,7 +103,7 @@ class Upkeep:
             self._lost(gone)
 
     async def look_at_quarantine(self) -> None:
-        """Count what was set aside."""
+        """Count the files that were set aside."""
         found = await self._threads.read(self._folder.quarantined)
         self._counts.quarantined, self._counts.quarantined_bytes = found
 
@@ -126,7 +124,7 @@ class Upkeep:
         names = [entry.name for entry in taken]
         kept = await self._threads.write(partial(self._folder.remove_all, names))
         for entry in taken:
-            # What cannot be removed is no room, and can be read as well as before.
+            # A file that cannot be removed is no room, and can be read as well as before.
             if entry.name in kept and entry.block.id not in self._index:
                 self._index.add(entry)
         gone = [entry for entry in taken if entry.name not in kept]
@@ -150,7 +148,7 @@ class Upkeep:
 def look_through(
     folder: BlockFolder, wall: float, mono: float, stop: Stop
 ) -> tuple[list[FileEntry], Sequence[Damage]]:
-    """Read the headers, parents first; what was used in the future was used now."""
+    """Read the headers, parents first; a last use in the future counts as now."""
     contents = folder.scan(is_wanted=stop.is_unset)
     files = sorted(contents.files, key=lambda file: file.block.index)
     return [_entry(file, mono - max(0.0, wall - file.used_at)) for file in files], contents.damage

@@ -1,4 +1,4 @@
-"""Removing all that a folder of stored blocks holds, and saying what could not be. Blocks."""
+"""Removing all files of a folder of stored blocks, and naming those that stay. Blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Removal:
 
 
 def wipe_folder(folder: Path) -> Removal:
-    """Remove every block, what cut-off writes left, and the quarantine, but nobody else's files."""
+    """Remove every block, the remains of cut-off writes, and the quarantine, but no other files."""
     files, kept = 0, list[str]()
     for path in _ours(folder, kept):
         try:
@@ -40,7 +40,7 @@ def shards_of(folder: Path) -> list[Path]:
 
 
 def _ours(folder: Path, kept: list[str]) -> Iterator[Path]:
-    """What is to go; what cannot be looked into is noted."""
+    """The files to remove; a folder that cannot be read is noted."""
     try:
         shards = shards_of(folder)
     except OSError as problem:

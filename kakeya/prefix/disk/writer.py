@@ -1,7 +1,7 @@
 """The way of blocks to disk: they wait in a bounded queue and are written one at a time.
 
-A disk that fails is left alone for a while; what comes meanwhile is skipped and counted, and so is
-what does not fit.
+A disk that fails is left alone for a while; blocks that come meanwhile are skipped and counted, and
+so are blocks that do not fit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class BlockWriter:
-    """What waits to be written, and what is being written."""
+    """The blocks that wait to be written, and the one that is being written."""
 
     def __init__(self, parts: DiskParts, upkeep: Upkeep) -> None:
         self._folder = parts.folder
@@ -53,7 +53,7 @@ class BlockWriter:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of what is on its way."""
+        """Bytes of the blocks on their way."""
         writing = self._writing
         return self._queue.waiting_bytes + (writing.block.payload_bytes if writing else 0)
 
@@ -79,7 +79,7 @@ class BlockWriter:
         return item not in dropped
 
     def forget(self, ids: Iterable[BlockId]) -> None:
-        """Write these not, and do not keep what is being written of them."""
+        """Drop these, and do not keep the one that is being written."""
         for block_id in ids:
             self._queue.drop(block_id)
             if self._writing is not None and self._writing.block.id == block_id:
@@ -92,7 +92,7 @@ class BlockWriter:
             self._writing.is_wanted = False
 
     def close(self) -> None:
-        """Take nothing more, and release what waits."""
+        """Take no more blocks, and release those that wait."""
         self._is_open = False
         self._queue.clear()
 
@@ -103,7 +103,7 @@ class BlockWriter:
             await self._idle.wait()
 
     async def run(self) -> None:
-        """Write what comes, for ever."""
+        """Write the blocks that come, for ever."""
         while True:
             self._wake.clear()
             while self._queue:
@@ -139,7 +139,7 @@ class BlockWriter:
             self._outage.began(problem, self._clock.mono())
             return
         if not item.is_wanted:
-            return  # who wiped the folder meanwhile may have been told that it is empty
+            return  # a wipe meanwhile may have reported that the folder is empty
         retention, mono, wall = item.retention, self._clock.mono(), self._clock.wall()
         write = partial(self._folder.write, block, item.payload, retention, wall)
         name, head = await self._threads.write(write)
@@ -164,5 +164,5 @@ class BlockWriter:
 
 
 def is_as_good(known: StoredBlock | None, block: StoredBlock) -> bool:
-    """Whether what is stored already has all that a block comes with."""
+    """Whether the stored block already has all that this one comes with."""
     return known is not None and known.has_state >= block.has_state

@@ -1,8 +1,8 @@
 """The shape of a tree of prefixes: parents and children, places, and sums.
 
-It keeps two laws by itself: what is in RAM can be reached from the beginning (all before it are in
-RAM or on disk), and what is nowhere is forgotten, unless it has children. What to take in and what
-to let go is decided above it.
+It keeps two laws by itself: a block in RAM can be reached from the beginning (all before it are in
+RAM or on disk), and a block that is nowhere is forgotten, unless it has children. The tree above it
+decides which blocks come and go.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Branches(Generic[P]):
             above = above.parent
 
     def replace(self, node: Node[P], payload: P, facts: BlockFacts) -> P | None:
-        """Have a block in RAM in place of what is there of it; returns that."""
+        """Replace the payload of a block in RAM; returns the earlier one."""
         before, node.payload = node.payload, payload
         self.ram_bytes += facts.nbytes - node.nbytes
         node.facts = facts
@@ -90,7 +90,7 @@ class Branches(Generic[P]):
             above = above.parent
 
     def put_on_disk(self, node: Node[P], facts: BlockFacts) -> None:
-        """Have a block on disk, in place of what is there of it."""
+        """Note that a block is on disk, in place of its earlier file."""
         self._count_off_disk(node)
         node.on_disk = facts
         self.disk_blocks += 1
@@ -106,9 +106,8 @@ class Branches(Generic[P]):
         self.order.file(node)
 
     def settle(self, node: Node[P]) -> tuple[Gone[P], ...]:
-        """After a block left a place, take out what is not reached now, and forget what is nowhere.
-
-        Children before their parents.
+        """Take out blocks that cannot be reached after one left, and forget blocks that are
+        nowhere: children before their parents.
         """
         below: list[Node[P]] = []
         if not node.is_here:

@@ -2,13 +2,13 @@
 
     H = clock at its last use  +  weight of its class * uses * seconds to have it again / MiB
 
-The lowest H goes first, and the clock then moves to that H: what is not used falls behind whatever
-comes later, however much it was worth (Cherkasova, "Improving WWW Proxies Performance with
+The lowest H goes first, and the clock then moves to that H: an unused block falls behind later
+ones, however much it was worth (Cherkasova, "Improving WWW Proxies Performance with
 Greedy-Dual-Size-Frequency Caching Policy"). Only leaves can go, so parents come after their last
-child. What is on disk costs no more than to read it.
+child. A block on disk costs no more than its read.
 
-Trees that share a budget share one clock, `Age`, so that what one of them holds can be weighed
-against what another holds: a second of prefill is worth the same in both.
+Trees that share a budget share one clock, `Age`, so that their blocks can be compared: a second of
+prefill is worth the same in each.
 
 Leaves lie in a heap. An entry is never corrected in place: a leaf that changes is filed anew, and
 an entry that is no longer its node's is dropped when it is met.
@@ -33,7 +33,8 @@ _Entry = tuple[float, int, Node[P]]  # H, order of filing, node
 
 @dataclass(slots=True)
 class Age:
-    """The clock: the H of what went last for want of room, in any of the trees that share it."""
+    """The clock: the H of the last block that was evicted for room, in any of the trees that share
+    it."""
 
     now: float = 0.0
 
@@ -51,7 +52,7 @@ class EvictionOrder(Generic[P]):
 
     @property
     def clock(self) -> float:
-        """How far what is here has aged."""
+        """The H of the last eviction."""
         return self._age.now
 
     def worth(self, node: Node[P]) -> float:
@@ -83,7 +84,8 @@ class EvictionOrder(Generic[P]):
             heapify(self._heap)
 
     def plan(self, nbytes: int) -> list[Node[P]]:
-        """Choose what goes for so many bytes, children before parents; less where no more may."""
+        """Choose blocks to evict for so many bytes, children before parents; fewer where no more
+        may go."""
         chosen: list[Node[P]] = []
         bared: list[_Entry[P]] = []  # parents whose last child in RAM is chosen
         children: dict[Node[P], int] = {}

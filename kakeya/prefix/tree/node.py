@@ -1,6 +1,6 @@
-"""One block in a tree of prefixes: where it lies, who uses it, what it would cost to have again.
+"""One block in a tree of prefixes: its places, its uses, and the cost of having it again.
 
-Only the tree and its order of eviction change a node; everybody else reads.
+Only the tree and its order of eviction change a node; all other code reads.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockFacts:
-    """What is known of a block when it comes. Raises InvalidArgument.
+    """The facts that come with a block. Raises InvalidArgument.
 
     `token_ids` are packed as uint32, little-endian (`core.units.pack_ids`); fewer than a block has
-    make a tail. `nbytes` is what it occupies, `recompute_s` what computing it again would take.
+    make a tail. `nbytes` are its bytes in pages, `recompute_s` the seconds to compute it again.
     """
 
     token_ids: bytes
@@ -52,12 +52,12 @@ class BlockFacts:
 class Node(Generic[P]):
     """A block that is known, in RAM (then it has a payload), on disk, or for its children's sake.
 
-    What is in RAM may differ from what is on disk: one of them may lack the state. `facts` are of
-    what is in RAM, else of what is on disk; `on_disk` are those of the latter, None = nothing is.
+    The block in RAM may differ from the block on disk: one of them may lack the state. `facts` are
+    of the one in RAM, else of the one on disk; `on_disk` are of the latter, None = there is none.
     `index` counts blocks from the beginning. `live_children` are those below which, or in which,
     something is in RAM. `children` are in the order of their packed tokens, so that those which
-    begin alike are neighbours; `tails` are those of them with fewer tokens than a block. `entry`
-    is its place in the order of eviction.
+    begin alike are neighbours; `tails` are those of them with fewer tokens than a block. `entry` is
+    its place in the order of eviction.
     """
 
     __slots__ = (
@@ -103,7 +103,7 @@ class Node(Generic[P]):
 
     @property
     def nbytes(self) -> int:
-        """What it occupies in RAM, or would."""
+        """Its bytes in RAM, if it is or were there."""
         return self.facts.nbytes
 
     @property
@@ -122,7 +122,7 @@ class Node(Generic[P]):
         return self.payload is not None
 
     def in_ram_serves(self, facts: BlockFacts) -> bool:
-        """Whether what is in RAM has all that a block with these facts would bring."""
+        """Whether the block in RAM has all that a block with these facts would bring."""
         return self.payload is not None and self.has_state >= facts.has_state
 
     @property
@@ -132,7 +132,7 @@ class Node(Generic[P]):
 
     @property
     def is_written(self) -> bool:
-        """Whether all that is in RAM of it can be had from disk."""
+        """Whether the disk has all of the block in RAM."""
         return self.on_disk is not None and self.on_disk.has_state >= self.has_state
 
     @property

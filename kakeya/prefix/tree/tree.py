@@ -1,17 +1,16 @@
 """Which blocks of KV are here, as a tree of prefixes; pure: it holds no bytes and reads no clock.
 
-A node is one block. Its id names its whole prefix, so a lookup is one dictionary access a block.
-A block is in RAM (a payload: whatever its owner keeps it in), on disk, both, or neither; a node in
-neither is only kept while it has children, and nothing is found behind it.
+A node is one block. Its id names its whole prefix, so a lookup is one dictionary access a block. A
+block is in RAM (a payload of its owner), on disk, both, or neither; a node in neither is only kept
+while it has children, and nothing is found behind it.
 
-What holds at any time:
+Laws that hold at any time:
 
-    - each block in RAM can be reached: all before it are in RAM or on disk
-    - a tail (fewer tokens than a block) has no children, and a block at most `MAX_TAILS` of them,
-      but for those that are pinned
-    - what is pinned is pinned from its beginning
+    - each block in RAM can be reached: all before it are in RAM or on disk - a tail (fewer tokens
+    than a block) has no children, and a block at most `MAX_TAILS` of them, but for those that are
+    pinned - a pinned prefix is pinned from its beginning
 
-A change that takes blocks away returns them, so that their owner frees what they lie in. Texts are
+A change that takes blocks away returns them, so that their owner frees their payloads. Texts are
 marked: see `cuts`.
 """
 
@@ -32,7 +31,7 @@ from kakeya.prefix.tree.node import BlockFacts, Node, P
 MAX_TAILS = 16
 """Behind one block: conversations that share a system prompt part behind the same one."""
 DISK_BYTES_PER_S = 1e9
-"""What an SSD reads at with checksums verified, where nothing was measured."""
+"""Bytes a second that an SSD reads, with checksums verified, where nothing was measured."""
 
 
 class PrefixTree(Generic[P]):
@@ -62,11 +61,11 @@ class PrefixTree(Generic[P]):
 
     @property
     def ram_bytes(self) -> int:
-        """What its blocks occupy in RAM."""
+        """The bytes of its blocks in RAM."""
         return self._branches.ram_bytes
 
     def node(self, block_id: BlockId) -> Node[P] | None:
-        """Find what is known of a block."""
+        """Find the node of a block."""
         return self._nodes.get(block_id)
 
     def match(self, ids: Sequence[BlockId], *, needs_state: bool = False) -> Match[P]:
@@ -119,18 +118,19 @@ class PrefixTree(Generic[P]):
         return None if best is None else (best.id, most)
 
     def victims(self, nbytes: int) -> list[Node[P]]:
-        """Choose what leaves RAM for so many bytes: free each, in this order, and `lose` it.
-
-        Never what is pinned, nor a block while one behind it stays; fewer bytes where no more may.
+        """Choose blocks to leave RAM for so many bytes: free each, in this order, and `lose` it. No
+        pinned block is chosen, nor one with a block behind it that stays; fewer where no more may
+        go.
         """
         return self._order.plan(nbytes)
 
     def worth(self, node: Node[P]) -> float:
-        """What a block is worth keeping: the least goes first, of all trees that share an age."""
+        """The worth of a block: the lowest goes first, of all trees that share an age."""
         return self._order.worth(node)
 
     def expired(self, now: float) -> list[Node[P]]:
-        """Find what lies in RAM unseen for longer than its window, the hindmost first."""
+        """Find blocks in RAM that were unused for longer than their retention, the hindmost
+        first."""
         unseen = [
             node
             for node in self
@@ -201,10 +201,8 @@ class PrefixTree(Generic[P]):
     def stored(
         self, block_id: BlockId, parent: BlockId | None, facts: BlockFacts, now: float
     ) -> bool:
-        """Note what of a block is on disk; refused while the one before it is not known.
-
-        It takes the place of what was noted before. Also refused: one tail too many. Raises
-        InvalidArgument.
+        """Note that a block is on disk, in place of its earlier file; refused while the one before
+        it is not known, or for one tail too many. Raises InvalidArgument.
         """
         self._check(facts)
         above = self._branches.at(parent)
@@ -221,7 +219,8 @@ class PrefixTree(Generic[P]):
         return True
 
     def unstored(self, block_id: BlockId) -> tuple[Gone[P], ...]:
-        """Note that a block is no longer on disk; what can no longer be reached leaves RAM."""
+        """Note that a block is no longer on disk; blocks that can no longer be reached leave
+        RAM."""
         node = self._nodes.get(block_id)
         if node is None or not node.stored:
             return ()
@@ -229,7 +228,7 @@ class PrefixTree(Generic[P]):
         return self._branches.settle(node)
 
     def lose(self, block_id: BlockId, *, for_room: bool = True) -> tuple[Gone[P], ...]:
-        """Note that a block left RAM; what can no longer be reached leaves with it.
+        """Note that a block left RAM; blocks that can no longer be reached leave with it.
 
         `for_room`: it went as room was wanted, which ages all others. Unknown ids are fine.
         """
@@ -251,8 +250,8 @@ class PrefixTree(Generic[P]):
     ) -> tuple[Node[P], ...]:
         """Note a use of a prefix; a heavier class and a longer window stay with it.
 
-        Returns what of it is in RAM, the hindmost first: in this order an owner that keeps its own
-        ages makes the beginning the youngest, so that the end goes before it.
+        Returns its nodes in RAM, the hindmost first: in this order an owner that keeps its own ages
+        makes the beginning the youngest, so that the end goes before it.
         """
         used: list[Node[P]] = []
         for block_id in ids:
@@ -304,7 +303,7 @@ class PrefixTree(Generic[P]):
         return self._branches.add(block_id, parent, facts, is_tail=self._is_tail(facts))
 
     def _learn(self, node: Node[P], facts: BlockFacts, now: float) -> None:
-        """Take over what a block comes with, but for what is said of its place."""
+        """Take over the facts of a block, but for those of its place."""
         node.block_class = weightier(node.block_class, facts.block_class)
         node.retention = max(node.retention, facts.retention)
         node.used_s = max(node.used_s, now)
