@@ -5,9 +5,9 @@
     pfx:<hash>    neither: a hash that the caller computed over the stable text
     v5:<key>      nor that: the prompt cache key of OpenAI's API
 
-The first that is given counts. What changes with every request (dialogue, time stamps) is part of
-no key, so nothing has to be invalidated. A key is a hint where to look: what is reused is decided
-by content, so a wrong one costs time and never changes an answer.
+The first that is given counts. Text that changes with every request (dialogue, time stamps) is part
+of no key, so no key has to be invalidated. A key is a hint where to look: content decides which
+blocks are reused, so a wrong one costs time and never changes an answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What whole prompts end in, kept by the node: in memory for requests, on disk for the next start.
-
-A request takes what is in memory and waits for no disk. What was used last comes back from there
-once, after a start. On disk it lies among the blocks, for as long as these, and counts as they do.
+"""The logits at the end of whole prompts, kept in memory for requests and on disk for the next
+start. A request takes logits from memory and waits for no disk. The last used ones come back from
+disk once, after a start. Their files lie among the blocks, for as long as these, and count as they
+do.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PrefixEndings:
 
     @property
     def held_bytes(self) -> int:
-        """What these take."""
+        """The bytes of these."""
         return self._kept.held_bytes
 
     def takes(self, size: int) -> bool:
@@ -63,7 +63,7 @@ class PrefixEndings:
             self._disk.keep_payload(self._described(naming, ending, logits, retention), logits)
 
     async def recall(self) -> None:
-        """Bring back what was used last before this start; once."""
+        """Bring back the logits that were last used before this start; once."""
         if self._disk is None or self._is_recalled:
             return
         self._is_recalled = True
@@ -75,13 +75,13 @@ class PrefixEndings:
             if room < self._kept.held_bytes:
                 break
             wanted.append(entry.block.id)
-        for ending_id in reversed(wanted):  # what was used last is the last to go
+        for ending_id in reversed(wanted):  # the last used is the last to go
             found = await store.get(ending_id)
             if found is not None and store.has(ending_id):  # it may have been wiped meanwhile
                 self._kept.keep(ending_id, bytes(found[1]))
 
     def clear(self) -> None:
-        """Forget all of it; files are their store's."""
+        """Forget all logits in memory; the store removes the files."""
         self._kept.clear()
 
     def _described(
@@ -107,7 +107,7 @@ class PrefixEndings:
 
 
 class RequestEnding:
-    """What one request has to do with it. `is_wanted`: its engine is to tell what it ends in."""
+    """The logits of one request's prompt. `is_wanted`: its engine is to tell them."""
 
     def __init__(
         self, endings: PrefixEndings, counts: PrefixCounts, request: DecodeRequest
@@ -145,18 +145,18 @@ class RequestEnding:
         return logits
 
     def told(self, logits: bytes) -> None:
-        """The engine says what the prompt ends in."""
+        """Keep the logits that the engine told."""
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
             self._endings.keep(*wanted, logits, self._request.kv_retention)
 
     def answered(self) -> None:
-        """Its first token came."""
+        """Note that the first token came."""
         if not self._is_answered:
             self._is_answered = True
             self._counts.logits_reused += self._is_offered
 
     def ended(self) -> None:
-        """No more comes from the engine that was asked."""
+        """Note that the engine tells nothing more."""
         self._wanted = None
         self._is_offered = False

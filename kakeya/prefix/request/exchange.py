@@ -1,15 +1,15 @@
-"""One request and its KV: what its engine begins from, what it fills, and whom it waits for.
+"""One request and its KV: the blocks that its engine begins from and fills, and its waits.
 
-    approach   before a place at the engine is taken: claim what is missing, or wait for who
-               computes it
+    approach   before a place at the engine is taken: claim missing pieces, or wait for the
+               requests that compute them
     offer      for each engine process that is asked: wait as before, bring blocks from disk and
-               peers, pin what is here, prepare pages for what will be computed
+               peers, pin the blocks here, prepare pages for the rest
     imported, exported, history_logits, ended          as the engine tells
-    next, saw  what its caller sees of it, which tells too
+    next, saw  as its caller gets frames
 
 An engine may still write to pages, or read from them, for a moment after its call was cut off. So
-what it was given then stays out of everybody's reach until it has come round to other work, or its
-process is gone.
+the pages of that call are used by no other request until the engine has come round to other work,
+or its process is gone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from kakeya.prefix.tree.node import BlockFacts
 
 _log = logging.getLogger(__name__)
 MAX_WAITING = 256
-"""Requests that wait for others' blocks before they have a place; each looks at each block."""
+"""Requests that may wait for blocks of other requests before they have a place; each looks at each
+block."""
 
 Bring = Callable[
     [FingerprintBlocks, Naming, Sequence[Piece], BlockClass], Awaitable[Mapping[BlockId, Source]]
@@ -76,12 +77,13 @@ class RequestContext:
 
 
 class Superseded(Exception):
-    """A more urgent request computes what this one was about to, and it comes back to wait; or a
-    peer brought the rest of the prompt, and it comes back with that."""
+    """A more urgent request computes the pieces of this one, which comes back to wait; or a peer
+    brought the rest of the prompt, and the request comes back with it."""
 
 
 class PrefixExchange:
-    """A `KvExchange`; `with` it, a request is known to the others that want the same."""
+    """A `KvExchange`; inside its `with`, a request is known to other requests for the same
+    prefix."""
 
     def __init__(self, tools: RequestContext, seat: EngineSeat, request: DecodeRequest) -> None:
         self._tools = tools
@@ -121,15 +123,15 @@ class PrefixExchange:
 
     @property
     def given(self) -> KvGrant | None:
-        """What is at an engine now."""
+        """The grant that an engine has now."""
         return self._given
 
     # --- for what serves the request
 
     async def approach(self, patience_s: float | None) -> None:
-        """Claim what is missing, or wait while another one computes it, so long at most.
-
-        Of very many, the rest goes on to where places are given out, and refused.
+        """Claim missing pieces, or wait while another request computes them, so long at most.
+        Requests beyond `MAX_WAITING` do not wait here: they go on to the queue for the engine,
+        which may refuse them.
         """
         self._has_more = asyncio.get_running_loop().create_future()
         naming = self._tools.names.known(self._seat.model_id, self._request.adapter_id)
@@ -139,7 +141,7 @@ class PrefixExchange:
             await self._turn.stand(naming, request.token_ids, request.cuts, until_mono)
 
     async def next(self, frames: AsyncGenerator[Frame, None]) -> Frame:
-        """The next frame. Raises Superseded once somebody more urgent took over, or a peer brought
+        """The next frame. Raises Superseded once a more urgent request took over, or a peer brought
         the rest; not where `may_be_superseded` is False."""
         coming = asyncio.ensure_future(anext(frames))
         waits: list[asyncio.Future[Any]] = [coming]
@@ -182,7 +184,7 @@ class PrefixExchange:
         self._over()
 
     def _joined(self, came: list[BlockId]) -> None:
-        """A peer brought all that the engine has not computed yet."""
+        """Note that a peer brought all blocks that the engine has not computed yet."""
         self._from_peers.update(dict.fromkeys(came, Source.PEER))
         if not self._has_more.done():
             self._has_more.set_result(None)
@@ -192,7 +194,7 @@ class PrefixExchange:
             self._rendezvous.end()
             self._rendezvous = None
 
-    # --- for who asks engines
+    # --- for the caller of engines
 
     async def offer(self, token_ids: Sequence[int], pid: int) -> KvOffer:
         """Blocks of this history, pinned for the engine process, and pages for others."""
@@ -241,7 +243,7 @@ class PrefixExchange:
             self._rendezvous.computed(index + 1)
 
     def history_logits(self, logits: bytes) -> None:
-        """The engine says what the prompt ends in."""
+        """The engine tells the logits at the end of the prompt."""
         self._ending.told(logits)
 
     async def park(self, lengths: Sequence[int]) -> tuple[PageRef, ...]:
@@ -289,8 +291,9 @@ class PrefixExchange:
             self._given.count(cached_tokens, self._tools.counts)
 
     def _pass(self, computed_tokens: int) -> None:
-        """What was computed and not exported a block later will not be: nobody shall wait for it,
-        as where an engine goes on from KV that it decoded."""
+        """Give up claims on pieces that were computed a block ago and not exported: they will not
+        be, as where an engine goes on from KV that it decoded, and no request shall wait for
+        them."""
         given = self._given
         if given is None:
             return
@@ -304,7 +307,7 @@ class PrefixExchange:
             self._turn.give_up(passed)
 
     def _over(self) -> None:
-        """The prompt is computed: what was not filled goes back at once."""
+        """Give back the pages that were not filled: the prompt is computed."""
         if self._given is not None and self._given.over(self._tools.pages):
             self._turn.give_up()
 
@@ -324,7 +327,7 @@ class PrefixExchange:
             if not turn.is_superseded:
                 break
         if self._seat.pid != pid:
-            return KvOffer()  # it ended meanwhile; who asks it will find out
+            return KvOffer()  # it ended meanwhile; the call to it will fail
         holder = tools.pages.arena.engine(self._seat.model_id, pid)
         given = self._given = KvGrant(pid, holder, shelf, naming, len(token_ids))
         blocks = self._blocks(given, origins)
@@ -340,7 +343,7 @@ class PrefixExchange:
         )
 
     def _blocks(self, given: KvGrant, origins: Mapping[BlockId, Source]) -> tuple[KvPages, ...]:
-        """Pin what is here of the history."""
+        """Pin the blocks of the history that are here."""
         pages, shelf, naming = self._tools.pages, given.shelf, given.naming
         found = reach_of(shelf, self._turn.pieces, naming, in_ram=True)
         pages.touch(
@@ -367,7 +370,7 @@ class PrefixExchange:
         return tuple(blocks)
 
     async def _exports(self, given: KvGrant) -> tuple[KvPages, ...]:
-        """Prepare pages for what this request claimed, as far as there are any."""
+        """Prepare pages for the pieces that this request claimed, as far as there are any."""
         pieces, wanted, pages = self._turn.pieces, self._turn.claimed(), self._tools.pages
         # One long prompt does not put out what all others stand on, and what nobody waits for
         # puts out nothing.
@@ -391,5 +394,5 @@ class PrefixExchange:
 
 
 def _place(piece: Piece) -> tuple[int, int]:
-    """What an engine calls a piece: its index, and its tokens where it is no whole block."""
+    """The name of a piece for an engine: its index, and its tokens where it is no whole block."""
     return piece.index, piece.count if piece.is_tail else 0

@@ -1,21 +1,21 @@
-"""Which piece of KV is being computed by whom, and who waits for it: no piece is computed twice.
+"""Which request computes which piece of KV, and which requests wait: no piece is computed twice.
 
 A flight is one request on its way: to its engine, or waiting. It stands at the first piece of its
 history that is not here:
 
-    nobody computes it             lead: claim it, and all behind it that nobody claimed
-    somebody does                  wait until it is there, or until its leader stalls
-    its leader has stalled         lead in his place; whoever is done first is taken
-    its leader is less urgent      lead in his place, where nobody waits for his answer: he is
-                                   superseded, stops, and comes back to wait like others
-                                   otherwise wait as long as he is brisk: with an engine at rest
+    no request computes it         lead: claim it, and all unclaimed pieces behind it
+    a leader computes it           wait until it is there, or until its leader stalls
+    its leader has stalled         lead in its place; the first block to be done is taken
+    its leader is less urgent      lead in its place, if it is not to decode: it is superseded,
+                                   stops, and comes back to wait like others
+                                   otherwise wait as long as it is brisk: with an engine at rest
                                    that is sooner than beginning anew, with a busy one it is not
 
-A piece of another text that begins like the wanted one is waited for too, if what can be taken of
-it is more than what is here: the part of a prompt behind its last whole block is not computed
-twice either.
+A piece of another text that begins like the wanted one is waited for too, if more of it can be
+taken than is here: the part of a prompt behind its last whole block is not computed twice either.
 
-Law: who waits claims nothing. So a leader never waits, and no two wait for each other.
+Law: a waiting flight claims nothing. So a leader never waits, and no two flights wait for each
+other.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ UNASKED_S = 120.0
 """How long a leader may take to reach its engine: it waits for a place, or for the model."""
 _SILENT_FACTOR = 4
 """A leader without a sign of its own is given up after so many times the patience, though its
-engine works: nobody may be reading its answers."""
+engine works: its client may not read the answers."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefixFlight:
-    """One request. `lane` names its engine, `seed` what its ids are made with; a smaller `urgency`
-    goes first; `can_yield`: it is not to decode anything, so it loses nothing when interrupted."""
+    """One request. `lane` names its engine, `seed` begins its ids; a smaller `urgency` goes first;
+    `can_yield`: it is not to decode anything, so it loses nothing when interrupted."""
 
     lane: str
     seed: bytes
@@ -54,10 +54,9 @@ class PrefixFlight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long a leader may show nothing, seconds: one like us, and a less urgent one.
-
+    """Seconds that a leader may be silent: one as urgent as the flight, and a less urgent one.
     `least_shared` tokens at the very beginning of two texts are worth waiting for. Of a block that
-    is shared in part engines take what ends at a cut, or a multiple of `grain` tokens.
+    is shared in part, engines take the tokens up to a cut, or to a multiple of `grain`.
     """
 
     fair_s: float
@@ -68,7 +67,7 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Compute what is missing; `claimed` of it is ours. `superseded` are to be interrupted."""
+    """Compute the missing pieces; the flight owns `claimed`. `superseded` are to be interrupted."""
 
     claimed: tuple[Piece, ...]
     superseded: tuple[PrefixFlight, ...] = ()
@@ -86,7 +85,7 @@ Standing: TypeAlias = Lead | WaitUntil
 
 
 class Flights:
-    """All flights of a node. Pure: told the time, and what happened."""
+    """All flights of a node. Pure: callers tell it the time and the events."""
 
     def __init__(self) -> None:
         self._flights: set[PrefixFlight] = set()
@@ -121,12 +120,12 @@ class Flights:
         return flight
 
     def leave(self, flight: PrefixFlight) -> None:
-        """End a flight: what it claims is free; harmless twice."""
+        """End a flight, which frees its claims; harmless twice."""
         self._flights.discard(flight)
         self._unclaim(flight, tuple(flight.claims))
 
     def leader(self, block_id: BlockId) -> PrefixFlight | None:
-        """Who computes a piece now."""
+        """The flight that computes a piece now."""
         return self._leaders.get(block_id)
 
     def stand(
@@ -137,7 +136,8 @@ class Flights:
         patience: Patience,
         now: float,
     ) -> Standing:
-        """Decide what to do about pieces that are not here, in order; claims, or gives claims up.
+        """Decide how a flight gets the pieces that are not here, in order; claims, or gives claims
+        up.
 
         `shared_here` tokens of the first of them are here as the beginning of another piece.
         """
@@ -171,7 +171,7 @@ class Flights:
         self._lanes[flight.lane] = now
 
     def landed(self, block_id: BlockId, now: float) -> None:
-        """Note that a piece is here, whoever brought it."""
+        """Note that a piece is here."""
         leader = self._leaders.get(block_id)
         if leader is not None:
             self.heard(leader, now)
@@ -184,7 +184,8 @@ class Flights:
     def _lead(
         self, flight: PrefixFlight, missing: Sequence[Piece], rival: PrefixFlight | None
     ) -> Lead:
-        """Claim what nobody has, what the rival has on our way, and what yields to us."""
+        """Claim the pieces that are free, those of the rival in this history, and those that
+        yield."""
         superseded: list[PrefixFlight] = []
         for piece in missing:
             leader = self._leaders.get(piece.id)
@@ -207,7 +208,7 @@ class Flights:
     def _rival(
         self, flight: PrefixFlight, piece: Piece, grain: int
     ) -> tuple[PrefixFlight | None, int]:
-        """Who brings most of a piece, and how many tokens of it."""
+        """The flight that brings most of a piece, and how many tokens of it."""
         leader = self._leaders.get(piece.id)
         if leader is not None:
             return (None, 0) if leader is flight else (leader, piece.count)
@@ -251,7 +252,7 @@ def _gives_way(leader: PrefixFlight, flight: PrefixFlight) -> bool:
 
 
 def patience_for(naming: Naming, index: int) -> Patience:
-    """How long the leader of a block may be without a sign, by what one takes to compute."""
+    """How long the leader of a block may be without a sign, by the seconds to compute one."""
     block_s = naming.compute_s(naming.block_tokens)
     return Patience(
         fair_s=min(60.0, max(2.0, 16 * block_s)),

@@ -1,4 +1,4 @@
-"""What one engine process was given for one request: pins on blocks, and pages to fill."""
+"""The grant of one engine process for one request: pins on blocks, and pages to fill."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kakeya.prefix.tree.answer import Pin
 
 
 class EngineSeat(Protocol):
-    """What of a model is needed here; `ResidentModel` has it."""
+    """The facts of a model that a grant needs; `ResidentModel` has them."""
 
     @property
     def model_id(self) -> str:
@@ -25,7 +25,7 @@ class EngineSeat(Protocol):
 
     @property
     def facts(self) -> ModelFacts | None:
-        """What its engine said of it."""
+        """The facts that its engine told."""
         ...
 
     @property
@@ -49,8 +49,8 @@ class Fill:
 
 @dataclass(slots=True, eq=False)
 class KvGrant:
-    """See the module. `offered` are tokens of the pinned blocks, in order, by where they lay;
-    `fills` go by the index of the block, and the tokens of what is no whole one."""
+    """See the module. `offered` are tokens of the pinned blocks, in order, with their source;
+    `fills` go by the index of the block, and the tokens of a piece that is no whole one."""
 
     pid: int
     holder: PinHolder
@@ -63,21 +63,21 @@ class KvGrant:
     offered: list[tuple[int, Source]] = field(default_factory=list)
     imported_tokens: int = 0
     parked: list[Filling] = field(default_factory=list)
-    """Pages for its KV while it is set aside; what is in them is nobody else's."""
+    """Pages for its KV while it is parked; no other request uses them."""
     parks: int = 0
-    """How often that changed."""
+    """How often these changed."""
     is_over: bool = False
     """The prompt is computed: the engine writes no more."""
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing of it is at the engine any more, whatever that does."""
+        """Whether the engine has no page of it any more."""
         if not self.holder.is_open:
             return True
         return not self.parked and (self.is_over or not (self.pins or self.fills))
 
     def took(self, tokens: int, pages: PrefixPages) -> None:
-        """The engine has read what it wanted."""
+        """Release the pins: the engine has read its blocks."""
         self.imported_tokens = tokens
         pins, self.pins = self.pins, []
         pages.release(pins)
@@ -85,7 +85,7 @@ class KvGrant:
             self.kept.unpin()
 
     def over(self, pages: PrefixPages) -> bool:
-        """Give back what was not filled; False = that was done before."""
+        """Give back the pages that were not filled; False = that was done before."""
         if self.is_over:
             return False
         self.is_over = True
@@ -93,7 +93,7 @@ class KvGrant:
         return True
 
     def unpark(self, pages: PrefixPages) -> None:
-        """Its KV is no longer in pages."""
+        """Give back the pages of parked KV."""
         self.parks += 1
         parked, self.parked = self.parked, []
         for filling in parked:
@@ -111,7 +111,7 @@ class KvGrant:
             pages.give_back(fill.filling)
 
     def renew(self) -> None:
-        """Say that what is pinned still waits for its engine."""
+        """Renew the pins: the engine still needs them."""
         for hold in self.pins:
             if hold.pins > 0:
                 hold.renew()

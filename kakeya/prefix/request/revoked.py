@@ -1,6 +1,5 @@
-"""What calls held that were cut off: their engines may read and write it until they are past them.
-
-Pages that an engine was given for a call are taken back when it says that it is past that, or is
+"""The grants of calls that were cut off: their engines may read and write the pages until they are
+past these calls. The pages are taken back when the engine says that it is past the call, or is
 gone; until then they stay pinned.
 """
 
@@ -25,11 +24,11 @@ class RevokedGrants:
         self._tasks: dict[asyncio.Task[None], KvGrant] = {}
 
     def __len__(self) -> int:
-        """How many calls were cut off that their engines are not past."""
+        """How many cut-off calls their engines are not past yet."""
         return len(self._tasks)
 
     def let_go(self, given: KvGrant, seat: EngineSeat) -> None:
-        """Take back what was given for a call: at once, or when its engine is past that."""
+        """Take back the grant of a call: at once, or when its engine is past the call."""
         if given.is_free:
             given.release(self._pages)
             return
@@ -38,7 +37,7 @@ class RevokedGrants:
         task.add_done_callback(self._tasks.pop)
 
     def renew(self) -> None:
-        """Say that what is held is held for a reason."""
+        """Renew the pins: they are no leaks."""
         for given in self._tasks.values():
             given.renew()
 

@@ -1,6 +1,6 @@
-"""Whose turn it is to compute what several requests want: flights, carried out.
+"""Turns of requests that want the same pieces: the decisions of `Flights`, carried out.
 
-`Turns` are a node's; a `Turn` is one request's part in them. The decisions are `Flights`'.
+`Turns` are a node's; a `Turn` is one request's part in them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kakeya.prefix.request.flights import Flights, Lead, PrefixFlight, patience_
 
 
 class Turns:
-    """What all turns of a node share. Lives on the event loop."""
+    """The state that all turns of a node share. Lives on the event loop."""
 
     def __init__(self, pages: PrefixPages, *, clock: Clock, counts: PrefixCounts) -> None:
         self.flights = Flights()
@@ -32,12 +32,12 @@ class Turns:
         self._turns: dict[PrefixFlight, Turn] = {}
 
     def stir(self) -> None:
-        """Have all who wait look again."""
+        """Have all waiting turns look again."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     def landed(self, block_id: BlockId) -> None:
-        """A piece is in pages."""
+        """Note that a piece is in pages."""
         self.flights.landed(block_id, self.clock.mono())
         self.stir()
 
@@ -65,7 +65,7 @@ class Turns:
             self._turns[flight].superseded.set()
 
     async def wait(self, until_mono: float) -> None:
-        """Return when something changed, or at a time."""
+        """Wait for a change, or until a time."""
         changed, began_mono = self._changed, self.clock.mono()
         self.waiting += 1
         try:
@@ -84,7 +84,7 @@ class Turn:
         self.can_yield = can_yield
         self.superseded = asyncio.Event()
         self.pieces: tuple[Piece, ...] = ()
-        """Of the history that it stands for, in order."""
+        """The pieces of its history, in order."""
         self._turns = turns
         self._flight: PrefixFlight | None = None
         self._taken: tuple[bytes, int] = (b"", 0)
@@ -97,7 +97,7 @@ class Turn:
         cuts: Sequence[int] = (),
         until_mono: float | None = None,
     ) -> None:
-        """Claim what is missing of a history, or wait while another one computes it."""
+        """Claim the missing pieces of a history, or wait while another request computes them."""
         turns = self._turns
         self._take(naming, token_ids, cuts)
         flight = self._join(naming)
@@ -121,7 +121,7 @@ class Turn:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether somebody more urgent computes what this one was about to."""
+        """Whether a more urgent request computes the pieces of this one."""
         return self._flight is not None and self._flight.is_superseded
 
     def claimed(self) -> tuple[Piece, ...]:
@@ -130,17 +130,17 @@ class Turn:
         return tuple(piece for piece in self.pieces if piece.id in claims)
 
     def asked(self) -> None:
-        """Its engine has it now."""
+        """Note that the engine has the request."""
         if self._flight is not None:
             self._turns.flights.asked(self._flight, self._turns.clock.mono())
 
     def heard(self) -> None:
-        """It goes on."""
+        """Note a sign of life."""
         if self._flight is not None:
             self._turns.flights.heard(self._flight, self._turns.clock.mono())
 
     def give_up(self, block_ids: Iterable[BlockId] | None = None) -> None:
-        """It is not going to bring these, or anything more."""
+        """Give up these claims, or all."""
         flight = self._flight
         if flight is not None and flight.claims:
             given_up = tuple(flight.claims) if block_ids is None else tuple(block_ids)
@@ -148,7 +148,7 @@ class Turn:
             self._turns.stir()
 
     def leave(self) -> None:
-        """End it."""
+        """End the flight."""
         flight, self._flight = self._flight, None
         if flight is not None:
             self._turns.leave(flight)

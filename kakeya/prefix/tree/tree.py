@@ -6,9 +6,10 @@ while it has children, and nothing is found behind it.
 
 Laws that hold at any time:
 
-    - each block in RAM can be reached: all before it are in RAM or on disk - a tail (fewer tokens
-    than a block) has no children, and a block at most `MAX_TAILS` of them, but for those that are
-    pinned - a pinned prefix is pinned from its beginning
+    - each block in RAM can be reached: all before it are in RAM or on disk
+    - a tail (fewer tokens than a block) has no children, and a block at most `MAX_TAILS` of them,
+      but for those that are pinned
+    - a pinned prefix is pinned from its beginning
 
 A change that takes blocks away returns them, so that their owner frees their payloads. Texts are
 marked: see `cuts`.
