@@ -1,4 +1,4 @@
-"""What a peer's answers must be like: whatever is not is a lie, and nothing of it is used.
+"""The checks of a peer's answers: an answer that fails one is a lie, and is not used.
 
 A peer may have less than its card says, or fail; it cannot have more than was asked for, other
 sizes than KV has, or other blocks than are due. Pure.
@@ -13,13 +13,14 @@ from kakeya.v1 import distributed_pb2 as pb
 
 
 class Lie(PeerProtocol):
-    """What was seen here, and not what a peer says that went wrong with it."""
+    """An answer that contradicts itself or the protocol, as seen here; not an error that a peer
+    reports."""
 
 
 def read_hit(
     holder: BlockHolder, wanted: MissingBlocks, said: pb.LookupPrefixResponse
 ) -> Hit | None:
-    """What a lookup found that is of use. Raises Lie for what contradicts itself."""
+    """The useful part of a lookup's answer. Raises Lie for an answer that contradicts itself."""
     count, sizes = said.hit_block_count, tuple(said.block_bytes)
     if not count or not said.lease_id:
         return None
@@ -60,12 +61,13 @@ def _tail_of(
 
 
 def tail_after(holder: BlockHolder, wanted: MissingBlocks) -> int:
-    """Behind how many blocks a peer may have a tail: what its card names, or all."""
+    """The number of blocks behind which a peer may have a tail: those that its card names, or
+    all."""
     return holder.blocks or len(wanted.ids)
 
 
 def due_part(hit: Hit, wanted: MissingBlocks, index: int) -> BlockPart:
-    """What part of a lease is to come; of 0 bytes where its peer did not say how many."""
+    """The part of a lease that is due; of 0 bytes where its peer did not say how many."""
     if hit.tail is not None and index == hit.blocks:
         return hit.tail
     size = hit.sizes[index] if hit.sizes else 0

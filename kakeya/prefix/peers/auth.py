@@ -1,11 +1,11 @@
-"""Who calls the prefix cache in a fleet with a common key: four headers, one of them a MAC.
+"""The identity of a caller of the prefix cache in a fleet with a common key: four headers, one of
+them a MAC.
 
     MAC = HMAC-SHA256(fleet key, tenant NUL node NUL seconds NUL SHA-256(request))   in hex
 
-A call counts for 60 s on either side of its time. Nothing in the MAC names the method, and nothing
-is used only once, so it proves that its sender had the key and asked this at about this time, and
-no more; between machines mTLS is what keeps calls from being heard. Of a stream of requests the
-first one is covered.
+A call counts for 60 s on either side of its time. The MAC names no method and has no nonce, so it
+proves only that its sender had the key and asked this at about this time; between machines mTLS
+keeps calls from being heard. Of a stream of requests the first one is covered.
 
 A tenant is a namespace of blocks. Its own key, derived from the fleet's, makes the names of blocks,
 so that names tell nothing to other tenants.
@@ -39,7 +39,7 @@ def tenant_key(fleet_key: bytes, tenant: str) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetKey:
-    """The common key, and as which node of which tenant this one speaks. Raises ConfigError."""
+    """The common key, with the node and the tenant that this node signs as. Raises ConfigError."""
 
     key: bytes = field(repr=False)
     tenant: str

@@ -1,4 +1,5 @@
-"""What cards say of prefix blocks: what goes on the own one, and who may have what, by the others'.
+"""Prefix blocks on cards: the caches of the own card, and the holders of a block by the cards of
+peers.
 
 Each cache on a card has a filter of block names, all filters together as large as one alone may be.
 A card is made anew for them at most each REFRESH_S, and in a large fleet more seldom, as each of
@@ -25,7 +26,8 @@ from kakeya.v1.distributed_pb2 import CacheCompatibility
 
 REFRESH_S = 30.0
 LOOK_S = 10.0
-"""Between two looks at what there is, once the card says something: thousands of names are read."""
+"""Seconds between two looks at the blocks here, once the card names some: thousands of names are
+read."""
 _FLEET = 32
 """Nodes for which REFRESH_S is meant; 3 kB of card from each of them are 3 kB/s."""
 MAX_OWN_CACHES = 4
@@ -34,8 +36,7 @@ _LEAST_BITS = 512
 _BITS_PER_ID = 10
 """One name in a hundred that is not held is then taken for held."""
 _MOST_WRONG = 0.25
-"""A filter that names more than that of what it has never seen says nothing: its node would be
-asked first for everything."""
+"""A filter with a higher error rate is ignored: its node would be asked first for everything."""
 
 
 class OwnCaches:
@@ -97,7 +98,7 @@ def holders(
     *,
     address_of: Callable[[Card], str],
 ) -> list[BlockHolder]:
-    """The nodes whose cards name blocks of a history behind the first `have`, or may mean them.
+    """The nodes with cards that name blocks of a history behind the first `have`, or may mean them.
 
     Of a run of blocks the first one that is not named ends it. `address_of` "" = not to be called.
     """

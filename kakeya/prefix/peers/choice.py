@@ -1,12 +1,12 @@
-"""Which peers are asked for a prefix, and whose answer is taken: pure.
+"""The choice of the peers that are asked for a prefix, and of the answer that is taken: pure.
 
-    worth asking   what is missing takes longer to compute than the question
-    asked          the few with which all would be here soonest, by what their cards name, how fast
-                   their links are and what is under way on these
-    taken          the longest run, of those whose link beats the prefill here; faster ones first
+    worth asking   the missing blocks take longer to compute than the question
+    asked          the few with which all would be here soonest, by the blocks on their cards, the
+                   speed of their links and the streams that are open on these
+    taken          the longest run, of the links that beat the prefill here; faster ones first
 
-A link beats the prefill when a block comes over it in less time than it is computed in. One that
-nobody measured yet counts as fast: its first block measures it, at the price of the slack.
+A link beats the prefill when a block comes over it in less time than it is computed in. A link
+without a measurement counts as fast: its first block measures it, at the price of the slack.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RATE_KEPT_S = 120.0
 _SMOOTHING = 0.3
 """Weight of the newest block in a link's rate."""
 _PATIENCE = 2.0
-"""How much longer than the blocks before it one may take."""
+"""How many times as long as the blocks before it a block may take."""
 _MARGIN = 1.1
 """How much faster than the prefill a link has to be: a block also has to be taken in."""
 
@@ -40,7 +40,7 @@ class BlockHolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    """What a peer has leased. `sizes` are bytes by block, of an extended peer; () = not told.
+    """The lease of a peer. `sizes` are bytes by block, of an extended peer; () = not told.
 
     `blocks` is how many leading ones are of use here; a `tail` lies behind these.
     """
@@ -124,11 +124,12 @@ def to_ask(
 def best_first(
     wanted: MissingBlocks, holders: Iterable[BlockHolder], rates: Mapping[str, LinkRate]
 ) -> tuple[BlockHolder, ...]:
-    """Order holders by when all that is wanted would be here, if each were the only one.
+    """Order holders by the time at which all wanted blocks would be here, if each were the only
+    one.
 
     Streams that are open on a link share it, so of equals the one with the fewest comes first. A
-    link that nobody measured counts as fast as the slowest that is known: it wins by what its node
-    has, not by being unknown.
+    link without a measurement counts as fast as the slowest known one: it wins by the blocks of its
+    node, not by being unknown.
     """
     known = [rate.bytes_per_s for rate in rates.values() if rate.bytes_per_s]
     slowest_s = wanted.block_bytes / min(known) if known else 0.0
@@ -143,7 +144,7 @@ def best_first(
 
 
 def _ready_s(wanted: MissingBlocks, blocks: int, fetch_s: float) -> float:
-    """What it takes to fetch what a node has of the first `blocks`, and to compute the others."""
+    """Seconds to fetch a node's share of the first `blocks`, and to compute the others."""
     held = max(0, min(blocks, len(wanted.ids)) - wanted.have)
     return held * fetch_s + (wanted.missing - held) * wanted.block_s
 
@@ -172,8 +173,8 @@ def due_s(wanted: MissingBlocks, taken: int, bytes_per_s: float = 0.0) -> float:
     """Until when the next block has to be here, in seconds from the end of the lookup.
 
     After `taken` blocks the fetch may be behind a prefill here by the slack, no more: whenever it
-    is given up, what is left takes no longer than all would have taken, and the slack. A link that
-    is known to need longer for a block has that, as far as it is of use.
+    is given up, the whole takes no longer than the prefill of all blocks, and the slack. A link
+    that is known to need longer for a block has that, as far as it is of use.
     """
     slack_s = wanted.slack_s
     if bytes_per_s:

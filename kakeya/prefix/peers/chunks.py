@@ -1,8 +1,8 @@
-"""A block on the wire: cut into chunks, and put together again from a stranger's.
+"""A block on the wire: cut into chunks, and put together again from the chunks of a peer.
 
     chunk     block hash, index, token count | chunk i of n | bytes | SHA-256 of the whole block
 
-Every chunk repeats what it is a part of, and must repeat it exactly; chunks come in order, each
+Every chunk repeats the facts of its block, and must repeat them exactly; chunks come in order, each
 once, none empty, and together no more than was announced. Only bytes that have the SHA-256 that
 their sender named leave an `Assembly`.
 """
@@ -25,7 +25,7 @@ SHA256_BYTES = 32
 
 
 class ChunkFault(StrEnum):
-    """What kind of wrong a chunk is."""
+    """The fault of a chunk."""
 
     OVERSIZE = "oversize"
     INCONSISTENT = "inconsistent"
@@ -33,7 +33,7 @@ class ChunkFault(StrEnum):
 
 
 class BrokenBlock(ValueError):
-    """Chunks that make no block. `fault` says which way."""
+    """Chunks that make no block. `fault` says why."""
 
     def __init__(self, fault: ChunkFault, message: str) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class BrokenBlock(ValueError):
 
 
 class _Whole(NamedTuple):
-    """What all chunks of a block say alike."""
+    """The facts that all chunks of a block repeat."""
 
     block_hash: bytes
     block_index: int

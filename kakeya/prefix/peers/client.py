@@ -1,10 +1,10 @@
-"""One peer's PrefillCacheService, as this node calls it: nothing that it says is believed unseen.
+"""One peer's PrefillCacheService, as this node calls it: every answer is checked.
 
 A lookup has a short deadline. Fetched blocks leave here one by one, in the order that was asked
 for, each of the announced size, under the name that was asked for, with the SHA-256 that came with
-it, of finite numbers; whatever else comes ends the stream, and so does silence. A breaker keeps a
-peer that answers no lookups from being asked: three failures in a row, then backoff. How its blocks
-came is its `PeerRecord`.
+it, of finite numbers; anything else ends the stream, and so does silence. A breaker keeps a peer
+that answers no lookups from being asked: three failures in a row, then backoff. The record of its
+streams is a `PeerRecord`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class PrefixPeer:
     async def lookup(
         self, holder: BlockHolder, wanted: MissingBlocks, timeout_s: float
     ) -> Hit | None:
-        """Ask how much of a history is there; None = no more than is here, or it is not asked now.
+        """Ask for the length of a history at the peer; None = no more than is here, or it is not
+        asked now.
 
         Raises a KakeyaError when the peer gives no proper answer in time.
         """
@@ -118,8 +119,8 @@ class PrefixPeer:
     ) -> AsyncGenerator[tuple[int, bytearray], None]:
         """Yield index and bytes of the blocks in `order`. Raises a KakeyaError when it breaks off.
 
-        A peer without extensions sends its whole lease from the beginning: what comes before
-        `order` is passed over, and `order` must ascend.
+        A peer without extensions sends its whole lease from the beginning: blocks before `order`
+        are passed over, and `order` must ascend.
         """
         sent = order if hit.is_extended else range(order.stop)
         request = pb.FetchBlocksRequest(lease_id=hit.lease_id)
@@ -187,7 +188,7 @@ class PrefixPeer:
     async def _block(
         self, call: FetchCall, hit: Hit, wanted: MissingBlocks, index: int
     ) -> bytearray:
-        """Read one block. Raises PeerProtocol, PeerUnavailable, and what the peer ended with."""
+        """Read one block. Raises PeerProtocol, PeerUnavailable, and the error of the peer."""
         due = due_part(hit, wanted, index)
         most = due.size or wanted.block_bytes + wanted.state_bytes
         layout = wanted.fingerprint.layout

@@ -1,10 +1,10 @@
-"""Fetches what a history lacks from peers, and never makes its caller later than that allows.
+"""Fetches missing blocks of a history from peers, and bounds how much later that makes a request.
 
     fetch        a leading run, front to back, while nothing is computed; bounded by `due_s`
-    fetch_back   back to front, while somebody computes from the front, until they meet
+    fetch_back   back to front, while an engine computes from the front, until they meet
 
 A few peers are asked at once; the best answer is taken, and when its peer fails in the middle the
-next one goes on at the very block. Whatever goes wrong ends here: the caller computes the rest.
+next one goes on at the very block. Every failure ends here: the caller computes the rest.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _End(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchStats:
-    """What peers were asked for since the start. `wait_s` is what requests waited for fetches."""
+    """Counts of fetches since the start. `wait_s` are the seconds that requests waited for them."""
 
     asked: int = 0
     hits: int = 0
@@ -69,7 +69,7 @@ class FetchStats:
 class PeerFetch:
     """The peers of one node, by node id. `on_lost` is told of addresses where a call broke.
 
-    A lookup may take `lookup_s`, or what the wanted blocks are worth if that is more.
+    A lookup may take `lookup_s`, or longer where the wanted blocks take long to compute.
     """
 
     def __init__(
@@ -142,7 +142,8 @@ class PeerFetch:
     async def approach(
         self, wanted: MissingBlocks, holder: BlockHolder
     ) -> tuple[Hit, Meeting] | None:
-        """Lease what a peer has, to be fetched from its end; None = it is not worth it."""
+        """Lease the blocks of a peer, to be fetched from the last one; None = it is not worth
+        it."""
         hit = await self._ask(holder, wanted, BESIDE_S)
         if hit is None or not hit.is_extended:
             return None
@@ -160,7 +161,7 @@ class PeerFetch:
     ) -> None:
         """Put blocks from the last one towards the front, until they meet or the peer fails.
 
-        `moved` is called after each. Whoever computes tells the meeting.
+        `moved` is called after each. The prefill tells the meeting of its own blocks.
         """
         order = range(wanted.have, hit.blocks)[::-1]
         peer, has_sent = self._peer(hit.holder), False
@@ -190,7 +191,7 @@ class PeerFetch:
         self._count(met=1)
 
     def forget(self, node_ids: Iterable[str]) -> None:
-        """Forget what was measured of nodes that are gone."""
+        """Forget the measurements of nodes that are gone."""
         for node_id in node_ids:
             self._peers.pop(node_id, None)
 
@@ -289,7 +290,7 @@ class PeerFetch:
             return count, _End.OVER
 
     def _rates(self) -> dict[str, LinkRate]:
-        """What is known of links, by node id."""
+        """The measured rates of links, by node id."""
         now = self._clock.mono()
         for peer in self._peers.values():
             peer.rate.age(now)

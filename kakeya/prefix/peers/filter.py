@@ -1,4 +1,4 @@
-"""A small set of block ids for a card: what it denies is not held, what it allows may be.
+"""A small set of block ids for a card: an id that it denies is not held, one that it allows may be.
 
 A Bloom filter without hashing of its own: ids are digests, so their words are as good as random.
 Its bytes are a version, the number of bits that an id sets, and the bits. Peers use it as a hint
@@ -72,7 +72,7 @@ class Filter:
 
     @staticmethod
     def from_bytes(said: bytes) -> Filter:
-        """Read what a card says. Raises PeerProtocol."""
+        """Read the filter of a card. Raises PeerProtocol."""
         if not _HEAD.size < len(said) <= MAX_BYTES:
             raise PeerProtocol(
                 f"a filter of {len(said)} bytes; it must have {_HEAD.size + 1} to {MAX_BYTES}"

@@ -1,12 +1,12 @@
-"""Leases: what a lookup found stays for half a minute, for whoever looked.
+"""Leases: the blocks that a lookup found stay for half a minute, for its caller.
 
     granted --LEASE_S--> over
        \\-- opened --> stays while a stream reads it, and its time begins anew when that ends
 
-A lease pins blocks as long as the pinned bytes of all leases fit a budget; beyond it, and after
-somebody has read it to its end, a lease only says where to look, and its blocks may be evicted.
-Each caller has a number of leases, of which the oldest makes room for the next. Pure but for the
-releases of pins: methods take `now` in monotonic seconds.
+A lease pins blocks as long as the pinned bytes of all leases fit a budget; beyond it, and after a
+stream has read it to its end, a lease pins nothing, and its blocks may be evicted. Each caller has
+a number of leases, of which the oldest makes room for the next. Pure but for the releases of pins:
+methods take `now` in monotonic seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LeaseLimits:
 
 @dataclass(slots=True, kw_only=True)
 class BlockLease:
-    """Blocks of one history, from its beginning; `sizes` is what was announced, in bytes.
+    """Blocks of one history, from its beginning; `sizes` are the announced bytes.
 
     With `tail_tokens` the last one is a tail of so many.
     """
@@ -54,7 +54,7 @@ class BlockLease:
 
     @property
     def pinned_bytes(self) -> int:
-        """What it keeps from eviction."""
+        """The bytes that it keeps from eviction."""
         return 0 if self.unpin is None else sum(self.sizes)
 
     def tokens_of(self, index: int) -> int:
@@ -70,7 +70,7 @@ class BlockLease:
 
 
 class BlockLeases:
-    """All leases of a node. `draw` makes ids that nobody guesses."""
+    """All leases of a node. `draw` makes ids that cannot be guessed."""
 
     def __init__(self, draw: Callable[[], str], limits: LeaseLimits | None = None) -> None:
         self._draw = draw
@@ -82,7 +82,7 @@ class BlockLeases:
 
     @property
     def pinned_bytes(self) -> int:
-        """What all leases keep from eviction."""
+        """The bytes that all leases keep from eviction."""
         return sum(lease.pinned_bytes for lease in self._leases.values())
 
     def grant(

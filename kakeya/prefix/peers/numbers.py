@@ -1,9 +1,9 @@
 """Whether the bytes of a block can be KV at all: a forward gives no infinite number, and no NaN.
 
-A hash says that bytes arrived as they were sent, not that they are anything. One NaN in a prompt's
-KV makes all answers to it rubbish, and would be kept, written to disk and handed on. Where numbers
-lie is read from the layout that the own engine tells; of a layout that is not known as a text, or
-of arrays that are no floating point, nothing is said.
+A hash says that bytes arrived as they were sent, not that they are KV. One NaN in a prompt's KV
+makes all answers to it rubbish, and would be kept, written to disk and handed on. Where numbers lie
+is read from the layout that the own engine tells; of a layout that is not known as a text, or of
+arrays that are no floating point, nothing is said.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _is_finite(payload: bytearray, dtype: str, start: int, end: int) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _read(layout: str) -> _Layout | None:
-    """What an engine says of a block; None = it cannot be understood here."""
+    """Read an engine's layout of a block; None = the layout is of an unknown kind."""
     if len(layout) > _MAX_LAYOUT:
         return None
     try:

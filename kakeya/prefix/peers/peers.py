@@ -1,11 +1,11 @@
-"""Prefix blocks between this node and others: what it serves, asks for, and says on its card.
+"""Prefix blocks between this node and its peers: served, fetched, and named on cards.
 
-    serve    PrefillCacheService over `prefix_source.py`, for whoever the table of permissions lets
-    fetch    what a request lacks, before its engine begins; into pages, like blocks from disk
+    serve    PrefillCacheService over `source.py`, for callers that the permissions let in
+    fetch    the missing blocks of a request, before its engine begins; into pages
     card     a filter of the blocks here, made anew now and then
 
-Blocks come from nodes that the fleet trusts: their bytes are checked against what their sender
-said, not computed again. In a fleet with a common key, names and calls are made with it.
+Blocks come from nodes that the fleet trusts: their bytes are checked against the hashes of their
+sender, not computed again. In a fleet with a common key, names and calls are made with it.
 """
 
 from __future__ import annotations
@@ -85,29 +85,29 @@ class HeldPrefixes(Protocol):
 
 
 class Ways(Protocol):
-    """Which of a node's addresses is called."""
+    """The choice of a node's address."""
 
     def address_for(self, card: Card) -> str:
-        """Where to reach the node of a card now."""
+        """The address of the node of a card now."""
         ...
 
 
 class Neighbourhood(Protocol):
-    """What of the fleet is needed here; `FleetPlane` has it."""
+    """The parts of the fleet that are needed here; `NodeFleet` has them."""
 
     @property
     def registry(self) -> CapabilityRegistry:
-        """Who is there."""
+        """The peers."""
         ...
 
     @property
     def channels(self) -> Channels:
-        """How they are called."""
+        """The channels to peers."""
         ...
 
     @property
     def routes(self) -> Ways:
-        """Where they are called."""
+        """The addresses of peers."""
         ...
 
     def why_not_dial(self, address: str) -> str:
@@ -120,7 +120,7 @@ class Neighbourhood(Protocol):
 
 
 class PrefixPeers:
-    """See the module. Implements `Elsewhere`; lives on the event loop."""
+    """See the module. Implements `PeerSource`; lives on the event loop."""
 
     def __init__(
         self,
@@ -139,7 +139,8 @@ class PrefixPeers:
         self._sources = NodeSources(prefixes.pages, prefixes.store)
         self._own = OwnCaches(self._sources)
         self._late: OrderedDict[BlockId, BlockHolder] = OrderedDict()
-        """By the last block of a history: who was late a moment ago, before it was computed."""
+        """By the last block of a history: the peer that was late a moment ago, before it was
+        computed."""
         self.service = PrefillCacheService(
             plane.registry.node_id,
             self._sources,
@@ -158,7 +159,7 @@ class PrefixPeers:
 
     @property
     def caches(self) -> tuple[CacheOffer, ...]:
-        """What the card says of blocks here."""
+        """The caches on the card of this node."""
         return self._own.offered
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -185,7 +186,7 @@ class PrefixPeers:
         """End all leases: the node is stopping."""
         self.service.drain()
 
-    # --- as Elsewhere
+    # --- as PeerSource
 
     async def fetch(
         self,
@@ -220,8 +221,8 @@ class PrefixPeers:
         joined: Callable[[list[BlockId]], None],
     ) -> Rendezvous | None:
         """Begin to fetch from the end, where that and computing together are sooner than either
-        alone, or where a peer was late before; `joined` is told what came. End it when the request
-        is over."""
+        alone, or where a peer was late before; `joined` gets the blocks that came. End it when the
+        request is over."""
         wanted = _wanted(naming, pieces, have)
         holder = self._late.pop(wanted.ids[-1], None)
         if holder is None:
@@ -250,7 +251,7 @@ class PrefixPeers:
             await self._fetch.fetch_back(hit, wanted, meeting, held, made.look)
 
     def holders(self, wanted: MissingBlocks) -> list[BlockHolder]:
-        """The nodes whose cards name blocks of a history that are not here, if it is worth it."""
+        """The nodes with cards that name missing blocks of a history, if it is worth it."""
         if not is_worth_asking(wanted):
             return []
         registry = self._plane.registry
@@ -270,7 +271,7 @@ class PrefixPeers:
     # --- what there is
 
     def status(self) -> Json:
-        """What was served and fetched, as JSON."""
+        """The counts of served and fetched blocks, as JSON."""
         fetched, served = self._fetch.stats, self.service.stats
         return as_json(self.figures()) | {
             "failures": fetched.failures + fetched.late,

@@ -24,7 +24,7 @@ LOOKUP_S = 0.020
 """How long a lookup may take: longer, and the prompt could have begun meanwhile."""
 MOST_LOOKUP_S = 0.25
 _LOOKUP_SHARE = 0.1
-"""Of what a prompt takes to compute: where that is long, a busy peer is worth a longer wait."""
+"""Of the seconds to compute a prompt: where these are many, a busy peer is worth a longer wait."""
 MOST_PEERS = 3
 """Peers that one history is looked up at."""
 SLACK_S = 0.5
@@ -32,14 +32,14 @@ SLACK_S = 0.5
 more than a block of 36 MiB takes over a gigabit."""
 LEAST_SLACK_S = 0.15
 _SLACK_SHARE = 0.25
-"""Of a block's prefill; what comes later than that comes from behind while others compute."""
+"""Of a block's prefill; a later block comes from the end, while the engine computes."""
 TAIL_NAME_BYTES = 8
-"""Of the id of a tail, where it is asked for: whoever answers with another one is found out."""
+"""Bytes of a tail's id in a lookup: enough to find out a peer that answers with another tail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FingerprintUsage:
-    """What blocks of one fingerprint take, and what more they could; bytes."""
+    """The use of blocks of one fingerprint, and the bytes that are free for more."""
 
     blocks: int = 0
     used_bytes: int = 0
@@ -89,7 +89,7 @@ class BlockSource(Protocol):
         ...
 
     def usage(self) -> FingerprintUsage:
-        """What is held now."""
+        """The use of it now."""
         ...
 
 
@@ -151,7 +151,7 @@ def _no_tails(blocks: int) -> tuple[BlockId, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingBlocks:
-    """The blocks of a history that this node lacks, and what it would cost to compute them.
+    """The blocks of a history that this node lacks, and the cost of computing them.
 
     `ids` are all whole blocks of the history, of which the first `have` are here. A block has
     `block_bytes`; of a model with recurrent state (`state_bytes` > 0) those at checkpoints have
@@ -176,7 +176,7 @@ class MissingBlocks:
 
     @property
     def block_s(self) -> float:
-        """Seconds to compute a block here; 0 where nobody measured it, so that nothing pays."""
+        """Seconds to compute a block here; 0 where it was not measured, so that no fetch pays."""
         rate = self.prefill_tokens_per_s
         return self.fingerprint.block_tokens / rate if rate > 0 else 0.0
 
@@ -187,8 +187,8 @@ class MissingBlocks:
 
     @property
     def slack_s(self) -> float:
-        """How far a fetch over a link that nobody measured may fall behind: a part of a block's
-        prefill, and no less than anybody notices."""
+        """How far a fetch over a link without a measurement may fall behind: a part of a block's
+        prefill, and at least a time that a person does not notice."""
         longest = max(LEAST_SLACK_S, _SLACK_SHARE * self.block_s)
         return min(self.block_s, longest, self.most_slack_s)
 

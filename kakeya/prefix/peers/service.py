@@ -1,14 +1,15 @@
 """PrefillCacheService: this node's blocks of KV, for peers; no engine is woken for them.
 
-    GetCacheSummary   what there is, by fingerprint
+    GetCacheSummary   the blocks here, by fingerprint
     LookupPrefix      how many leading blocks of a chain are here, leased to the caller
     FetchBlocks       the bytes of a lease, chunk by chunk, as fast as the caller reads
     PublishBlock      a block that a peer would like to see kept: politely declined
 
-A block is read, and hashed in a thread, when its turn comes. One that was evicted under its lease
-ends the stream early: what came before is a whole run, and the caller computes the rest. Published
-blocks are not kept, as a name alone does not say which text it is of, so nobody could check it or
-find its place among the others; the first chunk is judged and the rest is not even read.
+A block is read, and hashed in a thread, when its turn comes. A block that was evicted under its
+lease ends the stream early: the blocks before it are a whole run, and the caller computes the rest.
+Published blocks are not kept, as a name alone does not say which text it is of, so the block could
+not be checked or find its place among the others; the first chunk is judged and the rest is not
+even read.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _INLINE_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLimits:
-    """What peers may take at once; `stream_s` bounds one that reads slowly."""
+    """The limits of peers at once; `stream_s` bounds a slow reader."""
 
     streams: int = 8
     streams_per_caller: int = 4
@@ -63,7 +64,7 @@ class ServiceLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerServiceStats:
-    """What was done for peers since the start."""
+    """Counts of calls of peers since the start."""
 
     lookups: int = 0
     hits: int = 0
@@ -76,7 +77,8 @@ class PeerServiceStats:
 
 
 class PrefillCacheService(PrefillCacheServiceServicer):
-    """Serves `sources`. `summary` says what of them is told; `fleet_key` None = unsigned calls."""
+    """Serves `sources`. `summary` makes the caches that GetCacheSummary tells; `fleet_key` None =
+    unsigned calls."""
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class PrefillCacheService(PrefillCacheServiceServicer):
         self.leases.expire(self._clock.mono())
 
     def drain(self) -> None:
-        """Let go of everything: the node is stopping."""
+        """End all leases: the node is stopping."""
         self.leases.clear()
 
     # --- calls
@@ -122,7 +124,7 @@ class PrefillCacheService(PrefillCacheServiceServicer):
     async def GetCacheSummary(
         self, request: pb.GetCacheSummaryRequest, context: Context
     ) -> pb.GetCacheSummaryResponse:
-        """Tell what is held, of one fingerprint or, without one, of all."""
+        """Tell the caches of one fingerprint or, without one, of all."""
         async with _errors_end(context):
             self._caller(request, context)
             asked = None
@@ -206,7 +208,7 @@ class PrefillCacheService(PrefillCacheServiceServicer):
             return pb.PublishBlockResponse(stored=False, cache_epoch=self.epoch)
         raise AssertionError("abort returned")
 
-    # --- who calls, and for what
+    # --- the caller and its request
 
     def _caller(self, request: Any, context: Context) -> str:  # noqa: ANN401 - any message
         """Name the caller as far as it is known. Raises Unauthenticated, Denied."""
@@ -217,7 +219,7 @@ class PrefillCacheService(PrefillCacheServiceServicer):
         return _connection(context)
 
     def _fingerprint(self, said: pb.CacheCompatibility) -> KvFingerprint | None:
-        """Read whose blocks are meant; None = of no kind that is here.
+        """Read the fingerprint of a request; None = of no kind that is here.
 
         Raises Denied for the namespace of another tenant.
         """
@@ -370,7 +372,8 @@ def _order(request: pb.FetchBlocksRequest, blocks: int) -> range:
 
 
 def _check_published(chunk: pb.PublishBlockRequest, fingerprint: KvFingerprint) -> None:
-    """Raise InvalidArgument for what begins no block, Refused for one that is too large."""
+    """Raise InvalidArgument for a chunk that begins no block, Refused for a block that is too
+    large."""
     is_named = len(chunk.block_hash) == ID_BYTES and len(chunk.block_sha256) == SHA256_BYTES
     is_first = chunk.chunk_index == 0 and chunk.total_chunks >= 1 and bool(chunk.data)
     is_placed = chunk.block_index < MAX_IDS and 1 <= chunk.token_count <= fingerprint.block_tokens

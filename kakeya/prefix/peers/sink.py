@@ -16,7 +16,8 @@ from kakeya.prefix.tree.node import BlockFacts
 
 
 class PageSink:
-    """Lays the fetched blocks of one history into pages; `came` is what all can use now."""
+    """Lays the fetched blocks of one history into pages; `came` are the blocks that requests can
+    use now."""
 
     def __init__(
         self,
@@ -50,18 +51,18 @@ class PageSink:
         return node is not None and node.in_ram
 
     async def fill(self, payload: bytearray) -> Filling | None:
-        """Lay a block into pages that nobody sees; end it by `commit` or `give_back`."""
+        """Lay a block into pages that no request sees; end it by `commit` or `give_back`."""
         filling = await self._pages.prepare(self._naming, len(payload), self._holder)
         if filling is not None:
             filling.view[:] = payload
         return filling
 
     def give_back(self, filling: Filling) -> None:
-        """End what nobody is to see."""
+        """Give back pages that no request is to see."""
         self._pages.give_back(filling)
 
     def commit(self, index: int, filling: Filling, tail_tokens: int = 0) -> bool:
-        """Let all use a block; False = somebody else was first, or those before it went."""
+        """Let all use a block; False = another request was first, or those before it went."""
         naming, size = self._naming, filling.ref.length
         tokens, ids = self._pieces[index].tokens, self.ids
         if tail_tokens:

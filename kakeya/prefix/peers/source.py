@@ -39,7 +39,8 @@ class NodeSources:
         return None if shelf is None else NodeSource(shelf, self._pages, self._store, self._holder)
 
     def fingerprints(self) -> tuple[KvFingerprint, ...]:
-        """Of every shelf, the last used first, then of what was on disk before this start."""
+        """Of every shelf, the last used first, then of the blocks on disk since before this
+        start."""
         shelves = sorted(self._pages.shelves(), key=lambda shelf: -shelf.used_mono)
         known = {shelf.seed: shelf.fingerprint for shelf in shelves}
         tried = set(known)
@@ -52,7 +53,7 @@ class NodeSources:
         return tuple(known.values())
 
     def renew(self) -> None:
-        """Say that what leases pin is no leak."""
+        """Renew the pins of leases: they are no leaks."""
         for hold in self._holder.holds():
             if hold.pins > 0:
                 hold.renew()
@@ -124,7 +125,7 @@ class NodeSource:
         return unpin
 
     async def read(self, block_id: BlockId) -> Loan | None:
-        """Lend a block: the pages themselves, or what was read from disk."""
+        """Lend a block: the pages themselves, or its bytes from disk."""
         node = self._node(block_id)
         if node is not None and node.payload is not None:
             holds = self._pages.hold((node,), self._holder)
@@ -154,7 +155,7 @@ class NodeSource:
             yield node.id
 
     def usage(self) -> FingerprintUsage:
-        """What is held now."""
+        """The use of it now."""
         stats = self._shelf.tree.stats()
         return FingerprintUsage(
             blocks=len(self._shelf.tree),
@@ -170,7 +171,7 @@ class NodeSource:
         return node is not None and node.in_ram
 
     def _size(self, node: Node[Lying]) -> int | None:
-        if not node.retention.is_on_disk:  # nobody but this machine's memory is to have it
+        if not node.retention.is_on_disk:  # only this machine's memory is to have it
             return None
         if node.payload is not None:
             return node.payload.length
@@ -179,7 +180,7 @@ class NodeSource:
 
 
 def _fingerprint_of(block: StoredBlock) -> KvFingerprint | None:
-    """What a file says that it was computed by, if that is its name."""
+    """The fingerprint of a file, if its digest is the file's own."""
     fields: dict[str, Any] = dict(block.facts)
     try:
         fingerprint = KvFingerprint(**fields)

@@ -1,11 +1,13 @@
-"""Whether a peer is asked, by how its blocks came: who lies is left alone, who fails has a pause.
+"""Whether a peer is asked, by the record of its streams.
 
-    lied      it sent what its own words or the protocol deny: at once, and for long
+A peer that lies is left alone for long, a peer that fails for a moment:
+
+    lied      it contradicted itself or the protocol: at once, and for long
     failed    it was late, silent or gone in the middle, or had nothing of what its card names:
               after some in a row, for a moment
     sent      all came that was asked for, as it should
 
-That it was found to have something counts for nothing: who lies answers well. Pure; times are
+A good answer to a lookup counts for nothing: a peer that lies answers well. Pure; times are
 monotonic seconds.
 """
 
@@ -19,7 +21,7 @@ LONGEST_PAUSE_S = 60.0
 
 
 class PeerRecord:
-    """Of one peer."""
+    """The faults of one peer."""
 
     def __init__(self) -> None:
         self._failures = 0
@@ -39,13 +41,13 @@ class PeerRecord:
         return pause_s
 
     def failed(self, now: float) -> None:
-        """Note that it did not bring what it had promised."""
+        """Note that it did not bring the promised blocks."""
         self._failures += 1
         if self._failures >= FAILURES:
             self._until_mono = max(self._until_mono, now + self._pause_s)
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def sent(self) -> None:
-        """Note that it brought what it had promised; lies are not forgotten for it."""
+        """Note that it brought the promised blocks; lies are not forgotten for it."""
         self._failures = 0
         self._pause_s = FIRST_PAUSE_S

@@ -2,15 +2,15 @@
 
     [ computed here ........ front )   not yet   [ back ........ fetched from a peer ] end
 
-The prefill begins at once and needs nobody; a peer only moves `back` towards it. When they meet,
+The prefill begins at once and needs no peer; a peer only moves `back` towards it. When they meet,
 the prefill is ended and the request is made anew with all blocks, which costs a *switch*: it is
-worth it only if what came from the peer would have taken longer to compute. So a peer that is slow,
-dies or lies costs nothing:
+worth it only if the fetched blocks would have taken longer to compute. So a peer that is slow, dies
+or lies costs nothing:
 
     time <= prefill of everything            when it never switches
     time <= prefill up to back + switch      when it does, as it is then sure to be sooner
 
-`Meeting` follows what happens; `is_sooner` says beforehand, from measured rates, whether to begin.
+`Meeting` follows both sides; `is_sooner` says beforehand, from measured rates, whether to begin.
 Both are pure.
 """
 
@@ -22,8 +22,8 @@ from enum import StrEnum
 from kakeya.core.errors import InvalidArgument
 
 SWITCH_S = 0.15
-"""What it costs to end a prefill, import its blocks and the fetched ones, and go on: a chunk that
-was under way is lost, and two messages to an engine."""
+"""Seconds to end a prefill, import its blocks and the fetched ones, and go on: a chunk that was
+under way is lost, and two messages to an engine."""
 
 
 def is_worth_while(count: int, *, block_s: float, switch_s: float = SWITCH_S) -> bool:
@@ -65,7 +65,7 @@ class Meeting:
 
     @property
     def pays(self) -> bool:
-        """Whether to end the prefill and take what was fetched: that saves more than it costs.
+        """Whether to end the prefill and take the fetched blocks: that saves more than it costs.
 
         The block that the prefill is at may be all but done, so it saves nothing.
         """

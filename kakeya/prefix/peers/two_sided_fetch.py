@@ -2,9 +2,10 @@
 
     engine   [ exported ........ front )            ( back ........ held ]   from the peer
 
-What came from behind is held in pages that nobody sees, because no prefix leads to it yet. When the
-two meet and that saves time, it joins the blocks before it, and the engine is asked anew: it then
-begins from all of them. In any other case it is given back, and the engine has not noticed.
+The fetched blocks are held in pages that no request sees, because no prefix leads to them yet. When
+the two sides meet and that saves time, they join the blocks before them, and the engine is asked
+anew: it then begins from all of them. In any other case their pages are given back, and the engine
+has not noticed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class HeldBlocks:
         return [self._sink.ids[index] for index in came]
 
     def end(self) -> None:
-        """Give back what did not join."""
+        """Give back blocks that did not join."""
         self._is_over = True
         held, self._held = self._held, {}
         for filling in held.values():
@@ -53,8 +54,8 @@ class HeldBlocks:
 
 
 class Rendezvous:
-    """One request that meets one peer, once that has said what it has. `met` is set once its
-    blocks have joined."""
+    """One request that meets one peer, once the peer has told its blocks. `met` is set once these
+    have joined."""
 
     def __init__(self, held: HeldBlocks, joined: Callable[[list[BlockId]], None]) -> None:
         self._held = held
@@ -74,7 +75,7 @@ class Rendezvous:
         meeting.computed(self._computed)
 
     def computed(self, blocks: int) -> None:
-        """The engine has so many blocks of the history."""
+        """Note that the engine has so many blocks of the history."""
         self._computed = blocks
         if self._meeting is not None:
             self._meeting.computed(blocks)
@@ -90,7 +91,7 @@ class Rendezvous:
                 self.met.set()
 
     def end(self) -> None:
-        """Fetch no more, and give back what did not join; harmless twice."""
+        """Fetch no more, and give back blocks that did not join; harmless twice."""
         if self._task is not None:
             self._task.cancel()
         self._held.end()
