@@ -249,9 +249,10 @@ class BlockStore:
             self._threads.write_later(partial(self._folder.remove_all, names))
 
     async def sweep(self) -> None:
-        """Remove expired blocks and those above the limit; let the files show the last uses. A
-        start leaves blocks above the limit to the first sweep, or a write: `usable` may know little
-        yet.
+        """Remove expired blocks and those above the limit; let the files show the last uses.
+
+        A start leaves blocks above the limit to the first sweep, or a write: `usable` may know
+        little yet.
         """
         await self.ready()
         if not self._is_indexed:

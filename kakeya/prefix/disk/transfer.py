@@ -261,9 +261,10 @@ class PrefixDisk:
                 self._is_asked_for_nothing.set()
 
     async def recall(self, shelf: FingerprintBlocks, naming: Naming, nbytes: int) -> Recall:
-        """Bring the last used blocks into pages before a request asks. Whole histories come, as far
-        as they fit so many bytes without an eviction; none is begun while a request waits for the
-        disk.
+        """Bring the last used blocks into pages before a request asks.
+
+        Whole histories come, as far as they fit so many bytes without an eviction; none is begun
+        while a request waits for the disk.
         """
         ours = (entry for entry in self.store.entries() if entry.block.fingerprint == shelf.seed)
         newest = heapq.nlargest(_RECALLED, ours, key=lambda entry: entry.used_mono)
@@ -296,8 +297,10 @@ class PrefixDisk:
         return False
 
     async def _load(self, loading: _Loading, nodes: Sequence[Node[Lying]]) -> list[BlockId]:
-        """Bring the blocks of a path that are on disk alone, from its beginning. Ends early where
-        there are no pages, a file is bad, or computing would be sooner for the request.
+        """Bring the blocks of a path that are on disk alone, from its beginning.
+
+        Ends early where there are no pages, a file is bad, or computing would be sooner for the
+        request.
         """
         naming, path = loading.naming, [node.id for node in nodes]
         wanted = [node for node in nodes if node.stored and not node.in_ram]

@@ -1,5 +1,6 @@
-"""Upkeep of a store of blocks: victims, the last uses in file names, files that are gone. It
-decides on frozen views in a thread, then acts on entries that are still as they were seen.
+"""Upkeep of a store of blocks: victims, the last uses in file names, files that are gone.
+
+It decides on frozen views in a thread, then acts on entries that are still as they were seen.
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ class Upkeep:
         self._counts.expired += len(gone)
 
     async def make_room(self, need_bytes: int) -> str:
-        """Make room for `need_bytes` more; "" = they fit now, else why they do not. The room is
-        bounded by the cap, and by the bytes that the disk is to keep free. Raises OSError when the
-        disk cannot be asked, or a file cannot be removed.
+        """Make room for `need_bytes` more; "" = they fit now, else why they do not.
+
+        The room is bounded by the cap, and by the bytes that the disk is to keep free. Raises
+        OSError when the disk cannot be asked, or a file cannot be removed.
         """
         free_bytes = await self._threads.write(self._folder.free_bytes)
         # A removed file becomes free room, so this bound stays while we remove.

@@ -130,6 +130,7 @@ class PrefixExchange:
 
     async def approach(self, patience_s: float | None) -> None:
         """Claim missing pieces, or wait while another request computes them, so long at most.
+
         Requests beyond `MAX_WAITING` do not wait here: they go on to the queue for the engine,
         which may refuse them.
         """

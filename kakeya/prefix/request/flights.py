@@ -55,6 +55,7 @@ class PrefixFlight:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
     """Seconds that a leader may be silent: one as urgent as the flight, and a less urgent one.
+
     `least_shared` tokens at the very beginning of two texts are worth waiting for. Of a block that
     is shared in part, engines take the tokens up to a cut, or to a multiple of `grain`.
     """

@@ -119,9 +119,10 @@ class PrefixTree(Generic[P]):
         return None if best is None else (best.id, most)
 
     def victims(self, nbytes: int) -> list[Node[P]]:
-        """Choose blocks to leave RAM for so many bytes: free each, in this order, and `lose` it. No
-        pinned block is chosen, nor one with a block behind it that stays; fewer where no more may
-        go.
+        """Choose blocks to leave RAM for so many bytes: free each, in this order, and `lose` it.
+
+        No pinned block is chosen, nor one with a block behind it that stays; fewer where no more
+        may go.
         """
         return self._order.plan(nbytes)
 

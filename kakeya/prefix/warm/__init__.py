@@ -1,3 +1,3 @@
-"""What to compute before it is requested: declared prompts, next turns, and what was warm before a
-restart. It yields to every request.
+"""Prefixes that are computed before a request: declared prompts, next turns, and the prefixes that
+were warm before a restart. The work yields to every request.
 """

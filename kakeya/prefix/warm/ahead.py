@@ -1,15 +1,15 @@
-"""What a node does ahead of requests: slots of conversations, prefixes after their turns, declared
-prompts, and that none of them is forgotten while it is of use.
+"""The work of a node ahead of requests: slots of conversations, prefixes after their turns,
+declared prompts, and refreshing them while they are of use.
 
     request      a conversation has the slot of its model that is least loaded
-    turn ended   what the next turn begins with is warmed
+    turn ended   the beginning of the next turn is warmed
     model ready  the prompts that are declared for it are warmed, after each load anew
     sweep        conversations that idle too long give their slot back, with what the engine holds
                  of them, and are looked after no more; declared prompts whose text is another by
                  now, for their files or for the date that a template writes, are warmed anew
 
-A model's engine keeps one KV for each slot; what a slot does not have is found in pages by its
-content. An `async with`; `Precache` is what the doors see of it.
+A model's engine keeps one KV for each slot; KV that a slot lacks is found in pages by its content.
+An `async with`; the APIs of the node use it as a `Precache`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from kakeya.text.text import Texts
 
 _log = logging.getLogger(__name__)
 _Slot = tuple[str, str]
-"""A model, and what its engine keeps the KV of the slot under."""
+"""A model, and the key of a slot's KV at its engine."""
 _PIN = "pin:"
 """Begins the keys of pins, and no other key."""
 
@@ -83,7 +83,7 @@ class WatchedModel(Protocol):
 
     @property
     def facts(self) -> ModelFacts | None:
-        """What its last engine said of it; None before the first one was ready."""
+        """The facts of its last engine; None before the first one was ready."""
         ...
 
     @property
@@ -95,7 +95,7 @@ class WatchedModel(Protocol):
 class NodePrecache:
     """See the module.
 
-    `usable_bytes` is the memory that slots may be counted from; `wipe` lets go of all blocks of KV;
+    `usable_bytes` is the memory that slots may be counted from; `wipe` drops all blocks of KV;
     `texts` are for HTTP too.
     """
 
@@ -125,7 +125,8 @@ class NodePrecache:
         self._told_crowded: set[str] = set()
         self._used_by: dict[_Slot, str] = {}
         self._rendered: dict[int, bytes] = {}
-        """Digests of what declared prompts were rendered to last; b"" = they could not be."""
+        """Digests of the last rendered texts of declared prompts; b"" = they could not be
+        rendered."""
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError for a declared prompt whose files or model cannot be used."""
@@ -142,7 +143,7 @@ class NodePrecache:
     ) -> None:
         await self._tasks.aclose()
 
-    # What the doors see.
+    # For the APIs of the node.
 
     def kv_key(self, claim: PrefixClaim) -> str:
         """Name the KV that a generation continues and leaves; "" = none, content decides."""
@@ -177,9 +178,9 @@ class NodePrecache:
     async def warm(
         self, claim: PrefixClaim, tokens: TokenSource, *, is_pinned: bool = False
     ) -> WarmReport:
-        """Have a prefix warm, and say what became of it.
+        """Have a prefix warmed; the report of that.
 
-        What is pinned has a key of its own, which turns of its conversation leave alone.
+        A pin has a key of its own, which turns of its conversation leave alone.
         """
         if claim.use.keys.conversation_id:
             self.kv_key(claim)
@@ -199,8 +200,8 @@ class NodePrecache:
         return await self._prewarmer.ask(prefix)
 
     async def wipe(self) -> Wiped:
-        """Let go of all KV: of idle conversations in engines, in pages, on disk. What is declared
-        is warmed again at its time; nothing else comes back by itself."""
+        """Drop all KV: of idle conversations in engines, in pages, on disk. Declared prompts are
+        warmed again at their time; no other prefix comes back by itself."""
         self._prewarmer.wipe(lambda key: key.startswith(SYSTEM_PREFIX))
         for slot in tuple(self._used_by):
             await self._release(slot)
@@ -216,10 +217,11 @@ class NodePrecache:
             )
         return wiped
 
-    # What the node tells.
+    # Events of the node.
 
     def engine_changed(self, model: WatchedModel) -> None:
-        """A model's state changed: once a fresh engine is ready, its prompts are warmed."""
+        """Note that a model's state changed: once a fresh engine is ready, its prompts are
+        warmed."""
         if model.state is not ModelState.READY:
             return
         if self._warmed_pids.get(model.model_id) == model.pid:
@@ -230,7 +232,8 @@ class NodePrecache:
         self.warm_declared(model.model_id)
 
     async def recalled(self, facts: ModelFacts, histories: Sequence[Sequence[int]]) -> None:
-        """KV of these came back: who sends their text again shall not wait for its tokens either.
+        """Keep the tokens of texts with KV that came back, so that a request with such a text finds
+        them.
 
         Raises Unsupported for a model without a tokenizer.
         """
@@ -255,14 +258,14 @@ class NodePrecache:
         self._prewarmer.submit(prefix, Kind.KEPT)
 
     def happened(self, told: Event) -> None:
-        """Something happened in memory."""
+        """Note an event of the memory arbiter."""
         if isinstance(told, MemoryPressure):
             self._prewarmer.pressed(told.level)
 
-    # What it tells.
+    # Status.
 
     def status(self) -> Json:
-        """Slots, conversations and what was warmed, as JSON."""
+        """Slots, conversations and warmed prefixes, as JSON."""
         return warm_status(
             self._registry.status(),
             len(self._registry),
@@ -291,12 +294,12 @@ class NodePrecache:
         )
 
     def _is_open(self, claim: PrefixClaim) -> bool:
-        """Whether it is of a conversation, and that was not closed meanwhile; notes its use."""
+        """Whether the key is of an open conversation; notes its use."""
         name, now = _file_name(claim), self._clock.mono()
         return self._registry.get(claim.facts.model_id, name, now) is not None
 
     def _parallels(self, facts: ModelFacts) -> tuple[int, int]:
-        """How many slots a model has, and how many memory would hold."""
+        """The slots of a model, and the number that memory would hold."""
         sizes = self._usable_bytes(), facts.kv_bytes_per_token, facts.context_tokens
         return self._config.parallel or auto_parallel(*sizes), fitting_parallel(*sizes)
 
@@ -353,8 +356,8 @@ class NodePrecache:
         await every(self._config.sweep_s, self.sweep, clock=self._clock, rng=self._rng)
 
     async def sweep(self) -> None:
-        """Let go of conversations that idle for longer than they may, and look whether declared
-        prompts say something else by now."""
+        """Close conversations that idle for longer than they may, and warm declared prompts anew
+        that have another text by now."""
         idle = self._registry.evict_idle(self._clock.mono())
         self._forget(idle)
         for one in idle:
@@ -368,14 +371,15 @@ class NodePrecache:
                     self._submit(index, prompt)
 
     async def _is_another(self, index: int, prompt: DeclaredPrompt) -> bool:
-        """Whether a declared prompt is not what it was; of a model that is away its load tells."""
+        """Whether a declared prompt has another text by now; False for a model that is not loaded:
+        its load warms anew."""
         facts = await facts_at_hand(self._models.get(self._named(prompt)))
         if isinstance(facts, WarmReport):
             return False
         return _digest(await self._render(prompt, facts)) != self._rendered[index]
 
     async def _release(self, slot: _Slot) -> None:
-        """Have an engine drop what it holds of a slot; what came of prompts is in blocks."""
+        """Have an engine drop the KV of a slot; the KV of prompts is in blocks."""
         self._used_by.pop(slot, None)
         model_id, kv_key = slot
         with contextlib.suppress(KakeyaError):  # the model is gone, and its KV with it
@@ -391,7 +395,7 @@ def _digest(tokens: Sequence[int]) -> bytes:
 
 
 def _file_name(claim: PrefixClaim) -> str:
-    """What the prefix of a claim is filed under: nobody else's has this name."""
+    """The name that the prefix of a claim is filed under; no other prefix has it."""
     key = resolve_key(claim.use.keys) or "none"
     owner = f"|{sanitise(claim.client)}" if claim.client else ""
     return f"{key}|{claim.model_id}{owner}"

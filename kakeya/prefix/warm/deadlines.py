@@ -5,8 +5,8 @@
 
 Theory: a sweep with a fixed period sees a prefix only at its own beats, so one that was touched
 just after a beat may wait for two of them, longer than its window. Here every prefix has a deadline
-of its own, and whoever waits sleeps until the next one: what is late is the waking alone, for which
-a fifth of the window is left. Pure: `now` is monotonic seconds.
+of its own, and the sweep sleeps until the next one: only the waking may be late, for which a fifth
+of the window is left. Pure: `now` is monotonic seconds.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Deadlines:
     def touched(
         self, key: str, retention: Retention, now: float, end_mono: float = math.inf
     ) -> None:
-        """A prefix was used or computed: its window begins anew. It is due at `end_mono` at the
-        latest, since it is to be looked after no longer."""
+        """Note that a prefix was used or computed: its window begins anew. It is due at `end_mono`
+        at the latest, since it is to be looked after no longer."""
         self._set(key, retention, now + self.pause_s(retention), end_mono)
 
     def used(self, key: str, now: float) -> None:
-        """As `touched`, for a key that is known; others are no matter of ours."""
+        """As `touched`, for a known key; other keys are ignored."""
         entry = self._entries.get(key)
         if entry is not None:
             self.touched(key, entry.retention, now, entry.end_mono)
@@ -74,7 +74,8 @@ class Deadlines:
         self._tidy()
 
     def due(self, now: float) -> tuple[str, ...]:
-        """What is to be looked after now, the longest overdue first. They stay due until told."""
+        """The keys to look after now, the longest overdue first. They stay due until they are
+        touched, postponed or forgotten."""
         found = [
             (entry.due_mono, entry.order, key)
             for key, entry in self._entries.items()
@@ -100,7 +101,7 @@ class Deadlines:
         self._tidy()
 
     def _tidy(self) -> None:
-        """Drop what the heap holds of entries that were told anew, or are gone."""
+        """Drop heap entries of keys that were touched anew, or are gone."""
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = [(e.due_mono, e.order, key) for key, e in self._entries.items()]
             heapq.heapify(self._heap)

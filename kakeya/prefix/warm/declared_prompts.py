@@ -1,4 +1,4 @@
-"""Prompts that the configuration declares, to be warm before anybody asks: `[[precache.prompts]]`.
+"""Prompts that the configuration declares, to be warm before a request: `[[precache.prompts]]`.
 
     model         the model that they are for; absent = the default one
     system        the system message, or system_file = where it is read from
@@ -47,7 +47,7 @@ class DeclaredPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptText:
-    """What a declared prompt says: (role, content), and tools as JSON objects."""
+    """The text of a declared prompt: (role, content), and tools as JSON objects."""
 
     messages: tuple[tuple[str, str], ...]
     tools: tuple[Mapping[str, object], ...] = ()
@@ -101,7 +101,7 @@ def _messages(raw: object, index: int) -> tuple[tuple[str, str], ...]:
 def _file(name: str) -> str:
     path = Path(name).expanduser()
     try:
-        if path.is_fifo() or path.is_socket():  # nobody may ever write to it
+        if path.is_fifo() or path.is_socket():  # it may block for ever
             raise ConfigError(f"{path}: the prompt cannot be read: give a regular file")
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)

@@ -1,12 +1,10 @@
-"""Computes prefixes before anybody waits for them, and keeps them from being forgotten.
+"""Computes prefixes before a request waits for them, and refreshes them.
 
-One prefix at a time, in the order of `Kind`, and of one kind the oldest first. It is work that
-nobody needs: it runs only while memory presses nobody and into room that is free, ends at once when
-that changes, and a fault of it is told once and not tried again: the request that comes finds a
-cold prefix, and whatever is broken is not papered over. Another prompt under the same key is
-another try.
-
-How to compute, what is there already and what room there is are injected: `WarmSource`.
+One prefix at a time, in the order of `Kind`, and of one kind the oldest first. Requests go first:
+the work runs only while memory is not short and into free room, and ends at once when that changes.
+A fault is reported once and not tried again: the next request finds a cold prefix, and reports the
+fault itself. Another prompt under the same key is another try. A `WarmSource` is injected: it
+computes, and knows the kept prefixes and the free room.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ PREWARM_S = 120.0
 """The longest that one prefix may take. Beside requests it only gets what they leave."""
 MAX_QUEUED = 1024
 MAX_KEPT_TOKENS = 1 << 22
-"""Of all prefixes that are kept warm: 16 MB of ids. Beyond it the one used least lately goes, of
-those that are not pinned."""
+"""Tokens of all prefixes that are kept warm: 16 MB of ids. Beyond it the least recently used one
+goes, of those that are not pinned."""
 MAX_FAULTS = 1024
 RETRY_S = 30.0
 """Until a kept prefix that found no room, or pressure, is looked after again."""
@@ -47,13 +45,13 @@ class _Job:
     kind: Kind
     waiters: list[asyncio.Future[WarmReport]] = field(default_factory=list)
     tokens: array[int] | None = None
-    """What is known of it from before; None = it has to be rendered."""
+    """The tokens of an earlier rendering; None = it has to be rendered."""
     end_mono: float = math.inf
     """When it is to be looked after no more."""
 
     @property
     def is_unasked(self) -> bool:
-        """Whether nobody waits to be told of it."""
+        """Whether no caller waits for its report."""
         return all(waiter.done() for waiter in self.waiters)
 
     def let_go(self) -> None:
@@ -99,15 +97,15 @@ class Prewarmer:
             running=self._running[0].prefix.key if self._running else "",
         )
 
-    # What others tell.
+    # Calls of the node.
 
     def submit(self, prefix: Prefix, kind: Kind) -> None:
-        """Warm a prefix in its turn. What still waits under its key is no longer wanted, but by
-        those who asked for it."""
+        """Warm a prefix in its turn. A job that still waits under its key is dropped, unless a
+        caller waits for its report."""
         self._enqueue(_Job(prefix, kind, end_mono=self._end_of(prefix)))
 
     async def ask(self, prefix: Prefix) -> WarmReport:
-        """Warm a prefix and say what became of it. Cancelling it leaves the work in its turn."""
+        """Warm a prefix; the report of that. Cancelling it leaves the work in its turn."""
         waiter: asyncio.Future[WarmReport] = asyncio.get_running_loop().create_future()
         self._enqueue(_Job(prefix, Kind.ASKED, [waiter], end_mono=self._end_of(prefix)))
         return await waiter
@@ -119,7 +117,7 @@ class Prewarmer:
             self._kept.move_to_end(key)
 
     def forget(self, key: str) -> None:
-        """Look after a key no more, nor after what waits or runs under it now."""
+        """Look after a key no more, nor after a job that waits or runs under it now."""
         for job in self._waiting(key):
             if job.is_unasked:
                 self._queue[job.kind].remove(job)
@@ -129,7 +127,7 @@ class Prewarmer:
         self._let_go(key)
 
     def pressed(self, level: PressureLevel) -> None:
-        """Memory presses as much as this now; what runs ends at once where it does."""
+        """Note the pressure of memory; the running job ends at once where memory is short."""
         self._level = level
         if level is not PressureLevel.NOMINAL:
             self._stop(_INTERRUPTED)
@@ -147,7 +145,7 @@ class Prewarmer:
         for key in [key for key in self._kept if not spared(key)]:
             self.forget(key)
 
-    # What it does.
+    # The task.
 
     async def run(self) -> None:
         """Warm one prefix after the other, for ever."""
@@ -217,12 +215,12 @@ class Prewarmer:
             if await source.keep(prefix, tokens) <= there:
                 reason = "it was computed, and nothing of it could be kept"
                 return WarmReport(outcome=WarmOutcome.NO_ROOM, warmed=warmed, reason=reason)
-        if job.prefix.is_pinned:  # what fails before has no pin that somebody would have to end
+        if job.prefix.is_pinned:  # a job that fails before has no pin to end
             source.pin(prefix, tokens)
         return WarmReport(outcome=WarmOutcome.WARM, warmed=warmed)
 
     async def _refuse(self, prefix: Prefix, tokens: Tokens, missing: int) -> WarmReport | None:
-        """Why it cannot be what it is to be: computed as far as it is missing, and pinned."""
+        """Why it cannot be computed or pinned; None = it can."""
         source = self._source
         if missing > 0:
             if (refusal := await source.refuse(prefix)) is not None:
@@ -247,7 +245,7 @@ class Prewarmer:
                 self._tell_once(job.prefix, report.reason)
                 self._let_go(key)
             case _:
-                # What was computed in vain is not computed sooner than what was kept.
+                # A prefix that was computed in vain is not computed sooner than one that was kept.
                 is_vain = report.warmed.computed > 0
                 if job.kind is Kind.KEPT and (is_vain or key not in self._kept):
                     self._keep(job, now)
@@ -272,7 +270,7 @@ class Prewarmer:
             reason=reason,
         )
 
-    # What is kept.
+    # Kept prefixes.
 
     def _keep(self, job: _Job, now: float) -> None:
         prefix = job.prefix
@@ -293,7 +291,8 @@ class Prewarmer:
             self._let_go_of_excess()
 
     def _let_go_of_excess(self) -> None:
-        """Of what is not pinned the least used goes first; what was kept just now stays."""
+        """Drop prefixes above the bound, the least recently used first; pinned ones stay, and the
+        one that was kept just now."""
         *others, _ = self._kept.items()
         for key, kept in others:
             if self._kept_tokens > MAX_KEPT_TOKENS and not kept.prefix.is_pinned:
@@ -321,14 +320,15 @@ class Prewarmer:
                 self._put(job)
 
     def _end_of(self, prefix: Prefix) -> float:
-        """A pin ends with its retention: nothing else would ever give its place back."""
+        """The end of a pin: that of its retention, since nothing else would ever give its place
+        back."""
         return self._clock.mono() + prefix.retention.seconds if prefix.is_pinned else math.inf
 
     def _idle_s(self) -> float:
         due_mono = self._deadlines.next_due()
         return _IDLE_S if due_mono is None else max(0.0, due_mono - self._clock.mono())
 
-    # What waits.
+    # Waiting jobs.
 
     def _enqueue(self, job: _Job) -> None:
         for older in self._waiting(job.prefix.key):

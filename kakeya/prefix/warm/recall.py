@@ -1,11 +1,12 @@
-"""What the first requests of a fresh engine would wait for, done as soon as the engine is ready.
+"""Recall of blocks for a fresh engine, as soon as it is ready and before its first requests.
 
-Its KV gets its name, and what is on disk of it is found. What was used last comes back into pages,
-as far as they are free and the ledger has memory that nobody needs, and whoever turns text into
-tokens hears of it (`recalled`). Where some of it did not come, as a file was damaged or memory was
-being moved in that moment, it is tried again a few times. A node that has nothing stored takes none
-before it is asked. Until then, and for a moment at most, the node says that it is not ready yet:
-who waits for that begins with what is there, and who does not is served all the same.
+The KV of the engine gets its name, and its blocks on disk are found. The last used ones come back
+into pages, as far as pages are free and the ledger has spare memory, and the part that turns text
+into tokens hears of it (`recalled`). Where some blocks did not come, as a file was damaged or
+memory was being moved in that moment, the recall is tried again a few times. A node without stored
+blocks takes no pages before a request. Until the recall is over, and for a moment at most, the node
+says that it is not ready yet: a client that waits for that begins with warm blocks, and any other
+is served all the same.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ RECALLED_BYTES = 256 * MIB
 _AGAIN_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """When the rest is tried again."""
 UNREADY_S = 0.5
-"""How long a node puts off that it is ready for this: less than anybody notices of a start."""
+"""How long a node puts off that it is ready for this: less than is noticed of a start."""
 
 
 Recalled = Callable[[ModelFacts, Sequence[Sequence[int]]], Awaitable[None]]
-"""Told which histories of a model came back, as token ids, what was used last in front."""
+"""Gets the histories of a model that came back, as token ids, the last used in front."""
 
 
 class PrefixStart:
@@ -49,7 +50,7 @@ class PrefixStart:
         self._unready_until_mono = 0.0
         self.recalled: Recalled | None = None
         self.at_rest = asyncio.Event()
-        """Nothing is left to do."""
+        """Set when all recalls are over."""
         self.at_rest.set()
 
     async def __aenter__(self) -> Self:
@@ -65,7 +66,7 @@ class PrefixStart:
         await self._tasks.aclose()
 
     def ready(self, seat: EngineSeat) -> None:
-        """An engine of a model is ready; said again, it changes nothing."""
+        """Note that an engine of a model is ready; harmless twice."""
         if seat.facts is None or seat.pid is None or not self._prefixes.is_on:
             return
         if self._begun.get(seat.model_id) == seat.pid:

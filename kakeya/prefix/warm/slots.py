@@ -1,4 +1,4 @@
-"""Which slot of a model each open conversation has: the least loaded one, for as long as it lasts.
+"""The slot of each open conversation of a model: the least loaded one, for as long as it lasts.
 
 A slot names KV that the engine keeps behind a generation, decoded tokens included. Conversations
 that share one cost each other that KV and no more: whole blocks are found by their content. So a
@@ -27,7 +27,7 @@ MAX_CONVERSATIONS = 10_000
 """Open at once on a node, about 4 MB; beyond it the one that idles longest is closed."""
 AUTO_SLOTS = range(2, 17)
 MOST_SLOTS = 1024
-"""What may be set for a model."""
+"""The limits of the setting."""
 _AUTO_SHARE = 0.25
 _SPARE_SHARE, _SPARE_LEAST = 0.25, 2
 
@@ -46,13 +46,13 @@ class Conversation:
 
     @property
     def kv_key(self) -> str:
-        """What its engine keeps its KV under."""
+        """The key of its KV at the engine."""
         return slot_key(self.slot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotStatus:
-    """The slots of one model: open conversations by slot, and what was seen of them."""
+    """The slots of one model: open conversations by slot, and counts of them."""
 
     model_id: str
     parallel: int
@@ -196,7 +196,7 @@ class ConversationRegistry:
 
 
 def slot_key(slot: int) -> str:
-    """What an engine keeps the KV of a slot under; "" for no slot in particular."""
+    """The key of a slot's KV at an engine; "" for no slot in particular."""
     return f"slot:{slot}" if slot >= 0 else ""
 
 
@@ -223,6 +223,6 @@ def fitting_parallel(usable_bytes: int, kv_bytes_per_token: int, context_tokens:
 
 
 def auto_parallel(usable_bytes: int, kv_bytes_per_token: int, context_tokens: int) -> int:
-    """How many slots a model has where nobody says: those that fit; 2 to 16."""
+    """The slots of a model where none are set: those that fit; 2 to 16."""
     fits = fitting_parallel(usable_bytes, kv_bytes_per_token, context_tokens)
     return min(max(fits, AUTO_SLOTS.start), AUTO_SLOTS.stop - 1)

@@ -1,7 +1,7 @@
-"""Computes prefixes with the models of this node, behind everybody's requests: `WarmSource`.
+"""Computes prefixes with the models of this node, behind all requests: `WarmSource`.
 
-A model is not loaded for it, and where one waits for room in memory, it gives way: it would hold
-the one that has to leave.
+No model is loaded for a prefix, and where a model waits for room in memory, the work gives way: it
+would hold the model that has to leave.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kakeya.prefix.warm.warming import Prefix
 
 
 class KeptPrefixes(Protocol):
-    """What keeps KV in pages: `NodePrefixes`. An adapter is named as its engine knows it."""
+    """The KV in pages: `NodePrefixes`. An adapter is named as its engine knows it."""
 
     @property
     def is_on(self) -> bool:
@@ -40,19 +40,19 @@ class KeptPrefixes(Protocol):
         block_class: BlockClass,
         pin: str = "",
     ) -> int:
-        """Refresh what is there of a prefix; how many tokens from its beginning. With a name for
-        a pin, it is pinned in place of what had that name."""
+        """Refresh the blocks of a prefix; how many tokens from its beginning. With a name for a
+        pin, they are pinned in place of the earlier pin of that name."""
         ...
 
     @property
     def most_pinned_bytes(self) -> int:
-        """What all pins may take together."""
+        """The bytes that all pins may take together."""
         ...
 
     def pinned_bytes(
         self, model_id: str, adapter_id: str, token_ids: Sequence[int], pin: str
     ) -> int:
-        """What all pins take, with what is there of a prefix that is to have this one."""
+        """The bytes that all pins take, if this one holds the blocks of this prefix."""
         ...
 
     def release(self, pin: str) -> None:
@@ -60,11 +60,11 @@ class KeptPrefixes(Protocol):
         ...
 
     def free_bytes(self) -> int:
-        """What KV that nobody asked for may take."""
+        """The bytes that speculative KV may take."""
         ...
 
     def bytes_of(self, facts: ModelFacts, tokens: int) -> int:
-        """What so many more tokens of a model would take."""
+        """The bytes that so many more tokens of a model would take."""
         ...
 
 
@@ -118,7 +118,7 @@ class ModelSource:
         return _GIVES_WAY if self._is_needed() else None
 
     async def keep(self, prefix: Prefix, tokens: Tokens) -> int:
-        """Refresh what is there of a prefix."""
+        """Refresh the blocks of a prefix."""
         return self._keep(prefix, tokens, pin="")
 
     async def refuse_pin(self, prefix: Prefix, tokens: Tokens, missing: int) -> WarmReport | None:
@@ -140,7 +140,7 @@ class ModelSource:
         return WarmReport(outcome=WarmOutcome.NO_ROOM, reason=reason)
 
     def pin(self, prefix: Prefix, tokens: Tokens) -> None:
-        """Let nothing take the place of what is there."""
+        """Pin the blocks of a prefix."""
         self._keep(prefix, tokens, pin=prefix.key)
 
     def _keep(self, prefix: Prefix, tokens: Tokens, *, pin: str) -> int:
@@ -155,16 +155,16 @@ class ModelSource:
         )
 
     async def has_room(self, prefix: Prefix, tokens: int) -> bool:
-        """Whether so many more tokens fit without taking anybody's place."""
+        """Whether so many more tokens fit without an eviction."""
         facts = await facts_at_hand(self._models.get(prefix.model_id, prefix.client))
         if isinstance(facts, WarmReport):
             return False
         return self._prefixes.bytes_of(facts, tokens) <= self._prefixes.free_bytes()
 
     async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed | WarmReport:
-        """Have the engine compute what is not there. Raises what a decode raises.
+        """Have the engine compute the missing blocks.
 
-        It counts to nobody's share: nobody asked for it.
+        Raises the errors of a decode. The work counts to no client's share.
         """
         token_ids, cuts = unmarked(tokens)
         request = DecodeRequest(

@@ -1,4 +1,4 @@
-"""What a prefix to be warm is, what may become of it, and the seam to who computes it."""
+"""A prefix to be warmed, its counts, and the seam to the part that computes it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from kakeya.prefix.seam import Tokens, TokenSource, Warmed, WarmOutcome, WarmRep
 
 
 class Kind(IntEnum):
-    """Who wants a prefix, the most urgent first."""
+    """The cause of warming a prefix, the most urgent first."""
 
     ASKED = 0
     """A caller waits for the outcome: a session that opens, /v1/precache."""
     TURN = 1
     """A conversation as its next request will begin, after each of its turns."""
     KEPT = 2
-    """Declared prompts after each load, and whatever comes up to its deadline."""
+    """Declared prompts after each load, and prefixes that come up to their deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
     """A prefix to be warm. Its `block_class` weighs it against others where room is short.
 
-    `is_kept`: it is looked after until it is forgotten; `is_pinned`: nothing may take its place
-    either, until its retention is over. Pins have keys of their own. `client` is who asks, for
-    adapters that belong to somebody.
+    `is_kept`: it is refreshed until it is forgotten; `is_pinned`: it is not evicted either, until
+    its retention is over. Pins have keys of their own. `client` is the caller, for adapters that
+    have an owner.
     """
 
     key: str
@@ -42,14 +42,14 @@ class Prefix:
 
 
 class WarmSource(Protocol):
-    """Who computes prefixes and knows what is kept."""
+    """The part that computes prefixes and knows the kept ones."""
 
     async def refuse(self, prefix: Prefix) -> WarmReport | None:
         """Why this cannot be computed now; None = it can."""
         ...
 
     async def keep(self, prefix: Prefix, tokens: Tokens) -> int:
-        """Refresh what is there of a prefix for its class: so many tokens from its beginning."""
+        """Refresh the blocks of a prefix for its class; how many tokens from its beginning."""
         ...
 
     async def refuse_pin(self, prefix: Prefix, tokens: Tokens, missing: int) -> WarmReport | None:
@@ -57,17 +57,16 @@ class WarmSource(Protocol):
         ...
 
     def pin(self, prefix: Prefix, tokens: Tokens) -> None:
-        """Let nothing take the place of what is there until `unpin`; what was pinned under its key
-        before may go."""
+        """Pin the blocks that are there until `unpin`; an earlier pin of its key ends."""
         ...
 
     async def has_room(self, prefix: Prefix, tokens: int) -> bool:
-        """Whether so many more tokens fit without taking anybody's place."""
+        """Whether so many more tokens fit without an eviction."""
         ...
 
     async def warm(self, prefix: Prefix, tokens: Tokens) -> Warmed | WarmReport:
-        """Compute what is not there, behind everybody's requests; a report where it had to give
-        way. Raises KakeyaError."""
+        """Compute the missing blocks, behind all requests; a report where the work had to give way.
+        Raises KakeyaError."""
         ...
 
     def unpin(self, key: str) -> None:
