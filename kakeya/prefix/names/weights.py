@@ -50,7 +50,7 @@ def weights_digest(
                 while chunk := opened.read(_CHUNK_BYTES):
                     sha256.update(chunk)
                     if is_given_up():
-                        raise Cancelled(f"nobody needs the digest of {folder} any more")
+                        raise Cancelled(f"the digest of {folder} is not needed any more")
     except OSError as problem:
         raise InvalidArgument(f"weights in {folder} cannot be read: {problem}") from None
     if weights_state(folder) != state:

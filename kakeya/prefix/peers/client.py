@@ -263,7 +263,7 @@ def _add(assembly: Assembly, chunk: pb.FetchBlocksResponse, layout: str) -> byte
     if not is_finite(payload, chunk.token_count, layout):
         raise BrokenBlock(
             ChunkFault.DAMAGED,
-            f"block {assembly.index} has numbers that are not finite, so it is nobody's KV",
+            f"block {assembly.index} has numbers that are not finite, so it is no KV",
         )
     return payload
 

@@ -254,7 +254,7 @@ class PrefixExchange:
             return ()
         given.unpark(pages)
         asked = given.parks
-        # Nor does what is set aside put out what all others stand on.
+        # Nor does parked KV evict the prefixes of all others.
         if sum(map(pages.arena.paged_bytes, lengths)) > max(
             pages.free_bytes, pages.budget_bytes // 2
         ):
@@ -373,8 +373,8 @@ class PrefixExchange:
     async def _exports(self, given: KvGrant) -> tuple[KvPages, ...]:
         """Prepare pages for the pieces that this request claimed, as far as there are any."""
         pieces, wanted, pages = self._turn.pieces, self._turn.claimed(), self._tools.pages
-        # One long prompt does not put out what all others stand on, and what nobody waits for
-        # puts out nothing.
+        # One long prompt does not evict the prefixes of all others, and a speculative one evicts
+        # nothing.
         is_speculative = self._request.priority is GenerationPriority.SPECULATIVE
         room = max(pages.free_bytes, 0 if is_speculative else pages.budget_bytes // 2)
         for piece in wanted:
