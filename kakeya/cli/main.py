@@ -145,7 +145,7 @@ def _status(node: NodeApi, *, as_json: bool, watch: bool) -> int:
 def _plan(node: NodeApi, *, as_json: bool) -> int:
     plan = node.get("/api/v1/fleet").get("plan")
     if not isinstance(plan, dict):
-        raise KakeyaError(f"{node.address} tells no plan; is it a Kakeya node of this version?")
+        raise KakeyaError(f"{node.address} gives no plan; is it a Kakeya node of this version?")
     if as_json:
         print(json.dumps(plan))
     else:
@@ -204,7 +204,7 @@ def _default_model(node: NodeApi) -> str:
     models = node.get("/v1/models").get("data")
     if not isinstance(models, list) or not models:
         raise KakeyaError(
-            f"the node at {node.address} decodes with no model; start one with --model ID_OR_PATH"
+            f"the node at {node.address} has no verifier; start one with --model ID_OR_PATH"
         )
     return str(models[0]["id"])
 

@@ -101,7 +101,7 @@ def check_seen(age_s: float | None, ttl_s: float, address: str, peer: Peer) -> F
     if age_s is None:
         return warning(
             "seen",
-            f"{peer.name} holds no card of this node: gossip has not come round yet, or is refused",
+            f"{peer.name} has no card of this node: gossip has not reached it yet, or is refused",
             shell("kakeya-node", "--peer", address),
             peer=peer.name,
         )
@@ -134,15 +134,15 @@ def check_certificate(dates: CertificateDates, now: float, platform: str) -> Fin
     if now < dates.not_before_at:
         return fault(
             what,
-            f"it begins only in {span(dates.not_before_at - now)}: the clock of this machine is "
+            f"it becomes valid in {span(dates.not_before_at - now)}: the clock of this machine is "
             "behind",
             set_clock(platform),
         )
     if now > dates.not_after_at:
         return fault(
             what,
-            f"it ended {span(now - dates.not_after_at)} ago, and no member believes this node any "
-            "more; `kakeya invite` on the fleet's authority prints a token",
+            f"it expired {span(now - dates.not_after_at)} ago, and no member trusts this node now; "
+            "`kakeya invite` on the fleet's authority prints a token",
             JOIN,
         )
     left = span(dates.not_after_at - now)
@@ -189,7 +189,7 @@ def check_ring(own: str, theirs: str, peer: Peer) -> Finding | None:
     if ring_path_available(own, theirs):
         return ok("ring", f"shared with {peer.name}: {own}, {theirs}", peer=peer.name)
     if own and theirs:
-        detail = f"{own} and {theirs} are not two seats of one ring: two launches, or one rank"
+        detail = f"{own} and {theirs} are not two ranks of one ring: two launches, or one rank"
     else:
         without = peer.name if own else "this node"
         detail = f"{without} was not started by mlx.launch and is in no ring"

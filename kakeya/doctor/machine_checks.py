@@ -128,7 +128,7 @@ def check_port(flag: str, address: str, number: int) -> Finding:
             detail = "no interface of this machine has that address"
             return fault(what, detail, shell("kakeya-node", flag, f"127.0.0.1:{port}"))
         case _:
-            detail = f"cannot be listened on (errno {number}); ports below 1024 are root's"
+            detail = f"the system refuses it (errno {number}); ports below 1024 need root"
             return fault(what, detail, shell("kakeya-node", flag, "127.0.0.1:0"))
 
 

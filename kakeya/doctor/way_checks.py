@@ -157,11 +157,11 @@ def _cause_of_distrust(dial: DialAttempt, here: Here, now: float) -> _Cause:
     if shown is not None and not here.is_member:
         return _Cause("the node there belongs to a fleet, and this one to none", JOIN)
     if shown is not None and now > shown.not_after_at:
-        detail = f"its certificate ended {span(now - shown.not_after_at)} ago ({dial.error})"
+        detail = f"its certificate expired {span(now - shown.not_after_at)} ago ({dial.error})"
         return _Cause(detail, JOIN, is_theirs=True)
     if shown is not None and now < shown.not_before_at:
         return _Cause(
-            f"its certificate begins only in {span(shown.not_before_at - now)}: one of the two "
+            f"its certificate becomes valid in {span(shown.not_before_at - now)}: one of the two "
             "clocks is wrong, likely this one",
             set_clock(here.platform),
         )
