@@ -12,7 +12,7 @@ from kakeya.generation.request import DecodeRequest
 
 
 class AdaptedModel:
-    """A `ServedModel`. Each request takes the version that is registered when it begins."""
+    """A `ServedModel`. A request uses the version that is registered at its start."""
 
     def __init__(
         self, base: ResidentModel, model_id: str, client: str, adapters: AdapterManager
@@ -28,21 +28,21 @@ class AdaptedModel:
 
     @property
     def state(self) -> ModelState:
-        """That of the base: an adapter comes and goes with a request."""
+        """The state of the base: an adapter comes and goes with a request."""
         return self._base.state
 
     @property
     def last_error(self) -> str:
-        """That of the base."""
+        """The last error of the base."""
         return self._base.last_error
 
     async def ready(self, timeout_s: float) -> ModelFacts:
-        """Wait until the base serves. Raises NotFound when the adapter was removed."""
+        """Wait until the base serves. Raises NotFound if the adapter was removed."""
         self._adapters.find(self._wish.model_id, self._wish.client)
         return await self._base.ready(timeout_s)
 
     def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
-        """Stream frames, as the base does, with the adapter; and what acquiring it raises."""
+        """Stream frames of the base with the adapter. Also raises the errors of acquiring it."""
         return self._base.decode(request, self._wish)
 
     async def release(self, kv_key: str) -> None:
@@ -50,5 +50,5 @@ class AdaptedModel:
         await self._base.release(kv_key)
 
     async def stats(self) -> EngineStats:
-        """Those of the base's engine."""
+        """Return live figures of the base's engine."""
         return await self._base.stats()

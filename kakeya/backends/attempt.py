@@ -1,11 +1,11 @@
-"""One generation, whatever happens to what serves it.
+"""One generation from its request to its last frame, through losses of its engines.
 
     hold     adapter, prefix turn, memory, place at the engine: taken in this order, given back in
-             reverse; the one place where a generation waits
-    stream   frames of one engine; what is committed is the `Continuation`'s alone
-    after    how the stream ended is a value, and a table says what follows (`endings`)
+             reverse; the only place where a generation waits
+    stream   frames of one engine; only the `Continuation` counts committed tokens
+    after    the end of the stream is a value, and a table gives the next step (`endings`)
 
-A node that serves in place of this one would be another kind of engine, and one more ending.
+Another node that takes over would be one more kind of engine, and one more ending.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ _log = logging.getLogger(__name__)
 
 
 class AttemptStage(StrEnum):
-    """What a generation waits for."""
+    """The resource for which a generation waits."""
 
     ADAPTER = "adapter"
-    PREFIX = "prefix"  # another request computes it, or blocks are on their way
+    PREFIX = "prefix"  # another request computes the prefix, or its blocks are on their way
     MEMORY = "memory"
     PLACE = "place"
     ENGINE = "engine"
 
 
 class AttemptedModel(Protocol):
-    """What lends engines: `ResidentModel`, and `EngineBackend` itself."""
+    """A model that lends its engine: `ResidentModel`, or `EngineBackend` itself."""
 
     @property
     def model_id(self) -> str:
-        """The name that callers use."""
+        """The id that callers use."""
         ...
 
     @property
     def facts(self) -> ModelFacts | None:
-        """What its last engine said of it."""
+        """The facts from its last engine."""
         ...
 
     async def ready(self, timeout_s: float) -> ModelFacts:
-        """Wait until it serves."""
+        """Wait until the model serves."""
         ...
 
     def lend_for(self, request: DecodeRequest) -> AbstractAsyncContextManager[EngineLife]:
-        """Hold it in memory for a request; it may have to be loaded."""
+        """Hold the model in memory for a request; load it if needed."""
         ...
 
 
 class Attempt:
-    """See the module. `exchange` makes the part of a request in the KV of prompts, None = none."""
+    """See the module. `exchange` makes a request's part in the KV of prompts, None = none."""
 
     def __init__(
         self,
@@ -94,9 +94,9 @@ class Attempt:
         """None while an engine works."""
 
     async def frames(self) -> AsyncGenerator[Frame, None]:
-        """Stream frames; exactly one Done, last, when nothing is held any more.
+        """Stream frames; exactly one Done, last, after all resources are given back.
 
-        Raises what acquiring raises, and PeerUnavailable when no engine can finish it.
+        Raises the errors of acquiring, and PeerUnavailable if no engine can finish it.
         """
         job, mono = self._job, self._clock.mono
         ending: endings.AttemptEnding | None = None
@@ -128,7 +128,7 @@ class Attempt:
         yield ending
 
     async def _hold(self, held: AsyncExitStack) -> EngineLife:
-        """Take what a generation holds, and say what it waits for meanwhile."""
+        """Take the resources of a generation in order; `waits_for` names the current one."""
         if self._wish is not None:
             self.waits_for = AttemptStage.ADAPTER
             self._use = held.enter_context(await self._adapter(self._wish))
@@ -147,7 +147,7 @@ class Attempt:
         return source
 
     async def _adapter(self, wish: AdapterWish) -> AdapterUse:
-        """The version that it began with, once a token is out; else the one of now."""
+        """Acquire the adapter: after the first token the version of the start, else the newest."""
         left_s = self._rest().deadline_s
         patience_s = PATIENCE_S if left_s is None else left_s
         await self._model.ready(patience_s)
@@ -155,7 +155,7 @@ class Attempt:
         return await wish.acquire(patience_s, begun)
 
     async def _engine(self, source: EngineLife) -> Engine:
-        """Wait for an engine, no longer than the caller does."""
+        """Wait for an engine, at most until the request's deadline."""
         self.waits_for = AttemptStage.ENGINE
         left_s, most_s = self._rest().deadline_s, source.options.resume_timeout_s
         patience_s = most_s if left_s is None else min(left_s, most_s)
@@ -163,7 +163,7 @@ class Attempt:
 
     @asynccontextmanager
     async def _stream(self, engine: Engine) -> AsyncIterator[AsyncGenerator[Frame, None]]:
-        """The frames of one engine, which begins from the blocks that it is offered."""
+        """Open the frames of one engine, which starts from the offered blocks."""
         kv, offer = self._rest().kv, KvOffer()
         try:
             if kv is not None:
@@ -177,14 +177,14 @@ class Attempt:
                 kv.ended()
 
     def _rest(self) -> DecodeRequest:
-        """What is left to ask for."""
+        """Return the request for the tokens that are left."""
         rest = self._job.rest(self._clock.mono())
         if self._use is not None:
             rest = replace(rest, adapter_id=self._use.adapter_id)
         return rest if self._exchange is None else replace(rest, kv=self._exchange)
 
     def _ending(self, source: EngineLife, failure: Exception) -> endings.AttemptEnding:
-        """Which ending a failure is. Raises it where it is none."""
+        """Return the ending of a failure. Raises the failure if it is not an ending."""
         model_id = self._model.model_id
         ending = endings.ending_of(
             failure,
@@ -208,7 +208,7 @@ class Attempt:
         engine: Engine,
         held: AsyncExitStack,
     ) -> Done | None:
-        """Do what is due before another try; the last frame where what is committed needs none."""
+        """Prepare another try; return the last frame if the committed tokens need none."""
         self._lost = None
         if isinstance(ending, endings.EngineLost) and self._source is not None:
             is_lost = await self._source.is_lost(engine, ending.error)

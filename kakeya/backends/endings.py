@@ -1,12 +1,12 @@
-"""What may end the stream of an engine, and what follows: one table, pure.
+"""The endings of an engine's stream, and the next step for each: one table. Pure.
 
     Done             nothing follows
-    EngineLost       another engine goes on from the tokens committed so far, at once
-    MakeWay          the engine needed the room for others: it goes on after a pause
-    AdapterUnknown   the engine has no such adapter: all is given back, and the adapter comes again
-    Superseded       another request, or a peer, brings the blocks: all is given back, to wait again
+    EngineLost       another engine goes on at once from the committed tokens
+    MakeWay          the engine needed the memory for others: the generation goes on after a pause
+    AdapterUnknown   the engine lacks the adapter: all is given back, and the adapter loaded again
+    Superseded       another request or a peer brings the blocks: all is given back, to wait again
 
-Too many losses in a row, without a token between them, end the generation.
+Too many losses in a row without a token in between end the generation.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from kakeya.generation.frames import Done
 from kakeya.prefix.request.exchange import Superseded
 
 MOST_UNKNOWN = 3
-"""Engines in a row that may not know an adapter."""
+"""The most tries in a row at which the engine may lack the adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLost:
-    """An engine died, or broke the stream; at most `most` may in a row. `retry_after_s` is when
-    another one may serve, None = not before a person acts."""
+    """An engine died, or broke the stream; `most` losses in a row end the generation.
+
+    `retry_after_s` is the time until another engine may serve, None = only after the owner acts.
+    """
 
     model_id: str
     error: PeerUnavailable
@@ -35,7 +37,7 @@ class EngineLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MakeWay:
-    """An engine ended the generation so that others can go on; `most` as in `EngineLost`."""
+    """An engine ended the generation so that other ones go on; `most` as in `EngineLost`."""
 
     refusal: MemoryRefused
     most: int
@@ -43,7 +45,7 @@ class MakeWay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterUnknown:
-    """An engine was started anew and has empty slots, or the load of the adapter failed."""
+    """A restarted engine has empty slots, or the load of the adapter failed."""
 
     adapter: str
     error: NotFound
@@ -54,7 +56,7 @@ AttemptEnding = Done | EngineLost | MakeWay | AdapterUnknown | Superseded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """Go on in so many seconds; with what is held, or after all of it was given back."""
+    """Go on after `in_s`, with the held resources or after all of them were given back."""
 
     in_s: float = 0.0
     gives_back: bool = False
@@ -62,7 +64,7 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class EndWith:
-    """Tell the caller."""
+    """End the generation with an error for the caller."""
 
     error: KakeyaError
 
@@ -80,8 +82,10 @@ def ending_of(
     most: int,
     retry_after_s: float | None,
 ) -> AttemptEnding:
-    """Which ending a failure is, which the job counts; `adapter` "" = none is in use. Raises the
-    failure where it is none."""
+    """Return the ending of a failure, and count it in the job; `adapter` "" = none is in use.
+
+    Raises the failure if it is not an ending.
+    """
     match failure:
         case Superseded():
             return failure
@@ -100,7 +104,7 @@ def ending_of(
 
 
 def after(ending: AttemptEnding, job: Continuation) -> Retry | EndWith | None:
-    """What follows an ending that the job has counted already; None = nothing."""
+    """Return the next step after an ending that the job has counted; None = none."""
     match ending:
         case Done():
             return None

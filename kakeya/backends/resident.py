@@ -1,12 +1,12 @@
-"""A model of this node, in memory or not: what callers keep while engines come and go.
+"""A model of this node, in memory or not: the object that callers keep while engines come and go.
 
-    decode    holds a lease while it runs; who comes while the model is not there waits in the
-              arbiter's line until it is loaded
-    draft     holds a lease too, but only of what is there: nobody waits for a draft
-    failed    an engine that was given up leaves the ledger; the next request after a pause loads
-              anew, each pause longer than the one before
+    decode    holds a lease while it runs; a request for an absent model waits in the arbiter's
+              queue until the model is loaded
+    draft     holds a lease too, but only of a model in memory: no draft waits
+    failed    an engine that was given up leaves the ledger; the first request after a pause loads
+              the model again; each pause is longer than the last one
 
-Whether and when a model is loaded is the arbiter's decision; `EngineHandler` carries it out.
+The arbiter decides whether and when a model is loaded; `EngineHandler` carries it out.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ TEXT, DRAFT = "text", "draft"
 """The capabilities of verifiers and of draft models."""
 CAPABILITY_OF = {ModelRole.VERIFIER: TEXT, ModelRole.PROPOSER: DRAFT}
 PATIENCE_S = 120.0
-"""How long a request without a deadline of its own waits for its model."""
+"""How long a request without a deadline waits for its model."""
 PAUSES_S = (30.0, 60.0, 120.0, 300.0)
-"""After the 1st, 2nd, ... failure within half an hour; the last one repeats."""
+"""Seconds after the 1st, 2nd, ... failure within half an hour; the last value repeats."""
 _FAILURES_COUNT_S = 1800.0
 
 
@@ -58,7 +58,7 @@ class _Failure:
 
 
 class ResidentModel:
-    """A `ServedModel`, and a proposer for peers, on top of one engine after the other."""
+    """A `ServedModel`, and a proposer for peers, on top of successive engines."""
 
     def __init__(
         self,
@@ -83,35 +83,35 @@ class ResidentModel:
         self.backend: EngineBackend | None = None
         """The live engine; None while the model is not in memory."""
         self.prefixes: NodePrefixes | None = None
-        """What keeps the KV of prompts; None = nothing does."""
+        """The store of the KV of prompts; None = none is kept."""
         self.on_usage: Callable[[Usage], None] = lambda _: None
-        """Told of each whole decode."""
+        """Called with the usage of each whole decode."""
 
-    # What callers see.
+    # For callers
 
     @property
     def model_id(self) -> str:
-        """The name that callers use."""
+        """The id that callers use."""
         return self._spec.model_id
 
     @property
     def role(self) -> ModelRole:
-        """What it is served for."""
+        """The role for which the model is served."""
         return self._spec.role
 
     @property
     def capability(self) -> str:
-        """Its capability in the arbiter."""
+        """The model's capability in the arbiter."""
         return CAPABILITY_OF[self._spec.role]
 
     @property
     def resident(self) -> Resident | None:
-        """Its line in the ledger; None = it is not in memory."""
+        """The model's entry in the ledger; None = it is not in memory."""
         return self._memory.find(self.capability, self.model_id)
 
     @property
     def state(self) -> ModelState:
-        """Where it is in its life now."""
+        """The current state of the model."""
         if self.backend is not None and self.backend.state is not ModelState.STOPPED:
             is_ready = self.backend.state is ModelState.READY
             return ModelState.LOADING if is_ready and not self._is_settled else self.backend.state
@@ -123,21 +123,21 @@ class ResidentModel:
 
     @property
     def last_error(self) -> str:
-        """Why it is FAILED or RESTARTING, in one sentence; "" otherwise."""
+        """The reason of FAILED or RESTARTING, in one sentence; "" otherwise."""
         if self.backend is not None and self.backend.last_error:
             return self.backend.last_error
         return self._failure.reason if self._failure else ""
 
     @property
     def facts(self) -> ModelFacts | None:
-        """What its last engine said of it; None before the first one was ready."""
+        """The facts from the model's last engine; None before the first one was ready."""
         if self.backend is not None and self.backend.facts is not None:
             return self.backend.facts
         return self._facts
 
     @property
     def can_serve(self) -> bool:
-        """Whether a request that comes now is going to be served."""
+        """Whether a request at this moment would be served."""
         state = self.state
         if state is ModelState.READY:
             return True
@@ -148,30 +148,30 @@ class ResidentModel:
 
     @property
     def pid(self) -> int | None:
-        """Its engine's process id, also while that ends; None while there is none."""
+        """The engine's process id, also while the engine ends; None without an engine."""
         backend = self.backend or self._ending
         return None if backend is None else backend.pid
 
     @property
     def restarts(self) -> int:
-        """How often an engine was started again after its death."""
+        """How often an engine of the model was restarted after its death."""
         return self._earlier_restarts + (self.backend.restarts if self.backend else 0)
 
     @property
     def running(self) -> int:
-        """Decodes that hold a place."""
+        """The number of decodes that hold a place."""
         return 0 if self.backend is None else self.backend.running
 
     @property
     def waiting(self) -> int:
-        """Decodes that wait for the model or for a place."""
+        """The number of decodes that wait for the model or for a place."""
         return self._asking + (self.backend.waiting if self.backend else 0)
 
     async def ready(self, timeout_s: float) -> ModelFacts:
-        """What is known of the model; one that was never in memory is loaded.
+        """Return the facts of the model; load it if it was never in memory.
 
-        Raises PeerUnavailable (with retry_after_s) when it will not be, and what the arbiter
-        raises.
+        Raises PeerUnavailable (with retry_after_s) if it does not become ready, and the arbiter's
+        errors.
         """
         self._refuse_failed()
         if self._facts is None:
@@ -186,9 +186,9 @@ class ResidentModel:
     ) -> AsyncGenerator[Frame, None]:
         """Stream frames; exactly one Done, last. Closing the iterator stops the work in one step.
 
-        Raises what the engine's decode raises, MemoryRefused and DrainTimeout when no room can be
-        made, DeadlineExceeded when the request's own time is over or too short for a load; with an
-        adapter, what acquiring that raises.
+        Raises the errors of the engine's decode, MemoryRefused and DrainTimeout if no room can be
+        made, DeadlineExceeded if the request's time is over or too short for a load; with an
+        adapter, the errors of acquiring it.
         """
         attempt = Attempt(
             request,
@@ -205,7 +205,7 @@ class ResidentModel:
 
     @asynccontextmanager
     async def lend_for(self, request: DecodeRequest) -> AsyncIterator[EngineBackend]:
-        """Hold the model's engine for a request, no longer than its caller waits for it."""
+        """Hold the model's engine for a request; wait for it until the request's deadline."""
         async with self.lend(terms=decode_terms(request)) as backend:
             with self._run():
                 yield backend
@@ -218,7 +218,7 @@ class ResidentModel:
         seed: int | None = None,
         temperature: float | None = None,
     ) -> Draft:
-        """Draft with this model if it is in memory. Raises PeerUnavailable where it is not."""
+        """Draft with this model if it is in memory. Raises PeerUnavailable if it is not."""
         handle = self._memory.try_acquire(self.capability, self.model_id, DRAFT_TERMS)
         if handle is None:
             raise PeerUnavailable(f"draft model {self.model_id} is not in memory now")
@@ -227,40 +227,40 @@ class ResidentModel:
             return await backend.draft(prefix, size, seed=seed, temperature=temperature)
 
     async def release(self, kv_key: str) -> None:
-        """Forget the KV kept under a key; unknown keys and models that are away are fine."""
+        """Forget the KV of a key; an unknown key or an absent model is ignored."""
         if self.backend is not None:
             await self.backend.release(kv_key)
 
     async def is_past(self, pid: int) -> bool:
-        """Whether the engine process answered from its model thread: it is past calls that were
-        cut off before."""
+        """Whether the engine process answered from its model thread: it has finished all calls that
+        were cut off before."""
         backend = self.backend
         if backend is None or backend.pid != pid:
             return False
         return await backend.footprint() is not None and backend.pid == pid
 
     async def stats(self) -> EngineStats:
-        """Live numbers; zeros while no engine is up."""
+        """Return live figures of the engine; zeros without one."""
         return EngineStats() if self.backend is None else await self.backend.stats()
 
-    # What the handler tells.
+    # For the handler
 
     def opened(self, backend: EngineBackend) -> None:
-        """An engine begins to load."""
+        """Note that an engine begins to load."""
         self._is_expected = False
         self._is_settled = False
         self.backend = backend
         self._on_change(self)
 
     def settled(self, facts: ModelFacts) -> None:
-        """It is loaded, measured and within its limits."""
+        """Note that the engine is loaded, measured and within its limits."""
         self._facts = facts
         self._failure = None
         self._is_settled = True
         self._on_change(self)
 
     def closed(self) -> None:
-        """Its engine is about to be ended."""
+        """Note that the engine is about to be ended."""
         if self.backend is not None:
             self._facts = self.backend.facts or self._facts
             self._earlier_restarts += self.backend.restarts
@@ -269,24 +269,24 @@ class ResidentModel:
         self._on_change(self)
 
     def ended(self) -> None:
-        """The process of its engine is gone."""
+        """Note that the process of the engine has ended."""
         self._ending = None
         self._on_change(self)
 
     def not_expected(self) -> None:
-        """There was no room to load it at the start."""
+        """Note that there was no room to load the model at the start."""
         if self._is_expected:
             self._is_expected = False
             self._on_change(self)
 
     def load_failed(self, reason: str) -> None:
-        """It could not be loaded."""
+        """Note that the model could not be loaded."""
         if self.may_load:
             self._fail(reason)
         self._on_change(self)
 
     def engine_changed(self) -> None:
-        """Its engine's state changed. One that was given up leaves memory once nobody uses it."""
+        """Note a change of the engine's state. A failed engine leaves memory when it is unused."""
         backend = self.backend
         if backend is not None and backend.state is ModelState.FAILED:
             self._fail(backend.last_error)
@@ -295,26 +295,26 @@ class ResidentModel:
 
     @property
     def may_load(self) -> bool:
-        """Whether a load may be tried: it has not failed just now."""
+        """Whether a load may be tried: the pause after the last failure is over."""
         return self._failure is None or self._clock.mono() >= self._failure.until_mono
 
     @property
     def may_come_back(self) -> bool:
-        """Whether it is loaded without a request when there is room: one that drafts always, one
-        that verifies if it was never tried."""
+        """Whether the model is loaded without a request when there is room: a drafter always, a
+        verifier only if it was never tried."""
         if self.role is ModelRole.PROPOSER:
             return self.may_load
         return self._facts is None and self._failure is None
 
-    # How it is held.
+    # Holding it
 
     @asynccontextmanager
     async def lend(
         self, patience_s: float = PATIENCE_S, terms: Terms = PLAIN
     ) -> AsyncIterator[EngineBackend]:
-        """Hold the model's engine, which is started for it if need be.
+        """Hold the model's engine, which is started if needed.
 
-        Waits for `patience_s`, where the terms have no time of their own. Raises as `decode`.
+        Waits for `patience_s` if the terms have no deadline. Raises as `decode`.
         """
         self._refuse_failed()
         limit_s = patience_s if terms.timeout_s == FOREVER else None
@@ -331,15 +331,17 @@ class ResidentModel:
             self._drop_failed()
 
     def _at_hand(self, terms: Terms) -> Handle | None:
-        """A handle of what is in memory and stays: no way through the line, which costs more than
-        bringing an adapter in. None = wait."""
+        """Take a handle of the model if it is in memory and stays; None = the caller must wait.
+
+        This skips the arbiter's queue, which costs more than loading an adapter.
+        """
         if terms.timeout_s <= 0:
             return None
         return self._memory.try_acquire(self.capability, self.model_id, terms)
 
     @contextmanager
     def _run(self) -> Iterator[None]:
-        """Tell the arbiter's listeners of a run, as it does of those that it makes itself."""
+        """Tell the arbiter's listeners of a run, as the arbiter does of its own runs."""
         began_mono, is_failed = self._clock.mono(), True
         try:
             yield
@@ -365,7 +367,7 @@ class ResidentModel:
         finally:
             self._asking -= 1
 
-    # How it fails.
+    # Failures
 
     def _fail(self, reason: str) -> None:
         now = self._clock.mono()

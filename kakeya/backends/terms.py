@@ -1,4 +1,4 @@
-"""On what terms generations and drafts of this node ask the memory arbiter for their model."""
+"""The terms on which generations and drafts ask the memory arbiter for their model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kakeya.memory.arbiter.plan import FOREVER
 from kakeya.memory.arbiter.resident import RequestPriority
 
 DRAFT_TERMS = Terms(priority=RequestPriority.BATCH)
-"""Drafts make a generation faster; everything else is more urgent."""
+"""The least urgent terms: drafts only make a generation faster."""
 _PRIORITIES = {
     GenerationPriority.URGENT: RequestPriority.URGENT,
     GenerationPriority.NORMAL: RequestPriority.NORMAL,
@@ -18,7 +18,7 @@ _PRIORITIES = {
 
 
 def decode_terms(request: DecodeRequest) -> Terms:
-    """As urgent as the generation is, and no longer than its caller waits."""
+    """Make the terms of a generation: its urgency, and its caller's deadline."""
     return Terms(
         priority=_PRIORITIES[request.priority],
         timeout_s=FOREVER if request.deadline_s is None else request.deadline_s,

@@ -1,4 +1,4 @@
-"""The models that this node decodes with, by name."""
+"""The verifiers of this node, by id."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kakeya.generation.model import AdaptedId, ServedModel
 
 
 class VerifierDirectory:
-    """Finds verifiers, alone or with an adapter; the first one is the default."""
+    """Finds a verifier, with or without an adapter; the first one is the default."""
 
     def __init__(self, verifiers: Sequence[ResidentModel], adapters: AdapterManager) -> None:
         self._verifiers = tuple(verifiers)
         self._adapters = adapters
 
     def get(self, model_id: str, client: str = "") -> ServedModel:
-        """Find a model that decodes; "" is the default, BASE:NAME one with an adapter.
+        """Find a verifier; "" is the default, BASE:NAME a verifier with an adapter.
 
-        Raises NotFound naming what is served or near, and Denied.
+        Raises NotFound, which names the served models or a near one, and Denied.
         """
         for model in self._verifiers:
             if model_id in ("", model.model_id):
@@ -38,19 +38,19 @@ class VerifierDirectory:
         raise NotFound(f"model {model_id[:80]!r} is not served here; this node serves {served}")
 
     def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
-        """The models with adapters that a client may name."""
+        """List the models with adapters that a client may use."""
         return tuple(
             AdaptedId(model_id=record.model_id, parent=record.base)
             for record in self._adapters.usable(client)
         )
 
     def verifiers(self) -> tuple[ServedModel, ...]:
-        """Every model that decodes, the default first."""
+        """List the verifiers, the default first."""
         return self._verifiers
 
 
 def failed_addresses(usage: Usage) -> tuple[str, ...]:
-    """The peers whose drafts failed during a decode, not merely came late or were wrong."""
+    """List the peers that failed to draft during a decode; late or wrong drafts do not count."""
     return tuple(
         source.source.rpartition("@")[2]
         for source in usage.sources

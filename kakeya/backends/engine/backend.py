@@ -1,6 +1,6 @@
 """One model of this node, run by an engine child that the agent owns.
 
-Generations outlive the child: see `attempt`. The child's own life is `life`.
+Generations survive the child: see `attempt.py`. The child's life cycle is in `life.py`.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ class EngineBackend(EngineLife):
 
     @property
     def running(self) -> int:
-        """Decodes that hold a place."""
+        """The number of decodes that hold a place."""
         return self.gate.running
 
     @property
     def waiting(self) -> int:
-        """Decodes that wait for a place."""
+        """The number of decodes that wait for a place."""
         return self.gate.waiting
 
     async def ready(self, timeout_s: float) -> ModelFacts:
-        """Wait until it serves. Raises PeerUnavailable (with retry_after_s) when it will not."""
+        """Wait until the model serves. Raises PeerUnavailable (with retry_after_s) if it fails."""
         await self.serving(timeout_s)
         if self.facts is None:
             raise InvariantBroken("a model that serves has facts", self.model_id)
@@ -88,12 +88,12 @@ class EngineBackend(EngineLife):
     def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
         """Stream frames; exactly one Done, last. Closing the iterator stops the work in one step.
 
-        Raises QueueFull when too many wait, PeerUnavailable when no engine can take or finish it.
+        Raises QueueFull if too many wait, PeerUnavailable if no engine can take or finish it.
         """
         return Attempt(request, self, clock=self._clock).frames()
 
     def lend_for(self, request: DecodeRequest) -> AbstractAsyncContextManager[Self]:
-        """Itself: it is held by what started it."""
+        """Return itself: the code that started the backend holds it."""
         return nullcontext(self)
 
     async def draft(
@@ -104,7 +104,7 @@ class EngineBackend(EngineLife):
         seed: int | None = None,
         temperature: float | None = None,
     ) -> Draft:
-        """Draft with this model. Never waits for a restart: a late draft is worth nothing."""
+        """Draft with this model, without waiting for a restart: a late draft is worth nothing."""
         if not prefix or size < 1:
             raise InvalidArgument(
                 f"a draft needs a prefix and a size of at least 1, "
@@ -119,29 +119,29 @@ class EngineBackend(EngineLife):
         )
 
     async def release(self, kv_key: str) -> None:
-        """Forget the KV kept under a key; unknown keys and dead engines are fine."""
+        """Forget the KV of a key; an unknown key or a dead engine is ignored."""
         if self.engine is None:
             return
         try:
             await self.engine.client.release(kv_key, self.options.call_timeout_s)
         except KakeyaError as error:
-            # The engine's own bound on kept KV reclaims it; a dead one holds nothing.
+            # The engine's bound on kept KV reclaims it; a dead engine holds none.
             event(_log, "release failed", level=logging.DEBUG, kv_key=kv_key, error=error.message)
 
     async def stats(self) -> EngineStats:
-        """Live numbers; zeros while the engine is not up."""
+        """Return live figures; zeros while the engine is not up."""
         return await self._stats() or EngineStats()
 
-    # What the owner of memory asks of it
+    # For the memory arbiter
 
     async def set_limits(
         self, memory_bytes: int = 0, cache_bytes: int = 0, kv_bytes: int = 0
     ) -> Footprint:
-        """Bound what the engine may occupy, now and after restarts; 0 = unchanged.
+        """Bound the memory of the engine, now and after restarts; 0 = unchanged.
 
-        Raises MemoryRefused when its model alone takes more and InvalidArgument for a KV bound in
-        which no sequence fits (nothing is changed then), PeerUnavailable while it is not up (the
-        next child gets them).
+        Raises MemoryRefused if the model alone takes more and InvalidArgument for a KV bound in
+        which no sequence fits (both change nothing), PeerUnavailable while the engine is not up
+        (the next child gets the bounds).
         """
         wanted = EngineMemoryLimits(
             memory_bytes=memory_bytes, cache_bytes=cache_bytes, kv_bytes=kv_bytes
@@ -157,24 +157,24 @@ class EngineBackend(EngineLife):
         return footprint
 
     async def shrink(self, target_bytes: int) -> Footprint:
-        """Have the engine give so many bytes back, as far as nobody uses them.
+        """Ask the engine to free up to `target_bytes` unused bytes.
 
-        Raises PeerUnavailable while it is not up, DeadlineExceeded when its model thread is busy.
+        Raises PeerUnavailable while it is not up, DeadlineExceeded if its model thread is busy.
         """
         client = self._serving_now().client
         return await client.shrink(target_bytes, self.options.call_timeout_s)
 
     async def footprint(self) -> Footprint | None:
-        """What it occupies now; None while it is not up or does not answer."""
+        """Return the memory of the engine; None while it is not up or does not answer."""
         stats = await self._stats()
         return None if stats is None else stats.footprint
 
     def hold(self) -> None:
-        """Let no new sequence in until `resume`, `end` or `kill`; they wait."""
+        """Admit no new sequence until `resume`, `end` or `kill`; new ones wait."""
         self.gate.hold()
 
     def resume(self) -> None:
-        """Let sequences in again."""
+        """Admit sequences again."""
         self.gate.resume()
 
     # Adapters
@@ -187,26 +187,26 @@ class EngineBackend(EngineLife):
         instead_of: str = "",
         sent: Callable[[], None] | None = None,
     ) -> int:
-        """Have the engine take an adapter from pages that stay pinned, into the slot of another
-        one that is idle; the bytes it takes there. `sent` is called when it was asked for: a decode
-        with that adapter from then on comes behind it, and ends with NotFound where the load fails;
-        one should come.
+        """Load an adapter from pinned pages into a free slot or that of an idle adapter.
 
-        Raises MemoryRefused without a slot or room, InvalidArgument when it does not fit the
-        model, Conflict when the other one is in use or the pages were freed, UnknownMethod when
-        the engine takes none: nothing is changed then. PeerUnavailable. A restarted
-        engine holds none.
+        Returns its bytes. `sent` is called when the load is sent: a later decode with the adapter
+        runs after the load, and ends with NotFound if the load fails. One should follow. A
+        restarted engine holds no adapters.
+
+        Raises MemoryRefused without a slot or room, InvalidArgument if the adapter does not fit the
+        model, Conflict if the other adapter is in use or the pages were freed, UnknownMethod if
+        the engine takes no adapters (all of these change nothing), PeerUnavailable.
         """
         client = self._serving_now().client
         return await client.load_adapter(adapter_id, ref, timeout_s, instead_of, sent)
 
     async def unload_adapter(self, adapter_id: str) -> bool:
-        """Free an adapter's slot; False where it had none. Raises Conflict for one in use."""
+        """Free an adapter's slot; False if it had none. Raises Conflict if it is in use."""
         client = self._serving_now().client
         return await client.unload_adapter(adapter_id, self.options.call_timeout_s)
 
     async def adapters(self) -> tuple[str, ...]:
-        """What is in the engine's slots; nothing while it is not up."""
+        """List the adapters in the engine's slots; none while it is not up."""
         return (await self.stats()).adapter_ids
 
     def _serving_now(self) -> Engine:

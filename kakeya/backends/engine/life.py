@@ -1,7 +1,7 @@
-"""The life of one engine child: started, waited for, probed, restarted, given up.
+"""The life cycle of one engine child: started, awaited, probed, restarted, given up.
 
-It owns the state of a served model. A child that hangs, or whose model thread does, is found by a
-probe and killed, so that every fault becomes the one that is handled: an exit.
+This module owns the state of a served model. A probe finds a child that hangs, or a model thread
+that does, and the child is killed: so every fault becomes an exit, which is handled.
 
     LOADING -> READY -> RESTARTING -> READY ...     FAILED: given up     STOPPED: closed by us
 """
@@ -36,7 +36,7 @@ from kakeya.wire.channels import Keepalive
 
 _log = logging.getLogger(__name__)
 EXIT_NOTICE_S = 0.25
-"""A killed child breaks its streams a moment before its exit is known."""
+"""How long to wait for an exit: a killed child breaks its streams a moment before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,22 +44,22 @@ class EngineOptions:
     """Times and bounds of one backend."""
 
     start_timeout_s: float = 600.0
-    """From the spawn until the model is described; the largest models load for minutes."""
+    """The limit from the spawn to the model's facts; the largest models load for minutes."""
     resume_timeout_s: float = 60.0
     """How long a generation waits for an engine, at its start and after each loss."""
     decode_timeout_s: float = 3600.0
     draft_timeout_s: float = 5.0
     call_timeout_s: float = 5.0
-    """Of all calls but Decode, Draft and LoadAdapter, which have their own."""
+    """The limit of all calls but Decode, Draft and LoadAdapter, which have their own."""
     probe_interval_s: float = 5.0
     probe_timeout_s: float = 10.0
     """An engine that misses this `max_missed_probes` times in a row is killed."""
     max_step_s: float = 60.0
-    """A model thread longer than this at one piece of work misses its probe, whoever answers.
-    The longest honest one is a draft behind a prefix of a whole context: seconds."""
+    """A model thread that works longer than this at one step misses its probe, even if the process
+    answers. The longest normal step is a draft after a prefix of a whole context: seconds."""
     max_missed_probes: int = 2
     stop_grace_s: float = 0.5
-    """From SIGTERM to SIGKILL. An engine has nothing to save, and its callers had their grace."""
+    """Seconds from SIGTERM to SIGKILL. An engine saves nothing, and its callers had their grace."""
     max_running: int = 8
     max_waiting: int = 64
     max_losses_in_a_row: int = 3
@@ -78,17 +78,17 @@ class Engine:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id of the child."""
         return self.process.pid
 
     def decode(self, request: DecodeRequest, offer: KvOffer) -> AsyncGenerator[Frame, None]:
-        """Stream the frames of a decode. Raises what `EngineClient.decode` raises."""
+        """Stream the frames of a decode. Raises the errors of `EngineClient.decode`."""
         return self.client.decode(request, self.decode_timeout_s, offer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """Which child to run. `env` None inherits the agent's, `runtime_dir` None is the system's."""
+    """The child to run. `env` None = the agent's, `runtime_dir` None = the system's default."""
 
     model_id: str
     command: Command
@@ -97,8 +97,9 @@ class EngineSpec:
 
 
 class EngineLife:
-    """Runs one child after the other behind one bound on callers; `on_change` is called after each
-    change of `state`, on the event loop, and must not raise."""
+    """Runs successive children behind one gate.
+
+    `on_change` is called on the event loop after each change of `state`, and must not raise."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class EngineLife:
     ) -> None:
         self._spec = spec
         self.model_id = spec.model_id
-        """The name that callers use."""
+        """The id that callers use."""
         self.options = options
         self.gate = Gate(
             f"model {spec.model_id}",
@@ -126,20 +127,20 @@ class EngineLife:
         self._process: EngineProcess | None = None
         self._is_asked_to_end = False
         self.limits = EngineMemoryLimits()
-        """Set in each engine before it serves."""
+        """The bounds that each engine gets before it serves."""
         self.state = ModelState.LOADING
         self.last_error = ""
-        """Why it is FAILED or RESTARTING, in one sentence; "" otherwise."""
+        """The reason of FAILED or RESTARTING, in one sentence; "" otherwise."""
         self.engine: Engine | None = None
         """None while no child serves."""
         self.pid: int | None = None
-        """The child's process id; None while there is none."""
+        """The child's process id; None without a child."""
         self.facts: ModelFacts | None = None
-        """What the last engine said of its model; None before the first one was ready."""
+        """The facts from the last engine; None before the first one was ready."""
         self.restarts = 0
 
     async def start(self) -> None:
-        """Begin to load; `ready` waits for the end of it."""
+        """Begin to load; `ready` waits for the end of the load."""
         self._tasks.start(f"engine {self.model_id}", self._supervise)
 
     async def aclose(self) -> None:
@@ -152,7 +153,7 @@ class EngineLife:
         return self._tasks.health()
 
     async def serving(self, timeout_s: float, *, other_than: Engine | None = None) -> Engine:
-        """Wait for an engine that serves, and is not the one given. Raises PeerUnavailable."""
+        """Wait for a serving engine other than `other_than`. Raises PeerUnavailable."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self.engine is None or self.engine is other_than:
@@ -164,7 +165,7 @@ class EngineLife:
             raise self.unavailable() from None
 
     async def is_lost(self, engine: Engine, error: PeerUnavailable) -> bool:
-        """Find out what a broken stream means; an engine that does not answer is killed."""
+        """Whether the engine of a broken stream is lost; one that does not answer is killed."""
         if self.engine is not engine or await engine.process.has_exited_within(EXIT_NOTICE_S):
             return True
         if await engine.client.answers(self.options.call_timeout_s):
@@ -173,9 +174,9 @@ class EngineLife:
         return True
 
     def end(self, cause: str) -> None:
-        """Have the child end in order and another one start at once: no fault, and no death.
+        """End the child in order and start another one at once; this does not count as a death.
 
-        `cause` completes "because it ..."; what runs goes on in the next child.
+        `cause` completes "because it ..."; running sequences go on in the next child.
         """
         self.gate.resume()
         if self._process is None or self._is_asked_to_end:
@@ -186,13 +187,13 @@ class EngineLife:
         self._move(ModelState.RESTARTING, f"it was asked to end because it {cause}")
 
     def kill(self, cause: str) -> None:
-        """End the child at once; `cause` and what runs as in `end`."""
+        """Kill the child; `cause` and running sequences as in `end`."""
         self.gate.resume()
         if self._process is not None:
             self._process.kill(cause)
 
     def unavailable(self) -> PeerUnavailable:
-        """The error for a caller that cannot be served now."""
+        """Make the error for a caller that cannot be served now."""
         because = f": {self.last_error}" if self.last_error else ""
         return PeerUnavailable(
             f"model {self.model_id} is {self.state.value}{because}",
@@ -200,7 +201,7 @@ class EngineLife:
         )
 
     def retry_after_s(self) -> float | None:
-        """When another try may be worth it; None = not before a person acts."""
+        """Return the seconds until another try may help; None = only after the owner acts."""
         if self.state in (ModelState.FAILED, ModelState.STOPPED):
             return None
         load_s = self.facts.load_s if self.facts else 5.0
@@ -239,7 +240,7 @@ class EngineLife:
             try:
                 await process.aclose(self.options.stop_grace_s)
             finally:
-                self.pid = None  # not before it is gone: until then it may write to its pages
+                self.pid = None  # only after the child's end: until then it may write to its pages
             await client.aclose()
 
     def _after_exit(self, ended: Exit) -> Plan:
@@ -275,11 +276,11 @@ class EngineLife:
         process.kill(await self._probed_until_ill(client))
 
     async def _limited(self, client: EngineClient, facts: ModelFacts) -> ModelFacts:
-        """Bound a new engine before it serves; what it says of itself may depend on that."""
+        """Bound a new engine before it serves; its facts may depend on the bounds."""
         try:
             await client.set_limits(self.limits, self.options.call_timeout_s)
         except MemoryRefused as refusal:
-            # It serves all the same: who watches its footprint knows what it occupies.
+            # The engine serves all the same: the watch measures its memory.
             event(
                 _log,
                 "limits refused",
@@ -291,7 +292,7 @@ class EngineLife:
         return await client.describe(self.options.call_timeout_s)
 
     async def _probed_until_ill(self, client: EngineClient) -> str:
-        """Probe until too many are missed in a row; return what was wrong with the last one."""
+        """Probe until too many probes fail in a row; return the fault of the last one."""
         missed, wrong = 0, ""
         while missed < self.options.max_missed_probes:
             await self._clock.sleep(self.options.probe_interval_s)
