@@ -34,7 +34,7 @@ Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the commands to those of `kakeya`."""
-    init = _command(commands, "init", "found a fleet; this machine becomes its authority")
+    init = _command(commands, "init", "start a fleet; this machine becomes its authority")
     init.add_argument("--label", default="", metavar="NAME", help="default: the host's name")
     invite = _command(
         commands, "invite", "print a token that lets one machine join, within 15 minutes"
@@ -52,7 +52,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
         help="the line that `kakeya invite` printed; - reads it from stdin",
     )
     join.add_argument("--label", default="", metavar="NAME", help="default: the host's name")
-    revoke = _command(commands, "revoke", "take a node out of the fleet for good")
+    revoke = _command(commands, "revoke", "remove a node from the fleet for good")
     revoke.add_argument("node", metavar="NODE", help="its label, its id, or the start of its id")
     pressure = _command(
         commands, "pressure", "tell the node how short of memory the machine is, for a minute"
@@ -104,7 +104,7 @@ def _init(folder: Path, label: str, *, as_json: bool) -> int:
         identity = create_fleet(folder, label, time.time())
     _show(
         {"fleet": identity.fleet, "node_id": identity.node_id, "label": identity.label},
-        f"fleet {identity.fleet} founded; this machine, {identity.label}, is its authority\n"
+        f"fleet {identity.fleet} started; this machine, {identity.label}, is its authority\n"
         f"node id {identity.node_id}\n"
         "next: start kakeya-node here, then run `kakeya invite` for each machine that joins",
         as_json=as_json,

@@ -41,7 +41,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     actions = lease.add_subparsers(dest="action", required=True, metavar="ACTION")
     run = actions.add_parser(
         "run",
-        help="run a command once its memory is there",
+        help="run a command as soon as its memory is free",
         description="Wait for memory, then run the command in place of this one.",
         usage="kakeya lease run --mb N [options] -- COMMAND ...",
         allow_abbrev=False,

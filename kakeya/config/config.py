@@ -66,7 +66,7 @@ class NodeConfig:
         variable="KAKEYA_HOME",
     )
     log_format: Literal["text", "json"] = setting(
-        "logs go to stderr in this format (text)",
+        "format of the log on stderr (text)",
         one_of("text", "json"),
         "text",
         argument="text|json",

@@ -29,7 +29,7 @@ class FleetConfig:
         argument="TOKEN",
     )
     no_mdns: bool = setting(
-        "neither announce this node on the local network nor look for others there",
+        "neither announce this node on the local network nor search for others there",
         switch,
         False,
         argument="",

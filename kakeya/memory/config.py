@@ -33,8 +33,8 @@ class MemoryConfig:
     """The memory of all models together, and the time that an unused model stays."""
 
     budget_bytes: int | None = setting(
-        "the most that all models of this node may occupy together (0: what the machine has, less "
-        "a reserve)",
+        "the most memory for all models of this node together (0: the machine's memory less a "
+        "reserve)",
         none_if_zero(megabytes(0, _MOST_MB)),
         None,
         argument="MB",
