@@ -139,7 +139,7 @@ def control_socket(data_dir: Path) -> Path:
     It lies in the data directory or, if that path would be too long to bind, in a private folder in
     /tmp, which is made here. $TMPDIR will not do: launchd and a shell set it differently.
 
-    Raises ConfigError if that folder belongs to another user.
+    Raises ConfigError if that folder belongs to another user or is open to others.
     """
     inside = data_dir.absolute() / SOCKET
     if len(os.fsencode(inside)) <= MAX_SOCKET_PATH_BYTES:
@@ -150,6 +150,7 @@ def control_socket(data_dir: Path) -> Path:
     found = folder.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
         raise ConfigError(
-            f"{folder} is open to other users; remove it, or choose a shorter --data-dir"
+            f"{folder} belongs to another user or is open to others; remove it, "
+            "or choose a shorter --data-dir"
         )
     return folder / SOCKET

@@ -309,7 +309,7 @@ async def test_a_folder_too_deep_for_a_socket_still_has_one(tmp_path: Path) -> N
         with pytest.raises(ConfigError, match="in no fleet"):
             await run("invite", "--data-dir", str(deep))
     path.parent.chmod(0o755)
-    with pytest.raises(ConfigError, match="not this user's alone"):
+    with pytest.raises(ConfigError, match="open to others"):
         await asyncio.to_thread(control_socket, deep)
     path.parent.chmod(0o700)
     path.unlink(missing_ok=True)
