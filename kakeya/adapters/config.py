@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kakeya.adapters.tiers import TierRules
 from kakeya.core.settings import megabytes, number, one_number_of, one_of, setting, whole
 from kakeya.core.units import KIB, MIB
-from kakeya.memory.pages.content import HEADROOM, PAGE_SIZES, Fit
+from kakeya.memory.pages.content import HEADROOM, HIGH_WATERMARK, LOW_WATERMARK, PAGE_SIZES, Fit
 
 _page_kb = one_number_of([size // KIB for size in PAGE_SIZES], "KB")
 
@@ -45,4 +45,16 @@ class AdapterConfig:
         number(0, 1, "of what is asked for"),
         HEADROOM,
         key="pages.headroom",
+    )
+    high_watermark: float = setting(
+        "pages are evicted ahead of need once this share of them is in use",
+        number(0, 1, "of the pages"),
+        HIGH_WATERMARK,
+        key="pages.high_watermark",
+    )
+    low_watermark: float = setting(
+        "and until no more than this share is in use",
+        number(0, 1, "of the pages"),
+        LOW_WATERMARK,
+        key="pages.low_watermark",
     )

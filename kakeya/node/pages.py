@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -162,14 +163,19 @@ class NodePages:
                 self._largest_block_bytes(), adapters.page_bytes
             )
             slab_bytes = max(slab_bytes, min(block_bytes, precache.memory_bytes))
+        shape = page_config(
+            slab_bytes,
+            most_bytes,
+            page_bytes=adapters.page_bytes,
+            fit=adapters.fit,
+            headroom=adapters.headroom,
+        )
         return NodeArena(
             self._data_dir / ARENA_FOLDER,
-            page_config(
-                slab_bytes,
-                most_bytes,
-                page_bytes=adapters.page_bytes,
-                fit=adapters.fit,
-                headroom=adapters.headroom,
+            replace(
+                shape,
+                high_watermark=adapters.high_watermark,
+                low_watermark=adapters.low_watermark,
             ),
             ledger=self._memory.arbiter,
             clock=self._clock,

@@ -158,11 +158,14 @@ async def test_what_is_set_of_tiers_and_pages_is_what_they_go_by(tmp_path: Path)
         "KAKEYA_ADAPTERS_HOT_USES": "3",
         "KAKEYA_ADAPTERS_WARM_PLACES": "5",
         "KAKEYA_PAGES_HEADROOM": "0.5",
+        "KAKEYA_PAGES_HIGH_WATERMARK": "0.85",
+        "KAKEYA_PAGES_LOW_WATERMARK": "0.75",
     }
     async with node(tmp_path, environ=environ) as here:
         rules = here.pages.adapters.manager._table.rules
         assert rules == TierRules(window_s=600.0, hot_uses=3, warm_places=5)
-        assert here.pages.arena._arena.config.headroom == 0.5
+        pages = here.pages.arena._arena.config
+        assert (pages.headroom, pages.high_watermark, pages.low_watermark) == (0.5, 0.85, 0.75)
 
 
 @pytest.mark.slow

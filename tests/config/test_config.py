@@ -162,12 +162,15 @@ def test_what_brings_adapters_nearer_to_their_engine_can_be_set(tmp_path: Path) 
     file = tmp_path / "node.toml"
     file.write_text(
         "[adapters]\nwindow_s = 600\nhot_uses = 3\nwarm_places = 0\n[pages]\nheadroom = 0.5\n"
+        "high_watermark = 0.8\nlow_watermark = 0.6\n"
     )
     usual, given = load([], {}).adapters, load(["--config", str(file)], {}).adapters
     assert usual.rules == TierRules()
     assert usual.headroom == PageConfig().headroom
     assert given.rules == TierRules(window_s=600.0, hot_uses=3, warm_places=0)
     assert given.headroom == 0.5
+    assert (usual.high_watermark, usual.low_watermark) == (0.9, 0.8)
+    assert (given.high_watermark, given.low_watermark) == (0.8, 0.6)
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,8 @@ class Fit(StrEnum):
 
 HEADROOM = 0.1
 """The share of an allocation that is evicted beyond it."""
+HIGH_WATERMARK, LOW_WATERMARK = 0.90, 0.80
+"""Of the pages, in use: where eviction ahead of need starts, and where it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +106,8 @@ class PageConfig:
     fit: Fit = Fit.BEST
     ready_blocks: int = 16  # freed single pages kept at hand before ranges are merged
     headroom: float = HEADROOM  # evict this share more than was asked, so the next one need not
-    high_watermark: float = 0.90  # pages in use: eviction ahead of need starts here
-    low_watermark: float = 0.80  # and ends here
+    high_watermark: float = HIGH_WATERMARK  # pages in use: eviction ahead of need starts here
+    low_watermark: float = LOW_WATERMARK  # and ends here
     wait_limit_s: float = 0.1  # how long a caller waits in line for pages
     pin_limit_s: float = 30.0  # an ownerless pin ends, any other is reported, after so long
 
