@@ -17,7 +17,7 @@ PRONOUN = re.compile(
     re.IGNORECASE,
 )
 WORD = re.compile(r"[a-z][\w'-]*", re.IGNORECASE)
-MOST_PRONOUNS = 9.0
+MOST_PRONOUNS = 0.5
 """Per 1,000 words of docstrings, over the whole package."""
 
 

@@ -61,7 +61,7 @@ class AdapterRegistry:
             raise NotFound(f"there is no adapter {model_id[:120]!r} here{hint}")
         if record.owner and record.owner != client:
             raise Denied(
-                f"adapter {record.model_id} belongs to another client; who asks is "
+                f"adapter {record.model_id} belongs to another client; the caller is "
                 f"{client[:80]!r}: show its owner's certificate, or name the client"
             )
         return record

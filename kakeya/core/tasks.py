@@ -36,8 +36,8 @@ class TaskHealth:
 def is_cancelled() -> bool:
     """Whether the current task was asked to end.
 
-    An awaited object may raise CancelledError although the task goes on: a gRPC call whose channel
-    is closed, or another task that was cancelled.
+    An awaited object may raise CancelledError although the task goes on: a gRPC call on a
+    closed channel, or another task that was cancelled.
     """
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0

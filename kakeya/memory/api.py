@@ -14,8 +14,8 @@ ledger could not count it.
     measured by   a handler's `load`, which returns the size of a model; `measure` for an engine's
                   later growth; `observe` for the machine's memory (see `pressure`)
     held by       a handle, through which alone a backend is reached; an open session holds one
-    other jobs    a capability of its own role, whose load notes the holder; or `hold`, for bytes
-                  that were taken without asking
+    other jobs    a capability of its own role, with a load that notes the holder; or `hold`,
+                  for bytes that were taken without asking
 """
 
 from __future__ import annotations

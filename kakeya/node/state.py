@@ -88,7 +88,7 @@ def next_state(previous: NodeState | None, *, node_id: str, drawn_id: str, now: 
     """Return the state of a start: the id that was configured, kept or drawn, and the last run.
 
     The registry begins one incarnation above the last one. Without a previous state that is the
-    wall clock in seconds: an earlier run with the same id, whose file is lost, cannot have counted
+    wall clock in seconds: an earlier run with the same id and a lost file cannot have counted
     so far.
     """
     if previous is None:

@@ -108,7 +108,7 @@ class Channels:
 
     With `security` the channels to other machines are mutual TLS. The next `get` opens a new
     channel when the certificate was renewed, or when `security` expects another name there.
-    `on_lost` is called with an address whose open connection broke, also without a running call;
+    `on_lost` is called with the address of a broken open connection, also without a running call;
     it must not raise. The end of a connection that was idle for so long that its server may have
     closed it does not count. `is_plain` tells which addresses need no TLS.
     """

@@ -251,7 +251,7 @@ class Census:
         left out.
 
         They are the children of a holder and theirs, processes seen before, and those with its
-        mark: a process whose parent ended still uses memory. Holders that cannot be seen from here
+        mark: a process without its parent still uses memory. Holders that cannot be seen from here
         are left out.
         """
         mine = [one for one in leases if self._is_visible(one)]
