@@ -256,10 +256,10 @@ class AdapterManager:
         """Note which process serves a model; None = it is in no memory."""
         self._places.engine_changed(base, pid)
 
-    # --- what there is
+    # --- status and figures
 
     def status(self) -> Json:
-        """As JSON."""
+        """The state of all adapters, as JSON."""
         now = self._clock.mono()
         return as_json(self.figures()) | {
             "registered": len(self._registry),
@@ -273,7 +273,7 @@ class AdapterManager:
         }
 
     def describe(self, record: AdapterRecord) -> AdapterSnapshot:
-        """Where an adapter is, and how much it is used. Raises NotFound when it is gone."""
+        """The tier and the use of an adapter. Raises NotFound when it is gone."""
         adapter = self._table.get(record.version)
         return AdapterSnapshot(
             tier=adapter.tier,

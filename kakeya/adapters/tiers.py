@@ -29,7 +29,7 @@ from kakeya.core.settings import number, setting, whole
 
 
 class Tier(IntEnum):
-    """Where an adapter is, or deserves to be; the higher, the sooner it is used."""
+    """The place that an adapter has or deserves; the higher, the sooner it is used."""
 
     COLD = 0
     WARM = 1
@@ -177,7 +177,7 @@ class AdapterTable:
         adapter.used_s = now
 
     def uses(self, adapter: Adapter, now: float) -> int:
-        """How often it was leased within the window."""
+        """The count of its leases within the window."""
         return self._window.count(adapter.row, now)
 
     # --- where things are

@@ -34,9 +34,9 @@ from kakeya.memory.estimate.estimate import STEP_BYTES
 _LEAST_KV_TOKENS = 2048
 """Slots of adapters leave KV for so much, or for the whole bound where that is less."""
 _NOTED_BYTES = 1 << 20
-"""By less the share does not change."""
+"""The share does not change by less."""
 _LOOK_EVERY_UNITS = 8
-"""Units of work between two looks at what is resident: 30 us each."""
+"""Units of work between two looks at resident memory, which take 30 us each."""
 
 
 class EngineLimits:
@@ -94,7 +94,7 @@ class EngineLimits:
         return self.shrink(over) if over > 0 else now
 
     def fit_kv(self) -> None:
-        """Bound KV by what was asked for, and by what slots of adapters leave of the share."""
+        """Bound KV by the bound that was set, and by the bytes that slots of adapters leave."""
         allowed = self._kv_bytes
         if self._share_bytes is not None and self._slot_bytes():
             left = self._share_bytes - self._model_bytes - self._slot_bytes()
@@ -127,7 +127,7 @@ class EngineLimits:
         return self._tidied()
 
     def holds(self) -> bool:
-        """Whether the model keeps to its share, after what idles was dropped where needed."""
+        """Whether the model keeps to its share; idle parts are dropped first where needed."""
         if self._share_bytes is None:
             return True
         if self._units % _LOOK_EVERY_UNITS == 0:
@@ -182,8 +182,11 @@ class EngineLimits:
         )
 
     def _fit_cache(self, cache_bytes: int, left: int) -> None:
-        """Bound spare buffers by what arrays leave of the share, and again by more when they leave
-        twice as much: at each step it would cost more than the buffers save."""
+        """Bound spare buffers by the bytes that arrays leave of the share.
+
+        The bound rises again only when they leave twice as much: setting it at each step would cost
+        more than the buffers save.
+        """
         if cache_bytes > left:
             self._cut_bytes = left
         elif self._cut_bytes < self._cache_bytes and left > 2 * self._cut_bytes:
@@ -203,7 +206,7 @@ class EngineLimits:
         self._rest_bytes = self._other_bytes(now)
 
     def _tidied(self) -> Footprint:
-        """Give back what nothing refers to, to the system: the C library keeps pages too."""
+        """Give unused buffers back to the system, and freed pages that the C library keeps."""
         self._model.tidy()
         self._trim()
         now = self.footprint()
@@ -223,8 +226,10 @@ class EngineLimits:
         return memory_bytes - other
 
     def _fit_share(self, now: Footprint) -> None:
-        """The bound less what else is resident now; KV that is promised can be filled all the
-        same, so that it costs spare buffers only."""
+        """Find the share anew: the bound less other resident memory.
+
+        Promised KV can be filled all the same: a smaller share costs spare buffers only.
+        """
         if self._share_bytes is None:
             return
         promised = self._model_bytes + self._slot_bytes() + self._slots.budget_bytes + STEP_BYTES

@@ -124,7 +124,7 @@ class SequenceState(Protocol):
         ...
 
     def launch(self, token: int | None, *, keeps_logits: bool = False) -> None:
-        """Start a plain step on `token`; None = on what the step before it will select.
+        """Start a plain step on `token`; None = on the token that the step before it will select.
 
         `keeps_logits`: `take_logits` is going to ask for those of this step.
         """
@@ -153,7 +153,7 @@ class SequenceState(Protocol):
         ...
 
     def verifiable_rows(self) -> int:
-        """How many rows may be appended such that any tail of them can be trimmed again."""
+        """The most rows to append of which any tail can be trimmed again."""
         ...
 
     def trim(self, count: int) -> bool:
@@ -177,8 +177,9 @@ class SequenceState(Protocol):
         ...
 
     def stow(self, blocks: Sequence[KvView]) -> bool:
-        """Copy all KV into these blocks, the last one with what is left and with state, and hold
-        none of it; `length` and what is in flight stay. `restore` before anything else.
+        """Copy all KV into these blocks, the rest and the state into the last one, and hold none.
+
+        `length` and rows in flight stay. `restore` has to come before anything else.
 
         False, and nothing changed, where the model's KV has no blocks.
         """
@@ -260,11 +261,11 @@ class Model(Protocol):
         ...
 
     def limit(self, memory_bytes: int | None, cache_bytes: int | None) -> None:
-        """Bound what the framework takes, and what it keeps of that unused; None = unchanged."""
+        """Bound the memory of the framework, and its unused buffers; None = unchanged."""
         ...
 
     def idle_bytes(self) -> int:
-        """KV of drafts for others, and other parts of what is active that can be computed again."""
+        """Bytes of KV of drafts for peers, and of other active parts that can be computed again."""
         ...
 
     def shed(self, size: int) -> None:

@@ -228,7 +228,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
 
 def _check_draft(prefix: list[int], size: int, vocab_size: int) -> None:
-    """Refuse what the model cannot take: an id without an embedding would end the process."""
+    """Refuse ids that the model lacks: an id without an embedding would end the process."""
     if not prefix or size < 1:
         raise InvalidArgument("a draft needs a prefix and a size of at least 1")
     if max(prefix) >= vocab_size:

@@ -47,7 +47,7 @@ _DEFAULT_CONTEXT_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """Weights in memory, with what their folder says about them."""
+    """Weights in memory, with the facts of their folder."""
 
     model_id: str
     path: Path
@@ -61,7 +61,7 @@ class LoadedModel:
     vocabulary_digest: str
     adapters: AdapterSlots | None = None
     weights_state: str = ""
-    """Of the files that the weights were read from; "" = they changed meanwhile."""
+    """State of the files that the weights were read from; "" = they changed meanwhile."""
     angles: Angles | None = None
     """Angles that its rotations share, where the network was made to suit OpenBLAS."""
 
@@ -88,7 +88,7 @@ class LoadedModel:
 def resolve_folder(id_or_path: str, download: Callable[..., str] = snapshot_download) -> Path:
     """Find a model's folder, downloading a Hugging Face id that is not cached yet.
 
-    Raises ConfigError that says what is missing.
+    Raises ConfigError naming the missing part.
     """
     folder = Path(id_or_path).expanduser()
     if folder.is_dir():
@@ -172,7 +172,7 @@ def _fingerprint(folder: Path) -> str:
 
 
 def vocabulary_digest(folder: Path) -> str:
-    """Sha256 over what maps text to ids; equal digests mean that ids mean the same.
+    """Sha256 over the map of text to ids; equal digests mean that ids mean the same.
 
     Only the vocabulary and the added tokens count, so templates and casing options that do not
     change ids do not matter. "" when the folder has no tokenizer.json.

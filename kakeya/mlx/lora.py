@@ -11,7 +11,7 @@ zeros. Slot 0 is zero: rows without an adapter. Where no row of a forward has on
 added, and the result has the model's own bits.
 
 One gathered product for all rows is 10 to 40 times faster on the CPU than a loop over the
-distinct slots, and the row's bits are the same as alone; it is also what Metal has a kernel for.
+distinct slots, and the row's bits are the same as alone; Metal has a kernel for it, too.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Stack:
         mx.eval(self.a, self.b)
 
     def _clear_rest(self, slot: int, rank: int) -> None:
-        """Zero what a larger rank left behind."""
+        """Zero the values that a larger rank left behind."""
         before, self._ranks[slot] = self._ranks[slot], rank
         if before <= rank:
             return
@@ -99,7 +99,7 @@ class _Rows:
 
 
 class _SlottedLinear(nn.Module):
-    """A linear layer and what the rows' adapters add to it."""
+    """A linear layer, with the products of the rows' adapters added to it."""
 
     def __init__(self, linear: nn.Module, stack: _Stack, rows: _Rows) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class _Fit:
 class AdapterSlots:
     """The slots of one network, 1 to `count`; belongs to the model thread.
 
-    `base` names what the weights are, "" = not known: adapters made for another base are refused.
+    `base` is the fingerprint of the weights, "" = unknown: adapters for another base are refused.
     """
 
     def __init__(self, network: nn.Module, *, count: int, max_rank: int, base: str = "") -> None:
@@ -224,7 +224,7 @@ class AdapterSlots:
             self._rows.slots = None
 
     def _fit(self, adapter: PackedAdapter, shape: _Shape) -> _Fit:
-        """Where a checked adapter belongs; layers that none named before are wrapped."""
+        """The layers of a checked adapter; layers that none named before are wrapped."""
         found = self._fits.get(shape)
         if found is None:
             for tensor in adapter.tensors:
@@ -326,7 +326,7 @@ def _walk(network: nn.Module, path: str) -> Any:  # noqa: ANN401 - modules, list
 
 
 def _sizes(linear: nn.Module) -> tuple[int, int]:
-    """How many features it takes and gives."""
+    """The features that it takes and gives."""
     out_size, in_size = linear.weight.shape
     if isinstance(linear, nn.QuantizedLinear):
         in_size = in_size * 32 // linear.bits

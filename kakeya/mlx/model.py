@@ -1,8 +1,8 @@
 """A loaded and probed model, as the engine sees it.
 
 The probe runs on the model itself, right after loading: how large a prefill chunk stays under
-the time in which a cancellation must be noticed, how fast a pipelined plain step is, and what a
-forward costs by its rows. The controller starts from these costs and corrects them as it goes.
+the time in which a cancellation must be noticed, the time of a pipelined plain step, and that of a
+forward by its rows. The controller starts from these costs and corrects them as it goes.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class MlxModel:
         mx.clear_cache()
 
     def limit(self, memory_bytes: int | None, cache_bytes: int | None) -> None:
-        """Bound what mlx takes and what it keeps of that unused; None = unchanged."""
+        """Bound the memory of mlx, and its unused buffers; None = unchanged."""
         if memory_bytes is not None:
             mx.set_memory_limit(memory_bytes)
             if self._assignment is not None:
@@ -180,7 +180,7 @@ class MlxModel:
 
 
 def _blocks(loaded: LoadedModel) -> KvBlocks | None:
-    """How the model's KV is cut into blocks; None, with a reason in the log, where it can't be."""
+    """The model's blocks of KV; None, with a reason in the log, where it has none."""
     try:
         return plan_blocks(loaded)
     except Exception as refusal:  # noqa: BLE001 - whatever a model does that is not known

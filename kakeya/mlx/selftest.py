@@ -23,7 +23,7 @@ _STEPS = 8
 
 
 def main(folder: str) -> None:
-    """Run the test on the model in a folder and print what came of it."""
+    """Run the test on the model in a folder and print the result."""
     has_blas = preload_blas(1)
     import mlx.core as mx
 

@@ -66,7 +66,7 @@ class Landing(NamedTuple):
     place: int
 
     def token(self) -> int:
-        """Wait for the flight; return what this row selected."""
+        """Wait for the flight; return the token that this row selected."""
         return self.flight.tokens()[self.place]
 
     def row(self) -> mx.array:
@@ -85,7 +85,7 @@ class MlxVerifier:
         self._rings: Rings | None = None
         self.grid_tokens = 0
         self.seat: Seat | None = None
-        """Where in a slab its KV lies; None = in caches of its own."""
+        """The place of its KV in a slab; None = caches of its own."""
         self._length = 0
         self._flight: deque[Landing] = deque()
         self._logits: mx.array | None = None
@@ -119,7 +119,7 @@ class MlxVerifier:
         return sum(layer.nbytes for layer in self._cache)
 
     def nbytes_per_token(self) -> int:
-        """Bytes that one more token takes, by what the layers hold; 0 before the first token."""
+        """Bytes that one more token takes, by the layers' arrays; 0 before the first token."""
         return sum(_nbytes_per_token(layer) for layer in self._cache)
 
     def select_with(self, sampling: Sampling) -> None:
@@ -141,7 +141,7 @@ class MlxVerifier:
         self._length += len(tokens)
 
     def launch(self, token: int | None, *, keeps_logits: bool = False) -> None:
-        """Start a plain step on `token`, or on what the newest launched step will select."""
+        """Start a plain step on `token`, or on the one that the newest launched step selects."""
         self._stay_or_leave(1)
         row = self.next_row() if token is None else mx.array([token], dtype=mx.int32)
         logits = self.step(row)
@@ -244,7 +244,7 @@ class MlxVerifier:
         if self._blocks is None:
             return False
         for landing in self._flight:
-            landing.token()  # computed before what it reads is dropped
+            landing.token()  # computed before the KV that it reads is dropped
         self._rings = self._blocks.stow(self._cache, blocks, self._length)
         self._cache = self._model.make_cache()
         return True
@@ -281,7 +281,7 @@ class MlxVerifier:
         return self._length
 
     def _stay_or_leave(self, tokens: int) -> None:
-        """So many are appended alone: not in a slab that has no room or that few others use."""
+        """Prepare to append rows alone: leave a slab without room for them, or with few others."""
         seat = self.seat
         if seat is None:
             return

@@ -1,7 +1,7 @@
 """Text to token ids; parts that were encoded before are not encoded again.
 
 Agents send the same system prompt, and a conversation that only grows, with each request. A
-tokenizer looks for its added tokens first and encodes what lies between two of them by itself, so
+tokenizer looks for its added tokens first and encodes the text between two of them by itself, so
 the ids of a prompt are those of its parts, each beginning with a special token, put together. Parts
 are kept by their text, the last used ones, so a turn costs only its new parts.
 
@@ -95,7 +95,7 @@ def _cuts(added: Sequence[Mapping[str, Any]]) -> re.Pattern[str] | None:
 
     None where a text is not to be cut.
     """
-    # Others are looked for later, in what is left between these.
+    # Others are looked for later, in the text that is left between these.
     found = sorted(
         (token for token in added if not token["normalized"]),
         key=lambda token: -len(token["content"]),
@@ -106,5 +106,5 @@ def _cuts(added: Sequence[Mapping[str, Any]]) -> re.Pattern[str] | None:
     )
     if is_strange or len(found) > _MOST_ADDED or not any(token["special"] for token in found):
         return None
-    # No groups: what all begin with is then looked for at once.
+    # No groups: a common beginning of all is then looked for at once.
     return re.compile("|".join(re.escape(token["content"]) for token in found))

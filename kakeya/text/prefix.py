@@ -35,7 +35,7 @@ class ChatEncoder(Protocol):
         at_most: int,
         tools: Sequence[Tool] = (),
     ) -> tuple[int, ...]:
-        """Where others are likely to part from an encoded conversation."""
+        """The cuts of an encoded conversation."""
         ...
 
 

@@ -18,8 +18,8 @@ async def chat_ids(
 ) -> tuple[int, ...]:
     """Render and encode a conversation, with the tools that it shows.
 
-    Raises ContextLengthExceeded, as far as its length alone tells it, and what
-    `TextModel.encode_chat` raises.
+    Raises ContextLengthExceeded, as far as its length alone tells it, and the errors of
+    `TextModel.encode_chat`.
     """
     try:
         at_most = most_prompt_tokens(facts)

@@ -1,8 +1,8 @@
 """Text <-> token ids of one model folder, without loading a model framework.
 
 `TextModel` encodes prompts and knows the stop tokens; `Detokenizer` turns committed tokens into
-text as they come; `StopMatcher` holds back what may become a stop string. The last two are sans-I/O
-and give the same text however the tokens were cut into frames.
+text as they come; `StopMatcher` holds back text that may become a stop string. The last two are
+sans-I/O and give the same text however the tokens were cut into frames.
 
 Message content cannot forge role markers: where a special token's text occurs in a message, the
 prompt is encoded in two pieces that meet inside it, so it stays the plain text that it is. A raw
@@ -70,7 +70,7 @@ class TextModel:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as fault:
             raise Unsupported(f"{path} cannot be loaded: {fault}") from fault
-        self.tokenizer.no_truncation()  # what does not fit is refused, never cut in silence
+        self.tokenizer.no_truncation()  # a prompt that does not fit is refused, never cut
         self.tokenizer.no_padding()
         self._folder = folder
         self._template: ChatTemplate | None = load_template(folder, wall)
@@ -307,7 +307,7 @@ class StopMatcher:
         self.is_stopped = False
 
     def feed(self, piece: str) -> str:
-        """Add text; returns what may be shown now. After a stop, nothing more is shown."""
+        """Add text; returns the text that may be shown; after a stop, nothing more."""
         if self.is_stopped:
             return ""
         if not self._held and self._first.search(piece) is None:

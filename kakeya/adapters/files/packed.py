@@ -35,7 +35,7 @@ ALIGNMENT_BYTES = 256
 _MAGIC = b"KKLORA01"
 _PREAMBLE = struct.Struct("<8sQQ32s8x")
 _SUM = slice(24, 56)
-"""Where in the preamble the checksum lies."""
+"""The place of the checksum in the preamble."""
 _LEVELS = 127
 _SMALLEST_COLUMN = float(np.finfo(np.float32).tiny) * _LEVELS
 _DTYPES: Mapping[str, np.dtype[Any]] = {
@@ -52,7 +52,7 @@ Place = tuple[int, np.dtype[Any], tuple[int, ...]]
 
 
 class Precision(StrEnum):
-    """How the values are kept."""
+    """The form in which values are kept."""
 
     INT8 = "int8"
     EXACT = "exact"
@@ -74,12 +74,12 @@ class PackedTensor(NamedTuple):
 
     @property
     def in_size(self) -> int:
-        """How many features the module takes."""
+        """Features that the module takes."""
         return int(self.a.shape[0])
 
     @property
     def out_size(self) -> int:
-        """How many features the module gives."""
+        """Features that the module gives."""
         return int(self.b.shape[1])
 
     def floats(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -101,7 +101,7 @@ class PackedAdapter:
 def pack(folder: Path, precision: Precision = Precision.INT8, *, base: str = "") -> bytes:
     """Pack the adapter in a folder of mlx-lm's; the same adapter gives the same bytes.
 
-    Raises InvalidArgument for what is no plain LoRA adapter, is damaged, or contradicts itself.
+    Raises InvalidArgument for a folder without a plain LoRA adapter, or a damaged one.
     """
     adapter = read_adapter(folder)
     writer = _Writer()
@@ -201,7 +201,7 @@ def _padded(data: bytes) -> bytes:
     return data + b"\0" * (-len(data) % ALIGNMENT_BYTES)
 
 
-# --- reading what was packed
+# --- reading packed adapters
 
 
 def _preamble(view: memoryview) -> tuple[bytes, int, int, bytes]:
@@ -235,7 +235,7 @@ def _check_scales(tensors: tuple[PackedTensor, ...]) -> None:
 
 
 class _Places(NamedTuple):
-    """Where the arrays of one module lie."""
+    """The places of one module's arrays."""
 
     path: str
     a: Place

@@ -201,7 +201,7 @@ def _read_record(data: bytes) -> tuple[AdapterRecord, int]:
     line, newline, _ = data.partition(b"\n")
     parts = line.split(b" ", 2)
     if not newline or len(parts) != 3 or parts[0] != _MAGIC:
-        raise InvalidArgument("it is no adapter of this version")
+        raise InvalidArgument("the file is no adapter of this version")
     if parts[1] != b"%08x" % zlib.crc32(parts[2]):
         raise InvalidArgument("its first line is damaged")
     try:
@@ -223,7 +223,7 @@ def _read_packed(data: bytes, record: AdapterRecord) -> bytes:
     try:
         packed = zlib.decompress(data[start:], bufsize=max(1, record.packed_bytes))
     except zlib.error as problem:
-        raise InvalidArgument(f"it cannot be uncompressed: {problem}") from None
+        raise InvalidArgument(f"the file cannot be uncompressed: {problem}") from None
     if written.model_id != record.model_id or digest(packed) != record.digest:
-        raise InvalidArgument(f"it does not hold {record.version}")
+        raise InvalidArgument(f"the file does not hold {record.version}")
     return packed

@@ -12,7 +12,7 @@ instead. Besides, k > 0 must beat the plain step by MARGIN. Every number is lear
 
 Tv(rows)   a load-time sweep, then every forward (RowCosts)
     p          per source and kind of draft, per depth (Acceptance): from verified drafts, and
-               from shadow drafts, which were only compared with what plain decoding emitted
+               from shadow drafts, which were only compared with the tokens of plain decoding
     wait       per source, the time that asking it takes before a forward can begin
 
 Where n sequences share a plain forward of Tv'(n) seconds, the plain step costs each Tv'(n) / n. A
@@ -235,7 +235,7 @@ class DraftController:
     ) -> None:
         """Learn how long the step was held up by asking this source, and whether a draft was there.
 
-        `patience_s` is what it might have waited; 0 = it only asked.
+        `patience_s` is the longest wait that was allowed; 0 = it only asked.
         """
         known = self._source(source)
         known.vain_asks = 0 if has_draft else known.vain_asks + 1

@@ -33,7 +33,7 @@ class ShadowScorer:
         self._held: list[tuple[int, Draft]] = []
 
     def hold(self, draft: Draft, base: int) -> None:
-        """Keep a draft of what follows the first `base` tokens of the history."""
+        """Keep a draft of the tokens behind the first `base` of the history."""
         if draft.tokens and len(self._held) < HELD:
             self._held.append((base, draft))
 

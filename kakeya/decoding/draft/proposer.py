@@ -1,7 +1,7 @@
 """The contract of everything that drafts, and the statistics that every proposer keeps.
 
 A draft is a guess at the tokens that the verifier will select next. It may be empty, it may be
-wrong; it never changes what is generated, only how fast.
+wrong; it never changes the generated tokens, only the speed.
 """
 
 from __future__ import annotations

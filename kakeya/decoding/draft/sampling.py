@@ -40,7 +40,7 @@ def gumbel(seed: int, position: int, size: int) -> Floats:
 def select(logits: Floats, sampling: Sampling, noise: Floats) -> int:
     """Select one token. Shapes: logits [V], noise [V]; the noise is not looked at when greedy.
 
-    Top-k counts first, then top-p of what it left; tokens as likely as the last kept one stay.
+    Top-k counts first, then top-p of the rest; tokens as likely as the last kept one stay.
     Min-p looks at the most likely token only. Equal scores select the lowest id.
     """
     if sampling.is_greedy:

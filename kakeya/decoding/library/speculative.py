@@ -38,7 +38,7 @@ class Verifier(Protocol):
 
 
 class Placement(Protocol):
-    """Where a proposer was placed; the fleet's plan is one."""
+    """The place of a proposer; the fleet's plan is one."""
 
     @property
     def proposer_address(self) -> str:
@@ -60,8 +60,8 @@ class Placement(Protocol):
 class SpecDecodingStats:
     """Counts over all generations of a decoder; tokens, unless said.
 
-    `drafted` is what proposers offered, `verified` what had a row in a forward, `accepted` what
-    was right of it; `verified_at[i]` and `accepted_at[i]` count depth i of the drafts.
+    `drafted` tokens were offered, `verified` ones had a row in a forward, `accepted` ones of these
+    were right; `verified_at[i]` and `accepted_at[i]` count depth i of the drafts.
     """
 
     forwards: int = 0
@@ -136,7 +136,7 @@ class SpeculativeDecoder:
     def generate(self, prompt: Sequence[int], max_tokens: int) -> Iterator[int]:
         """Yield tokens until a stop token (yielded too), max_tokens or the end of the context.
 
-        `history` holds the prompt and what was committed, also after an error.
+        `history` holds the prompt and all committed tokens, also after an error.
         """
         decoding = Decoding(
             prompt,

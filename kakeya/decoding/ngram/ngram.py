@@ -33,7 +33,7 @@ KEPT_TOKENS = 256 * 1024
 """Tokens of all texts that a proposer keeps indices of; a token takes 0.5 kB without repetition."""
 
 _CONFIDENCE = ((17, 0.9), (9, 0.8), (5, 0.6), (3, 0.4), (2, 0.2), (1, 0.1))
-"""By match length, at least; a rank for the receiver to calibrate, not a promise."""
+"""Confidence by least match length: a rank for the receiver to calibrate, no probability."""
 
 
 class NGramIndex:
@@ -67,7 +67,7 @@ class NGramIndex:
         self._tail: tuple[int, ...] = ()
         self._keys: list[int] = []  # of the n-grams that end the text, not yet in `_seen`
         self._seen: dict[int, int] = {}
-        # Per token, newest last: the keys that it set, and what they were before.
+        # Per token, newest last: the keys that it set, and their values before.
         self._journal: deque[list[tuple[int, int | None]]] = deque(maxlen=undo)
         self._match = 0
         self._match_at = 0
@@ -126,13 +126,13 @@ class NGramIndex:
         return tokens, self._matched(at, length)
 
     def _latest(self) -> tuple[int, int]:
-        """Where the longest known suffix was continued last, and its length; 0 = nowhere."""
+        """The place behind the last occurrence of the longest known suffix, and its length or 0."""
         seen = self._seen
         at = length = 0
         for key, n in zip(self._keys, self._lengths, strict=False):
             found = seen.get(key)
             if found is None:
-                break  # what is longer ends with it, and did not occur either
+                break  # a longer n-gram ends with this one, and did not occur either
             at, length = found, n
         return at, length
 
@@ -249,7 +249,7 @@ class NGramProposer:
 def _shared_head(prefix: Sequence[int], text: Sequence[int]) -> int | None:
     """How much of `text` the prefix begins with, if that is all but a short end of it.
 
-    The end is compared, of what lies before it only some places. A drafter asked ahead of the
+    The end is compared, and only some places before it. A drafter that is asked ahead of the
     verifier may have seen a few tokens that did not come true: those are the short end.
     """
     known = len(text)

@@ -40,7 +40,7 @@ class NGramSource:
     def __init__(self) -> None:
         self.has_offer = False
         self._index = NGramIndex()
-        self._expected: int | None = None  # what the match of now would draft first
+        self._expected: int | None = None  # the first token that the current match would draft
         self._match = 0  # length of that match, 0 = there is none
         self._vain = 0  # matches up to this length are passed over
         self._waiting: list[int] = []  # the end of the text, not yet in the index

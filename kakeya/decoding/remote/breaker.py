@@ -20,7 +20,7 @@ JITTER = 0.2
 
 
 class BreakerState(StrEnum):
-    """Where a breaker is."""
+    """The state of a breaker."""
 
     CLOSED = "closed"
     OPEN = "open"

@@ -1,7 +1,7 @@
 """Drafts of a peer kept ahead of need, so that the round trip costs nothing where drafts hold.
 
 The book asks for more tokens than one block takes, hands the draft out piece by piece while the
-history follows it, and asks for what comes after a block while the verifier still works on it.
+history follows it, and asks for tokens behind a block while the verifier still works on it.
 
     history    ... h h h | b b b b          `ahead`: b is being verified, ask as if all stood
     held             b b b b r r r r r      handed out b; r follows without a call
@@ -123,7 +123,7 @@ class _Asked(Generic[Sent]):
 
 @dataclass(slots=True)
 class _Held:
-    """A draft of what follows the first `base` tokens, of which the last are `context`."""
+    """A draft of the tokens behind the first `base`, of which the last are `context`."""
 
     base: int
     context: tuple[int, ...]
@@ -181,7 +181,7 @@ class RemoteDraftBook(Generic[Sent]):
         """Ask at once, not at `poll`, if the held draft does not follow the grown history.
 
         Call it as soon as the tokens are known. While drafts are not in use it asks for nothing,
-        but still takes in what was asked for, so that an answer too late for its step is judged.
+        but still takes answers in, so that one that came too late for its step is judged.
         """
         if not self._in_use and self._asked is None and self._held is None:
             return

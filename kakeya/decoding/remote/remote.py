@@ -49,7 +49,7 @@ class StreamCall(Protocol):
         ...
 
     def code(self) -> grpc.StatusCode | None:
-        """How it ended; waits for the end."""
+        """Its final status; waits for the end."""
         ...
 
     def cancel(self) -> object:
@@ -62,11 +62,11 @@ class Ended(Protocol):
 
     @property
     def block_size(self) -> int:
-        """How many tokens it asked for."""
+        """The count of tokens that it asked for."""
         ...
 
     def result(self) -> pb.ProposeBlockResponse:
-        """The answer of a request that has ended. Raises what it ended with."""
+        """The answer of a request that has ended. Raises the error that it ended with."""
         ...
 
     def abandon(self) -> None:

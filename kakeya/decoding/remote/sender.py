@@ -39,7 +39,7 @@ class PendingDraft:
         return self._ended.wait(seconds)
 
     def result(self) -> pb.ProposeBlockResponse:
-        """The answer of a call that has ended. Raises what it ended with."""
+        """The answer of a call that has ended. Raises the error that it ended with."""
         if self._refused is not None:
             raise self._refused
         if self._call is None or not self._ended.is_set():

@@ -1,14 +1,14 @@
 """Drafts of a peer over one stream for each generation, where the peer has such streams.
 
-A unary call tells the peer the whole text and costs a call; a message of a stream tells what
-joined the text since the last one, takes half the time, and the peer keeps its index.
+A unary call sends the whole text; a message of a stream sends the tokens that joined the text since
+the last one, takes half the time, and the peer keeps its index.
 
     opening   the text so far is told while the prompt is computed; drafts come by unary calls
     open      the peer's initial metadata have come: drafts are asked for here
     ended     by a failure, or by the peer: unary calls again, and another try after a while
 
-`StreamedPeer` is what a RemoteDraftBook asks. Deadlines, breaker and the checks of an answer are
-those of the RemoteProposer below it; a peer that answers what it was not asked loses its stream.
+A RemoteDraftBook asks a `StreamedPeer`. Deadlines, breaker and the checks of an answer are those of
+the RemoteProposer below it; a peer that answers no request of ours loses its stream.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StreamedDraft:
         return self._ended.wait(seconds)
 
     def result(self) -> ProposeBlockResponse:
-        """The answer. Raises what it ended with."""
+        """The answer. Raises the error that it ended with."""
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._outcome
@@ -188,7 +188,7 @@ class StreamedPeer:
     ) -> PendingDraft | StreamedDraft | None:
         """Send a request and return at once; None while the breaker is open.
 
-        `prefix` is kept, to tell what differs in the next one: it must not change.
+        `prefix` is kept and compared with the next one: it must not change.
         """
         stream = self._stream
         if stream is None or not stream.is_open or not self._follows(prefix):
@@ -238,6 +238,6 @@ class StreamedPeer:
 
 
 def _shared(told: Sequence[int], prefix: Sequence[int]) -> int:
-    """How much of what was told the prefix begins with; only the end of that is compared."""
+    """The count of sent tokens that the prefix begins with; only their end is compared."""
     start, end = max(0, len(told) - ROLLBACK), min(len(told), len(prefix))
     return next((at for at in range(start, end) if told[at] != prefix[at]), end)

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 QUEUE_LIMIT = 16
 """Requests that may wait for one proposer: later ones would be answered too late to be of use."""
 INLINE_TOKENS = 256
-"""To index so many new tokens for an n-gram look-up costs about as much as a thread to do it."""
+"""Indexing so many new tokens for an n-gram look-up takes as long as starting a thread for it."""
 
 
 @runtime_checkable

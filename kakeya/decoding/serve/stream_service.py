@@ -189,7 +189,7 @@ class _Text:
         return len(self._tokens)
 
     def check(self, message: DraftStreamRequest) -> list[int]:
-        """Return what a message appends. Raises InvalidArgument for one that cannot follow."""
+        """Return the tokens that a message appends. Raises InvalidArgument if it cannot follow."""
         keep, count, packed = message.keep_tokens, len(self), message.append_ids_le32
         if message.version <= self._version:
             raise InvalidArgument(

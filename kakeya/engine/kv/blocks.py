@@ -94,7 +94,7 @@ def take(state: SequenceState, plan: Take, facts: LoadedFacts) -> bool:
                 plan.tokens,
             )
     except FAULTS as fault:
-        _tell("blocks of KV could not be taken", fault)
+        _warn("blocks of KV could not be taken", fault)
         return False
     state.grid_tokens = plan.tokens
     return True
@@ -161,12 +161,12 @@ class KvExports:
                 into = KvView(reader.fill(pages.pages), room, pages.has_state)
                 return state.export_block(first, last - first, into, with_state=with_state)
         except FAULTS as fault:
-            _tell("blocks of KV could not be exported", fault)
+            _warn("blocks of KV could not be exported", fault)
             # Said once: with the pages behind it, it would most likely go the same way.
             self._waiting.clear()
             return False
 
 
-def _tell(what: str, fault: Exception) -> None:
+def _warn(message: str, fault: Exception) -> None:
     reason = fault.message if isinstance(fault, KakeyaError) else repr(fault)
-    event(_log, what, level=logging.WARNING, reason=reason)
+    event(_log, message, level=logging.WARNING, reason=reason)

@@ -2,7 +2,7 @@
 
 An entry is taken out while a generation works on it and put back afterwards, so nothing can be
 dropped under a running sequence. The budget is for KV of both kinds: `held` counts bytes of the
-entries that wait here, `lent` what running sequences may use and parked ones hold (see `room`),
+entries that wait here, `lent` those that running sequences may use and parked ones hold (`room`),
 and entries go when these need the space.
 """
 

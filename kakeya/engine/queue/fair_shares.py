@@ -1,6 +1,6 @@
 """Fair shares: the tokens that each client used, and each of its users, in each priority.
 
-An account counts what its generations used. Accounts of one group are fair to each other: all
+An account counts the tokens of its generations. Accounts of one group are fair to each other: all
 clients of a priority are a group, and so are all users that one client names. Use of
 a user counts as its client's too, so a client with many users gets no more than a client with one.
 
@@ -64,9 +64,8 @@ class FairShares:
 class _Group:
     """Accounts that are fair to each other.
 
-    `accounts` are those that have a generation here, `debts` what accounts used that left and that
-    used more than `level`: the least that a waiting account had used when the last generation
-    began.
+    `accounts` are those that have a generation here. `level` is the least use of a waiting account
+    when the last generation began; `debts` is the use of accounts that left and are above it.
     """
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from kakeya.engine.model import LoadedFacts
 
 _WEIGHT = 0.2
-"""Of the newest measurement in the mean."""
+"""Weight of the newest measurement in the mean."""
 _SURPRISE = 4.0
 """A single measurement counts as at most this many times more or less than was expected."""
 _ENDS_KNOWN = 4

@@ -38,7 +38,7 @@ AGED_S = 10.0
 """The least wait for a place by age, which goes to the oldest generation that fits. It may not be
 parked for so long, or until the next place by age: those that it overtook would park it at once."""
 HELD_S = 60.0
-"""After such a wait a generation holds the queue: the next place is its, once there is room."""
+"""After such a wait a generation holds the queue: it gets the next place, once there is room."""
 PATIENCE_S = 2.0
 """The wait of a client that runs nothing before a client that runs several makes place for it."""
 ROUND_S = 0.05
@@ -75,7 +75,7 @@ class Account:
         return bool(self.waiting or self.running)
 
     def pay(self, tokens: int) -> None:
-        """Count weighted tokens, below 0 to give back what was charged ahead and not used."""
+        """Count weighted tokens; a negative count gives back tokens that were charged ahead."""
         self.used += tokens
         if self.owner is not None:
             self.owner.used += tokens

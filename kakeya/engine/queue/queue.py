@@ -191,7 +191,7 @@ class EngineQueue:
         row.account.pay(INPUT_WEIGHT * row.charged)
 
     def refund(self, row: QueueRow) -> None:
-        """Pay back what was charged for tokens of the prompt that were not computed."""
+        """Pay back tokens of the prompt that were charged and not computed."""
         row.account.pay(-INPUT_WEIGHT * min(row.charged, row.prompt_left))
         row.charged = 0
 
@@ -249,7 +249,7 @@ class EngineQueue:
             self._held = None
 
     def _plan(self, row: QueueRow, running: Sequence[QueueRow], now_s: float) -> Admitted | None:
-        """How a row gets a place and room; None = it cannot."""
+        """Plan a place and room for a row; None = there is none."""
         job = row.ticket.job
         if (
             row.is_stowed
@@ -274,7 +274,7 @@ class EngineQueue:
         if lacks_bytes > gain or (lacks_place and not parks):
             return None
         drops: list[QueueRow] = []
-        # A parked row gives back what it has not filled; the rest only when its KV is dropped.
+        # A parked row gives back its unfilled room; its KV keeps the rest until it is dropped.
         lacks_bytes -= sum(held(one) - self.room.kv_bytes(one.length) for one in parks)
         for one in (*reversed(parks), *droppable):
             if lacks_bytes <= 0:

@@ -127,7 +127,7 @@ class KvRoom:
         self._lend()
 
     def leave(self, owner: Hashable) -> None:
-        """Give back what a sequence holds, if anything."""
+        """Give back the room of a sequence, if it has any."""
         share = self._shares.pop(owner, None)
         parked = self._parked.pop(owner, None)
         if share is not None or parked is not None:

@@ -224,7 +224,7 @@ class Scheduler:
             self._prefill(row)
         elif self._running:
             self._step()
-        # Once a unit: what an ended row held is free when nothing here refers to the row any more.
+        # Once a unit: memory of an ended row is free when nothing here refers to the row.
         self._keeps_limit = self.limits.holds()
 
     def _step(self) -> None:
@@ -291,7 +291,7 @@ class Scheduler:
             self._tell(row, step)
 
     def _tell(self, row: QueueRow, frame: EngineFrame) -> None:
-        """Hand a frame on, and note what it changes for the row."""
+        """Hand a frame on, and note its effects on the row."""
         row.ticket.on_frame(frame)
         if isinstance(frame, Tokens):
             made = len(frame.token_ids)

@@ -11,7 +11,7 @@
 
 From flight, a draft is entered confirm-first: the row in flight is read, and only when it equals
 the first drafted token are the others verified. From quiet, a block is verified at once. Drafts
-that are not verified are scored against what plain decoding emits, for free.
+that are not verified are scored against the tokens of plain decoding, for free.
 
 The caller of the generator launches plain steps, so that many sequences can share a forward:
 `steps` yields a `Launch`, and goes on once that was done; `frames` is `steps` of a sequence that is
@@ -113,7 +113,7 @@ class SequenceRun:
             self.state = self._prompt.state
             self.state.select_with(job.sampling)
             self.state.adapt(self._adapter.slot if self._adapter else 0)
-            # Last: what it opens is closed by `finish` and `abandon`, which need the rest.
+            # Last: `finish` and `abandon`, which close its books, need the other fields.
             self._drafting = Drafting(
                 job.draft_sources, tools.controller, tools.books, facts.vocab_size, job.sampling
             )

@@ -50,7 +50,7 @@ _STEP_ROWS = 32
 _LONG_TOKENS = 200
 """Tokens of one of the rows that are tried; the others are short."""
 _TOLERANCE = 0.02
-"""Of the largest logit: rounding in 16 bits stays below, a row that sees another's KV does not."""
+"""Most difference, of the largest logit: rounding in 16 bits stays below, foreign KV does not."""
 
 
 def launch_together(

@@ -1,6 +1,6 @@
 """A layer's caches of many rows in the place of one cache, for a single forward.
 
-Models of mlx-lm call their cache and then `scaled_dot_product_attention` with what it returned.
+Models of mlx-lm call their cache and then `scaled_dot_product_attention` with its result.
 Here the cache is a `RowCaches`, which appends to its parts, and attends part by part:
 
     AloneKV    one row, over a cache of any kind, exactly as it would alone
@@ -247,7 +247,9 @@ class RowCaches:
     ) -> mx.array:
         """Attention of each row over its KV. Shapes: [B, H, 1, D] -> the same."""
         if self._given is None or given[0] is not self._given[0] or given[1] is not self._given[1]:
-            raise InvariantBroken("batch", "the model's attention changes what its cache returned")
+            raise InvariantBroken(
+                "batch", "the model's attention changes the arrays that its cache returned"
+            )
         masks = [None] * len(self._parts) if mask is None else mask.masks
         found: list[mx.array] = []
         for part, query, own in zip(self._parts, self._split(queries), masks, strict=True):

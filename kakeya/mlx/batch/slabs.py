@@ -124,7 +124,7 @@ class PlacedKV:
 
     @property
     def nbytes(self) -> int:
-        """Of the place."""
+        """Bytes of the place."""
         return self._slab.nbytes // int(self._slab.keys.shape[0])
 
     def make_mask(
@@ -173,7 +173,7 @@ class Seat:
         self.is_compared = False
 
     def trimmed(self, length: int) -> None:
-        """Forget what is known of tokens behind `length`: they will be written anew."""
+        """Share no tokens behind `length` any more: they will be written anew."""
         self.shared_tokens = min(self.shared_tokens, length)
 
 
@@ -241,7 +241,7 @@ class KvSlab:
 
     def enter(self, sequence: SlabUser, place: int) -> None:
         """Copy a sequence into a free place, from its own caches or another place, here too."""
-        mx.synchronize()  # what is in flight reads the slab, and writes into it
+        mx.synchronize()  # steps in flight read the slab, and write into it
         for index, slab in self.layers.items():
             # The whole place is written: values left behind the tokens may be no numbers.
             keys, values = _held(sequence.cache[index])

@@ -33,18 +33,18 @@ from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.numerics.bits import Bits, bits, kind_of
 
 Rings = Sequence[Ring | None]
-"""How the rows of each layer lay, where not by their positions."""
+"""The order of each layer's rows, where not by their positions."""
 _FORMAT = 1
 _CONTEXT_BLOCKS = 8
 """A context has at least so many blocks: most texts that share a beginning share a whole one."""
 _TRIED = (16, 8)
 """Tokens in front of and behind the place at which taking KV over is tried."""
 _TOLERANCE = 0.02
-"""Of the largest logit, as in `batch`: beyond it, something else than rounding differs."""
+"""Largest difference, of the largest logit, as in `batch`: rounding stays below."""
 
 
 class KvBlocks:
-    """How one model's caches are written into blocks and read from them."""
+    """Writes one model's caches into blocks, and reads them from blocks."""
 
     def __init__(self, block_tokens: int, caches: Sequence[Any]) -> None:
         """`caches` hold some text, and are of known classes. Raises InvalidArgument where they hold
@@ -110,7 +110,7 @@ class KvBlocks:
         *,
         with_state: bool,
     ) -> None:
-        """Copy what lies at places of the layers' arrays to the rows of a block from `at` on."""
+        """Copy rows at places of the layers' arrays to the rows of a block from `at` on."""
         layers = kv_layers.layers_of(caches)
         held = bits([part for layer in layers for part in kv_layers.arrays(layer)])
         offset, state_at = 0, into.tokens * self.row_bytes
@@ -126,8 +126,9 @@ class KvBlocks:
                     state_at += fixed.nbytes
 
     def stow(self, caches: Sequence[Any], blocks: Sequence[KvView], tokens: int) -> Rings:
-        """Copy all that caches hold of so many tokens into blocks, from which only `read` with what
-        is returned makes it again: a window's rows lie there as they lay in its ring.
+        """Copy the caches of so many tokens into blocks, for `read` with the returned rings.
+
+        A window's rows lie in the blocks as they lay in its ring.
 
         Raises InvalidArgument when the blocks are too short.
         """
@@ -232,9 +233,9 @@ def block_tokens_of(context_tokens: int) -> int:
 
 
 def plan_blocks(model: LoadedModel) -> KvBlocks:
-    """Look at what a model's caches hold, and try on a short text that taking it over works.
+    """Inspect the content of a model's caches, and try on a short text that importing it works.
 
-    Raises InvalidArgument that says why this model has no blocks.
+    Raises InvalidArgument with the reason why this model has no blocks.
     """
     size = block_tokens_of(model.context_tokens)
     if not size:
@@ -251,11 +252,11 @@ def plan_blocks(model: LoadedModel) -> KvBlocks:
     is_whole = blocks.write(own, 0, before, block, with_state=block.has_state)
     expected = _forward(model, own, before, behind)
     if not is_whole or blocks.layout != KvBlocks(size, own).layout:
-        raise InvalidArgument("its caches hold something else behind a longer text")
+        raise InvalidArgument("the layout of its caches changes with the length of the text")
     blocks.read(taken, [block], before)
     found = _forward(model, taken, before, behind)
     if not mx.all(mx.abs(found - expected) <= _TOLERANCE * mx.abs(expected).max()).item():
-        raise InvalidArgument("it computes otherwise behind KV that was taken over")
+        raise InvalidArgument("its logits behind imported KV differ from those behind its own")
     return blocks
 
 

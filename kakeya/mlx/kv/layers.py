@@ -43,11 +43,11 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Of one position."""
+        """Bytes of one position."""
         return self.heads * self.width * int(self.dtype.size)
 
     def shape(self, positions: int) -> tuple[int, ...]:
-        """Of the array for so many positions."""
+        """The shape of the array for so many positions."""
         return 1, self.heads, positions, self.width
 
     def describe(self) -> list[object]:
@@ -64,7 +64,7 @@ class Fixed:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole."""
+        """Bytes of the array."""
         size = int(self.dtype.size)
         for length in self.shape:
             size *= length
@@ -77,7 +77,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """How a window's rows lie, which go round in it where they are appended one by one.
+    """The order of a window's rows, which go round in it where they are appended one by one.
 
     The first `rows` of `places` on axis 2 hold something; the next row goes to `following`.
     """
@@ -111,7 +111,7 @@ def grows(layer: Any) -> bool:  # noqa: ANN401
 
 
 def windows(cache: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-    """(tokens, bytes of each) of what keeps only the last so many tokens; the caches hold some."""
+    """(tokens, bytes of each) of layers with a window; the caches hold some tokens."""
     found: Counter[int] = Counter()
     for layer in layers_of(cache):
         if isinstance(layer, RotatingKVCache):
@@ -149,7 +149,7 @@ def place(layer: Any, first: int, last: int) -> Range | None:  # noqa: ANN401
     if type(layer) is not RotatingKVCache:
         return first, last
     # The newest rows lie in order in front of `_idx`, be it a ring or not.
-    end = int(layer._idx) - (offset - last)  # noqa: SLF001 - what is meant by its state
+    end = int(layer._idx) - (offset - last)  # noqa: SLF001 - part of its state
     start = end - (last - first)
     is_whole = offset <= layer.keys.shape[2]
     return (start, end) if start >= (0 if is_whole else int(layer.keep)) else None
@@ -167,7 +167,7 @@ def wanted(layer: Any, tokens: int) -> tuple[Range, ...]:  # noqa: ANN401
 
 
 def ring(layer: Any) -> Ring | None:  # noqa: ANN401
-    """How its rows lie now; None where they lie by their positions, or it has none."""
+    """The order of its rows; None where they lie by their positions, or it has none."""
     if type(layer) is not RotatingKVCache or layer.keys is None:
         return None
     places = int(layer.keys.shape[2])

@@ -26,7 +26,7 @@ def score_scale(scale: float) -> float:
 
 
 def weigh(common: mx.array, own: mx.array) -> tuple[mx.array, mx.array, mx.array | None]:
-    """The weights of scores, and what their products with values are to be divided by, if at all.
+    """The weights of scores, and the divisor of their products with values, None = none.
 
     Shapes: [groups, a * b, T], [groups, a, b, S] -> the same, [groups, a, b, 1]. Sums in float32.
     """

@@ -37,10 +37,10 @@ Grid = tuple[tuple[int, int], ...]
 """(position, tokens): pieces are of so many tokens from that position on; the first is 0."""
 
 _CPU_OPERATIONS_PER_S = 1e10
-"""In prefill, of a core with a fast BLAS: a quarter of what a current one does when it is alone."""
+"""Prefill of a core with a fast BLAS: a quarter of the rate of a current core that is alone."""
 _NO_BLAS_FACTOR = 0.1
 _METAL_OPERATIONS_PER_S = 2e12
-"""Of the GPU of a base M-series chip, which reaches about half of its peak in prefill."""
+"""Prefill of the GPU of a base M-series chip, which reaches about half of its peak in prefill."""
 _METAL_FACTORS = {"s": 4.0, "d": 8.0}
 """By the last letter of Metal's architecture: Max, Ultra. All others count as the base."""
 _CUDA_OPERATIONS_PER_S = 5e13
@@ -161,7 +161,7 @@ def is_cpu() -> bool:
 
 
 def _operations_per_s() -> float:
-    """Of the nominal machine."""
+    """Operations a second of the nominal machine."""
     if is_cpu():
         return _CPU_OPERATIONS_PER_S * (1 if blas_name() else _NO_BLAS_FACTOR)
     if sys.platform != "darwin":
@@ -171,7 +171,7 @@ def _operations_per_s() -> float:
 
 
 def _weights_of_a_token(network: nn.Module, config: Mapping[str, Any]) -> float:
-    """How many weights a token is multiplied with: of experts, those that it is sent to."""
+    """The count of weights that a token is multiplied with; of experts, those of its own."""
     total = 0.0
     for module in network.modules():
         weight = module.get("weight")
@@ -187,6 +187,6 @@ def _weights_of_a_token(network: nn.Module, config: Mapping[str, Any]) -> float:
 
 
 def _active_experts(config: Mapping[str, Any]) -> int:
-    """To how many experts of a layer a token is sent."""
+    """The count of experts of a layer that a token is sent to."""
     found = [config.get(key) for key in _ACTIVE_KEYS]
     return next((value for value in found if isinstance(value, int) and value > 0), 1)

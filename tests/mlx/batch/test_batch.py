@@ -268,7 +268,7 @@ def test_a_model_whose_attention_does_as_it_likes_is_not_batched(
         return keys + 0, values + 0
 
     monkeypatch.setattr(row_caches.RowCaches, "update_and_fetch", copied)
-    assert "changes what its cache returned" in why_by_turns(models["llama"])
+    assert "changes the arrays that its cache returned" in why_by_turns(models["llama"])
 
 
 def test_rows_that_see_each_others_kv_are_noticed(
