@@ -302,11 +302,12 @@ async def test_blocks_larger_than_pages_allow_are_not_kept_and_that_is_said_once
 
 
 async def test_beyond_the_budget_the_ends_of_old_prompts_go_first(tmp_path: Path) -> None:
-    async with world(tmp_path, budget=4, clock=FakeClock()) as here:
+    clock = FakeClock()
+    async with world(tmp_path, budget=4, clock=clock) as here:
         await here.ask([1, 1, 1, 1, 2, 2, 2, 2, 0])
-        here.prefixes._clock.advance(1)
+        clock.advance(1)
         await here.ask([3, 3, 3, 3, 4, 4, 4, 4, 0])
-        here.prefixes._clock.advance(1)
+        clock.advance(1)
         await here.ask([5, 5, 5, 5, 0])
         assert here.prefixes.counts.evicted == 1
         here.check()
@@ -340,7 +341,8 @@ async def test_what_is_cheap_to_have_again_goes_first_whatever_model_it_is_of(
     """A second of prefill is worth the same of any model, and age counts for all alike."""
     rates = {"slow": 10.0, "fast": 1000.0}
     first, then = older, "fast" if older == "slow" else "slow"
-    async with world(tmp_path, budget=8, clock=FakeClock()) as here:
+    clock = FakeClock()
+    async with world(tmp_path, budget=8, clock=clock) as here:
 
         async def ask(model: str, prompt: Sequence[int]) -> int:
             here.engine.facts = replace(
@@ -351,7 +353,7 @@ async def test_what_is_cheap_to_have_again_goes_first_whatever_model_it_is_of(
         for model in (first, then):
             for number in range(4):
                 await ask(model, [number] * 4 + [0])
-                here.prefixes._clock.advance(1)
+                clock.advance(1)
         for number in range(4):
             await ask("fast", [100 + number] * 4 + [0])
         assert [await ask("slow", [number] * 4 + [0]) for number in range(4)] == [4] * 4
@@ -933,7 +935,7 @@ async def live(folder: Path, rng: random.Random) -> None:
         async with asyncio.timeout(60):
             while not here.prefixes.is_at_rest:
                 await asyncio.sleep(0.01)
-        if here.prefixes._disk is not None:
+        if here.prefixes.store is not None:
             await written(here)
         here.check()
 
@@ -1082,7 +1084,7 @@ async def test_blocks_are_written_once_no_more_come_for_a_moment_and_soon_in_any
 async def test_what_waits_to_be_written_is_written_when_a_node_ends(tmp_path: Path) -> None:
     async with world(tmp_path, disk=True) as here:
         await here.ask(SEED_TEXT)
-        assert len(here.prefixes._disk._to_write) == 3
+        assert not here.prefixes.is_at_rest
     async with world(tmp_path, disk=True) as here:
         assert await here.ask(SEED_TEXT) == 9
 

@@ -143,12 +143,17 @@ class Scripted:
         return [], 0
 
 
+def script(run: SequenceRun, plain: Sequence[int], kind: str) -> None:
+    """Have a run's own source of drafts say these, of the answer that it would give."""
+    run._drafting._own._index = Scripted(plain, len(CYCLE), kind)  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize("kind", ["oracle", "wrong", "half", "empty"])
 @pytest.mark.parametrize("sampling", [Sampling(), KEYED], ids=["greedy", "keyed"])
 def test_whatever_is_drafted_the_tokens_stay(rig: Rig, kind: str, sampling: Sampling) -> None:
     plain, plain_done = rig.run(job(sampling=sampling))
     run = SequenceRun(rig.model, rig.tools, job(sampling=sampling, draft_sources=NGRAM))
-    run._drafting._own._index = Scripted(plain, len(CYCLE), kind)  # type: ignore[assignment]
+    script(run, plain, kind)
     tokens, done = collect(run)
     assert tokens == plain
     if kind == "oracle" and done.usage.verified:
@@ -171,7 +176,7 @@ def test_a_text_that_nothing_matches_is_decoded_as_without_drafts(
     controller = rig.tools.controller
     monkeypatch.setattr(controller, "rows", lambda draft: 0)
     run = SequenceRun(rig.model, rig.tools, job(draft_sources=NGRAM))
-    run._drafting._own._index = Scripted(plain, len(CYCLE), kind)  # type: ignore[assignment]
+    script(run, plain, kind)
     asked: list[int] = []
     verifiable_rows = run.state.verifiable_rows
     monkeypatch.setattr(
@@ -238,7 +243,7 @@ def test_a_stop_token_inside_a_block_ends_it_there(rigs: dict[str, Rig]) -> None
     run = SequenceRun(
         rig.model, rig.tools, job(draft_sources=NGRAM, stop_token_ids=frozenset({stop}), kv_key="s")
     )
-    run._drafting._own._index = Scripted(plain, len(CYCLE), "oracle")  # type: ignore[assignment]
+    script(run, plain, "oracle")
     tokens, done = collect(run)
     assert tokens == plain[: first + 1]
     assert done.reason is StopReason.STOP_TOKEN
@@ -426,7 +431,7 @@ def test_drafts_that_hold_are_found_out_and_used(rigs: dict[str, Rig]) -> None:
     rig = Rig(rigs["llama"].model, replace(tools(), controller=PricedController()))
     plain, _ = rig.run(job(max_tokens=200))
     run = SequenceRun(rig.model, rig.tools, job(max_tokens=200, draft_sources=NGRAM))
-    run._drafting._own._index = Scripted(plain, len(CYCLE), "oracle")  # type: ignore[assignment]
+    script(run, plain, "oracle")
     tokens, done = collect(run)
     assert tokens == plain
     assert done.usage.forwards < 60

@@ -101,7 +101,7 @@ class Station:
         await self.fetch_from(shelf, named, tokens, blocks, tail=tail)
         if self.prefixes.store is not None:
             async with asyncio.timeout(60):
-                while self.prefixes._disk._to_write:
+                while not self.prefixes.is_at_rest:
                     await asyncio.sleep(0.01)
                 await self.prefixes.store.flush()
                 await asyncio.sleep(0.01)
