@@ -243,7 +243,8 @@ class PagePool:
 
     def evict_until_free(self, pages: int) -> PageEviction:
         """Evict the least worth until `pages` and the headroom are free, or no block may go."""
-        evicted = self._evict_to(math.ceil(pages * (1.0 + self.config.headroom) - 1e-9))
+        wanted = math.ceil(pages * (1.0 + self.config.headroom) - 1e-9)
+        evicted = self._evict_to(wanted, needed_pages=pages)
         return PageEviction(
             blocks=tuple(evicted), short_pages=max(0, pages - self._table.free_pages)
         )
@@ -394,10 +395,17 @@ class PagePool:
         block.preparing.preparing.discard(block)
         block.preparing = None
 
-    def _evict_to(self, free_pages: int) -> list[Block]:
+    def _evict_to(self, free_pages: int, *, needed_pages: int = 0) -> list[Block]:
+        """Evict until so many pages are free; dirty blocks go for the needed ones alone."""
         evicted: list[Block] = []
         free = self._table.free_pages
-        while free < free_pages and (block := self.evict_one()) is not None:
+        while free < free_pages:
+            block = self.least_worth()
+            if block is None and free < needed_pages:
+                block = self._worth.least_dirty()
+            if block is None:
+                break
+            self._evict(block)
             free += block.pages
             evicted.append(block)
         return evicted

@@ -363,7 +363,19 @@ def test_a_dirty_block_is_evicted_after_every_clean_one() -> None:
         pool.mark_dirty(block)
     pool.at(pool.now.s + 60)
     assert pool.least_worth() is blocks[2]
-    assert pool.evict_until_free(13).blocks == (*blocks[2:], blocks[0])
+    assert pool.evict_until_free(15).blocks == (*blocks[2:], blocks[0])
+
+
+def test_no_dirty_block_goes_for_the_headroom() -> None:
+    pool = pool_of(headroom=0.5)
+    blocks = fill(pool, kv(pool))
+    for block in blocks:
+        pool.mark_dirty(block)
+    assert len(pool.evict_until_free(4).blocks) == 4
+    pool.mark_clean(blocks[10])
+    kv(pool).range(6)
+    assert not blocks[10].is_live
+    assert sum(block.is_live for block in blocks) == 9, "two for the range, one for the headroom"
 
 
 def test_a_range_takes_many_clean_blocks_before_one_dirty_one() -> None:
