@@ -89,7 +89,7 @@ async def test_addresses_that_only_a_peer_names_are_dialled_as_the_policy_says(
             address = f"127.0.0.1:{port}"
             two.offer(Endpoint(address, "lan", 20))
             meet(one, two)
-            one.forbidden[address] = "it is each machine's own"
+            one.forbidden[address] = "it is a loopback address"
             report = await one.examiner().examine("two")
             assert knocks == []
             line = find(report, f"reach {address}", "two")

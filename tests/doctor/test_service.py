@@ -202,9 +202,9 @@ async def test_what_gossip_may_not_dial_is_not_dialled_at_the_callers_ip_either(
         small_node(tmp_path, "callee", may_dial=lambda where: forbidden.get(where, "")) as callee,
         knocked("127.0.0.1") as (address, came),
     ):
-        forbidden[address] = "it is each machine's own"
+        forbidden[address] = "it is a loopback address"
         (dial,) = (await check_back(callee, address)).dials
-        assert (dial.error, came) == ("not dialled: it is each machine's own", [])
+        assert (dial.error, came) == ("not dialled: it is a loopback address", [])
         forbidden.clear()  # the control
         await check_back(callee, address)
         assert came

@@ -356,7 +356,7 @@ def log_report(report: MergeReport, registry: CapabilityRegistry, peer: str) -> 
     if report.has_jumped:
         event(
             _log,
-            "an earlier life of this node is known; went above it",
+            "peers know a later incarnation of this node; began a higher one",
             incarnation=registry.incarnation,
             heard_from=peer,
         )

@@ -156,7 +156,7 @@ class JoinServer:
             try:
                 port = server.add_insecure_port(join_address(host, self._port))
             except RuntimeError:  # gRPC says no more than that it failed
-                event(_log, "no join port here", level=logging.WARNING, host=host)
+                event(_log, "the join port cannot be opened here", level=logging.WARNING, host=host)
             else:
                 bound.append(join_address(host, port))
         if not bound:
@@ -171,7 +171,7 @@ class JoinServer:
         self._opened.clear()
         if server is not None:
             await server.stop(None)
-            event(_log, "join port shut")
+            event(_log, "join port closed")
 
     async def _shut_in_time(self) -> None:
         while True:

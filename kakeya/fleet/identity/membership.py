@@ -215,7 +215,7 @@ class Membership:
             )
         if self._trust.is_revoked(wanted.node_id):
             raise Denied(f"node {wanted.node_id} was revoked in this fleet")
-        event(_log, "certificate renewed for", label=wanted.label, node_id=wanted.node_id)
+        event(_log, "certificate of a member renewed", label=wanted.label, node_id=wanted.node_id)
         return self._authority.issue(wanted, role=caller.role, now=self._clock.wall())
 
     # The list of revoked nodes
@@ -226,7 +226,7 @@ class Membership:
         if identity.node_id in added:
             event(
                 _log,
-                f"this node was taken out of fleet {identity.fleet}; to come back, stop it, move "
+                f"this node was removed from fleet {identity.fleet}; to come back, stop it, move "
                 f"{self._data_dir / FOLDER} away and join with a new token",
                 level=logging.ERROR,
             )
@@ -240,9 +240,9 @@ class Membership:
             await self._save()
         except OSError as problem:
             raise ConfigError(
-                "taken out, and the fleet is being told; but the list cannot be written to "
+                "the node is removed and the fleet hears of it, but the list cannot be written to "
                 f"{self._path}: {problem.strerror or problem}; make room there, and do not stop "
-                "this node before its log is quiet about it"
+                "this node before its log stops warning of it"
             ) from problem
 
     async def _save(self) -> None:

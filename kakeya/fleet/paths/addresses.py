@@ -135,13 +135,13 @@ class AddressPolicy:
         if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
             return "it is an IPv4 address written as IPv6"
         if ip.is_unspecified:
-            return "it is every address of a machine"
+            return "it is the unspecified address, not one machine's"
         if ip.is_multicast:
-            return "it is a group, not a machine"
+            return "it is a multicast address, not one machine's"
         if ip.is_loopback:
-            return "" if self.is_on_loopback else "it is each machine's own"
+            return "" if self.is_on_loopback else "it is a loopback address"
         if any(ip == link.broadcast_address for link in self.links if link.version == 4):
-            return "it is every machine of a network"
+            return "it is a broadcast address, not one machine's"
         if _within(ip, self.links) or (
             # Another cable's link-local addresses are not reachable, whatever else is allowed.
             _within(ip, self.allowed) and not _within(ip, LINK_LOCAL_NETWORKS)

@@ -294,14 +294,14 @@ async def test_a_member_renews_for_nobody(tmp_path: Path) -> None:
             await two.membership.renewal.renew()
 
 
-async def test_a_node_that_was_taken_out_tells_its_owner(
+async def test_a_removed_node_tells_its_owner(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = SettableClock()
     async with two_nodes(tmp_path, clock) as (one, two):
         one.membership.revoke("mini-2")
         assert two.trust.apply_revocations(one.trust.revocations[1])
-        assert f"this node was taken out of fleet {two.trust.identity.fleet}" in caplog.text
+        assert f"this node was removed from fleet {two.trust.identity.fleet}" in caplog.text
 
 
 async def test_renewal_needs_the_callers_certificate(tmp_path: Path) -> None:
