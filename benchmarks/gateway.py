@@ -43,7 +43,7 @@ def unique_prompt() -> str:
 def post(address: str, body: dict[str, object]) -> float:
     """Seconds from the request to the end of its answer."""
     host, _, port = address.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    connection = http.client.HTTPConnection(host, int(port), timeout=600)
     started = time.perf_counter()
     connection.request(
         "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}

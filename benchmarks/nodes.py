@@ -30,7 +30,7 @@ CODE = """class Point:
 
 
 """
-_WAIT_S = 60.0
+_WAIT_S = 180.0
 _SERVER = (
     "import runpy, sys; from kakeya.mlx.numerics.blas import preload_blas; preload_blas(1); "
     "sys.argv[0] = 'mlx_lm.server'; runpy.run_module('mlx_lm.server', run_name='__main__')"

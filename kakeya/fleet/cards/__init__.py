@@ -1,3 +1,3 @@
-"""A capability card: what a node says of itself, its order among the node's other cards, and its
+"""A capability card: the offer of a node, its order among the node's other cards, and its
 bytes. A bad card is dropped alone.
 """

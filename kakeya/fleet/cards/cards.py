@@ -37,9 +37,9 @@ MAX_LABEL_BYTES = 64
 MIN_TTL_S = 10.0
 MAX_TTL_S = 600.0
 MAX_AHEAD_S = 60.0
-"""How far a stamp may run ahead of the reader's clock: more than NTP's worst, less than a TTL."""
+"""Most seconds of a stamp ahead of the reader's clock: more than NTP's worst, less than a TTL."""
 MAX_AHEAD_BEATING_S = 24 * 3600.0
-"""The same for a card that came with a beat: the beat tells its age, so the stamp only orders, and
+"""The same for a card that came with a beat: the beat gives its age, so the stamp only orders, and
 a clock that is an hour wrong excludes no node. A stamp more than a day ahead is no clock's."""
 MAX_FORGED = 16
 """Forged cards in one message after which its other cards are not read."""
@@ -48,7 +48,7 @@ MAX_INCARNATION = 2**53
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
 DEFAULT_INTERVAL_S = 10.0
-"""Between two gossip rounds."""
+"""Seconds between two gossip rounds."""
 DEFAULT_TTL_S = 12 * DEFAULT_INTERVAL_S
 """With a fanout of 2, no node is missed for a moment at 1000 nodes and 30 % of messages lost."""
 FAREWELL_TTL_S = 10.0
@@ -87,7 +87,7 @@ class CardFault(StrEnum):
     STALE = "stale"
     """No later than a card of the node that already expired here."""
     CONFLICT = "conflict"
-    """Of another process that runs under the id of a live node."""
+    """Made by another process that runs under the id of a live node."""
     REPEATED = "repeated"
     """The second card of one node in one message."""
     REGISTRY_FULL = "registry_full"

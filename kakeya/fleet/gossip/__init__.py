@@ -1,3 +1,3 @@
-"""How views travel: rounds, digests and exchanges between two nodes. Lost, repeated or reordered
+"""The travel of views: rounds, digests and exchanges between two nodes. Lost, repeated or reordered
 messages delay a view and never corrupt it.
 """

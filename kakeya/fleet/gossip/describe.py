@@ -15,7 +15,7 @@ DESCRIBE_METHOD = "/kakeya.v1.CapabilityService/GetNodeCapability"
 async def ask_card(channel: grpc.aio.Channel, address: str, *, timeout_s: float) -> Card:
     """Return the card in the answer, not checked further.
 
-    Raises what `call_bytes` does, and PeerProtocol for an answer that is no card.
+    Raises the errors of `call_bytes`, and PeerProtocol for an answer that is no card.
     """
     answer = await call_bytes(channel, address, DESCRIBE_METHOD, b"", timeout_s=timeout_s)
     try:

@@ -1,6 +1,6 @@
 """The gossip loop: a round now, one each interval, and one soon after the own card changes.
 
-Each round drops what expired, chooses targets, exchanges, keeps counts and logs one line.
+Each round drops expired cards, chooses targets, exchanges, keeps counts and logs one line.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from itertools import chain, islice
 from kakeya.fleet.cards.convert import MAX_BATCH_CARDS
 
 DEFAULT_FANOUT = 2
-"""At a round each 10 s views of a hundred nodes hold no card older than 58 s then, of a thousand
-none older than 76 s, with 30 % of the messages lost (`scripts/simulate`); the TTL is 120 s."""
+"""With a round each 10 s and 30 % of the messages lost, views of a hundred nodes then hold no card
+older than 58 s, of a thousand nodes none older than 76 s (`scripts/simulate`); the TTL is 120 s."""
 MAX_SIGHTINGS = 2
 MAX_DIALS = 8
 """Most targets of one round beside the seeds, whatever cards and the local network claim."""

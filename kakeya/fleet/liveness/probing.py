@@ -102,7 +102,7 @@ class Prober:
         self._wake = asyncio.Event()
         self._looking: set[str] = set()
         self._unproven: dict[str, dict[str, str]] = {}
-        """By address to be probed: the accused nodes there, and their accusers."""
+        """Accused nodes and their accusers, by the address to be probed."""
         self._slots = asyncio.Semaphore(config.parallel)
         self._asked = Moments(config.interval_s)
         self._hinted = Moments(config.interval_s)
@@ -129,7 +129,7 @@ class Prober:
 
     @property
     def due(self) -> int:
-        """How many looks have yet to begin."""
+        """Count of probes that have yet to begin."""
         return len(self._due)
 
     def last(self, node_id: str) -> Dial | None:

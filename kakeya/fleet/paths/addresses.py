@@ -30,7 +30,7 @@ class NetworkRank(IntEnum):
 
     @property
     def network(self) -> str:
-        """How cards name the kind."""
+        """The kind's name on cards."""
         return self.name.lower()
 
 

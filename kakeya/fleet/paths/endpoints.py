@@ -11,7 +11,7 @@ the figure on the card counts until this node has measured its own.
     chosen, and there is another          each WATCH_S, so that a pulled cable costs seconds
     another, while the chosen one fails   at once
     unknown                               at once
-    failed, worked before                 each REPROBE_S: this is what takes a link back
+    failed, worked before                 each REPROBE_S: so a link comes back into use
     failed, never worked                  more and more seldom, to MAX_REPROBE_S
     works, not chosen                     each MEASURE_S
 
@@ -38,7 +38,7 @@ MEASURE_S = 60.0
 MAX_PER_NODE = 4
 """Probes of one node at once."""
 _MARGIN = 0.7
-"""A way of the same kind replaces the chosen one when its round trip is this much of that one's."""
+"""A way of the same kind replaces the chosen one at this share of its round trip, or less."""
 _SMOOTHING = 0.3
 """Weight of the newest round trip."""
 
@@ -55,7 +55,7 @@ class EdgeState(IntEnum):
 class Route:
     """The way to a node; `network` "" = its card does not say.
 
-    `is_downgraded`: a better way worked before and does not now; `best` is that one's network.
+    `is_downgraded`: a better way worked before and does not now; `best` is the network of that way.
     """
 
     node_id: NodeId

@@ -30,7 +30,7 @@ MAX_ADDRESSES = 32
 """Own addresses with kept figures: a cable that is pulled comes back."""
 _WINDOW_S = 300.0
 _SLACK = 0.25
-"""How far outside its step a median must be to leave it."""
+"""Share of its step by which a median must be outside to leave it."""
 
 
 @dataclass(slots=True)

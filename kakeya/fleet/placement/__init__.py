@@ -1,3 +1,3 @@
-"""Which node verifies and which nodes draft: a pure function of a snapshot, with the numbers on
-which the plan was decided.
+"""The choice of the verifying and the drafting nodes: a pure function of a snapshot, with the
+numbers on which the plan was decided.
 """

@@ -36,7 +36,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecDecodePlacement:
-    """Where to verify and where to draft. Speeds are tokens per second, 0 = not measured."""
+    """The chosen verifier and proposer. Speeds are tokens per second, 0 = not measured."""
 
     verifier: Candidate
     proposer: Candidate
@@ -53,7 +53,7 @@ class SpecDecodePlacement:
 
     @property
     def verifier_address(self) -> str:
-        """Where the verifier's node serves gRPC."""
+        """The gRPC address of the verifier's node."""
         return self.verifier.address
 
     @property
@@ -68,7 +68,7 @@ class SpecDecodePlacement:
 
     @property
     def proposer_address(self) -> str:
-        """Where the proposer's node serves gRPC."""
+        """The gRPC address of the proposer's node."""
         return self.proposer.address
 
     @property

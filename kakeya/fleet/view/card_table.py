@@ -1,6 +1,6 @@
 """The cards of other nodes, in columns, and how long ago each owner lived.
 
-A node has a slot; column entry i is what is known of the node in slot i. Ages follow one rule:
+A node has a slot; column entry i is the state of the node in slot i. Ages follow one rule:
 
     heard   when this (card, beat) was first heard here, monotonic
     lived   when the owner beat it, as best known: min(heard, latest of (now - told age))
@@ -257,7 +257,7 @@ class CardTable:
         return self._beats_of(np.array([self._slot(c) for c in cards], np.intp), mono)
 
     def places(self, keys: Keys) -> Places:
-        """Where the cards with these keys are held; -1 = nowhere."""
+        """The slots of the cards with these keys; -1 = not held."""
         slots = self.index.slots(keys)
         self._grow()
         if len(self._keys):

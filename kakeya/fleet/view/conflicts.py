@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kakeya.core.ids import NodeId
 
 FRESH_S = 600.0
-"""How long a conflict is shown after the last sign of it."""
+"""Seconds for which a conflict is shown after the last sign of it."""
 MAX_CONFLICTS = 256
 
 

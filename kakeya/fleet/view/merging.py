@@ -54,7 +54,7 @@ class Merger:
     def merging(
         self, wires: Iterable[bytes], beats: Beats, *, now: float, mono: float
     ) -> Slices[MergeReport]:
-        """Take each card that is valid and newer than what is held, then the beats."""
+        """Take each card that is valid and newer than the held one, then the beats."""
         places: dict[int, int] | None = None
         changed: list[NodeId] = []
         dropped: Counter[CardFault] = Counter()

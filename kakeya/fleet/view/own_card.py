@@ -27,7 +27,7 @@ from kakeya.fleet.cards.convert import MalformedCard, from_wire, to_wire
 from kakeya.fleet.view.beats import MAX_BEATS, Chain
 
 MAX_JUMP_S = 24 * 3600.0
-"""How far ahead of the clock a stamp of an earlier life may be and still be believed."""
+"""Most seconds ahead of the clock at which a stamp of an earlier life is still believed."""
 BEAT_S = 1.0
 """Beats within this time are one, however many peers ask."""
 DEFENCE_S = 2.0

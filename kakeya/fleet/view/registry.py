@@ -39,7 +39,7 @@ __all__ = ["REMEMBER_S", "CapabilityRegistry", "MergeReport"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundStart:
-    """What happened since the last round; `slept_s` 0 = this machine did not sleep."""
+    """Changes since the last round; `slept_s` 0 = this machine did not sleep."""
 
     gone: tuple[NodeId, ...]
     slept_s: float
@@ -227,7 +227,7 @@ class CapabilityRegistry:
     def merge(
         self, wires: Iterable[bytes], *, now: float, mono: float, beats: Beats | None = None
     ) -> MergeReport:
-        """Take each card that is valid and newer than what is held, then the beats.
+        """Take each card that is valid and newer than the held one, then the beats.
 
         A card without an entry in `beats` is as old as its stamp says. Refused cards are counted
         by fault.
@@ -241,7 +241,7 @@ class CapabilityRegistry:
         return self._merger.merging(wires, beats, now=now, mono=mono)
 
     def begin_round(self, *, now: float, mono: float) -> RoundStart:
-        """Drop what expired; notice whether this machine slept."""
+        """Drop expired cards; notice whether this machine slept."""
         slept_s = self.notice_sleep(now=now, mono=mono)
         return RoundStart(gone=self.expire(now=now, mono=mono), slept_s=slept_s)
 

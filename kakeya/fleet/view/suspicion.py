@@ -40,7 +40,7 @@ MAX_ACCUSATIONS = 64
 
 
 class Doubt(StrEnum):
-    """How far a doubt was judged."""
+    """The verdict on a doubt."""
 
     UNJUDGED = "unjudged"
     ASYMMETRIC = "asymmetric"
@@ -146,7 +146,7 @@ class Suspicions:
         return address in self._failures
 
     def doubt_of(self, address: str) -> Doubt | None:
-        """How the address is doubted; None = not at all."""
+        """The doubt about an address; None = none."""
         failure = self._failures.get(address)
         return None if failure is None else failure.doubt
 

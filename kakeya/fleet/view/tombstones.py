@@ -17,7 +17,7 @@ from kakeya.core.ids import NodeId
 from kakeya.fleet.cards.cards import MAX_TTL_S, Card, is_dialable
 
 REMEMBER_S = 24 * 3600.0
-"""How long an expired peer's address is dialled again: a night or a day without power."""
+"""Time for which an expired peer's address is dialled again: a day without power."""
 TOMBSTONE_S = 2 * MAX_TTL_S
 """Longer than any relay can hold the card of a node that is gone."""
 REFUSED_S = 300.0
@@ -27,7 +27,7 @@ MAX_REPLACED = 16
 
 
 class Sighting(NamedTuple):
-    """Where a peer was, and when it was last known to live (wall clock)."""
+    """The address of a peer, and the time (wall clock) when it was last known to live."""
 
     node_id: NodeId
     address: str
