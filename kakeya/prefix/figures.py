@@ -146,7 +146,7 @@ def peer_figures(
 
 
 def warm_figures(slots: Mapping[str, SlotStatus], warmed: PrewarmStats) -> Iterator[Figure]:
-    """Slots by model, and prefixes by what became of them."""
+    """Slots by model, and prefixes by outcome."""
     yield gauge(
         "kakeya_conversations{model}",
         "Open conversations that have a slot",

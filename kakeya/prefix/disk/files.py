@@ -170,7 +170,8 @@ class BlockFolder:
         *,
         known: Head | None = None,
     ) -> StoredBlock | None:
-        """Read a block into what `into` gives for it; None = it gave nothing, or is not wanted.
+        """Read a block into the view that `into` gives for it; None = it gave none, or is not
+        wanted.
 
         Under another name too, which another thread may have given it since. The proof is SHA-256;
         with `known`, how the file began when it was last looked at, that of its parts. Raises

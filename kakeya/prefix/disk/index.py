@@ -1,8 +1,8 @@
 """Which blocks are on disk, how long they stay, and which go first. Decides; touches no file.
 
 A block's *spent life* is its time since the last use as a share of its retention: 0 just now, above
-1 expired. It never counts as more spent than what follows it in its chain, so a prefix lives as
-long as anything that needs it, and goes after it: leaves first. Where room is needed, blocks of
+1 expired. It never counts as more spent than the blocks behind it in its chain, so a prefix lives
+as long as any block that needs it, and goes after it: leaves first. Where room is needed, blocks of
 fingerprints that no model here has go first, then the most spent; a held block never goes.
 
 Victims are chosen on a frozen view, so that it can be done in a thread; `DiskIndex.take` then says

@@ -1,4 +1,4 @@
-"""KVB1: the file of one block of KV, which says itself what it is and shows any damage.
+"""KVB1: the file of one block of KV, which describes itself and shows any damage.
 
     0      4         8       12        12+n    64*k            64*k+payload    +32
     | KVB1 | n, u32  | crc32 | header  | zeros | payload       | SHA-256 of all before |
@@ -52,9 +52,9 @@ class DamagedBlock(ValueError):
 class StoredBlock:
     """The facts of a block beside its bytes. Raises InvalidArgument.
 
-    `fingerprint` is the digest that seeds its id, `facts` what that digest was made of, for people.
-    `packed_ids` are its tokens as `pack_ids` makes them, fewer than a block's in a tail.
-    `created_at` is in wall seconds.
+    `fingerprint` is the digest that seeds its id, `facts` are the texts that the digest was made
+    of, for people. `packed_ids` are its tokens as `pack_ids` makes them, fewer than a block's in a
+    tail. `created_at` is in wall seconds.
     """
 
     id: BlockId

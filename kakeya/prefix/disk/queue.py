@@ -34,7 +34,7 @@ class QueuedBlock:
 
     @contextmanager
     def in_use(self) -> Iterator[Payload]:
-        """Read the payload; it stays what it is meanwhile."""
+        """Read the payload, which does not change meanwhile."""
         self._users += 1
         try:
             yield self.payload

@@ -37,7 +37,7 @@ FIRST_RATE = 500e6
 _SLACK_S = 0.5
 """How much longer than computing a reading may take before it is given up."""
 _HANGS_S = 2.0
-"""Beyond what computing would take, a disk that gives nothing for so long is waited for no more."""
+"""Seconds beyond the time to compute: a disk that is silent for so long is waited for no more."""
 _FORGIVING = 1.1
 _MAX_TO_WRITE = 4096
 _LATER_S = 0.1

@@ -67,7 +67,7 @@ class BlockChain:
         return hashlib.sha256(said).digest()
 
     def tail_id(self, parent: BlockId | None, rest: Sequence[int]) -> BlockId:
-        """Name what follows a block, None = the beginning, and fills no block.
+        """Name the tokens that follow a block, None = the beginning, and fill no block.
 
         Raises InvalidArgument for more tokens than a block, or none.
         """
@@ -78,7 +78,7 @@ class BlockChain:
         return self.name(parent, packed_ids(rest))
 
     def tail_ids(self, parent: BlockId | None, tokens: Sequence[int]) -> tuple[BlockId, ...]:
-        """Name each beginning of what follows a block: of 1 token, of 2, and so on.
+        """Name each beginning of the tokens that follow a block: of 1 token, of 2, and so on.
 
         Of at most as many as do not fill a block. Raises InvalidArgument as `ids` does.
         """

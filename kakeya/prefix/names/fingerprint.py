@@ -3,7 +3,7 @@
 Two questions are asked of two fingerprints. `compat`: could an engine of one take the blocks of the
 other at all (weights, layout, dtype, block size)? `exact`: are they the very bits that it would
 have computed itself (versions, device, arithmetic library, prefill grid)? Ids of blocks are seeded
-by `exact`, so that what is found may be used without a further question.
+by `exact`, so that a block that is found may be used without a further check.
 
 On the wire a fingerprint is a CacheCompatibility of 12 fields that any node compares by equality.
 Long texts (layout, exactness, RoPE) travel as their digests; the digests of a fingerprint do not
@@ -35,10 +35,10 @@ class KvFingerprint:
     """The engine, weights and arithmetic of blocks of KV. Raises InvalidArgument where blocks could
     be mistaken.
 
-    `model_id` is for people, and not compared: names differ between nodes. `layout` and
-    `exactness` are what the engine says, canonical JSON, or their digests. "" = none, or not known,
-    which `weights_digest`, `layout` and `exactness` must not be: blocks of unknown origin would
-    look equal. `weights_digest` has no "+", as it stands before that of the adapter on the wire.
+    `model_id` is for people, and not compared: names differ between nodes. `layout` and `exactness`
+    are the engine's own, canonical JSON, or their digests. "" = none, or not known, which
+    `weights_digest`, `layout` and `exactness` must not be: blocks of unknown origin would look
+    equal. `weights_digest` has no "+", as it stands before that of the adapter on the wire.
     """
 
     model_id: str

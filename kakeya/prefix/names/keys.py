@@ -42,7 +42,7 @@ class PromptSegment:
 class CacheKeys:
     """The keys that a caller may give for its prompt; "" = not given.
 
-    `segment_hash` is what `hash_stable_prefix` gives.
+    `segment_hash` is a result of `hash_stable_prefix`.
     """
 
     conversation_id: str = ""

@@ -1,8 +1,8 @@
 """The names of a model's KV: fingerprints, and the chains of block ids that begin with them.
 
-An engine says what its KV looks like, and in what state the files of its weights were when it read
-them. They are named by a digest of all their bytes, which is made once for each state of the files
-and kept; a request does not wait long for it, it is computed without blocks meanwhile.
+An engine tells the layout of its KV, and the state of its weight files when it read them. The
+weights are named by a digest of all their bytes, which is made once for each state of the files and
+kept; a request does not wait long for it, it is computed without blocks meanwhile.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class LinkRate:
         self.bytes_per_s = rate if not known else known + _SMOOTHING * (rate - known)
 
     def age(self, now: float) -> None:
-        """Forget what is too old: a link that was slow is else never tried again."""
+        """Forget an old rate: a link that was slow is else never tried again."""
         if now - self._measured_mono > RATE_KEPT_S:
             self.bytes_per_s, self._measured_mono = 0.0, math.inf
 

@@ -50,7 +50,8 @@ ChannelFor = Callable[[BlockHolder], grpc.aio.Channel]
 FETCH_S = 120.0
 """The longest that one stream of blocks lasts."""
 _STALLS = 8.0
-"""Silence of so many times what a chunk takes is no pause, nor is one longer than the slack."""
+"""A silence of so many times the duration of a chunk is no pause, nor is one longer than the
+slack."""
 _THREAD_BYTES = 256 * 1024
 """A shorter chunk is proved sooner than a thread is woken."""
 _FAULTLESS = (Refused, NotFound)
@@ -58,7 +59,7 @@ _FAULTLESS = (Refused, NotFound)
 
 
 class PrefixPeer:
-    """One peer. Lives on the event loop; `rate` is what its blocks came at."""
+    """One peer. Lives on the event loop; `rate` is the rate of its blocks."""
 
     def __init__(
         self,

@@ -77,7 +77,7 @@ class BlockSource(Protocol):
         ...
 
     def pin(self, ids: Sequence[BlockId]) -> Callable[[], None]:
-        """Keep what is here of these until the returned function is called, once."""
+        """Keep those of these blocks that are here until the returned function is called, once."""
         ...
 
     async def read(self, block_id: BlockId) -> Loan | None:
@@ -156,8 +156,8 @@ class MissingBlocks:
     `ids` are all whole blocks of the history, of which the first `have` are here. A block has
     `block_bytes`; of a model with recurrent state (`state_bytes` > 0) those at checkpoints have
     that many more, and a run is of use only up to one of these. A fetch falls behind the prefill
-    that it replaces by `most_slack_s`, no more. `tails` names what may lie behind the first so many
-    blocks: a tail of one token, of two, and so on.
+    that it replaces by `most_slack_s`, no more. `tails` names the tails that may lie behind the
+    first so many blocks: of one token, of two, and so on.
     """
 
     fingerprint: KvFingerprint
@@ -182,7 +182,7 @@ class MissingBlocks:
 
     @property
     def lookup_s(self) -> float:
-        """How long peers may take to say what they have."""
+        """Seconds that peers may take to answer a lookup."""
         return min(max(LOOKUP_S, _LOOKUP_SHARE * self.missing * self.block_s), MOST_LOOKUP_S)
 
     @property

@@ -107,10 +107,10 @@ class NodeSource:
         return best
 
     def pin(self, ids: Sequence[BlockId]) -> Callable[[], None]:
-        """Keep what is here of these until the returned function is called."""
+        """Keep those of these blocks that are here until the returned function is called."""
         in_pages = [node for node in map(self._node, ids) if node is not None and node.in_ram]
         holds = [hold for node in in_pages for hold in self._pages.hold((node,), self._holder)]
-        # The arena keeps what is held, the tree what is pinned, which has to be a prefix.
+        # The arena keeps held blocks, the tree pinned ones, which have to be a prefix.
         beginning = list(takewhile(self._is_in_pages, ids))
         pin = self._shelf.tree.pin(beginning) if beginning else None
         let_go = self._store.hold(ids) if self._store is not None else None

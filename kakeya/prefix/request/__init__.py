@@ -1,3 +1,3 @@
-"""One request and its KV: what is found, waited for, computed and kept. One prefix is computed
-once, however many requests need it.
+"""One request and its KV: blocks that it finds, waits for, computes and keeps. One prefix is
+computed once, however many requests need it.
 """

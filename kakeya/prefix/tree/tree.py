@@ -316,7 +316,7 @@ class PrefixTree(Generic[P]):
         if node.parent is None:
             return ()
         tails = node.parent.tails
-        # A pin is on what lies in RAM: of what was lost all the same, it keeps no copy on disk.
+        # A pin is on blocks in RAM: of one that was lost all the same it keeps no copy on disk.
         others = [tail for tail in tails if tail is not node and not (tail.in_ram and tail.pins)]
         going = [
             tail for tail in others if not tail.has_state and _has_all(node, tail.facts, grain)

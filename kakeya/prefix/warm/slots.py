@@ -149,7 +149,7 @@ class ConversationRegistry:
         return idle
 
     def overflow(self) -> tuple[Conversation, ...]:
-        """Close and return the longest idle ones beyond what a node keeps."""
+        """Close and return the longest idle conversations beyond the limit of a node."""
         excess = tuple(self._open.values())[: max(0, len(self._open) - self._most)]
         for one in excess:
             self.close(one)
@@ -210,7 +210,8 @@ def least_loaded(loads: list[int], key: str) -> int:
 def recommended_parallel(parallel: int, high_water: int, most: int = MOST_SLOTS) -> int:
     """How many slots there should be, after so many conversations were open at once.
 
-    No more than `most`: beyond what memory holds, conversations only take each other's KV.
+    No more than `most`: beyond the slots that memory holds, conversations only take each other's
+    KV.
     """
     spare = max(_SPARE_LEAST, math.ceil(high_water * _SPARE_SHARE))
     return max(parallel, min(high_water + spare, most, MOST_SLOTS))
