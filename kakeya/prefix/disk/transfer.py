@@ -92,6 +92,7 @@ class PrefixDisk:
         self._counts = counts
         self._holder = pages.arena.holder("prefixes on their way to disk")
         self._to_write: deque[_ToWrite] = deque()
+        self._on_its_way = 0
         self._wake = asyncio.Event()
         self._added_mono = clock.mono()
         self._rate = FIRST_RATE
@@ -156,8 +157,8 @@ class PrefixDisk:
 
     @property
     def waiting(self) -> int:
-        """Writes that have yet to begin."""
-        return len(self._to_write)
+        """Blocks that the store has yet to take."""
+        return len(self._to_write) + self._on_its_way
 
     async def write(self) -> None:
         """Hand blocks to the store, a moment after they came, for ever."""
@@ -174,8 +175,12 @@ class PrefixDisk:
         """Hand the waiting blocks to the store now."""
         while self._to_write:
             waiting = self._to_write.popleft()
-            if not await waiting.write():
-                self._clean(waiting.block)
+            self._on_its_way += 1
+            try:
+                if not await waiting.write():
+                    self._clean(waiting.block)
+            finally:
+                self._on_its_way -= 1
 
     def _later(self, waiting: _ToWrite) -> None:
         if len(self._to_write) == _MAX_TO_WRITE:
