@@ -261,17 +261,16 @@ async def test_too_many_streams_are_refused(world):
 
 
 async def test_a_reader_that_is_slow_is_left_after_a_time(world):
-    clock = SettableClock()
-    peer = await world.peer(held()[0], clock=clock)
+    source, clock = GatedSource(w.chain(BLOCKS)), SettableClock()
+    peer = await world.peer(w.Sources().add(w.fingerprint(), source), clock=clock)
     stub = stub_of(world, peer)
     lease_id = (await stub.LookupPrefix(lookup())).lease_id
     call = stub.FetchBlocks(pb.FetchBlocksRequest(lease_id=lease_id))
-    await call.read()
+    reading = asyncio.ensure_future(call.read())
+    await source.asked.wait()
     clock.advance(200)
-    got = 0
-    while await call.read() is not grpc.aio.EOF:
-        got += 1
-    assert got < BLOCKS * 4 - 1
+    source.gate.set()
+    assert await reading is grpc.aio.EOF
 
 
 async def test_drained_it_lets_go_of_everything(world):
