@@ -224,7 +224,8 @@ async def test_one_that_does_not_shrink_is_drained_and_its_stream_ends_with_the_
         assert await stream == wanted
         kinds = [type(one) for one in here.events(EngineShrunk, EngineDrained, EngineKilled)]
         assert list(dict.fromkeys(kinds)) == [EngineShrunk, EngineDrained]
-        assert here.backend.pid != first
+        # The stream may end in the first engine, before the drain ends that one.
+        await until(lambda: here.backend.pid not in (None, first))
         assert not is_alive(first)
         assert here.backend.restarts == 1
         assert here.events(EngineDrained)[0].bytes > lease
