@@ -12,8 +12,16 @@ from kakeya.core.errors import InvalidArgument
 from kakeya.generation.kv import LOGIT_BYTES, NO_KV, KvExchange, KvOffer
 from kakeya.generation.retention import Retention
 
+MAX_PROMPT_TOKENS = 128 * 1024
+"""Of one call: the most that is checked, copied and computed at one go."""
 COLDEST = 1e-30
 """Below it logits / T would overflow float32; long before, the noise has no weight any more."""
+
+
+class ContextLengthExceeded(InvalidArgument):
+    """Prompt and output do not fit into the model's context."""
+
+    code = "context_length_exceeded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

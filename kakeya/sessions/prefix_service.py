@@ -9,8 +9,8 @@ from hashlib import sha256
 from kakeya.core.errors import InvalidArgument, KakeyaError
 from kakeya.core.units import pack_ids
 from kakeya.generation.facts import ModelFacts
-from kakeya.generation.limits import MAX_PROMPT_TOKENS
 from kakeya.generation.model import ModelDirectory
+from kakeya.generation.request import MAX_PROMPT_TOKENS
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
 from kakeya.prefix.seam import CacheUse, Precache, PrefixClaim, WarmReport, facts_at_hand

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from kakeya.core.errors import CapacityExhausted, ConfigError, InvalidArgument, InvariantBroken
 from kakeya.core.ids import SessionId
 from kakeya.generation.facts import ModelFacts
-from kakeya.generation.limits import MAX_PROMPT_TOKENS
 from kakeya.generation.model import ServedModel
+from kakeya.generation.request import MAX_PROMPT_TOKENS
 
 MAX_HISTORY_TOKENS = 1 << 20
 """The longest history of a session: 4 MiB in the agent, far more than any model attends to."""

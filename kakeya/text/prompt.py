@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.generation.errors import ContextLengthExceeded
 from kakeya.generation.facts import ModelFacts
-from kakeya.generation.limits import MAX_PROMPT_TOKENS
+from kakeya.generation.request import MAX_PROMPT_TOKENS, ContextLengthExceeded
 from kakeya.text.bound import TooManyTokens
 from kakeya.text.template import Message, Tool
 from kakeya.text.text import TextModel

@@ -1,4 +1,4 @@
 """The view: which cards a node holds, which nodes it believes alive, and how two views merge.
-Merges commute, associate and repeat without effect. At 13 files it is one idea: everything that
+Merges commute, associate and repeat without effect. Its files are one idea: everything that
 one node believes.
 """
