@@ -37,7 +37,6 @@ def check(ended: subprocess.CompletedProcess[str], *, has_time: bool) -> None:
                 assert has_drafts, row
 
 
-@pytest.mark.alone
 def test_the_demo_shows_identical_output_in_every_mode() -> None:
     """Two real nodes and every row of the table, each from one short run."""
     command = [sys.executable, "-c", SHORT]
