@@ -25,7 +25,15 @@ MOE = {1: 47.2, 2: 88.5, 4: 112, 8: 143, 16: 193}
 SMALL = {1: 0.79, 2: 0.82, 4: 0.95, 8: 1.15, 16: 1.4}
 MIDDLE = {1: 1.66, 2: 2.15, 4: 2.4, 8: 3.2, 16: 4.2}
 NO_BLAS = {1: 4.9, 2: 7.7, 4: 13.2, 8: 24, 16: 45}
-TABLES = {"dense": DENSE, "moe": MOE, "small": SMALL, "middle": MIDDLE, "no_blas": NO_BLAS}
+REAL = {1: 70, 2: 115, 4: 125, 8: 138, 16: 152}
+TABLES = {
+    "dense": DENSE,
+    "moe": MOE,
+    "small": SMALL,
+    "middle": MIDDLE,
+    "no_blas": NO_BLAS,
+    "real": REAL,
+}
 DEPTH = 15
 
 
@@ -126,6 +134,15 @@ def test_notices_within_a_few_tokens_that_a_copied_span_begins_and_ends():
 
     ideal = 200 / (100 + 100 / 16 * cost(MIDDLE, 16) / MIDDLE[1])
     assert simulate(MIDDLE, spans, 4000, seed=3) >= 0.9 * ideal
+
+
+@pytest.mark.parametrize(("costs", "match_length"), [(REAL, 3), ({}, 5)])
+def test_the_first_span_that_is_copied_gets_rows_though_nothing_was_learned(costs, match_length):
+    """Not only the second one, which an agent may never ask for; with a sweep and without."""
+    controller = DraftController(max_rows=DEPTH)
+    if costs:
+        controller.seed_costs(costs)
+    assert controller.rows(draft(match_length=match_length)) >= 3
 
 
 def test_long_matches_get_rows_where_short_ones_never_pay():
@@ -388,6 +405,19 @@ class TestRowCosts:
 
 
 class TestAcceptance:
+    def test_deep_tokens_of_short_matches_teach_the_first_ones_of_long_matches(self):
+        table = AcceptanceTable(DEPTH)
+        for _ in range(10):
+            table.observe(draft(match_length=1), DEPTH, DEPTH)
+        assert next(table.chain(draft(match_length=8), 1)) > 0.9
+
+    def test_a_longer_match_is_never_thought_worse_than_shorter_ones_before_it_is_judged(self):
+        table = AcceptanceTable(DEPTH)
+        for _ in range(50):
+            table.observe(draft(match_length=1), 1, 1)
+        chain = list(table.chain(draft(match_length=1), DEPTH))
+        assert chain == sorted(chain)
+
     @pytest.mark.parametrize("rate", [0.05, 0.3, 0.7, 0.95])
     def test_a_cell_learns_its_rate(self, rate):
         rng = random.Random(1)
