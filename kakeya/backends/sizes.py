@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kakeya.core.errors import ConfigError, KakeyaError
+from kakeya.core import darwin
+from kakeya.core.errors import ConfigError
 from kakeya.core.host import unified_memory_bytes
 from kakeya.core.log import event
 from kakeya.core.units import GIB, MIB, format_bytes
@@ -25,7 +26,7 @@ from kakeya.memory.arbiter.policy import budget_bytes, check_fixed
 from kakeya.memory.config import MemoryConfig
 from kakeya.memory.estimate.estimate import Estimate, estimate_source, stated
 from kakeya.memory.estimate.history import SizeHistory
-from kakeya.memory.machine.machine import LinuxMachine, Run, run_command
+from kakeya.memory.machine.machine import LinuxMachine
 from kakeya.memory.machine.panics import Profile
 
 _log = logging.getLogger(__name__)
@@ -78,11 +79,25 @@ class LeaseSize:
         return Lent(lent, kv_bytes, max(0, lent - (footprint_bytes or base)))
 
 
+def _owners_limit_mb() -> int:
+    """The limit of Metal that the owner of this Mac set, in MB; 0 = none."""
+    try:
+        return max(0, darwin.sysctl_number("iogpu.wired_limit_mb"))
+    except OSError:
+        return 0
+
+
 def node_budget(
-    config: MemoryConfig, profile: Profile, *, platform: str = sys.platform, run: Run = run_command
+    config: MemoryConfig,
+    profile: Profile,
+    *,
+    working_set_bytes: int | None = None,
+    platform: str = sys.platform,
+    owners_limit_mb: Callable[[], int] = _owners_limit_mb,
 ) -> int:
     """Return the most bytes that all models of a node may occupy together.
 
+    `working_set_bytes` is the limit that Metal told an engine, None = no engine ran on it yet.
     Blocks. Raises ConfigError if that is 0.
     """
     total = unified_memory_bytes()
@@ -92,20 +107,16 @@ def node_budget(
     return budget_bytes(
         total_bytes=total,
         configured_bytes=config.budget_bytes,
-        metal_limit_bytes=_metal_limit(total, run) if platform == "darwin" else None,
+        metal_limit_bytes=(owners_limit_mb() * MIB or working_set_bytes or _usual_limit(total))
+        if platform == "darwin"
+        else None,
         reserve_bytes=int(config.reserve_bytes * profile.reserve_factor),
     )
 
 
-def _metal_limit(total_bytes: int, run: Run) -> int:
-    """Return the bytes that Metal lets one process keep wired: the owner's setting, else the
-    system's default share."""
-    try:
-        limit_mb = run(("sysctl", "-n", "iogpu.wired_limit_mb")).strip()
-    except KakeyaError:
-        limit_mb = ""
-    if limit_mb.isdecimal() and int(limit_mb) > 0:
-        return int(limit_mb) * MIB
+def _usual_limit(total_bytes: int) -> int:
+    """Guess the bytes that Metal lets one process keep wired: the share of older systems, which
+    later ones exceed on large machines."""
     return total_bytes * 3 // 4 if total_bytes > 36 * GIB else total_bytes * 2 // 3
 
 

@@ -1,11 +1,11 @@
-"""Measure the memory of a process, and set its heap and its scheduling.
+"""Measure the memory of a process, notice its end, and set its heap and its scheduling.
 
-    Linux   VmRSS of /proc/PID/status without shared memory, which the process that made it counts
-    macOS   the physical footprint of `proc_pid_rusage`, graphics memory included: the figure by
-            which the system chooses a process to end
+    Linux   VmRSS of /proc/PID/status without shared memory, which the process that made it counts;
+            a pidfd
+    macOS   the physical footprint of `proc_pid_rusage`; a kqueue (see `darwin`)
 
-Both work for this process and for its children. The measured process does nothing for it, so that
-a process that hangs is measured too.
+A measurement works for this process and for its children. The measured process does nothing for
+it, so that a process that hangs is measured too.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kakeya.core import darwin
+
 _KIB = 1024
 _PARTS = re.compile(r"^(RssAnon|RssFile):\s+(\d+) kB$", re.MULTILINE)
-_RUSAGE_INFO_V0 = struct.Struct("=16s10Q")
-"""uuid; user time, system time, 2 kinds of wake-ups, page-ins, wired size, resident size,
-physical footprint, start and exit time."""
-_FOOTPRINT_FIELD = 8
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Constants of glibc's malloc.h."""
 _OWN_MAPPING_BYTES = 1 << 20
@@ -41,18 +39,33 @@ def resident_bytes(pid: int | None = None, *, platform: str = sys.platform) -> i
     Reads a file or asks the kernel once: some 30 microseconds.
     """
     wanted = os.getpid() if pid is None else pid
-    return _mac_bytes(wanted) if platform == "darwin" else _linux_bytes(wanted)
+    return darwin.footprint(wanted) if platform == "darwin" else _linux_bytes(wanted)
+
+
+@contextmanager
+def watched_exit(pid: int) -> Iterator[int | None]:
+    """Yield a descriptor that can be read once a process ends, None where the system has none.
+
+    Raises ProcessLookupError for one that has ended.
+    """
+    if sys.platform == "darwin":
+        with darwin.watched_exit(pid) as descriptor:
+            yield descriptor
+        return
+    if sys.platform != "linux":
+        yield None
+        return
+    descriptor = os.pidfd_open(pid)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def parse_status(text: str) -> int | None:
     """Read bytes from the text of /proc/PID/status; None for a process that has ended."""
     parts = _PARTS.findall(text)
     return sum(int(size) * _KIB for _, size in parts) if parts else None
-
-
-def parse_rusage(data: bytes) -> int:
-    """Read the physical footprint from a `rusage_info_v0`."""
-    return int(_RUSAGE_INFO_V0.unpack(data)[_FOOTPRINT_FIELD])
 
 
 def bound_heap() -> bool:
@@ -77,13 +90,17 @@ def bound_heap() -> bool:
 
 
 def compute_in_bulk() -> bool:
-    """Give this thread and its later children the class of batch work; False where that fails.
+    """Give this thread the class of a thread that computes; False where that fails.
 
-    A thread of this class takes no processor from a running thread when it wakes. The thread that
-    computes and the thread that hands it work wake each other many times in a step; Linux takes
-    both for interactive, and each wake-up displaces the other one or the thread that answers
-    clients.
+    Linux: batch work, for its later children too. A thread of this class takes no processor from a
+    running thread when it wakes. The thread that computes and the thread that hands it work wake
+    each other many times in a step; Linux takes both for interactive, and each wake-up displaces
+    the other one or the thread that answers clients.
+
+    macOS: work that a user waits for, which runs on the fast processors.
     """
+    if sys.platform == "darwin":
+        return darwin.compute_for_user()
     if sys.platform != "linux":
         return False
     try:
@@ -94,7 +111,10 @@ def compute_in_bulk() -> bool:
 
 
 def trim_heap() -> bool:
-    """Return free pages of the C heap to the system; False where the C library cannot."""
+    """Return free pages of the C heap to the system; False where there were none, or the C library
+    cannot."""
+    if sys.platform == "darwin":
+        return darwin.relieve_heap()
     trim = _malloc_trim()
     return trim is not None and bool(trim(0))
 
@@ -104,12 +124,6 @@ def _linux_bytes(pid: int) -> int | None:
         return parse_status(Path(f"/proc/{pid}/status").read_text())
     except OSError:
         return None
-
-
-def _mac_bytes(pid: int) -> int | None:
-    answer = ctypes.create_string_buffer(_RUSAGE_INFO_V0.size)
-    failed = _this_program().proc_pid_rusage(pid, 0, answer)
-    return None if failed else parse_rusage(answer.raw)
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 import subprocess
 import sys
 import threading
@@ -13,7 +12,6 @@ import pytest
 
 from kakeya.core.process import (
     compute_in_bulk,
-    parse_rusage,
     parse_status,
     resident_bytes,
     trim_heap,
@@ -39,11 +37,6 @@ def test_shared_memory_is_not_counted() -> None:
 
 def test_a_process_that_has_ended_occupies_nothing_that_could_be_read() -> None:
     assert parse_status("Name:\tpython\nState:\tZ (zombie)\nThreads:\t1\n") is None
-
-
-def test_the_footprint_is_the_ninth_field_of_the_macs_answer() -> None:
-    fields = [100 + n for n in range(10)]
-    assert parse_rusage(struct.pack("=16s10Q", b"u" * 16, *fields)) == fields[7]
 
 
 @pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="no such account here")

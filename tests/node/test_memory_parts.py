@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -150,23 +149,25 @@ def test_the_budget_is_the_machine_less_a_reserve_and_no_more_than_metal_or_the_
             lease_store="",
         )
 
-    def says(text: str) -> Callable[[Sequence[str]], str]:
-        return lambda command: text
-
-    def silent(command: Sequence[str]) -> str:
-        raise errors.PeerUnavailable("no sysctl")
-
     total = unified_memory_bytes()
     careful = Profile(name="careful", reserve_factor=2.0)
     assert node_budget(settings(200), NORMAL, platform="linux") == 200 * MIB
     plain = node_budget(settings(), NORMAL, platform="mac-like")
     assert plain == total - 100 * MIB
     assert node_budget(settings(), careful, platform="mac-like") == plain - 100 * MIB
-    wired = node_budget(settings(), NORMAL, platform="darwin", run=says("300\n"))
-    assert wired == 300 * MIB
-    for run in (says("0\n"), silent):
-        share = node_budget(settings(), NORMAL, platform="darwin", run=run)
-        assert 0.6 < share / total < 0.8
+
+    def on_mac(owners_limit_mb: int, working_set_bytes: int | None) -> int:
+        return node_budget(
+            settings(),
+            NORMAL,
+            platform="darwin",
+            working_set_bytes=working_set_bytes,
+            owners_limit_mb=lambda: owners_limit_mb,
+        )
+
+    assert on_mac(300, None) == on_mac(300, 200 * MIB) == 300 * MIB
+    assert on_mac(0, 200 * MIB) == 200 * MIB
+    assert 0.6 < on_mac(0, None) / total < 0.8
     with pytest.raises(errors.ConfigError, match="the memory budget is"):
         node_budget(
             MemoryConfig(

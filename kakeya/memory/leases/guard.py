@@ -21,6 +21,7 @@ from pathlib import Path
 
 from kakeya.core import errors
 from kakeya.core.clock import Clock, SystemClock
+from kakeya.core.process import watched_exit
 from kakeya.core.tasks import sleep_or_wake
 from kakeya.memory.leases import rules
 from kakeya.memory.leases.codec import decode_lease, encode_lease
@@ -80,15 +81,15 @@ class LeaseGuard:
         tree = await self._look()
         await self._beat(tree)
         when_ready()
-        async with _when_ended(self._lease.processes[0], self._ended):
-            await self._watch(tree)
+        async with _when_ended(self._lease.processes[0], self._ended) as is_told:
+            await self._watch(tree, is_told=is_told)
         await self._end_lease()
 
-    async def _watch(self, tree: ProcessTree) -> None:
+    async def _watch(self, tree: ProcessTree, *, is_told: bool) -> None:
         beat_mono = self._clock.mono()
         while tree.is_alive:
             # Once the first process has ended, its children are asked for more often.
-            pause_s = _POLL_S if self._ended.is_set() or sys.platform != "linux" else rules.BEAT_S
+            pause_s = _POLL_S if self._ended.is_set() or not is_told else rules.BEAT_S
             wake = asyncio.Event() if self._ended.is_set() else self._ended
             await sleep_or_wake(self._clock, pause_s, wake)
             with contextlib.suppress(*rules.OUT_OF_ORDER):
@@ -130,29 +131,32 @@ class LeaseGuard:
 
 
 @contextlib.asynccontextmanager
-async def _when_ended(process: Process, ended: asyncio.Event) -> AsyncIterator[None]:
-    """Set an event at once when a process ends, where the system can tell."""
-    if sys.platform != "linux":
-        yield
-        return
-    try:
-        handle = os.pidfd_open(process.pid)
-    except OSError:  # it has ended
-        ended.set()
-        yield
-        return
+async def _when_ended(process: Process, ended: asyncio.Event) -> AsyncIterator[bool]:
+    """Set an event at once when a process ends; yields whether the system tells."""
+    with contextlib.ExitStack() as stack:
+        handle = None
+        try:
+            handle = stack.enter_context(watched_exit(process.pid))
+        except ProcessLookupError:
+            ended.set()
+        except OSError:  # no descriptor is left: the processes are looked for
+            pass
+        if handle is not None:
+            _call_once_readable(handle, ended.set, stack)
+        yield handle is not None
+
+
+def _call_once_readable(
+    descriptor: int, call: Callable[[], None], stack: contextlib.ExitStack
+) -> None:
     loop = asyncio.get_running_loop()
 
     def tell() -> None:
-        loop.remove_reader(handle)
-        ended.set()
+        loop.remove_reader(descriptor)
+        call()
 
-    loop.add_reader(handle, tell)
-    try:
-        yield
-    finally:
-        loop.remove_reader(handle)
-        os.close(handle)
+    loop.add_reader(descriptor, tell)
+    stack.callback(loop.remove_reader, descriptor)
 
 
 async def _main(order: dict[str, str]) -> None:

@@ -1,7 +1,7 @@
 """The processes of a machine, their parents and the bytes that they occupy, as the system tells.
 
     Linux   /proc/PID/stat: the start in ticks since the boot, which no clock that is set can move
-    macOS   `ps`: the start as it was written down then, in UTC
+    macOS   `sysctl`: the start by the wall clock as it was noted then, to the microsecond
 
 A process that ended and that no parent waited for is dead: its memory has been given back. All of
 this blocks for a moment; call it off the event loop.
@@ -9,28 +9,25 @@ this blocks for a moment; call it off the event loop.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
-from kakeya.core import errors
+from kakeya.core import darwin, errors
 from kakeya.core.process import resident_bytes
 from kakeya.core.units import KIB
 from kakeya.memory.leases.lease import Book, Process, ProcessLease
 from kakeya.memory.leases.rules import MachineSight
-from kakeya.memory.machine.machine import Run, run_command
+from kakeya.memory.machine.machine import OUT_OF_ORDER
 
+_Answer = TypeVar("_Answer")
 MARK = "KAKEYA_LEASE_ID"
 """In the environment of a leased command and of all that it starts."""
 _PARTS = re.compile(r"^(Pss_Anon|Pss_File):\s+(\d+) kB$", re.MULTILINE)
-_PS = ("env", "TZ=UTC", "LC_ALL=C", "ps")
-_COLUMNS = ("-o", "pid=,ppid=,stat=,lstart=")
-_OUT_OF_ORDER = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""Says nothing of the process that was looked for."""
 
 
 class LivingProcess(NamedTuple):
@@ -147,16 +144,15 @@ class LinuxProcesses:
 
 
 class MacProcesses:
-    """The process table of macOS, by `ps` and `sysctl`."""
+    """The process table of macOS."""
 
-    def __init__(self, run: Run = run_command) -> None:
-        self._run = run
+    def __init__(self) -> None:
         self._boot = ""
 
     def boot(self) -> str:
         """The kernel's own id of this boot."""
         if not self._boot:
-            self._boot = self._run(("sysctl", "-n", "kern.bootsessionuuid")).strip()
+            self._boot = _asked(lambda: darwin.sysctl_text("kern.bootsessionuuid"))
         return self._boot
 
     def space(self) -> str:
@@ -166,46 +162,42 @@ class MacProcesses:
     def machine(self) -> str:
         """The hardware's id, else the host's name."""
         try:
-            text = self._run(("ioreg", "-rd1", "-c", "IOPlatformExpertDevice"))
-        except errors.PeerUnavailable:
-            text = ""
-        found = re.search(r'"IOPlatformUUID" = "([0-9A-Fa-f-]{36})"', text)
-        return found[1] if found else os.uname().nodename
+            return darwin.hardware_id()
+        except OSError:
+            return os.uname().nodename
 
     def find(self, pids: Iterable[int]) -> dict[int, LivingProcess]:
         """See the contract."""
-        wanted = set(pids)
-        if not wanted:
-            return {}
-        # ps fails where it finds no process; this one is among them, so that is a failure of ps.
-        named = ",".join(map(str, sorted(wanted | {os.getpid()})))
-        rows = parse_ps(self._run((*_PS, *_COLUMNS, "-p", named)))
-        return {pid: row for pid, row in rows.items() if pid in wanted}
+        found: dict[int, LivingProcess] = {}
+        for pid in pids:
+            found |= _living(_asked(partial(darwin.processes, pid)))
+        return found
 
     def all(self) -> dict[int, LivingProcess]:
         """See the contract."""
-        return parse_ps(self._run((*_PS, "-ax", *_COLUMNS)))
+        return _living(_asked(darwin.processes))
 
     def marked(self, value: str) -> list[int]:
-        """None: macOS does not show environments. Children are known by having been seen."""
-        del value
-        return []
+        """See the contract; the system withholds the environments of programs of its own and of
+        other users."""
+        wanted = f"{MARK}={value}".encode()
+        return [pid for pid in self.all() if wanted in darwin.environment(pid)]
 
     def used_bytes(self, pids: Iterable[int]) -> int:
         """Physical footprints, graphics memory included."""
         return sum(resident_bytes(pid) or 0 for pid in pids)
 
 
-def parse_ps(text: str) -> dict[int, LivingProcess]:
-    """The living processes that `ps -o pid=,ppid=,stat=,lstart=` lists. Raises PeerProtocol."""
-    rows = {}
-    for line in text.splitlines():
-        words = line.split(None, 3)
-        if len(words) < 4 or not (words[0].isdecimal() and words[1].isdecimal()):
-            raise errors.PeerProtocol(f"ps printed {line[:80]!r}; pid, ppid, state, start are due")
-        if not words[2].startswith("Z"):
-            rows[int(words[0])] = LivingProcess(int(words[1]), " ".join(words[3].split()))
-    return rows
+def _asked(ask: Callable[[], _Answer]) -> _Answer:
+    """The system's answer. Raises PeerUnavailable: no process may be taken for dead then."""
+    try:
+        return ask()
+    except (OSError, ValueError) as problem:
+        raise errors.PeerUnavailable(f"the system tells no processes: {problem}") from problem
+
+
+def _living(rows: Iterable[darwin.ProcessRow]) -> dict[int, LivingProcess]:
+    return {row.pid: LivingProcess(row.parent, row.started) for row in rows if not row.has_ended}
 
 
 class Census:
@@ -309,7 +301,7 @@ def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as problem:
-        if problem.errno in _OUT_OF_ORDER:
+        if problem.errno in OUT_OF_ORDER:
             raise _unreadable(path, problem) from problem
         return b""
 
@@ -318,7 +310,7 @@ def _names(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)  # noqa: PTH208 - names only
     except OSError as problem:
-        if problem.errno in _OUT_OF_ORDER:
+        if problem.errno in OUT_OF_ORDER:
             raise _unreadable(folder, problem) from problem
         return []
 

@@ -2,34 +2,34 @@
 
     Linux   MemAvailable of /proc/meminfo; and, where a control group limits us, the tightest of it
             and its ancestors: limit - usage + what it could drop of its page cache
-    macOS   (free + inactive + speculative + purgeable) pages of vm_stat: "free" alone is near zero
-            on a healthy machine; the free percentage of memory_pressure; the kernel's own level
+    macOS   free, file-backed and purgeable pages: "free" alone is near zero on a healthy machine;
+            the free percentage of which `memory_pressure` tells; the kernel's own level
 
-Parsers are pure functions of text. Probes read files or run commands, and block: sources call them
-off the event loop.
+Parsers are pure functions of text. Probes read files or ask the kernel; sources call them off the
+event loop. A file that is not there is no limit; one that cannot be read at the moment is a probe
+that fails, never one that found no limit.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from kakeya.core import errors
+from kakeya.core import darwin, errors
 from kakeya.core.units import KIB
 from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.machine.pressure import AvailableMemory, MachineMemory, PressureSource, Reading
 
-Run = Callable[[Sequence[str]], str]
-"""Runs a command and returns its output; raises OSError or a KakeyaError."""
-_COMMAND_LIMIT_S = 2.0
+OUT_OF_ORDER = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO})
+"""Faults of reading that say nothing of what would be read."""
 _UNLIMITED = 1 << 60
 """Version 1 of control groups says "no limit" by a number near 2^63."""
 _LEVEL_BY_KERNEL = {1: PressureLevel.NOMINAL, 2: PressureLevel.LOW, 4: PressureLevel.CRITICAL}
-_AVAILABLE_PAGES = ("free", "inactive", "speculative", "purgeable")
 
 
 def parse_meminfo(text: str) -> MachineMemory:
@@ -59,47 +59,6 @@ def parse_cgroup(limit: str, usage: str, stat: str) -> MachineMemory | None:
         return None
     reclaimable = int(dropped[1]) if dropped else 0
     return MachineMemory(total, min(total, max(0, total - used + reclaimable)))
-
-
-def parse_vm_stat(text: str, total_bytes: int) -> MachineMemory:
-    """Available memory of macOS by `vm_stat`. Raises PeerProtocol."""
-    page = re.search(r"page size of (\d+) bytes", text)
-    counts = {
-        name: int(count) for name, count in re.findall(r"^Pages ([a-z ]+):\s+(\d+)\.", text, re.M)
-    }
-    missing = [name for name in _AVAILABLE_PAGES if name not in counts]
-    if page is None or missing:
-        raise errors.PeerProtocol(f"vm_stat without page size or {missing}: {text[:80]!r}")
-    pages = sum(counts[name] for name in _AVAILABLE_PAGES)
-    return MachineMemory(total_bytes, min(total_bytes, pages * int(page[1])))
-
-
-def parse_memory_pressure(text: str) -> MachineMemory:
-    """Available memory of macOS by `memory_pressure -Q`. Raises PeerProtocol."""
-    total = re.search(r"^The system has (\d+) ", text, re.MULTILINE)
-    free = re.search(r"^System-wide memory free percentage: (\d+)%", text, re.MULTILINE)
-    if total is None or free is None or not 0 <= int(free[1]) <= 100:
-        raise errors.PeerProtocol(f"memory_pressure without total or percentage: {text[:80]!r}")
-    return MachineMemory(int(total[1]), int(total[1]) * int(free[1]) // 100)
-
-
-def parse_kernel_level(text: str) -> PressureLevel:
-    """The level of macOS by `sysctl -n kern.memorystatus_vm_pressure_level`: 1, 2 or 4."""
-    word = text.strip()
-    if not word.isdecimal() or int(word) not in _LEVEL_BY_KERNEL:
-        raise errors.PeerProtocol(f"memory pressure level {word[:40]!r}; 1, 2 or 4 is known")
-    return _LEVEL_BY_KERNEL[int(word)]
-
-
-def run_command(command: Sequence[str]) -> str:
-    """Run a command of the system and return its output. Raises PeerUnavailable."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_COMMAND_LIMIT_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError) as fault:
-        raise errors.PeerUnavailable(f"{' '.join(command)} failed: {fault}") from fault
-    return done.stdout
 
 
 class LinuxMachine:
@@ -141,25 +100,26 @@ class LinuxMachine:
 class MacMachine:
     """The memory of a Mac."""
 
-    def __init__(self, run: Run = run_command) -> None:
-        self._run = run
-
     def memory(self) -> MachineMemory:
         """Memory by the pages that could be given at once."""
-        total = self._run(("sysctl", "-n", "hw.memsize")).strip()
-        if not total.isdecimal():
-            raise errors.PeerProtocol(f"hw.memsize is {total[:40]!r}; a number of bytes is due")
-        return parse_vm_stat(self._run(("vm_stat",)), int(total))
+        total = darwin.sysctl_number("hw.memsize")
+        available = darwin.pages().available * os.sysconf("SC_PAGE_SIZE")
+        return MachineMemory(total, min(total, available))
 
     def pressure(self) -> MachineMemory:
-        """Memory by the system's own percentage."""
-        return parse_memory_pressure(self._run(("memory_pressure", "-Q")))
+        """Memory by the system's own percentage. Raises PeerProtocol."""
+        percent = darwin.sysctl_number("kern.memorystatus_level")
+        if not 0 <= percent <= 100:
+            raise errors.PeerProtocol(f"kern.memorystatus_level is {percent}; 0 to 100 is due")
+        total = darwin.sysctl_number("hw.memsize")
+        return MachineMemory(total, total * percent // 100)
 
     def level(self) -> PressureLevel:
-        """The kernel's level, at which it begins to end processes."""
-        return parse_kernel_level(
-            self._run(("sysctl", "-n", "kern.memorystatus_vm_pressure_level"))
-        )
+        """The kernel's level, at which it begins to end processes. Raises PeerProtocol."""
+        number = darwin.sysctl_number("kern.memorystatus_vm_pressure_level")
+        if number not in _LEVEL_BY_KERNEL:
+            raise errors.PeerProtocol(f"memory pressure level {number}; 1, 2 or 4 is known")
+        return _LEVEL_BY_KERNEL[number]
 
 
 class KernelLevel:
@@ -212,8 +172,13 @@ def _upward(root: Path, path: str) -> Iterable[Path]:
 
 
 def _text(path: Path) -> str:
-    """The text of a file; "" where there is none: groups and processes come and go."""
+    """The text of a file; "" where there is none: groups and processes come and go.
+
+    Raises OSError where the machine is out of order.
+    """
     try:
         return path.read_text()
-    except OSError:
+    except OSError as problem:
+        if problem.errno in OUT_OF_ORDER:
+            raise
         return ""

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from kakeya.core.files import exclude_from_backup, flush_in_order
 from kakeya.generation.retention import Retention
 from kakeya.prefix.disk.index import (
     QUARANTINE,
@@ -112,6 +113,7 @@ class BlockFolder:
             with contextlib.suppress(OSError):  # one that cannot be changed may still be read
                 self._make(self.folder)
                 self.folder.chmod(0o700)
+                exclude_from_backup(self.folder)
         files: dict[BlockId, FoundFile] = {}
         damage: list[Damage] = []
         facts: dict[bytes, Facts] = {}
@@ -152,7 +154,7 @@ class BlockFolder:
         try:
             with io.FileIO(os.open(aside, flags, 0o600), "w") as file:
                 head = write_block(file, block, payload)
-                os.fsync(file.fileno())
+                flush_in_order(file.fileno())
                 os.utime(file.fileno(), (used_at, used_at))
             aside.replace(path)
         except BaseException:
@@ -311,6 +313,8 @@ class BlockFolder:
     def _make(self, folder: Path) -> None:
         if not folder.is_dir():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder == self.folder:
+                exclude_from_backup(folder)
 
     def _entries(self, *, is_owner: bool) -> Iterator[os.DirEntry[str]]:
         for shard in shards_of(self.folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.core import errors
+from kakeya.core import darwin, errors
 from kakeya.core.units import MIB
 from kakeya.memory.leases.lease import Book, Process, ProcessLease, Wish
 from kakeya.memory.leases.processes import (
@@ -23,9 +24,9 @@ from kakeya.memory.leases.processes import (
     LinuxProcesses,
     LivingProcess,
     MacProcesses,
-    parse_ps,
 )
 from kakeya.memory.leases.rules import MachineSight, is_dead
+from tests.darwin_library import ZOMBIE, DarwinLibrary, argument_bytes, process_bytes
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -214,60 +215,51 @@ def test_a_name_with_brackets_and_spaces_is_read_right(tmp_path: Path) -> None:
 
 def test_recorded_processes_of_a_linux_machine_are_read() -> None:
     assert LinuxProcesses(RECORDED / "proc").find((1, 2)) == {1: LivingProcess(0, "14")}
-    rows = parse_ps((RECORDED / "ps.txt").read_text())
-    assert len(rows) == 14
-    assert rows[1] == LivingProcess(0, "Tue Nov 24 19:23:12 2026")
-    assert rows[9114] == LivingProcess(8533, "Tue Nov 24 20:41:44 2026")
 
 
-def test_ps_of_macos_is_read_without_the_dead() -> None:
-    text = (
-        "    1     0 Ss   Mon Nov 16 09:12:44 2026    \n"
-        "  412     1 S    Mon Nov 16 09:13:02 2026    \n"
-        "  977   412 Z    Sun Nov 22  1:02:03 2026    \n"
-        "  981   412 U+   Sun Nov 22  1:02:04 2026    \n"
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch) -> DarwinLibrary:
+    library = DarwinLibrary(
+        named={"kern.bootsessionuuid": b"0A1B\0"},
+        rows={
+            412: process_bytes(412, 1, 1_790_000_000, 17),
+            977: process_bytes(977, 412, 1_790_000_001, state=ZOMBIE),
+            981: process_bytes(981, 412, 1_790_000_002),
+        },
+        arguments={
+            412: argument_bytes("/opt/python", ["python", "train.py"], ["A=1", f"{MARK}=a"]),
+            981: argument_bytes("/bin/sleep", ["sleep", f"{MARK}=a"], []),
+        },
     )
-    assert parse_ps(text) == {
-        1: LivingProcess(0, "Mon Nov 16 09:12:44 2026"),
-        412: LivingProcess(1, "Mon Nov 16 09:13:02 2026"),
-        981: LivingProcess(412, "Sun Nov 22 1:02:04 2026"),
-    }
-    with pytest.raises(errors.PeerProtocol, match="pid, ppid"):
-        parse_ps("ps: illegal option")
+    monkeypatch.setattr(darwin, "call", library.call)
+    return library
 
 
-MAC_ROW = "  412     1 S    Mon Nov 16 09:13:02 2026\n"
+def test_a_mac_lists_the_living_by_their_start(mac: DarwinLibrary) -> None:
+    table = MacProcesses()
+    first = LivingProcess(1, "1790000000.000017")
+    assert table.boot() == table.space() == "0A1B"
+    assert table.find((412, 977, 404)) == {412: first}
+    assert table.all() == {412: first, 981: LivingProcess(412, "1790000002.000000")}
+    assert table.find(()) == {}
 
 
-def test_a_mac_is_asked_in_utc_and_told_apart_by_its_hardware() -> None:
-    asked: list[tuple[str, ...]] = []
-    is_well = True
+def test_a_mac_is_known_by_its_hardware_else_by_its_name(mac: DarwinLibrary) -> None:
+    assert MacProcesses().machine() == "12345678-90AB-CDEF-1234-567890ABCDEF"
+    mac.refusal = errno.EWOULDBLOCK
+    assert MacProcesses().machine() == os.uname().nodename
 
-    def run(command: object) -> str:
-        words = tuple(command)  # type: ignore[call-overload]
-        asked.append(words)
-        match words:
-            case ("sysctl", "-n", "kern.bootsessionuuid"):
-                return "0A1B\n"
-            case ("ioreg", *_):
-                return '    "IOPlatformUUID" = "12345678-90AB-CDEF-1234-567890ABCDEF"\n'
-            case ("env", "TZ=UTC", "LC_ALL=C", "ps", *rest) if is_well:
-                own = "" if "-ax" in rest else f"{os.getpid()} 1 S Mon Nov 16 09:13:04 2026\n"
-                found = "" if rest[-2:] == ["-p", f"404,{os.getpid()}"] else MAC_ROW
-                return found + own
-            case _:
-                raise errors.PeerUnavailable("exit status 1")
 
-    mac = MacProcesses(run)
-    assert mac.boot() == mac.space() == "0A1B"
-    assert mac.machine() == "12345678-90AB-CDEF-1234-567890ABCDEF"
-    assert mac.find((412,)) == mac.all() == {412: LivingProcess(1, "Mon Nov 16 09:13:02 2026")}
-    assert mac.find((404,)) == mac.find(()) == {}
-    assert mac.marked("a") == []
-    assert sum(words[0] == "sysctl" for words in asked) == 1
-    is_well = False
-    with pytest.raises(errors.PeerUnavailable):  # ps failed: that says of nobody that it is dead
-        mac.find((412,))
+def test_a_mac_shows_the_mark_in_an_environment_and_not_in_arguments(mac: DarwinLibrary) -> None:
+    assert MacProcesses().marked("a") == [412]
+    assert MacProcesses().marked("b") == []
+
+
+def test_a_mac_that_tells_no_processes_takes_none_for_dead(mac: DarwinLibrary) -> None:
+    mac.refusal = errno.ENOMEM
+    for ask in (lambda: MacProcesses().find((412,)), MacProcesses().all, MacProcesses().boot):
+        with pytest.raises(errors.PeerUnavailable, match="tells no processes"):
+            ask()
 
 
 @linux

@@ -1,6 +1,6 @@
 """Parsers and probes of the machine's memory.
 
-The outputs below were written for these tests in the forms that the systems print, those of macOS
+The outputs below were written for these tests in the forms that the systems give, those of macOS
 too: none of a real Mac is recorded. Those of a real Linux machine lie in `recorded`, and the last
 test reads the machine that runs it.
 """
@@ -8,44 +8,25 @@ test reads the machine that runs it.
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from kakeya.core import errors
+from kakeya.core import darwin, errors
 from kakeya.core.units import GIB, KIB, MIB
 from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.machine import machine
 from kakeya.memory.machine.pressure import MachineMemory, PressureSource, Reading
+from tests.darwin_library import DarwinLibrary, VmStatistics64
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 MEMINFO = """MemTotal:       16384000 kB
 MemFree:          204800 kB
 MemAvailable:    8192000 kB
 Buffers:           10000 kB
-"""
-VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
-Pages free:                                3960.
-Pages active:                            402331.
-Pages inactive:                          380000.
-Pages speculative:                        20000.
-Pages throttled:                              0.
-Pages wired down:                        151234.
-Pages purgeable:                          10000.
-"Translation faults":                 912345678.
-Pages copy-on-write:                   40123456.
-Pages zero filled:                    512345678.
-File-backed pages:                       200000.
-Anonymous pages:                         602331.
-Pages stored in compressor:               90000.
-Swapins:                                      0.
-Swapouts:                                     0.
-"""
-MEMORY_PRESSURE = """The system has 17179869184 (1048576 pages with a page size of 16384).
-System-wide memory free percentage: 38%
 """
 STAT_TWO = "anon 1000\nfile 5000\ninactive_file 4000\nactive_file 1000\n"
 STAT_ONE = "cache 1\ninactive_file 10\nhierarchical_memory_limit 9\ntotal_inactive_file 4000\n"
@@ -81,66 +62,66 @@ def test_a_control_group_that_is_no_number_is_refused() -> None:
         machine.parse_cgroup("lots", "1", "")
 
 
-def test_vm_stat_counts_pages_that_could_be_given_not_only_free_ones() -> None:
-    """The defect that kept a healthy Mac critical: "free" alone is 0.4 % here."""
-    memory = machine.parse_vm_stat(VM_STAT, 16 * GIB)
-    assert memory.available_bytes == (3960 + 380000 + 20000 + 10000) * 16384
-    assert memory.available_bytes / memory.total_bytes > 0.38
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch) -> DarwinLibrary:
+    """A healthy Mac of 16 GiB: 0.4 % of its memory is free, and 20 % can be given."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    library = DarwinLibrary(
+        named={
+            "hw.memsize": (16 * GIB).to_bytes(8, "little"),
+            "kern.memorystatus_level": (38).to_bytes(4, "little"),
+            "kern.memorystatus_vm_pressure_level": (1).to_bytes(4, "little"),
+        },
+        pages=bytes(
+            VmStatistics64(
+                free_count=64 * MIB // page,
+                inactive_count=6 * GIB // page,
+                external_page_count=3 * GIB // page,
+                purgeable_count=128 * MIB // page,
+            )
+        ),
+    )
+    monkeypatch.setattr(darwin, "call", library.call)
+    darwin._host_port.cache_clear()
+    return library
 
 
-def test_vm_stat_is_capped_at_the_machine() -> None:
-    assert machine.parse_vm_stat(VM_STAT, GIB) == MachineMemory(GIB, GIB)
+def test_a_mac_counts_pages_that_can_be_given_without_compressing_any(mac: DarwinLibrary) -> None:
+    available = 64 * MIB + 3 * GIB + 128 * MIB
+    assert machine.MacMachine().memory() == MachineMemory(16 * GIB, available)
+    mac.named["hw.memsize"] = GIB.to_bytes(8, "little")
+    assert machine.MacMachine().memory() == MachineMemory(GIB, GIB)
 
 
-@pytest.mark.parametrize(
-    "text", ["", VM_STAT.replace("Pages purgeable", "Pages other"), VM_STAT.partition("\n")[2]]
-)
-def test_a_vm_stat_without_the_figures_is_refused(text: str) -> None:
-    with pytest.raises(errors.PeerProtocol):
-        machine.parse_vm_stat(text, GIB)
-
-
-def test_memory_pressure_gives_a_percentage() -> None:
-    memory = machine.parse_memory_pressure(MEMORY_PRESSURE)
-    assert memory == MachineMemory(17179869184, 17179869184 * 38 // 100)
-    for broken in ("", MEMORY_PRESSURE.replace("38%", "380%")):
+def test_a_mac_tells_its_own_share_and_level(mac: DarwinLibrary) -> None:
+    asked = machine.MacMachine()
+    assert asked.pressure() == MachineMemory(16 * GIB, 16 * GIB * 38 // 100)
+    for number, level in zip((1, 2, 4), PressureLevel, strict=True):
+        mac.named["kern.memorystatus_vm_pressure_level"] = number.to_bytes(4, "little")
+        assert asked.level() is level
+    mac.named["kern.memorystatus_vm_pressure_level"] = (3).to_bytes(4, "little")
+    mac.named["kern.memorystatus_level"] = (101).to_bytes(4, "little")
+    for ask in (asked.level, asked.pressure):
         with pytest.raises(errors.PeerProtocol):
-            machine.parse_memory_pressure(broken)
+            ask()
 
 
-def test_kernel_levels() -> None:
-    levels = [machine.parse_kernel_level(f"{number}\n") for number in (1, 2, 4)]
-    assert levels == [PressureLevel.NOMINAL, PressureLevel.LOW, PressureLevel.CRITICAL]
-    for broken in ("", "3", "-1", "low"):
-        with pytest.raises(errors.PeerProtocol):
-            machine.parse_kernel_level(broken)
+async def test_a_mac_is_read_without_any_program(
+    mac: DarwinLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(event: str, arguments: object) -> None:
+        if event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec"):
+            started.append((event, arguments))
 
-
-def test_a_mac_is_asked_by_its_commands() -> None:
-    answers = {
-        ("sysctl", "-n", "hw.memsize"): "17179869184\n",
-        ("vm_stat",): VM_STAT,
-        ("memory_pressure", "-Q"): MEMORY_PRESSURE,
-        ("sysctl", "-n", "kern.memorystatus_vm_pressure_level"): "2\n",
-    }
-
-    def run(command: Sequence[str]) -> str:
-        return answers[tuple(command)]
-
-    mac = machine.MacMachine(run)
-    assert mac.memory().total_bytes == 16 * GIB
-    assert mac.pressure().total_bytes == 16 * GIB
-    assert mac.level() is PressureLevel.LOW
-    answers[("sysctl", "-n", "hw.memsize")] = "sysctl: unknown oid\n"
-    with pytest.raises(errors.PeerProtocol):
-        mac.memory()
-
-
-def test_a_command_that_fails_is_unavailable() -> None:
-    assert machine.run_command(("echo", "hello")) == "hello\n"
-    for command in (("false",), ("no-such-command-here",)):
-        with pytest.raises(errors.PeerUnavailable, match=command[0]):
-            machine.run_command(command)
+    started: list[object] = []
+    sys.addaudithook(refuse)
+    readings = [await source.read() for source in machine.machine_sources("darwin")]
+    assert [one.source for one in readings if one is not None] == [
+        "os",
+        "memory_pressure",
+        "kernel",
+    ]
+    assert started == []
 
 
 def _group(folder: Path, limit: str, usage: str, stat: str, version: int) -> None:
@@ -169,6 +150,25 @@ def test_the_tightest_of_a_group_and_its_ancestors_counts(tmp_path: Path, versio
     _group(groups, "max" if version == 2 else str(1 << 63), "1", stat, version)
     assert linux.limited() == MachineMemory(900 * MIB, 300 * MIB)
     assert linux.memory() == MachineMemory(16384000 * KIB, 8192000 * KIB)
+
+
+def test_a_control_group_that_cannot_be_read_now_is_no_group_without_a_limit(
+    tmp_path: Path,
+) -> None:
+    resource = pytest.importorskip("resource")
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text("0::/job\n")
+    _group(root / "job", str(800 * MIB), str(100 * MIB), "inactive_file 0\n", 2)
+    linux = machine.LinuxMachine(proc, root)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            linux.limited()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert linux.limited() == MachineMemory(800 * MIB, 700 * MIB)
 
 
 def test_a_recorded_linux_machine_is_read(tmp_path: Path) -> None:
