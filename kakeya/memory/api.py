@@ -199,6 +199,7 @@ class MemoryArbiter:
             reading.available_bytes,
             self._clock.mono(),
             spare_bytes=reading.spare_bytes,
+            is_partial=reading.is_partial,
         )
         if reading.level is not before:
             event(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import subprocess
@@ -15,6 +16,7 @@ from kakeya.core.process import (
     parse_status,
     resident_bytes,
     trim_heap,
+    watched_exit,
 )
 
 MIB = 1 << 20
@@ -129,3 +131,17 @@ def test_a_thread_that_computes_in_bulk_leaves_the_others_as_they_are() -> None:
     thread.join()
     assert classes == {"own": os.SCHED_BATCH, "started": os.SCHED_BATCH}
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+@pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="no such descriptor here")
+async def test_the_end_of_a_process_is_told_at_once() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        ended = asyncio.Event()
+        with watched_exit(child.pid) as descriptor:
+            assert descriptor is not None
+            asyncio.get_running_loop().add_reader(descriptor, ended.set)
+            child.kill()
+            await ended.wait()
+            asyncio.get_running_loop().remove_reader(descriptor)
+    with pytest.raises(ProcessLookupError), watched_exit(child.pid):
+        pass

@@ -168,13 +168,14 @@ class Arbiter:
         available_bytes: int | None,
         now: float,
         spare_bytes: int | None = None,
+        is_partial: bool = False,
     ) -> ArbiterOutcome:
         """Take a reading of the machine's memory. `spare_bytes` may be taken while the machine
-        stays calm; negative = so many bytes have to come back; None = not known. A reading that
-        repeats the last one counts too: low pressure that lasts evicts one thing after the
-        other."""
+        stays calm; negative = so many bytes have to come back; None = not known. `is_partial`: the
+        machine did not tell all, and fewer bytes may be available. A reading that repeats the last
+        one counts too: low pressure that lasts evicts one thing after the other."""
         self._reclaimer.press(level, None if spare_bytes is None else max(0, -spare_bytes))
-        self._ledger.observe(available_bytes, spare_bytes)
+        self._ledger.observe(available_bytes, spare_bytes, is_partial=is_partial)
         return self.settle(now)
 
     def report(self, tenant: Tenant) -> None:

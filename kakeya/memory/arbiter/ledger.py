@@ -163,9 +163,15 @@ class Ledger:
         self._tenants[tenant.name] = tenant
         self._add_available(dropped)
 
-    def observe(self, available_bytes: int | None, spare_bytes: int | None) -> None:
+    def observe(
+        self, available_bytes: int | None, spare_bytes: int | None, *, is_partial: bool = False
+    ) -> None:
         """Write down the machine's available bytes, and how many of them make no pressure; None
-        = not known."""
+        = not known. A partial reading raises no figure: the last one counts, with the loads and
+        evictions since."""
+        if is_partial and self.available_bytes is not None:
+            told = self.available_bytes if available_bytes is None else available_bytes
+            available_bytes = min(self.available_bytes, told)
         self.available_bytes = available_bytes
         self._note_unloaded()
         self._margin_bytes = 0

@@ -7,7 +7,10 @@
 Sources are read every 5 s, and at once when one of them calls. A level rises at the first reading
 of it, and falls when the figure has recovered by a margin, so that it does not flap.
 
-A source that cannot be read has no opinion; the others count. A source that measures tells its
+A source that was read once and falls silent, by a fault or by no answer in time, keeps its last
+level, at least low, until it speaks again: such a machine is neither full nor empty, it is unknown.
+Nothing is loaded then that can be done without, and nothing is evicted for its silence. One that
+was never read has no opinion; the others count. A source that measures tells its
 distance from nominal, the margin included: so many bytes are asked back, or may be taken by loads
 that can be done without. An engine above its own lease is no pressure on the machine while the
 budget holds: see `backends/engine/watch`.
@@ -19,7 +22,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from kakeya.core import errors
@@ -31,6 +34,8 @@ from kakeya.memory.arbiter.policy import PressureLevel
 _log = logging.getLogger(__name__)
 POLL_S = 5.0
 MIN_POLL_S = 0.5
+ANSWER_S = 10.0
+"""A source is silent while it has given no answer for so long: twice the time between two polls."""
 _FOOTPRINT_MARGIN = 0.05
 LEVEL_BY_NATIVE = {
     "TRIM_MEMORY_RUNNING_LOW": PressureLevel.LOW,
@@ -47,13 +52,15 @@ class Reading:
     """The opinion of a source; None where it does not know a figure.
 
     `available_bytes` may be taken by loads before the machine becomes critical, `spare_bytes` while
-    its level stays nominal for sure: negative = so many have to come back first.
+    its level stays nominal for sure: negative = so many have to come back first. `is_partial`: a
+    source is silent, so that fewer bytes may be available than this says.
     """
 
     level: PressureLevel
     source: str
     available_bytes: int | None = None
     spare_bytes: int | None = None
+    is_partial: bool = False
 
 
 class PressureSource(Protocol):
@@ -233,7 +240,26 @@ class DispatchedPressure:
 
 def worst(readings: Sequence[Reading]) -> Reading:
     """The reading that counts: the worst level and its first source, the least available bytes,
-    and the least spare bytes of that level; None where a source of that level does not know."""
+    and the least spare bytes of that level; None where a source of that level does not know.
+
+    Of silent sources only the level counts; beside them no bytes are to spare.
+    """
+    silent = [reading for reading in readings if reading.is_partial]
+    told = _worst_told([reading for reading in readings if not reading.is_partial])
+    if not silent:
+        return told
+    first = max((told, *silent), key=lambda reading: reading.level)
+    spare = 0 if told.level is PressureLevel.NOMINAL else told.spare_bytes
+    return replace(
+        told,
+        level=first.level,
+        source=first.source,
+        spare_bytes=None if spare is None else min(0, spare),
+        is_partial=True,
+    )
+
+
+def _worst_told(readings: Sequence[Reading]) -> Reading:
     if not readings:
         return Reading(level=PressureLevel.NOMINAL, source="none")
     level = max(reading.level for reading in readings)
@@ -249,6 +275,52 @@ def worst(readings: Sequence[Reading]) -> Reading:
     )
 
 
+@dataclass(slots=True)
+class _Listened:
+    """A source with its last opinion; `reading` is the question that it has not answered yet."""
+
+    source: PressureSource
+    last: Reading | None = None
+    is_silent: bool = False
+    reading: asyncio.Task[Reading | None] | None = None
+
+    def ask(self) -> asyncio.Task[Reading | None]:
+        """The question under way, or a new one: a source that hangs is not asked twice."""
+        if self.reading is None:
+            name = f"pressure by {self.source.name}"
+            self.reading = asyncio.create_task(self.source.read(), name=name)
+        return self.reading
+
+    def hear(self) -> Reading | None:
+        """The opinion that counts now."""
+        fault = "no answer in time"
+        if self.reading is not None and self.reading.done():
+            task, self.reading = self.reading, None
+            try:
+                self.last = task.result()
+            except (errors.KakeyaError, OSError, ValueError) as problem:
+                fault = str(problem)
+            else:
+                self._note(is_silent=False)
+                return self.last
+        self._note(is_silent=True, error=fault)
+        if self.last is None:
+            return None
+        level = max(self.last.level, PressureLevel.LOW)
+        return Reading(level=level, source=f"{self.source.name} (silent)", is_partial=True)
+
+    def _note(self, *, is_silent: bool, **what: str) -> None:
+        if is_silent is not self.is_silent:
+            self.is_silent = is_silent
+            event(
+                _log,
+                "memory pressure cannot be read" if is_silent else "memory pressure is read again",
+                level=logging.WARNING if is_silent else logging.INFO,
+                source=self.source.name,
+                **what,
+            )
+
+
 class PressureMonitor:
     """Reads all sources and reports the worst at each poll, whether it changed or not."""
 
@@ -260,19 +332,20 @@ class PressureMonitor:
         clock: Clock,
         rng: random.Random,
         poll_s: float = POLL_S,
+        answer_s: float = ANSWER_S,
     ) -> None:
         names = [source.name for source in sources]
         if len(set(names)) < len(names):
             raise errors.ConfigError(f"pressure sources {names} share a name; each needs its own")
         if not poll_s >= MIN_POLL_S:
             raise errors.ConfigError(f"poll_s is {poll_s}; at least {MIN_POLL_S} is needed")
-        self._sources = tuple(sources)
+        self._sources = tuple(map(_Listened, sources))
         self._tell = tell
         self._clock = clock
         self._rng = rng
         self._poll_s = poll_s
+        self._answer_s = answer_s
         self._wake = asyncio.Event()
-        self._unreadable: set[str] = set()
 
     def poll_now(self) -> None:
         """Read at once: the call of a source that was told a level."""
@@ -280,28 +353,23 @@ class PressureMonitor:
 
     async def run(self) -> None:
         """Poll until cancelled."""
-        await every(
-            self._poll_s, self.poll, clock=self._clock, rng=self._rng, jitter=0.0, wake=self._wake
-        )
+        try:
+            await every(
+                self._poll_s,
+                self.poll,
+                clock=self._clock,
+                rng=self._rng,
+                jitter=0.0,
+                wake=self._wake,
+            )
+        finally:
+            for one in self._sources:
+                if one.reading is not None:
+                    one.reading.cancel()
 
     async def poll(self) -> None:
         """Read all sources once, and tell."""
-        opinions = await asyncio.gather(*(self._read(source) for source in self._sources))
+        if self._sources:
+            await asyncio.wait([one.ask() for one in self._sources], timeout=self._answer_s)
+        opinions = [one.hear() for one in self._sources]
         self._tell(worst([opinion for opinion in opinions if opinion is not None]))
-
-    async def _read(self, source: PressureSource) -> Reading | None:
-        try:
-            reading = await source.read()
-        except (errors.KakeyaError, OSError, ValueError) as fault:
-            if source.name not in self._unreadable:
-                self._unreadable.add(source.name)
-                event(
-                    _log,
-                    "memory pressure cannot be read",
-                    level=logging.WARNING,
-                    source=source.name,
-                    error=str(fault),
-                )
-            return None
-        self._unreadable.discard(source.name)
-        return reading

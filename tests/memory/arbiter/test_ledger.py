@@ -123,3 +123,19 @@ def test_what_a_load_takes_beyond_its_estimate_is_taken_from_what_is_free() -> N
     assert ledger.free_bytes == 350
     ledger.put(ledger.measured(load, 150, 20).moved(State.READY))
     assert (ledger.available_bytes, ledger.free_bytes) == (320, 300)
+
+
+def test_a_partial_reading_raises_no_figure_and_never_frees_the_whole_budget() -> None:
+    ledger = Ledger(budget_bytes=1000)
+    ledger.observe(None, 0, is_partial=True)
+    assert ledger.free_bytes == 1000  # the machine was never measured
+    ledger.observe(300, 200)
+    assert (ledger.free_bytes, ledger.spare_bytes) == (300, 200)
+    ledger.observe(None, 0, is_partial=True)
+    assert (ledger.free_bytes, ledger.spare_bytes) == (300, 0)
+    ledger.observe(900, 0, is_partial=True)
+    assert (ledger.free_bytes, ledger.spare_bytes) == (300, 0)
+    ledger.observe(0, 0, is_partial=True)
+    assert ledger.free_bytes == 0
+    ledger.observe(500, 400)
+    assert (ledger.free_bytes, ledger.spare_bytes) == (500, 400)

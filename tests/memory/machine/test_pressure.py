@@ -255,6 +255,80 @@ async def test_a_source_that_cannot_be_read_hides_no_other() -> None:
     assert told[-1].level is NOMINAL
 
 
+async def test_a_source_that_falls_silent_keeps_its_level_and_at_least_low() -> None:
+    box = Box(NOMINAL)
+    told: list[Reading] = []
+    watch = monitor([KernelLevel(box)], told, ManualClock())  # type: ignore[arg-type]
+    fault = errors.PeerProtocol("nonsense")
+    for value in (NOMINAL, fault, CRITICAL, fault, fault, NOMINAL):
+        box.value = value
+        await watch.poll()
+    levels = [reading.level for reading in told]
+    assert levels == [NOMINAL, LOW, CRITICAL, CRITICAL, CRITICAL, NOMINAL]
+    assert told[1] == Reading(level=LOW, source="kernel (silent)", spare_bytes=0, is_partial=True)
+
+
+class Frozen:
+    """A source that answers once, and then only when tests let it."""
+
+    name = "frozen"
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.thaws = asyncio.Event()
+
+    async def read(self) -> Reading:
+        self.asked += 1
+        if self.asked > 1:
+            await self.thaws.wait()
+        return Reading(level=NOMINAL, source=self.name, available_bytes=900, spare_bytes=800)
+
+
+async def test_a_source_that_hangs_is_silent_is_not_asked_again_and_holds_up_no_other() -> None:
+    frozen, other = Frozen(), Box(NOMINAL)
+    told: list[Reading] = []
+    watch = PressureMonitor(
+        [frozen, KernelLevel(other)],  # type: ignore[arg-type]
+        tell=told.append,
+        clock=ManualClock(),
+        rng=random.Random(1),
+        answer_s=0.2,
+    )
+    await watch.poll()
+    await watch.poll()
+    other.value = CRITICAL
+    await watch.poll()
+    assert [(one.level, one.is_partial) for one in told] == [
+        (NOMINAL, False),
+        (LOW, True),
+        (CRITICAL, True),
+    ]
+    assert frozen.asked == 2
+    frozen.thaws.set()
+    other.value = NOMINAL
+    await watch.poll()
+    assert told[-1] == told[0]
+
+
+async def test_a_source_that_was_never_read_has_no_opinion() -> None:
+    told: list[Reading] = []
+    box = Box(errors.PeerUnavailable("there is none"))
+    await monitor([KernelLevel(box)], told, ManualClock()).poll()  # type: ignore[arg-type]
+    assert told == [Reading(level=NOMINAL, source="none")]
+
+
+def test_beside_a_silent_source_no_bytes_are_to_spare_and_no_wish_is_lost() -> None:
+    silent = Reading(level=CRITICAL, source="os (silent)", is_partial=True)
+    calm = Reading(level=NOMINAL, source="other", available_bytes=9, spare_bytes=7)
+    short = Reading(level=LOW, source="other", available_bytes=9, spare_bytes=-7)
+    unknown = Reading(level=LOW, source="kernel")
+    assert worst([silent, calm]) == Reading(
+        level=CRITICAL, source="os (silent)", available_bytes=9, spare_bytes=0, is_partial=True
+    )
+    assert worst([silent, short]).spare_bytes == -7
+    assert worst([silent, unknown]).spare_bytes is None
+
+
 async def pump() -> None:
     for _ in range(50):
         await asyncio.sleep(0)
