@@ -6,11 +6,11 @@ and the token that completes it is the last one that counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, assert_never
 
 from kakeya.generation.frames import Done, Frame, Progress, StopReason, Tokens, Usage
-from kakeya.text.text import Detokenizer, StopMatcher
+from kakeya.text.detokenizer import Detokenizer
+from kakeya.text.stops import StopMatcher
 
 FinishReason = Literal["stop", "length"]
 
@@ -26,11 +26,11 @@ class GeneratedAnswer:
         self,
         detokenizer: Detokenizer,
         *,
-        stops: Sequence[str] = (),
+        stops: StopMatcher | None = None,
         stop_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(stops) if stops else None
+        self._stops = stops
         self._stop_token_ids = stop_token_ids
         self.finish_reason: FinishReason | None = None
         self.completion_tokens = 0
@@ -59,8 +59,9 @@ class GeneratedAnswer:
         # One by one: tokens that a step committed behind a stop string are no part of the answer.
         for token_id in token_ids:
             self.completion_tokens += 1
-            if token_id not in self._stop_token_ids:
-                text += self._stops.feed(self._detokenizer.feed((token_id,)))
+            is_shown = token_id not in self._stop_token_ids
+            said = self._detokenizer.feed((token_id,)) if is_shown else ""
+            text += self._stops.feed(said + self._stops.sign(token_id))
             if self._stops.is_stopped:
                 self.finish_reason = "stop"
                 break

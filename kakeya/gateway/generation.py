@@ -160,7 +160,10 @@ class Generations:
         params = asked.params
         client = client_of(scope)
         claim = PrefixClaim(model_id=model.model_id, facts=facts, client=client, use=params.cache)
+        stops = text.stops(params.stop)
         stop_token_ids = text.stop_token_ids | frozenset(facts.eos_token_ids)
+        if stops is not None:
+            stop_token_ids |= stops.token_ids
         request = DecodeRequest(
             token_ids=token_ids,
             max_tokens=_room(params, len(token_ids), facts),
@@ -176,12 +179,14 @@ class Generations:
             frame_s=_frame_s(params),
             cuts=cuts,
         ).after(self._clock.mono() - began_mono)
-        detokenizer = text.detokenizer()
+        # A chat's answer is a text of its own.
+        is_raw = isinstance(asked, CompletionRequest)
+        detokenizer = text.detokenizer(after=token_ids if is_raw else ())
         return HttpGeneration(
             model=model,
             counted_as=facts.model_id,
             request=request,
-            answer=GeneratedAnswer(detokenizer, stops=params.stop, stop_token_ids=stop_token_ids),
+            answer=GeneratedAnswer(detokenizer, stops=stops, stop_token_ids=stop_token_ids),
             answer_id=draw_id("chatcmpl" if dialect == "chat" else "cmpl", self._rng, 24),
             created_at=int(self._clock.wall()),
             began_mono=began_mono,

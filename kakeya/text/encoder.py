@@ -42,16 +42,14 @@ class Encoder:
         self._cuts = _cuts(spec["added_tokens"])
         self._left_chars = 0 if spec["model"].get("dropout") else kept_chars
         self._most_chars = self._left_chars // 4
-        self._kept: OrderedDict[tuple[str, bool], array[int]] = OrderedDict()
+        self._kept: OrderedDict[str, array[int]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Encode a text; with `add_special_tokens`, as the tokenizer begins and ends a prompt."""
-        if add_special_tokens:
-            return list(self._part(text, add_special_tokens=True))
+    def encode(self, text: str) -> list[int]:
+        """Encode a text; special tokens in it are special, and none is put around it."""
         ids: list[int] = []
         for part in self._parts(text):
-            ids.extend(self._part(part, add_special_tokens=False))
+            ids.extend(self._part(part))
         return ids
 
     def _parts(self, text: str) -> Iterator[str]:
@@ -65,29 +63,26 @@ class Encoder:
         if start < len(text):
             yield text[start:]
 
-    def _part(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
-        key = text, add_special_tokens
+    def _part(self, text: str) -> Sequence[int]:
         with self._lock:
-            kept = self._kept.get(key)
+            kept = self._kept.get(text)
             if kept is not None:
-                self._kept.move_to_end(key)
+                self._kept.move_to_end(text)
                 return kept
-        (encoding,) = self._tokenizer.encode_batch_fast(
-            [text], add_special_tokens=add_special_tokens
-        )
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids = array("I", encoding.ids)
         if len(text) <= self._most_chars:
-            self._keep(key, ids)
+            self._keep(text, ids)
         return ids
 
-    def _keep(self, key: tuple[str, bool], ids: array[int]) -> None:
+    def _keep(self, text: str, ids: array[int]) -> None:
         with self._lock:
-            if key not in self._kept:
-                self._kept[key] = ids
-                self._left_chars -= len(key[0])
+            if text not in self._kept:
+                self._kept[text] = ids
+                self._left_chars -= len(text)
             while self._left_chars < 0:
-                (text, _), _ = self._kept.popitem(last=False)
-                self._left_chars += len(text)
+                oldest, _ = self._kept.popitem(last=False)
+                self._left_chars += len(oldest)
 
 
 def _cuts(added: Sequence[Mapping[str, Any]]) -> re.Pattern[str] | None:

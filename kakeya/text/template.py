@@ -1,25 +1,25 @@
 """Chat templates of model folders: messages in, one prompt text out, in a jinja2 sandbox.
 
-A folder carries its template in chat_template.jinja, or in tokenizer_config.json as a string or
-as a list of {name, template}. Templates get here the functions and variables that they expect:
-tojson that keeps UTF-8, raise_exception, strftime_now, loop controls, the generation tag, the
-special tokens; nothing else.
+Templates get here the functions and variables that they expect: tojson that keeps UTF-8,
+raise_exception, strftime_now, loop controls, the generation tag, the special tokens; nothing else.
+
+Some templates take the content of a message as a text, others as a list of parts, and either kind
+drops the other without a word. `ChatTemplate` finds out, by a conversation of its own, in which
+form each role's content is shown.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
+from enum import StrEnum
 
 import jinja2
-import jinja2.ext
-import jinja2.sandbox
-from jinja2 import nodes
-from jinja2.parser import Parser
 
 from kakeya.core.errors import InvalidArgument, Unsupported
+from kakeya.text.origin import Traced, TracingEnvironment
 
 Message = Mapping[str, str]
 """One chat message: role, content, and name when the caller gave one."""
@@ -36,16 +36,27 @@ _TEMPLATE_FAULTS = (
     ArithmeticError,
     RecursionError,
 )
+TRIALS = (
+    ("system", "user", "assistant", "user"),
+    ("user", "assistant", "user"),
+    ("system", "user"),
+    ("user",),
+)
+"""Roles of conversations with which a template is tried; some refuse the longer ones."""
 
 
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for training; here it only shows its content."""
+class ContentForm(StrEnum):
+    """The form in which a template shows the content of a role's messages."""
 
-    tags = {"generation"}  # noqa: RUF012 - the name and shape that jinja2 asks for
+    TEXT = "text"
+    PARTS = "parts"
+    NONE = "none"
+    """The template leaves the content out."""
 
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+def trial_word(role: str) -> str:
+    """The content of a role's messages in a trial: no template writes it of itself."""
+    return f"Qx{role}xQ"
 
 
 def _raise_exception(message: str) -> str:
@@ -74,26 +85,31 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], wall: Callable[[], float]
     ) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _GenerationTag],
-        )
+        environment = TracingEnvironment()
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: (
             datetime.fromtimestamp(wall()).astimezone().strftime(form)
         )
-        self._special_tokens = dict(special_tokens)
+        self._special_tokens = {name: Traced.own(text) for name, text in special_tokens.items()}
         self._template = environment.from_string(source)
+        self._forms = self._find_forms()
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Traced:
         """Write the prompt that asks for the assistant's next message.
 
         Raises InvalidArgument with the template's own words when it refuses the messages,
-        Unsupported for tools that it does not show.
+        Unsupported for tools that it does not show, and for messages of a role that it leaves out.
         """
-        prompt = self._write(messages, tools)
+        for role in dict.fromkeys(message["role"] for message in messages):
+            if self._forms.get(role) is ContentForm.NONE:
+                raise Unsupported(
+                    f"the model's chat template does not show the content of {role} messages, so "
+                    "the model would not see it; leave them out, or ask /v1/completions with a "
+                    "plain prompt",
+                    param="messages",
+                )
+        prompt = self._write(messages, tools, self._forms)
         if tools and self._is_without_tools(prompt, messages):
             raise Unsupported(
                 "the model's chat template shows no tools, so it cannot know of them; leave tools "
@@ -104,78 +120,77 @@ class ChatTemplate:
 
     def _is_without_tools(self, prompt: str, messages: Sequence[Message]) -> bool:
         try:
-            return self._write(messages, ()) == prompt
+            return self._write(messages, (), self._forms) == prompt
         except InvalidArgument:  # it says something else where there are none
             return False
 
-    def _write(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    def _write(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        forms: Mapping[str, ContentForm],
+    ) -> Traced:
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
-                tools=[dict(tool) for tool in tools] or None,
-                documents=None,
-                **self._special_tokens,
+            return Traced.given(
+                self._template.render(
+                    messages=[_given(message, forms) for message in messages],
+                    add_generation_prompt=True,
+                    tools=[dict(tool) for tool in tools] or None,
+                    documents=None,
+                    **self._special_tokens,
+                )
             )
         except _TEMPLATE_FAULTS as fault:
             raise InvalidArgument(
                 f"the model's chat template refuses these messages: {fault}", param="messages"
             ) from fault
 
+    def _find_forms(self) -> dict[str, ContentForm]:
+        """Find the form of each role; a role that the template refuses has none here."""
+        found: dict[str, ContentForm] = {}
+        for roles in TRIALS:
+            for role, form in self._best_forms(roles).items():
+                if found.get(role, ContentForm.NONE) is ContentForm.NONE:
+                    found[role] = form
+        return found
 
-def load_template(folder: Path, wall: Callable[[], float]) -> ChatTemplate | None:
-    """Read the folder's template, None if it has none. Raises Unsupported if it cannot compile."""
-    config = read_config(folder / "tokenizer_config.json")
-    source = _source(folder, config)
-    if source is None:
-        return None
-    try:
-        return ChatTemplate(source, special_tokens(config), wall)
-    except jinja2.TemplateError as fault:
-        raise Unsupported(
-            f"the chat template in {folder} is no valid jinja2 template: {fault}"
-        ) from fault
-
-
-def read_config(path: Path) -> dict[str, object]:
-    """Read a JSON object of a model folder; a missing file is an empty object."""
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as fault:
-        raise Unsupported(f"{path} cannot be read: {fault}") from fault
-    if not isinstance(loaded, dict):
-        raise Unsupported(f"{path} holds {type(loaded).__name__}, not a JSON object")
-    return loaded
-
-
-def special_tokens(config: Mapping[str, object]) -> dict[str, str]:
-    """The `*_token` entries of a tokenizer_config.json, as text."""
-    found = {}
-    for key, value in config.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(content, str):
-            found[key] = content
-    return found
+    def _best_forms(self, roles: Sequence[str]) -> dict[str, ContentForm]:
+        """The forms with which most of these roles are shown; {} where none is rendered."""
+        best: dict[str, ContentForm] = {}
+        messages = [{"role": role, "content": trial_word(role)} for role in roles]
+        for system, others in itertools.product((ContentForm.TEXT, ContentForm.PARTS), repeat=2):
+            forms = {role: system if role == "system" else others for role in roles}
+            try:
+                prompt = self._write(messages, (), forms)
+            except InvalidArgument:
+                continue
+            shown = {
+                role: form if _is_shown(prompt, role, form) else ContentForm.NONE
+                for role, form in forms.items()
+            }
+            if not best or _count(shown.values()) > _count(best.values()):
+                best = shown
+        return best
 
 
-def _source(folder: Path, config: Mapping[str, object]) -> str | None:
-    try:
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as fault:
-        raise Unsupported(f"the chat template in {folder} cannot be read: {fault}") from fault
-    declared = config.get("chat_template")
-    if isinstance(declared, str):
-        return declared
-    if isinstance(declared, list):
-        named = {
-            entry.get("name"): entry.get("template")
-            for entry in declared
-            if isinstance(entry, dict)
-        }
-        chosen = named.get("default")
-        return chosen if isinstance(chosen, str) else None
-    return None
+def _given(message: Message, forms: Mapping[str, ContentForm]) -> dict[str, object]:
+    """A message as a template gets it. Its role was checked, so it may be part of a mark."""
+    role, content = message["role"], message["content"]
+    form = forms.get(role, forms.get("user"))
+    parts = [{"type": "text", "text": content}]
+    return {
+        **message,
+        "role": Traced.own(role),
+        "content": parts if form is ContentForm.PARTS else content,
+    }
+
+
+def _is_shown(prompt: str, role: str, form: ContentForm) -> bool:
+    """Whether a prompt shows a trial's content; a list that was written as Python does not."""
+    word = trial_word(role)
+    is_quoted = f"'{word}'" in prompt or f'"{word}"' in prompt
+    return word in prompt and not (form is ContentForm.PARTS and is_quoted)
+
+
+def _count(forms: Collection[ContentForm]) -> int:
+    return sum(form is not ContentForm.NONE for form in forms)

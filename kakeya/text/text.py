@@ -1,66 +1,50 @@
 """Text <-> token ids of one model folder, without loading a model framework.
 
-`TextModel` encodes prompts and knows the stop tokens; `Detokenizer` turns committed tokens into
-text as they come; `StopMatcher` holds back text that may become a stop string. The last two are
-sans-I/O and give the same text however the tokens were cut into frames.
-
-Message content cannot forge role markers: where a special token's text occurs in a message, the
-prompt is encoded in two pieces that meet inside it, so it stays the plain text that it is. A raw
-prompt of /v1/completions is encoded as it stands, special tokens included: there the caller writes
-the whole prompt.
+Message content cannot forge role markers (`guard`). A raw prompt of /v1/completions is encoded as
+it stands, special tokens included: there the caller writes the whole prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
-import codecs
-import contextlib
 import functools
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import jinja2
 from tokenizers import Tokenizer
 
 from kakeya.core.errors import Unsupported
 from kakeya.text.bound import PromptBound
-from kakeya.text.byte_level import BYTE_OF
 from kakeya.text.cuts_of_chat import PromptCuts
+from kakeya.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from kakeya.text.encoder import Encoder
-from kakeya.text.marker import Marker
-from kakeya.text.template import (
-    ChatTemplate,
-    Message,
-    Tool,
-    load_template,
-    read_config,
+from kakeya.text.folder import (
+    DEFAULT_TEMPLATE,
+    TOOL_TEMPLATE,
     special_tokens,
+    stamps,
+    stop_ids,
+    templates,
 )
+from kakeya.text.guard import GuardedTemplate
+from kakeya.text.stops import StopMatcher
+from kakeya.text.template import ChatTemplate, Message, Tool
 
 OFFLOAD_CHARS = 64 * 1024
 """Longer texts are tokenized in a thread: about 20 ms of work, off the event loop."""
 _MESSAGE_CHARS = 64
 """Rendering a message takes as long as tokenizing so many characters, whatever its length."""
-_TEXT_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-_Stamps = tuple[tuple[str, int, int], ...]
-"""(name, time of the last change in ns, bytes) of each file that is there."""
 LEARNED_TOKENS = 32 * 1024
 """Most tokens that are encoded ahead of requests, for one ready engine."""
-_WINDOW_TOKENS = 64
-"""Most tokens that a decoder without a byte table holds back while its text is not settled."""
 
 
 class TextModel:
     """The tokenizer, template and stop tokens of one folder. Loading blocks; use `Texts`."""
 
     def __init__(self, folder: Path, wall: Callable[[], float]) -> None:
-        self.stamps = _stamps(folder)
+        self.stamps = stamps(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise Unsupported(
@@ -73,28 +57,34 @@ class TextModel:
         self.tokenizer.no_truncation()  # a prompt that does not fit is refused, never cut
         self.tokenizer.no_padding()
         self._folder = folder
-        self._template: ChatTemplate | None = load_template(folder, wall)
+        named = special_tokens(folder)
+        self._templates = self._load_templates(named, wall)
         added = self.tokenizer.get_added_tokens_decoder()
-        self._special_ids = frozenset(key for key, token in added.items() if token.special)
-        self._marker = Marker([added[key].content for key in sorted(self._special_ids)])
-        self.stop_token_ids = self._stop_tokens()
+        self._special = {token.content: key for key, token in added.items() if token.special}
+        eos = self.tokenizer.token_to_id(named.get("eos_token", ""))
+        self.stop_token_ids = stop_ids(folder) | (frozenset() if eos is None else {eos})
         spec = json.loads(self.tokenizer.to_str())
         is_byte_level = spec["decoder"] is not None and spec["decoder"]["type"] == "ByteLevel"
         self._bytes_of: dict[int, bytes] | None = {} if is_byte_level else None
         self._bound = PromptBound(spec)
         self._encoder = Encoder(self.tokenizer, spec)
+        self._beginning = self._tokens_before_a_prompt()
+        self._newline = tuple(self._encoder.encode("\n"))
         self._cuts = PromptCuts(self)
 
     async def encode(self, prompt: str, *, at_most: int) -> list[int]:
-        """Encode a raw prompt; special tokens in it are special, and a BOS is added if usual.
+        """Encode a raw prompt; special tokens in it are special.
+
+        The tokens with which prompts of this tokenizer begin are put in front unless it begins with
+        them; none is put behind it, since the answer goes on from there.
 
         Raises TooManyTokens when its length alone tells that it has more than `at_most`; a
         shorter text may still have more.
         """
         self._bound.check((prompt,), at_most)
         if len(prompt) <= OFFLOAD_CHARS:
-            return self._encode((prompt,), add_special_tokens=True)
-        return await asyncio.to_thread(self._encode, (prompt,), add_special_tokens=True)
+            return self._encode_raw(prompt)
+        return await asyncio.to_thread(self._encode_raw, prompt)
 
     async def encode_chat(
         self, messages: Sequence[Message], *, at_most: int, tools: Sequence[Tool] = ()
@@ -132,41 +122,70 @@ class TextModel:
                 return
             left -= len(token_ids)
             text = self.tokenizer.decode(token_ids, skip_special_tokens=False)
-            self._encode((text,), add_special_tokens=False)
+            self._encoder.encode(text)
 
-    def detokenizer(self) -> Detokenizer:
-        """Start a new output text."""
+    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+        """Start a new output text, which goes on from the text of the tokens `after`, if any."""
         if self._bytes_of is None:
-            return WindowDetokenizer(self.tokenizer)
-        return ByteDetokenizer(self.tokenizer, self._special_ids, self._bytes_of)
+            return WindowDetokenizer(self.tokenizer, after)
+        return ByteDetokenizer(self.tokenizer, frozenset(self._special.values()), self._bytes_of)
+
+    def stops(self, stops: Sequence[str]) -> StopMatcher | None:
+        """A matcher of these stop strings; None for none."""
+        return StopMatcher(stops, self._special) if stops else None
 
     def _encode_chat(
         self, messages: Sequence[Message], tools: Sequence[Tool], at_most: int
     ) -> list[int]:
-        if self._template is None:
+        name = TOOL_TEMPLATE if tools and TOOL_TEMPLATE in self._templates else DEFAULT_TEMPLATE
+        template = self._templates.get(name)
+        if template is None:
             raise Unsupported(
                 f"{self._folder} has no chat template; ask /v1/completions with a plain prompt"
             )
-        marker = self._marker.choose(messages, tools)
-        marked = [self._marker.mark(message, marker) for message in messages]
-        marked_tools = [self._marker.mark_tool(tool, marker) for tool in tools]
-        pieces = self._template.render(marked, marked_tools).split(marker)
-        self._bound.check(pieces, at_most)
-        return self._encode(pieces, add_special_tokens=False)
-
-    def _encode(self, pieces: Iterable[str], *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = []
-        for piece in pieces:
-            ids += self._encoder.encode(piece, add_special_tokens=add_special_tokens)
+        first, *others = template.pieces(messages, tools)
+        self._bound.check((first, *others), at_most)
+        ids = self._encoder.encode(first)
+        for piece in others:
+            ids += self._encode_inside(piece)
         return ids
 
-    def _stop_tokens(self) -> frozenset[int]:
-        declared = read_config(self._folder / "generation_config.json").get("eos_token_id")
-        ids = declared if isinstance(declared, list) else [declared]
-        found = {entry for entry in ids if isinstance(entry, int) and not isinstance(entry, bool)}
-        config = read_config(self._folder / "tokenizer_config.json")
-        eos = self.tokenizer.token_to_id(special_tokens(config).get("eos_token", ""))
-        return frozenset(found if eos is None else found | {eos})
+    def _encode_inside(self, piece: str) -> list[int]:
+        """Encode the rest of a text that was cut.
+
+        Many tokenizers put a blank in front of a text; behind a line feed it goes before that.
+        """
+        ids = self._encoder.encode("\n" + piece)
+        count = len(self._newline)
+        is_apart = tuple(ids[:count]) == self._newline
+        return ids[count:] if is_apart else self._encoder.encode(piece)
+
+    def _encode_raw(self, prompt: str) -> list[int]:
+        ids = self._encoder.encode(prompt)
+        count = len(self._beginning)
+        return ids if tuple(ids[:count]) == self._beginning else [*self._beginning, *ids]
+
+    def _tokens_before_a_prompt(self) -> tuple[int, ...]:
+        plain, whole = (
+            self.tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True)
+        )
+        before = range(len(whole) - len(plain) + 1)
+        found = (at for at in before if whole[at : at + len(plain)] == plain)
+        return tuple(whole[: next(found, 0)])
+
+    def _load_templates(
+        self, named: dict[str, str], wall: Callable[[], float]
+    ) -> dict[str, GuardedTemplate]:
+        try:
+            return {
+                name: GuardedTemplate(ChatTemplate(source, named, wall), self.tokenizer)
+                for name, source in templates(self._folder).items()
+                if name in (DEFAULT_TEMPLATE, TOOL_TEMPLATE)
+            }
+        except jinja2.TemplateError as fault:
+            raise Unsupported(
+                f"the chat template in {self._folder} is no valid jinja2 template: {fault}"
+            ) from fault
 
 
 class Texts:
@@ -199,158 +218,10 @@ class Texts:
         return task
 
     def _load(self, folder: Path, before: TextModel | None) -> TextModel:
-        if before is not None and before.stamps == _stamps(folder):
+        if before is not None and before.stamps == stamps(folder):
             return before
         return TextModel(folder, self._wall)
 
 
 def _may_be_used(task: asyncio.Task[TextModel]) -> bool:
     return not task.done() or not (task.cancelled() or task.exception() is not None)
-
-
-def _stamps(folder: Path) -> _Stamps:
-    """The state of the files that a folder's text comes from. Blocks."""
-    found = []
-    for name in _TEXT_FILES:
-        with contextlib.suppress(OSError):
-            seen = (folder / name).stat()
-            found.append((name, seen.st_mtime_ns, seen.st_size))
-    return tuple(found)
-
-
-class ByteDetokenizer:
-    """Byte-level vocabularies: each token is a fixed string of bytes. O(1) per token."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, special_ids: frozenset[int], bytes_of: dict[int, bytes]
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._special_ids = special_ids
-        self._bytes_of = bytes_of
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; returns the text that is settled by them, never half a character."""
-        known = self._bytes_of
-        try:
-            return self._utf8.decode(b"".join(map(known.__getitem__, token_ids)))
-        except KeyError:
-            for token_id in token_ids:
-                known[token_id] = self._look_up(token_id)
-            return self.feed(token_ids)
-
-    def finish(self) -> str:
-        """End the text; an unfinished character becomes U+FFFD."""
-        return self._utf8.decode(b"", final=True)
-
-    def _look_up(self, token_id: int) -> bytes:
-        token = None if token_id in self._special_ids else self._tokenizer.id_to_token(token_id)
-        if token is None:
-            return b""
-        try:
-            return bytes(BYTE_OF[character] for character in token)
-        except KeyError:
-            return token.encode()
-
-
-class WindowDetokenizer:
-    """Any other vocabulary: decodes a short window of tokens again and returns the new text."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._settled = 0  # window[:settled] is shown already; it gives the rest its context
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; returns the text that is settled by them, never half a character."""
-        shown = ""
-        for token_id in token_ids:
-            self._window.append(token_id)
-            shown += self._new_text(held_back="\ufffd")
-        return shown
-
-    def finish(self) -> str:
-        """End the text; an unfinished character becomes U+FFFD."""
-        return self._new_text(held_back=None)
-
-    def _new_text(self, *, held_back: str | None) -> str:
-        whole = self._tokenizer.decode(self._window)
-        before = self._tokenizer.decode(self._window[: self._settled])
-        is_long = len(self._window) - self._settled > _WINDOW_TOKENS
-        if len(whole) <= len(before) and not is_long:
-            return ""
-        if held_back is not None and whole.endswith(held_back) and not is_long:
-            return ""
-        self._window = self._window[self._settled :]
-        self._settled = len(self._window)
-        return whole[len(before) :]
-
-
-Detokenizer = ByteDetokenizer | WindowDetokenizer
-
-
-class StopMatcher:
-    """Ends a text at the first stop string that completes in it, and shows nothing of that string.
-
-    Theory: one Knuth-Morris-Pratt automaton per stop string, fed character by character. Its state
-    is the length of the longest suffix of the text that begins the string; the greatest state is
-    how much must be held back. If two complete at the same character, the longer one cuts. So the
-    result does not depend on how the text was cut into pieces.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._fallbacks = [_prefix_lengths(stop) for stop in self._stops]
-        self._states = [0] * len(self._stops)
-        self._held = ""
-        self._first = re.compile("[" + re.escape("".join({stop[0] for stop in stops})) + "]")
-        self.is_stopped = False
-
-    def feed(self, piece: str) -> str:
-        """Add text; returns the text that may be shown; after a stop, nothing more."""
-        if self.is_stopped:
-            return ""
-        if not self._held and self._first.search(piece) is None:
-            return piece
-        text = self._held + piece
-        for end in range(len(self._held), len(text)):
-            matched = self._step(text[end])
-            if matched:
-                self.is_stopped = True
-                self._held = ""
-                return text[: end + 1 - matched]
-        keep = max(self._states)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def finish(self) -> str:
-        """End the text; returns the part that was held back."""
-        rest, self._held = self._held, ""
-        return rest
-
-    def _step(self, character: str) -> int:
-        """Advance every automaton; returns the length of the longest string that completed."""
-        matched = 0
-        for index, stop in enumerate(self._stops):
-            state = self._states[index]
-            while state and stop[state] != character:
-                state = self._fallbacks[index][state - 1]
-            if stop[state] == character:
-                state += 1
-            if state == len(stop):
-                matched = max(matched, state)
-                state = 0
-            self._states[index] = state
-        return matched
-
-
-def _prefix_lengths(stop: str) -> list[int]:
-    """For each prefix of `stop`: the length of its longest proper prefix that also ends it."""
-    lengths = [0]
-    state = 0
-    for character in stop[1:]:
-        while state and stop[state] != character:
-            state = lengths[state - 1]
-        state += stop[state] == character
-        lengths.append(state)
-    return lengths

@@ -134,6 +134,19 @@ async def test_special_tokens_in_a_raw_prompt_are_special_and_in_a_message_are_t
     assert text == f"<|im_start|>user\n{forged}<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.parametrize("per_step", [1, 100])
+async def test_a_special_token_that_is_a_stop_string_ends_the_answer(folder, per_step):
+    model = ToyModel(folder, script="hello\n<|im_start|>world", pace=Pace(per_step=per_step))
+    async with serving(model) as served:
+        for stop, said in (("<|im_start|>", "hello\n"), ("\n<|im_start|>w", "hello")):
+            whole = await served.openai.chat.completions.create(model="toy", messages=HI, stop=stop)
+            assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (
+                said,
+                "stop",
+            )
+    assert [request.stop_token_ids for request in model.requests] == [{0, 1, 2}, {0, 2}]
+
+
 @pytest.mark.parametrize("per_step", [1, 2, 100])
 @pytest.mark.parametrize("stop", ["world", ["zzz", "rld, "], "hello", "on."])
 async def test_a_stop_string_cuts_exactly(folder, stop, per_step):

@@ -15,7 +15,6 @@ from kakeya.generation.request import GenerationPriority
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
 from kakeya.prefix.seam import CacheUse, PrefixClaim, TokenSource, Warmed, WarmOutcome, WarmReport
-from kakeya.text.marker import Marker
 from kakeya.text.prefix import encode_prefix
 from kakeya.text.template import ChatTemplate
 from kakeya.text.text import TextModel
@@ -448,16 +447,6 @@ async def test_a_prefix_ends_where_two_continuations_part(text):
     for said in ("", "hello", "日本語", "<|im_end|>", "0", "x"):
         whole = await text.encode_chat([*messages, {"role": "user", "content": said}], at_most=999)
         assert whole[: len(prefix)] == prefix
-
-
-def test_a_marker_is_in_nothing_that_was_written():
-    marker = Marker(["<|im_end|>"])
-    tools = [{"name": "\ue0001\ue001"}]
-    chosen = marker.choose([{"role": "user", "content": "\ue0000\ue001"}], tools)
-    assert chosen == "\ue0002\ue001"
-    assert marker.mark_tool({"<|im_end|>": [1, None, {"a": "<|im_end|>"}]}, "M") == {
-        "<M|im_end|>": [1, None, {"a": "<M|im_end|>"}]
-    }
 
 
 def test_a_template_sees_tools_only_where_there_are_any():

@@ -87,14 +87,12 @@ TEXTS = st.lists(
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40)
-@given(text=TEXTS, add_special_tokens=st.booleans())
-def test_the_ids_are_those_of_the_whole_text(
-    kind: str, text: str, add_special_tokens: bool
-) -> None:
+@given(text=TEXTS)
+def test_the_ids_are_those_of_the_whole_text(kind: str, text: str) -> None:
     tokenizer, encoder = made(kind)
-    whole = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    whole = tokenizer.encode(text, add_special_tokens=False).ids
     for _ in range(2):
-        assert encoder.encode(text, add_special_tokens=add_special_tokens) == whole
+        assert encoder.encode(text) == whole
 
 
 def counting(**options: int) -> tuple[CountingTokenizer, Encoder]:
@@ -106,31 +104,31 @@ def counting(**options: int) -> tuple[CountingTokenizer, Encoder]:
 def test_a_conversation_that_grows_costs_what_is_new() -> None:
     counted, encoder = counting()
     said = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
-    encoder.encode(said, add_special_tokens=False)
+    encoder.encode(said)
     assert "".join(counted.texts) == said.removesuffix("<|im_end|>\n")  # the same text again
     counted.texts.clear()
-    encoder.encode(said + "<|im_start|>assistant\nhi", add_special_tokens=False)
+    encoder.encode(said + "<|im_start|>assistant\nhi")
     assert counted.texts == ["<|im_start|>assistant\nhi"]
 
 
 def test_what_was_not_used_for_longest_is_forgotten_first() -> None:
     counted, encoder = counting(kept_chars=40)
     for text in ("first text", "second text", "third text"):
-        encoder.encode(text, add_special_tokens=False)
-    encoder.encode("first text", add_special_tokens=False)
-    encoder.encode("fourth one", add_special_tokens=False)
+        encoder.encode(text)
+    encoder.encode("first text")
+    encoder.encode("fourth one")
     counted.texts.clear()
     for text in ("first text", "third text", "fourth one", "second text"):
-        encoder.encode(text, add_special_tokens=False)
+        encoder.encode(text)
     assert counted.texts == ["second text"]
 
 
 def test_a_text_that_would_put_out_all_others_is_not_kept() -> None:
     counted, encoder = counting(kept_chars=40)
-    encoder.encode("short", add_special_tokens=False)
-    encoder.encode("a much longer text than that", add_special_tokens=False)
+    encoder.encode("short")
+    encoder.encode("a much longer text than that")
     counted.texts.clear()
-    encoder.encode("short", add_special_tokens=False)
+    encoder.encode("short")
     assert counted.texts == []
 
 
@@ -142,7 +140,7 @@ def test_nothing_is_cut_where_an_added_token_looks_around_itself(flag: str) -> N
     encoder = Encoder(counted, json.loads(tokenizer.to_str()))  # type: ignore[arg-type]
     text = "a <x> <|im_start|> b"
     whole = tokenizer.encode(text, add_special_tokens=False).ids
-    assert encoder.encode(text, add_special_tokens=False) == whole
+    assert encoder.encode(text) == whole
     assert counted.texts == [text]
 
 
@@ -153,7 +151,7 @@ def test_nothing_is_kept_where_the_same_text_is_encoded_in_many_ways() -> None:
     counted = CountingTokenizer(tokenizer)
     encoder = Encoder(counted, spec)  # type: ignore[arg-type]
     for _ in range(2):
-        encoder.encode("text", add_special_tokens=False)
+        encoder.encode("text")
     assert counted.texts == ["text", "text"]
 
 
@@ -161,5 +159,5 @@ def test_threads_share_what_was_encoded() -> None:
     tokenizer, encoder = made("byte level")
     texts = [f"<|im_start|>text {number % 7}" * 3 for number in range(64)]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda text: encoder.encode(text, add_special_tokens=False), texts))
+        found = list(pool.map(lambda text: encoder.encode(text), texts))
     assert found == [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]

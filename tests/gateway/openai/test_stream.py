@@ -58,7 +58,8 @@ def test_a_stream_opens_with_the_role_and_closes_with_the_reason():
 
 
 def answer(**fields) -> GeneratedAnswer:
-    return GeneratedAnswer(text_model().detokenizer(), **fields)
+    stops = text_model().stops(fields.pop("stops", ()))
+    return GeneratedAnswer(text_model().detokenizer(), stops=stops, **fields)
 
 
 def ids_of(text: str) -> tuple[int, ...]:

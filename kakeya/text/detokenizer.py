@@ -1,0 +1,96 @@
+"""Committed tokens to text, as they come; sans-I/O.
+
+The text is the same however the tokens were cut into frames, and never ends in half a character.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from kakeya.text.byte_level import BYTE_OF
+
+_WINDOW_TOKENS = 64
+"""Most tokens that a decoder without a byte table holds back while its text is not settled."""
+_CONTEXT_TOKENS = 16
+"""Tokens of a prompt that tell a decoder how the text behind them begins."""
+
+
+class ByteDetokenizer:
+    """Byte-level vocabularies: each token is a fixed string of bytes. O(1) per token."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, special_ids: frozenset[int], bytes_of: dict[int, bytes]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = special_ids
+        self._bytes_of = bytes_of
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that is settled by them, never half a character."""
+        known = self._bytes_of
+        try:
+            return self._utf8.decode(b"".join(map(known.__getitem__, token_ids)))
+        except KeyError:
+            for token_id in token_ids:
+                known[token_id] = self._look_up(token_id)
+            return self.feed(token_ids)
+
+    def finish(self) -> str:
+        """End the text; an unfinished character becomes U+FFFD."""
+        return self._utf8.decode(b"", final=True)
+
+    def _look_up(self, token_id: int) -> bytes:
+        token = None if token_id in self._special_ids else self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        try:
+            return bytes(BYTE_OF[character] for character in token)
+        except KeyError:
+            return token.encode()
+
+
+class WindowDetokenizer:
+    """Any other vocabulary: decodes a short window of tokens again and returns the new text.
+
+    Many of these decoders take the blank from the first word of a text, so a text that goes on from
+    a prompt needs to know the end of it: `after`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._window = list(after[-_CONTEXT_TOKENS:])
+        # window[:settled] is shown already; it gives the rest its context
+        self._settled = len(self._window)
+        while self._settled and tokenizer.decode(self._window[: self._settled]).endswith("\ufffd"):
+            self._settled -= 1  # half a character at the end of the prompt is whole in the text
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that is settled by them, never half a character."""
+        shown = ""
+        for token_id in token_ids:
+            self._window.append(token_id)
+            shown += self._new_text(held_back="\ufffd")
+        return shown
+
+    def finish(self) -> str:
+        """End the text; an unfinished character becomes U+FFFD."""
+        return self._new_text(held_back=None)
+
+    def _new_text(self, *, held_back: str | None) -> str:
+        whole = self._tokenizer.decode(self._window)
+        before = self._tokenizer.decode(self._window[: self._settled])
+        is_long = len(self._window) - self._settled > _WINDOW_TOKENS
+        if len(whole) <= len(before) and not is_long:
+            return ""
+        if held_back is not None and whole.endswith(held_back) and not is_long:
+            return ""
+        self._window = self._window[self._settled :]
+        self._settled = len(self._window)
+        return whole[len(before) :]
+
+
+Detokenizer = ByteDetokenizer | WindowDetokenizer

@@ -1,0 +1,111 @@
+"""The text files of a model folder, read as transformers reads them.
+
+templates        chat_template.jinja and additional_chat_templates/NAME.jinja, else
+                 tokenizer_config.json (a text, or a list of {name, template}), else
+                 chat_template.json
+special tokens   tokenizer_config.json, and special_tokens_map.json beside an older one
+end tokens       generation_config.json, and the eos_token
+sampling         generation_config.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from kakeya.core.errors import Unsupported
+
+DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
+"""The names of the template of a conversation, and of the one that takes its place with tools."""
+_TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+_MAP_KEYS = ("extra_special_tokens", "model_specific_special_tokens")
+Stamps = tuple[tuple[str, int, int], ...]
+"""(name, time of the last change in ns, bytes) of each file that is there."""
+
+
+def stamps(folder: Path) -> Stamps:
+    """The state of the files that a folder's text comes from. Blocks."""
+    found = []
+    for path in [*(folder / name for name in _TEXT_FILES), *sorted(folder.glob(_MORE_TEMPLATES))]:
+        with contextlib.suppress(OSError):
+            seen = path.stat()
+            found.append((path.name, seen.st_mtime_ns, seen.st_size))
+    return tuple(found)
+
+
+def read_config(path: Path) -> dict[str, object]:
+    """Read a JSON object of a model folder; a missing file is an empty object."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as fault:
+        raise Unsupported(f"{path} cannot be read: {fault}") from fault
+    if not isinstance(loaded, dict):
+        raise Unsupported(f"{path} holds {type(loaded).__name__}, not a JSON object")
+    return loaded
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The named special tokens, as templates know them: `bos_token`, `eos_token` and others."""
+    config = read_config(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= read_config(folder / "special_tokens_map.json")
+    named: dict[str, object] = {k: v for k, v in config.items() if k.endswith("_token")}
+    for key in _MAP_KEYS:
+        more = config.get(key)
+        named |= more if isinstance(more, dict) else {}
+    found = {}
+    for key, value in named.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            found[key] = content
+    return found
+
+
+def stop_ids(folder: Path) -> frozenset[int]:
+    """The ids that end an answer by generation_config.json."""
+    declared = read_config(folder / "generation_config.json").get("eos_token_id")
+    ids = declared if isinstance(declared, list) else [declared]
+    return frozenset(one for one in ids if isinstance(one, int) and not isinstance(one, bool))
+
+
+def templates(folder: Path) -> dict[str, str]:
+    """The sources of a folder's chat templates by name; {} where it has none."""
+    found = _named(read_config(folder / "chat_template.json").get("chat_template"))
+    found = _named(read_config(folder / "tokenizer_config.json").get("chat_template")) or found
+    files = {path.stem: path for path in sorted(folder.glob(_MORE_TEMPLATES))}
+    if (folder / "chat_template.jinja").is_file():
+        found = {}
+        files[DEFAULT_TEMPLATE] = folder / "chat_template.jinja"
+    try:
+        return found | {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    except (OSError, ValueError) as fault:
+        raise Unsupported(f"the chat template in {folder} cannot be read: {fault}") from fault
+
+
+def _named(declared: object) -> dict[str, str]:
+    """Templates as a JSON file declares them: a text, a list of {name, template}, or by name."""
+    if isinstance(declared, str):
+        return {DEFAULT_TEMPLATE: declared}
+    pairs: Mapping[object, object] = {}
+    if isinstance(declared, list):
+        entries = [entry for entry in declared if isinstance(entry, dict)]
+        pairs = {entry.get("name"): entry.get("template") for entry in entries}
+    elif isinstance(declared, dict):
+        pairs = declared
+    return {
+        name: source
+        for name, source in pairs.items()
+        if isinstance(name, str) and isinstance(source, str)
+    }
