@@ -622,7 +622,8 @@ async def test_random_use_with_deaths_removals_and_few_slots_loses_nobody(
         assert node.adapters.status()["models"][TINY]["waiting"] == 0
         for record in node.adapters.records():
             assert node.adapters.describe(record).leases == 0
-        assert node.arena.snapshot().pool.pinned_pages == 0
+        # A load that no request waits for may still run.
+        await settled(lambda: not node.arena.snapshot().pool.pinned_pages, timeout_s=60.0)
         assert not any(health.failures for health in node.adapters.health())
 
 

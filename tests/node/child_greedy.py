@@ -9,6 +9,7 @@ Run as `python -m tests.node.child_greedy MODE FILE MIB --socket ...`.
 from __future__ import annotations
 
 import mmap
+import os
 import signal
 import sys
 from argparse import Namespace
@@ -47,5 +48,7 @@ def load(file: Path, size: int) -> Callable[[Namespace], Model]:
 if __name__ == "__main__":
     mode, file, mib = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     if mode == "stubborn" and not file.exists():
+        # Threads of libraries run already and would hear the signal; after exec each one is deaf.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        os.execv(sys.executable, (sys.executable, "-m", __spec__.name, "once", *sys.argv[2:]))
     main(sys.argv[4:], load(file, mib << 20))
