@@ -20,6 +20,9 @@ DISK_WARNING_BYTES = GIB
 DISK_FAULT_BYTES = 64 * MIB
 """With less room, the node's own small files cannot be written safely."""
 _PMSET_ROW = re.compile(r"^\s+(\w[\w ]*?)\s+(\d+)(?:\s+\(.*\))?\s*$", re.MULTILINE)
+_HELD_AWAKE = re.compile(
+    r"^\s+sleep\s+\d+\s+\(sleep prevented by [^)]*\bcaffeinate\b", re.MULTILINE
+)
 _SAME = 1e-3
 """The allowed share of the largest logit: rounding differs with the shape of a product, while a
 wrong row is far off."""
@@ -53,18 +56,22 @@ class FileFact:
 
 
 def parse_pmset(text: str) -> dict[str, int]:
-    """Read the current settings from the output of `pmset -g`."""
-    _, _, in_use = text.partition("Currently in use:")
-    return {name: int(value) for name, value in _PMSET_ROW.findall(in_use)}
+    """Read the current settings from the output of `pmset -g`, those of the whole system too;
+    `caffeinate` 1 = that program keeps the machine awake, as a node has it do."""
+    system, _, in_use = text.partition("Currently in use:")
+    found = {name: int(value) for name, value in _PMSET_ROW.findall(system + "\n" + in_use)}
+    return found | {"caffeinate": int(_HELD_AWAKE.search(in_use) is not None)}
 
 
 def check_sleep(settings: Mapping[str, int]) -> Finding:
-    """Judge a Mac's power settings, as `parse_pmset` reads them: a node must not sleep."""
+    """Judge a Mac's power settings, as `parse_pmset` reads them: a node must not sleep, and has to
+    come back after a power cut."""
     if "sleep" not in settings:
         return warning("sleep", "pmset did not tell the power settings", "pmset -g")
     minutes = settings["sleep"]
+    is_held = settings.get("SleepDisabled", 0) or settings.get("caffeinate", 0)
     wrong, change = [], []
-    if minutes:
+    if minutes and not is_held:
         wrong.append(f"this Mac sleeps after {minutes} min without a user, and its models with it")
         change += ["sleep", "0"]
         if not settings.get("womp", 1):
@@ -76,8 +83,11 @@ def check_sleep(settings: Mapping[str, int]) -> Finding:
     if settings.get("disksleep", 0):
         wrong.append(f"its disk sleeps after {settings['disksleep']} min")
         change += ["disksleep", "0"]
+    if not settings.get("autorestart", 1):
+        wrong.append("it stays off after a power cut")
+        change += ["autorestart", "1"]
     if not wrong:
-        return ok("sleep", "this Mac stays awake")
+        return ok("sleep", "this Mac stays awake" + (" while a node runs" * bool(minutes)))
     return warning("sleep", "; ".join(wrong), shell("sudo", "pmset", "-a", *change))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from kakeya.core.errors import ConfigError
-from kakeya.core.settings import Several, setting
+from kakeya.core.settings import Several, one_of, setting
 from kakeya.generation.spec import ModelSpec, parse_model, parse_proposer
 
 
@@ -27,6 +28,13 @@ class ModelsConfig:
         (),
         argument="ngram|ID_OR_PATH",
         key="models.proposers",
+    )
+    awake: Literal["offered", "working", "never"] = setting(
+        "how long a Mac is kept from sleeping: while models are offered, only while they work, or "
+        "never",
+        one_of("offered", "working", "never"),
+        "offered",
+        key="models.awake",
     )
 
     def specs(self) -> tuple[ModelSpec, ...]:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
+from kakeya.backends.awake import StayAwake
 from kakeya.backends.engine.backend import EngineOptions
 from kakeya.backends.engines import EngineCommand, sockets_folder
 from kakeya.config.config import NodeConfig
@@ -103,6 +104,7 @@ class Agent:
             pages_bytes=least_bytes(config.adapters, config.precache),
         )
         self._engines = self._memory.engines
+        self._awake = StayAwake(config.chosen.awake, clock=self._clock)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -194,6 +196,7 @@ class Agent:
         self._services.start(self._tasks, self._changed.set)
         self._tasks.start("listeners", self._listeners.watch)
         self._tasks.start("models", self._follow_changes)
+        self._tasks.start("awake", self._awake.run)
         self._tasks.start("state", self._keeper.run)
         run = RunInfo(pid=os.getpid(), node_id=self.node_id, grpc=self.grpc, http=self.http)
         tell_command_line(self._home, run)
@@ -325,6 +328,7 @@ class Agent:
             self._services.follow(
                 self._engines.of_role(ModelRole.PROPOSER), is_runtime_ready=is_ready
             )
+            self._awake.follow(offers=self._memory.offers_models, works=self._memory.is_working)
             offer = replace(self._offer(), caches=self._services.peers.caches)
             self._plane.gossip.announce(offer)
 

@@ -35,6 +35,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound
 from kakeya.core.figures import Figure, Json
 from kakeya.core.tasks import Supervisor, TaskHealth, every
+from kakeya.generation.facts import ModelState
 from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.memory.api import PLAIN, MemoryArbiter
 from kakeya.memory.arbiter.capability import Capability
@@ -208,6 +209,19 @@ class NodeMemory:
     def is_careful(self) -> bool:
         """Whether the node uses less memory after a panic of the machine."""
         return self.profile.name == "careful"
+
+    @property
+    def offers_models(self) -> bool:
+        """Whether a model of this node can be asked for, in memory or not."""
+        return any(
+            model is None or model.state is not ModelState.FAILED
+            for _, model in self.engines.models()
+        )
+
+    @property
+    def is_working(self) -> bool:
+        """Whether a model loads, or a request or a job of another process uses memory."""
+        return any(not one.is_idle for one in self.arbiter.status().residents)
 
     async def lend_slots(self, model_id: str, size: int) -> bool:
         """Lend an engine the bytes of its adapter slots; False = not all of them are free now."""

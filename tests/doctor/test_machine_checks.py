@@ -63,7 +63,7 @@ Currently in use:
             MINI_AS_DELIVERED,
             Severity.WARNING,
             "sleeps after 1 min",
-            "sudo pmset -a sleep 0 powernap 0 disksleep 0",
+            "sudo pmset -a sleep 0 powernap 0 disksleep 0 autorestart 1",
         ),
         (MINI_AWAKE, Severity.OK, "stays awake", ""),
         (BOOK_ON_BATTERY, Severity.WARNING, "does not wake it", "sudo pmset -a sleep 0 womp 1"),
@@ -73,6 +73,27 @@ Currently in use:
             "disk",
             "0",
         ),
+        (
+            MINI_AS_DELIVERED.replace("sharingd, powerd", "powerd, caffeinate")
+            .replace("disksleep            10", "disksleep            0")
+            .replace("autorestart          0", "autorestart          1"),
+            Severity.OK,
+            "stays awake while a node runs",
+            "",
+        ),
+        (
+            MINI_AWAKE.replace(" sleep                0", " sleep                5"),
+            Severity.OK,
+            "stays awake",
+            "",
+        ),
+        (
+            MINI_AWAKE + " autorestart          0\n",
+            Severity.WARNING,
+            "stays off after a power cut",
+            "sudo pmset -a autorestart 1",
+        ),
+        (MINI_AWAKE + " autorestart          1\n", Severity.OK, "stays awake", ""),
         ("", Severity.WARNING, "did not tell", "pmset -g"),
         ("Currently in use:\n nonsense\n", Severity.WARNING, "did not tell", "pmset -g"),
     ],
@@ -90,7 +111,7 @@ def test_pmset_is_read_with_names_of_several_words_and_remarks() -> None:
     found = checks.parse_pmset(MINI_AS_DELIVERED)
     assert found["Sleep On Power Button"] == 1
     assert found["sleep"] == 1
-    assert "SleepDisabled" not in checks.parse_pmset(MINI_AWAKE)
+    assert checks.parse_pmset(MINI_AWAKE)["SleepDisabled"] == 1
     assert "hibernatefile" not in checks.parse_pmset(BOOK_ON_BATTERY)
 
 
