@@ -14,15 +14,14 @@ from kakeya.mlx.numerics.blas import preload_blas
 preload_blas(threads=1)
 
 from benchmarks.models import random_model  # noqa: E402
+from benchmarks.plain import known_costs, known_model  # noqa: E402
 from benchmarks.report import emit, median  # noqa: E402
-from kakeya.decoding.control.controller import DraftController  # noqa: E402
 from kakeya.engine.kv.slots import KvSlots  # noqa: E402
 from kakeya.engine.steps.drafting import RemoteBooks  # noqa: E402
 from kakeya.engine.steps.scheduler import QueueTicket, Scheduler  # noqa: E402
 from kakeya.engine.steps.sequence import SequenceTools, Violations  # noqa: E402
 from kakeya.generation.frames import Done, EngineFrame  # noqa: E402
 from kakeya.generation.request import DecodeJob, DraftSource, Sampling  # noqa: E402
-from kakeya.mlx.loader import load  # noqa: E402
 from kakeya.mlx.model import MlxModel  # noqa: E402
 
 ROWS = 8
@@ -36,8 +35,7 @@ class Bench:
     def __init__(self, model: MlxModel, temperature: float) -> None:
         self._model = model
         self._temperature = temperature
-        self._controller = DraftController()
-        self._controller.seed_costs(model.facts.forward_costs_s)
+        self._controller = known_costs(model)
         rng = random.Random(11)
         self._prompts = [[rng.randrange(1, 3000) for _ in range(32 + row)] for row in range(ROWS)]
         self.accepted = self.blocks = 0
@@ -110,7 +108,7 @@ def compare(name: str, bench: Bench, repeats: int = 12) -> None:
 
 
 def main() -> None:
-    model = MlxModel(load(str(random_model("3m")), "3m"), 0.0, True)
+    model = known_model(str(random_model("3m")))
     compare("3m, cyclic text", Bench(model, 0.0))
     compare("3m, random text", Bench(model, 1.0), repeats=24)
 

@@ -16,6 +16,7 @@ preload_blas(threads=1)
 
 from benchmarks.models import random_model  # noqa: E402
 from benchmarks.nodes import generate, wait_ready  # noqa: E402
+from benchmarks.plain import known_model  # noqa: E402
 from benchmarks.report import emit, median  # noqa: E402
 from kakeya.cli.child import NodeProcess  # noqa: E402
 from kakeya.decoding.control.controller import DraftController  # noqa: E402
@@ -24,8 +25,6 @@ from kakeya.engine.steps.drafting import RemoteBooks  # noqa: E402
 from kakeya.engine.steps.sequence import SequenceRun, SequenceTools, Violations  # noqa: E402
 from kakeya.generation.frames import Tokens  # noqa: E402
 from kakeya.generation.request import DecodeJob  # noqa: E402
-from kakeya.mlx.loader import load  # noqa: E402
-from kakeya.mlx.model import MlxModel  # noqa: E402
 from kakeya.sessions.client import Client  # noqa: E402
 
 PROMPT = list(range(40))
@@ -37,7 +36,7 @@ class OwnLoop:
     """The engine's loop in this process, with nobody to tell."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = MlxModel(load(str(folder), "bench"), 0.0, True)
+        self._model = known_model(str(folder))
         self._tools = SequenceTools(
             slots=KvSlots(0),
             controller=DraftController(),

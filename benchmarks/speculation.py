@@ -21,16 +21,13 @@ from mlx_lm.generate import generate_step  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
 from benchmarks.models import EMBEDDED, NAMED, any_model, repeats  # noqa: E402
-from benchmarks.plain import plain_network  # noqa: E402
+from benchmarks.plain import known_costs, known_model, plain_network  # noqa: E402
 from benchmarks.report import emit, interleaved, median  # noqa: E402
-from kakeya.decoding.control.controller import DraftController  # noqa: E402
 from kakeya.engine.kv.slots import KvSlots  # noqa: E402
 from kakeya.engine.steps.drafting import RemoteBooks  # noqa: E402
 from kakeya.engine.steps.sequence import SequenceRun, SequenceTools, Violations  # noqa: E402
 from kakeya.generation.frames import Tokens  # noqa: E402
 from kakeya.generation.request import DecodeJob, DraftSource, Sampling  # noqa: E402
-from kakeya.mlx.loader import load  # noqa: E402
-from kakeya.mlx.model import MlxModel  # noqa: E402
 
 TOKENS = 64 if NAMED else 256
 NGRAM = (DraftSource(kind="ngram"),)
@@ -51,12 +48,10 @@ class Bench:
 
     def __init__(self, folder: str) -> None:
         self.plain = plain_network(folder)
-        self.model = MlxModel(load(folder, "bench"), 0.0, True)
-        controller = DraftController()
-        controller.seed_costs(self.model.facts.forward_costs_s)
+        self.model = known_model(folder)
         self.tools = SequenceTools(
             slots=KvSlots(0),
-            controller=controller,
+            controller=known_costs(self.model),
             books=RemoteBooks(),
             violations=Violations(),
             max_draft_rows=16,

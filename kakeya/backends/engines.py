@@ -30,15 +30,21 @@ EngineCommand = Callable[[ModelSpec, str], Command]
 
 
 def engine_command(
-    log_format: str, identity: Path | None = None, *, adapters: AdapterConfig | None = None
+    log_format: str,
+    identity: Path | None = None,
+    *,
+    adapters: AdapterConfig | None = None,
+    findings: Path | None = None,
 ) -> EngineCommand:
     """Return the command of the engine that is part of this package.
 
     `identity` is the folder of the node's keys, which need not exist yet: an engine dials the peers
     that draft for it. `adapters` gives verifiers adapter slots, which take no memory before the
-    first adapter; None = none.
+    first adapter; None = none. `findings` is the folder in which engines keep checks and measured
+    speeds of their models for the next load.
     """
     keys = ("--identity", str(identity)) if identity else ()
+    known = ("--findings", str(findings)) if findings else ()
     slots: tuple[str, ...] = ()
     if adapters is not None and adapters.slots:
         slots = ("--adapter-slots", str(adapters.slots), "--adapter-rank", str(adapters.rank))
@@ -52,6 +58,7 @@ def engine_command(
                 *("--model-id", spec.model_id),
                 *("--log-format", log_format),
                 *keys,
+                *known,
                 *(slots if spec.role is ModelRole.VERIFIER else ()),
             )
 

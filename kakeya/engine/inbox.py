@@ -55,14 +55,21 @@ class Inbox:
         """Queue the end; thread-safe."""
         self._items.put(None)
 
-    def items(self, *, is_idle: bool) -> Iterator[Item]:
-        """Everything that is there; the thread that has nothing else to do waits for the first."""
+    def items(self, *, is_idle: bool, most_s: float | None = None) -> Iterator[Item]:
+        """Everything that is there; the thread that has nothing else to do waits for the first.
+
+        It waits at most `most_s`, and then has other work; None = however long.
+        """
         self.read_s = self._timer()
         self._began_s = None if is_idle else self.read_s
         is_waited_for = is_idle
         while is_waited_for or not self._items.empty():
+            try:
+                item = self._items.get(timeout=most_s if is_waited_for else None)
+            except queue.Empty:
+                self._began_s = self.read_s = self._timer()
+                return
             is_waited_for = False
-            item = self._items.get()
             self._began_s = self.read_s = self._timer()
             yield item
 

@@ -7,7 +7,7 @@ thread. A state's `length` counts its tokens with KV; between steps it is `commi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,7 +30,7 @@ class LoadedFacts(ModelFacts):
     """Facts of a loaded and probed model, with those that only its engine needs."""
 
     forward_costs_s: Mapping[int, float]
-    """Seconds of one forward by its rows; 1 is the pipelined plain step."""
+    """Seconds of one forward by its rows; 1 is the pipelined plain step. {} = not measured."""
     kv_windows: tuple[tuple[int, int], ...] = ()
     """(tokens, bytes of each): of layers that keep only the last so many tokens, beside
     `kv_bytes_per_token`."""
@@ -250,6 +250,14 @@ class Model(Protocol):
         self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
     ) -> Draft:
         """Draft `size` tokens after `prefix`, greedy or with the verifier's own noise."""
+        ...
+
+    def chores(self) -> Iterator[float]:
+        """Checks and measurements, a slice for each `next`; they may change `facts`.
+
+        Yields before each slice how many seconds the engine must have been idle for it; 0 = a check
+        that sequences wait for which could share forwards.
+        """
         ...
 
     def memory(self) -> MemoryUse:

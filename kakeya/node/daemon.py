@@ -22,7 +22,7 @@ from kakeya.config import config
 from kakeya.core import log
 from kakeya.core.errors import ConfigError, KakeyaError
 from kakeya.core.garbage import spare_what_is_there, undisturbed
-from kakeya.node.datadir import DataDir
+from kakeya.node.datadir import FINDINGS, DataDir
 
 _log = logging.getLogger("kakeya.node.daemon")  # not __name__: this may be __main__
 _FILES = 8192
@@ -79,7 +79,10 @@ async def _run(settings: config.NodeConfig, home: DataDir) -> int:
     stopped = asyncio.Event()
     _stop_on_signals(stopped, GRACE_S + _HANG_S)
     command = engine_command(
-        settings.log_format, settings.data_dir / IDENTITY, adapters=settings.adapters
+        settings.log_format,
+        settings.data_dir / IDENTITY,
+        adapters=settings.adapters,
+        findings=settings.data_dir / FINDINGS,
     )
     async with Agent(settings, command, home) as agent:
         for warning in settings.warnings:

@@ -73,7 +73,8 @@ class _Engine:
         from kakeya.wire.tls import MaterialFolder
 
         controller = DraftController()
-        controller.seed_costs(model.facts.forward_costs_s)
+        if model.facts.forward_costs_s:
+            controller.seed_costs(model.facts.forward_costs_s)
         adapters = None
         if model.adapters is not None:
             adapters = EngineAdapters(
@@ -110,6 +111,7 @@ def _parse(argv: list[str] | None) -> Namespace:
     parser.add_argument("--adapter-slots", type=int, default=0, help="adapters loaded at a time")
     parser.add_argument("--adapter-rank", type=int, default=16, help="largest rank of an adapter")
     parser.add_argument("--identity", type=Path, help="folder of the identity for calls to peers")
+    parser.add_argument("--findings", type=Path, help="folder of what is known of models")
     parser.add_argument("--blas-threads", type=int, default=1)
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
     return parser.parse_args(argv)
@@ -135,7 +137,7 @@ def _model_thread(
 
 
 def load_model(options: Namespace) -> Model:
-    """Load and probe a model with mlx by the options."""
+    """Load a model with mlx by the options."""
     from kakeya.mlx.numerics.blas import preload_blas
 
     accelerated = preload_blas(options.blas_threads)
@@ -149,7 +151,8 @@ def load_model(options: Namespace) -> Model:
         adapter_slots=options.adapter_slots,
         adapter_rank=options.adapter_rank,
     )
-    return MlxModel(loaded, time.perf_counter() - started, accelerated)
+    load_s = time.perf_counter() - started
+    return MlxModel(loaded, load_s, accelerated, findings=options.findings)
 
 
 async def _serve(socket_path: str, engine: _Engine, model_thread: threading.Thread) -> None:

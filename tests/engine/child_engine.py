@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -161,6 +161,9 @@ class ToyModel:
         self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
     ) -> Draft:
         return Draft(source="none")
+
+    def chores(self) -> Iterator[float]:
+        return iter(())
 
     def memory(self) -> MemoryUse:
         return MemoryUse(active_bytes=0, peak_bytes=0)

@@ -242,16 +242,19 @@ class EngineClient:
 
     async def answers(self, timeout_s: float) -> bool:
         """Whether the engine's event loop answers within `timeout_s`; its model may be busy."""
-        return await self.silent_s(timeout_s) is not None
+        return await self.look(timeout_s) is not None
 
-    async def silent_s(self, timeout_s: float) -> float | None:
-        """Return the seconds since the model thread began its current step; None = no answer."""
+    async def look(self, timeout_s: float) -> tuple[ModelFacts, float] | None:
+        """Return the model's facts, and the seconds since its thread began its current step.
+
+        None = no answer.
+        """
         try:
             with self._told():
                 reply = await self._stub.Describe(pb.DescribeRequest(), timeout=timeout_s)
         except KakeyaError:
             return None
-        return reply.model_thread_silent_seconds
+        return facts_from_wire(reply), reply.model_thread_silent_seconds
 
     async def aclose(self) -> None:
         """Close the channel; running streams get a moment to end by themselves."""

@@ -296,15 +296,22 @@ class EngineLife:
         missed, wrong = 0, ""
         while missed < self.options.max_missed_probes:
             await self._clock.sleep(self.options.probe_interval_s)
-            silent_s = await client.silent_s(self.options.probe_timeout_s)
-            if silent_s is None:
+            seen = await client.look(self.options.probe_timeout_s)
+            if seen is None:
                 wrong = f"answered no probe within {self.options.probe_timeout_s:g} s"
-            elif silent_s > self.options.max_step_s:
-                wrong = f"was at one step of its model for {silent_s:.3g} s"
+            elif seen[1] > self.options.max_step_s:
+                wrong = f"was at one step of its model for {seen[1]:.3g} s"
             else:
                 missed, wrong = 0, ""
+                self._learn(seen[0])
             missed += bool(wrong)
         return wrong
+
+    def _learn(self, facts: ModelFacts) -> None:
+        """Take facts that an engine found out while it was idle: its speeds."""
+        if facts != self.facts:
+            self.facts = facts
+            self._on_change()
 
     async def _described(self, client: EngineClient) -> ModelFacts:
         started = self._clock.mono()

@@ -20,14 +20,18 @@ class Pace:
     """The pace of one model; belongs to the model thread."""
 
     def __init__(self, facts: LoadedFacts) -> None:
+        self.learn(facts)
+        self._stretch = 1.0
+        self._stay_s = 0.0
+        self._ends = 0
+
+    def learn(self, facts: LoadedFacts) -> None:
+        """Begin anew from measured speeds."""
         rate = facts.prefill_tokens_per_second
         self._token_s = 1 / rate if rate > 0 else 0.0
         self._context_s = facts.prefill_context_s
         self._step_s = facts.forward_costs_s.get(1, 0.0)
         self._factor = 1.0
-        self._stretch = 1.0
-        self._stay_s = 0.0
-        self._ends = 0
 
     @property
     def stretch(self) -> float:

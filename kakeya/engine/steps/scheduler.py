@@ -36,6 +36,7 @@ from kakeya.engine.queue.pace import Pace
 from kakeya.engine.queue.policy import OUTPUT_WEIGHT, ROUND_S, weakest
 from kakeya.engine.queue.queue import EngineQueue
 from kakeya.engine.queue.rows import EngineLoad, QueueRow, QueueTicket
+from kakeya.engine.steps.chores import Chores
 from kakeya.engine.steps.prefilling import Prefilling
 from kakeya.engine.steps.sequence import Launch, SequenceRun, SequenceTools
 from kakeya.engine.steps.shared_forwards import SharedForwards
@@ -81,6 +82,7 @@ class Scheduler:
         self._prefilling = Prefilling(self._queue, self._pace, tools.timer)
         self._turns: deque[QueueRow] = deque()
         self._forwards = SharedForwards(model, tools.controller, tools.timer)
+        self._chores = Chores(model.chores(), tools.timer)
         self._latest: QueueRow | None = None
         self._is_device_idle = True
         self._keeps_limit = True
@@ -138,15 +140,33 @@ class Scheduler:
 
         Returns the time, None once it is to stop.
         """
-        is_idle = not self._running and not self._queue.waiting
-        for item in self._inbox.items(is_idle=is_idle):
+        is_idle, is_alone = not self._running and not self._queue.waiting, True
+        for item in self._inbox.items(
+            is_idle=is_idle, most_s=self._chores.wait_s(self._tools.timer())
+        ):
+            is_alone = False
             if item is None:
                 return None
             if isinstance(item, QueueTicket):
                 self._arrive(item, self._inbox.read_s)
             else:
                 self._do(item)
+        if not is_idle:
+            self._chores.busy(self._inbox.read_s)
+        elif is_alone:
+            self._do_chore()
         return self._inbox.read_s
+
+    def _do_chore(self) -> None:
+        """Do a slice of checks and measurements, and go by its findings."""
+        before = self._model.facts
+        self._chores.work()
+        facts = self._model.facts
+        if facts is not before:
+            self._pace.learn(facts)
+            if facts.forward_costs_s:
+                self._tools.controller.seed_costs(facts.forward_costs_s)
+        self._keeps_limit = self.limits.holds()
 
     def _do(self, work: Callable[[], None]) -> None:
         work()
@@ -326,6 +346,9 @@ class Scheduler:
                 row.launch = None
                 self._advance(row)
         self._forwards.observe(len(rows))
+        if len(rows) > 1 and self._chores.is_urgent:
+            self._forwards.worked_apart()
+            self._do_chore()
 
     def _relieve(self, now_s: float) -> None:
         """Bring the running rows one step closer to their bounds: KV of parked rows goes first."""

@@ -39,7 +39,6 @@ class SharedForwards:
         self._model = model
         self._controller = controller
         self._timer = timer
-        self._batch_rows = max(1, model.facts.batch_rows)
         self._turns_s = TURNS_S
         self._together_at_s = -math.inf
         self._apart = 0
@@ -84,7 +83,8 @@ class SharedForwards:
 
     def _most_rows(self) -> int:
         """The most rows that share a forward at this moment."""
-        return self._batch_rows if self._timer() >= self._together_at_s else 1
+        rows = max(1, self._model.facts.batch_rows)
+        return rows if self._timer() >= self._together_at_s else 1
 
     def _take_turns(self, rows: int, problem: Exception) -> None:
         """Let sequences take turns: a forward of several failed, and none failed alone."""

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,6 +41,7 @@ from kakeya.mlx.numerics.attention import attend_far, is_far
 from kakeya.mlx.numerics.grid import is_cpu, sums_alike
 from kakeya.mlx.verifier import Landing, LaunchedStep, MlxVerifier, select
 
+_Found = TypeVar("_Found")
 BATCH_ROWS = 64
 """The most rows of one forward; the scheduler's own bound is usually lower."""
 _KINDS = (KVCache, QuantizedKVCache, RotatingKVCache)
@@ -49,6 +50,7 @@ _STEP_ROWS = 32
 """The most rows of one sequence that are a step, or a block of drafts."""
 _LONG_TOKENS = 200
 """Tokens of one of the rows that are tried; the others are short."""
+_PIECE_TOKENS = 50
 _TOLERANCE = 0.02
 """Most difference, of the largest logit: rounding in 16 bits stays below, foreign KV does not."""
 
@@ -80,6 +82,15 @@ def launch_together(
         state.launched(Landing(flight, index))
 
 
+def at_once(work: Generator[None, None, _Found]) -> _Found:
+    """Do work that comes in slices to its end."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return cast("_Found", end.value)
+
+
 def uses_slabs() -> bool:
     """Whether sequences that share forwards are to lie in slabs.
 
@@ -89,10 +100,17 @@ def uses_slabs() -> bool:
 
 
 def why_by_turns(model: LoadedModel, assignment: PlaceAssignment | None = None) -> str:
-    """Why no two sequences may share a forward of this model; "" = up to BATCH_ROWS may.
+    """As `turns_check`, at once."""
+    return at_once(turns_check(model, assignment))
 
-    Runs short rows together, as `launch_together` would, and each alone. From then on the model
-    can be batched.
+
+def turns_check(
+    model: LoadedModel, assignment: PlaceAssignment | None = None
+) -> Generator[None, None, str]:
+    """Find out why no two sequences may share a forward of this model; "" = up to BATCH_ROWS may.
+
+    Runs short rows together, as `launch_together` would, and each alone; a forward or a few for
+    each `next`.
     """
     kinds = {type(layer) for layer in model.make_cache()}
     if unknown := sorted(kind.__name__ for kind in kinds.difference(_KINDS)):
@@ -100,12 +118,12 @@ def why_by_turns(model: LoadedModel, assignment: PlaceAssignment | None = None) 
         return f"it has layers with {', '.join(unknown)}; rows can be kept apart in {known}"
     hand_over(model.network)
     try:
-        return _differs(model, assignment)
+        return (yield from _differs(model, assignment))
     except Exception as problem:  # noqa: BLE001 - whatever a model does that cannot be batched
         return f"rows in one forward fail: {problem or type(problem).__name__}"
 
 
-def _differs(model: LoadedModel, assignment: PlaceAssignment | None) -> str:
+def _differs(model: LoadedModel, assignment: PlaceAssignment | None) -> Generator[None, None, str]:
     """The way in which rows in one forward differ from each alone; "" = by rounding at most.
 
     One row is much longer than the others, and in some of the forwards one is missing.
@@ -115,9 +133,12 @@ def _differs(model: LoadedModel, assignment: PlaceAssignment | None) -> str:
     alone = [MlxVerifier(model) for _ in texts]
     together = [MlxVerifier(model) for _ in texts]
     for state, text in zip([*alone, *together], [*texts, *texts], strict=True):
-        state.prefill(text)
+        for first in range(0, len(text), _PIECE_TOKENS):
+            yield
+            state.prefill(text[first : first + _PIECE_TOKENS])
     rows = [mx.array([token], dtype=mx.int32) for token in (1, 3, 2)]
     for sharing in ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (0, 1, 2)):
+        yield
         members = list(sharing)
         if assignment is not None:
             members = [members[at] for at in assignment.arrange([together[at] for at in members])]

@@ -10,13 +10,15 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Generator
 
 import mlx.core as mx
 
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
-from kakeya.mlx.batch.batch import forward_together
+from kakeya.mlx.batch.batch import at_once, forward_together, turns_check, uses_slabs
 from kakeya.mlx.batch.places import PlaceAssignment
+from kakeya.mlx.findings import Sharing
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.numerics.grid import is_cpu
 from kakeya.mlx.verifier import MlxVerifier
@@ -30,16 +32,33 @@ _TOLERANCE = 0.02
 """Two equal times may differ by so much of them; logits, by so much of the largest, by rounding."""
 
 
-def shares_from(model: LoadedModel) -> int | None:
-    """Tokens that sharing a prefix must save; None = it is not worth it, or gives other logits.
+def sharing_check(model: LoadedModel) -> Generator[None, None, Sharing]:
+    """Find out how sequences of this model may share forwards, a few forwards for each `next`."""
+    reason = ""
+    for assignment in (PlaceAssignment(), None) if uses_slabs() else (None,):
+        reason = yield from turns_check(model, assignment)
+        if not reason and assignment is not None:
+            return Sharing(in_slabs=True, prefix_from=(yield from shares_check(model)))
+        if not reason:
+            return Sharing()
+    return Sharing(turns_reason=reason)
 
-    None too, with a reason in the log, where it fails. The context is made up, not computed: its
-    content changes no time.
+
+def shares_from(model: LoadedModel) -> int | None:
+    """As `shares_check`, at once."""
+    return at_once(shares_check(model))
+
+
+def shares_check(model: LoadedModel) -> Generator[None, None, int | None]:
+    """Find the tokens that sharing a prefix must save, a few forwards for each `next`.
+
+    None = it is not worth it, or gives other logits, or fails, with a reason in the log. The
+    context is made up, not computed: its content changes no time.
     """
     if model.context_tokens < 2 * SHARES_FROM:
         return None
     try:
-        return SHARES_FROM if _is_worth_it(model) else None
+        return SHARES_FROM if (yield from _is_worth_it(model)) else None
     except Exception as problem:  # noqa: BLE001 - whatever it is, rows can attend by themselves
         event(
             _log,
@@ -51,9 +70,10 @@ def shares_from(model: LoadedModel) -> int | None:
         return None
 
 
-def _is_worth_it(model: LoadedModel) -> bool:
+def _is_worth_it(model: LoadedModel) -> Generator[None, None, bool]:
     states = [MlxVerifier(model) for _ in range(_ROWS)]
     for number, state in enumerate(states):
+        yield
         state.prefill([number])
         if not state.pretend(SHARES_FROM):
             return False
@@ -70,6 +90,7 @@ def _is_worth_it(model: LoadedModel) -> bool:
     logits: dict[int | None, mx.array] = {}
     for _ in range(_REPEATS):
         for way in best:
+            yield
             slab.shares_from = way
             started = time.perf_counter()
             logits[way] = forward_together(model, states, row)

@@ -339,6 +339,18 @@ async def test_a_stopped_engine_is_found_by_keepalive_and_the_stream_continues()
         assert not is_alive(stopped[0])
 
 
+async def test_speeds_that_an_idle_engine_measures_later_are_told():
+    told = []
+    options = replace(FAST, probe_interval_s=0.05)
+    async with backend(
+        "--measured-at", 3, options=options, on_change=lambda m: told.append(m.facts)
+    ) as model:
+        facts = await model.ready(20.0)
+        assert facts.tokens_per_second == 0
+        await until(lambda: model.facts.tokens_per_second == 50)
+    assert told[-2].tokens_per_second == 50
+
+
 async def test_an_idle_engine_that_hangs_is_found_by_probes():
     options = replace(FAST, probe_interval_s=0.1, probe_timeout_s=0.3)
     errors = []

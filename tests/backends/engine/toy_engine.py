@@ -32,6 +32,7 @@ _REASONS = {
 class ToyEngine(EngineServiceServicer):
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
+        self._described = 0
 
     def record(self, line: str) -> None:
         if self._options.record:
@@ -39,6 +40,8 @@ class ToyEngine(EngineServiceServicer):
                 file.write(line + "\n")
 
     async def Describe(self, request, context):
+        self._described += 1
+        is_measured = 0 < self._options.measured_at <= self._described
         return pb.DescribeResponse(
             model_id=self._options.model_id,
             model_path=self._options.model_path,
@@ -46,6 +49,7 @@ class ToyEngine(EngineServiceServicer):
             context_tokens=self._options.context,
             eos_token_ids=[EOS],
             load_seconds=0.1,
+            tokens_per_second=50.0 if is_measured else 0.0,
         )
 
     async def Decode(self, request, context):
@@ -134,6 +138,7 @@ def main() -> None:
     parser.add_argument("--record", default="")
     parser.add_argument("--load-s", type=float, default=0.0)
     parser.add_argument("--delay-s", type=float, default=0.0)
+    parser.add_argument("--measured-at", type=int, default=0, help="the call of Describe")
     parser.add_argument("--context", type=int, default=10_000)
     parser.add_argument("--die-after", type=int, default=0)
     parser.add_argument("--exit-code", type=int, default=0)
