@@ -18,7 +18,7 @@ class ModelsConfig:
         "serve a model as verifier (the default role) or proposer; any number of times",
         Several(parse_model),
         (),
-        argument="ID_OR_PATH[:ROLE]",
+        argument="[NAME=]ID_OR_PATH[:ROLE]",
         key="models.serve",
         flag="--model",
     )
@@ -26,7 +26,7 @@ class ModelsConfig:
         "draft for peers with n-grams or a model; any number of times",
         Several(parse_proposer),
         (),
-        argument="ngram|ID_OR_PATH",
+        argument="ngram|[NAME=]ID_OR_PATH",
         key="models.proposers",
     )
     awake: Literal["offered", "working", "never"] = setting(
@@ -46,6 +46,7 @@ class ModelsConfig:
             if other is not spec:
                 raise ConfigError(
                     f"model {spec.model_id} is named twice, as {other.source} ({other.role}) and "
-                    f"{spec.source} ({spec.role}); one node serves a model id once"
+                    f"{spec.source} ({spec.role}); one node serves a model id once: give one of "
+                    f"them another name, NAME={spec.source}"
                 )
         return tuple(seen.values())

@@ -1,5 +1,10 @@
 """The models that a node serves, by name: an embedded model, a folder, or a Hugging Face id.
 
+    NAME=SOURCE                                 NAME
+    kakeya-tiny, org/name                       the same
+    .../models--org--name/snapshots/COMMIT      org/name: a folder of Hugging Face's cache
+    any other folder, or a link to one          its own name
+
 Only names and folders are looked at here; weights belong to engine children.
 """
 
@@ -19,6 +24,8 @@ EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "models"
 EMBEDDED = ("kakeya-tiny", "kakeya-tiny-draft")
 """Models that are shipped, with one tokenizer."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z", re.ASCII)
+_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)*\Z", re.ASCII)
+_CACHED = re.compile(r"models--([\w.-]+)\Z", re.ASCII)
 
 
 class ModelRole(StrEnum):
@@ -43,17 +50,17 @@ class ModelSpec:
 
 
 def parse_model(raw: object) -> ModelSpec:
-    """Read ID_OR_PATH[:ROLE]. Raises Illegal."""
-    source, role = _split_role(_text(raw))
+    """Read [NAME=]ID_OR_PATH[:ROLE]. Raises Illegal."""
+    name, text = _split_name(_text(raw))
+    source, role = _split_role(text)
     if source == NGRAM and role is ModelRole.VERIFIER:
         raise Illegal("ngram only drafts; give it as --proposer ngram")
-    return ModelSpec(model_id=_model_id(source), source=source, role=role)
+    return _spec(name, source, role)
 
 
 def parse_proposer(raw: object) -> ModelSpec:
-    """Read ngram or ID_OR_PATH. Raises Illegal."""
-    source = _text(raw)
-    return ModelSpec(model_id=_model_id(source), source=source, role=ModelRole.PROPOSER)
+    """Read ngram or [NAME=]ID_OR_PATH. Raises Illegal."""
+    return _spec(*_split_name(_text(raw)), ModelRole.PROPOSER)
 
 
 def resolve(spec: ModelSpec) -> str:
@@ -62,7 +69,7 @@ def resolve(spec: ModelSpec) -> str:
         return str(_checked(EMBEDDED_FOLDER / spec.source, spec.source))
     path = Path(spec.source).expanduser()
     if path.exists():
-        return str(_checked(path.resolve(), spec.source))
+        return str(_checked(_snapshot(path.resolve()), spec.source))
     if _HUB_ID.match(spec.source) and not spec.source.startswith("."):
         return spec.source
     close = difflib.get_close_matches(spec.source, EMBEDDED, n=1)
@@ -71,6 +78,15 @@ def resolve(spec: ModelSpec) -> str:
         f"model {spec.source!r} is not known: {hint}give {' or '.join(EMBEDDED)}, "
         "an existing folder, or a Hugging Face id such as org/name"
     )
+
+
+def _snapshot(folder: Path) -> Path:
+    """The folder of the current commit, of a repository in Hugging Face's cache."""
+    try:
+        commit = (folder / "refs" / "main").read_text("utf-8").strip()
+    except (OSError, ValueError):
+        return folder
+    return folder / "snapshots" / commit if _CACHED.match(folder.name) else folder
 
 
 def _checked(folder: Path, source: str) -> Path:
@@ -93,6 +109,18 @@ def _text(raw: object) -> str:
     return raw.strip()
 
 
+def _split_name(text: str) -> tuple[str, str]:
+    """The name that is given to a model, "" = none, and the rest."""
+    name, equals, source = text.partition("=")
+    if not equals or Path(text).expanduser().exists():
+        return "", text
+    if not source or not _NAME.match(name):
+        raise Illegal(f"{text!r} is no NAME=ID_OR_PATH; a name has letters, digits, and . _ - /")
+    if name == NGRAM or source == NGRAM:
+        raise Illegal(f"{text!r}: {NGRAM} is a name of its own; no model is called so")
+    return name, source
+
+
 def _split_role(text: str) -> tuple[str, ModelRole]:
     source, colon, role = text.rpartition(":")
     if not colon or "/" in role or Path(text).expanduser().exists():
@@ -102,11 +130,20 @@ def _split_role(text: str) -> tuple[str, ModelRole]:
     return source, ModelRole(role)
 
 
+def _spec(name: str, source: str, role: ModelRole) -> ModelSpec:
+    return ModelSpec(model_id=name or _model_id(source), source=source, role=role)
+
+
 def _model_id(source: str) -> str:
     path = Path(source).expanduser()
     if source in EMBEDDED or source == NGRAM or not path.exists():
         return source
-    name = path.resolve().name
-    if name == NGRAM:
+    path = path.absolute()
+    if path.name in ("", ".."):
+        path = path.resolve()
+    repository = path.parent.parent if path.parent.name == "snapshots" else path
+    if cached := _CACHED.match(repository.name):
+        return cached[1].replace("--", "/", 1)
+    if path.name == NGRAM:
         raise Illegal(f"{source!r} would be served as {NGRAM}, which is a name of its own; rename")
-    return name
+    return path.name

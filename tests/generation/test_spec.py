@@ -8,7 +8,8 @@ import pytest
 
 from kakeya.core.errors import ConfigError
 from kakeya.core.settings import Illegal
-from kakeya.generation.spec import ModelRole, parse_model, parse_proposer, resolve
+from kakeya.generation.config import ModelsConfig
+from kakeya.generation.spec import ModelRole, ModelSpec, parse_model, parse_proposer, resolve
 
 
 def model_folder(tmp_path: Path, *names: str) -> Path:
@@ -24,6 +25,72 @@ def test_a_folder_is_served_under_its_base_name(tmp_path: Path) -> None:
     spec = parse_model(str(folder))
     assert (spec.model_id, spec.role) == ("my-model", ModelRole.VERIFIER)
     assert resolve(spec) == str(folder)
+
+
+HASH = "3f2c0b9d7e5a41c68b0d9f4e2a7c6b5d4e3f2a1b"
+
+
+def test_a_folder_of_the_hubs_cache_has_the_name_of_its_repository(tmp_path: Path) -> None:
+    repository = tmp_path / "models--acme--tiny--coder"
+    snapshot = repository / "snapshots" / HASH
+    snapshot.mkdir(parents=True)
+    model_folder(tmp_path).rename(snapshot)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "model.safetensors").write_text("")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(HASH)
+    for source in (snapshot, repository):
+        spec = parse_model(str(source))
+        assert (spec.model_id, resolve(spec)) == ("acme/tiny--coder", str(snapshot.resolve()))
+
+
+def test_a_link_is_named_as_the_link(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, "config.json", "model.safetensors")
+    link = tmp_path / "my-coder"
+    link.symlink_to(folder)
+    spec = parse_model(f"{link}:proposer")
+    assert (spec.model_id, resolve(spec)) == ("my-coder", str(folder))
+
+
+def test_a_folder_that_is_named_by_where_it_lies_has_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model_folder(tmp_path, "config.json", "model.safetensors")
+    (folder / "inside").mkdir()
+    monkeypatch.chdir(folder / "inside")
+    for source in ("..", "../", "../.", f"{folder}/"):
+        assert parse_model(source).model_id == "my-model"
+    monkeypatch.chdir(folder)
+    assert parse_model(".").model_id == "my-model"
+
+
+def test_a_model_may_be_given_a_name(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, "config.json", "model.safetensors")
+    spec = parse_model(f"acme/coder={folder}:proposer")
+    assert spec == ModelSpec(model_id="acme/coder", source=str(folder), role=ModelRole.PROPOSER)
+    assert parse_proposer("draft=kakeya-tiny-draft").source == "kakeya-tiny-draft"
+    assert parse_model("mine=org/name").source == "org/name"
+
+
+def test_a_folder_with_an_equals_sign_is_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run=3"
+    folder.mkdir()
+    assert parse_model(str(folder)).model_id == "run=3"
+
+
+@pytest.mark.parametrize("raw", ["a b=kakeya-tiny", "=kakeya-tiny", "a=", "a:b=c", "ngram=x"])
+def test_a_name_that_cannot_be_one_is_refused(raw: str) -> None:
+    with pytest.raises(Illegal, match="name"):
+        parse_model(raw)
+
+
+def test_two_models_of_one_name_are_told_how_to_be_two(tmp_path: Path) -> None:
+    one, other = (tmp_path / place / "same" for place in ("a", "b"))
+    for folder in (one, other):
+        folder.mkdir(parents=True)
+    specs = parse_model(str(one)), parse_model(str(other))
+    with pytest.raises(ConfigError, match=f"NAME={other}"):
+        ModelsConfig(serve=specs).specs()
 
 
 def test_a_role_may_follow_a_folder(tmp_path: Path) -> None:
