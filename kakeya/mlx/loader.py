@@ -11,7 +11,8 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from mlx_lm.utils import load_model
 from kakeya.adapters.files.base import read_base
 from kakeya.core.errors import ConfigError, InvalidArgument
 from kakeya.core.log import event
+from kakeya.core.weight_files import missing_weights, weight_files
+from kakeya.mlx.context import context_tokens
 from kakeya.mlx.lora import AdapterSlots
 from kakeya.mlx.numerics.blas import is_openblas
 from kakeya.mlx.numerics.openblas import Angles, suit
@@ -41,8 +44,6 @@ _PATTERNS = [
     "*.txt",
     "*.jinja",
 ]
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
-_DEFAULT_CONTEXT_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,8 @@ def load(
     folder = resolve_folder(id_or_path)
     state = weights_state(folder)
     try:
-        network, config = load_model(folder, lazy=True)
+        with _as_mlx_lm_reads(folder) as readable:
+            network, config = load_model(readable, lazy=True)
     except (ValueError, KeyError, TypeError, RuntimeError, OSError) as failure:
         raise ConfigError(
             f"model folder {str(folder)!r} cannot be loaded: {failure}; "
@@ -147,7 +149,7 @@ def load(
         path=folder,
         network=network,
         config=config,
-        context_tokens=_context_tokens(config),
+        context_tokens=context_tokens(folder, (text_config(config), config)),
         eos_token_ids=_eos_token_ids(folder, config),
         quantization=quantization,
         dtype="+".join(sorted(floats)),
@@ -190,9 +192,28 @@ def vocabulary_digest(folder: Path) -> str:
 def _checked(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model folder {str(folder)!r} has no config.json")
-    if not any(folder.glob("model*.safetensors")):
-        raise ConfigError(f"model folder {str(folder)!r} has no model*.safetensors weights")
+    try:
+        missing = missing_weights(folder)
+    except InvalidArgument as fault:
+        raise ConfigError(fault.message) from None
+    if missing:
+        raise ConfigError(f"model folder {str(folder)!r} has no {missing}")
     return folder
+
+
+@contextlib.contextmanager
+def _as_mlx_lm_reads(folder: Path) -> Iterator[Path]:
+    """A folder in which mlx-lm, which reads all model*.safetensors, finds the weight files."""
+    files = weight_files(folder)
+    if files == sorted(folder.glob("model*.safetensors")):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="kakeya-") as made:
+        for number, file in enumerate(files):
+            Path(made, f"model-{number:05d}.safetensors").symlink_to(file.resolve())
+        for file in folder.glob("*.json"):
+            Path(made, file.name).symlink_to(file.resolve())
+        yield Path(made)
 
 
 def _is_float(value: mx.array) -> bool:
@@ -220,15 +241,6 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a model's config that is about text; all of it where it has no such part."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
-
-
-def _context_tokens(config: Mapping[str, Any]) -> int:
-    for section in (text_config(config), config):
-        for key in _CONTEXT_KEYS:
-            value = section.get(key)
-            if isinstance(value, int) and value > 0:
-                return value
-    return _DEFAULT_CONTEXT_TOKENS
 
 
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:

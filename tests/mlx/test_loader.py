@@ -7,6 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from kakeya.core.errors import ConfigError
 from kakeya.mlx.loader import load, resolve_folder, vocabulary_digest
@@ -56,8 +57,26 @@ def test_a_folder_without_parts_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         resolve_folder(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no model"):
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
         resolve_folder(str(tmp_path))
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-1.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"no model-2\.safetensors, which model\.safetensors\.in"):
+        resolve_folder(str(tmp_path))
+
+
+def test_the_files_that_an_index_names_are_read_and_no_others(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "llama")
+    before = mx.load(str(folder / "model.safetensors"))
+    index = {"weight_map": dict.fromkeys(before, "weights.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    stray = {name: mx.zeros_like(array) for name, array in before.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), stray)
+    loaded = load(str(folder), "m")
+    name = "model.norm.weight"
+    assert dict(tree_flatten(loaded.network.parameters()))[name].tolist() == before[name].tolist()
 
 
 def test_a_hugging_face_id_is_downloaded(tmp_path: Path) -> None:

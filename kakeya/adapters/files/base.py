@@ -17,6 +17,7 @@ from pathlib import Path
 from kakeya.adapters.files.packed import PackedAdapter
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.safetensors import ArrayEntry, open_regular, read_header
+from kakeya.core.weight_files import weight_files
 
 _SAMPLE_BYTES = 4 << 10
 _WORD_BITS = 32
@@ -69,13 +70,13 @@ def read_base(folder: Path) -> BaseShapes:
         raise InvalidArgument(f"{folder}/config.json is not a JSON object")
     sha256 = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     entries: dict[str, ArrayEntry] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
+    for file in weight_files(folder):
         header = read_header(file)
         entries.update(header)
         sha256.update(repr(sorted((n, e.dtype, e.shape) for n, e in header.items())).encode())
         sha256.update(_sample(file, header))
     if not entries:
-        raise InvalidArgument(f"{folder} has no model*.safetensors to compare an adapter with")
+        raise InvalidArgument(f"{folder} has no *.safetensors to compare an adapter with")
     return BaseShapes(
         folder=folder, fingerprint=sha256.hexdigest(), modules=_modules(entries, config)
     )

@@ -22,7 +22,8 @@ from typing import Any, Literal
 from kakeya.core import errors
 from kakeya.core.safetensors import ArrayEntry
 from kakeya.core.units import MIB
-from kakeya.memory.estimate.headers import Headers, read_headers, weight_files
+from kakeya.core.weight_files import weight_files
+from kakeya.memory.estimate.headers import Headers, read_headers
 from kakeya.memory.estimate.history import SizeHistory
 from kakeya.memory.estimate.kv import (
     is_loaded,

@@ -16,8 +16,8 @@ from typing import Any
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.safetensors import ArrayEntry, read_header
+from kakeya.core.weight_files import INDEX, weight_files
 
-_INDEX = "model.safetensors.index.json"
 _MAX_TEXT_BYTES = 64_000_000
 """Above what any config or index is; a larger one is not read."""
 
@@ -58,7 +58,7 @@ def read_headers(folder: Path) -> Headers:
             continue
         tensors.update(found)
         digest.update(repr(sorted((name, t.dtype, t.shape) for name, t in found.items())).encode())
-    promised = _check_index(folder, problems)
+    promised = _promised_bytes(folder, problems)
     return Headers(
         tensors=tensors,
         file_bytes=max(total, promised) if problems else total,
@@ -66,12 +66,6 @@ def read_headers(folder: Path) -> Headers:
         problems=tuple(problems),
         config=config,
     )
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files that a load reads: model*.safetensors, else any *.safetensors."""
-    named = sorted(folder.glob("model*.safetensors"))
-    return named or sorted(folder.glob("*.safetensors"))
 
 
 def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
@@ -91,24 +85,11 @@ def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     return fields
 
 
-def _check_index(folder: Path, problems: list[str]) -> int:
-    """The total size by the index of the shards; names shards that are missing."""
-    index = read_json(folder / _INDEX, problems)
-    listed = index.get("weight_map")
-    if not isinstance(listed, dict):
-        return 0
-    missing = sorted({str(name) for name in listed.values() if not _is_there(folder, str(name))})
-    problems.extend(f"{name}: missing, but in {_INDEX}" for name in missing)
-    metadata = index.get("metadata")
+def _promised_bytes(folder: Path, problems: list[str]) -> int:
+    """The size of all tensors by the index of the files; 0 where it does not say."""
+    metadata = read_json(folder / INDEX, problems).get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return total if isinstance(total, int) else 0
-
-
-def _is_there(folder: Path, name: str) -> bool:
-    try:
-        return (folder / name).is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def _reason(fault: Exception) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kakeya.core.errors import Cancelled, InvalidArgument
+from kakeya.core.weight_files import weight_files
 
 _CHUNK_BYTES = 8 << 20
 
@@ -62,4 +63,4 @@ def weights_digest(
 
 
 def _files(folder: Path) -> list[Path]:
-    return [folder / "config.json", *sorted(folder.glob("model*.safetensors"))]
+    return [folder / "config.json", *weight_files(folder)]
