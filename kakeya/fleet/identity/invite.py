@@ -10,7 +10,8 @@ The secret never crosses the wire, and the connection needs no encryption: nothi
 and nothing can be changed. An invite takes in one key. The same key may ask again until the invite
 ends, because an answer can be lost; wrong proofs are counted and cost the invite nothing.
 
-Decisions only, with `now` of a clock that does not jump; sockets are in `join_server.py`.
+An invite ends when either clock says so: the monotonic one stands still while a Mac sleeps, and
+the wall clock can be set back. Decisions only; sockets are in `join_server.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import secrets
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kakeya.core.errors import Denied, InvalidArgument, Refused, Unauthenticated
 from kakeya.fleet.identity.authority import Authority
@@ -127,15 +129,30 @@ def _mac(secret: bytes, purpose: bytes, *parts: bytes) -> bytes:
     return mac.digest()
 
 
+class Moment(NamedTuple):
+    """One moment by both clocks, in seconds."""
+
+    mono: float
+    wall: float
+
+    def after(self, seconds: float) -> Moment:
+        """The moment that comes so much later."""
+        return Moment(self.mono + seconds, self.wall + seconds)
+
+
 @dataclass(slots=True, kw_only=True)
 class Invite:
     """One invite. `taken_by` is the id of the node that joined by it; "" = none yet."""
 
     secret: bytes = field(repr=False)
     role: CertRole
-    ends_mono: float
+    ends: Moment
     taken_by: str = ""
     label: str = ""
+
+    def is_over(self, now: Moment) -> bool:
+        """Whether one of the clocks has reached the end."""
+        return now.mono >= self.ends.mono or now.wall >= self.ends.wall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,26 +191,27 @@ class Invites:
             refused=self._refused,
         )
 
-    def make(self, role: CertRole, *, valid_s: float, mono: float) -> Invite:
+    def make(self, role: CertRole, *, valid_s: float, now: Moment) -> Invite:
         """Make an invite. Raises InvalidArgument for its length, Refused when too many live."""
         if not 0 < valid_s <= MAX_VALID_S:
             raise InvalidArgument(
                 f"an invite of {valid_s:g} s is not possible; give 1 to {MAX_VALID_S:g} s"
             )
-        if sum(mono < invite.ends_mono for invite in self._invites) >= MAX_LIVE:
+        over = [each for each in self._invites if each.is_over(now)]
+        live = [each for each in self._invites if not each.is_over(now)]
+        if len(live) >= MAX_LIVE:
             raise Refused(f"{MAX_LIVE} invites live already; wait until one ends")
-        invite = Invite(secret=self._draw(SECRET_BYTES), role=role, ends_mono=mono + valid_s)
-        over = [each for each in self._invites if each.ends_mono <= mono]
-        live = [each for each in self._invites if each.ends_mono > mono]
+        invite = Invite(secret=self._draw(SECRET_BYTES), role=role, ends=now.after(valid_s))
         self._invites = [*over[-_MAX_REMEMBERED:], *live, invite]
         self._made += 1
         return invite
 
-    def end_mono(self) -> float:
-        """When the last invite ends."""
-        return max((invite.ends_mono for invite in self._invites), default=0.0)
+    def left_s(self, now: Moment) -> float:
+        """Seconds until the last invite ends, if both clocks run; 0 = none lives."""
+        live = (invite.ends for invite in self._invites if not invite.is_over(now))
+        return max((min(end.mono - now.mono, end.wall - now.wall) for end in live), default=0.0)
 
-    def admit(self, csr: bytes, proof: bytes, *, mono: float) -> tuple[Invite, Request]:
+    def admit(self, csr: bytes, proof: bytes, *, now: Moment) -> tuple[Invite, Request]:
         """Decide whether a request may join; the first key that comes takes the invite.
 
         Raises Unauthenticated for a wrong proof, Denied for an invite that ended or was taken and
@@ -201,7 +219,7 @@ class Invites:
         """
         invite = self._find(csr, proof)
         try:
-            request = self._judge(invite, csr, mono)
+            request = self._judge(invite, csr, now)
         except (Denied, InvalidArgument):
             self._refused += 1
             raise
@@ -222,9 +240,10 @@ class Invites:
             f"last started, or by another fleet; {AGAIN}"
         )
 
-    def _judge(self, invite: Invite, csr: bytes, mono: float) -> Request:
-        if mono >= invite.ends_mono:
-            raise Denied(f"the token expired {_minutes(mono - invite.ends_mono)} ago; {AGAIN}")
+    def _judge(self, invite: Invite, csr: bytes, now: Moment) -> Request:
+        if invite.is_over(now):
+            ago_s = max(now.mono - invite.ends.mono, now.wall - invite.ends.wall)
+            raise Denied(f"the token expired {_minutes(ago_s)} ago; {AGAIN}")
         request = self._authority.read(csr)
         if invite.taken_by not in ("", request.node_id):
             raise Denied(

@@ -29,6 +29,7 @@ from kakeya.fleet.identity.invite import (
     VALID_S,
     Invites,
     InviteStats,
+    Moment,
     Token,
     encode_token,
     proof_of_answer,
@@ -114,9 +115,9 @@ class JoinServer:
         async with self._turn:
             if self._server is None:
                 await self._open()
-            invite = self._invites.make(role, valid_s=valid_s, mono=self._clock.mono())
+            invite = self._invites.make(role, valid_s=valid_s, now=self._now())
             self._opened.set()
-            expires_at = self._clock.wall() + valid_s
+            expires_at = invite.ends.wall
             token = Token(
                 addresses=self._addresses,
                 ca_hash=self._authority.key_hash[:CA_HASH_BYTES],
@@ -176,13 +177,17 @@ class JoinServer:
     async def _shut_in_time(self) -> None:
         while True:
             await self._opened.wait()
-            left_s = self._invites.end_mono() - self._clock.mono()
+            left_s = self._invites.left_s(self._now())
             if left_s > 0:
-                await self._clock.sleep(left_s)
+                # In short steps: a sleep of the machine does not count as time of this sleep.
+                await self._clock.sleep(min(left_s, _LOOK_EVERY_S))
                 continue
             async with self._turn:
-                if self._invites.end_mono() <= self._clock.mono():
+                if not self._invites.left_s(self._now()):
                     await self._shut()
+
+    def _now(self) -> Moment:
+        return Moment(self._clock.mono(), self._clock.wall())
 
     async def _thin_out(self) -> None:
         """Close idle connections of strangers before they use up the files of this process."""
@@ -231,7 +236,7 @@ class JoinServer:
             asked = pb.JoinRequest.FromString(request)
         except DecodeError as problem:
             raise InvalidArgument("the request to join cannot be read") from problem
-        invite, wanted = self._invites.admit(asked.csr, asked.proof, mono=self._clock.mono())
+        invite, wanted = self._invites.admit(asked.csr, asked.proof, now=self._now())
         certificate = self._authority.issue(wanted, role=invite.role, now=self._clock.wall())
         peers = tuple(dict.fromkeys(self._peers()))[:_MAX_PEERS]
         _, revocations = self._trust.revocations

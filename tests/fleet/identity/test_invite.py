@@ -19,6 +19,7 @@ from kakeya.fleet.identity.invite import (
     Invite,
     Invites,
     InviteStats,
+    Moment,
     Token,
     decode_token,
     encode_token,
@@ -38,21 +39,29 @@ TOKEN = Token(
 )
 
 
+def at(mono: float) -> Moment:
+    return Moment(mono, NOW + mono)
+
+
 def make_invites(*, revoked: frozenset[str] = frozenset()) -> Invites:
     assert AUTHORITY is not None
     return Invites(AUTHORITY, is_revoked=revoked.__contains__)
 
 
 def ask(invites: Invites, invite: Invite, key: PrivateKey, label: str, mono: float = 1.0) -> str:
+    return ask_at(invites, invite, key, label, at(mono))
+
+
+def ask_at(invites: Invites, invite: Invite, key: PrivateKey, label: str, now: Moment) -> str:
     """The node id that was let in."""
     assert AUTHORITY is not None
     csr = make_request(key, label)
     proof = proof_of_request(invite.secret, ca_hash=AUTHORITY.key_hash, csr=csr)
-    return invites.admit(csr, proof, mono=mono)[1].node_id
+    return invites.admit(csr, proof, now=now)[1].node_id
 
 
 def make(invites: Invites, *, mono: float = 0.0, role: CertRole = CertRole.MEMBER) -> Invite:
-    return invites.make(role, valid_s=900.0, mono=mono)
+    return invites.make(role, valid_s=900.0, now=at(mono))
 
 
 # Tokens
@@ -144,16 +153,32 @@ def test_an_invite_ends() -> None:
     assert ask(invites, make(invites, mono=1200.0), key, "mini-2", mono=1201.0)
 
 
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        (Moment(60.0, NOW + 8 * 3600.0), "expired 465 min ago"),  # its machine slept meanwhile
+        (Moment(960.0, NOW + 5.0), "expired 60 s ago"),  # its wall clock was set back
+    ],
+)
+def test_an_invite_ends_when_either_clock_says_so(now: Moment, words: str) -> None:
+    invites = make_invites()
+    invite = make(invites)
+    assert invites.left_s(at(1.0)) == 899.0
+    assert invites.left_s(now) == 0.0
+    with pytest.raises(Denied, match=words):
+        ask_at(invites, invite, new_key(), "mini-2", now)
+
+
 def test_wrong_proofs_are_counted_and_cost_the_invite_nothing() -> None:
     invites = make_invites()
     invite = make(invites)
-    stranger = Invite(secret=bytes(16), role=CertRole.ADMIN, ends_mono=900.0)
+    stranger = Invite(secret=bytes(16), role=CertRole.ADMIN, ends=at(900.0))
     for _ in range(100):
         with pytest.raises(Unauthenticated, match="does not know this token"):
             ask(invites, stranger, new_key(), "thief")
     for proof in (b"", bytes(32), b"x" * 1000):
         with pytest.raises(Unauthenticated):
-            invites.admit(make_request(new_key(), "thief"), proof, mono=1.0)
+            invites.admit(make_request(new_key(), "thief"), proof, now=at(1.0))
     assert invites.stats.wrong_proofs == 103
     assert ask(invites, invite, new_key(), "mini-2")
 
@@ -166,7 +191,7 @@ def test_a_right_proof_over_rubbish_costs_the_invite_nothing() -> None:
     for csr in (b"", b"rubbish", good[:-1], good[:-1] + bytes((good[-1] ^ 1,))):
         proof = proof_of_request(invite.secret, ca_hash=AUTHORITY.key_hash, csr=csr)
         with pytest.raises(KakeyaError):
-            invites.admit(csr, proof, mono=1.0)
+            invites.admit(csr, proof, now=at(1.0))
     assert ask(invites, invite, new_key(), "mini-2")
 
 
@@ -177,7 +202,7 @@ def test_the_token_says_the_role_not_the_joiner() -> None:
     for invite in (client, member):
         csr = make_request(new_key(), "x")
         proof = proof_of_request(invite.secret, ca_hash=AUTHORITY.key_hash, csr=csr)
-        assert invites.admit(csr, proof, mono=1.0)[0].role is invite.role
+        assert invites.admit(csr, proof, now=at(1.0))[0].role is invite.role
 
 
 def test_a_revoked_key_does_not_come_back_by_an_invite() -> None:
@@ -204,4 +229,4 @@ def test_invites_are_bounded() -> None:
 @pytest.mark.parametrize("valid_s", [0.0, -1.0, 86_401.0, float("nan"), float("inf")])
 def test_an_invite_has_a_sensible_length(valid_s: float) -> None:
     with pytest.raises(InvalidArgument):
-        make_invites().make(CertRole.MEMBER, valid_s=valid_s, mono=0.0)
+        make_invites().make(CertRole.MEMBER, valid_s=valid_s, now=at(0.0))
