@@ -8,7 +8,9 @@ Parsers are pure functions of text; reading is bounded in files and in bytes, bl
 nothing: a report that cannot be read is named, and does not count.
 
 A kernel panic within a week makes a node careful, whatever caused it; Jetsam does when it ended a
-process of ours for memory, or when ours was the largest while it ended others.
+process of ours for memory, or when ours was the largest while the whole machine was short. An
+engine is nearly always the largest, so an end of others for a limit of their own says nothing of
+it. One panic may leave several files: incidents count, not files.
 """
 
 from __future__ import annotations
@@ -41,8 +43,19 @@ OURS = ("python", "kakeya", "mlx")
 _PANIC = re.compile(r"panic\(cpu \d+(?: caller 0x[0-9a-f]+)?\): *(.{1,2000})", re.DOTALL)
 _TASK = re.compile(r"Panicked task [^\n]*?pid (\d+): ([^\n]{1,80})")
 _NAME = re.compile(r"(?:JetsamEvent-.*\.ips|panic-.*\.(?:panic|ips)|Kernel.*\.panic)\Z")
-_HARMLESS = ("idle-exit", "long-idle-exit", "vnode-limit", "disk-space-shortage", "sustained-fast")
-"""Reasons of Jetsam to end processes, other than short memory."""
+_HARMLESS = ("idle-exit", "long-idle-exit", "vnode-limit", "disk-space-shortage")
+"""Reasons of Jetsam to end processes, other than memory."""
+_SHORTAGES = (
+    "vm-pageshortage",
+    "vm-compressor-",
+    "low-swap",
+    "zone-map-exhaustion",
+    "sustained-memory-pressure",
+)
+"""The beginnings of Jetsam's reasons that lie in the whole machine's memory, and not in a limit of
+the ended process (xnu, `kern_memorystatus.c`)."""
+_INCIDENT_S = 60.0
+"""Files without a name of their incident belong to one if they are so close in time."""
 _TIME = "%Y-%m-%d %H:%M:%S.%f %z"
 
 
@@ -67,7 +80,9 @@ class PanicReport:
     """The process to blame by the report: the panicked task, or the largest of ours that ended."""
     process_bytes: int = 0
     is_ours: bool = False
-    """Whether a process of ours was ended, or was the largest while others were."""
+    """Whether a process of ours was ended, or was the largest while the machine was short."""
+    incident: str = ""
+    """The system's id of what happened; several files may tell of one. "" = none is given."""
     file: str = ""
 
     @property
@@ -99,10 +114,14 @@ def parse_report(text: str, *, ours: Sequence[str] = OURS) -> PanicReport | None
     header, body = _documents(text)
     kind = str(header.get("bug_type", ""))
     at = parse_time(header.get("timestamp") or body.get("date"))
-    if kind == "298" or "largestProcess" in body:
-        return _jetsam(body, at, ours)
     told = body.get("panicString")
-    return _panic(told if isinstance(told, str) else text, at)
+    report = (
+        _jetsam(body, at, ours)
+        if kind == "298" or "largestProcess" in body
+        else _panic(told if isinstance(told, str) else text, at)
+    )
+    incident = _clean(str(header.get("incident_id") or body.get("incident") or ""))
+    return report and replace(report, incident=incident)
 
 
 def parse_time(value: object) -> float | None:
@@ -143,17 +162,14 @@ def choose_profile(reports: Iterable[PanicReport], *, now: float) -> Profile:
 
     It ends a week after the newest of them. A report from the future counts as written now.
     """
-    recent = sorted(
-        (
-            (min(report.at, now), report.summary)
-            for report in reports
-            if report.at is not None and report.calls_for_care and now - report.at < KEEP_S
-        ),
-        reverse=True,
+    recent = _incidents(
+        (min(report.at, now), report.summary, report.incident)
+        for report in reports
+        if report.at is not None and report.calls_for_care and now - report.at < KEEP_S
     )
     if not recent:
         return NORMAL
-    at, summary = recent[0]
+    at, summary, _ = recent[0]
     more = f", and {len(recent) - 1} more such reports" if len(recent) > 1 else ""
     return Profile(
         name="careful",
@@ -162,6 +178,19 @@ def choose_profile(reports: Iterable[PanicReport], *, now: float) -> Profile:
         max_running=1 if len(recent) > 2 else 2,
         reserve_factor=1.5,
     )
+
+
+def _incidents(found: Iterable[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
+    """One (time, summary, id) of each incident, the newest first."""
+    kept: list[tuple[float, str, str]] = []
+    for at, summary, incident in sorted(found, reverse=True):
+        is_known = any(
+            incident == other if incident and other else abs(at - when) < _INCIDENT_S
+            for when, _, other in kept
+        )
+        if not is_known:
+            kept.append((at, summary, incident))
+    return kept
 
 
 def find_profile(folders: Iterable[Path], *, now: float) -> tuple[Profile, tuple[PanicReport, ...]]:
@@ -223,13 +252,13 @@ def _jetsam(body: Mapping[str, Any], at: float | None, ours: Sequence[str]) -> P
         size, name = own[0]
         told = f"the system ended {name} for memory{why}"
         return _told_jetsam(at, told, name, size, is_ours=True)
-    is_largest = bool(ended) and largest.lower().startswith(tuple(ours))
-    if is_largest:
+    is_short = any(reason.startswith(_SHORTAGES) for reason in reasons)
+    if is_short and largest.lower().startswith(tuple(ours)):
         told = (
             f"the system ended {len(ended)} processes for memory{why} while {largest} was largest"
         )
         return _told_jetsam(at, told, largest, 0, is_ours=True)
-    told = f"the system ended {len(ended)} processes for memory{why}, none of ours"
+    told = f"the system ended {len(ended)} processes{why}, none of ours"
     return _told_jetsam(at, told, "", 0, is_ours=False)
 
 

@@ -148,6 +148,47 @@ def test_an_engine_that_was_ended_is_told_with_its_size() -> None:
     assert report.calls_for_care
 
 
+@pytest.mark.parametrize("reason", ["per-process-limit", "highwater", "sustained-fast"])
+def test_an_end_of_others_for_their_own_limit_says_nothing_of_the_largest(reason: str) -> None:
+    report = parsed(jetsam(process("spotlightknowledged", reason), largest="python3.13"))
+    assert not report.calls_for_care
+    assert report.summary == f"the system ended 1 processes ({reason}), none of ours"
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "vm-pageshortage",
+        "vm-compressor-thrashing",
+        "vm-compressor-space-shortage",
+        "low-swap",
+        "zone-map-exhaustion",
+        "sustained-memory-pressure",
+    ],
+)
+def test_an_end_of_others_in_a_short_machine_speaks_of_the_largest(reason: str) -> None:
+    assert parsed(jetsam(process("trustd", reason), largest="python3.13")).calls_for_care
+
+
+def test_an_own_process_over_its_limit_calls_for_care() -> None:
+    assert parsed(jetsam(process("python3.13", "per-process-limit"))).calls_for_care
+
+
+def incident(name: str, at: float) -> PanicReport:
+    return PanicReport(kind=ReportKind.PANIC, at=at, summary="it panicked", incident=name)
+
+
+def test_the_files_of_one_incident_count_once() -> None:
+    one = [incident("a", AT), incident("a", AT + 300), incident("", AT + 20)]
+    assert choose_profile(one, now=AT + DAY_S).max_running == 2
+    three = [*one, incident("b", AT + 1), incident("", AT + 3600)]
+    assert choose_profile(three, now=AT + DAY_S).max_running == 1
+
+
+def test_a_report_says_its_incident() -> None:
+    assert parsed(jetsam(process("trustd"))).incident.startswith("00000000-1111")
+
+
 def test_others_ended_while_ours_was_the_largest() -> None:
     report = parsed(jetsam(process("trustd", "vm-pageshortage"), largest="python3.13"))
     assert report.is_ours
@@ -247,7 +288,8 @@ def test_reports_are_found_newest_first_and_others_are_left_alone(tmp_path: Path
 
 def test_reading_is_bounded_in_files_and_bytes(tmp_path: Path) -> None:
     for number in range(6):
-        write(tmp_path, f"panic-full-{number}.panic", GPU, AT + number)
+        text = GPU.replace("444444444444", f"44444444444{number}")
+        write(tmp_path, f"panic-full-{number}.panic", text, AT + number)
     newest = read_reports((tmp_path,), since=0.0, limit=2)
     assert [report.file for report in newest] == ["panic-full-5.panic", "panic-full-4.panic"]
     long = GPU.replace('"processByPid": {}', '"more": "' + "x" * (2 * MAX_BYTES) + '"')
@@ -294,7 +336,8 @@ def test_a_panic_makes_a_node_careful_for_a_week_and_it_says_why(tmp_path: Path)
 
 def test_repeated_panics_make_it_run_one_sequence_at_a_time(tmp_path: Path) -> None:
     for number in range(3):
-        write(tmp_path, f"panic-full-{number}.panic", GPU, AT + number)
+        text = GPU.replace("444444444444", f"44444444444{number}")
+        write(tmp_path, f"panic-full-{number}.panic", text, AT + number)
     profile, _ = find_profile((tmp_path,), now=AT + DAY_S)
     assert profile.max_running == 1
     assert "2 more" in profile.reason
