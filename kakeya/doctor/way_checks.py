@@ -123,17 +123,20 @@ def _cause_in_network(dial: DialAttempt, peer: Peer, here: Here) -> _Cause:
                 open_port(peer.platform or here.platform, port),
                 is_theirs=True,
             )
-        case DialOutcome.HOST_UNREACHABLE if is_mac(here.platform) and (here.link_to or here.pings):
-            seen = f"{host} is on the network of {here.link_to}" if here.link_to else "it pings"
+        case DialOutcome.HOST_UNREACHABLE if _is_private(dial, here.platform) and here.pings:
             return _Cause(
-                f"macOS keeps this node from the local network (errno {dial.errno} though {seen}):"
-                f" {LOCAL_NETWORK}",
+                f"macOS keeps this node from the local network (errno {dial.errno} though {host} "
+                f"answers a ping): {LOCAL_NETWORK}",
                 OPEN_LOCAL_NETWORK,
             )
         case DialOutcome.HOST_UNREACHABLE:
+            # Without a permission macOS says the same of a machine on an own network.
+            second = f"; if it is on, {LOCAL_NETWORK}" * bool(
+                _is_private(dial, here.platform) and here.link_to
+            )
             return _Cause(
                 f"no machine has the address {host} now ({_errno(dial)}): it is off, asleep or on "
-                "another network",
+                f"another network{second}",
                 shell("ping", "-c", "3", host),
             )
         case DialOutcome.NO_ROUTE:
@@ -229,7 +232,7 @@ def _cause_of_back(dial: DialAttempt, peer: Peer, here: Here) -> _Cause:
                 f"{peer.name} is refused: this node does not listen on that address",
                 shell("kakeya-node", "--bind", dial.address),
             )
-        case DialOutcome.HOST_UNREACHABLE if is_mac(peer.platform):
+        case DialOutcome.HOST_UNREACHABLE if _is_private(dial, peer.platform):
             return _Cause(
                 f"{peer.name} is a Mac that cannot call this node (errno {dial.errno}), which "
                 f"calls it: there, {LOCAL_NETWORK}",
@@ -269,6 +272,12 @@ def _mend_link(way: Endpoint, peer: Peer) -> str:
     if way.network == "thunderbolt":
         return shell("networksetup", "-setdhcp", "Thunderbolt Bridge")
     return shell("kakeya", "doctor", peer.name)
+
+
+def _is_private(dial: DialAttempt, platform: str) -> bool:
+    """Whether the errno is the one by which macOS also refuses a program its local network; 64,
+    of a host that is down, is none."""
+    return is_mac(platform) and dial.errno == 65
 
 
 def _host(address: str) -> str:
