@@ -165,9 +165,8 @@ def read_self_test(output: Output | None) -> SelfTest:
             mlx=str(found["mlx"]),
             device=str(found["device"]),
             has_blas=bool(found["blas"]),
-            same_tokens=bool(found["same_tokens"]),
-            difference=float(found["difference"]),
-            scale=float(found["scale"]),
+            is_same=bool(found["is_same"]),
+            share_off=float(found["share_off"]),
         )
     except (ValueError, KeyError, TypeError) as problem:
         return SelfTest(error=f"its answer cannot be read: {problem!r}")

@@ -29,10 +29,7 @@ from kakeya.wire.channels import Channels, Keepalive
 from kakeya.wire.security import TlsMaterial
 from kakeya.wire.server.listeners import Listeners
 
-GOOD_TEST = (
-    '{"mlx": "0.32.4", "device": "cpu", "blas": true, "same_tokens": true, '
-    '"difference": 0.0, "scale": 13.0}'
-)
+GOOD_TEST = '{"mlx": "0.32.4", "device": "cpu", "blas": true, "share_off": 0.0, "is_same": true}'
 
 
 class SkewedClock(SystemClock):

@@ -184,24 +184,15 @@ def test_a_port_that_is_taken(number: int, level: Severity, command: str) -> Non
     assert (line.level, line.command) == (level, command)
 
 
-GOOD = SelfTest(mlx="0.32.4", device="cpu", same_tokens=True, difference=1e-6, scale=13.0)
+GOOD = SelfTest(mlx="0.32.4", device="cpu", is_same=True, share_off=1e-6)
 
 
 @pytest.mark.parametrize(
     ("test", "level", "words"),
     [
         (GOOD, Severity.OK, "0.32.4 on cpu"),
-        (SelfTest(mlx="0.31", device="gpu", difference=1e-6, scale=13.0), Severity.FAULT, "wrong"),
-        (
-            SelfTest(mlx="0.31", device="gpu", same_tokens=True, difference=2.0, scale=13.0),
-            Severity.FAULT,
-            "batched answers would be wrong",
-        ),
-        (
-            SelfTest(mlx="0.31", same_tokens=True, difference=float("nan"), scale=13.0),
-            Severity.FAULT,
-            "wrong",
-        ),
+        (SelfTest(mlx="0.31", device="gpu", share_off=0.5), Severity.FAULT, "wrong"),
+        (SelfTest(mlx="0.31", share_off=float("nan")), Severity.FAULT, "by nan of the largest"),
         (SelfTest(error="No module named 'mlx'"), Severity.FAULT, "No module named"),
         (SelfTest(error="not done", is_unfinished=True), Severity.WARNING, "busy"),
     ],

@@ -38,6 +38,7 @@ from kakeya.mlx.batch.slabs import KvSlab
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import row_slots
 from kakeya.mlx.numerics.attention import attend_far, is_far
+from kakeya.mlx.numerics.bits import ROUNDING, share_off
 from kakeya.mlx.numerics.grid import is_cpu, sums_alike
 from kakeya.mlx.verifier import Landing, LaunchedStep, MlxVerifier, select
 
@@ -51,8 +52,6 @@ _STEP_ROWS = 32
 _LONG_TOKENS = 200
 """Tokens of one of the rows that are tried; the others are short."""
 _PIECE_TOKENS = 50
-_TOLERANCE = 0.02
-"""Most difference, of the largest logit: rounding in 16 bits stays below, foreign KV does not."""
 
 
 def launch_together(
@@ -147,10 +146,9 @@ def _differs(model: LoadedModel, assignment: PlaceAssignment | None) -> Generato
         found = forward_together(model, [together[at] for at in members], row)
         for at in members:
             together[at].appended()
-        share = mx.abs(found - expected).max() / mx.abs(expected).max()
-        if not mx.all(share <= _TOLERANCE).item():  # also where it is no number
-            off = f"{share.item():.2g}"
-            return f"rows in one forward have logits that are off by {off} of the largest"
+        off = share_off(found, expected)
+        if not off <= ROUNDING:  # also where it is no number
+            return f"rows in one forward have logits that are off by {off:.2g} of the largest"
         chosen = mx.argmax(expected, axis=-1).astype(mx.int32)
         for at, token in zip(members, split(chosen, len(members)), strict=True):
             rows[at] = token

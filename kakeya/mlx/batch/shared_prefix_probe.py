@@ -20,6 +20,7 @@ from kakeya.mlx.batch.batch import at_once, forward_together, turns_check, uses_
 from kakeya.mlx.batch.places import PlaceAssignment
 from kakeya.mlx.findings import Sharing
 from kakeya.mlx.loader import LoadedModel
+from kakeya.mlx.numerics.bits import ROUNDING, share_off
 from kakeya.mlx.numerics.grid import is_cpu
 from kakeya.mlx.verifier import MlxVerifier
 
@@ -28,8 +29,8 @@ SHARES_FROM = 512
 """The least saving in tokens: of two rows, their shared prefix."""
 _ROWS = 2
 _REPEATS = 5
-_TOLERANCE = 0.02
-"""Two equal times may differ by so much of them; logits, by so much of the largest, by rounding."""
+_CLOSE = 0.02
+"""Two equal times may differ by so much of them."""
 
 
 def sharing_check(model: LoadedModel) -> Generator[None, None, Sharing]:
@@ -99,7 +100,6 @@ def _is_worth_it(model: LoadedModel) -> Generator[None, None, bool]:
             for state in states:
                 state.appended()
                 state.trim(1)
-    share = mx.abs(logits[SHARES_FROM] - logits[None]).max() / mx.abs(logits[None]).max()
-    is_same = bool((share <= _TOLERANCE).item())  # not where it is no number
-    is_sooner = best[SHARES_FROM] <= best[None] * (1 + _TOLERANCE)
+    is_same = share_off(logits[SHARES_FROM], logits[None]) <= ROUNDING
+    is_sooner = best[SHARES_FROM] <= best[None] * (1 + _CLOSE)
     return is_same and (is_sooner or is_cpu())

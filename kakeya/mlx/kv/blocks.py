@@ -30,7 +30,7 @@ from kakeya.engine.model import LEAST_CHUNK_TOKENS, KvView
 from kakeya.mlx.kv import layers as kv_layers
 from kakeya.mlx.kv.layers import Fixed, Range, Ring, Rows
 from kakeya.mlx.loader import LoadedModel
-from kakeya.mlx.numerics.bits import Bits, bits, kind_of
+from kakeya.mlx.numerics.bits import ROUNDING, Bits, bits, kind_of, share_off
 
 Rings = Sequence[Ring | None]
 """The order of each layer's rows, where not by their positions."""
@@ -39,8 +39,6 @@ _CONTEXT_BLOCKS = 8
 """A context has at least so many blocks: most texts that share a beginning share a whole one."""
 _TRIED = (16, 8)
 """Tokens in front of and behind the place at which taking KV over is tried."""
-_TOLERANCE = 0.02
-"""Largest difference, of the largest logit, as in `batch`: rounding stays below."""
 
 
 class KvBlocks:
@@ -255,7 +253,7 @@ def plan_blocks(model: LoadedModel) -> KvBlocks:
         raise InvalidArgument("the layout of its caches changes with the length of the text")
     blocks.read(taken, [block], before)
     found = _forward(model, taken, before, behind)
-    if not mx.all(mx.abs(found - expected) <= _TOLERANCE * mx.abs(expected).max()).item():
+    if not share_off(found, expected) <= ROUNDING:
         raise InvalidArgument("its logits behind imported KV differ from those behind its own")
     return blocks
 

@@ -15,7 +15,18 @@ from numpy.typing import NDArray
 
 Bits: TypeAlias = NDArray[Any]
 """Unsigned integers of an array's shape, in its memory."""
+ROUNDING = 0.02
+"""Two ways to compute one thing may differ by so much of the largest logit: rounding in 16 bits
+stays below, a wrong row or foreign KV does not."""
 _KINDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+
+
+def share_off(found: mx.array, expected: mx.array) -> float:
+    """The largest difference of logits as a share of the largest one; no number where one is none.
+
+    Compare as `share_off(...) <= ROUNDING`, which is false then.
+    """
+    return abs((mx.abs(found - expected).max() / mx.abs(expected).max()).item())
 
 
 def kind_of(dtype: mx.Dtype) -> mx.Dtype:
