@@ -23,7 +23,7 @@ from kakeya.generation.frames import Frame
 from kakeya.generation.request import DecodeRequest
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.capability import Loaded
-from kakeya.memory.estimate.history import SizeHistory
+from kakeya.memory.estimate.history import WORKING_SET, SizeHistory
 
 _log = logging.getLogger(__name__)
 CACHE_BYTES = 256 * MIB
@@ -68,6 +68,8 @@ class EngineHandler:
             model.ended()
             raise
         model.settled(facts)
+        if facts.working_set_bytes != self._history.newest_bytes(*WORKING_SET):
+            self._history.note(*WORKING_SET, facts.working_set_bytes)
         self._watch.attach(model_key, backend, lent.bytes, capability=model.capability)
         return Loaded(
             backend=backend, measured_bytes=lent.bytes, unfilled_bytes=lent.unfilled_bytes

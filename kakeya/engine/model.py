@@ -1,8 +1,8 @@
 """The seam between scheduling and arithmetic: a loaded model as the engine uses it.
 
 `kakeya.mlx` implements it; tests of the scheduler use a toy. Every method runs on the one model
-thread. A state's `length` counts its tokens with KV; between steps it is `committed - 1`
-(the last token is pending) or `committed` (its row is in flight already).
+thread, and may raise DeviceLost. A state's `length` counts its tokens with KV; between steps it is
+`committed - 1` (the last token is pending) or `committed` (its row is in flight already).
 """
 
 from __future__ import annotations
@@ -71,6 +71,13 @@ class LoadedFacts(ModelFacts):
         while chunk >= 2 * LEAST_CHUNK_TOKENS and chunk * token_s > CHUNK_LIMIT_S:
             chunk //= 2
         return chunk
+
+
+class DeviceLost(BaseException):
+    """The device failed in the middle of its work: any KV of this process may be wrong.
+
+    The process ends and keeps none of it, so that no handler of a generation's faults may take it.
+    """
 
 
 @dataclass(frozen=True, slots=True)

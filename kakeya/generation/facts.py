@@ -44,6 +44,8 @@ class ModelFacts:
     """The other conditions for blocks of the very same bits, as canonical JSON."""
     weights_state: str = ""
     """Of the files that the weights were read from; "" = not known."""
+    working_set_bytes: int = 0
+    """The bytes that the GPU's driver lets one process keep; 0 = no GPU computes."""
     prefill_grid: tuple[tuple[int, int], ...] = ()
     """(position, tokens): from each position on, a prompt is computed in pieces of so many tokens,
     at any measured speed; positions rise from 0, each at the beginning of a block. () = the bits of

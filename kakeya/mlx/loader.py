@@ -30,6 +30,7 @@ from kakeya.core.errors import ConfigError, InvalidArgument
 from kakeya.core.log import event
 from kakeya.core.weight_files import missing_weights, weight_files
 from kakeya.mlx.context import context_tokens
+from kakeya.mlx.device import forbid_wired_limit
 from kakeya.mlx.lora import AdapterSlots
 from kakeya.mlx.numerics.blas import is_openblas
 from kakeya.mlx.numerics.openblas import Angles, suit
@@ -120,6 +121,7 @@ def load(
     Raises ConfigError when the folder lacks a part, or holds an architecture or weights that
     mlx-lm cannot read.
     """
+    forbid_wired_limit()
     folder = resolve_folder(id_or_path)
     state = weights_state(folder)
     try:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from kakeya.adapters.files.packed import PackedAdapter, PackedTensor, Values
 from kakeya.core.errors import InvalidArgument
+from kakeya.mlx.device import ends_with_device
 
 _SHAPES = 64
 """Shapes of adapters that are remembered."""
@@ -128,6 +129,7 @@ class _Fit:
     paths: frozenset[str]
 
 
+@ends_with_device
 class AdapterSlots:
     """The slots of one network, 1 to `count`; belongs to the model thread.
 

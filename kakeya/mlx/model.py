@@ -31,6 +31,7 @@ from kakeya.engine.model import (
 from kakeya.mlx.batch.batch import BATCH_ROWS, at_once, hand_over, launch_together
 from kakeya.mlx.batch.places import PlaceAssignment
 from kakeya.mlx.batch.shared_prefix_probe import sharing_check
+from kakeya.mlx.device import ends_with_device, working_set_bytes
 from kakeya.mlx.drafts import Drafter
 from kakeya.mlx.findings import Findings, FindingsFile, Speeds
 from kakeya.mlx.kv import layers as kv_layers
@@ -48,6 +49,7 @@ _CHECKED_AT_ONCE_BYTES = 64 << 20
 """Smaller models are checked in less time than the start of their engine takes."""
 
 
+@ends_with_device
 class MlxModel:
     """Implements `engine.model.Model`; every method runs on the thread that loaded it."""
 
@@ -126,6 +128,7 @@ class MlxModel:
             kv_layout=blocks.layout if blocks else "",
             kv_exactness=exactness(loaded, grid) if blocks else "",
             weights_state=loaded.weights_state,
+            working_set_bytes=working_set_bytes(),
         )
 
     def _apply(self, found: Findings) -> None:

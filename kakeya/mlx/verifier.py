@@ -33,6 +33,7 @@ from kakeya.decoding.draft.sampling import noise_key
 from kakeya.engine.model import KvView
 from kakeya.generation.request import Sampling
 from kakeya.mlx.batch.slabs import PlacedKV, Seat, leave
+from kakeya.mlx.device import ends_with_device
 from kakeya.mlx.kv import layers as kv_layers
 from kakeya.mlx.kv.blocks import KvBlocks, Rings
 from kakeya.mlx.loader import LoadedModel
@@ -75,6 +76,7 @@ class Landing(NamedTuple):
         return selected if selected.size == 1 else selected[self.place : self.place + 1]
 
 
+@ends_with_device
 class MlxVerifier:
     """Implements `engine.model.SequenceState` on mlx-lm's caches."""
 

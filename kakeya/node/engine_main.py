@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None, load: Callable[[Namespace], Model] | Non
         made = engine.result()
     except KakeyaError as failure:
         _leave(2, f"kakeya engine: {failure.message}")
-    except Exception as failure:  # noqa: BLE001 - the last word of this process
+    except BaseException as failure:  # noqa: BLE001 - the last word of this process
         _log.exception("the model could not be started")
         _leave(1, f"kakeya engine: {failure!r}")
     asyncio.run(_serve(options.socket, made, thread))
@@ -131,7 +131,7 @@ def _model_thread(
     engine.set_result(made)
     try:
         made.scheduler.run()
-    except Exception as failure:  # noqa: BLE001 - without this thread the process is of no use
+    except BaseException as failure:  # noqa: BLE001 - without this thread the process is of no use
         _log.exception("the model thread failed")
         _leave(1, f"kakeya engine: {failure!r}")
 

@@ -51,7 +51,7 @@ from kakeya.memory.arbiter.events import (
 from kakeya.memory.arbiter.plan import Reason
 from kakeya.memory.arbiter.resident import DRAFTER, TEXT_TARGET, ResidentKey, Warmth
 from kakeya.memory.config import MemoryConfig
-from kakeya.memory.estimate.history import SizeHistory, SizeRecord
+from kakeya.memory.estimate.history import WORKING_SET, SizeHistory, SizeRecord
 from kakeya.memory.estimate.size_file import SizeFile, hub_folder
 from kakeya.memory.figures import MemoryCounters, describe_memory, memory_figures
 from kakeya.memory.leases.keeper import LeaseKeeper, lease_keeper
@@ -120,6 +120,7 @@ class NodeMemory:
         self._on_change = on_change
         self._file = SizeFile(data_dir)
         self._history = SizeHistory()
+        self._working_set_bytes: int | None = None
         self._sizes: dict[str, LeaseSize] = {}
         self._stack = AsyncExitStack()
         self._reports = report_folders(sys.platform, Path.home()) if reports is None else reports
@@ -150,6 +151,8 @@ class NodeMemory:
     async def __aenter__(self) -> Self:
         """Raises ConfigError if one model alone, or all pinned ones, exceed the budget."""
         self._history = await asyncio.to_thread(self._file.load)
+        if self._history.newest_bytes(*WORKING_SET):
+            await self._fit_budget()
         self._sizes = await asyncio.to_thread(self._estimate)
         texts = [model.model_id for model in self.engines.of_role(ModelRole.VERIFIER)]
         budget = self.arbiter.status().budget_bytes
@@ -331,15 +334,27 @@ class NodeMemory:
                 find_profile, self._reports, now=self._clock.wall()
             )
             self.engines.use(self._engine_options())
-            self.arbiter.set_budget(
-                await asyncio.to_thread(node_budget, self._config, self.profile)
-            )
+            await self._fit_budget()
             self._on_change()
+
+    async def _fit_budget(self) -> None:
+        """Set the budget by the profile, and by the limit that Metal told the last engine."""
+        self._working_set_bytes = self._history.newest_bytes(*WORKING_SET)
+        self.arbiter.set_budget(
+            await asyncio.to_thread(
+                node_budget,
+                self._config,
+                self.profile,
+                working_set_bytes=self._working_set_bytes,
+            )
+        )
 
     async def _tend(self) -> None:
         await every(TEND_S, self._look, clock=self._clock, rng=self._rng)
 
     async def _look(self) -> None:
+        if self._history.newest_bytes(*WORKING_SET) != self._working_set_bytes:
+            await self._fit_budget()
         await self._bring_back()
         self._on_change()
 

@@ -70,6 +70,7 @@ class DescribeResponse(_message.Message):
     WEIGHTS_STATE_FIELD_NUMBER: _builtins.int
     PREFILL_GRID_FIELD_NUMBER: _builtins.int
     KV_FIXED_BYTES_FIELD_NUMBER: _builtins.int
+    WORKING_SET_BYTES_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     model_path: _builtins.str
     """The local folder that the weights and the tokenizer were read from."""
@@ -84,7 +85,7 @@ class DescribeResponse(_message.Message):
     kv_bytes_per_token: _builtins.int
     mlx_version: _builtins.str
     tokens_per_second: _builtins.float
-    """Of one plain decode step, measured at load."""
+    """Of one plain decode step; 0 = not measured yet."""
     prefill_tokens_per_second: _builtins.float
     load_seconds: _builtins.float
     prefill_chunk_tokens: _builtins.int
@@ -122,6 +123,8 @@ class DescribeResponse(_message.Message):
     """
     kv_fixed_bytes: _builtins.int
     """What a long sequence holds beside kv_bytes_per_token: sliding windows and recurrent state."""
+    working_set_bytes: _builtins.int
+    """What the GPU's driver lets one process keep; 0 = no GPU computes."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -163,10 +166,11 @@ class DescribeResponse(_message.Message):
         weights_state: _builtins.str = ...,
         prefill_grid: _abc.Iterable[Global___GridPiece] | None = ...,
         kv_fixed_bytes: _builtins.int = ...,
+        working_set_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_rank", b"adapter_rank", "adapter_slots", b"adapter_slots", "base_fingerprint", b"base_fingerprint", "batch_rows", b"batch_rows", "blas_accelerated", b"blas_accelerated", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_block_bytes", b"kv_block_bytes", "kv_block_tokens", b"kv_block_tokens", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_exactness", b"kv_exactness", "kv_fixed_bytes", b"kv_fixed_bytes", "kv_layout", b"kv_layout", "kv_state_bytes", b"kv_state_bytes", "load_seconds", b"load_seconds", "mlx_version", b"mlx_version", "model_id", b"model_id", "model_path", b"model_path", "model_thread_silent_seconds", b"model_thread_silent_seconds", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_grid", b"prefill_grid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "tokens_per_second", b"tokens_per_second", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weight_bytes", b"weight_bytes", "weights_state", b"weights_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_rank", b"adapter_rank", "adapter_slots", b"adapter_slots", "base_fingerprint", b"base_fingerprint", "batch_rows", b"batch_rows", "blas_accelerated", b"blas_accelerated", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_block_bytes", b"kv_block_bytes", "kv_block_tokens", b"kv_block_tokens", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_exactness", b"kv_exactness", "kv_fixed_bytes", b"kv_fixed_bytes", "kv_layout", b"kv_layout", "kv_state_bytes", b"kv_state_bytes", "load_seconds", b"load_seconds", "mlx_version", b"mlx_version", "model_id", b"model_id", "model_path", b"model_path", "model_thread_silent_seconds", b"model_thread_silent_seconds", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_grid", b"prefill_grid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "tokens_per_second", b"tokens_per_second", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weight_bytes", b"weight_bytes", "weights_state", b"weights_state", "working_set_bytes", b"working_set_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

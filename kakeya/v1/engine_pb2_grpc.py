@@ -90,7 +90,8 @@ class EngineServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Describe(self, request, context):
-        """The model's facts. Answers once the model is loaded and probed; UNAVAILABLE while it loads.
+        """The model's facts. Answers once the model is loaded; UNAVAILABLE while it loads. Speeds are
+        measured while the engine is idle, and are 0 until then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,9 @@ class EngineServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EngineServiceAsyncStub: ...
     Describe: _grpc.UnaryUnaryMultiCallable[_engine_pb2.DescribeRequest, _engine_pb2.DescribeResponse]
-    """The model's facts. Answers once the model is loaded and probed; UNAVAILABLE while it loads."""
+    """The model's facts. Answers once the model is loaded; UNAVAILABLE while it loads. Speeds are
+    measured while the engine is idle, and are 0 until then.
+    """
     Decode: _grpc.UnaryStreamMultiCallable[_engine_pb2.DecodeRequest, _engine_pb2.DecodeResponse]
     """Decodes from a full history. The engine reuses the KV it holds for kv_key as far as the
     histories agree, so a call says everything and a restarted engine needs nothing else.
@@ -63,7 +65,9 @@ class EngineServiceStub:
 class EngineServiceAsyncStub(EngineServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_engine_pb2.DescribeRequest, _engine_pb2.DescribeResponse]  # type: ignore[assignment]
-    """The model's facts. Answers once the model is loaded and probed; UNAVAILABLE while it loads."""
+    """The model's facts. Answers once the model is loaded; UNAVAILABLE while it loads. Speeds are
+    measured while the engine is idle, and are 0 until then.
+    """
     Decode: _aio.UnaryStreamMultiCallable[_engine_pb2.DecodeRequest, _engine_pb2.DecodeResponse]  # type: ignore[assignment]
     """Decodes from a full history. The engine reuses the KV it holds for kv_key as far as the
     histories agree, so a call says everything and a restarted engine needs nothing else.
@@ -95,7 +99,9 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.DescribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.DescribeResponse, _abc.Awaitable[_engine_pb2.DescribeResponse]]:
-        """The model's facts. Answers once the model is loaded and probed; UNAVAILABLE while it loads."""
+        """The model's facts. Answers once the model is loaded; UNAVAILABLE while it loads. Speeds are
+        measured while the engine is idle, and are 0 until then.
+        """
 
     @_abc_1.abstractmethod
     def Decode(

@@ -5,7 +5,7 @@ Run as `python -m tests.engine.child_engine MODE --socket PATH --model FILE --mo
     slow    each chunk of a prompt takes a second
     hangs   the third token never comes, while FILE does not exist; the process answers on
     steady  each token takes a millisecond
-    breaks  what belongs to no sequence fails, and the model thread with it
+    breaks  the device fails, and the model thread with it
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.units import pack_ids, unpack_ids
 from kakeya.decoding.draft.proposer import Draft
-from kakeya.engine.model import KvView, LoadedFacts, MemoryUse
+from kakeya.engine.model import DeviceLost, KvView, LoadedFacts, MemoryUse
 from kakeya.generation.request import Sampling
 from kakeya.node.engine_main import main
 
@@ -170,7 +170,7 @@ class ToyModel:
 
     def tidy(self) -> None:
         if self._mode == "breaks":
-            raise RuntimeError("the device is gone")
+            raise DeviceLost("the device is gone")
 
     def limit(self, memory_bytes: int | None, cache_bytes: int | None) -> None:
         return None

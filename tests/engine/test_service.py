@@ -264,7 +264,7 @@ async def test_without_its_model_thread_an_engine_ends_at_once_with_1_and_says_w
             _, errors = await asyncio.to_thread(child.communicate)
     assert child.returncode == 1
     assert errors.decode().strip().splitlines()[-1] == (
-        "kakeya engine: RuntimeError('the device is gone')"
+        "kakeya engine: DeviceLost('the device is gone')"
     )
 
 

@@ -9,6 +9,8 @@ from kakeya.core import errors
 
 KEPT = 8
 """Measurements of one model that count; an outlier is forgotten after so many loads."""
+WORKING_SET = ("metal", "working set")
+"""The record of the limit that Metal told an engine of this machine."""
 MAX_MODELS = 512
 """Models that are remembered; those measured longest ago are forgotten first."""
 
@@ -50,6 +52,11 @@ class SizeHistory:
         """The largest of the newest measurements; None = never measured."""
         record = self._records.get((digest, kind))
         return max(record.measured) if record else None
+
+    def newest_bytes(self, digest: str, kind: str) -> int | None:
+        """The last measurement; None = never measured."""
+        record = self._records.get((digest, kind))
+        return record.measured[-1] if record else None
 
     def snapshot(self) -> tuple[SizeRecord, ...]:
         """All records, those noted longest ago first; equal when nothing was noted between."""

@@ -35,6 +35,7 @@ from kakeya.mlx.batch.cache import AloneKV, Attend, RowCaches, RowGroup, SlabKV,
 from kakeya.mlx.batch.places import PlaceAssignment
 from kakeya.mlx.batch.shared_prefix import runs
 from kakeya.mlx.batch.slabs import KvSlab
+from kakeya.mlx.device import tells_lost_device
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import row_slots
 from kakeya.mlx.numerics.attention import attend_far, is_far
@@ -122,6 +123,7 @@ def turns_check(
         return f"rows in one forward fail: {problem or type(problem).__name__}"
 
 
+@tells_lost_device
 def _differs(model: LoadedModel, assignment: PlaceAssignment | None) -> Generator[None, None, str]:
     """The way in which rows in one forward differ from each alone; "" = by rounding at most.
 

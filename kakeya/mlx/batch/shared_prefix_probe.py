@@ -18,6 +18,7 @@ from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.mlx.batch.batch import at_once, forward_together, turns_check, uses_slabs
 from kakeya.mlx.batch.places import PlaceAssignment
+from kakeya.mlx.device import tells_lost_device
 from kakeya.mlx.findings import Sharing
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.numerics.bits import ROUNDING, share_off
@@ -71,6 +72,7 @@ def shares_check(model: LoadedModel) -> Generator[None, None, int | None]:
         return None
 
 
+@tells_lost_device
 def _is_worth_it(model: LoadedModel) -> Generator[None, None, bool]:
     states = [MlxVerifier(model) for _ in range(_ROWS)]
     for number, state in enumerate(states):

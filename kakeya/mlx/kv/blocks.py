@@ -27,6 +27,7 @@ import numpy as np
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.engine.model import LEAST_CHUNK_TOKENS, KvView
+from kakeya.mlx.device import tells_lost_device
 from kakeya.mlx.kv import layers as kv_layers
 from kakeya.mlx.kv.layers import Fixed, Range, Ring, Rows
 from kakeya.mlx.loader import LoadedModel
@@ -230,6 +231,7 @@ def block_tokens_of(context_tokens: int) -> int:
     return size if size >= LEAST_CHUNK_TOKENS else 0
 
 
+@tells_lost_device
 def plan_blocks(model: LoadedModel) -> KvBlocks:
     """Inspect the content of a model's caches, and try on a short text that importing it works.
 

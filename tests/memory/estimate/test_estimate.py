@@ -30,7 +30,8 @@ from kakeya.memory.estimate.estimate import (
     estimate_source,
 )
 from kakeya.memory.estimate.headers import read_headers
-from kakeya.memory.estimate.history import KEPT, MAX_MODELS, SizeHistory
+from kakeya.memory.estimate.history import KEPT, MAX_MODELS, WORKING_SET, SizeHistory
+from kakeya.memory.estimate.size_file import decode_sizes, encode_sizes
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.verifier import MlxVerifier
 from tests.mlx.random_models import write_model
@@ -466,3 +467,12 @@ def test_a_measurement_of_nothing_is_none() -> None:
     assert history.snapshot() == ()
     with pytest.raises(errors.InvalidArgument):
         history.note("d", "text", -1)
+
+
+def test_the_limit_that_metal_told_last_counts_and_is_kept() -> None:
+    history = SizeHistory()
+    assert history.newest_bytes(*WORKING_SET) is None
+    for told in (12 * MIB, 10 * MIB, 0):
+        history.note(*WORKING_SET, told)
+    kept = SizeHistory(decode_sizes(encode_sizes(history.snapshot())))
+    assert kept.newest_bytes(*WORKING_SET) == 10 * MIB
