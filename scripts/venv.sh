@@ -7,14 +7,38 @@ unset PYTHONDONTWRITEBYTECODE
 
 say() { echo "$(basename "$0"): $*" >&2; }
 
+# Whether a Python is new enough and made for this machine: under Rosetta one for Intel runs too, and
+# there is no mlx for it.
+suits() {
+  "$1" -c '
+import platform, sys
+sys.exit(sys.version_info < (3, 11) or (sys.platform, platform.machine()) == ("darwin", "x86_64"))
+' 2>/dev/null
+}
+
+# /usr/bin/python3 of a Mac without developer tools opens a dialog.
+opens_dialog() {
+  [ "$(uname -s)" = Darwin ] && [ "$(command -v "$1")" = /usr/bin/python3 ] &&
+    ! xcode-select -p >/dev/null 2>&1
+}
+
 find_python() {
-  local candidate
+  local candidate intel=
   for candidate in python3.11 python3.12 python3.13 python3.14 python3; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    command -v "$candidate" >/dev/null && ! opens_dialog "$candidate" || continue
+    if suits "$candidate"; then
       command -v "$candidate"
       return
     fi
+    if "$candidate" -c 'import platform; assert platform.machine() == "x86_64"' 2>/dev/null; then
+      intel=$(command -v "$candidate")
+    fi
   done
+  if [ "$(uname -s)" = Darwin ] && [ -n "$intel" ]; then
+    say "$intel is a Python for Intel, for which there is no mlx; install one for Apple silicon" \
+      "(/opt/homebrew/bin/brew install python@3.13, or python.org) and run this again."
+    return 1
+  fi
   say "Python 3.11 or newer is needed and none was found; install it (macOS: brew install" \
     "python@3.13; Debian, Ubuntu: apt-get install python3 python3-venv) and run this again."
   return 1
@@ -34,8 +58,7 @@ make_venv() {
 
 ensure_venv() {
   local extra=$1 stamp wanted
-  "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-    make_venv || return 1
+  suits "$venv/bin/python" || make_venv || return 1
   stamp=$venv/.installed${extra:+-$extra}
   wanted="$top $(cksum <"$top/pyproject.toml")"
   [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return 0

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,14 @@ def bound_heap() -> bool:
             mallopt(_M_ARENA_MAX, _HEAPS),
         ]
     )
+
+
+def own_program() -> str:
+    """Return the file that this process runs, as a firewall knows it."""
+    if sys.platform == "darwin":
+        with suppress(OSError):
+            return darwin.executable()
+    return sys.executable
 
 
 def compute_in_bulk() -> bool:

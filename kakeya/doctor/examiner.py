@@ -206,7 +206,7 @@ class Examiner:
             )
             here = Here(
                 platform=self._machine.platform,
-                python=self._machine.python,
+                python=self._machine.program,
                 is_member=is_member,
                 link_to=machine_checks.link_to(host, interfaces),
                 pings=await self._machine.pings(host) if needs_ping else None,
@@ -239,7 +239,7 @@ class Examiner:
         self, answer: pb.CheckBackResponse, skew_s: float, address: str, target: Target
     ) -> list[Finding]:
         peer = target.peer
-        here = Here(platform=self._machine.platform, python=self._machine.python)
+        here = Here(platform=self._machine.platform, python=self._machine.program)
         dials = [_from_wire(result, peer) for result in answer.dials]
         works = any(dial.outcome is DialOutcome.ANSWERED for dial in dials)
         found: list[Finding | None] = [

@@ -15,16 +15,17 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kakeya.core.process import own_program
 from kakeya.core.settings import Illegal, split_address
 from kakeya.doctor import machine_checks as judge
 from kakeya.doctor.machine_checks import FileFact, SelfTest
 from kakeya.doctor.report import Finding, warning
 from kakeya.fleet.identity.identity import FOLDER as IDENTITY
-from kakeya.fleet.paths.interfaces import Interface, read_interfaces
+from kakeya.fleet.paths.interfaces import Interface, read_interfaces, read_thunderbolt_ports
 from kakeya.fleet.placement.ring import probe_ring_environment
 from kakeya.generation.spec import EMBEDDED_FOLDER
 
@@ -88,11 +89,14 @@ class Machine:
         self.data_dir = data_dir
         self.platform = platform
         self.python = python
+        self.program = own_program()
+        self._thunderbolt: Collection[str] = ()
         self._environ = environ
         self._run = run
 
     async def examine(self) -> tuple[Finding, ...]:
         """Collect and judge all facts; takes little more than `SELF_TEST_S` at most."""
+        self._thunderbolt = await read_thunderbolt_ports(self.platform)
         test, sleep, files = await asyncio.gather(
             self._self_test(), self._sleep(), asyncio.to_thread(self._look)
         )
@@ -107,13 +111,13 @@ class Machine:
 
     async def pings(self, host: str) -> bool | None:
         """Whether a host answers a ping; None = this machine has no ping program."""
-        flags = ("-t", "1") if self.platform == "darwin" else ("-W", "1")
-        output = await self._run(("ping", "-c", "1", *flags, host), _PROGRAM_S)
+        ping = ("/sbin/ping", "-t", "1") if self.platform == "darwin" else ("ping", "-W", "1")
+        output = await self._run((*ping, "-c", "1", host), _PROGRAM_S)
         return None if output is None else output.status == 0
 
     def interfaces(self) -> tuple[Interface, ...]:
         """List the addresses by which peers may reach this machine."""
-        return read_interfaces(self.platform)
+        return read_interfaces(self.platform, self._thunderbolt)
 
     async def _self_test(self) -> SelfTest:
         command = (self.python, "-m", "kakeya.mlx.selftest", str(_TEST_MODEL))
@@ -123,7 +127,7 @@ class Machine:
     async def _sleep(self) -> Finding | None:
         if self.platform != "darwin":
             return None
-        output = await self._run(("pmset", "-g"), _PROGRAM_S)
+        output = await self._run(("/usr/bin/pmset", "-g"), _PROGRAM_S)
         return judge.check_sleep(judge.parse_pmset(output.stdout if output else ""))
 
     def _look(self) -> tuple[Finding, ...]:

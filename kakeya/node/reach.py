@@ -71,12 +71,13 @@ class OwnAddresses:
         self._opened: dict[str, str] = {}
         """Network host -> its bound address."""
         self._loopback = ""
+        self._named: set[str] = set()
+        """Interfaces that were seen when the ports were last read."""
 
     async def open(self, listeners: Listeners) -> None:
         """Bind every address. Raises ConfigError naming the flag of an unusable one."""
         self._listeners = listeners
-        self._thunderbolt = await read_thunderbolt_ports(self._platform)
-        self._interfaces = self._read(self._platform, self._thunderbolt)
+        await self._read_all()
         self._binding = binding = choose_binding(
             self._listen.bind,
             has_identity=self._has_identity,
@@ -194,10 +195,20 @@ class OwnAddresses:
         self._opened[host] = bound
         self._port = split_address(bound)[1]
 
+    async def _read_all(self) -> None:
+        """Read the interfaces, and which of them are Thunderbolt ports: each new one may be."""
+        self._thunderbolt = await read_thunderbolt_ports(self._platform)
+        self._interfaces = self._read(self._platform, self._thunderbolt)
+        self._named |= {i.name for i in self._interfaces}
+
     async def _follow(self) -> None:
         while True:
             await self._clock.sleep(WATCH_S)
-            self._interfaces = self._read(self._platform, self._thunderbolt)
+            found = self._read(self._platform, self._thunderbolt)
+            if {i.name for i in found} - self._named:
+                await self._read_all()
+            else:
+                self._interfaces = found
             await self._reconcile({i.host for i in choose_listeners(self._interfaces)})
 
     async def _reconcile(self, wanted: set[str]) -> None:

@@ -60,16 +60,16 @@ async def test_a_mac_is_asked_for_its_power_settings() -> None:
 
     async def run(command: Sequence[str], limit_s: float) -> Output | None:
         asked.append(command)
-        text = MINI_AS_DELIVERED if command[0] == "pmset" else GOOD_TEST
+        text = MINI_AS_DELIVERED if command[0] == "/usr/bin/pmset" else GOOD_TEST
         return Output(status=0, stdout=text, stderr="")
 
     mac = Machine(Path("/nowhere"), environ={}, platform="darwin", run=run)
     lines = await mac.examine()
-    assert ("pmset", "-g") in asked
+    assert ("/usr/bin/pmset", "-g") in asked
     assert find(lines, "sleep").level is Severity.WARNING
     assert find(lines, "blas").detail == "Accelerate"
     assert await mac.pings("10.0.0.5")
-    assert asked[-1] == ("ping", "-c", "1", "-t", "1", "10.0.0.5")
+    assert asked[-1] == ("/sbin/ping", "-t", "1", "-c", "1", "10.0.0.5")
     linux = await Machine(Path("/nowhere"), environ={}, platform="linux", run=run).examine()
     assert "sleep" not in {line.what for line in linux}
 

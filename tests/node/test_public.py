@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -51,3 +52,29 @@ def test_every_script_is_well_formed(script: str) -> None:
     path = SCRIPTS / script
     subprocess.run(["bash", "-n", str(path)], check=True)
     assert path.suffix == ".sh" or path.stat().st_mode & 0o100
+
+
+def test_a_mac_with_pythons_for_intel_alone_is_told_so(tmp_path: Path) -> None:
+    """Each `python3` of this folder says that it runs on an Intel Mac."""
+    as_intel = "import platform, sys; sys.platform, platform.machine = 'darwin', lambda: 'x86_64'"
+    stubs = {
+        "uname": "echo Darwin",
+        "xcode-select": "exit 0",
+        **dict.fromkeys(
+            ("python3.11", "python3.12", "python3.13", "python3.14", "python3"),
+            f'exec {sys.executable} -c "{as_intel}\n$2"',
+        ),
+    }
+    for name, line in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    script = Path(kakeya.__file__).parents[1] / "scripts" / "venv.sh"
+    found = subprocess.run(
+        ["bash", "-c", f". {script}; find_python"],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 1
+    assert "is a Python for Intel, for which there is no mlx" in found.stderr

@@ -8,6 +8,7 @@ end-of-file and exits. The lines of its stdout and stderr go into the agent's lo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -147,10 +148,9 @@ class EngineProcess:
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process.returncode is None:
-            try:
+            # macOS refuses a group of which each process has ended and none was waited for yet.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
-            except ProcessLookupError:
-                return
 
     async def _relay_output(self) -> None:
         if self._process.stdout is None:

@@ -35,7 +35,7 @@ WATCH_S = 2.0
 
 # Of macOS: AirDrop and its like, tunnels that the system keeps for itself, modems for phones.
 _UNUSABLE = {
-    "darwin": re.compile(r"lo|awdl|llw|anpi|ap|gif|stf|ipsec|pdp_ip|XHC|vmenet|pktap"),
+    "darwin": re.compile(r"lo|awdl|llw|anpi|ap|gif|stf|ipsec|pdp_ip|XHC|vmenet|vmnet|pktap"),
     # Of Linux: containers and virtual machines of this host, which no peer reaches.
     "linux": re.compile(r"lo$|docker|br-|veth[0-9a-f]{7}|virbr|cni|flannel|cali|lxcbr|vnet"),
 }
@@ -46,7 +46,11 @@ _THUNDERBOLT = {
 # macOS makes bridge100 and up for the guests of virtual machines and for internet sharing.
 _GUESTS = {"darwin": re.compile(r"bridge\d{3,}"), "linux": re.compile(r"(?!)")}
 _LIST_PORTS = ("/usr/sbin/networksetup", "-listallhardwareports")
-_PORT = re.compile(r"^Hardware Port: Thunderbolt[^\n]*\nDevice: (\w+)$", re.MULTILINE)
+_PORT = re.compile(
+    # A dock's or a display's Ethernet, or FireWire, behind Thunderbolt is a network like others.
+    r"^Hardware Port: Thunderbolt(?![^\n]*(?:Ethernet|FireWire))[^\n]*\nDevice: (\w+)$",
+    re.MULTILINE,
+)
 _ASK_S = 3.0
 _TUNNELS = {"darwin": re.compile(r"utun\d+"), "linux": re.compile(r"(?:tun|wg|tailscale)\d+")}
 
@@ -108,13 +112,19 @@ async def read_thunderbolt_ports(platform: str) -> frozenset[str]:
     if platform != "darwin":
         return frozenset()
     try:
-        async with asyncio.timeout(_ASK_S):
-            asked = await asyncio.create_subprocess_exec(
-                *_LIST_PORTS, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-            )
-            listing, _ = await asked.communicate()
-    except (OSError, TimeoutError):
+        asked = await asyncio.create_subprocess_exec(
+            *_LIST_PORTS, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        )
+    except OSError:
         return frozenset()
+    try:
+        async with asyncio.timeout(_ASK_S):
+            listing, _ = await asked.communicate()
+    except TimeoutError:
+        return frozenset()
+    finally:
+        if asked.returncode is None:
+            asked.kill()
     return find_thunderbolt_ports(listing.decode("utf-8", "replace"))
 
 

@@ -193,13 +193,15 @@ class SlabStore:
 
 
 def _map(name: str, size: int) -> mmap.mmap:
-    """Make shared memory of this name, all of it present. Raises OSError, and then leaves
+    """Make shared memory of this name, on Linux all of it present. Raises OSError, and then leaves
     nothing."""
     handle = _posixshmem.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
     try:
         os.ftruncate(handle, size)
         if sys.platform == "linux":
             os.posix_fallocate(handle, 0, size)  # else a full tmpfs kills at the first touch
+        # macOS reserves nothing: pages come at the first touch, and can be swapped. There the
+        # arbiter alone bounds slabs, which grow only while the machine is calm.
         return mmap.mmap(handle, size)
     except OSError:
         _unlink(name)

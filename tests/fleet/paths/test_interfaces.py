@@ -101,6 +101,14 @@ Ethernet Address: 00:00:00:00:00:03
 Hardware Port: Thunderbolt 2
 Device: en3
 Ethernet Address: 00:00:00:00:00:04
+
+Hardware Port: Thunderbolt Ethernet Slot 0
+Device: en7
+Ethernet Address: 00:00:00:00:00:05
+
+Hardware Port: Thunderbolt FireWire
+Device: fw0
+Ethernet Address: 00:00:00:00:00:06
 """
     assert find_thunderbolt_ports(listing) == {"bridge0", "en3"}
     assert find_thunderbolt_ports("") == frozenset()
